@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
 from graphquant.api.models import as_model
-from graphquant.api.options import CalibrateOptions, PlanOptions, resolve_options, takes_options
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration import (
     Stats,
@@ -22,12 +21,12 @@ from graphquant.calibration import (
     preserved_fingerprints,
 )
 from graphquant.errors import DataError, UsageError
+from graphquant.utils.options import CalibrateOptions, PlanOptions, resolve_options, takes_options
 from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphquant.api.options import PlanSource, StatsSource
     from graphquant.calibration import ObservationTargets
     from graphquant.calibration.data import Dataset
     from graphquant.ir import Model
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 @takes_options(CalibrateOptions)
 def calibrate(
     model: Model | str | Path,
-    plan: PlanSource | None = None,
+    plan: Plan | str | Path | None = None,
     data: str | Dataset | None = None,
     options: CalibrateOptions | None = None,
     *,
@@ -90,7 +89,7 @@ def calibrate(
     )
 
 
-def resolve_stats(stats: StatsSource) -> Stats:
+def resolve_stats(stats: Stats | str | Path) -> Stats:
     """Return the statistics, loaded from their file if `stats` is a path.
 
     Raises:
@@ -99,7 +98,7 @@ def resolve_stats(stats: StatsSource) -> Stats:
     return stats if isinstance(stats, Stats) else load_stats(Path(stats))
 
 
-def merge_stats(stats_list: Sequence[StatsSource]) -> Stats:
+def merge_stats(stats_list: Sequence[Stats | str | Path]) -> Stats:
     """Merge statistics of several shards, given as objects or paths.
 
     Raises:

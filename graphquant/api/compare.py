@@ -8,10 +8,10 @@ from graphquant import formats
 from graphquant.analysis import compare_runners, match_sites
 from graphquant.analysis.compare import match_inputs, reference_runner, with_sensitivity
 from graphquant.api.models import as_model
-from graphquant.api.options import CompareOptions, resolve_options, takes_options
 from graphquant.calibration import estimate_footprint
 from graphquant.calibration.holdout import open_optional_labels
 from graphquant.errors import UsageError
+from graphquant.utils.options import CompareOptions, resolve_options, takes_options
 from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from graphquant.api.algorithms import run_postcalibration_algorithms, run_precal
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
 from graphquant.api.latency import LatencyTimer
 from graphquant.api.models import as_model
-from graphquant.api.options import InsertOptions, resolve_options, takes_options
 from graphquant.api.plan import prepare_and_plan
 from graphquant.api.result import Result
 from graphquant.api.search import attach_sensitivity, search_plan
@@ -36,6 +35,7 @@ from graphquant.quantize import (
     transfer_ranges,
 )
 from graphquant.quantize.rewrite import rewrite
+from graphquant.utils.options import InsertOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,17 +19,18 @@ from graphquant.analysis import (
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
 from graphquant.api.models import as_model
-from graphquant.api.options import ExplainOptions, resolve_options, takes_options
 from graphquant.api.plan import plan_with_rules, prepare_for_plan, resolve_ruleset, select_sites
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats
 from graphquant.errors import RuleError, UsageError
 from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.quantize import Plan, read_plan, solve_scales
 from graphquant.rules import RuleMatcher, RuleSet, load_ruleset
+from graphquant.utils.options import ExplainOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from graphquant.analysis.range_report import RangeReport
-    from graphquant.api.options import NameOrNames, StatsSource
     from graphquant.backends import CheckReport
     from graphquant.calibration.data.check import DataReport
     from graphquant.ir import Model
@@ -107,7 +108,9 @@ def _is_quantized(model: Model) -> bool:
     return any(op.kind in QUANTIZATION_KINDS for graph in graphs for op in graph.ops())
 
 
-def check(model: Model | str | Path, *, backend: str | None = None, stats: StatsSource | None = None) -> CheckReport:
+def check(
+    model: Model | str | Path, *, backend: str | None = None, stats: Stats | str | Path | None = None
+) -> CheckReport:
     """Find probable mistakes in a quantized model, and predict how a backend runs each op, without running it.
 
     Args:
@@ -147,10 +150,10 @@ def check_data(model: Model | str | Path, data: str, *, samples: int | None = No
 
 
 def inspect_stats(
-    stats: StatsSource,
+    stats: Stats | str | Path,
     model: Model | str | Path | None = None,
     *,
-    rules: NameOrNames = (),
+    rules: str | Path | Sequence[str | Path] = (),
     compare_methods: bool = False,
 ) -> RangeReport:
     """Report statistics, and the ranges and errors that the tensors of a model get from them.

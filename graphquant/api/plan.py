@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from graphquant import formats
 from graphquant.api.algorithms import choose_algorithms
 from graphquant.api.models import as_model
-from graphquant.api.options import PlanOptions, parse_names, resolve_options, takes_options
 from graphquant.calibration import with_observer
 from graphquant.errors import ModelError, UsageError
 from graphquant.qdq import FAMILIES
@@ -28,9 +27,12 @@ from graphquant.quantize import (
     read_plan,
 )
 from graphquant.rules import RuleSet, Selector, load_ruleset
+from graphquant.utils.option_types import parse_names
+from graphquant.utils.options import PlanOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from graphquant.api.options import NameOrNames, PlanSource
+    from collections.abc import Sequence
+
     from graphquant.ir import Model
 
 OPSET_STEP = "opset"
@@ -56,7 +58,7 @@ def plan(model: Model | str | Path, options: PlanOptions | None = None, /, **val
 
 
 def prepare_and_plan(
-    source: Model, options: PlanOptions | None = None, plan: PlanSource | None = None
+    source: Model, options: PlanOptions | None = None, plan: Plan | str | Path | None = None
 ) -> tuple[Model, Plan]:
     """Return the prepared model and its plan: `plan` if there is one, else the plan of the rules."""
     settings = options or PlanOptions()
@@ -132,7 +134,7 @@ def prepare_with_steps(model: Model, steps: str, opset: int) -> Model:
     return prepare(start, names)[0]
 
 
-def resolve_ruleset(model: Model, rules: NameOrNames) -> RuleSet:
+def resolve_ruleset(model: Model, rules: str | Path | Sequence[str | Path]) -> RuleSet:
     """Load the rules, by default those of the model's format.
 
     Raises:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from graphquant.analysis import match_sites
 from graphquant.api.search import SensitivityTrials, insertions_by_site, quantizing_op, replace_sites
-from graphquant.calibration import parse_size
 from graphquant.errors import UsageError
 from graphquant.numerics import DynamicQParams, IntType
 from graphquant.optimize import (
@@ -24,6 +23,7 @@ from graphquant.optimize import (
 )
 from graphquant.qdq import FAMILIES
 from graphquant.utils.progress import stage_progress
+from graphquant.utils.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

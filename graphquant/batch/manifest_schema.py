@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, field_validator
 from pydantic.dataclasses import dataclass
 
-from graphquant.api.options import Count, Decibels, InsertOptions, OptionField, Share, option_fields
 from graphquant.backends import BACKENDS
-from graphquant.calibration import CALIBRATION_METHODS, parse_size
+from graphquant.calibration import CALIBRATION_METHODS
 from graphquant.errors import ManifestError, UsageError, did_you_mean
 from graphquant.qdq import FAMILIES
 from graphquant.rules import DocumentKind, describe_table_schema
+from graphquant.utils.option_types import Count, Decibels, Share
+from graphquant.utils.options import InsertOptions, OptionField, option_fields
+from graphquant.utils.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +49,9 @@ _TextList = Annotated[tuple[_Text, ...], Field(min_length=1, max_length=1000)]
 
 def _setting_type(option: OptionField) -> Any:
     """Return the type of an option in TOML. TOML has types, so a string is not accepted as a number."""
-    base = get_args(option.annotation)[0]
+    base = option.annotation
+    if get_origin(base) is Annotated:
+        base = get_args(base)[0]
     types = [member for member in get_args(base) if member is not type(None)] or [base]
     if get_origin(base) is tuple:
         return _TextList

@@ -2,7 +2,6 @@
 
 from graphquant.calibration.calibrate import ResumeError, RunFootprint, collect_stats, estimate_footprint
 from graphquant.calibration.fingerprints import preserved_fingerprints
-from graphquant.calibration.memory import parse_size
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, select_stats
 from graphquant.calibration.stats_file import load_stats, save_stats
 from graphquant.calibration.targets import (
@@ -30,7 +29,6 @@ __all__ = [
     "estimate_footprint",
     "finest_histogram_bits",
     "load_stats",
-    "parse_size",
     "plan_targets",
     "preserved_fingerprints",
     "save_stats",

@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphquant.errors import UsageError
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -30,22 +28,6 @@ HISTOGRAM_BYTES = {0: 0, 7: 64 << 10, 10: 512 << 10}
 
 ASSUMED_FREE_BYTES = 1 << 30
 """Free memory that is assumed if the system does not report it."""
-
-SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
-
-
-def parse_size(text: str) -> int:
-    """Parse a memory size into bytes: "512MB", "2GB", "1.5 GiB", "300000000".
-
-    Raises:
-        UsageError: `text` is not a memory size.
-    """
-    matched = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]I?|)B?\s*", text, re.IGNORECASE)
-    size = int(float(matched[1]) * SIZE_UNITS[matched[2].upper()]) if matched else 0
-    if not size:
-        raise UsageError(f"{text[:40]!r} is not a memory size. Write it as 512MB or 2GB.")
-    return size
-
 
 def available_memory() -> int:
     """Return the free memory in bytes, limited by the control group of the container."""

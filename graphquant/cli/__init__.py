@@ -1,4 +1,7 @@
-"""The command line: parses, calls the pipeline, prints. What a command needs is imported when it runs."""
+"""The command line: it parses options, calls the API and prints results.
+
+Commands import their dependencies when they run, so that `--help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,17 @@ from graphquant.utils.tf_determinism import disable_onednn
 @click.group(cls=ErrorHandlingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="graphquant")
 def main() -> None:
-    """Quantize trained TensorFlow and ONNX graphs, and see exactly what was done.
+    """Quantize trained TensorFlow and ONNX models, and report each change.
 
-    Results go to stdout, progress to stderr. Exit codes: 0 done, 1 findings, 2 usage or rule-file error, 3 model cannot
-    be read, 4 a package is missing, 130 interrupted.
+    Results go to stdout, progress and errors to stderr. Exit codes: 0 success, 1 findings or a missed bound, 2 usage or
+    rule-file error, 3 unreadable model, 4 missing package, 130 interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal's encoding may lack a name's letters
+        # A terminal's encoding may lack characters of a tensor name, which must not end the command.
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    disable_onednn()  # before a data function imports TensorFlow
+    # TensorFlow reads this setting when it is imported, and a data function may import it.
+    disable_onednn()
 
 
 for command in (

@@ -1,4 +1,4 @@
-"""`graphquant batch`."""
+"""The `batch` command: options, reports and workers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from graphquant.cli.options import INTERRUPTED, parse_max_memory, require_finite, selection_options
-from graphquant.cli.options import parse_shard as shard_part
+from graphquant.cli.options import (
+    FORCE,
+    INTERRUPTED,
+    merge_disabled_algorithms,
+    options_of,
+    parse_max_memory,
+    parse_shard,
+    require_finite,
+)
 from graphquant.cli.output import batch_progress, print_view, progress_bar
 from graphquant.errors import FindingsError, UsageError, escape_unprintable
+from graphquant.utils.options import InsertOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +33,10 @@ if TYPE_CHECKING:
     from graphquant.batch.types import BatchReport, Entry, Outcome
 
 
-# What `graphquant batch` does with a report: files, the terminal, earlier reports, statements.
-
 CommandFunction = TypeVar("CommandFunction", bound="Callable[..., Any]")
+
+OMITTED_OPTIONS = ("plan", "validate", "max_memory")
+"""Options of `insert` that a batch does not have; `batch.manifest_schema.OMITTED_OPTIONS` gives the reasons."""
 
 REPORT_OPTIONS = [
     click.option(
@@ -36,7 +45,7 @@ REPORT_OPTIONS = [
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write a report: .json, .xml (JUnit), .sarif, .md or .html; repeat it for several.",
+        help="Write a report: .json, .xml (JUnit), .sarif, .md or .html. Repeat it for several.",
     ),
     click.option(
         "--format",
@@ -44,33 +53,31 @@ REPORT_OPTIONS = [
         type=click.Choice(["text", "json", "github"]),
         default="text",
         show_default=True,
-        help="What is printed; github: annotations for a workflow.",
+        help="Format of the printed report; github prints annotations for a workflow.",
     ),
     click.option(
         "--compare",
         type=click.Path(path_type=Path),
         metavar="REPORT.json",
-        help="Tell what is worse than in an earlier report.",
+        help="Report regressions since an earlier report.",
     ),
-    click.option("--fail-on", type=click.Choice(["regression"]), help="End with exit code 1 if something is."),
+    click.option("--fail-on", type=click.Choice(["regression"]), help="Exit code 1 if there is a regression."),
     click.option(
         "--sqnr-step",
         type=click.FloatRange(min=0),
         callback=require_finite,
         metavar="DB",
-        help="SQNR that may be lost without that being a regression; 0.5 by default.",
+        help="Minimum loss of SQNR that counts as a regression. Default: 0.5.",
     ),
-    click.option("--merge", is_flag=True, help="Make one report of those of all shards, REPORT.json..."),
-    click.option("--attest", is_flag=True, help="Write what each output was made of, as OUTPUT.intoto.json."),
-    click.option(
-        "--verify", is_flag=True, help="Build all again elsewhere, and compare with what there is; write no output."
-    ),
+    click.option("--merge", is_flag=True, help="Merge the reports of all shards, REPORT.json..."),
+    click.option("--attest", is_flag=True, help="Write an attestation of each output, OUTPUT.intoto.json."),
+    click.option("--verify", is_flag=True, help="Rebuild all outputs in a temporary folder and compare their digests."),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """What was asked for; see the options."""
+    """Options about reports."""
 
     reports: tuple[Path, ...]
     form: str
@@ -82,70 +89,70 @@ class ReportOptions:
     verify: bool
 
     def check_options(self, names: Sequence[str]) -> None:
-        """Refuses what cannot be carried out, before any work is done.
+        """Reject invalid combinations, before any work is done.
 
         Raises:
-            UsageError: Options that do not go together, or a report that cannot be written.
+            UsageError: Two options exclude each other, or a report cannot be written.
         """
         from graphquant.batch.reports import check_report_path
 
         if self.compare is None and self.sqnr_step is not None:
-            raise UsageError("--sqnr-step is about a comparison. Give --compare REPORT.json too.")
+            raise UsageError("--sqnr-step applies to a comparison. Add --compare REPORT.json.")
         if self.compare is None and self.fail_on is not None:
-            raise UsageError("--fail-on regression is about a comparison. Give --compare REPORT.json too.")
+            raise UsageError("--fail-on regression applies to a comparison. Add --compare REPORT.json.")
         if self.merge and (self.attest or self.verify):
-            raise UsageError("--merge makes no models. Leave --attest and --verify out.")
+            raise UsageError("--merge writes no models. Remove --attest and --verify.")
         if self.verify and (self.attest or self.fail_on or self.sqnr_step is not None):
             raise UsageError(
-                "--verify compares digests and writes no output. Leave --attest, --fail-on and --sqnr-step out."
+                "--verify compares digests and writes no output. Remove --attest, --fail-on and --sqnr-step."
             )
         if self.merge and not names:
-            raise UsageError("--merge wants the JSON reports of all shards. Give them as REPORT.json...")
+            raise UsageError("--merge needs the JSON reports of all shards. Pass them as REPORT.json...")
         for path in self.reports:
             check_report_path(path)
             if self.fail_on is not None and self.compare is not None and path.resolve() == self.compare.resolve():
                 raise UsageError(
-                    f"--report {path} would take the place of what this run is held against, and the next run would be"
-                    " fine. Give another name, and copy it there when this one is accepted."
+                    f"--report {path} would overwrite the report of --compare, so the next run could not detect this"
+                    " regression. Use another name, and copy the report when you accept it."
                 )
 
     def check_entries(self, entries: Sequence[Entry]) -> None:
-        """Refuses reports that would take the place of a model, and statements that have none.
+        """Reject reports that would overwrite a model, and attestations of remote outputs.
 
         Raises:
-            UsageError: A report is a model or an output, or an output is elsewhere and wants a statement.
+            UsageError: A report is a model or an output, or an output with an attestation is remote.
         """
         from graphquant.calibration.data.files import is_remote
 
         model_paths = {Path(path).resolve(): path for entry in entries for path in (entry.model, entry.output)}
         for report in self.reports:
             if report.resolve() in model_paths:
-                raise UsageError(f"--report {report} is a model of the batch. Give the report another name.")
+                raise UsageError(f"--report {report} is a model of the batch. Use another name for the report.")
         remote_outputs = [entry.output for entry in entries if is_remote(entry.output)]
         if self.attest and remote_outputs:
             raise UsageError(
-                f"--attest writes beside outputs on this machine, and {remote_outputs[0]} is elsewhere. Leave it out."
+                f"--attest writes next to local outputs, but {remote_outputs[0]} is remote. Remove --attest."
             )
         if self.verify and remote_outputs:
             raise UsageError(
-                f"--verify reads outputs on this machine, and {remote_outputs[0]} is elsewhere. Copy it here first."
+                f"--verify reads local outputs, but {remote_outputs[0]} is remote. Copy it to this machine first."
             )
 
     def read_earlier_report(self) -> BatchReport | None:
-        """The report of --compare.
+        """Return the report of --compare, or None.
 
         Raises:
-            UsageError: It cannot be read, or is none.
+            UsageError: The file cannot be read, or is not a report.
         """
         from graphquant.batch.types import read_report
 
         return None if self.compare is None else read_report(self.compare)
 
     def merge_reports(self, names: Sequence[str]) -> BatchReport:
-        """The reports at `names` as one.
+        """Merge the reports at `names`.
 
         Raises:
-            UsageError: One cannot be read, or they do not belong together.
+            UsageError: A report cannot be read, or the reports belong to different batches.
         """
         from graphquant.batch.shards import merge_reports
         from graphquant.batch.types import read_report
@@ -155,17 +162,17 @@ class ReportOptions:
     def publish(
         self, report: BatchReport, earlier_report: BatchReport | None, entries: Sequence[Entry] = ()
     ) -> BatchReport:
-        """Prints, and writes statements and reports; the report with what changed since `earlier_report`.
+        """Print the report, write attestations and report files, and return the report with its regressions.
 
         Raises:
-            UsageError: Something cannot be written.
+            UsageError: A file cannot be written.
         """
         if earlier_report is not None and not self.verify:
             from graphquant.batch.regressions import SQNR_STEP, compare_reports
 
             sqnr_step = SQNR_STEP if self.sqnr_step is None else self.sqnr_step
             report = compare_reports(report, earlier_report, sqnr_step=sqnr_step, fail=self.fail_on is not None)
-        self._print_report(report)  # first: what cannot be written takes no result away
+        self._print_report(report)  # before the files, so that a write error does not hide the result
         if self.attest:
             _write_attestations(report, entries)
         from graphquant.batch.reports import write_report
@@ -187,18 +194,18 @@ class ReportOptions:
 
 
 def report_options(command: CommandFunction) -> CommandFunction:
-    """The options about reports; the command is given them as one argument, `asked`."""
+    """Add the options about reports to a command, which receives them as one argument, `reporting`."""
     names = [field.name for field in fields(ReportOptions)]
 
     @wraps(command)
     def collect_options(**options: Any) -> Any:
         reporting = ReportOptions(**{name: options.pop(name) for name in names})
-        return command(asked=reporting, **options)
+        return command(reporting=reporting, **options)
 
     decorated: Any = collect_options
     for option in reversed(REPORT_OPTIONS):
         decorated = option(decorated)
-    return decorated  # type: ignore[no-any-return]  # click's decorators give what they were given
+    return decorated  # type: ignore[no-any-return]  # click's decorators return the type of their argument
 
 
 def _write_attestations(report: BatchReport, entries: Sequence[Entry]) -> None:
@@ -211,59 +218,43 @@ def _write_attestations(report: BatchReport, entries: Sequence[Entry]) -> None:
             write_attestation(by_name[outcome.name], outcome)
 
 
-@click.command()
+@click.command("batch")
 @click.argument("names", nargs=-1, metavar="[MANIFEST|MODEL...]")
-@selection_options
-@click.option("--data", metavar="SPEC", help="Calibration data of all models; {stem} stands for a model's name.")
-@click.option("--stats", metavar="FILE", help="Statistics that ranges come from; likewise.")
-@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use only the first N samples.")
-@click.option("--method", metavar="NAME", help="How ranges are picked from the data, whatever the rules say.")
-@click.option("--float-weights", is_flag=True, default=None, help="Keep weights float, behind a whole QDQ pair.")
+@options_of(InsertOptions, exclude=OMITTED_OPTIONS, unset=True)
 @click.option("-o", "--output", metavar="PATTERN", help="Default: {parent}/{stem}.quant{suffix}.")
-@click.option("--min-sqnr", type=float, callback=require_finite, metavar="DB", help="An output that has less fails.")
+@click.option("--max-size", metavar="SIZE", help="Maximum size of an output.")
+@click.option("--check", metavar="BACKEND", help="Require that `check --for BACKEND` has no findings.")
+@click.option("--shard", metavar="I/N", help="Process only part I of N; --merge merges the reports.")
+@click.option("--scheduler", metavar="ADDRESS", help="Run on a dask cluster, tcp://host:8786.")
 @click.option(
-    "--min-agreement",
-    type=click.FloatRange(0, 100),
-    callback=require_finite,
-    metavar="PERCENT",
-    help="Likewise, top-1 agreement.",
+    "-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Number of workers. Default: by cores and memory."
 )
-@click.option(
-    "--max-accuracy-drop",
-    type=click.FloatRange(0, 100),
-    callback=require_finite,
-    metavar="POINTS",
-    help="Likewise, with labels.",
-)
-@click.option("--max-size", metavar="SIZE", help="A larger output fails.")
-@click.option("--check", metavar="BACKEND", help="An output that `check --for BACKEND` finds fault with fails.")
-@click.option("--shard", metavar="I/N", help="Do only part I of N; --merge makes one report of those of all parts.")
-@click.option("--scheduler", metavar="ADDRESS", help="Do the work on a dask cluster, tcp://host:8786.")
-@click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Workers; by default by cores and memory.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     callback=require_finite,
     metavar="SECONDS",
-    help="Stop a model that takes longer.",
+    help="Stop models that take longer.",
 )
-@click.option("--max-memory", metavar="SIZE", help="Stop a model whose worker takes more, as in 4GB.")
+@click.option("--max-memory", metavar="SIZE", help="Stop models whose worker uses more memory, such as 4GB.")
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
     default=1,
     show_default=True,
     metavar="N",
-    help="Try again after a crash, say.",
+    help="Attempts after a crash.",
 )
-@click.option("--resume", is_flag=True, help="Go on with a run that was stopped or killed.")
-@click.option("--force", is_flag=True, help="Replace outputs that no batch wrote.")
-@click.option("--no-cache", is_flag=True, help="Make everything anew, and keep nothing.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Default: the user's cache folder.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@FORCE
+@click.option("--no-cache", is_flag=True, help="Ignore the cache and do not fill it.")
 @click.option(
-    "--prune-cache", metavar="SIZE|AGE", help="Then make the cache that small, or remove what is older than 30d."
+    "--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Default: the cache folder of the user."
 )
-@click.option("--schema", is_flag=True, help="Print the JSON Schema of manifests, for editors.")
+@click.option(
+    "--prune-cache", metavar="SIZE|AGE", help="Limit the cache afterwards to a size, or to an age such as 30d."
+)
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of manifests for editors.")
 @report_options
 def batch_command(
     names: tuple[str, ...],
@@ -279,13 +270,13 @@ def batch_command(
     cache_dir: Path | None,
     prune_cache: str | None,
     schema: bool,
-    asked: ReportOptions,
+    reporting: ReportOptions,
     **settings: Any,
 ) -> None:
-    """Quantize many models: those of a MANIFEST, or MODELs and globs.
+    """Quantize many models: the models of a MANIFEST, or MODELs and globs.
 
-    MANIFEST is graphquant.toml by default. What did not change since it was made is not made again. docs/batch.md tells
-    of manifests, gates and the cache. Exit code 1 if a model failed.
+    MANIFEST is graphquant.toml by default. Outputs that are up to date are not built again. docs/batch.md describes
+    manifests, gates and the cache. Exit code 1 if a model failed.
     """
     if schema:
         from graphquant.batch import manifest_schema
@@ -293,34 +284,34 @@ def batch_command(
         click.echo(json.dumps(manifest_schema.manifest_schema(), indent=2))
         return
     if scheduler is not None and jobs is not None:
-        raise UsageError("The cluster says how many models are done at once. Leave -j out, or --scheduler.")
+        raise UsageError("The cluster decides the number of workers. Remove -j or --scheduler.")
     from graphquant.batch.cache import OutcomeCache, default_cache_folder, parse_prune_limit
-    from graphquant.batch.manifest import load_entries
-    from graphquant.batch.request import has_manifest
+    from graphquant.batch.manifest import has_manifest, load_entries
     from graphquant.batch.run import BatchOptions
 
     folder = cache_dir or default_cache_folder()
     if prune_cache is not None:
         parse_prune_limit(prune_cache)
-        if not names and not asked.reports and not has_manifest():
-            _prune_cache(OutcomeCache(folder), prune_cache, asked)
+        if not names and not reporting.reports and not has_manifest():
+            _prune_cache(OutcomeCache(folder), prune_cache, reporting)
             return
-    asked.check_options(names)
-    earlier_report = asked.read_earlier_report()
-    if asked.merge:
-        _exit_with_report(asked.publish(asked.merge_reports(names), earlier_report), merged=True)
+    reporting.check_options(names)
+    earlier_report = reporting.read_earlier_report()
+    if reporting.merge:
+        _exit_with_report(reporting.publish(reporting.merge_reports(names), earlier_report), merged=True)
         return
     from graphquant.batch.shards import deal_digest, select_shard
 
-    shard_position = shard_part(shard)
+    shard_position = parse_shard(shard)
+    merge_disabled_algorithms(settings)
     given_settings = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in settings.items()
-        if value not in {None, ()}
+        if value is not None and value != ()
     }
     all_entries = load_entries(names, given_settings)
     shard_entries = select_shard(all_entries, shard_position)
-    asked.check_entries(shard_entries)
+    reporting.check_entries(shard_entries)
     limit = parse_max_memory(max_memory)
     options = BatchOptions(folder=folder, cache=not no_cache, resume=resume, force=force, shard=shard_position)
     if shard_position[1] > 1:
@@ -329,10 +320,12 @@ def batch_command(
     def run(todo: Sequence[Entry], options: BatchOptions) -> BatchReport:
         return _run_workers(todo, options, scheduler, jobs, timeout, limit, retries)
 
-    report = _verify_batch(shard_entries, options, run, earlier_report) if asked.verify else run(shard_entries, options)
-    report = asked.publish(report, earlier_report, shard_entries)
+    report = (
+        _verify_batch(shard_entries, options, run, earlier_report) if reporting.verify else run(shard_entries, options)
+    )
+    report = reporting.publish(report, earlier_report, shard_entries)
     if prune_cache is not None:
-        _prune_cache(OutcomeCache(folder), prune_cache, asked)
+        _prune_cache(OutcomeCache(folder), prune_cache, reporting)
     _exit_with_report(report)
 
 
@@ -342,7 +335,7 @@ def _verify_batch(
     run: Callable[[Sequence[Entry], BatchOptions], BatchReport],
     earlier_report: BatchReport | None,
 ) -> BatchReport:
-    """Builds all again, with nothing of what was kept."""
+    """Rebuild all outputs without the cache, and compare them."""
     from graphquant.batch.attestation import verify_outputs
 
     return verify_outputs(
@@ -363,7 +356,7 @@ def _run_workers(
     limit: int | None,
     retries: int,
 ) -> BatchReport:
-    """Runs the batch on this machine, or on the cluster of the scheduler."""
+    """Run the batch on this machine, or on the cluster of the scheduler."""
     from graphquant.batch.run import run_batch
     from graphquant.batch.work import quantize_entry
     from graphquant.batch.workers import WorkerLimits, default_jobs, run_workers
@@ -391,11 +384,11 @@ def _echo_warning(message: str) -> None:
 
 
 def _exit_with_report(report: BatchReport, *, merged: bool = False) -> None:
-    """Ends as the report says."""
+    """Exit with the code of the report."""
     from graphquant.batch.regressions import has_regressions
 
     if not merged and any(outcome.status == "skipped" for outcome in report.outcomes):
-        click.echo("Interrupted. What is finished is kept: go on with --resume.", err=True)
+        click.echo("Interrupted. Finished outputs are kept; continue with --resume.", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
     if not report.passed or has_regressions(report):
         raise click.exceptions.Exit(FindingsError.exit_code)
@@ -407,12 +400,12 @@ def _prune_cache(cache: OutcomeCache, limit: str, reporting: ReportOptions) -> N
     removed_count, freed_bytes = cache.prune(limit)
     with FileHashes(cache.folder / "hashes.sqlite") as memo:
         memo.remove_missing()
-    click.echo(f"Removed {removed_count} outputs from the cache, {freed_bytes} bytes.", err=reporting.form != "text")
+    click.echo(f"Removed {removed_count} outputs ({freed_bytes} bytes) from the cache.", err=reporting.form != "text")
 
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """What ends a CI job ends the batch as Ctrl-C does."""
+    """Handle SIGTERM, with which CI systems end a job, like Ctrl-C."""
     previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

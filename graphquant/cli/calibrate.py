@@ -11,56 +11,54 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import INTERRUPTED, MAX_MEMORY, parse_max_memory, parse_shard
+from graphquant.cli.options import FORCE, INTERRUPTED, collect_options, options_of, parse_shard
 from graphquant.cli.output import print_view, progress_bar
 from graphquant.errors import DataError, UsageError
+from graphquant.utils.options import CalibrateOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphquant.api import Progress
     from graphquant.calibration import Stats
+    from graphquant.utils.progress import Progress
 
 
-@click.command()
+@click.command("calibrate")
 @click.argument("paths", nargs=-1, required=True, metavar="MODEL", type=click.Path(path_type=Path))
 @click.option("--data", metavar="SPEC", help="Calibration data, as for insert.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The statistics file, NAME.gqs.")
-@click.option("--rules", multiple=True, metavar="NAME|FILE", help="Observe what insert needs with these rules.")
-@click.option("--all", "everything", is_flag=True, help="Observe every float tensor, for any rules.")
-@click.option("--shard", metavar="I/N", help="Run only part I of N; merge the parts with --merge.")
-@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use only the first N samples.")
-@MAX_MEMORY
-@click.option("--merge", "merging", is_flag=True, help="Merge the statistics files named in place of MODEL.")
-@click.option("--force", is_flag=True, help="Replace an existing output, also one that could be continued.")
-def calibrate_command(paths: tuple[Path, ...], output: Path, merging: bool, force: bool, **options: Any) -> None:
-    """Run MODEL on data and write statistics, for insert --stats.
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Statistics file, NAME.gqs.")
+@options_of(CalibrateOptions)
+@click.option("--shard", "part", metavar="I/N", help="Run only part I of N. --merge merges the parts.")
+@click.option("--merge", "merging", is_flag=True, help="Merge statistics files, which replace MODEL.")
+@FORCE
+def calibrate_command(
+    paths: tuple[Path, ...], output: Path, data: str | None, part: str | None, merging: bool, force: bool, **values: Any
+) -> None:
+    """Run MODEL on data and write statistics for insert --stats.
 
-    Interrupted, it keeps what it has, and the same command goes on from there.
+    An interrupted calibration keeps its statistics, and the same command continues it.
     """
     from graphquant import api
-    from graphquant.api import models
+    from graphquant.api.models import check_output
 
     if merging:
-        if len(paths) == 1 or any(options.values()):
-            raise UsageError("--merge takes two or more statistics files and -o, and no other options.")
-        models.check_output(output, force=force)
+        if len(paths) == 1 or data or part or any(values.values()):
+            raise UsageError("--merge needs two or more statistics files and -o, and no other options.")
+        check_output(output, force=force)
         _check_stats_name(output)
         _save_and_print_stats(api.merge_stats(paths), output)
         return
     if len(paths) > 1:
-        raise UsageError(f"{paths[1]} is one too many: calibrate takes one model. --merge takes statistics files.")
+        raise UsageError(f"calibrate takes one model, so {paths[1]} is unexpected. --merge takes statistics files.")
+    settings = collect_options(CalibrateOptions, values, shard=parse_shard(part))
     partial_stats = _load_partial_stats(paths[0], output, force=force)
     _check_stats_name(output)
     with _stop_on_interrupt() as stop_request, progress_bar() as progress, _name_stats_in_errors(output):
         stats = api.calibrate(
             paths[0],
-            data=options["data"],
-            rules=options["rules"],
-            everything=options["everything"],
-            samples=options["samples"],
-            shard=parse_shard(options["shard"]),
-            max_memory=parse_max_memory(options["max_memory"]),
+            None,
+            data,
+            settings,
             partial_stats=partial_stats,
             should_stop=stop_request.is_requested,
             progress=stop_request.watch_progress(progress),
@@ -69,35 +67,35 @@ def calibrate_command(paths: tuple[Path, ...], output: Path, merging: bool, forc
         _save_and_print_stats(stats, output)
         return
     stats.save(output)
-    click.echo(f"Interrupted. {output} keeps what was gathered from {stats.samples} samples. To go on:", err=True)
+    click.echo(f"Interrupted. {output} has the statistics of {stats.samples} samples. To continue:", err=True)
     click.echo(f"  {_command_to_continue(click.get_current_context())}", err=True)
     raise click.exceptions.Exit(INTERRUPTED)
 
 
 class StopRequest:
-    """Whether the user asked to stop, and whether that came before the end."""
+    """Request to stop after the current block of samples."""
 
     def __init__(self) -> None:
         self._requested = self._started = self._incomplete = False
 
     def handle(self, *_: object) -> None:
-        """What Ctrl-C does: it asks once, and stops at once the second time, or before anything was run."""
+        """Handle Ctrl-C: request a stop, or stop immediately the second time and before the first block."""
         if self._requested or not self._started:
             raise KeyboardInterrupt
         self._requested = True
-        os.write(2, b"Stopping after this block of samples; Ctrl-C once more stops at once.\n")
+        os.write(2, b"Stopping after this block of samples. Press Ctrl-C again to stop immediately.\n")
 
     def is_requested(self) -> bool:
-        """Whether to stop."""
+        """Return True if a stop was requested."""
         return self._requested
 
     @property
     def interrupted(self) -> bool:
-        """Whether that left something to do."""
+        """True if the stop left samples unprocessed."""
         return self._requested and self._incomplete
 
     def watch_progress(self, progress: Progress | None) -> Progress:
-        """`progress`, listened to."""
+        """Wrap a progress callback to note if samples remain."""
 
         def listen(stage_name: str, completed: int, total: int) -> None:
             self._started, self._incomplete = True, completed < total
@@ -109,7 +107,7 @@ class StopRequest:
 
 @contextmanager
 def _stop_on_interrupt() -> Iterator[StopRequest]:
-    """Ctrl-C asks to stop instead of stopping."""
+    """Let Ctrl-C request a stop instead of raising KeyboardInterrupt."""
     stop = StopRequest()
     previous_handler = signal.signal(signal.SIGINT, stop.handle)
     try:
@@ -120,7 +118,7 @@ def _stop_on_interrupt() -> Iterator[StopRequest]:
 
 @contextmanager
 def _name_stats_in_errors(output: Path) -> Iterator[None]:
-    """Names the statistics that cannot be continued."""
+    """Add the file name to errors about statistics that cannot be continued."""
     from graphquant.calibration import ResumeError
 
     try:
@@ -130,24 +128,24 @@ def _name_stats_in_errors(output: Path) -> Iterator[None]:
 
 
 def _load_partial_stats(model: Path, output: Path, *, force: bool) -> Stats | None:
-    """The statistics at `output`, to go on from."""
-    from graphquant.api import models
+    """Load the statistics of an interrupted calibration from `output`, or return None."""
+    from graphquant.api.models import check_output
     from graphquant.calibration import load_stats
 
-    models.check_output(output, model, force=force or output.is_file())
+    check_output(output, model, force=force or output.is_file())
     if force or not output.exists():
         return None
     try:
         return load_stats(output)
-    except DataError:  # then it is something else, which is not to be lost
-        models.check_output(output, model)
+    except DataError:  # another kind of file, which must not be overwritten without --force
+        check_output(output, model)
         raise
 
 
 def _check_stats_name(output: Path) -> None:
     if output.suffix != ".gqs":
         raise UsageError(
-            f"{output} is not called NAME.gqs, by which inspect knows statistics. Give such a name with -o."
+            f"{output} does not end in .gqs, which inspect needs to recognize statistics. Use -o NAME.gqs."
         )
 
 
@@ -159,7 +157,7 @@ def _save_and_print_stats(stats: Stats, output: Path) -> None:
 
 
 def _command_to_continue(ctx: click.Context) -> str:
-    """The command line that `ctx` stands for, without --force."""
+    """Return the command line of `ctx` without --force, which would discard the statistics."""
     arguments = ["graphquant", *([ctx.info_name] if ctx.info_name else [])]
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "") if parameter.name != "force" else None

@@ -1,4 +1,4 @@
-"""`graphquant check`."""
+"""The `check` command."""
 
 from __future__ import annotations
 
@@ -6,39 +6,38 @@ from pathlib import Path
 
 import click
 
+from graphquant.cli.options import FORCE, OUTPUT, format_option
 from graphquant.cli.output import print_view, write_or_print
 from graphquant.errors import FindingsError, UsageError
 
 
-@click.command()
+@click.command("check")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=click.Path(path_type=Path))
-@click.option("--for", "backend", metavar="BACKEND", help="Tell what onnxruntime, say, runs in low precision.")
+@click.option("--for", "backend", metavar="BACKEND", help="Show which ops this backend runs in int8.")
 @click.option(
     "--stats",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Statistics from calibrate: tell what no sample reached.",
+    help="Statistics from calibrate: report quantizations that no sample reached.",
 )
-@click.option(
-    "--format", "form", type=click.Choice(["text", "json", "sarif", "github"]), default="text", show_default=True
-)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
+@format_option("json", "sarif", "github")
+@OUTPUT
+@FORCE
 def check_command(
     models: tuple[Path, ...], backend: str | None, stats: Path | None, form: str, output: Path | None, force: bool
 ) -> None:
-    """Tell what is probably wrong with quantized MODELs. With --for also which ops run in float there, and why.
+    """Find probable mistakes in quantized MODELs. With --for, also show which ops run in float there, and why.
 
     docs/check.md explains the codes. Exit code 1 if there are findings.
     """
     if stats is not None and len(models) > 1:
-        raise UsageError("--stats is of one model. Give one.")
+        raise UsageError("--stats belongs to one model. Pass one model.")
     from graphquant import api
-    from graphquant.api import models as outputs
+    from graphquant.api.models import check_output
     from graphquant.visualize import check_report as view
 
     if output is not None:
-        outputs.check_output(output, models[0], force=force)
+        check_output(output, models[0], force=force)
     reports = [api.check(model, backend=backend, stats=stats) for model in models]
     if form == "text":
         from rich.console import Group

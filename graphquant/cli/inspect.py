@@ -1,139 +1,103 @@
-"""Commands that show and change nothing: `plan`, `explain_command`, `inspect_command`, `data check`."""
+"""Commands that change nothing: `plan`, `explain`, `inspect` and `data check`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import ALGORITHM, selection_options
-from graphquant.cli.output import print_view, write_drawing_page, write_or_print, write_text_or_json
-from graphquant.errors import FindingsError, UsageError, escape_unprintable
+from graphquant.cli.options import FORCE, HTML, OUTPUT, collect_options, format_option, options_of
+from graphquant.cli.output import print_view, write_drawing_page, write_or_print, write_page
+from graphquant.errors import FindingsError, UsageError
+from graphquant.utils.options import ExplainOptions, PlanOptions
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
-
 
 GRAPH_FORMATS = ("dot", "svg", "graphml", "graph-json")
 """Formats that draw a model."""
 
 
-@click.command()
+@click.command("plan")
 @click.argument("model", type=click.Path(path_type=Path))
-@selection_options
-@click.option("--requantize", is_flag=True, help="Take out the quantization that MODEL has already.")
-@ALGORITHM
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page too.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
-def plan_command(
-    model: Path,
-    rules: tuple[str, ...],
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    family: str | None,
-    requantize: bool,
-    correct: tuple[str, ...],
-    form: str,
-    html: Path | None,
-    output: Path | None,
-    force: bool,
-) -> None:
-    """Show what insert would do to MODEL. --format json gives a plan that insert --plan applies."""
+@options_of(PlanOptions)
+@format_option("json")
+@HTML
+@OUTPUT
+@FORCE
+def plan_command(model: Path, form: str, html: Path | None, output: Path | None, force: bool, **values: Any) -> None:
+    """Show the changes that insert would make to MODEL. insert --plan applies the plan that --format json writes."""
     from graphquant import api
-    from graphquant.api import models
 
-    for path in (output, html):
-        if path is not None:
-            models.check_output(path, model, force=force)
-    _check_page_path(html, output)
+    settings = collect_options(PlanOptions, values)
+    _check_paths(model, html, output, force=force)
     source = api.load(model)
-    quantization_plan = api.plan(
-        source,
-        rules=rules,
-        include=include,
-        exclude=exclude,
-        family=family,
-        requantize=requantize,
-        algorithms=correct,
-    )
+    plan = api.plan(source, settings)
     if html is not None:
-        from graphquant.visualize.model_drawing import plan_drawing
+        from graphquant.visualize.drawing import plan_drawing
 
-        write_drawing_page(html, plan_drawing(api.prepare_for_plan(source, quantization_plan), quantization_plan))
+        write_drawing_page(html, plan_drawing(api.prepare_for_plan(source, plan), plan))
     if form == "json":
         from graphquant.quantize import plan_to_json
 
-        write_or_print(plan_to_json(quantization_plan), output)
+        write_or_print(plan_to_json(plan), output)
     else:
         from graphquant.visualize import text
 
-        print_view(text.plan_view(quantization_plan), output)
+        print_view(text.plan_view(plan), output)
 
 
-@click.command()
+@click.command("explain")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.argument("what", metavar="TENSOR|OP")
-@click.option("--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins.")
-@click.option(
-    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Explain this plan instead of rules."
-)
-@click.option("--data", metavar="SPEC", help="Calibration data: explain scales too, as insert would choose them.")
-@click.option(
-    "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Statistics from calibrate, in place of --data."
-)
-@click.option("--for", "backend", metavar="BACKEND", help="What is to run it; by default what the rules are for.")
-@click.option("--all", "everything", is_flag=True, help="List every rule that did not apply.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def explain_command(
-    model: Path,
-    what: str,
-    rules: tuple[str, ...],
-    plan_file: Path | None,
-    data: str | None,
-    stats: Path | None,
-    backend: str | None,
-    everything: bool,
-    form: str,
-) -> None:
-    """Tell why TENSOR, or what is around OP, is quantized as it is.
+@click.argument("name", metavar="TENSOR|OP")
+@options_of(ExplainOptions)
+@click.option("--all", "everything", is_flag=True, help="List every rule that does not apply.")
+@format_option("json")
+def explain_command(model: Path, name: str, everything: bool, form: str, **values: Any) -> None:
+    """Explain why TENSOR, or the tensors around OP, are quantized or not.
 
-    That is which rule took each use and which came close, and what a backend will make of it. With --data or --stats it
-    also says why the scale is what it is: what it is tied to, and what had to be raised.
-    Of a MODEL that is quantized already it tells what is in it.
+    The output lists the rule of each use, the rules that almost applied, and a prediction of the backend's behavior.
+    With --data or --stats, it also explains each scale: the tensors with which it is shared, and the limits that
+    raised it. A MODEL that is quantized already is described as it is.
     """
-    if data is not None and stats is not None:
-        raise UsageError("--stats takes the place of --data. Give either.")
-    if plan_file is not None and rules:
-        raise UsageError("--plan explains a plan as it is; --rules makes one. Give either.")
+    settings = collect_options(ExplainOptions, values)
+    if settings.data is not None and settings.stats is not None:
+        raise UsageError("--stats replaces --data. Use either.")
+    if settings.plan is not None and settings.rules:
+        raise UsageError("--plan explains a plan as it is, but --rules creates one. Use either.")
     from graphquant import api
     from graphquant.visualize.explain_report import explain_json, explain_view
 
-    explanation = api.explain(
-        api.load(model), what, rules=rules, plan=plan_file, data=data, stats=stats, backend=backend
-    )
+    explanation = api.explain(api.load(model), name, settings)
     if form == "json":
         write_or_print(explain_json(explanation), None)
     else:
         print_view(explain_view(explanation, all_rules=everything), None)
 
 
-@click.command()
+@click.command("inspect")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
-    "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Show these statistics, and what quantizing loses."
+    "--stats",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Show these statistics, and the error of each quantized tensor.",
 )
-@click.option("--rules", multiple=True, metavar="NAME|FILE", help="With --stats: the rules that pick the ranges.")
+@click.option("--rules", multiple=True, metavar="NAME|FILE", help="With --stats: rules that compute the ranges.")
+@format_option("json", *GRAPH_FORMATS)
+@HTML
+@click.option("--around", metavar="OP", help="Draw only the neighborhood of this op or tensor; also as text.")
 @click.option(
-    "--format", "form", type=click.Choice(["text", "json", *GRAPH_FORMATS]), default="text", show_default=True
+    "--hops",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Size of the neighborhood, in edges.",
 )
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page too: docs/viewer.md.")
-@click.option("--around", metavar="OP", help="Draw only what is near this op or tensor; as text too.")
-@click.option("--hops", type=click.IntRange(min=0), default=2, show_default=True, metavar="N", help="How near.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
+@OUTPUT
+@FORCE
 def inspect_command(
     model: Path,
     stats: Path | None,
@@ -145,30 +109,25 @@ def inspect_command(
     output: Path | None,
     force: bool,
 ) -> None:
-    """Show MODEL's quantization ops, and what stays float. Each with its dtype, scale, zero point and range.
+    """Show the quantization ops of MODEL with dtype, scale, zero point and range, and the ops that stay float.
 
-    --html draws the model as a page to look around in, --format svg, dot, graphml and graph-json for documents and
-    other tools.
+    --html draws the model as an interactive page (docs/viewer.md). --format svg, dot, graphml and graph-json are for
+    documents and other tools.
 
-    With --stats, or a statistics file (.gqs) as MODEL, show a histogram of each tensor that was calibrated instead,
-    with the range that insert would give it, what that clips and loses, the worst first.
+    With --stats, or with a statistics file (.gqs) as MODEL, inspect shows the histogram of each calibrated tensor, the
+    range that insert would choose, the clipped share and the error, largest error first.
     """
     from graphquant import api
     from graphquant.analysis.model_summary import summarize_model
-    from graphquant.api import models
 
-    for path in (output, html):
-        if path is not None:
-            models.check_output(path, model, force=force)
-            models.check_output(path, stats, force=force)
-    _check_page_path(html, output)
+    _check_paths(model, html, output, force=force, stats=stats)
     if around is not None and form == "json":
-        raise UsageError("--format json lists the whole model. For what is near an op take graph-json.")
+        raise UsageError("--format json lists the whole model. For a neighborhood, use --format graph-json.")
     if model.suffix == ".gqs":
         _print_stats(stats or model, None if stats is None else model, rules, form, html, output)
         return
     if rules and stats is None:
-        raise UsageError("--rules is about statistics. Give --stats FILE too, which calibrate writes.")
+        raise UsageError("--rules computes ranges from statistics. Add --stats FILE, which calibrate writes.")
     source = api.load(model)
     draws_graph = form in GRAPH_FORMATS or around is not None
     if html is not None or draws_graph:
@@ -187,10 +146,17 @@ def inspect_command(
         print_view(text.summary_view(summarize_model(source)), output)
 
 
-def _check_page_path(html: Path | None, output: Path | None) -> None:
-    """Refuses a page that would take the place of what is written beside it."""
+def _check_paths(
+    model: Path, html: Path | None, output: Path | None, *, force: bool, stats: Path | None = None
+) -> None:
+    """Reject outputs that cannot be written, and a page that is also the other output."""
+    from graphquant.api.models import check_output
+
+    for path in filter(None, (output, html)):
+        check_output(path, model, force=force)
+        check_output(path, stats, force=force)
     if html is not None and output is not None and html.resolve() == output.resolve():
-        raise UsageError(f"--html {html} is the file of -o. Give the page another name.")
+        raise UsageError(f"--html {html} is also the file of -o. Use another name for the page.")
 
 
 def _draw_model(
@@ -202,81 +168,76 @@ def _draw_model(
     near_op: tuple[str | None, int],
     output: Path | None,
 ) -> None:
-    """Draws a model, or the part of it that is `near_op` an op, as a page, and in a form: a picture, data or text."""
+    """Draw a model, or the neighborhood of an op, as a page and in a graph format or as text."""
     from graphquant import api
-    from graphquant.visualize.model_drawing import model_drawing, plan_drawing
+    from graphquant.visualize.drawing import model_drawing, neighborhood, plan_drawing
 
-    range_report = None
+    report = None
     if stats is not None:
-        range_report = api.inspect_stats(stats, source, rules=rules, compare_methods=html is not None)
-    if range_report is None or range_report.matched_by_name:
-        drawn_model, drawing = source, model_drawing(source, range_report)
+        report = api.inspect_stats(stats, source, rules=rules, compare_methods=html is not None)
+    if report is None or report.matched_by_name:
+        drawn_model, drawing = source, model_drawing(source, report)
     else:
-        resolved_plan = api.plan(source, rules=rules)
-        drawn_model = api.prepare_for_plan(source, resolved_plan)
-        drawing = plan_drawing(drawn_model, resolved_plan, range_report)
+        plan = api.plan(source, rules=rules)
+        drawn_model = api.prepare_for_plan(source, plan)
+        drawing = plan_drawing(drawn_model, plan, report)
     highlighted: list[int] = []
     center, hops = near_op
     if center is not None:
-        from graphquant.visualize.model_drawing import neighborhood
-
         drawing, highlighted = neighborhood(drawing, center, hops)
     if html is not None:
-        write_drawing_page(html, drawing, range_report.stats if range_report is not None else None)
-    if form == "dot":
-        from graphquant.visualize.graph_export import graphviz_dot
+        write_drawing_page(html, drawing, report.stats if report is not None else None)
+    if form is None:
+        return
+    from graphquant.visualize import graph_export
 
-        write_or_print(graphviz_dot(drawn_model, drawing if center is not None else None), output)
+    if form == "dot":
+        write_or_print(graph_export.graphviz_dot(drawn_model, drawing if center is not None else None), output)
     elif form == "svg":
         from graphquant.visualize.svg import graph_svg
 
         write_or_print(graph_svg(drawing), output)
-    elif form in {"graphml", "graph-json"}:
-        from graphquant.visualize import graph_export
-
-        write_or_print(
-            graph_export.graph_graphml(drawing) if form == "graphml" else graph_export.graph_json(drawing), output
-        )
-    elif form is not None:
-        from graphquant.visualize.ascii_graph import ascii_graph
-
-        print_view(ascii_graph(drawing, highlighted), output)
+    elif form == "graphml":
+        write_or_print(graph_export.graph_graphml(drawing), output)
+    elif form == "graph-json":
+        write_or_print(graph_export.graph_json(drawing), output)
+    else:
+        print_view(graph_export.ascii_graph(drawing, highlighted), output)
 
 
 def _print_stats(
     stats: Path, model: Path | Model | None, rules: tuple[str, ...], form: str, html: Path | None, output: Path | None
 ) -> None:
-    """Shows a statistics file, beside a model where there is one."""
+    """Show a statistics file, with the ranges for a model if there is one."""
     from graphquant import api
     from graphquant.visualize.statistics_report import range_report_json, range_report_view, stats_page
 
     if form in GRAPH_FORMATS:
-        raise UsageError(f"--format {form} draws a model, not statistics. Take text, json or --html FILE.")
+        raise UsageError(f"--format {form} draws a model, not statistics. Use text, json or --html FILE.")
     if model is None and rules:
         raise UsageError(f"--rules needs the model: graphquant inspect MODEL --stats {stats}")
     compare_methods = html is not None or form == "json"
-    range_report = api.inspect_stats(stats, model, rules=rules, compare_methods=compare_methods)
+    report = api.inspect_stats(stats, model, rules=rules, compare_methods=compare_methods)
     if html is not None:
-        write_text_or_json(html, stats_page(range_report))
-        click.echo(f"Written to {escape_unprintable(str(html))}", err=True)
+        write_page(html, stats_page(report))
     if form == "json":
-        write_or_print(range_report_json(range_report), output)
+        write_or_print(range_report_json(report), output)
     else:
-        print_view(range_report_view(range_report), output)
+        print_view(range_report_view(report), output)
 
 
-@click.group()
+@click.group("data")
 def data_group() -> None:
-    """Look at calibration data."""
+    """Inspect calibration data."""
 
 
 @data_group.command("check")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("spec")
-@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Look at the first N samples only.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Check only the first N samples.")
+@format_option("json")
 def data_check_command(model: Path, spec: str, samples: int | None, form: str) -> None:
-    """Show what SPEC feeds each input of MODEL, and what is probably wrong with it. Exit code 1 if anything is."""
+    """Show the data that SPEC feeds to each input of MODEL, and probable mistakes. Exit code 1 if there are any."""
     from graphquant import api
     from graphquant.visualize import check_report as view
 

@@ -1,142 +1,180 @@
-"""Options that several commands have."""
+"""Options that are generated from the options models, value types of options, and the group of all commands."""
 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from graphquant.errors import GraphQuantError, InternalError, UsageError, escape_unprintable
+from graphquant.utils.options import OptionField, Options, option_fields, resolve_options
 
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
+OptionsClass = TypeVar("OptionsClass", bound=Options)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells use it."""
+
+LONGEST_LINE = 2_000
+"""Maximum number of characters of an error line, because a name in a model may have millions."""
+
+OUTPUT = click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
+HTML = click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result as an HTML page.")
+FORCE = click.option("--force", is_flag=True, help="Replace existing files.")
 
 
-def selection_options(command: CommandFunction) -> CommandFunction:
-    """The options that choose what is quantized."""
-    options = [
-        click.option(
-            "--rules",
-            multiple=True,
-            metavar="NAME|FILE|RULE",
-            help="Rule file, or 'PRODUCER > CONSUMER: BITS, EXPONENT'; repeat it to stack, first match wins.",
-        ),
-        click.option(
-            "--include", multiple=True, metavar="PATTERN", help="Quantize only what this glob or /regex/ names."
-        ),
-        click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave what this glob or /regex/ names."),
-        click.option(
-            "--family",
-            metavar="NAME",
-            help="QDQ ops for schemes that name none: onnx-qdq, fake-quant, quantize-and-dequantize-v2, -v3 or -v4.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+def format_option(*formats: str) -> Callable[[CommandFunction], CommandFunction]:
+    """Return the option that selects the output format; text is the default."""
+    return click.option("--format", "form", type=click.Choice(["text", *formats]), default="text", show_default=True)
 
 
-MAX_MEMORY = click.option(
-    "--max-memory",
-    metavar="SIZE",
-    help="Memory for calibration beside the plain runs, 512MB or 2GB; by default half of what is free.",
-)
+def options_of(
+    options_class: type[Any], *, exclude: tuple[str, ...] = (), unset: bool = False
+) -> Callable[[CommandFunction], CommandFunction]:
+    """Return a decorator that adds the command-line options of an options model to a command.
+
+    The command receives their values as keyword arguments, which `collect_options` turns into the model again.
+
+    Args:
+        options_class: The options model.
+        exclude: Fields that the command does not have.
+        unset: If True, an option that is not used is None, so that it does not override a manifest, and paths are text,
+            because they may contain placeholders.
+    """
+
+    def decorate(command: CommandFunction) -> CommandFunction:
+        for field in reversed(option_fields(options_class)):
+            if field.form.python_only or field.name in exclude:
+                continue
+            for option in reversed(_click_options(field, unset=unset)):
+                command = option(command)
+        return command
+
+    return decorate
 
 
-ALGORITHM = click.option(
-    "--correct",
-    multiple=True,
-    metavar="NAME",
-    help="A correction of weights or biases beside those of the rules, or 'not NAME'; see docs/corrections.md.",
-)
+def collect_options(options_class: type[OptionsClass], values: dict[str, Any], **others: Any) -> OptionsClass:
+    """Remove the values of an options model from the keyword arguments of a command, and return the model."""
+    merge_disabled_algorithms(values)
+    settings = {field.name: values.pop(field.name) for field in option_fields(options_class) if field.name in values}
+    return resolve_options(options_class, None, {**settings, **others})
+
+
+def merge_disabled_algorithms(values: dict[str, Any]) -> None:
+    """Move the algorithms of --no-algorithm to those of --algorithm, as "not NAME"."""
+    disabled = values.pop("no_algorithms", ())
+    if disabled:
+        values["algorithms"] = (*values["algorithms"], *(f"not {name}" for name in disabled))
+
+
+def _click_options(field: OptionField, *, unset: bool) -> list[Callable[[CommandFunction], CommandFunction]]:
+    """Return the click options of one field. Two options set the algorithms: one enables, the other disables."""
+    form = field.form
+    text, flag, default = form.help or field.description, field.flag, field.default
+    if isinstance(default, bool):
+        initial = None if unset else default
+        return [click.option(flag, field.name, is_flag=True, flag_value=not default, default=initial, help=text)]
+    if field.name == "algorithms":
+        off = "Disable an optimization algorithm of the rules."
+        return [
+            click.option(flag, field.name, multiple=True, metavar=form.metavar, help=text),
+            click.option("--no-algorithm", "no_algorithms", multiple=True, metavar=form.metavar, help=off),
+        ]
+    if default == ():
+        return [click.option(flag, field.name, multiple=True, metavar=form.metavar, help=text)]
+    kind: Any = str
+    if form.choices:
+        kind = click.Choice(form.choices)
+        initial = None if unset else default
+        return [click.option(flag, field.name, type=kind, default=initial, show_default=not unset, help=text)]
+    if form.path:
+        kind = str if unset else click.Path(path_type=Path)
+    else:
+        kind = FieldType(field)
+    return [click.option(flag, field.name, type=kind, metavar=form.metavar, help=text)]
+
+
+class FieldType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type argument
+    """Parameter type that validates a value as the options model does, so that the message names the option."""
+
+    def __init__(self, field: OptionField) -> None:
+        self.name = field.form.metavar or field.name
+        self._field = field
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the validated value."""
+        try:
+            return self._field.parse(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
 
 def require_finite(_ctx: click.Context, param: click.Parameter, number: float | None) -> float | None:
-    """A callback that refuses NaN and infinity, which any comparison would take for met or for missed."""
-    if number is not None and not math.isfinite(number):
-        raise click.BadParameter(f"{number} is no number that anything can be compared with.", param=param)
+    """Reject NaN and infinity, because a comparison with them never fails or always does."""
+    if number is not None and not abs(number) < float("inf"):
+        raise click.BadParameter(f"{number} is not a finite number.", param=param)
     return number
 
 
-class ShareType(click.ParamType[float]):
-    """A share of all: 0.99, or 99 for percent."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The share, 0 to 1."""
-        number = click.FloatRange(0, 100).convert(value, param, ctx)
-        return float(number if number <= 1 else number / 100)
-
-
-SHARE = ShareType()
-
-
 def parse_max_memory(text: str | None) -> int | None:
-    """The bytes that --max-memory says, None where it is not given."""
-    from graphquant.calibration import parse_size
+    """Return the bytes of --max-memory, or None."""
+    from graphquant.utils.sizes import parse_size
 
     return parse_size(text) if text is not None else None
 
 
 def parse_shard(text: str | None) -> tuple[int, int]:
-    """What --shard says: which part, counted from 1, of how many."""
+    """Return the part of --shard, counted from 1, and the number of parts."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text or "1/1")
     position, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= position <= count:
-        raise UsageError(f"--shard {text} is no part of a whole. Write 2/8 for the second of eight.")
+        raise UsageError(f"--shard {text} is invalid. Use I/N, such as 2/8 for the second of eight parts.")
     return position, count
 
 
-# How every command ends: a message and an exit code.
-
-INTERRUPTED = 130
-
-LONGEST_LINE = 2_000
-"""Characters of an error's line that are shown: a name in a model may have millions."""
-
-
 class ErrorHandlingGroup(click.Group):
-    """Turns every ending into a message and an exit code; a traceback would be our own fault."""
+    """Command group that reports each error as a message and an exit code instead of a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except GraphQuantError as error:
-            click.echo(f"Error: {_terminal_message(error)}", err=True)
+            click.echo(f"error: {_terminal_message(error)}", err=True)
             raise click.exceptions.Exit(error.exit_code) from error
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader has enough; click ends quietly
+            if error.errno == errno.EPIPE:  # the reader closed the pipe; click exits silently
                 raise
             raise _report_os_error(error) from error
         except KeyboardInterrupt as error:
             click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from error
         except MemoryError as error:
-            click.echo("Error: there is not enough memory for this model. Try a machine with more.", err=True)
+            click.echo("error: There is not enough memory for this model. Use a machine with more memory.", err=True)
             raise click.exceptions.Exit(InternalError.exit_code) from error
 
 
 def _report_os_error(error: OSError) -> click.exceptions.Exit:
-    """Tells what the system refused where no file is read or written: a name too long, a full standard output."""
+    """Report an error of the operating system that no reader or writer handled, such as a full standard output."""
     name = f"{error.filename} cannot be used" if error.filename else "The result cannot be written to standard output"
-    message = _terminal_message(UsageError(f"{name}: {error.strerror}. Give another path, or make room."))
-    click.echo(f"Error: {message}", err=True)
-    if not error.filename and sys.stdout is sys.__stdout__:  # what is still buffered would fail again at the exit
+    message = _terminal_message(UsageError(f"{name}: {error.strerror}. Use another path, or free some space."))
+    click.echo(f"error: {message}", err=True)
+    if not error.filename and sys.stdout is sys.__stdout__:
+        # Buffered output would fail again when the interpreter flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return click.exceptions.Exit(UsageError.exit_code)
 
 
 def _terminal_message(error: GraphQuantError) -> str:
-    """What the error says, fit for a terminal."""
+    """Return the message with escaped control characters and shortened lines."""
     lines = [escape_unprintable(line) for line in str(error).split("\n")]
-    truncation_notes = [
-        f" ... ({len(line) - LONGEST_LINE} more characters)" if len(line) > LONGEST_LINE else "" for line in lines
-    ]
-    return "\n".join(line[:LONGEST_LINE] + note for line, note in zip(lines, truncation_notes, strict=True))
+    return "\n".join(
+        line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line) - LONGEST_LINE} more characters)"
+        for line in lines
+    )

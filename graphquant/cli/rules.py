@@ -1,4 +1,4 @@
-"""`rules_group`: the rule files that come with graphquant, and checks of one's own."""
+"""The `rules` commands: the included rule files, and checks of others."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import click
 from graphquant.cli.output import print_view
 
 
-@click.group()
+@click.group("rules")
 def rules_group() -> None:
     """List, show and check rule files; print their JSON Schema."""
 
 
 @rules_group.command("list")
 def rules_list_command() -> None:
-    """List the rule files that come with graphquant."""
+    """List the included rule files."""
     from rich.table import Table
 
     from graphquant.rules import load_ruleset, shipped_rule_files
@@ -34,7 +34,7 @@ def rules_list_command() -> None:
 @rules_group.command("show")
 @click.argument("name")
 def rules_show_command(name: str) -> None:
-    """Print the rule file NAME, to read or to copy."""
+    """Print the rule file NAME."""
     from graphquant.rules import find_rule_file
 
     click.echo(find_rule_file(name).read_text("utf-8"), nl=False)
@@ -43,11 +43,11 @@ def rules_show_command(name: str) -> None:
 @rules_group.command("check")
 @click.argument("files", nargs=-1, required=True, metavar="NAME|FILE...")
 def rules_check_command(files: tuple[str, ...]) -> None:
-    """Check rule files; every mistake is listed as file:line."""
+    """Check rule files and list each mistake as file:line."""
     from graphquant.rules import load_ruleset
 
-    ruleset = load_ruleset(list(files))
-    click.echo(f"{', '.join(files)}: no mistakes in {len(ruleset.rules)} rule{'' if len(ruleset.rules) == 1 else 's'}.")
+    count = len(load_ruleset(list(files)).rules)
+    click.echo(f"{', '.join(files)}: no mistakes in {count} rule{'' if count == 1 else 's'}.")
 
 
 @rules_group.command("schema")

@@ -1,4 +1,4 @@
-"""`graphquant strip` and `graphquant diff`."""
+"""The `strip` and `diff` commands."""
 
 from __future__ import annotations
 
@@ -7,69 +7,66 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.output import print_view, write_or_print, write_text_or_json
-from graphquant.errors import FindingsError, UsageError, escape_unprintable
+from graphquant.cli.options import FORCE, HTML, OUTPUT, format_option
+from graphquant.cli.output import print_view, write_or_print, write_page
+from graphquant.errors import FindingsError, UsageError
 
 if TYPE_CHECKING:
     from graphquant.analysis import Differences
-    from graphquant.api import StripResult
     from graphquant.ir import Model
     from graphquant.quantize import Plan
 
 
-@click.command()
+@click.command("strip")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where the float model is written.")
-@click.option("--all", "everything", is_flag=True, help="Take out quantization ops of other tools too.")
-@click.option("--check", "original", type=click.Path(path_type=Path), metavar="ORIGINAL", help="Prove that it is this.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the float model to this path.")
+@click.option("--all", "everything", is_flag=True, help="Also remove quantization ops of other tools.")
+@click.option(
+    "--check",
+    "original",
+    type=click.Path(path_type=Path),
+    metavar="ORIGINAL",
+    help="Verify that the result equals this model.",
+)
+@FORCE
 def strip_command(model: Path, output: Path | None, everything: bool, original: Path | None, force: bool) -> None:
-    """Take out of MODEL what graphquant inserted.
+    """Remove the quantization that graphquant inserted into MODEL.
 
-    The float model that is written is the source model bit for bit where insert kept weights float, and else the
-    prepared model with the rounding that its weights have. With --check, exit code 1 if it is something else than
-    ORIGINAL.
+    The result is the source model bit for bit if insert kept its weights float. Otherwise it is the prepared model, and
+    its weights keep their rounding error. With --check, the exit code is 1 if the result differs from ORIGINAL.
     """
     from graphquant import api
-    from graphquant.api import models as outputs
+    from graphquant.api.models import check_model_output
     from graphquant.formats import detect_format
-    from graphquant.visualize.diff_report import strip_view
+    from graphquant.visualize.compare_report import strip_proof_view, strip_view
 
     if output is None and original is None:
-        raise UsageError("There is nowhere to write the float model. Give -o OUT, or --check ORIGINAL alone.")
+        raise UsageError("There is no output for the float model. Use -o OUT, or only --check ORIGINAL.")
     if output is not None:
-        outputs.check_model_output(output, model, detect_format(model), force=force)
+        check_model_output(output, model, detect_format(model), force=force)
     stripped = api.strip(model, everything=everything)
     written = api.save(stripped.model, output, force=force) if output is not None else None
     print_view(strip_view(stripped, written))
     if original is not None:
-        _compare_with_original(stripped, original)
+        proof = api.prove_stripped(stripped, original)
+        print_view(strip_proof_view(proof, str(original)))
+        if not proof.holds:
+            raise FindingsError(f"The model differs from {original} in more than rounded weights; see the list above.")
 
 
-def _compare_with_original(stripped: StripResult, original: Path) -> None:
-    """Tells whether the model is `original`."""
-    from graphquant import api
-    from graphquant.visualize.diff_report import strip_proof_view
-
-    proof = api.prove_stripped(stripped, original)
-    print_view(strip_proof_view(proof, str(original)))
-    if not proof.holds:
-        raise FindingsError(f"The model is not {original}, nor that but for its weights' rounding; see the list above.")
-
-
-@click.command()
-@click.argument("one", metavar="A", type=click.Path(path_type=Path))
-@click.argument("other", metavar="B", type=click.Path(path_type=Path))
-@click.option("--stat", is_flag=True, help="Only count the differences.")
-@click.option("--ignore", type=click.Choice(["qdq"]), help="Leave out what differs in quantization.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw both sides as a page too.")
-@click.option("--model", type=click.Path(path_type=Path), metavar="FILE", help="With --html: what two plans are of.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.command("diff")
+@click.argument("first", metavar="A", type=click.Path(path_type=Path))
+@click.argument("second", metavar="B", type=click.Path(path_type=Path))
+@click.option("--stat", is_flag=True, help="Print only the number of differences.")
+@click.option("--ignore", type=click.Choice(["qdq"]), help="Ignore differences in quantization.")
+@format_option("json")
+@HTML
+@click.option("--model", type=click.Path(path_type=Path), metavar="FILE", help="With --html: the model of two plans.")
+@OUTPUT
+@FORCE
 def diff_command(
-    one: Path,
-    other: Path,
+    first: Path,
+    second: Path,
     stat: bool,
     ignore: str | None,
     form: str,
@@ -78,19 +75,19 @@ def diff_command(
     output: Path | None,
     force: bool,
 ) -> None:
-    """Tell what differs between two models or two plans, A and B.
+    """Show the differences between two models or two plans, A and B, without running them.
 
-    Nothing is run. Ops are matched by name, and by their place in the graph where names differ; quantization ops are
-    looked through and told apart. docs/diff.md explains the lines. Exit code 1 if anything differs.
+    Ops are matched by name, or by position where names differ. Quantization ops are skipped during matching and
+    reported separately. docs/diff.md explains the lines. Exit code 1 if anything differs.
     """
     from graphquant import api
-    from graphquant.api import models as outputs
-    from graphquant.visualize.diff_report import diff_json, diff_view
+    from graphquant.api.models import check_output
+    from graphquant.visualize.compare_report import diff_json, diff_view
 
-    for path in filter(None, (one, other, model)):
+    for path in filter(None, (first, second, model)):
         for output_path in filter(None, (output, html)):
-            outputs.check_output(output_path, path, force=force)
-    operands = [api.plan_or_none(path) or api.load(path) for path in (one, other)]
+            check_output(output_path, path, force=force)
+    operands = [api.plan_or_none(path) or api.load(path) for path in (first, second)]
     differences = api.diff(*operands, quantization=ignore is None)
     page = _diff_page(operands, differences, model) if html is not None else ""
     if form == "json":
@@ -98,22 +95,21 @@ def diff_command(
     else:
         print_view(diff_view(differences, summary_only=stat), output)
     if html is not None:
-        write_text_or_json(html, page)
-        click.echo(f"Written to {escape_unprintable(str(html))}", err=True)
+        write_page(html, page)
     if differences:
         raise click.exceptions.Exit(FindingsError.exit_code)
 
 
-def _diff_page(sides: list[Model | Plan], differences: Differences, path: Path | None) -> str:
-    """The page of a difference; that of two plans wants their model, at `path`."""
+def _diff_page(operands: list[Model | Plan], differences: Differences, path: Path | None) -> str:
+    """Return the page of a difference. A page of two plans needs their model, at `path`."""
     from graphquant import api
     from graphquant.ir import Model
     from graphquant.visualize.side_by_side import diff_page, plan_diff_page
 
-    models = [side for side in sides if isinstance(side, Model)]
-    if len(models) == len(sides):
+    models = [operand for operand in operands if isinstance(operand, Model)]
+    if len(models) == len(operands):
         return diff_page(models[0], models[1], differences)
-    plans = [side for side in sides if not isinstance(side, Model)]
+    plans = [operand for operand in operands if not isinstance(operand, Model)]
     if path is None:
-        raise UsageError("A and B are plans, which hold no graph to draw. Give their model with --model FILE.")
+        raise UsageError("A and B are plans, which contain no graph to draw. Pass their model with --model FILE.")
     return plan_diff_page(api.load(path), plans[0], plans[1], differences)

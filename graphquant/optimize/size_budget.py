@@ -1,0 +1,253 @@
+"""Choice of weight bit widths that minimize the error within a size, and the size of a model's constants."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from graphquant.analysis import match_sites
+from graphquant.errors import UsageError
+from graphquant.numerics import DynamicQParams, IntType
+from graphquant.optimize.candidate_errors import CandidateTrials, insertions_by_site, quantizing_op, replace_sites
+from graphquant.optimize.candidates import (
+    FLOAT_CANDIDATE,
+    RULE_CANDIDATE,
+    Candidate,
+    ScaleGroup,
+    group_shared_scales,
+    make_candidate_plans,
+    make_scale_groups,
+)
+from graphquant.optimize.selection import allocate_weight_bits
+from graphquant.qdq import FAMILIES
+from graphquant.utils.sizes import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from graphquant.calibration.holdout import HoldOut
+    from graphquant.ir import Model, TensorRef, Use
+    from graphquant.optimize.candidate_errors import BuildModel
+    from graphquant.quantize import Plan
+    from graphquant.quantize.rewrite import InsertedPair
+    from graphquant.utils.progress import Progress
+
+SIZE_BUDGET_RULE = "size-budget"
+"""Rule of weights with a chosen bit width."""
+
+
+class SizedPlan(NamedTuple):
+    """Plan with chosen weight bit widths.
+
+    Attributes:
+        plan: The plan.
+        size: Bytes of all constants of the quantized model.
+        candidates: Weights that differ from the rules, with their candidate.
+    """
+
+    plan: Plan
+    size: int
+    candidates: Mapping[TensorRef, str]
+
+
+class WeightBitsChooser:
+    """Weights of a plan with the size and error of each of their candidates.
+
+    Attributes:
+        weights: First use of each weight that can change.
+        estimated: Weights whose error is estimated from the bit width alone.
+    """
+
+    def __init__(
+        self,
+        prepared: Model,
+        plan: Plan,
+        build: BuildModel,
+        search_set: HoldOut | None,
+        progress: Progress | None,
+    ) -> None:
+        """Measure the candidates on `search_set`; without samples, the error of the weight itself counts.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C. Without all errors no choice is possible.
+            ModelError: A model cannot be run.
+        """
+        self._plan, self._build = plan, build
+        self._candidate_plans = {RULE_CANDIDATE: plan, **make_candidate_plans(prepared, plan, small=True)}
+        models = {name: build(candidate_plan) for name, candidate_plan in self._candidate_plans.items()}
+        pairs = {name: insertions_by_site(self._candidate_plans[name], built.insertions) for name, built in models.items()}
+        rules_pairs = pairs[RULE_CANDIDATE]
+        sites = [i for i, pair in rules_pairs.items() if pair.folded and plan.sites[i].scheme.observe.name != "bias"]
+        errors, estimated = dict[str, dict[int, float]](), set[int]()
+        for name, built in models.items():
+            measured = _measure_weight_errors(prepared, built.model, pairs[name], sites, search_set, progress)
+            estimates = {i: _estimate_error(pairs[name][i]) for i in sites if i in pairs[name] and i not in measured}
+            errors[name] = {**measured, **estimates}
+            estimated |= estimates.keys()
+        integer_ops_sites = _sites_of_integer_ops(prepared, plan, rules_pairs)
+        self._groups = [
+            _weight_group(prepared, plan, group, pairs, errors, can_be_float=not set(group) & integer_ops_sites)
+            for group in group_shared_scales(plan, sites)
+        ]
+        self._fixed_size = model_constant_bytes(models[RULE_CANDIDATE].model) - sum(
+            group.candidates[0].size for group in self._groups
+        )
+        self.weights: frozenset[Use] = frozenset(plan.sites[i].uses[0] for i in sites)
+        self.estimated = tuple(plan.sites[i].tensor for i in sorted(estimated))
+
+    def best_plan_within(self, max_size: float, goal: str) -> SizedPlan:
+        """Return the plan with the least error of those of at most `max_size` bytes, or the smallest one.
+
+        Args:
+            max_size: Largest size in bytes.
+            goal: Description of the limit for the reasons in the plan.
+        """
+        smallest, weight_budget = allocate_weight_bits(self._groups, -math.inf), max_size - self._fixed_size
+        while True:
+            selection = allocate_weight_bits(self._groups, weight_budget)
+            chosen = [(group, group.candidates[index]) for group, index in zip(self._groups, selection, strict=True)]
+            names = {index: candidate.name for group, candidate in chosen for index in group.sites}
+            plan = self._plan_with_candidates(names, goal)
+            size = model_constant_bytes(self._build(plan).model)
+            if size <= max_size or selection == smallest:
+                break
+            # Constants that several ops share are counted for each of them or for none. Correct by the difference.
+            weight_budget = sum(candidate.size for _, candidate in chosen) - (size - max_size)
+        sites = self._plan.sites
+        candidates = {sites[index].tensor: name for index, name in names.items() if name != RULE_CANDIDATE}
+        return SizedPlan(plan, size, candidates)
+
+    def _plan_with_candidates(self, names: Mapping[int, str], goal: str) -> Plan:
+        replacements = {
+            index: None if name == FLOAT_CANDIDATE else self._candidate_plans[name].sites[index]
+            for index, name in names.items()
+            if name != RULE_CANDIDATE
+        }
+
+        def reason_at(index: int) -> str:
+            site = replacements[index]
+            if site is None:
+                return f"float weights fit {goal}"
+            dtype = site.scheme.type
+            bits = f"{dtype.bits} bits" if isinstance(dtype, IntType) else dtype.name
+            return f"{bits} cost the least accuracy for {goal}"
+
+        return replace_sites(self._plan, replacements, SIZE_BUDGET_RULE, reason_at)
+
+
+def model_constant_bytes(model: Model) -> int:
+    """Return the bytes of all constants of a model, including those of subgraphs and functions."""
+    total = 0
+    for name in model.reachable_graphs():
+        for op in model.graphs[name].ops():
+            # Old ONNX lists initializers as inputs too.
+            is_constant = op.kind == "constant" or (op.kind == "input" and op.read_value is not None)
+            output = op.outputs[0] if is_constant and op.outputs else None
+            if output is not None and output.shape is not None and output.dtype is not None:
+                total += math.ceil(math.prod(dim or 0 for dim in output.shape) * _element_bits(output.dtype) / 8)
+    return total
+
+
+def _element_bits(dtype: str) -> int:
+    """Bits of an element; 0 for strings, which are no weights."""
+    digits = re.search(r"(\d+)", dtype)
+    return 8 if dtype == "bool" else int(digits[1]) if digits else 0
+
+
+def parse_size_budget(budget: str, float_size: int) -> int:
+    """Return a size budget in bytes.
+
+    Args:
+        budget: Bytes, as "2MB", or a share of the float model's size, as "25%".
+        float_size: Size of the float model in bytes.
+
+    Raises:
+        UsageError: The text is no size.
+    """
+    percent = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", budget)
+    if percent:
+        return int(float(percent[1]) / 100 * float_size)
+    try:
+        return parse_size(budget)
+    except UsageError:
+        raise UsageError(
+            f"{budget[:40]!r} is not a size budget. Write bytes, as 2MB, or a share of the float model's size, as 25%."
+        ) from None
+
+
+def families_with_float_weights(plan: Plan) -> list[str]:
+    """Return the families of a plan that store weights as floats, so that fewer bits save no bytes."""
+    families = {site.scheme.family or "" for site in plan.sites if site.parameter}
+    return sorted(name for name in families if not FAMILIES[name].stores_integer_weights)
+
+
+def _measure_weight_errors(
+    prepared: Model,
+    model: Model,
+    pairs: Mapping[int, InsertedPair],
+    weights: Sequence[int],
+    search_set: HoldOut | None,
+    progress: Progress | None,
+) -> dict[int, float]:
+    """Measure the error that each weight adds at the outputs, or without samples the error of the weight itself."""
+    quantized = [index for index in weights if index in pairs]
+    if search_set is not None:
+        trials = CandidateTrials(prepared, search_set, progress)
+        errors = trials.measure_errors(model, pairs, quantized)
+        if trials.interrupted:
+            raise KeyboardInterrupt
+        return errors
+    local_sqnr = {(site.graph, site.op): site.local for site in match_sites(prepared, model).figures()}
+    sqnr_by_site = {index: local_sqnr.get(quantizing_op(model, pairs[index].output)) for index in quantized}
+    return {index: 10 ** (-sqnr / 10) for index, sqnr in sqnr_by_site.items() if sqnr is not None}
+
+
+def _estimate_error(pair: InsertedPair) -> float:
+    """Estimate the relative error of a weight from its bits, rather too high, so that others lose bits first."""
+    if isinstance(pair.params, DynamicQParams):
+        return 1.0
+    return 4.0 ** (2 - _element_bits(pair.params.type.container))
+
+
+def _weight_group(
+    prepared: Model,
+    plan: Plan,
+    sites: Sequence[int],
+    pairs: Mapping[str, Mapping[int, InsertedPair]],
+    errors: Mapping[str, Mapping[int, float]],
+    *,
+    can_be_float: bool,
+) -> ScaleGroup:
+    """Make the group of weights with one scale, with the candidates that all of them have."""
+    candidates = [
+        Candidate(
+            name=name,
+            error=sum(errors[name][index] for index in sites),
+            size=sum(_weight_bytes(prepared, plan, index, candidate_pairs[index]) for index in sites),
+        )
+        for name, candidate_pairs in pairs.items()
+        if all(index in candidate_pairs for index in sites)
+    ]
+    if can_be_float:
+        float_size = sum(_weight_bytes(prepared, plan, index, None) for index in sites)
+        candidates.append(Candidate(name=FLOAT_CANDIDATE, error=0.0, size=float_size))
+    return ScaleGroup(sites=tuple(sites), ops=frozenset(), candidates=tuple(candidates))
+
+
+def _sites_of_integer_ops(prepared: Model, plan: Plan, quantized: Collection[int]) -> set[int]:
+    """Return the sites of ops that read a quantized activation. A float weight would make such an op float."""
+    groups = make_scale_groups(prepared, plan, sorted(quantized), {})
+    ops = {op for group in groups for index in group.sites if not plan.sites[index].parameter for op in group.ops}
+    return {index for group in groups if group.ops & ops for index in group.sites}
+
+
+def _weight_bytes(prepared: Model, plan: Plan, index: int, pair: InsertedPair | None) -> int:
+    """Return the bytes of a weight with its scales and zero points; of the float weight without `pair`."""
+    output = prepared.output(plan.sites[index].tensor)
+    count: int = math.prod(dim or 0 for dim in output.shape or ())
+    float_bits = _element_bits(output.dtype or "")
+    if pair is None or isinstance(pair.params, DynamicQParams):
+        return count * float_bits // 8
+    bits, scale_count = _element_bits(pair.params.type.container), int(pair.params.scale.size)
+    return -(-count * bits // 8) - (-scale_count * bits // 8) + scale_count * float_bits // 8

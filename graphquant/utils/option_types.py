@@ -1,0 +1,86 @@
+"""Types of option values with pydantic's validators.
+
+They are separate from `options`, because the help of a command must not import pydantic, which takes longer than
+everything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+
+from graphquant.errors import UsageError, escape_unprintable
+from graphquant.utils.sizes import parse_size
+
+
+def parse_share(value: Any) -> float:
+    """Return a share from 0 to 1, given as a number or as a percentage such as "99%".
+
+    Numbers above 1 are rejected, because 99 may be a percentage or a mistake, and 0.99% is a valid bound too.
+
+    Raises:
+        ValueError: The value is not such a share.
+    """
+    text = str(value).strip()
+    percent = text.endswith("%")
+    try:
+        number = math.nan if isinstance(value, bool) else float(text.removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    share = number / 100 if percent else number
+    if not 0 <= share <= 1:
+        hint = f" Did you mean {number:g}%?" if not percent and 1 < number <= 100 else ""  # noqa: PLR2004  # percent
+        message = f"{escape_unprintable(text[:40])} is not a share. Use 0 to 1, or a percentage such as 99%.{hint}"
+        raise ValueError(message)
+    return share
+
+
+def parse_finite(value: float) -> float:
+    """Return `value` if it is finite, because a comparison with NaN or infinity never fails or always does.
+
+    Raises:
+        ValueError: The value is NaN or infinite.
+    """
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not a finite number")
+    return value
+
+
+def parse_bytes(value: Any) -> int:
+    """Return a number of bytes, given as a number or as a size such as "512MB".
+
+    Raises:
+        ValueError: The value is not a size.
+    """
+    try:
+        return parse_size(str(value))
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+def parse_names(value: Any) -> tuple[str, ...]:
+    """Return one name or several as a tuple. A string is one name, not a sequence of letters.
+
+    Raises:
+        ValueError: The value is neither.
+    """
+    names = [value] if isinstance(value, str | Path) else value
+    if not isinstance(names, Iterable):
+        raise ValueError(f"{escape_unprintable(repr(value))} is neither a name nor a list of names")  # noqa: TRY004
+    return tuple(map(str, names))
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+Share = Annotated[float, BeforeValidator(parse_share)]
+Decibels = Annotated[float, AfterValidator(parse_finite)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Count = Annotated[int, Field(ge=1)]
+Cost = Literal["macs", "size", "latency"]
+Runtime = Literal["tflite"]
+# A path, or the object that its file contains. The functions that use it check its type.
+ObjectOrPath = Annotated[Any, WithJsonSchema({"type": "string"})]
+NameMapOrPath = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})]

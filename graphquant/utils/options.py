@@ -1,0 +1,365 @@
+"""Options of the public functions, each declared once.
+
+The command line, the Python signatures, the manifest of `batch`, its JSON Schema and the tables in the documentation are
+derived from the fields of these classes, so an option has the same name, unit and default everywhere. Their types are in
+`option_types`; pydantic validates the values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from graphquant.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from graphquant.utils.option_types import (
+        Bytes,
+        Cost,
+        Count,
+        Decibels,
+        NameMapOrPath,
+        Names,
+        ObjectOrPath,
+        Runtime,
+        Share,
+    )
+
+OptionsClass = TypeVar("OptionsClass", bound="Options")
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionForm:
+    """Documentation and command-line form of an option.
+
+    Attributes:
+        description: One or two sentences.
+        metavar: Placeholder of the value in `--help`, or "" for a flag.
+        flag: Name on the command line, or "" for `--` and the name of the field.
+        path: True if the value is a file.
+        choices: Possible values, if there are only a few.
+        help: Help text, if it differs from the description because the flag negates the field.
+        python_only: True if the command line does not have the option.
+    """
+
+    description: str
+    metavar: str = ""
+    flag: str = ""
+    path: bool = False
+    choices: tuple[str, ...] = ()
+    help: str = ""
+    python_only: bool = False
+
+
+def option(default: Any, description: str, **form: Any) -> Any:
+    """Declare an option."""
+    metadata = {"form": OptionForm(description=description, **form)}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Options:
+    """Base of the options models, which validates each value."""
+
+    def __post_init__(self) -> None:
+        """Replace each value by its validated form.
+
+        Raises:
+            UsageError: A value is invalid.
+        """
+        for each in option_fields(type(self)):
+            value = getattr(self, each.name)
+            # Defaults are valid, and skipping them avoids the import of pydantic.
+            if value is not each.default:
+                object.__setattr__(self, each.name, each.parse(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
+    """Options of `plan`: the tensors to quantize, and how."""
+
+    rules: Names = option(
+        (),
+        "Rule files, by name, path or text, or one-line rules 'PRODUCER > CONSUMER: BITS, EXPONENT'. The first matching"
+        " rule wins. Default: the rules of the model's format.",
+        metavar="NAME|FILE|RULE",
+    )
+    include: Names = option(
+        (), "Quantize only the tensors and ops that these globs or /regexes/ match.", metavar="PATTERN"
+    )
+    exclude: Names = option(
+        (), "Keep the tensors and ops float that these globs or /regexes/ match.", metavar="PATTERN"
+    )
+    family: str | None = option(
+        None,
+        "Family of QDQ ops for schemes that name none: onnx-qdq, fake-quant, quantize-and-dequantize-v2, -v3 or -v4.",
+        metavar="NAME",
+    )
+    method: str | None = option(
+        None, "Observer that computes ranges from data, instead of the observers of the rules.", metavar="NAME"
+    )
+    requantize: bool = option(False, "Remove the existing quantization of the model first.")
+    algorithms: Names = option(
+        (),
+        "Optimization algorithms in addition to those of the rules, or 'not NAME' to disable one; see"
+        " docs/corrections.md.",
+        metavar="NAME",
+        flag="--algorithm",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InsertOptions(PlanOptions):
+    """Options of `insert`."""
+
+    data: str | None = option(
+        None,
+        "Calibration data: .npz, a folder, photos,preset=imagenet, or module:function, which is executed; see"
+        " docs/data.md.",
+        metavar="SPEC",
+    )
+    samples: Count | None = option(None, "Use only the first N samples.", metavar="N")
+    stats: ObjectOrPath | None = option(
+        None,
+        "Statistics from calibrate. The data is then used for validation and for algorithms.",
+        metavar="FILE",
+        path=True,
+    )
+    plan: ObjectOrPath | None = option(None, "Apply this plan instead of rules.", metavar="FILE", path=True)
+    ranges: ObjectOrPath | None = option(
+        None, "TFLite file whose scales are used for activations of the same name.", metavar="FILE.tflite", path=True
+    )
+    ranges_map: NameMapOrPath | None = option(
+        None, "Map from tensors of the model to tensors of the TFLite file.", metavar="FILE.toml", path=True
+    )
+    max_memory: Bytes | None = option(
+        None,
+        "Memory for observed values during calibration, such as 512MB. Default: half of the free memory.",
+        metavar="SIZE",
+    )
+    float_weights: bool = option(False, "Store weights as floats, followed by a complete QDQ pair.")
+    validate: bool = option(
+        True,
+        "Hold out samples from calibration and validate the quantized model on them.",
+        flag="--no-validate",
+        help="Calibrate on all samples and do not validate the quantized model.",
+    )
+    min_sqnr: Decibels | None = option(
+        None,
+        "Minimum SQNR of each output. A bound starts a search for the cheapest plan that meets it.",
+        metavar="DB",
+    )
+    min_agreement: Share | None = option(None, "Minimum top-1 agreement of each output: 0.99 or 99%.", metavar="SHARE")
+    max_accuracy_drop: Share | None = option(
+        None,
+        "Maximum loss of accuracy of each output: 0.005 or 0.5%. The data needs labels.",
+        metavar="SHARE",
+    )
+    optimize: Cost = option(
+        "macs",
+        "Cost to minimize: float MACs, weight bytes, or latency on this machine. Latency needs no bound.",
+        metavar="COST",
+        choices=("macs", "size", "latency"),
+    )
+    size_budget: str | None = option(
+        None,
+        "Maximum bytes of all constants, such as 2MB, or 25% of the float model's. Weights get 4 bits, 8 bits or"
+        " float.",
+        metavar="SIZE",
+    )
+    runtime: Runtime | None = option(
+        None,
+        '"tflite" to minimize the latency of a TFLite file. Default: the runtime of the format.',
+        python_only=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(Options):
+    """Options of `calibrate`."""
+
+    rules: Names = option(
+        (),
+        "Rule files whose observers need statistics. Default: the rules of the model's format.",
+        metavar="NAME|FILE",
+    )
+    everything: bool = option(False, "Observe each float tensor, so that the statistics serve any rules.", flag="--all")
+    full: bool = option(
+        True,
+        "Collect histograms even if no observer of the plan reads them, so that other methods can.",
+        python_only=True,
+    )
+    samples: Count | None = option(None, "Use only the first N samples.", metavar="N")
+    shard: tuple[int, int] = option(
+        (1, 1), "Part of the data to run, counted from 1, and the number of parts.", python_only=True
+    )
+    max_memory: Bytes | None = option(
+        None, "Memory for observed values, such as 512MB. Default: half of the free memory.", metavar="SIZE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(Options):
+    """Options of `compare`."""
+
+    samples: Count | None = option(None, "Use only the first N samples.", metavar="N")
+    outputs: dict[str, str] = option(
+        {},
+        "Outputs of the float model by name, and their names in the quantized model. Other outputs are matched by"
+        " name, then in order.",
+        python_only=True,
+    )
+    sites: bool = option(
+        True,
+        "Measure quantized tensors as well as outputs.",
+        flag="--outputs-only",
+        help="Compare only the outputs, which is faster.",
+    )
+    sensitivity: bool = option(False, "Measure the effect of each quantized tensor on the outputs, in at most 16 runs.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareBounds(Options):
+    """Bounds of the `compare` command. They use the same units as those of `insert`."""
+
+    min_sqnr: Decibels | None = option(None, "Exit code 1 if an output has a lower SQNR.", metavar="DB")
+    min_agreement: Share | None = option(
+        None, "Exit code 1 if an output has a lower top-1 agreement: 0.99 or 99%.", metavar="SHARE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(Options):
+    """Options of `explain`."""
+
+    rules: Names = option(
+        (),
+        "Rule files. The first matching rule wins. Default: the rules of the model's format.",
+        metavar="NAME|FILE",
+    )
+    plan: ObjectOrPath | None = option(None, "Explain this plan instead of rules.", metavar="FILE", path=True)
+    data: str | None = option(None, "Calibration data, to explain the scales that insert would choose.", metavar="SPEC")
+    stats: ObjectOrPath | None = option(None, "Statistics from calibrate, instead of data.", metavar="FILE", path=True)
+    backend: str | None = option(
+        None,
+        "Backend that will run the model. Default: the backend of the rules.",
+        metavar="BACKEND",
+        flag="--for",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionField:
+    """One option, as the command line and the documentation see it.
+
+    Attributes:
+        owner: The options model.
+        name: Name of the field.
+        default: Default value.
+        form: Documentation and command-line form.
+    """
+
+    owner: type[Any]
+    name: str
+    default: Any
+    form: OptionForm
+
+    @property
+    def annotation(self) -> Any:
+        """Type with its validators."""
+        from graphquant.utils import option_types
+
+        return get_type_hints(self.owner, localns=vars(option_types), include_extras=True)[self.name]
+
+    @property
+    def description(self) -> str:
+        """One or two sentences."""
+        return self.form.description
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line."""
+        return self.form.flag or f"--{self.name.replace('_', '-')}"
+
+    def parse(self, value: Any) -> Any:
+        """Return the validated value.
+
+        Raises:
+            UsageError: The value is invalid.
+        """
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            return TypeAdapter(self.annotation).validate_python(value)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].removeprefix("Value error, ")
+            end = "" if message.endswith((".", "?")) else "."
+            raise UsageError(f"The value of {self.name} is invalid: {message}{end}") from error
+
+
+def option_fields(options_class: type[Any]) -> tuple[OptionField, ...]:
+    """Return the options of a class in the order of their declaration."""
+    return tuple(
+        OptionField(
+            owner=options_class,
+            name=each.name,
+            default={} if each.default is MISSING else each.default,
+            form=each.metadata["form"],
+        )
+        for each in fields(options_class)
+    )
+
+
+def resolve_options(
+    options_class: type[OptionsClass], options: OptionsClass | None, values: Mapping[str, Any]
+) -> OptionsClass:
+    """Combine an options object with keyword arguments, which override it.
+
+    Raises:
+        TypeError: There is no such option.
+        UsageError: The value of an option is invalid.
+    """
+    names = [each.name for each in fields(options_class)]  # type: ignore[arg-type]  # a dataclass
+    unknown = next((name for name in values if name not in names), None)
+    if unknown is not None:
+        raise TypeError(f"There is no option {unknown!r}.{did_you_mean(unknown, names)}")
+    base = {} if options is None else {name: getattr(options, name) for name in names}
+    return options_class(**{**base, **values})
+
+
+def takes_options(options_class: type[Any]) -> Callable[[AnyFunction], AnyFunction]:
+    """Add the options to the signature and the docstring of a function that takes them as keyword arguments."""
+
+    def document(function: AnyFunction) -> AnyFunction:
+        options = option_fields(options_class)
+        signature = inspect.signature(function)
+        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        keywords = [
+            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default) for each in options
+        ]
+        parameters = [
+            *(each for each in named if each.kind is not each.KEYWORD_ONLY),
+            *keywords,
+            *(each for each in named if each.kind is each.KEYWORD_ONLY),
+        ]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        lines = "\n".join(f"    {each.name}: {each.description}" for each in options)
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{lines}\n"
+        return function
+
+    return document
+
+
+def options_table(options_class: type[Any]) -> str:
+    """Return a Markdown table of the options, for the documentation."""
+    rows = ["| Python | command line | default | meaning |", "| --- | --- | --- | --- |"]
+    for each in option_fields(options_class):
+        value = f" {each.form.metavar}" if each.form.metavar else ""
+        flag = "" if each.form.python_only else f"`{each.flag}{value}`".replace("|", "\\|")
+        default = "" if each.default in (None, (), {}) else f"`{each.default!r}`"
+        rows.append(f"| `{each.name}` | {flag} | {default} | {each.description} |")
+    return "\n".join(rows)
