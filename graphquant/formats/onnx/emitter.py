@@ -201,6 +201,7 @@ class _MessageEmitter:
         for value, (name, tensor) in self._output_renames[graph.name].identity_copies.items():
             nodes.append(helper.make_node("Identity", [self._value_name(tensor)], [value], name=name))
             self._ensure_opset_import(imports, "")
+        # Replacing the list copies every node, so unchanged lists stay.
         if len(nodes) != len(target.node) or any(a is not b for a, b in zip(nodes, copied_nodes.values(), strict=True)):
             del target.node[:]
             target.node.extend(nodes)
@@ -304,6 +305,7 @@ def _loaded_op(graph: Graph, name: str) -> Op | None:
 
 def _topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
     """Return all ops in topological order, those of `preferred` in that order as far as possible."""
+    # The sorting of networkx would not keep the order of the source, and a model would not be saved byte for byte.
     visited: set[str] = set()
     ordered: list[str] = []
     for root in chain((name for name in preferred if name in graph), graph.nx):

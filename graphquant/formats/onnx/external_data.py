@@ -58,6 +58,7 @@ def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
     Returns:
         These weights. Each one's index is stored in its tensor.
     """
+    # Only CopyFrom keeps fields that this version of onnx does not know.
     if len(UnknownFieldSet(source)) or len(UnknownFieldSet(source.graph)):
         target.CopyFrom(source)
         return []
@@ -72,11 +73,8 @@ def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
             else:
                 setattr(copy, field.name, value)
     for tensor in source.graph.initializer:
-        if (
-            is_external(tensor)
-            or DTYPE_NAMES.get(tensor.data_type) not in WEIGHT_DTYPES
-            or _tensor_bytes(tensor) < EXTERNAL_MIN_BYTES
-        ):
+        is_weight = DTYPE_NAMES.get(tensor.data_type) in WEIGHT_DTYPES
+        if is_external(tensor) or not is_weight or _tensor_bytes(tensor) < EXTERNAL_MIN_BYTES:
             target.graph.initializer.add().CopyFrom(tensor)
             continue
         _write_weightless(tensor, target.graph.initializer.add(), {_DEFERRED_KEY: len(deferred)})

@@ -192,7 +192,7 @@ def link_external_data(message: Any, source: Path | None, path: Path) -> None:
                 raise UsageError(f"{target} already exists and holds other data. Write to another folder.")
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        try:  # a hard link costs neither time nor space
             os.link(source_file.resolve(), target)
         except OSError:  # another file system, or one without hard links
             with (

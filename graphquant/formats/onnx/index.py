@@ -58,7 +58,7 @@ class _GraphScope:
     nodes: list[str] = field(default_factory=list)
     positions: dict[str, int] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)  # last suffixes, so that n equal names take O(n) time
 
     def resolve(self, value: str) -> TensorRef | None:
         """Return the tensor that `value` names in this scope, None if there is none."""

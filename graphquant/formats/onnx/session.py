@@ -315,7 +315,7 @@ def create_session(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_LOG_LEVEL
     options.intra_op_num_threads = 1 if watched or timed else INTRA_OP_THREADS
-    options.inter_op_num_threads = 1
+    options.inter_op_num_threads = 1  # the order of ops, and so memory, is the same in each run
     options.enable_mem_pattern = not watched
     options.add_session_config_entry(_SPINNING_OPTION, "0")
     if profile is not None:

@@ -258,6 +258,7 @@ def _infer_message_types(weightless: Any) -> Any:
     hide_crashing_nodes(weightless)
     try:
         typed_message = shape_inference.infer_shapes(weightless)
+        # Revealing a node may give a type to the input of another one.
         for _ in range(MAX_REVEAL_ROUNDS):
             if not reveal_safe_nodes(typed_message):
                 break
@@ -268,6 +269,7 @@ def _infer_message_types(weightless: Any) -> Any:
     if not hide_costly_nodes(typed_message):
         return typed_message
     try:
+        # Value propagation comes last, since it may not terminate before costly nodes are hidden.
         return shape_inference.infer_shapes(typed_message, data_prop=True)
     except INFERENCE_ERRORS:
         return typed_message

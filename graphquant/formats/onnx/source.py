@@ -88,6 +88,7 @@ def write_onnx_metadata(message: Any, model: Model, *, record: bool = True) -> N
 def clear_metadata(message: Any) -> None:
     """Remove graphquant's entries from a model's metadata."""
     remaining = [entry for entry in message.metadata_props if not entry.key.startswith(METADATA_PREFIX)]
+    # The entries are part of the list that is cleared, so they must be copied first.
     copies = [type(entry)(key=entry.key, value=entry.value) for entry in remaining]
     del message.metadata_props[:]
     message.metadata_props.extend(copies)

@@ -1,4 +1,4 @@
-"""Models of onnx's backend test suite that onnxruntime runs are quantized, run again and compared."""
+"""Quantization of the models in onnx's backend test suite: each runs again and is compared with the float model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ quantize = "any"
 
 NOT_CLOSE = frozenset(
     {
-        # A jump at a threshold that 8 bits blur.
+        # The output jumps at a threshold, which 8 bits blur.
         "test_ai_onnx_ml_tree_ensemble_set_membership",
         "test_gridsample_nearest",
         "test_gridsample_volumetric_nearest_align_corners_0",
@@ -63,10 +63,10 @@ NOT_CLOSE = frozenset(
         "test_round",
         "test_thresholdedrelu_example",
         "test_thresholdedrelu_example_expanded_ver18",
-        # Values up to 1000 behind the mask, beside others below 1.
+        # Masked values reach 1000, while others are below 1.
         "test_attention_4d_softcap_neginf_mask_poison",
         "test_attention_4d_softcap_neginf_mask_poison_expanded",
-        # Logits from 0 to 10003: a step is 39, and exp() of it far.
+        # Logits range from 0 to 10003, so a step is 39, and exp() changes by orders of magnitude.
         "test_logsoftmax_large_number",
         "test_logsoftmax_large_number_expanded",
         "test_logsoftmax_large_number_expanded_ver18",
@@ -75,11 +75,11 @@ NOT_CLOSE = frozenset(
         "test_softmax_large_number_expanded_ver18",
     }
 )
-"""Models whose every tensor cannot have 8 bits."""
+"""Models that are inaccurate with 8 bits for every tensor."""
 
-REFUSED_BY_ONNXRUNTIME = frozenset(
+REJECTED_BY_ONNXRUNTIME = frozenset(
     {
-        # Its int8 average pool knows no dilations.
+        # Its int8 average pool does not support dilations.
         "test_averagepool_2d_dilations",
         "test_averagepool_3d_dilations_small",
         *(
@@ -87,15 +87,15 @@ REFUSED_BY_ONNXRUNTIME = frozenset(
             for pad in (0, 1)
             for ceil in (False, True)
         ),
-        # Its optimizer runs ReduceMax and ReduceMin on integers, which their opset 11 does not have.
+        # Its optimizer runs ReduceMax and ReduceMin on integers, which their opset 11 does not actual.
         "test_dynamicquantizelinear_min_adjusted_expanded",
         "test_dynamicquantizelinear_max_adjusted_expanded",
     }
 )
-"""Valid models that onnxruntime spoils itself."""
+"""Valid models that onnxruntime's optimizer makes invalid."""
 
 REASON = re.compile(r"\S*[\w/]:\d+\b|'[^']*'|\S+(?:float32|float16|int64)\[[^\]]*\],?|/\S+")
-"""What differs between refusals for the same reason: tensors, names, shapes."""
+"""Parts that differ between errors with the same reason: tensors, names, shapes."""
 
 
 @dataclass(frozen=True)
@@ -108,66 +108,66 @@ class Case:
 
 
 @dataclass
-class Table:
-    """What became of the cases under one rule file: how many, and which, by ending."""
+class OutcomeTable:
+    """Number and names of the cases by outcome, for one rule file."""
 
     counts: Counter[str] = field(default_factory=Counter)
     names: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, found: str, name: str) -> None:
-        """Counts one case."""
-        self.counts[found] += 1
-        self.names.setdefault(found, []).append(name)
+    def add(self, outcome: str, name: str) -> None:
+        """Count one case."""
+        self.counts[outcome] += 1
+        self.names.setdefault(outcome, []).append(name)
 
     def __str__(self) -> str:
         lines = []
-        for found, count in sorted(self.counts.items(), key=lambda item: (-item[1], item[0])):
-            some = self.names[found]
-            lines.append(f"  {count:5} {found}" + (f" ({', '.join(some[:2])})" if ":" in found else ""))
+        for outcome, count in sorted(self.counts.items(), key=lambda entry: (-entry[1], entry[0])):
+            examples = f" ({', '.join(self.names[outcome][:2])})" if ":" in outcome else ""
+            lines.append(f"  {count:5} {outcome}{examples}")
         return "\n".join(lines)
 
 
-def stored() -> Iterator[Case]:
-    """Yield the models that lie in onnx's wheel, with their own inputs or, where they have none, normal ones."""
+def stored_cases() -> Iterator[Case]:
+    """Yield the models in onnx's wheel with their stored inputs, or with normal random inputs."""
     for path in sorted(STORED.rglob("*.onnx")):
         message = onnx.load(path)
         files = sorted((path.parent / "test_data_set_0").glob("input_*.pb"), key=lambda file: int(file.stem[6:]))
         weights = {tensor.name for tensor in message.graph.initializer}
         infos = [info for info in message.graph.input if info.name not in weights]
-        feeds = {info.name: _read(file, info) for info, file in zip(infos, files, strict=False)}
+        feeds = {info.name: _read_input(file, info) for info, file in zip(infos, files, strict=False)}
         for info in infos[len(files) :]:
             shape = [side.dim_value or 1 for side in info.type.tensor_type.shape.dim]
             feeds[info.name] = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         yield Case(path.parent.name if path.name == "model.onnx" else path.stem, message, feeds)
 
 
-def _read(file: Path, info: Any) -> Any:
+def _read_input(file: Path, info: Any) -> Any:
     if info.type.HasField("sequence_type"):
         sequence = onnx.SequenceProto.FromString(file.read_bytes())
         return numpy_helper.to_list(sequence)
     return numpy_helper.to_array(onnx.TensorProto.FromString(file.read_bytes()))
 
 
-def generated() -> Iterator[Case]:
+def generated_cases() -> Iterator[Case]:
     """Yield the models of onnx's case generator."""
     with warnings.catch_warnings(action="ignore"):
         from onnx.backend.test.case.node import collect_testcases
 
-        made = collect_testcases(None)
-    for case in made:
+        test_cases = collect_testcases(None)
+    for case in test_cases:
         if case.model is not None and case.data_sets:
             names = [info.name for info in case.model.graph.input]
-            given = zip(names, case.data_sets[0][0], strict=False)
-            yield Case(case.name, case.model, {name: _value(value) for name, value in given if value is not None})
+            feeds = zip(names, case.data_sets[0][0], strict=False)
+            yield Case(case.name, case.model, {name: _feed_value(value) for name, value in feeds if value is not None})
 
 
-def _value(value: Any) -> Any:
-    """What onnxruntime takes for an input of the case generator."""
+def _feed_value(value: Any) -> Any:
+    """Convert an input of the case generator to a value that onnxruntime accepts."""
     return np.asarray(value) if isinstance(value, np.generic) else value
 
 
 def execute(message: Any, feeds: Mapping[str, Any], *, optimized: bool = True) -> list[Any]:
-    """The outputs in onnxruntime."""
+    """Return the outputs in onnxruntime."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
@@ -178,16 +178,16 @@ def execute(message: Any, feeds: Mapping[str, Any], *, optimized: bool = True) -
     return results
 
 
-def runnable(case: Case) -> list[Any] | None:
-    """The float outputs; None if onnxruntime cannot run the model with its inputs."""
+def float_outputs(case: Case) -> list[Any] | None:
+    """Return the outputs of the float model; None if onnxruntime cannot run it with its inputs."""
     try:
         return execute(case.message, case.feeds)
     except RUNTIME_ERRORS:
         return None
 
 
-def quantized(case: Case, rules: str) -> Any:
-    """The message with QDQ ops, calibrated on the very feed; None if there is nothing to insert."""
+def quantize_case(case: Case, rules: str) -> Any:
+    """Return the message with QDQ ops, calibrated on its feed; None if there is nothing to insert."""
     model = model_from_message(case.message)
     plan = api.plan(model, rules=[rules])
     if not plan.sites:
@@ -198,11 +198,11 @@ def quantized(case: Case, rules: str) -> Any:
     return format_.emit(result.model) if result.inserted else None
 
 
-def invalid(message: Any, source: Any) -> str:
-    """What onnx's checker has against `message` and not against `source`; "" if nothing."""
+def checker_error(message: Any, source: Any) -> str:
+    """Return the error that onnx's checker raises for `message` but not for `source`, "" if there is none."""
     try:
         onnx.checker.check_model(message, full_check=True)
-    except Exception as error:  # noqa: BLE001  # the checker raises kinds of several modules
+    except Exception as error:  # noqa: BLE001  # the checker raises exceptions of several modules
         try:
             onnx.checker.check_model(source, full_check=True)
         except Exception:  # noqa: BLE001  # the same
@@ -211,15 +211,15 @@ def invalid(message: Any, source: Any) -> str:
     return ""
 
 
-def judge(before: list[Any], after: list[Any]) -> str:
-    """How the outputs after the insertion compare with those before."""
+def compare_outputs(expected_outputs: list[Any], outputs: list[Any]) -> str:
+    """Return the result of comparing the outputs of the quantized model with those of the float model."""
     lowest = math.inf
-    for want, have in zip(_arrays(before), _arrays(after), strict=True):
-        if want.shape != have.shape or want.dtype != have.dtype:
-            return f"{have.dtype}{list(have.shape)} instead of {want.dtype}{list(want.shape)}"
-        if want.dtype.kind == "f":
-            finite = np.isfinite(want)
-            signal, noise = want[finite].astype(np.float64), have[finite].astype(np.float64) - want[finite]
+    for expected, actual in zip(_flat_arrays(expected_outputs), _flat_arrays(outputs), strict=True):
+        if expected.shape != actual.shape or expected.dtype != actual.dtype:
+            return f"{actual.dtype}{list(actual.shape)} instead of {expected.dtype}{list(expected.shape)}"
+        if expected.dtype.kind == "f":
+            finite = np.isfinite(expected)
+            signal, noise = expected[finite].astype(np.float64), actual[finite].astype(np.float64) - expected[finite]
             if not np.isfinite(noise).all():
                 return "not finite"
             if noise.any():
@@ -227,49 +227,50 @@ def judge(before: list[Any], after: list[Any]) -> str:
     return "close" if lowest >= CLOSE else "not close"
 
 
-def _arrays(outputs: list[Any]) -> list[Any]:
-    """The outputs, those in sequences too; an empty optional one is an array without elements."""
-    flat = [part for output in outputs for part in (output if isinstance(output, list) else [output])]
-    return [np.empty(0) if part is None else np.asarray(part) for part in flat]
+def _flat_arrays(outputs: list[Any]) -> list[Any]:
+    """Return the outputs and the elements of sequences; an empty optional becomes an array without elements."""
+    flat = [value for output in outputs for value in (output if isinstance(output, list) else [output])]
+    return [np.empty(0) if value is None else np.asarray(value) for value in flat]
 
 
-def ending(case: Case, rules: str, before: list[Any]) -> str:
-    """What became of one case; anything but a refusal or a run model is our fault and raised."""
+def case_outcome(case: Case, rules: str, expected: list[Any]) -> str:
+    """Return the outcome of one case; exceptions other than rejections are bugs and are raised."""
     try:
-        message = quantized(case, rules)
+        message = quantize_case(case, rules)
     except GraphQuantError as error:
-        return "refused: " + REASON.sub("...", str(error).partition(". ")[0])
+        return "rejected: " + REASON.sub("...", str(error).partition(". ")[0])
     if message is None:
         return "no rule matches"
-    fault = invalid(message, case.message)
-    if fault:
-        return f"invalid model: {fault}"
+    problem = checker_error(message, case.message)
+    if problem:
+        return f"invalid model: {problem}"
     try:
-        found = judge(before, execute(message, case.feeds))
-        if found == "not close" and judge(before, execute(message, case.feeds, optimized=False)) == "close":
+        outcome = compare_outputs(expected, execute(message, case.feeds))
+        unoptimized = execute(message, case.feeds, optimized=False) if outcome == "not close" else []
+        if unoptimized and compare_outputs(expected, unoptimized) == "close":
             return "close in onnxruntime without its optimizations only"
     except RUNTIME_ERRORS as error:
-        return f"onnxruntime refuses it: {str(error).strip().splitlines()[0]}"
-    return found
+        return f"onnxruntime rejects it: {str(error).strip().splitlines()[0]}"
+    return outcome
 
 
 def test_backend_suite_is_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each runnable model gets QDQ ops and stays close, or is refused with a reason; the counts are printed."""
+    """Each runnable model gets QDQ ops and stays close, or is rejected with a reason; the counts are printed."""
     everything = tmp_path / "everything.toml"
     everything.write_text(EVERYTHING)
-    tables = {"onnxruntime": Table(), "weight_only": Table(), "everything": Table()}
+    tables = {"onnxruntime": OutcomeTable(), "weight_only": OutcomeTable(), "everything": OutcomeTable()}
     total = ran = 0
-    for case in itertools.chain(stored(), generated()):
+    for case in itertools.chain(stored_cases(), generated_cases()):
         total += 1
-        before = runnable(case)
-        if before is None:
+        expected = float_outputs(case)
+        if expected is None:
             continue
         ran += 1
-        first = ending(case, "onnxruntime", before)
+        first = case_outcome(case, "onnxruntime", expected)
         tables["onnxruntime"].add(first, case.name)
         if first == "no rule matches":
-            tables["weight_only"].add(ending(case, "weight_only", before), case.name)
-        tables["everything"].add(ending(case, str(everything), before), case.name)
+            tables["weight_only"].add(case_outcome(case, "weight_only", expected), case.name)
+        tables["everything"].add(case_outcome(case, str(everything), expected), case.name)
     with capsys.disabled():
         print(f"\n{total} models load, {ran} of them run in onnxruntime with their inputs")  # noqa: T201  # the report
         for name, table in tables.items():
@@ -279,9 +280,9 @@ def test_backend_suite_is_quantized(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert set(tables[name].names) <= {"close", "not close", "no rule matches"}
         assert set(tables[name].names.get("not close", [])) <= NOT_CLOSE
     assert tables["onnxruntime"].counts["close"] > 170  # average pools alone are no reason to quantize
-    found = tables["everything"].names
-    assert set(found.pop("not close")) <= NOT_CLOSE
-    assert [one for one in found if not one.startswith(("close", "no rule matches", "refused", "onnxruntime"))] == []
-    refused = [name for one, names in found.items() if one.startswith("onnxruntime") for name in names]
-    assert set(refused) <= REFUSED_BY_ONNXRUNTIME
+    outcomes = tables["everything"].names
+    assert set(outcomes.pop("not close")) <= NOT_CLOSE
+    assert all(outcome.startswith(("close", "no rule matches", "rejected", "onnxruntime")) for outcome in outcomes)
+    rejected = [name for outcome, names in outcomes.items() if outcome.startswith("onnxruntime") for name in names]
+    assert set(rejected) <= REJECTED_BY_ONNXRUNTIME
     assert tables["everything"].counts["close"] > 1000

@@ -134,7 +134,7 @@ def test_batch_dependent_models(text: str, model_of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "opset", "said"),
+    ("text", "opset", "independent"),
     [
         ("(float[N,4] x) => (float[N,4] y) { y = Relu(x) }", 6, False),
         ("(float[N,4] x) => (float[N,4] y) { y = Softmax(x) }", 11, True),
@@ -147,12 +147,12 @@ def test_batch_dependent_models(text: str, model_of: Any) -> None:
         ("(float[N,4] x) => (float[N,5] y) { y = Pad <pads = [0, 1, 0, 0]> (x) }", 9, True),
     ],
 )
-def test_batch_independence_in_older_opsets(text: str, opset: int, said: bool, model_of: Any) -> None:
+def test_batch_independence_in_older_opsets(text: str, opset: int, independent: bool, model_of: Any) -> None:
     """Axes, scales and pads are read from the attributes of older opsets."""
     model = build_model(model_of, text, opset)
     runner = format_.create_runner(model)
-    assert runner.batch_independent is said
-    if said:
+    assert runner.batch_independent is independent
+    if independent:
         assert_batching_keeps_values(model, [random_feed(runner, 1, seed) for seed in range(3)])
 
 
@@ -168,13 +168,15 @@ def test_stale_declared_shapes_are_ignored(model_of: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "said"), [("digits_cnn", True), ("digits_cnn_bn", True), ("digits_rnn", False)])
-def test_batch_independence_of_sample_models(name: str, said: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "independent"), [("digits_cnn", True), ("digits_cnn_bn", True), ("digits_rnn", False)]
+)
+def test_batch_independence_of_sample_models(name: str, independent: bool) -> None:
     """The sample models without loops are batch independent; a model with loops is rejected."""
     model = format_.load(SAMPLES / f"{name}.onnx")
     runner = format_.create_runner(model)
-    assert runner.batch_independent is said
-    if said:
+    assert runner.batch_independent is independent
+    if independent:
         data = np.load(SAMPLES / "digits_cnn_eval.npz")["image"]
         assert_batching_keeps_values(model, [{runner.inputs[0].name: data[k : k + 1]} for k in range(4)])
 

@@ -1,9 +1,9 @@
-"""For every op of the ONNX table, each data type and granularity: the written ops compute what numpy says.
+"""Emitted QDQ ops against numpy, for every op of the ONNX table, each data type and granularity.
 
 Each op comes from the case generator of the onnx package as a model of one node. All its float inputs are quantized, as
-they are fed and, in a second form, as initializers. The model before is fed what numpy makes of these inputs; what
-the written ops give must agree in every bit, and so must the outputs. onnxruntime runs both, without its optimizer, as
-that replaces float ops by integer ones; where it has no kernel for the op, onnx's reference evaluator does.
+feeds and, in a second model, as initializers. The float model is fed with the inputs quantized by numpy. The outputs of
+the emitted QDQ ops must have the same bits, and the outputs of the models must agree. onnxruntime runs both models
+without its optimizer, which would replace float ops by integer ops. onnx's reference evaluator runs ops without a kernel.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ quantize = "any"
 NOTHING_TO_QUANTIZE = frozenset(
     {
         *("Constant", "RandomNormal", "RandomUniform"),  # they have no inputs
-        *("If", "Loop", "Scan", "SequenceMap"),  # what they compute is in bodies, whose ops are here by themselves
+        *("If", "Loop", "Scan", "SequenceMap"),  # their ops are in bodies and tested separately
         *("QuantizeLinear", "DequantizeLinear"),  # they are quantized already
         *("RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"),  # no cases, or another result each time
     }
@@ -174,10 +174,10 @@ def _rules(folder: Path, dtype: str, per: str) -> str:
 
 
 def _compare(case: Case, rules: str) -> str:
-    """Who computed what agreed; "" if there was nothing to quantize.
+    """Assert that the results agree, and return the engine, or "" if there was nothing to quantize.
 
-    What each site gives agrees in every bit. So does the op's result, or to the last places: kernels sum in an order
-    that depends on where in memory their inputs lie.
+    The output of each site has the same bits. The op's result may differ in the last digits, because the order of sums
+    in kernels depends on the memory address of their inputs.
     """
     model = model_from_message(case.message)
     result = api.insert(model, rules=[rules])

@@ -24,7 +24,7 @@ g (float[N,2] x) => (float[2] y) <float[2] w = {1, 2}> {
 
 
 def test_upgrade_gives_the_same_outputs(model_of: Any) -> None:
-    """Attributes become inputs, names and initializers stay, and the IR version is what the opset needs."""
+    """Attributes become inputs, names and initializers stay, and the IR version suits the opset."""
     model = model_of(OLD)
     result = format_.upgrade_opset(model, 13)
     check_invariants(result, "upgrade")

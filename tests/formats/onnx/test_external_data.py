@@ -154,7 +154,7 @@ def test_replacing_a_model_removes_its_weights(tmp_path: Path, monkeypatch: pyte
     assert first != second
     assert not path.with_name(first).exists()
     monkeypatch.undo()
-    eight.save(path, force=True)  # its new weights are inside, what stayed float is linked
+    eight.save(path, force=True)  # its new weights are in the message, and the float bias is linked
     assert sorted(folder.iterdir()) == sorted([path, folder / "m.data", *unrelated_files])
     assert [unrelated_file.read_bytes() for unrelated_file in unrelated_files] == [b"mine"] * 3
 

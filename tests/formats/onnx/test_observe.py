@@ -288,7 +288,7 @@ def test_observe_bfloat16(model_of: Any) -> None:
 
 def test_unobservable_tensors_have_a_reason(model_of: Any) -> None:
     """An unobservable tensor is an error that states the tensor, the reason and advice."""
-    # What the body gives has no declared rank, so nothing says where its new axis goes.
+    # The output of the body has no declared rank, so the position of its new axis is unknown.
     model = model_of(SCAN.replace("(float[2] f)", "(float[] f)"))
     tensor = TensorRef("y/body/f/then_branch", "n")
     runner = format_.create_runner(model)
