@@ -1,4 +1,4 @@
-"""The arithmetic of quantization in numpy: affine scales and zero points, and what TensorFlow's own ops compute."""
+"""The arithmetic of quantization in numpy: affine scales and zero points, and those of TensorFlow's ops."""
 
 from graphquant.numerics.affine import (
     LARGEST_VALUE,
@@ -23,17 +23,17 @@ from graphquant.numerics.affine import (
 from graphquant.numerics.data_types import FLOAT8_NAMES, Array, FloatType, IntType, QType, parse_type
 
 __all__ = [
+    "FLOAT8_NAMES",
+    "LARGEST_VALUE",
+    "SMALLEST_SCALE",
     "Array",
     "DynamicQParams",
-    "FLOAT8_NAMES",
     "FloatType",
     "IntType",
-    "LARGEST_VALUE",
     "QParams",
     "QType",
     "QuantizationGrid",
     "Range",
-    "SMALLEST_SCALE",
     "block_scale_shape",
     "broadcast_along_axis",
     "broadcast_to_tensor",

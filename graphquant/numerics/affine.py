@@ -1,11 +1,13 @@
-"""Affine quantization in numpy: ranges, scales and zero points, and what QuantizeLinear and DequantizeLinear compute.
+"""Affine quantization in numpy: ranges, scales, zero points, and the arithmetic of QuantizeLinear and DequantizeLinear.
 
     x ~ (q - zero_point) * scale,    q = clamp(round(x / scale) + zero_point, low, high)
 
 with round to nearest, ties to even, and x / scale in float32: the definition of ONNX QuantizeLinear (opset 13 and
 above) and of TFLite's quantized tensors (Jacob et al. 2018, "Quantization and Training of Neural Networks for
-Efficient Integer-Arithmetic-Only Inference", section 2.1). With a float8 type there is no zero point, and rounding is
-to its values instead of whole numbers.
+Efficient Integer-Arithmetic-Only Inference", section 2.1). A float8 type has no zero point, and rounds to its own
+values instead of integers.
+
+A tensor can be divided into blocks along one axis, each with its own scale: ONNX's `block_size`, from opset 21.
 """
 
 from __future__ import annotations
@@ -23,19 +25,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# Tensors cut into blocks along one axis, each with a scale of its own: ONNX's `block_size`, from opset 21.
-
 SLAB_ELEMENTS = 1 << 22
-"""Elements of a weight that are worked on at a time."""
+"""Elements of a weight that are processed at a time, which limits the size of temporary arrays."""
 
 
 def block_scale_shape(shape: tuple[int, ...], axis: int, block: int) -> tuple[int, ...]:
-    """The shape of the scales: that of the tensor with the number of blocks at `axis`; the last may be cut short."""
+    """Return the shape of the scales: the number of blocks at `axis`, of which the last may be partial."""
     return (*shape[:axis], -(-shape[axis] // block), *shape[axis + 1 :])
 
 
 def split_blocks(value: Array, axis: int, block: int) -> Array:
-    """The elements of each block, (number of blocks, block), in the order of the scales; short ones end in zeros."""
+    """Return the elements of each block, (number of blocks, block), in the order of the scales. Pads with zeros."""
     padding = -value.shape[axis] % block
     if padding:
         value = np.pad(value, [(0, padding if dim == axis else 0) for dim in range(value.ndim)])
@@ -44,20 +44,20 @@ def split_blocks(value: Array, axis: int, block: int) -> Array:
 
 
 def iter_blocks(value: Array, axis: int, block: int) -> Iterator[Array]:
-    """The same, some rows of the tensor at a time: it is a copy."""
+    """Yield the blocks of some rows of the tensor at a time, since `split_blocks` copies."""
     step = rows_per_slab(value.shape, block if axis == 0 else 1)
     for start in range(0, value.shape[0], step):
         yield split_blocks(value[start : start + step], axis, block)
 
 
 def rows_per_slab(shape: tuple[int, ...], multiple: int) -> int:
-    """How many rows of a tensor have some `SLAB` elements, as a multiple of a number."""
+    """Return the number of rows, a multiple of `multiple`, that have about `SLAB_ELEMENTS` elements."""
     rows = max(SLAB_ELEMENTS * shape[0] // max(math.prod(shape), 1), 1)
     return -(-rows // multiple) * multiple
 
 
 def expand_blocks(values: Array, axis: int, block: int, shape: tuple[int, ...]) -> Array:
-    """The value of its block for each element of a tensor of `shape`."""
+    """Repeat the value of each block for all its elements in a tensor of `shape`."""
     if values.ndim == 0:
         return values
     repeated = np.repeat(values, block, axis)
@@ -65,19 +65,19 @@ def expand_blocks(values: Array, axis: int, block: int, shape: tuple[int, ...]) 
 
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-"""Scales below the smallest normal float32 are flushed to zero by kernels, so none is ever chosen."""
+"""The smallest scale that is ever chosen. Kernels flush scales below the smallest normal float32 to zero."""
 
 LARGEST_VALUE = float(np.finfo(np.float32).max)
-"""No scale is chosen with which a quantized value would stand for more: kernels would make it infinite."""
+"""The largest real value of a quantized value. Kernels would make a larger one infinite."""
 
 
 EXACT_BITS = 16
-"""Widest type whose quantized values and zero points float32 and int32 hold, with all their sums and differences."""
+"""Widest type for which float32 and int32 hold quantized values, zero points, and their sums and differences."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
-    """Real numbers from `low` to `high`: float64 scalars, (C,) for one range per channel, or one per block."""
+    """Real numbers from `low` to `high`: float64 scalars, (C,) for one range per channel, or one range per block."""
 
     low: Array
     high: Array
@@ -86,12 +86,12 @@ class Range:
         object.__setattr__(self, "low", np.asarray(self.low, np.float64))
         object.__setattr__(self, "high", np.asarray(self.high, np.float64))
         if self.low.shape != self.high.shape:
-            raise InternalError(f"a Range of shapes {self.low.shape} and {self.high.shape} was made; they must agree.")
+            raise InternalError(f"A Range has ends of the shapes {self.low.shape} and {self.high.shape}.")
         if not (np.isfinite(self.low).all() and np.isfinite(self.high).all() and (self.low <= self.high).all()):
-            raise InternalError("a Range with low > high or without finite ends was made; its maker must refuse it.")
+            raise InternalError("A Range has low > high or infinite ends. Its creator must check them.")
 
     def union(self, second: Range) -> Range:
-        """The smallest range that holds both."""
+        """Return the smallest range that contains both."""
         return Range(np.minimum(self.low, second.low), np.maximum(self.high, second.high))
 
     def __eq__(self, value: object) -> bool:
@@ -104,16 +104,16 @@ class Range:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QParams:
-    """How a tensor is quantized.
+    """Scale, zero point and type of a quantized tensor.
 
     Attributes:
         scale: float32, () or (C,), or with `block` of the tensor's rank; positive.
         zero_point: int32, the shape of `scale`.
         type: The type of the quantized values.
-        narrow: Whether the most negative value is left out.
+        narrow: Excludes the most negative value.
         axis: The channel axis if `scale` is (C,), the axis of the blocks if there are any, else None.
-        block: How many elements along `axis` have one scale; None where there are no blocks.
-        op_range: The range that an op is told as it stands, of which it makes `scale` and `zero_point` itself; else None.
+        block: Number of elements along `axis` that share one scale; None without blocks.
+        op_range: A range that is passed to an op unchanged, which computes `scale` and `zero_point` from it; else None.
     """
 
     scale: Array
@@ -133,13 +133,13 @@ class QParams:
             or not axis_matches
             or (self.scale.ndim > 1 and self.block is None)
         ):
-            raise InternalError("QParams whose scale, zero point, axis and block do not fit each other were made.")
+            raise InternalError("Scale, zero point, axis and block of QParams do not agree.")
         if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
-            raise InternalError("QParams with a scale that is not positive and finite were made.")
+            raise InternalError("QParams have a scale that is not positive and finite.")
 
     @property
     def range(self) -> Range:
-        """The float64 range that `scale` and `zero_point` stand for. It is made when asked for: blocks are many."""
+        """The float64 range of `scale` and `zero_point`. It is not stored, since there can be many blocks."""
         low, high = self.type.limits(narrow=self.narrow)
         scale64, zero = self.scale.astype(np.float64), self.zero_point.astype(np.float64)
         return Range((low - zero) * scale64, (high - zero) * scale64)
@@ -147,11 +147,11 @@ class QParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicQParams:
-    """How a tensor is quantized whose range is that of the values in each run, so that there is no scale to tell.
+    """Type of a tensor whose range is that of its values in each run, so that its scale is not known in advance.
 
     Attributes:
         type: The type of the quantized values.
-        narrow: Whether the most negative value is left out.
+        narrow: Excludes the most negative value.
         axis: The channel axis if each channel has its own range, else None.
     """
 
@@ -170,13 +170,13 @@ def choose_qparams(
     axis: int | None = None,
     block: int | None = None,
 ) -> QParams:
-    """Scale and zero point for values in `observed`.
+    """Choose scale and zero point for values in `observed`.
 
-    The range is widened to hold 0, so that 0.0 is exact. A symmetric type has zero point 0 (signed) or the middle
-    (unsigned) and covers the larger magnitude; an asymmetric one covers [low, high] up to the half step by which its
+    The range is widened to contain 0, so that 0.0 is exact. A symmetric type has zero point 0 (signed) or the middle
+    (unsigned) and covers the larger magnitude. An asymmetric type covers [low, high] up to the half step by which its
     zero point is rounded. The scale is computed in float64 and rounded to float32 once. A power-of-two scale is the
-    smallest that covers the range. A float8 type is always symmetric. Whatever the range, each quantized value stands
-    for a finite float32.
+    smallest that covers the range. A float8 type is always symmetric. For any range, each quantized value represents
+    a finite float32.
     """
     qmin, qmax = dtype.limits(narrow=narrow)
     low, high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
@@ -188,9 +188,7 @@ def choose_qparams(
         scale = high / (qmax - qmin) - low / (qmax - qmin)  # not high - low, which can overflow
     scale = _round_scale(np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0), power_of_two=power_of_two)
     if symmetric:
-        zero_point = np.broadcast_to(
-            np.int32(symmetric_zero), low.shape
-        )  # takes no memory, however many blocks there are
+        zero_point = np.broadcast_to(np.int32(symmetric_zero), low.shape)  # needs no memory for many blocks
         farthest_step = np.array(max(symmetric_zero - qmin, qmax - symmetric_zero), np.float64)
     else:
         zero_point = np.clip(np.rint(qmin - low / scale), qmin, qmax)
@@ -203,13 +201,13 @@ def choose_qparams(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationGrid:
-    """What a scheme can represent, but for the scale: all that picking a range depends on.
+    """The quantized values that a scheme can represent, up to the scale. Observers choose a range for a grid.
 
     Attributes:
         type: The type of the quantized values.
-        symmetric: Whether the zero point is fixed.
-        narrow: Whether the type's most negative value is left out.
-        power_of_two: Whether scales are powers of two.
+        symmetric: Fixes the zero point.
+        narrow: Excludes the most negative value of the type.
+        power_of_two: Restricts scales to powers of two.
     """
 
     type: QType
@@ -218,7 +216,7 @@ class QuantizationGrid:
     power_of_two: bool = False
 
     def qparams(self, observed: Range, *, axis: int | None = None, block: int | None = None) -> QParams:
-        """Scale and zero point for values in `observed`; see `qparams`."""
+        """Choose scale and zero point for values in `observed`; see `choose_qparams`."""
         return choose_qparams(
             observed,
             self.type,
@@ -231,10 +229,10 @@ class QuantizationGrid:
 
 
 def _round_scale(scale: Array, *, power_of_two: bool, round_down: bool = False) -> Array:
-    """Float64 `scale` as the nearest float32, or the next power of two that is not smaller; `round_down`: none larger."""
+    """Round a float64 scale to the nearest float32, or up to a power of two; `round_down` rounds down."""
     if power_of_two:
         mantissa, exponent = np.frexp(scale)
-        return np.asarray(np.ldexp(1.0, exponent - (round_down | (mantissa == 0.5))))  # noqa: PLR2004  # frexp's own lower end
+        return np.asarray(np.ldexp(1.0, exponent - (round_down | (mantissa == 0.5))))  # noqa: PLR2004  # frexp's smallest mantissa
     with np.errstate(over="ignore"):
         nearest = scale.astype(np.float32).astype(np.float64)
     if not round_down:
@@ -243,15 +241,15 @@ def _round_scale(scale: Array, *, power_of_two: bool, round_down: bool = False) 
 
 
 def round_scale_to_float16(params: QParams) -> QParams:
-    """The nearest params with scales that float16 can hold.
+    """Return the nearest params whose scales float16 can represent.
 
     Raises:
-        UsageError: One is too large or too small for that.
+        UsageError: A scale is too large or too small for float16.
     """
     with np.errstate(over="ignore"):
         scale = params.scale.astype(np.float16)
     if not (np.isfinite(scale).all() and (scale >= np.finfo(np.float16).smallest_normal).all()):
-        raise UsageError("its scale does not fit float16, the type of the tensor; convert the model to float32 first")
+        raise UsageError("its scale does not fit into float16, the tensor's type; convert the model to float32 first")
     zero_point = params.zero_point
     return qparams_from_scale(
         scale.astype(np.float32), zero_point, params.type, narrow=params.narrow, axis=params.axis, block=params.block
@@ -267,19 +265,19 @@ def qparams_from_scale(
     axis: int | None = None,
     block: int | None = None,
 ) -> QParams:
-    """QParams for a known scale and zero point."""
+    """Return the QParams of a known scale and zero point."""
     return QParams(scale=scale, zero_point=zero_point, type=dtype, narrow=narrow, axis=axis, block=block)
 
 
 def broadcast_to_tensor(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
-    """Scales, zero points or bounds of `params` shaped to broadcast over a tensor of `shape`."""
+    """Reshape scales, zero points or bounds of `params` to broadcast over a tensor of `shape`."""
     if params.block is not None and params.axis is not None:
         return expand_blocks(values, params.axis, params.block, shape)
     return broadcast_along_axis(values, params.axis, len(shape))
 
 
 def broadcast_along_axis(values: Array, axis: int | None, ndim: int) -> Array:
-    """Per-channel `values` (C,) shaped to broadcast along `axis` of a tensor with `ndim` axes; a scalar as it is."""
+    """Reshape per-channel `values` (C,) to broadcast along `axis` of `ndim` axes. A scalar is unchanged."""
     if axis is None or values.ndim == 0:
         return values
     shape = [1] * ndim
@@ -288,17 +286,17 @@ def broadcast_along_axis(values: Array, axis: int | None, ndim: int) -> Array:
 
 
 def quantize(x: Array, params: QParams) -> Array:
-    """`x` (float, any shape) as integers, int32, of the same shape; what ONNX QuantizeLinear computes.
+    """Quantize `x` (float, any shape) to int32 of the same shape, as ONNX QuantizeLinear does.
 
-    NaN becomes the smallest value, as onnxruntime makes it on x86. With a float8 type the values are of that, held as
-    float32, and NaN stays.
+    NaN becomes the smallest value, as in onnxruntime on x86. For a float8 type, the result has float8 values as
+    float32, and NaN stays NaN.
     """
     steps = _quantize_as_float(x, params)
     return steps if isinstance(params.type, FloatType) else steps.astype(np.int32)
 
 
 def _quantize_as_float(x: Array, params: QParams) -> Array:
-    """The same as floats."""
+    """Return the values of `quantize` as floats."""
     blocked_shape = _blocked_shape(x.shape, params)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         steps = np.asarray(
@@ -308,19 +306,19 @@ def _quantize_as_float(x: Array, params: QParams) -> Array:
     if isinstance(params.type, FloatType):
         return params.type.round_values(steps).reshape(x.shape)
     np.rint(steps, out=steps)
-    # In float32 a sum is exact or far beyond 16 bits.
+    # A sum in float32 is exact, or so large that it is clipped anyway.
     steps = steps.astype(np.float32 if params.type.bits <= EXACT_BITS else np.float64, copy=False)
     steps += _broadcast_to_blocked_shape(params.zero_point, params, x.shape).astype(steps.dtype)
     qmin, qmax = params.type.limits(narrow=params.narrow)
-    np.fmax(steps, qmin, out=steps)  # which takes the number where one is NaN
+    np.fmax(steps, qmin, out=steps)  # unlike np.maximum, returns the number if the other operand is NaN
     np.minimum(steps, qmax, out=steps)
     return steps.reshape(x.shape)
 
 
 def quantize_to_dtype(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
-    """`quantize(x, params)` as values of `dtype`, made some rows at a time: a weight may fill much of the memory."""
+    """Quantize `x` to values of `dtype`, some rows at a time, since a weight can take much of the memory."""
     result = np.empty(x.shape, dtype)
-    is_numpy_integer = dtype.kind in "iu"  # of numpy's own, which floats become without a step between
+    is_numpy_integer = dtype.kind in "iu"  # ml_dtypes' integers cannot be cast from floats directly
     for rows, row_params in iter_slabs(x.shape, params):
         result[rows] = (
             _quantize_as_float(x[rows], row_params) if is_numpy_integer else quantize(x[rows], row_params).astype(dtype)
@@ -329,7 +327,7 @@ def quantize_to_dtype(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
 
 
 def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, QParams]]:
-    """Where the parts of a tensor are that are worked on at a time, and what each is quantized with."""
+    """Yield indices and params of the slabs of a tensor that are processed at a time."""
     if not shape:
         yield ..., params
         return
@@ -339,7 +337,7 @@ def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, Q
 
 
 def _params_of_rows(params: QParams, start: int, count: int) -> QParams:
-    """What `count` rows of a tensor are quantized with: of the scales along its first axis those that are theirs."""
+    """Return the params of `count` rows of a tensor: their scales if scales lie along the first axis."""
     if params.axis is None or (params.block is None and params.axis):
         return params
     rows_per_scale = params.block if params.block is not None and params.axis == 0 else 1
@@ -355,7 +353,7 @@ def _params_of_rows(params: QParams, start: int, count: int) -> QParams:
 
 
 def dequantize(q: Array, params: QParams) -> Array:
-    """Integers or float8 values `q` as float32, of the same shape; what ONNX DequantizeLinear computes."""
+    """Dequantize integers or float8 values `q` to float32 of the same shape, as ONNX DequantizeLinear does."""
     blocked_shape, scale = _blocked_shape(q.shape, params), _broadcast_to_blocked_shape(params.scale, params, q.shape)
     if isinstance(params.type, FloatType):
         return np.asarray(np.asarray(q, np.float32).reshape(blocked_shape) * scale).reshape(q.shape)
@@ -367,14 +365,14 @@ def dequantize(q: Array, params: QParams) -> Array:
 
 
 def _blocked_shape(shape: tuple[int, ...], params: QParams) -> tuple[int, ...]:
-    """The shape in which what `_fit` gives broadcasts: that of the tensor, or whole blocks on an axis of their own."""
+    """Return the shape with a separate axis for whole blocks, or the shape itself if there are none."""
     if params.block is None or params.axis is None or shape[params.axis] % params.block:
         return shape
     return (*shape[: params.axis], shape[params.axis] // params.block, params.block, *shape[params.axis + 1 :])
 
 
 def _broadcast_to_blocked_shape(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
-    """Scales or zero points shaped to broadcast over a tensor of `shape` in its `_blocked_shape` form."""
+    """Reshape scales or zero points to broadcast over a tensor of `shape` in its `_blocked_shape`."""
     if params.block is not None and params.axis is not None and values.ndim and not shape[params.axis] % params.block:
         return np.expand_dims(values, params.axis + 1)
     return broadcast_to_tensor(values, params, shape)

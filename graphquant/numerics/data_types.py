@@ -1,4 +1,4 @@
-"""The types that quantized values have: integers of any width, and the float8 types of ONNX."""
+"""Types of quantized values: integers of any width, and the float8 types of ONNX."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ class IntType:
         return f"{'int' if self.signed else 'uint'}{self.bits}"
 
     def limits(self, *, narrow: bool = False) -> tuple[int, int]:
-        """Smallest and largest quantized value; `narrow` leaves out the most negative one of a signed type."""
+        """Return the smallest and largest quantized value; `narrow` excludes the most negative one of a signed type."""
         if self.signed:
             return -(1 << (self.bits - 1)) + narrow, (1 << (self.bits - 1)) - 1
         return 0, (1 << self.bits) - 1
 
     @property
     def symmetric_zero_point(self) -> int:
-        """The zero point of a symmetric type: 0, or half way up an unsigned type."""
+        """The zero point of a symmetric type: 0, or the middle of an unsigned type."""
         return 0 if self.signed else 1 << (self.bits - 1)
 
     @property
     def container(self) -> str:
-        """The smallest of the types with 4, 8, 16 or 32 bits that holds it."""
+        """The smallest type of 4, 8, 16 or 32 bits that contains it."""
         bits = next(size for size in (4, 8, 16, 32) if size >= self.bits)
         return f"{'int' if self.signed else 'uint'}{bits}"
 
     @classmethod
     def parse(cls, name: str) -> IntType:
-        """The type called `name`; a ValueError says what is possible."""
+        """Return the type called `name`. Raises a ValueError that lists the possible names."""
         match = re.fullmatch(r"(u?)int(\d+)", name)
-        max_bits = MAX_BITS - 1 if match and match[1] else MAX_BITS  # quantized values are held as int32
+        max_bits = MAX_BITS - 1 if match and match[1] else MAX_BITS  # quantized values are stored as int32
         if not match or not MIN_BITS <= int(match[2]) <= max_bits:
-            raise ValueError(f"{name!r} is no integer type; int2 to int32 and uint2 to uint31 are")
+            raise ValueError(f"{name!r} is not an integer type; use int2 to int32 or uint2 to uint31")
         return cls(int(match[2]), not match[1])
 
 
 @dataclass(frozen=True, slots=True)
 class FloatType:
-    """A float type of 8 bits; its steps grow with the values, and 0.0 is always exact.
+    """A float type of 8 bits. Its steps grow with the values, and 0.0 is always exact.
 
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", and the ONNX page on float8.
     """
@@ -64,9 +64,9 @@ class FloatType:
     name: str
 
     def __post_init__(self) -> None:
-        """Checks the name; a ValueError says what is possible."""
+        """Check the name. Raises a ValueError that lists the possible names."""
         if self.name not in FLOAT8_NAMES:
-            raise ValueError(f"{self.name!r} is no float type; {' and '.join(FLOAT8_NAMES)} are")
+            raise ValueError(f"{self.name!r} is not a float8 type; use {' or '.join(FLOAT8_NAMES)}")
 
     @property
     def bits(self) -> int:
@@ -75,11 +75,11 @@ class FloatType:
 
     @property
     def signed(self) -> bool:
-        """Whether it has negative values."""
+        """True: it has negative values."""
         return True
 
     def limits(self, *, narrow: bool = False) -> tuple[float, float]:  # noqa: ARG002  # as of IntType
-        """Smallest and largest finite value."""
+        """Return the smallest and largest finite value."""
         largest = float(ml_dtypes.finfo(self.name).max)
         return -largest, largest
 
@@ -94,9 +94,9 @@ class FloatType:
         return self.name
 
     def round_values(self, x: Array) -> Array:
-        """`x` (float32) as the nearest values of the type, ties to even, as float32 of the same shape.
+        """Round `x` (float32) to the nearest values of the type, ties to even, as float32 of the same shape.
 
-        What is larger than the largest value, infinity too, becomes that, as with `saturate = 1` in ONNX; NaN stays.
+        Larger values and infinity become the largest value, as with `saturate = 1` in ONNX. NaN stays NaN.
         """
         low, high = self.limits()
         return np.clip(x, low, high).astype(getattr(ml_dtypes, self.name)).astype(np.float32)
@@ -109,5 +109,5 @@ QType = IntType | FloatType
 
 
 def parse_type(name: str) -> QType:
-    """The type called `name`; a ValueError says what is possible."""
+    """Return the type called `name`. Raises a ValueError that lists the possible names."""
     return FloatType(name) if name.startswith("float") else IntType.parse(name)

@@ -1,4 +1,4 @@
-"""The families of quantize-dequantize ops: each lowers `QParams` to ops of the IR, without any framework."""
+"""Families of quantize-dequantize ops. Each adds ops for `QParams` to the IR, without importing a framework."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES",
     "FamilyArguments",
+    "FamilyRequest",
     "QDQFamily",
     "QDQSite",
     "RangeSource",
-    "FamilyRequest",
     "RoundingMode",
     "family_of",
     "read_qparams",
@@ -40,11 +40,11 @@ FAMILIES: dict[str, QDQFamily] = {
 
 
 def family_of(op: Op) -> QDQFamily | None:
-    """The family whose op `op` is, by its type; None if it is no quantization op that is known."""
+    """Return the family of a quantization op by its type, or None."""
     return next((family for family in FAMILIES.values() if op.type in family.op_types), None)
 
 
 def read_qparams(graph: Graph, op: Op, parameters: Parameters) -> QParams | DynamicQParams | None:
-    """What a quantization op of `graph` does, `Dynamic` where only a run tells; None where it is not known."""
+    """Return the params of a quantization op of `graph`, `DynamicQParams` for a dynamic range; None if unknown."""
     family = family_of(op)
     return None if family is None else family.read_params(graph, op, parameters)

@@ -1,4 +1,4 @@
-"""What every family of quantize-dequantize ops offers."""
+"""The interface of a family of quantize-dequantize ops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 from pydantic import ConfigDict, StrictFloat
 
 from graphquant.errors import InternalError
-from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
+from graphquant.ir import Graph, Op, Output, Parameters, Shape, TensorRef
 from graphquant.numerics import DynamicQParams, IntType
 
 if TYPE_CHECKING:
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 RoundingMode = Literal["half-even", "half-up"]
 RangeSource = Literal["observed", "given", "dynamic", "learned"]
 ROUNDING_MODES: tuple[RoundingMode, ...] = get_args(RoundingMode)
-"""How values halfway between two steps are rounded: to the even one, or up."""
+"""Rounding of values halfway between two steps: to the even one, or up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyArguments:
-    """Arguments that the ops of one family have and those of others have not: `{ form = "args" }`.
+    """Arguments that only the ops of one family have: `{ form = "args" }`.
 
     Attributes:
-        form: Of "fake-quant": "vars" has the range in constants beside the op, "args" in its attributes.
-        input_min: Of "quantize-and-dequantize-v4" with a dynamic range: gradients pass from there; by default all do.
-        input_max: Likewise, up to there.
+        form: For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op.
+        input_min: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
+        input_max: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -40,7 +40,7 @@ class FamilyArguments:
     input_max: StrictFloat | None = None
 
     def specified(self) -> tuple[str, ...]:
-        """Names of the arguments that are not left to the family."""
+        """Return the names of the arguments that have a value."""
         return tuple(name for name in self.__slots__ if getattr(self, name) is not None)
 
 
@@ -49,24 +49,25 @@ class QDQSite:
     """One tensor to quantize.
 
     Attributes:
-        tensor: The tensor that is read.
-        name: Name for the new ops; further ones append to it.
-        params: Scale, zero point and range; or that the range is that of each run.
-        rule: Name of the rule, stamped on each op.
-        read_value: Gives the weight's value if it is to be folded into an integer constant, else None. It is read when
-            that constant is, so that weights are never all in memory.
-        reuse_integers: Gives the integers that were made of that value before, else those that what it is given makes; None where
-            they are made whenever they are read.
-        is_parameter: Whether the tensor is a weight, which is a constant even where it stays float.
-        needs_clip: Whether values may lie outside of what the type represents, so that its container must not take them.
-        shape: The tensor's static shape where it is known, as it must be per channel.
-        merged_shape: That shape if the tensor is to be reshaped to it for its channels to be one axis, and back; else None.
-        variable_prefix: Where the range is in variables, which start with that of `params`: the name that is common to theirs,
-            "" where it is not.
-        in_frame: Whether the tensor may live in a TF1 loop or cond frame.
-        rounding_mode: How to round; None as the family does by itself.
+        tensor: The tensor to read.
+        name: Name of the new op; names of further ops begin with it.
+        params: Scale and zero point, or the type of a dynamic range.
+        rule: Name of the rule, recorded in each op.
+        read_value: Function that returns the weight's value if it is to become an integer constant, else None. It is
+            called when that constant is read, so that weights are never all in memory.
+        reuse_integers: Function that returns integers computed earlier for this weight, or else calls its argument to
+            compute them; None computes them on each read.
+        is_parameter: The tensor is a weight, which is a constant even if it stays float.
+        needs_clip: Values can be outside of the type's range, where its container could still store them.
+        shape: The tensor's static shape if it is known. It must be known per channel.
+        merged_shape: Shape to which the tensor is reshaped, and back, so that its channels are one axis; None if they
+            are.
+        variable_prefix: Common prefix of the names of variables that store a learned range, "" if it is not learned.
+            The variables start with the range of `params`.
+        in_frame: The tensor may be in a TF1 loop or cond frame.
+        rounding_mode: Rounding of halves; None is the family's default.
         args: The family's own arguments.
-        opset: The ONNX default domain's opset that the model has; 0 where there are no opsets.
+        opset: The model's opset in the ONNX default domain; 0 in other formats.
     """
 
     tensor: TensorRef
@@ -77,7 +78,7 @@ class QDQSite:
     reuse_integers: Callable[[Callable[[], Array]], Array] | None = None
     is_parameter: bool = False
     needs_clip: bool = True
-    shape: tuple[int | None, ...] | None = None
+    shape: Shape | None = None
     merged_shape: tuple[int, ...] | None = None
     variable_prefix: str = ""
     in_frame: bool = False
@@ -88,26 +89,26 @@ class QDQSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyRequest:
-    """What a family is asked for, known before any range is.
+    """The quantization that a family is asked to support, known before any range is.
 
     Attributes:
         type: The type of the quantized values.
         axis: The channel axis, or that of the blocks; None per tensor.
         dtype: The tensor's dtype.
         shape: The tensor's static shape, None if it is unknown.
-        is_parameter: Whether the tensor is a weight, whose value can be stored as integers.
-        symmetric: Whether the zero point is fixed rather than chosen.
-        range_source: Where the range comes from, as a scheme says it.
-        rounding_mode: How to round; None as the family does by itself.
+        is_parameter: The tensor is a weight, whose value can be stored as integers.
+        symmetric: The zero point is fixed.
+        range_source: The scheme's `range`.
+        rounding_mode: Rounding of halves; None is the family's default.
         args: The family's own arguments.
-        block: How many elements along the axis have one scale; None where there are no blocks.
-        in_function: Whether the tensor is in a function of the model, which holds constants as ops.
+        block: Number of elements along the axis that share one scale; None without blocks.
+        in_function: The tensor is in a function of the model, where constants are ops.
     """
 
     type: QType
     axis: int | None
     dtype: str
-    shape: tuple[int | None, ...] | None
+    shape: Shape | None
     is_parameter: bool = False
     symmetric: bool = True
     range_source: RangeSource = "observed"
@@ -118,7 +119,7 @@ class FamilyRequest:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the range is that of the values in each run."""
+        """True if the range is that of the values in each run."""
         return self.range_source == "dynamic"
 
 
@@ -127,20 +128,21 @@ class QDQFamily:
     """A kind of quantize-dequantize op.
 
     Attributes:
-        name: What rule files call it.
-        format: The format whose models can hold it.
-        add_ops: Adds the ops to a graph; returns the dequantized tensor.
-        unsupported_reason: What is asked to the reason why the runtime cannot do that, or None.
-        minimum_opset: What is asked to the lowest opset that has the ops; 0 where there are no opsets.
-        effective_params: A scale and zero point to those that the ops have when they are to have these, or are told the `specified`
-            range; theirs is float32, so a scale may be off in its last place. A UsageError says why there are none.
-        op_types: The op types it reads back.
-        stores_integer_weights: Whether it can store a weight as integers.
-        has_zero_points: Whether 0.0 may be another integer than 0.
-        supports_learned_range: Whether gradients reach the range, so that it can be learned.
-        argument_names: Which of `FamilyArguments` its ops have.
-        read_params: What an op of those types does, from the values of its parameters; None where they are not known.
-        rounding_mode_of: How such an op rounds.
+        name: Its name in rule files.
+        format: The format whose models can contain it.
+        add_ops: Adds the ops to a graph and returns the dequantized tensor.
+        unsupported_reason: Returns the reason why the runtime does not support a request, or None.
+        minimum_opset: Returns the lowest opset that has the ops of a request; 0 in formats without opsets.
+        effective_params: Returns the scale and zero point that the ops compute for those of a plan, or from its
+            `op_range`. Ops compute a float32 scale, which may differ in its last place. Raises a UsageError with the
+            reason if the ops have no such scale.
+        op_types: The op types that it reads back.
+        stores_integer_weights: It can store a weight as integers.
+        has_zero_points: 0.0 can be another integer than 0.
+        supports_learned_range: Gradients reach the range, so that it can be learned.
+        argument_names: The `FamilyArguments` of its ops.
+        read_params: Returns the quantization of an op of `op_types` from its parameters; None if they are unknown.
+        rounding_mode_of: Returns the rounding of such an op.
     """
 
     name: str
@@ -161,7 +163,7 @@ class QDQFamily:
 def add_constant(
     graph: Graph, name: str, value: Array, *, op_type: str, rule: str, control_sources: tuple[str, ...] = ()
 ) -> TensorRef:
-    """Adds a constant holding `read_value` and returns its tensor."""
+    """Add a constant with `value` and return its tensor."""
     op_name = graph.unique_name(name)
     output = Output(op_name, str(value.dtype), value.shape)
     op = Op(
@@ -171,16 +173,21 @@ def add_constant(
 
 
 def require_static_params(site: QDQSite) -> QParams:
-    """The params of a site whose family needs a range before the model runs."""
+    """Return the params of a site whose family needs a range before the model runs."""
     if isinstance(site.params, DynamicQParams):
-        raise InternalError(f"A dynamic range was asked for on {site.tensor}; why_not must refuse it.")
+        raise InternalError(f"{site.tensor} has a dynamic range. `unsupported_reason` must reject it for this family.")
     return site.params
 
 
 def integer_only_reason(request: FamilyRequest, op_type: str) -> str | None:
-    """Why `op_type`, which know integers with a scale per tensor or channel, cannot do what is asked; None if they can."""
+    """Return the reason if a request is not for integers with scales per tensor or channel, else None."""
     if not isinstance(request.type, IntType):
-        return f"{op_type} has integer types only, and {request.type.name} is for ONNX models; take int8"
+        return f"{op_type} supports only integer types; {request.type.name} is for ONNX models; use int8"
     if request.block is not None:
-        return f'{op_type} has no blocks, which are for ONNX models; take per = "channel"'
+        return f'{op_type} does not support blocks, which are for ONNX models; use per = "channel"'
     return None
+
+
+def no_minimum_opset(_request: FamilyRequest) -> int:
+    """Return 0, since TensorFlow has no opsets."""
+    return 0

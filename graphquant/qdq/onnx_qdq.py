@@ -1,8 +1,8 @@
 """ONNX QuantizeLinear and DequantizeLinear: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html .
 
-What onnxruntime runs was measured, and docs/decisions/0031-onnx-types.md has the tables: each type and granularity that
-an opset of the default domain has; and, below the opset that brought 4 and 16 bits there, these in its own domain, in
-models of any opset. So 4 and 16 bits never cost an upgrade, which only blocks and float8 need.
+docs/decisions/0031-onnx-types.md has the types, granularities and opsets that onnxruntime was measured to run. Below
+the opset that has 4 and 16 bits in the default domain, onnxruntime supports these in its own domain, in models of any
+opset. Therefore only blocks and float8 require a higher opset.
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from graphquant.qdq.family import RoundingMode
 
 
-# QuantizeLinear and DequantizeLinear of ONNX's or onnxruntime's domain, read back.
-
-
 def read_onnx_qdq(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
-    """Scale and zero point of a QuantizeLinear or DequantizeLinear, None where they are computed at run time."""
+    """Return scale and zero point of a QuantizeLinear or DequantizeLinear of either domain; None if not constant."""
     slots = [*graph.slots(op.name), None, None, None][:3]
     scale = None if slots[1] is None else parameters.value(slots[1])
     zero_point = None if slots[2] is None else parameters.value(slots[2])
@@ -54,7 +51,7 @@ def read_onnx_qdq(graph: Graph, op: Op, parameters: Parameters) -> QParams | Non
     zero_points = (
         np.zeros(scale32.shape) if zero_point is None else zero_point.astype(np.float64).reshape(scale32.shape)
     )
-    if isinstance(dtype, FloatType) and zero_points.any():  # no such op is defined
+    if isinstance(dtype, FloatType) and zero_points.any():  # ONNX defines no zero point for float8
         return None
     return _onnx_qparams(graph, op, slots[0], scale32, zero_points.astype(np.int32), dtype)
 
@@ -62,7 +59,7 @@ def read_onnx_qdq(graph: Graph, op: Op, parameters: Parameters) -> QParams | Non
 def _onnx_qparams(
     graph: Graph, op: Op, data: TensorRef | None, scale: Array, zero_point: Array, dtype: QType
 ) -> QParams | None:
-    """What scale and zero point mean: of the tensor, of channels or of blocks; None where they do not go with it."""
+    """Assign scale and zero point to the tensor, its channels or blocks; None if their shapes do not fit."""
     block = int(op.numeric_attr("block_size", 0))
     if scale.size == 1 and block <= 0:
         return qparams_from_scale(scale.reshape(()), zero_point.reshape(()), dtype)
@@ -78,12 +75,12 @@ def _onnx_qparams(
 
 
 def _quantized_type(graph: Graph, op: Op, data: TensorRef | None, zero_point: Array | None) -> QType | None:
-    """The type on the quantized side, None if it is none of those that are read or not known."""
+    """Return the quantized type, or None if it is unknown or not supported."""
     name = None if zero_point is None else str(zero_point.dtype)
     if name is None and op.kind == "dequantize" and data is not None:
         name = graph.output(data).dtype
     if name is None and op.kind == "quantize":
-        name = op.outputs[0].dtype if op.outputs else None  # which "output_dtype" may say
+        name = op.outputs[0].dtype if op.outputs else None  # the attribute "output_dtype" can set it
     try:
         return parse_type(name or "uint8")
     except ValueError:
@@ -91,32 +88,32 @@ def _quantized_type(graph: Graph, op: Op, data: TensorRef | None, zero_point: Ar
 
 
 def onnx_qdq_rounding(_op: Op) -> RoundingMode:
-    """QuantizeLinear rounds half to even."""
+    """Return "half-even", the only rounding of QuantizeLinear."""
     return "half-even"
 
 
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
-"""Of 8 bits, and of int32 biases."""
+"""Opsets of 8-bit types and of int32 biases."""
 
 OPSET_ACTIVATIONS = 11
-"""Where activations are quantized, onnxruntime adds a Round to float biases, which opset 10 has not."""
+"""onnxruntime adds a Round to float biases if activations are quantized. Opset 10 does not have that op."""
 
 OPSET_FLOAT8, OPSET_BLOCKS = 19, 21
-"""The first has float16 too, the second of 4 and 16 bits."""
+"""Opset 19 also has float16 tensors, opset 21 float16 tensors of 4 and 16 bits."""
 
 OPSET_4_AND_16_BITS = 21
-"""Where 4 and 16 bits came to the default domain."""
+"""First opset with 4 and 16 bits in the default domain."""
 
 MICROSOFT_DOMAIN = "com.microsoft"
-"""Where onnxruntime has them below, whatever the opset."""
+"""onnxruntime's domain, which has 4 and 16 bits in models of any opset."""
 
 OPSET_BROADCAST = 8
-"""First opset whose Max and Min broadcast, as the clipping of odd widths needs."""
+"""First opset whose Max and Min broadcast, which clipping needs for widths without a container."""
 
 TYPES_OF_4_AND_16_BITS = frozenset({"int4", "uint4", "int16", "uint16"})
 
 TYPES_WITHOUT_CONSTANT = frozenset({"int4", "uint4"})
-"""Of these what initializers may be and Constants may not, below the opset that brought them."""
+"""Types that initializers can have but Constants cannot, below `OPSET_4_AND_16_BITS`."""
 
 _ROLES = ("input", "scale", "zero_point")
 _QUANTIZE = ("quantize", "QuantizeLinear", _ROLES)
@@ -126,17 +123,17 @@ _MIN = ("min", "Min", ("input",))
 
 
 def _container_type(dtype: QType, *, parameter: bool) -> str:
-    """The type that holds the values: 8 bits where 4 would do at run time.
+    """Return the container of the values. It has 8 bits for activations of up to 4 bits.
 
-    onnxruntime's optimizer moves 4 bits past a MaxPool, into a convolution and the like, whose kernels have no such
-    type, and then refuses the model. It leaves weights alone.
+    onnxruntime's optimizer moves 4-bit activations past a MaxPool or into a convolution, whose kernels do not support
+    the type, and then rejects the model. It does not move weights.
     """
     narrow = isinstance(dtype, IntType) and dtype.container in {"int4", "uint4"}
     return dtype.container.replace("4", "8") if narrow and not parameter else dtype.container
 
 
 def add_onnx_qdq(graph: Graph, site: QDQSite) -> TensorRef:
-    """Adds QuantizeLinear and DequantizeLinear; where there is a value to fold, an integer constant for the former."""
+    """Add QuantizeLinear and DequantizeLinear. For a weight with a value, an integer constant replaces the former."""
     params = require_static_params(site)
     source_output = graph.output(site.tensor)
     container = _container_type(params.type, parameter=site.is_parameter)
@@ -175,15 +172,15 @@ def _quantized_weight(read_value: Callable[[], Array], params: QParams, integer_
 
 
 def _is_single_block(params: QParams) -> bool:
-    """Whether a vector is one block: onnxruntime then takes the scale for the tensor's, and refuses a block size."""
+    """Return True if a vector is one block. onnxruntime then requires one scale per tensor and no block size."""
     return params.block is not None and params.scale.shape == (1,)
 
 
 def _add_clip(graph: Graph, site: QDQSite) -> TensorRef:
-    """The tensor without what the type's container has and the type has not, by Max and Min, which broadcast.
+    """Add Max and Min, which limit values to those of the type if its container has more.
 
-    onnxruntime's QuantizeLinear to 4 bits per channel wraps around where a value is 2**31 steps large, so a weight that
-    stays float gets both ends before that.
+    onnxruntime's QuantizeLinear to 4 bits per channel wraps around for values of 2**31 steps. Therefore a weight that
+    stays float is always limited on both sides.
     """
     params, source_output = require_static_params(site), graph.output(site.tensor)
     result = site.tensor
@@ -203,7 +200,7 @@ def _add_clip(graph: Graph, site: QDQSite) -> TensorRef:
 
 
 def _broadcast_bound(values: Array, site: QDQSite) -> Array:
-    """Bounds shaped to broadcast over the tensor, whose shape is known where there are blocks."""
+    """Reshape bounds to broadcast over the tensor, whose shape is known if there are blocks."""
     shape = tuple(size or 0 for size in site.shape or ())
     return broadcast_to_tensor(values, require_static_params(site), shape)
 
@@ -233,7 +230,7 @@ def _add_op(
 
 
 def _domain_and_attrs(site: QDQSite) -> tuple[str, dict[str, int]]:
-    """The domain of the ops, and their attributes."""
+    """Return the domain of the ops, and their attributes."""
     params = require_static_params(site)
     attrs = {} if _is_single_block(params) else {"axis": params.axis, "block_size": params.block}
     container = _container_type(params.type, parameter=site.is_parameter)
@@ -243,30 +240,30 @@ def _domain_and_attrs(site: QDQSite) -> tuple[str, dict[str, int]]:
     }
 
 
-def onnx_qdq_unsupported_reason(request: FamilyRequest) -> str | None:  # noqa: PLR0911  # one for each thing it cannot do
-    """The reason why onnxruntime cannot run these ops, or None."""
+def onnx_qdq_unsupported_reason(request: FamilyRequest) -> str | None:  # noqa: PLR0911  # one per reason
+    """Return the reason why onnxruntime does not support a request, or None."""
     if request.dtype == "float16" and not (request.is_parameter and isinstance(request.type, IntType)):
         return "onnxruntime runs ops between float16 pairs in float; convert the model to float32 first"
     if request.dtype not in {"float16", "float32"}:
         return f"QuantizeLinear with a float32 scale takes no {request.dtype} tensor"
     if request.range_source != "observed":
-        return "QuantizeLinear needs a scale that is known; leave 'range' out"
+        return "QuantizeLinear needs a known scale; omit 'range'"
     if request.rounding_mode == "half-up":
-        return "QuantizeLinear always rounds half to even; leave 'round' out"
+        return "QuantizeLinear always rounds half to even; omit 'round'"
     if request.block is not None and not request.is_parameter:
         return (
-            "blocks are for weights, whose values are known: no statistics are kept for each block of an activation;"
-            ' take per = "tensor" or per = "channel"'
+            "only weights can have blocks, since calibration does not collect statistics for blocks of activations;"
+            ' use per = "tensor" or per = "channel"'
         )
     if request.type.name == "int32" and request.is_parameter:
         return None
     if isinstance(request.type, FloatType) or request.type.container in {"int8", "uint8", *TYPES_OF_4_AND_16_BITS}:
         return None
-    return f"{request.type.name} does not fit the types of 4, 8 and 16 bits that onnxruntime quantizes to; take 2 to 16 bits"
+    return f"onnxruntime does not support {request.type.name}, which is wider than 16 bits; use 2 to 16 bits"
 
 
 def onnx_qdq_minimum_opset(request: FamilyRequest) -> int:
-    """The lowest opset of the default domain that has these ops, or that goes with those of onnxruntime's own."""
+    """Return the lowest opset of the default domain that supports a request, with onnxruntime's ops if needed."""
     container = _container_type(request.type, parameter=request.is_parameter)
     has_4_or_16_bits = container in TYPES_OF_4_AND_16_BITS
     if request.in_function and request.is_parameter and container in TYPES_WITHOUT_CONSTANT:
@@ -283,7 +280,7 @@ def onnx_qdq_minimum_opset(request: FamilyRequest) -> int:
 
 
 def exact_params(params: QParams) -> QParams:
-    """What is asked for: scale and zero point are written as they are."""
+    """Return `params` unchanged, since the ops store scale and zero point."""
     return params
 
 

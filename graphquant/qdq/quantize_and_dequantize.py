@@ -1,4 +1,4 @@
-"""TensorFlow's QuantizeAndDequantizeV2, V3 and V4; the first version is only read: TensorFlow no longer imports it.
+"""TensorFlow's QuantizeAndDequantizeV2, V3 and V4. Version 1 is only read; TensorFlow no longer imports it.
 
 https://www.tensorflow.org/api_docs/python/tf/quantization/quantize_and_dequantize_v2 : values are only scaled, so there
 is no zero point. V2 and V3 pass gradients on as they come, V4 those inside the given range. V3's bits are a tensor.
@@ -14,9 +14,8 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir import DataType, Graph, Op, Output, Parameters, TensorRef
-from graphquant.numerics import Array, DynamicQParams, IntType, QParams, Range
-from graphquant.numerics import quantize_and_dequantize as qad
-from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, RoundingMode, integer_only_reason
+from graphquant.numerics import Array, DynamicQParams, IntType, QParams, Range, tf_ranges
+from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, RoundingMode, integer_only_reason, no_minimum_opset
 from graphquant.qdq.tf_nodes import add_argument, add_in_merged_shape
 
 TF_ROUND_MODE_NAMES: dict[RoundingMode, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
@@ -28,7 +27,7 @@ MAX_READABLE_BITS = 62
 
 
 def add_quantize_and_dequantize(graph: Graph, site: QDQSite, *, version: int) -> TensorRef:
-    """Adds the op with the constants of its range, and of V3's bits."""
+    """Add the op with the constants of its range, and of its bits for V3."""
     return add_in_merged_shape(graph, site, partial(_add_quantize_and_dequantize_op, version=version))
 
 
@@ -63,11 +62,11 @@ def _add_quantize_and_dequantize_op(graph: Graph, site: QDQSite, *, version: int
 
 
 def _range_inputs(site: QDQSite, version: int, dtype: str | None) -> tuple[Array, Array]:
-    """What `input_min` and `input_max` are, () or (C,); float64, to be written in the tensor's type."""
+    """Return `input_min` and `input_max`, () or (C,); float64, to be written in the tensor's type."""
     params = site.params
     if isinstance(params, QParams):
         op_range = params.op_range or (
-            params.range if dtype == "float64" else qad.range_for_quantize_and_dequantize(params)
+            params.range if dtype == "float64" else tf_ranges.range_for_quantize_and_dequantize(params)
         )
         return op_range.low, op_range.high
     # V4 alone looks at a range that is not given: its gradients pass inside of it.
@@ -78,17 +77,15 @@ def _range_inputs(site: QDQSite, version: int, dtype: str | None) -> tuple[Array
         return np.asarray(low, np.float64), np.asarray(high, np.float64)
     channels = None if site.shape is None else site.shape[params.axis]
     if channels is None:
-        raise InternalError(
-            f"A dynamic range per channel on {site.tensor} without its channels; why_not must refuse it."
-        )
+        raise InternalError(f"{site.tensor} has an unknown number of channels. `unsupported_reason` must reject it.")
     return np.full(channels, low, np.float64), np.full(channels, high, np.float64)
 
 
 def quantize_and_dequantize_unsupported_reason(request: FamilyRequest, *, version: int) -> str | None:
-    """The reason why TensorFlow cannot run this version, or None."""
+    """Return the reason why TensorFlow does not support a request in this version, or None."""
     op_type, max_bits = (
         f"QuantizeAndDequantizeV{version}",
-        qad.MAX_SIGNED_BITS if request.type.signed else qad.MAX_UNSIGNED_BITS,
+        tf_ranges.MAX_SIGNED_BITS if request.type.signed else tf_ranges.MAX_UNSIGNED_BITS,
     )
     if (reason := integer_only_reason(request, op_type)) is not None:
         return reason
@@ -96,25 +93,28 @@ def quantize_and_dequantize_unsupported_reason(request: FamilyRequest, *, versio
         return f"{op_type} has no CPU kernel for {request.dtype}; cast the tensor to float32"
     if not (2 if request.type.signed else 1) <= request.type.bits <= max_bits:
         signedness = "signed" if request.type.signed else "unsigned"
-        return f"{op_type} takes {2 if request.type.signed else 1} to {max_bits} {signedness} bits, and the scheme wants {request.type.bits}"
+        return (
+            f"{op_type} takes {2 if request.type.signed else 1} to {max_bits} {signedness} bits, and the scheme has"
+            f" {request.type.bits}"
+        )
     if not request.symmetric and request.type.signed:
-        return 'QuantizeAndDequantize has no zero point; take zero = "symmetric", or the family fake-quant'
+        return 'QuantizeAndDequantize has no zero point; use zero = "symmetric", or the family fake-quant'
     if request.axis is not None and _channel_count(request) is None:
-        return f'{op_type} per channel needs a known number of channels; take per = "tensor"'
+        return f'{op_type} per channel needs a known number of channels; use per = "tensor"'
     return _version_unsupported_reason(request, op_type, version)
 
 
 def _version_unsupported_reason(request: FamilyRequest, op_type: str, version: int) -> str | None:
-    """What this version cannot do and another one can."""
+    """Return the reason why this version does not support a request that another version does, or None."""
     if version == 3:  # noqa: PLR2004  # V3 differs from V2 and V4 in each of these
         if request.rounding_mode == "half-up":
-            return f"{op_type} always rounds half to even; leave 'round' out, or take quantize-and-dequantize-v2 or -v4"
+            return f"{op_type} always rounds half to even; omit 'round', or use quantize-and-dequantize-v2 or -v4"
         if request.shape == ():
-            return f"{op_type} takes no scalar; take quantize-and-dequantize-v2 or -v4"
+            return f"{op_type} takes no scalar; use quantize-and-dequantize-v2 or -v4"
         return None
     if request.axis is not None and not request.is_dynamic:
         return (
-            f'{op_type} has no CPU kernel for a range per channel; take per = "tensor", or the family'
+            f'{op_type} has no CPU kernel for a range per channel; use per = "tensor", or the family'
             " quantize-and-dequantize-v3 or fake-quant"
         )
     if request.args.specified() and not request.is_dynamic:
@@ -126,26 +126,21 @@ def _channel_count(request: FamilyRequest) -> int | None:
     return None if request.shape is None or request.axis is None else request.shape[request.axis]
 
 
-def no_minimum_opset(_request: FamilyRequest) -> int:
-    """TensorFlow has no opsets."""
-    return 0
-
-
 def effective_quantize_and_dequantize_params(params: QParams) -> QParams:
-    """The scale that the op has when it is to have that of `params`: it computes it from a float32 range."""
-    op_range = params.op_range or qad.range_for_quantize_and_dequantize(params)
-    effective = qad.quantize_and_dequantize_params(op_range, params.type, narrow=params.narrow, axis=params.axis)
+    """Return the params that the op computes from the float32 range of `params`."""
+    op_range = params.op_range or tf_ranges.range_for_quantize_and_dequantize(params)
+    effective = tf_ranges.quantize_and_dequantize_params(op_range, params.type, narrow=params.narrow, axis=params.axis)
     return replace(effective, op_range=params.op_range)
 
 
 def read_quantize_and_dequantize(graph: Graph, op: Op, parameters: Parameters) -> QParams | DynamicQParams | None:
-    """What an op of any version does; None where its range or its bits are computed while the model runs."""
+    """Return the params of an op of any version; None if its range or bits are not constant."""
     bits = _constant_bits(graph, op, parameters)
     if bits is None or not 1 <= bits <= MAX_READABLE_BITS:
         return None
     dtype = IntType(bits, signed=bool(op.attrs.get("signed_input", True)))
     narrow = bool(op.attrs.get("narrow_range", False)) and dtype.signed
-    axis = int(op.numeric_attr("axis", qad.WHOLE_TENSOR_AXIS))
+    axis = int(op.numeric_attr("axis", tf_ranges.WHOLE_TENSOR_AXIS))
     channel_axis = None if axis < 0 else axis
     if not op.attrs.get("range_given", op.type.endswith("V3")):
         return DynamicQParams(type=dtype, narrow=narrow, axis=channel_axis)
@@ -153,7 +148,7 @@ def read_quantize_and_dequantize(graph: Graph, op: Op, parameters: Parameters) -
     if limits is None or (limits.low.ndim == 0) != (channel_axis is None):
         return None
     try:
-        return qad.quantize_and_dequantize_params(limits, dtype, narrow=narrow, axis=channel_axis)
+        return tf_ranges.quantize_and_dequantize_params(limits, dtype, narrow=narrow, axis=channel_axis)
     except UsageError:  # there is no step in it
         return None
 
@@ -167,7 +162,7 @@ def _constant_bits(graph: Graph, op: Op, parameters: Parameters) -> int | None:
 
 
 def _constant_range(graph: Graph, op: Op, parameters: Parameters) -> Range | None:
-    """The constant range of the op; None where it is not constant or no range."""
+    """Return the constant range of the op; None if it is not constant or not valid."""
     if op.type == "QuantizeAndDequantize":
         low, high = np.asarray(op.numeric_attr("input_min", 0.0)), np.asarray(op.numeric_attr("input_max", 0.0))
     else:
@@ -182,12 +177,12 @@ def _constant_range(graph: Graph, op: Op, parameters: Parameters) -> Range | Non
 
 
 def quantize_and_dequantize_rounding(op: Op) -> RoundingMode:
-    """Half to even, unless the op says otherwise."""
+    """Return the op's rounding mode, half to even by default."""
     return "half-up" if op.attrs.get("round_mode") == "HALF_UP" else "half-even"
 
 
 def _quantize_and_dequantize_family(version: int, arguments: frozenset[str] = frozenset()) -> QDQFamily:
-    types = {f"QuantizeAndDequantizeV{version}"} | ({"QuantizeAndDequantize"} if version == 2 else set())  # noqa: PLR2004  # which replaced the first
+    types = {f"QuantizeAndDequantizeV{version}"} | ({"QuantizeAndDequantize"} if version == 2 else set())  # noqa: PLR2004  # V2 replaced the first version
     return QDQFamily(
         name=f"quantize-and-dequantize-v{version}",
         format="tensorflow",

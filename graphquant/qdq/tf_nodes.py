@@ -1,4 +1,4 @@
-"""The TensorFlow nodes that quantization ops need beside them: constants, variables and reshapes."""
+"""TensorFlow nodes that quantization ops need: constants, variables and reshapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import DataType, Graph, Op, Output, TensorRef
+from graphquant.ir import DataType, Graph, Op, Output, TensorRef, fully_known_shape
 from graphquant.qdq.family import QDQSite, add_constant
 
 if TYPE_CHECKING:
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 LEARNED_ATTR = "_graphquant_learned"
-"""The attribute of the variables of learned ranges: whether gradients reach them."""
+"""Attribute of the variables of learned ranges; True if gradients reach them."""
 
 
 def control_sources(graph: Graph, site: QDQSite) -> tuple[str, ...]:
-    """What new constants must wait for: in a frame the op that makes the tensor, so that they run inside of it."""
+    """Return the control inputs of new constants: the tensor's producer, so that they run inside its frame."""
     return (site.tensor.op,) if site.in_frame and site.tensor.graph == graph.name else ()
 
 
 def add_site_constant(graph: Graph, site: QDQSite, suffix: str, value: Array) -> TensorRef:
-    """Adds a Const called after the site and `suffix`."""
+    """Add a Const whose name is that of the site and `suffix`."""
     return add_constant(
         graph,
         f"{site.name}/{suffix}",
@@ -39,16 +39,16 @@ def add_site_constant(graph: Graph, site: QDQSite, suffix: str, value: Array) ->
 
 
 def add_argument(graph: Graph, site: QDQSite, suffix: str, value: Array, *, trainable: bool = False) -> TensorRef:
-    """Adds what holds an argument of the op: a constant, or a variable that starts with `value` if it is learned."""
+    """Add an argument of the op: a constant, or for a learned range a variable with the initial value `value`."""
     if not site.variable_prefix:
         return add_site_constant(graph, site, suffix, value)
     return _add_variable(graph, site, suffix, value, trainable=trainable)
 
 
 def _add_variable(graph: Graph, site: QDQSite, suffix: str, value: Array, *, trainable: bool) -> TensorRef:
-    """Adds a variable called after the site and `suffix`, and what reads it; the format gives it its first value."""
+    """Add a variable and the op that reads it. The format writes the initial value."""
     handle_name = graph.unique_name(f"{site.name}/{suffix}")
-    shared_name = f"{site.variable_prefix}/{suffix}"  # by which copies of a site know one variable
+    shared_name = f"{site.variable_prefix}/{suffix}"  # function clones share the variable by this name
     handle = Op(
         name=handle_name,
         kind="variable",
@@ -64,9 +64,7 @@ def _add_variable(graph: Graph, site: QDQSite, suffix: str, value: Array, *, tra
         read_value=lambda: value,
         rule=site.rule,
     )
-    read_name = graph.unique_name(
-        f"{handle_name}/Read/ReadVariableOp"
-    )  # under which TensorFlow's freezing looks for it
+    read_name = graph.unique_name(f"{handle_name}/Read/ReadVariableOp")  # TensorFlow's freezing expects this name
     read_op = Op(
         name=read_name,
         kind="read_variable",
@@ -80,7 +78,7 @@ def _add_variable(graph: Graph, site: QDQSite, suffix: str, value: Array, *, tra
 
 
 def add_reshape(graph: Graph, site: QDQSite, tensor: TensorRef, shape: tuple[int, ...], suffix: str) -> TensorRef:
-    """Adds a Reshape of `tensor`, called after the site and `suffix`."""
+    """Add a Reshape of `tensor` whose name is that of the site and `suffix`."""
     dtype = graph.output(site.tensor).dtype
     sizes = add_site_constant(graph, site, f"{suffix}/shape", np.array(shape, np.int32))
     op_name = graph.unique_name(f"{site.name}/{suffix}")
@@ -97,20 +95,12 @@ def add_reshape(graph: Graph, site: QDQSite, tensor: TensorRef, shape: tuple[int
 
 
 def add_in_merged_shape(graph: Graph, site: QDQSite, add_ops: Callable[[Graph, QDQSite], TensorRef]) -> TensorRef:
-    """What `add_ops` adds, between two reshapes where the site has a view of its tensor."""
+    """Call `add_ops`, between two reshapes if the site has a merged shape."""
     shape = fully_known_shape(site.shape)
     if site.merged_shape is None:
         return add_ops(graph, site)
     if shape is None:
-        raise InternalError(
-            f"A view of {site.tensor}, whose shape is not known, was asked for; the plan must refuse it."
-        )
+        raise InternalError(f"{site.tensor} has a merged shape but no static shape. The plan must reject it.")
     reshaped = add_reshape(graph, site, site.tensor, site.merged_shape, "flat")
     quantized = add_ops(graph, replace(site, tensor=reshaped, shape=site.merged_shape, merged_shape=None))
     return add_reshape(graph, site, quantized, shape, "shaped")
-
-
-def fully_known_shape(shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:
-    """`shape` if every size is known."""
-    sizes = tuple(size for size in shape or () if size is not None)
-    return sizes if shape is not None and len(sizes) == len(shape) else None

@@ -27,9 +27,9 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 import tensorflow as tf
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (2, 1)]
-from reference import fake_quant, quantize_and_dequantize
+from reference import fake_quant, quantize_and_dequantize  # noqa: E402
 
-from graphquant.errors import UsageError
+from graphquant.errors import UsageError  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

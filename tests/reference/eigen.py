@@ -1,9 +1,9 @@
-"""How TensorFlow's CPU kernels compute: what Eigen does with tiny values, with NaN and with the order of a sum.
+"""Reductions as in TensorFlow's CPU kernels, which use Eigen: denormals, NaN and the order of a sum.
 
-The order is that of one thread and of 32-byte registers, for which TensorFlow's x86-64 wheels are built; read in the
-Eigen headers that the wheel carries (unsupported/Eigen/CXX11/src/Tensor/TensorReduction.h). Kernels split the sum of a
-tensor of about 50,000 elements and more among their threads: its last bits then depend on how many there are. The
-same holds, for larger tensors still, for what a NaN or the sign of a zero does to a smallest or largest value.
+The order is that of one thread and of 32-byte registers, for which TensorFlow's x86-64 wheels are built. It follows the
+Eigen headers in the wheel (unsupported/Eigen/CXX11/src/Tensor/TensorReduction.h). Kernels divide the sum of a tensor of
+about 50,000 elements and more among threads; its last bits then depend on their number. For larger tensors, the
+effect of NaN and of the sign of zero on a smallest or largest value depends on it too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+
+from graphquant.numerics.tf_ranges import flush_denormals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,38 +23,33 @@ if TYPE_CHECKING:
 
 
 REGISTER_BYTES = 32
-"""Bytes that one instruction works on."""
+"""Bytes that one instruction processes."""
 
 LEAF_REGISTERS = 1024
-"""Up to that many registers of values are reduced in a row; more are cut into halves first."""
-
-
-def flush_denormals(x: Array) -> Array:
-    """`x` with each denormal made a zero of its sign, as the processor does for all operands and results."""
-    return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(np.zeros((), x.dtype), x), x)
+"""Up to this number of registers are reduced in sequence. More are divided into halves first."""
 
 
 def eigen_min(a: Array, b: Array) -> Array:
-    """Eigen's min: `b` where it is smaller, else `a`, which is thus what a NaN or two equal values give."""
+    """Return `b` where it is smaller, else `a`: also for NaN and equal values, as Eigen's min does."""
     return np.where(b < a, b, a)
 
 
 def eigen_max(a: Array, b: Array) -> Array:
-    """Eigen's max, like `eigen_min`."""
+    """Return `b` where it is larger, else `a`."""
     return np.where(a < b, b, a)
 
 
 def eigen_add(a: Array, b: Array) -> Array:
-    """The sum of two values."""
+    """Return the sum of two values."""
     with np.errstate(over="ignore", invalid="ignore"):
         return flush_denormals(a + b)
 
 
 def tree_reduce(values: Array, combine: BinaryReduction, start: float) -> Array:
-    """`values` (n, C) reduced over the first axis with `combine`, in the order of a full reduction, to (C,).
+    """Reduce `values` (n, C) over the first axis with `combine` to (C,), in the order of a full reduction.
 
-    A NaN in the last values, those that fill no register, hides all that came before it from `eigen_min` and `eigen_max`;
-    any other NaN is ignored by them.
+    A NaN in the last values, those that fill no register, hides all previous values from `eigen_min` and
+    `eigen_max`; any other NaN is ignored by them.
     """
     packet = REGISTER_BYTES // values.itemsize
     if len(values) <= packet * LEAF_REGISTERS:
@@ -63,7 +60,7 @@ def tree_reduce(values: Array, combine: BinaryReduction, start: float) -> Array:
 
 
 def _reduce_leaf(values: Array, combine: BinaryReduction, start: float) -> Array:
-    """Four registers of running results side by side, then one, then single values."""
+    """Reduce into four registers of intermediate results, then into one, then value by value."""
     packet = REGISTER_BYTES // values.itemsize
     lanes = np.full((packet, *values.shape[1:]), start, values.dtype)
     begin = len(values) // (4 * packet) * (4 * packet)
@@ -81,7 +78,7 @@ def _reduce_leaf(values: Array, combine: BinaryReduction, start: float) -> Array
 
 
 def sequential_reduce(values: Array, combine: BinaryReduction, start: float) -> Array:
-    """`values` (n, C) reduced one after the other, to (C,): what is done over axes that are not the whole tensor."""
+    """Reduce `values` (n, C) in sequence to (C,), as reductions over some axes of a tensor do."""
     result = np.full(values.shape[1:], start, values.dtype)
     for row in values:
         result = combine(row, result)
