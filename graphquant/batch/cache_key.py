@@ -211,7 +211,7 @@ def _named_digests(files: Sequence[Any], file_hashes: FileHashes) -> list[tuple[
     return [
         (
             PurePosixPath(file.name).name,
-            file_hashes.digest(Path(file.name)) if file.system is None else str(file.system.ukey(file.name)),
+            file_hashes.digest(Path(file.name)) if file.filesystem is None else str(file.filesystem.ukey(file.name)),
         )
         for file in files
     ]

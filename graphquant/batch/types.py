@@ -155,7 +155,16 @@ class GateMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFinding:
-    """A finding of `check`: code, level, graph, op, message and remedy."""
+    """A finding of `check`.
+
+    Attributes:
+        code: Code, such as "GQ101".
+        level: Severity.
+        graph: Graph of the op, "" for the main graph.
+        op: Name of the op.
+        message: The problem.
+        fix: The remedy.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 

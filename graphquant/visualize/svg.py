@@ -36,7 +36,7 @@ LETTER_WIDTH = 6.4
 GRAPH_STYLE = """
 text{font:10px system-ui,sans-serif;fill:#5b6470;text-anchor:middle}
 .type{font-size:12px;font-weight:600;fill:#1b1f24}.label{text-anchor:start}
-.badge{font:10px ui-monospace,monospace;fill:#fff}
+.annotation{font:10px ui-monospace,monospace;fill:#fff}
 .wire{fill:none;stroke:#9aa5b1;stroke-width:1.2}.into{stroke-dasharray:5 4}
 .frame{fill:#5a6e8c;fill-opacity:.05;stroke:#c9d0d8}.box{fill:#eef1f4;stroke:#c9d0d8}
 .io{fill:#d6e4f7}.all{fill:#c5e8cd}.some{fill:#e6edbf}.float{fill:#f7d9a8}
@@ -158,7 +158,7 @@ def _pill(text: str, dtype: str, x: float, y: float, room: float = 200) -> str:
     background = (
         f'<rect class="{colour}" x="{x - width / 2:.1f}" y="{y - 8:g}" width="{width:.1f}" height="16" rx="7"/>'
     )
-    return f'{background}<text class="badge" x="{x:g}" y="{y + 3.5:g}">{_fit_text(text, width)}</text>'
+    return f'{background}<text class="annotation" x="{x:g}" y="{y + 3.5:g}">{_fit_text(text, width)}</text>'
 
 
 def _dtype_class(dtype: str) -> str:

@@ -61,6 +61,12 @@ def test_an_attestation(made):
                     "include": (),
                     "exclude": (),
                     "float_weights": False,
+                    "requantize": False,
+                    "algorithms": (),
+                    "ranges": None,
+                    "ranges_map": None,
+                    "optimize": "macs",
+                    "size_budget": None,
                 },
                 "internalParameters": {"key": "e" * 64},
                 "resolvedDependencies": [

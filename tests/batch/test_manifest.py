@@ -425,7 +425,7 @@ def test_no_models_and_no_toml(here):
     ]
     assert_mistakes(mistakes("path = models"), [("graphquant.toml:1", "column 8")])
     assert mistakes("[model]\npath = 'x'") == [
-        "graphquant.toml:1: 'model' is a table; it must be an array. An entry is headed [[model]]."
+        "graphquant.toml:1: 'model' is a table; it must be an array. The heading of an entry is [[model]]."
     ]
 
 

@@ -158,7 +158,7 @@ def test_names_outside_the_folder(tmp_path):
     from graphquant.errors import ModelError
 
     (tmp_path / "room").mkdir()
-    with pytest.raises(ModelError, match="leads out of the model's folder"):
+    with pytest.raises(ModelError, match="outside of the model's folder"):
         remote._fetch_file(fsspec.filesystem("memory"), "/zoo", "net/../../x", tmp_path / "room")
     assert [path.name for path in tmp_path.iterdir()] == ["room"]
 

@@ -118,7 +118,7 @@ def written(out: Path, cli: Callable[..., Any], verb: str) -> dict[str, set[str]
         report = "--report" in arguments
         text = call(cli, [*arguments, *(["--force"] if report else ["--format", "json"])])
         data = json.loads((out / "report.json").read_text() if report else text)
-        assert data["schema"] == 1
+        assert data["schema"] == 2
         for place, keys in objects(data):
             found[place] = found.get(place, set()) | keys
     return found

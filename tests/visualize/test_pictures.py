@@ -95,7 +95,7 @@ def test_the_policy_allows_only_this_script(quantized: Drawing) -> None:
 def test_columns_are_consistent(quantized: Drawing) -> None:
     """Every column has an entry for each op, wire or constant; numbers of texts, annotations and groups exist."""
     data = unpacked(viewer_page(viewer_data(quantized, ["a note"])))
-    assert (data["version"], data["notes"], data["planned"]) == (1, ["a note"], False)
+    assert (data["version"], data["notes"], data["planned"]) == (2, ["a note"], False)
     for column, count in (("ops", len(quantized.boxes)), ("wires", len(quantized.wires))):
         columns = [column for column in data[column].values() if isinstance(column, list)]
         assert {len(column) for column in columns} == {count}

@@ -94,8 +94,8 @@ def test_merge(batch, cli, tmp_path):
     assert "There is no report of shard 2/2." in cli("batch", "--merge", "0.json", code=2).stderr
     part["outcomes"][0]["status"] = "skipped"
     tmp_path.joinpath("1.json").write_text(json.dumps(part), "utf-8")
-    assert "1 not begun" in cli("batch", "--merge", "1.json", "0.json", code=1).stdout
-    assert "is no JSON text" in cli("batch", "--merge", "digits_cnn.onnx", code=2).stderr
+    assert "1 not started" in cli("batch", "--merge", "1.json", "0.json", code=1).stdout
+    assert "is not JSON" in cli("batch", "--merge", "digits_cnn.onnx", code=2).stderr
 
 
 @pytest.mark.slow
@@ -166,8 +166,8 @@ def test_verifying_a_folder(cli, samples, tmp_path):
         (("--fail-on", "regression"), "--fail-on regression is about a comparison"),
         (("--merge", "--verify"), "--merge makes no models"),
         (("--verify", "--attest"), "--verify compares digests and writes no output"),
-        (("--report", "x.txt"), "is of no kind of report"),
-        (("--report", "nowhere/x.md"), "There is no folder nowhere"),
+        (("--report", "x.txt"), "which is no report format"),
+        (("--report", "nowhere/x.md"), "The folder nowhere does not exist"),
         (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
         (("net.json", "--report", "./net.json"), "--report net.json is a model of the batch"),
         (("--attest", "-o", "memory://models/{stem}.onnx"), "is elsewhere. Leave it out"),

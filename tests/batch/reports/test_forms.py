@@ -54,7 +54,7 @@ def test_json_without_times(report):
         started=1.0,
         seconds=2.0,
         outcomes=tuple(replace(one, seconds=3.0, attempts=4) for one in report.outcomes),
-        changes=tuple(one for one in report.changes if one.what != "seconds"),
+        changes=tuple(one for one in report.changes if one.kind != "seconds"),
     )
     assert other.changes != report.changes
     assert batch_report_json(report, times=False) == batch_report_json(other, times=False)
@@ -108,10 +108,10 @@ def test_junit_is_as_its_schemas_say(report):
 
 def test_an_output_that_differs_from_the_rebuild(report):
     """It is a difference, not a regression, and fails."""
-    unlike = replace(report, changes=(replace(report.changes[0], what="digest", says="it differs"),))
+    unlike = replace(report, changes=(replace(report.changes[0], kind="digest", message="it differs"),))
     (suite,) = ET.fromstring(REPORTS[".xml"](unlike))  # noqa: S314  # our own
     assert suite.find("testcase[@name='net']/failure").attrib == {"type": "difference", "message": "it differs"}
-    assert "1 not begun, 1 difference; 2 min" in suite.findtext("system-out")
+    assert "1 not started, 1 difference; 2 min" in suite.findtext("system-out")
 
 
 @pytest.mark.parametrize("suffix", [".md", ".html", ".sarif", ".xml"])
@@ -128,7 +128,7 @@ def test_an_output_that_cannot_be_compared(report, suffix):
 
 def test_markdown_distinguishes_differences_and_regressions(report):
     """What --verify finds is no regression."""
-    unlike = replace(report, changes=(replace(report.changes[0], what="digest", says="it is unlike"),))
+    unlike = replace(report, changes=(replace(report.changes[0], kind="digest", message="it is unlike"),))
     said = REPORTS[".md"](unlike)
     assert "- **net** differs: it is unlike" in said
     assert "regressed" not in said
@@ -226,7 +226,7 @@ def test_text(report, capsys):
     assert "gated: SQNR is 12.0 dB, and 30 were asked for" in lines
     assert "net: SQNR is 38.2 dB, and was 42.0 dB" in lines
     assert lines[-1] == (
-        "8 models: 1 done, 1 unchanged, 1 failed, 1 gate missed, 1 timed out, 1 crashed, 1 out of memory, 1 not begun,"
+        "8 models: 1 done, 1 unchanged, 1 failed, 1 gate missed, 1 timed out, 1 crashed, 1 out of memory, 1 not started,"
         " 2 regressions; 2 min 4 s."
     )
 
@@ -248,7 +248,7 @@ def test_formats_are_deterministic(report):
 
 def test_an_unknown_suffix(tmp_path):
     """It is refused with what there is."""
-    with pytest.raises(UsageError, match=r"'\.htm', which is of no kind of report\. Give it one of \.json, \.xml,"):
+    with pytest.raises(UsageError, match=r"'\.htm', which is no report format\. Use one of \.json, \.xml,"):
         check_report_path(tmp_path / "report.htm")
 
 
@@ -260,7 +260,7 @@ def test_a_report_that_cannot_be_written(report, tmp_path):
 
 def test_statuses_have_labels_and_codes(report):
     """Each status of an outcome that failed has its code, and each code is of one."""
-    unlike = replace(report, changes=(replace(report.changes[0], what="digest"),))
+    unlike = replace(report, changes=(replace(report.changes[0], kind="digest"),))
     done = replace(report.outcomes[0], metrics=OutcomeMetrics(problem="values are NaN"))
     lost = replace(report, outcomes=(done,), changes=())
     told = {
