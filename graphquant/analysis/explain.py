@@ -264,9 +264,6 @@ def _shared_scale_note(names: list[str], tensor_name: str) -> tuple[str, ...]:
 NONNEGATIVE_KINDS = frozenset({"sigmoid", "hard_sigmoid", "softmax", "exp", "abs", "sqrt"})
 """Kinds with outputs of at least 0, where that decides about fusion."""
 
-TENSORFLOW = "tensorflow"
-"""Pseudo-backend for TensorFlow models. `check` has no verdicts for it, because it treats all ops alike."""
-
 EMULATED_NOTE = "its quantization ops round floats. insert -o MODEL.tflite writes a model whose ops run on integers"
 
 NON_COMPUTING_KINDS = frozenset({"input", "output", "constant", "variable"})
@@ -278,22 +275,11 @@ MAX_TIES = 8
 
 def backend_of_rules(model: Model, rules: Iterable[str]) -> str:
     """Backend that one of the rule files is for, by its name; "" if there is none. TensorFlow runs its own models."""
-    if model.format != "onnx":
-        return TENSORFLOW if model.format == TENSORFLOW else ""
-    return next(
-        (
-            name
-            for rule in rules
-            for name in sorted(BACKENDS, key=len, reverse=True)
-            if _rules_target_backend(rule, name)
-        ),
-        "",
-    )
-
-
-def _rules_target_backend(rules: str, backend: str) -> bool:
-    """Return True if a rule file is for a backend, as `qnn16` is for qnn."""
-    return rules.rstrip("0123456789") == backend
+    if not model.traits.predictable:
+        # The framework is a backend without verdicts in `check`, because it treats all ops alike.
+        return model.format if model.traits.rewritable else ""
+    # The digits at the end of a rule file's name are a variant: `qnn16` is for qnn.
+    return next((name for name in (rule.rstrip("0123456789") for rule in rules) if name in BACKENDS), "")
 
 
 def predict_verdicts(
@@ -316,7 +302,7 @@ def predict_verdicts(
         UsageError: The backend does not exist or does not support the model's format.
     """
     requested_ops = dict.fromkeys(explanation.requested_op for explanation in explanations)
-    if backend == model.format == TENSORFLOW:
+    if backend == model.format and not model.traits.predictable:
         return tuple(
             Verdict(graph=graph, op=name, type=op.type, status="float", runs_as=op.type, note=EMULATED_NOTE)
             for graph, name in requested_ops

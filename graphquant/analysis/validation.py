@@ -180,8 +180,8 @@ class Validation:
             caveat for output in self.comparison.outputs for caveat in _output_caveats(output, self.bounds, samples)
         ]
         if self.reuses_samples and self.bounds:
-            reuse = "calibration, an optimization algorithm or a search used these samples, so the error on others may be larger"
-            caveats.append((reuse, False))
+            reuse = "calibration, an optimization algorithm or a search used these samples"
+            caveats.append((f"{reuse}, so the error on others may be larger", False))
         return caveats
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__, formats
 from graphquant.analysis.validation import Bounds, validate_model
-from graphquant.api.algorithms import run_postcalibration_algorithms, run_precalibration_algorithms
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
 from graphquant.api.latency import LatencyTimer
 from graphquant.api.models import as_model
@@ -23,6 +22,7 @@ from graphquant.api.size_budget import fit_size_budget, minimize_size
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats, sites_needing_data
 from graphquant.calibration.holdout import CalibrationData, open_required_labels
 from graphquant.errors import NeedsDataError, UsageError
+from graphquant.optimize.algorithms import run_postcalibration_algorithms, run_precalibration_algorithms
 from graphquant.quantize import (
     Plan,
     RangeTransfer,
@@ -139,7 +139,7 @@ def _apply_tflite_ranges(prepared: Model, plan: Plan, settings: InsertOptions) -
     if settings.ranges is None:
         return plan, None
     tflite_model = as_model(settings.ranges)
-    if tflite_model.format != "tflite":
+    if tflite_model.traits.rewritable:
         raise UsageError(
             f"{tflite_model.path or 'The model'} is not a TFLite file. Pass the TFLite file whose scales to use."
         )
@@ -432,8 +432,8 @@ def _needs_data_message(model: Model, unranged_sites: Sequence[Any], transfer: R
     count, first = len(unranged_sites), unranged_sites[0].tensor
     if transfer is not None:
         return (
-            f"{transfer.path or 'The TFLite model'} has ranges for {len(transfer.transferred)} tensors of the plan, but not"
-            f" for {count} activations; the first is {first}. Pass calibration data for them, or map their names with"
+            f"{transfer.path or 'The TFLite model'} has ranges for {len(transfer.transferred)} tensors of the plan,"
+            f" but not for {count} activations; the first is {first}. Pass calibration data for them, or map their names with"
             " --ranges-map."
         )
     suggestions = [("data", "calibration.npz"), ("rules", "fixed_point"), ("rules", "weight_only")]

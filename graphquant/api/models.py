@@ -41,8 +41,8 @@ def check_model_output(path: Path, source: Path | None, model_format: str, *, fo
     ]
     if is_keras and path.suffix in formats.KERAS_SUFFIXES:
         raise UsageError(
-            f"{path} has the suffix of a Keras file, which stores layers instead of ops. The result is a SavedModel. Use the"
-            f" folder name {path.with_suffix('')}; keras.layers.TFSMLayer loads it into a Keras model."
+            f"{path} has the suffix of a Keras file, which stores layers instead of ops. The result is a SavedModel."
+            f" Use the folder name {path.with_suffix('')}; keras.layers.TFSMLayer loads it into a Keras model."
         )
     if is_folder:
         if path.suffix in formats.SUFFIXES:
@@ -52,14 +52,12 @@ def check_model_output(path: Path, source: Path | None, model_format: str, *, fo
     elif path.suffix not in suffixes:
         if path.suffix == ".tflite":
             raise UsageError(
-                f"{path} has the suffix of a TFLite file, but only TensorFlow models can be converted to TFLite, and the"
-                f" model is {source or 'of another format'}. Use {path.with_suffix(suffixes[0])}, or quantize the"
+                f"{path} has the suffix of a TFLite file, but only TensorFlow models can be converted to TFLite, and"
+                f" the model is {source or 'of another format'}. Use {path.with_suffix(suffixes[0])}, or quantize the"
                 " TensorFlow model from which it was converted."
             )
         suffix_text = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        raise UsageError(
-            f"{path} has {suffix_text}, but the model keeps its format. Use one of these suffixes: {', '.join(suffixes)}."
-        )
+        raise UsageError(f"{path} has {suffix_text}, but the model keeps its format. Use one of {', '.join(suffixes)}.")
 
 
 def check_output(path: Path, source: Path | None = None, *, force: bool = False, folder: bool = False) -> None:
@@ -139,8 +137,8 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     """
     if model.live_object:
         raise UsageError(
-            f"The model was loaded from {model.live_object} in memory and has no file format. gq.to_tf(result) returns such"
-            " an object, which you can save like your own."
+            f"The model was loaded from {model.live_object} in memory and has no file format. gq.to_tf(result) returns"
+            " such an object, which you can save like your own."
         )
     destination = Path(path)
     check_model_output(destination, model.path, model.format, force=force)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from graphquant import formats
-from graphquant.api.algorithms import choose_algorithms
 from graphquant.api.models import as_model
 from graphquant.calibration import with_observer
 from graphquant.errors import ModelError, UsageError
+from graphquant.optimize import choose_algorithms
 from graphquant.qdq import FAMILIES
 from graphquant.quantize import (
     Plan,
@@ -105,7 +105,7 @@ def prepare_for_plan(model: Model, plan: Plan) -> Model:
     """
     if plan.format != model.format or plan.model != model.digest:
         raise UsageError(
-            "The plan belongs to another model. Create a plan for this model with `graphquant plan MODEL --format json`."
+            "The plan belongs to another model. Create one for this model with `graphquant plan MODEL --format json`."
         )
     start = model
     for step in plan.steps:

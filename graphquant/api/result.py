@@ -92,9 +92,9 @@ def to_tf(model: Model | Result) -> Any:
     """Convert a TensorFlow model to an object in memory, of the kind from which it was loaded.
 
     Returns:
-        A tf.Graph with its collections, if the model is a tf.Graph or a graph file. A new session with the same variable
-        values, if it is a session. A ConcreteFunction with the same signature and the same variables, if it is a
-        ConcreteFunction, a tf.function or a Keras model.
+        A tf.Graph with its collections, if the model is a tf.Graph or a graph file. A new session with the same
+        variable values, if it is a session. A ConcreteFunction with the same signature and the same variables, if it is
+        a ConcreteFunction, a tf.function or a Keras model.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
@@ -104,8 +104,8 @@ def to_tf(model: Model | Result) -> Any:
     tensorflow_model = model.model if isinstance(model, Result) else model
     if tensorflow_model.format != "tensorflow":
         raise UsageError(
-            f"{tensorflow_model.path or 'The model'} has the format {tensorflow_model.format}. Only TensorFlow models can"
-            " be converted to objects."
+            f"{tensorflow_model.path or 'The model'} has the format {tensorflow_model.format}. Only TensorFlow models"
+            " can be converted to objects."
         )
     from graphquant.formats.tensorflow import to_tensorflow
 

@@ -65,8 +65,8 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
     source = as_model(model)
     if not source.traits.rewritable:
         raise UsageError(
-            f"{source.path} is a TFLite model, which graphquant reads but cannot rewrite. Strip the TensorFlow model from"
-            " which it was converted."
+            f"{source.path} is a TFLite model, which graphquant reads but cannot rewrite. Strip the TensorFlow model"
+            " from which it was converted."
         )
     module, notes = formats.format_module(source.format), []
     if not everything:

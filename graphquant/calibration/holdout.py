@@ -71,7 +71,7 @@ def split_holdout(spec: str, max_samples: int | None, batches: Dataset) -> tuple
 
 
 def first_half(batches: Dataset) -> Dataset:
-    """Return the first half of the samples for calibration, and leave the rest to a search; all if there are under 8."""
+    """Return the first half of the samples, so that a search can use the rest; all samples if there are under 8."""
     half = batches.count // 2
     return replace(batches, count=half) if half >= MIN_HOLDOUT_SAMPLES else batches
 

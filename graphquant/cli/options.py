@@ -93,10 +93,9 @@ def _click_options(field: OptionField, *, unset: bool) -> list[Callable[[Command
         kind = click.Choice(form.choices)
         initial = None if unset else default
         return [click.option(flag, field.name, type=kind, default=initial, show_default=not unset, help=text)]
+    kind = FieldType(field)
     if form.path:
         kind = str if unset else click.Path(path_type=Path)
-    else:
-        kind = FieldType(field)
     return [click.option(flag, field.name, type=kind, metavar=form.metavar, help=text)]
 
 

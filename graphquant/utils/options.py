@@ -1,9 +1,11 @@
 """Options of the public functions, each declared once.
 
-The command line, the Python signatures, the manifest of `batch`, its JSON Schema and the tables in the documentation are
-derived from the fields of these classes, so an option has the same name, unit and default everywhere. Their types are in
-`option_types`; pydantic validates the values.
+The command line, the Python signatures, the manifest of `batch`, its JSON Schema and the tables in the documentation
+are derived from the fields of these classes, so an option has the same name, unit and default everywhere. Their types
+are in `option_types`; pydantic validates the values.
 """
+
+# ruff: noqa: RUF009  # option() returns a dataclass field, not a shared default
 
 from __future__ import annotations
 
