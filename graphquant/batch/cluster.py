@@ -214,12 +214,17 @@ def _write_shard_stats(
             samples=entry.samples,
             check_in_background=True,
         )
-        calibration_batches, _ = split_holdout(
-            data, entry.samples, batches
-        )  # the remaining samples are the hold-out of `insert`
-        made = with_observer(quantization_plan, entry.method)
+        # `insert` holds out the remaining samples, so the shards must not use them either.
+        calibration_batches, _ = split_holdout(data, entry.samples, batches)
+        quantization_plan = with_observer(quantization_plan, entry.method)
         stats = api.calibrate(
-            model, made, calibration_batches, full=False, shard=shard, max_memory=max_memory, progress=progress
+            model,
+            quantization_plan,
+            calibration_batches,
+            full=False,
+            shard=shard,
+            max_memory=max_memory,
+            progress=progress,
         )
         save_stats(stats, Path(entry.output))
     except (GraphQuantError, OSError, MemoryError) as error:

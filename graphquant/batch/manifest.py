@@ -257,7 +257,9 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
         key: _expand_placeholders(entry_settings[key], model, variant) for key in TEMPLATE_KEYS if key in entry_settings
     }
     data = rebase_data_spec(expanded["data"], _base_folder(request, "data")) if "data" in expanded else None
-    paths = {key: _join_path(_base_folder(request, key), expanded[key]) for key in _FILE_OPTIONS if key in expanded}
+    paths: dict[str, Any] = {
+        key: _join_path(_base_folder(request, key), expanded[key]) for key in _FILE_OPTIONS if key in expanded
+    }
     if data is not None:
         mistakes.append((request.key_path(model.index, "data"), checks.data(data)))
     mistakes += [(request.key_path(model.index, key), checks.check_file(key, path)) for key, path in paths.items()]

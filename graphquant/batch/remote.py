@@ -181,7 +181,7 @@ def _remote_file_system(address: str, error_class: type[GraphQuantError], action
         raise
     except ImportError as error:
         raise MissingDependencyError(
-            f"{address} needs fsspec, or what it needs for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
+            f"{address} needs fsspec, or its package for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
         ) from error
     except Exception as error:  # services raise unrelated exception classes
         reason = str(error).strip().rstrip(".") or type(error).__name__
@@ -266,7 +266,7 @@ def open_folder(path: str, base: str) -> ModelFolder:
         return ModelFolder("", fsspec.core.url_to_fs(path)[0])
     except ImportError as error:
         raise MissingDependencyError(
-            f"{path} needs fsspec, or what it needs for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
+            f"{path} needs fsspec, or its package for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
         ) from error
     except ValueError as error:
         raise UsageError(f"{path} cannot be opened: {error}. Give a path, or an address that fsspec knows.") from error

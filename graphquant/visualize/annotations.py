@@ -278,13 +278,13 @@ class HeatColumn:
 
 
 LOCAL_ERROR = HeatColumn(
-    name="its own error", description="what this quantization makes against what it gets", hot=10, cold=50
+    name="its own error", description="error of this quantization alone, against its input", hot=10, cold=50
 )
 ACCUMULATED_ERROR = HeatColumn(
-    name="error so far", description="what it makes against the same tensor of the float model", hot=10, cold=50
+    name="error so far", description="error against the same tensor of the float model", hot=10, cold=50
 )
 SENSITIVITY = HeatColumn(
-    name="at the outputs", description="what this quantization alone makes of the worst output", hot=20, cold=60
+    name="at the outputs", description="SQNR of the worst output with only this quantization", hot=20, cold=60
 )
 
 

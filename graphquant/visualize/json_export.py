@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.numerics import DynamicQParams
 from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.validation_report import search_json, size_budget_json, timing_json, validation_json
+from graphquant.visualize.validation_report import search_json, validation_json
 
 if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport
@@ -135,9 +135,7 @@ def result_json(result: Result, output: str | None, conversion: ConversionReport
             {"tensor": tensor_json(loss.tensor), "sqnr": round(loss.sqnr, 2), "clipped": loss.clipped}
             for loss in result.activation_sqnr
         ],
-        "size_budget": size_budget_json(result.size_budget),
         "search": search_json(result.search),
-        "timing": timing_json(result.latency),
         "validation": validation_json(result.validation),
         "skips": [skip_json(skip) for skip in result.skips],
         "unused": list(result.plan.unused),

@@ -126,7 +126,7 @@ def _histogram_legend(report: RangeReport) -> str:
         return "Histograms: heights are logarithmic; the axis is linear for 99.9% of magnitudes, logarithmic beyond."
     return (
         "Histograms: heights are logarithmic; [ ] is the range, values outside of it are clipped; the axis is"
-        " logarithmic beyond its larger end. SQNR is estimated, for each tensor by itself."
+        " logarithmic beyond its larger end. SQNR is estimated for each tensor alone."
     )
 
 

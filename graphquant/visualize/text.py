@@ -24,7 +24,7 @@ from graphquant.visualize.tables import (
     plain_line,
     pluralize,
 )
-from graphquant.visualize.validation_report import search_view, size_budget_view, timing_view, validation_view
+from graphquant.visualize.validation_report import search_view, validation_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,11 +91,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
     sections += unused_rules_view(result.plan, shipped=False)
-    if result.latency is not None:
-        sections += timing_view(result.latency)
-    if result.inserted or (result.search is not None and not (result.latency is not None and result.latency.all_float)):
-        sections += size_budget_view(result.size_budget) + search_view(result.search)
-        sections += validation_view(result.validation) if result.inserted else []
+    sections += search_view(result.search)
+    if result.inserted:
+        sections += validation_view(result.validation)
     uses = sum(len(insertion.site.uses) for insertion in result.inserted)
     stored = sum(insertion.folded for insertion in result.inserted)
     message = f"{pluralize(len(result.inserted), 'site')} inserted" + (

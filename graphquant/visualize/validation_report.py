@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
     from graphquant.analysis import Comparison, OutputFigures
     from graphquant.analysis.validation import Validation
-    from graphquant.api.latency import LatencyResult
-    from graphquant.api.search import PlanSearchResult
-    from graphquant.api.size_budget import SizeBudgetResult
-    from graphquant.optimize import TimeRatio
+    from graphquant.optimize import SearchTrace, TimeRatio
 
 
 WORST_SHOWN = 3
@@ -60,79 +57,85 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
     return lines
 
 
-def search_view(search: PlanSearchResult | None) -> list[RenderableType]:
-    """Render the result of the search for a plan."""
-    if search is None or not search.trace.plans:
+def search_view(search: SearchTrace | None) -> list[RenderableType]:
+    """Render the result of the search for a plan: latency, size, and bounds."""
+    if search is None:
         return []
-    caveats = [plain_line(f"inconclusive: {caveat}", "yellow") for caveat in search.search_validation.caveats]
-    if not search.float_tensors and not search.changed_tensors and search.search_validation.confirmed:
+    lines = _latency_lines(search) if search.runtime else []
+    if search.all_float:
+        return lines
+    choices = _choices_text(search)
+    has_validated_changes = search.plans > 0 and not (search.plans == 1 and search.confirmed)
+    if search.size is not None:
+        limit = f"of the limit {search.max_size:,}" if search.max_size is not None else "at least within the bounds"
+        message = f"Constants take {search.size:,} bytes {limit}; in float they took {search.float_size:,}"
+        lines.append(plain_line(f"{message}{'' if has_validated_changes else choices}."))
+        if search.estimated_weights:
+            tensors = join_names([str(tensor) for tensor in search.estimated_weights], WORST_SHOWN)
+            lines.append(plain_line(f"  error estimated from the bit width only: {tensors}", "yellow"))
+    if not search.plans:
+        return lines
+    caveats = [plain_line(f"inconclusive: {caveat}", "yellow") for caveat in search.caveats]
+    if not has_validated_changes:
         qualifier = " on these samples, which do not show it of others" if caveats else ""
-        return [plain_line(f"Searched: the plan of the rules meets the bounds{qualifier}."), *caveats]
-    message = f"Searched {pluralize(search.trace.plans, 'plan')}, {search.runs_per_site:.1f} runs for each site"
-    message += (
-        f": {pluralize(len(search.float_tensors), 'site')} in float, and with them"
-        f" {_floor_percent(search.trace.cost)} of the cost"
-    )
-    candidates = Counter(search.changed_tensors.values())
-    message += "".join(
-        f"; {pluralize(count, 'site')} with {candidate}" for candidate, count in sorted(candidates.items())
-    )
-    lines: list[RenderableType] = [plain_line(f"{message}."), *caveats]
-    if search.trace.interrupted:
+        return [*lines, plain_line(f"Searched: this plan meets the bounds{qualifier}."), *caveats]
+    message = f"Searched {pluralize(search.plans, 'plan')}, {search.runs_per_site:.1f} runs for each site"
+    message += f", float ops with {_floor_percent(search.cost)} of the cost{choices}"
+    lines += [plain_line(f"{message}."), *caveats]
+    if search.interrupted:
         lines.append(plain_line("The search was interrupted; this is its best plan.", "yellow"))
-    lines += [
-        plain_line(f"failed: {missed} on the samples of the search", "yellow")
-        for missed in search.search_validation.failures
-    ]
+    lines += [plain_line(f"failed: {missed} on the samples of the search", "yellow") for missed in search.failures]
     return lines
 
 
-def size_budget_view(fitted: SizeBudgetResult | None) -> list[RenderableType]:
-    """Render the weight bit widths chosen for the size budget."""
-    if fitted is None:
-        return []
-    limit_text = (
-        f" of the limit {fitted.max_size:,}"
-        if fitted.max_size is not None
-        else ", the smallest size found within the bounds"
+def _choices_text(search: SearchTrace) -> str:
+    """Return the number of sites that differ from the rules, by candidate."""
+    counts = sorted(Counter(search.changed_tensors.values()).items())
+    texts = [f"{pluralize(len(search.float_tensors), 'site')} in float"] if search.float_tensors else []
+    texts += [f"{pluralize(count, 'site')} with {candidate}" for candidate, count in counts]
+    return "".join(f"; {text}" for text in texts)
+
+
+def _latency_lines(search: SearchTrace) -> list[RenderableType]:
+    """Render the measured latency."""
+    if search.rules_ratio is None or search.outcome_ratio is None:
+        return [plain_line("Latency was not measured: there is nothing to quantize.", "dim")]
+    milliseconds = 1000 * search.rules_ratio.second_seconds / search.timed_samples
+    message = (
+        f"Timed {pluralize(search.timed_plans, 'plan')} in {search.runtime} on one thread: the plan of the rules takes"
+        f" {search.rules_ratio.median:.2f} of float's {milliseconds:.3g} ms"
     )
-    message = f"Constants take {fitted.size:,} bytes{limit_text}; in float they took {fitted.float_size:,}"
-    for candidate, count in sorted(Counter(fitted.candidates.values()).items()):
-        message += f"; {pluralize(count, 'weight')} in float" if candidate == "float" else f"; {count} with {candidate}"
-    lines: list[RenderableType] = [plain_line(f"{message}.")]
-    if fitted.estimated:
-        tensors = join_names([str(tensor) for tensor in fitted.estimated], WORST_SHOWN)
-        lines.append(plain_line(f"  error estimated from the bit width only: {tensors}", "yellow"))
+    if search.outcome_ratio is not search.rules_ratio:
+        message += f", the final plan {search.outcome_ratio.median:.2f}"
+    lines: list[RenderableType] = []
+    if search.all_float:
+        lines.append(plain_line(f"{message}.", "dim"))
+        lines.append(plain_line(f"Nothing is quantized: {search.float_reason}.", "bold yellow"))
+        if search.runtime == "TensorFlow":
+            lines.append(
+                plain_line("TensorFlow emulates quantization in float ops; -o NAME.tflite runs on integers.", "yellow")
+            )
+    else:
+        float_text = f", with {pluralize(len(search.float_tensors), 'site')} in float" if search.float_tensors else ""
+        lines.append(plain_line(f"{message}{float_text}."))
+    if search.interrupted and not search.plans:
+        lines.append(plain_line("The measurement was interrupted; this is the fastest plan so far.", "yellow"))
     return lines
 
 
-def size_budget_json(fitted: SizeBudgetResult | None) -> dict[str, Any] | None:
-    """Return the size budget as JSON data; null without one."""
-    if fitted is None:
-        return None
-    return {
-        "bytes": fitted.size,
-        "budget": fitted.max_size,
-        "float_bytes": fitted.float_size,
-        "candidates": [
-            {"tensor": str(tensor), "candidate": candidate} for tensor, candidate in fitted.candidates.items()
-        ],
-        "estimated": [str(tensor) for tensor in fitted.estimated],
-    }
-
-
-def search_json(search: PlanSearchResult | None) -> dict[str, Any] | None:
+def search_json(search: SearchTrace | None) -> dict[str, Any] | None:
     """Return the search as JSON data; null without one."""
     if search is None:
         return None
     return {
-        "plans": search.trace.plans,
-        "interrupted": search.trace.interrupted,
-        "cost": search.trace.cost,
+        "minimize": search.minimize,
+        "interrupted": search.interrupted,
+        "plans": search.plans,
+        "cost": search.cost,
         "runs": search.runs_per_site,
         "met": search.bounds_met,
-        "missed": list(search.search_validation.failures),
-        "caveats": list(search.search_validation.caveats),
+        "missed": list(search.failures),
+        "caveats": list(search.caveats),
         "float_tensors": [
             {"tensor": str(tensor), "sensitivity_db": sensitivity}
             for tensor, sensitivity in search.float_tensors.items()
@@ -140,51 +143,24 @@ def search_json(search: PlanSearchResult | None) -> dict[str, Any] | None:
         "changed": [
             {"tensor": str(tensor), "candidate": candidate} for tensor, candidate in search.changed_tensors.items()
         ],
-    }
-
-
-def timing_view(timing: LatencyResult) -> list[RenderableType]:
-    """Render the measured latency."""
-    if timing.rules_ratio is None or timing.outcome_ratio is None:
-        return [plain_line("Latency was not measured: there is nothing to quantize.", "dim")]
-    message = (
-        f"Timed {pluralize(timing.plans_timed, 'plan')} in {timing.runtime} on one thread: the plan of the rules takes"
-    )
-    message += (
-        f" {timing.rules_ratio.median:.2f} of float's"
-        f" {1000 * timing.rules_ratio.second_seconds / timing.samples:.3g} ms"
-    )
-    if timing.outcome_ratio is not timing.rules_ratio:
-        message += f", the final plan {timing.outcome_ratio.median:.2f}"
-    lines: list[RenderableType] = []
-    if timing.all_float:
-        lines.append(plain_line(f"{message}.", "dim"))
-        lines.append(plain_line(f"Nothing is quantized: {timing.float_reason}.", "bold yellow"))
-        if timing.runtime == "TensorFlow":
-            lines.append(
-                plain_line("TensorFlow emulates quantization in float ops; -o NAME.tflite runs on integers.", "yellow")
-            )
-    else:
-        float_text = f", with {pluralize(len(timing.float_tensors), 'site')} in float" if timing.float_tensors else ""
-        lines.append(plain_line(f"{message}{float_text}."))
-    if timing.interrupted:
-        lines.append(plain_line("The measurement was interrupted; this is the fastest plan so far.", "yellow"))
-    return lines
-
-
-def timing_json(timing: LatencyResult | None) -> dict[str, Any] | None:
-    """Return the measured latency as JSON data; null if it was not the objective."""
-    if timing is None:
-        return None
-    return {
-        "runtime": timing.runtime,
-        "plans": timing.plans_timed,
-        "interrupted": timing.interrupted,
-        "quantized": not timing.all_float,
-        "samples": timing.samples,
-        "rules": _latency_ratio_json(timing.rules_ratio, timing.samples),
-        "outcome": _latency_ratio_json(timing.outcome_ratio, timing.samples),
-        "float_tensors": [str(tensor) for tensor in timing.float_tensors],
+        "size": None
+        if search.size is None
+        else {
+            "bytes": search.size,
+            "budget": search.max_size,
+            "float_bytes": search.float_size,
+            "estimated": [str(tensor) for tensor in search.estimated_weights],
+        },
+        "latency": None
+        if not search.runtime
+        else {
+            "runtime": search.runtime,
+            "plans": search.timed_plans,
+            "quantized": not search.all_float,
+            "samples": search.timed_samples,
+            "rules": _latency_ratio_json(search.rules_ratio, search.timed_samples),
+            "outcome": _latency_ratio_json(search.outcome_ratio, search.timed_samples),
+        },
     }
 
 

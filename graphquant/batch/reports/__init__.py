@@ -54,6 +54,13 @@ def as_html(report: BatchReport) -> str:
     return report_page(report)
 
 
+def as_csv(report: BatchReport) -> str:
+    """Return the table as CSV."""
+    from graphquant.batch.reports.text import report_csv
+
+    return report_csv(report)
+
+
 def as_annotations(report: BatchReport) -> str:
     """Return GitHub workflow commands."""
     from graphquant.batch.reports.text import report_notices
@@ -68,6 +75,7 @@ REPORTS: Mapping[str, Callable[[BatchReport], str]] = {
     ".sarif": as_sarif,
     ".md": as_markdown,
     ".html": as_html,
+    ".csv": as_csv,
 }
 """Report writers by file suffix."""
 

@@ -18,14 +18,12 @@ from urllib.parse import quote
 from graphquant import __version__
 from graphquant.batch.reports.text import (
     INT8_NOTE,
+    REPORT_COLUMNS,
     STATUS_LABELS,
-    bytes_text,
+    ReportColumn,
     failure_reasons,
-    metrics_sqnr_text,
-    outcome_duration,
     percent_text,
     report_summary,
-    size_ratio,
     status_text,
 )
 from graphquant.errors import GraphQuantError, UsageError, escape_unprintable
@@ -37,12 +35,6 @@ if TYPE_CHECKING:
 
     from graphquant.batch.types import BatchReport, Outcome, OutcomeChange
     from graphquant.utils.progress import Progress
-
-
-REPORT_COLUMNS = ("model", "status", "before", "after", "", "sites", "int8", "SQNR", "time", "graph")
-"""Titles of the columns; columns with a title are sortable."""
-
-_NUMBER_COLUMNS = frozenset({"before", "after", "", "sites", "int8", "SQNR", "time"})
 
 
 def report_page(report: BatchReport, graphs: Mapping[str, str] | None = None) -> str:
@@ -65,7 +57,8 @@ def _report_lines(report: BatchReport, graphs: Mapping[str, str]) -> Iterator[st
     yield f"<style>{style}</style></head><body>"
     yield from _page_header(report)
     yield '<table id="models"><thead><tr>'
-    yield from (_column_heading(column) for column in REPORT_COLUMNS)
+    yield from map(_column_heading, REPORT_COLUMNS)
+    yield "<th>graph</th>"
     yield "</tr></thead><tbody>"
     changes: dict[str, list[OutcomeChange]] = {}
     for change in report.changes:
@@ -97,35 +90,26 @@ def _page_header(report: BatchReport) -> Iterator[str]:
     yield '</select><output id="shown"></output><button type="button" id="theme">light or dark</button></form></header>'
 
 
-def _column_heading(column: str) -> str:
-    class_attribute = ' class="n"' if column in _NUMBER_COLUMNS else ""
-    if column == "graph":
-        return f"<th{class_attribute}>{column}</th>"
-    title = f' title="{_html_text(INT8_NOTE)}"' if column == "int8" else ""
-    return f'<th{class_attribute}{title} aria-sort="none"><button type="button">{column or "%"}</button></th>'
+def _column_heading(column: ReportColumn) -> str:
+    attributes = ' class="n"' if column.value is not None else ""
+    attributes += f' title="{_html_text(INT8_NOTE)}"' if column.title == "int8" else ""
+    return f'<th{attributes} aria-sort="none"><button type="button">{column.title}</button></th>'
 
 
 def _model_row(outcome: Outcome, changes: list[OutcomeChange], graph: str | None) -> str:
     passed = outcome.passed and all(change.level == "note" for change in changes)
-    kind = "soft" if outcome.status == "skipped" else "good" if passed else "bad"
-    status_cell = "regressed" if outcome.passed and not passed else status_text(outcome)
-    ratio_ = size_ratio(outcome)
-    sqnr = outcome.metrics.sqnr if outcome.metrics is not None else None
-    exact = outcome.metrics is not None and outcome.metrics.exact
-    has_output = outcome.size_after is not None
-    link = f'<a href="{_html_text(graph)}">graph</a>' if graph is not None else ""
+    status_class = "soft" if outcome.status == "skipped" else "good" if passed else "bad"
+    status = "regressed" if outcome.passed and not passed else status_text(outcome)
+    special = {
+        "model": f'<td class="name" data-v="{_html_text(outcome.name)}">{_name_cell(outcome, changes)}</td>',
+        "status": f'<td data-v="{status}"><span class="{status_class}">{status}</span></td>',
+        "int8": _number_cell(outcome.int8_share, _int8_bar(outcome)),
+    }
     cells = [
-        f'<td class="name" data-v="{_html_text(outcome.name)}">{_name_cell(outcome, changes)}</td>',
-        f'<td data-v="{status_cell}"><span class="{kind}">{status_cell}</span></td>',
-        _number_cell(outcome.size_before, bytes_text(outcome.size_before)),
-        _number_cell(outcome.size_after, bytes_text(outcome.size_after)),
-        _number_cell(ratio_, percent_text(ratio_)),
-        _number_cell(outcome.sites if has_output else None, str(outcome.sites) if has_output else ""),
-        _number_cell(outcome.int8_share, _int8_bar(outcome)),
-        _number_cell(10_000.0 if exact else sqnr, metrics_sqnr_text(outcome.metrics)),
-        _number_cell(outcome.seconds or None, outcome_duration(outcome)),
-        f"<td>{link}</td>",
+        special.get(column.title) or _number_cell(column.value and column.value(outcome), column.text(outcome))
+        for column in REPORT_COLUMNS
     ]
+    cells.append(f'<td><a href="{_html_text(graph)}">graph</a></td>' if graph is not None else "<td></td>")
     changed = ' data-changed="1"' if changes else ""
     return f'<tr data-status="{outcome.status}"{changed}>{"".join(cells)}</tr>'
 
@@ -148,7 +132,7 @@ def _int8_bar(outcome: Outcome) -> str:
 def _name_cell(outcome: Outcome, changes: list[OutcomeChange]) -> str:
     """Return the name, failure reasons, and foldable details."""
     rows = {"model": outcome.model, "output": outcome.output, **_digest_rows(outcome)}
-    rows |= {f"left: {skip_reason}": str(count) for skip_reason, count in outcome.skips.items()}
+    rows |= {f"skipped: {skip_reason}": str(count) for skip_reason, count in outcome.skips.items()}
     rows |= {
         f"{finding.code} {finding.site}": f"{finding.message}. Remedy: {finding.fix}." for finding in outcome.findings
     }
@@ -226,8 +210,7 @@ def _draw_output(outcome: Outcome, page: Path) -> bool:
     """Draw an output; return False if it is unreadable, for example because it changed."""
     from graphquant import api
     from graphquant.visualize.drawing import model_drawing
-    from graphquant.visualize.viewer_data import viewer_data
-    from graphquant.visualize.viewer_data import viewer_page as made_page
+    from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
     try:
         drawing = model_drawing(api.load(Path(outcome.output)))
@@ -236,7 +219,7 @@ def _draw_output(outcome: Outcome, page: Path) -> bool:
     try:
         page.parent.mkdir(exist_ok=True)
         with atomic_file(page) as file:
-            file.write(made_page(viewer_data(drawing, [])).encode())
+            file.write(viewer_page(viewer_data(drawing, [])).encode())
     except OSError as error:
         raise UsageError(f"{page} cannot be written: {error.strerror}. Write the report to another folder.") from error
     return True

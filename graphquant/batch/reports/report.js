@@ -2,39 +2,39 @@
 (() => {
   const body = document.querySelector("#models > tbody");
   const rows = [...body.rows];
-  const heads = [...document.querySelectorAll("#models > thead th")];
+  const headings = [...document.querySelectorAll("#models > thead th")];
   const query = document.getElementById("query");
   const status = document.getElementById("status");
 
   function filter() {
     const words = query.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let shown = 0;
+    let count = 0;
     for (const row of rows) {
       const name = row.cells[0].dataset.v.toLowerCase();
-      const right = !status.value || status.value === row.dataset.status || status.value in row.dataset;
-      row.hidden = !(right && words.every((word) => name.includes(word)));
-      shown += !row.hidden;
+      const matchesStatus = !status.value || status.value === row.dataset.status || status.value in row.dataset;
+      row.hidden = !(matchesStatus && words.every((word) => name.includes(word)));
+      count += !row.hidden;
     }
-    document.getElementById("shown").textContent = `${shown} of ${rows.length} shown`;
+    document.getElementById("shown").textContent = `${count} of ${rows.length} shown`;
   }
 
   function sort(column) {
-    const head = heads[column];
-    const down = head.getAttribute("aria-sort") === "ascending";
-    for (const one of heads) if (one.hasAttribute("aria-sort")) one.setAttribute("aria-sort", "none");
-    head.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const number = head.classList.contains("n");
-    const keyed = rows.map((row, place) => [row.cells[column].dataset.v, place, row]);
-    keyed.sort(([a, first], [b, second]) => {
+    const heading = headings[column];
+    const descending = heading.getAttribute("aria-sort") === "ascending";
+    for (const other of headings) if (other.hasAttribute("aria-sort")) other.setAttribute("aria-sort", "none");
+    heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
+    const number = heading.classList.contains("n");
+    const keyedRows = rows.map((row, index) => [row.cells[column].dataset.v, index, row]);
+    keyedRows.sort(([a, first], [b, second]) => {
       if ((a === "") !== (b === "")) return a === "" ? 1 : -1;
       const order = number ? a - b : a < b ? -1 : a > b ? 1 : 0;
-      return (down ? -order : order) || first - second;
+      return (descending ? -order : order) || first - second;
     });
-    body.append(...keyed.map((one) => one[2]));
+    body.append(...keyedRows.map((entry) => entry[2]));
   }
 
-  heads.forEach((head, column) => {
-    const button = head.querySelector("button");
+  headings.forEach((heading, column) => {
+    const button = heading.querySelector("button");
     if (button) button.addEventListener("click", () => sort(column));
   });
   query.addEventListener("input", filter);

@@ -5,6 +5,9 @@ docs/ci.md explains the codes of the notices.
 
 from __future__ import annotations
 
+import csv
+from dataclasses import dataclass
+from io import StringIO
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -16,7 +19,7 @@ from graphquant.visualize.check_report import Notice
 from graphquant.visualize.tables import NameTable, plain_line, pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics
 
@@ -128,15 +131,68 @@ def report_summary(report: BatchReport) -> str:
     return f"{pluralize(len(report.outcomes), 'model')}{shard}: {', '.join(phrases)}; {duration_text(report.seconds)}."
 
 
-TEXT_NUMBER_COLUMNS = ("size", "", "sites", "int8", "SQNR", "time")
-"""Titles of the columns with numbers."""
+@dataclass(frozen=True, slots=True)
+class ReportColumn:
+    """A column of the table in every report format.
+
+    Attributes:
+        title: Title.
+        text: Text of a cell.
+        value: Sort key of a column of numbers, None for a column of text.
+    """
+
+    title: str
+    text: Callable[[Outcome], str]
+    value: Callable[[Outcome], float | None] | None = None
+
+
+def _sites(outcome: Outcome) -> int | None:
+    return None if outcome.size_after is None else outcome.sites
+
+
+def _sqnr(outcome: Outcome) -> float | None:
+    if outcome.metrics is None:
+        return None
+    return EXACT_SORT_KEY if outcome.metrics.exact else outcome.metrics.sqnr
+
+
+EXACT_SORT_KEY = 10_000.0
+"""Sort key of an exact output, above any SQNR."""
+
+REPORT_COLUMNS = (
+    ReportColumn("model", lambda outcome: outcome.name),
+    ReportColumn("status", status_text),
+    ReportColumn("before", lambda outcome: bytes_text(outcome.size_before), lambda outcome: outcome.size_before),
+    ReportColumn("size", lambda outcome: bytes_text(outcome.size_after), lambda outcome: outcome.size_after),
+    ReportColumn("%", lambda outcome: percent_text(size_ratio(outcome)), size_ratio),
+    ReportColumn("sites", lambda outcome: "" if _sites(outcome) is None else str(outcome.sites), _sites),
+    ReportColumn("int8", lambda outcome: percent_text(outcome.int8_share), lambda outcome: outcome.int8_share),
+    ReportColumn("SQNR", lambda outcome: metrics_sqnr_text(outcome.metrics), _sqnr),
+    ReportColumn("time", outcome_duration, lambda outcome: outcome.seconds or None),
+)
+"""Columns of the terminal, Markdown, HTML and CSV reports. A new column is one more line."""
+
+
+def report_csv(report: BatchReport) -> str:
+    """Return the table as CSV, with numbers instead of formatted text."""
+    file = StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(column.title for column in REPORT_COLUMNS)
+    for outcome in report.outcomes:
+        writer.writerow(
+            escape_unprintable(column.text(outcome)) if column.value is None else column.value(outcome)
+            for column in REPORT_COLUMNS
+        )
+    return file.getvalue()
 
 
 def batch_report_view(report: BatchReport) -> RenderableType:
     """Render the table, reasons, changes, and a summary."""
-    table = NameTable("model", "status", *TEXT_NUMBER_COLUMNS, right=TEXT_NUMBER_COLUMNS)
+    numbers = [column.title for column in REPORT_COLUMNS if column.value is not None]
+    table = NameTable(*(column.title for column in REPORT_COLUMNS), right=numbers)
     for outcome in report.outcomes:
-        table.add_row(*_outcome_cells(outcome), style="" if outcome.passed or outcome.status == "skipped" else "red")
+        cells = [column.text(outcome) for column in REPORT_COLUMNS]
+        table.add_row(*cells, style="" if outcome.passed or outcome.status == "skipped" else "red")
     sections: list[RenderableType] = [table] if report.outcomes else []
     sections += (
         [plain_line(INT8_NOTE, style="dim")]
@@ -150,25 +206,11 @@ def batch_report_view(report: BatchReport) -> RenderableType:
             for line in reason.split("\n")
             if line
         ]
-    colours = {"error": "bold red", "warning": "yellow", "note": "dim"}
+    styles = {"error": "bold red", "warning": "yellow", "note": "dim"}
     sections += [
-        plain_line(f"{change.name}: {change.message}", style=colours[change.level]) for change in report.changes
+        plain_line(f"{change.name}: {change.message}", style=styles[change.level]) for change in report.changes
     ]
     return Group(*sections, plain_line(report_summary(report), style="bold"))
-
-
-def _outcome_cells(outcome: Outcome) -> tuple[str, ...]:
-    has_output = outcome.size_after is not None
-    return (
-        outcome.name,
-        status_text(outcome),
-        bytes_text(outcome.size_after),
-        percent_text(size_ratio(outcome)),
-        str(outcome.sites) if has_output else "",
-        percent_text(outcome.int8_share),
-        metrics_sqnr_text(outcome.metrics),
-        outcome_duration(outcome),
-    )
 
 
 BATCH_CODES = {
@@ -230,13 +272,13 @@ MAX_MARKDOWN_BYTES = 900_000
 MAX_REASON_LENGTH = 600
 """Maximum number of characters of a reason."""
 
-_MARKDOWN_COLUMNS = ("model", "status", "size", "sites", "int8", "SQNR", "time")
-
 
 def report_markdown(report: BatchReport) -> str:
     """Return the Markdown, failures first. Rows above the size limit of a step summary are counted."""
     heading = [f"### {_status_mark(report)} graphquant batch", "", _escape_markdown(report_summary(report)), ""]
-    table = [f"| {' | '.join(_MARKDOWN_COLUMNS)} |", f"| --- | --- |{' ---: |' * (len(_MARKDOWN_COLUMNS) - 2)}"]
+    titles = " | ".join(column.title for column in REPORT_COLUMNS)
+    rules = " | ".join("---" if column.value is None else "---:" for column in REPORT_COLUMNS)
+    table = [f"| {titles} |", f"| {rules} |"]
     problems = _truncate_lines([*_problem_items(report)], MAX_MARKDOWN_BYTES // 2)
     rows = [_markdown_row(outcome) for outcome in sorted(report.outcomes, key=lambda outcome: outcome.passed)]
     return "\n".join([*heading, *problems, "", *table, *_truncate_lines(rows, MAX_MARKDOWN_BYTES // 2)]) + "\n"
@@ -261,19 +303,9 @@ def _problem_items(report: BatchReport) -> Iterator[str]:
 
 
 def _markdown_row(outcome: Outcome) -> str:
-    ratio_ = size_ratio(outcome)
-    sizes = bytes_text(outcome.size_before)
-    if ratio_ is not None:
-        sizes += f" → {bytes_text(outcome.size_after)} ({percent_text(ratio_)})"
-    cells = (
-        _escape_markdown(outcome.name),
-        status_text(outcome) if outcome.passed else f"**{status_text(outcome)}**",
-        sizes,
-        str(outcome.sites) if outcome.size_after is not None else "",
-        percent_text(outcome.int8_share),
-        metrics_sqnr_text(outcome.metrics),
-        outcome_duration(outcome),
-    )
+    cells = [_escape_markdown(column.text(outcome)) for column in REPORT_COLUMNS]
+    if not outcome.passed:
+        cells[1] = f"**{cells[1]}**"
     return f"| {' | '.join(cells)} |"
 
 
