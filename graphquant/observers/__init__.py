@@ -1,4 +1,4 @@
-"""What calibration keeps of a tensor, and the observers that turn it into a range."""
+"""Sketches, which are the statistics of tensors, and the observers that choose a range from a sketch."""
 
 from graphquant.observers.distribution import Distribution, distribution_of
 from graphquant.observers.observers import OBSERVERS, ObserverArgument, QuantizationCost, estimate_cost, histogram_bits
@@ -15,9 +15,9 @@ from graphquant.observers.sketch import (
 )
 
 __all__ = [
-    "Distribution",
     "EMPTY_SKETCH",
     "OBSERVERS",
+    "Distribution",
     "ObserverArgument",
     "QuantizationCost",
     "Sketch",

@@ -1,4 +1,4 @@
-"""A histogram read as a distribution: what lies below a value, and what quantizing costs."""
+"""The distribution that a histogram approximates: ranks of values, and errors of quantization."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 
 DISTRIBUTION_CHUNK = 1 << 17
-"""How many numbers are computed with at once, few enough for the temporary arrays to stay in the cache."""
+"""Numbers that are processed at a time, so that temporary arrays stay in the cache."""
 
 POINT_PIECE_WIDTH = 1e-3
-"""Of a step: a piece narrower than that stands for one value and a spread, which is exact but at the border of a cell,
-and keeps clear of small differences of large numbers."""
+"""Share of a step. A narrower piece is treated as one value with a variance, which is exact except at rounding borders,
+and avoids small differences of large numbers."""
 
 NARROW_PIECE_WIDTH = 1e-9
-"""Of its value: a piece narrower than that has no part beyond the border of a cell that would count."""
+"""Share of its value. The part of a narrower piece beyond a rounding border is negligible."""
 
 ROUNDING_SLACK = 1e-9
-"""Of sums of squares: more than rounding can make of a difference of such."""
+"""Share of a sum of squares, larger than the rounding error of a difference of such sums."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
-    """One piece per bin, over which the values of the bin are spread evenly.
+    """One piece per bin, over which the values of the bin are distributed evenly.
 
-    A piece lies around the exact mean of its bin and stays within the bin and the tensor's smallest and largest value.
-    Where the dropped mantissa bits of a bin add up to a whole multiple of its count, all its values are taken to be the
-    same one: so it is for pixels, zeros and single values, and for n different ones by a chance of 1 in n.
+    A piece is centered at the exact mean of its bin, and is within the bin and the tensor's limits. If the sum of the
+    dropped mantissa bits of a bin is a multiple of its count, all its values are assumed to be equal. That is correct
+    for pixels, zeros and single values, and for n different values wrong with a probability of 1 in n.
 
     Attributes:
-        starts: float64 (K,), ascending: where each piece begins.
-        widths: float64 (K,): how wide it is, 0 for one value.
-        pieces: float64 (8, K + 1): its center, half its width, how many values it has, and these by its width; then how
-            many values the pieces before it have, what they add up to, what their squares do, and how far they are
-            spread. In the first rows the last place is empty.
+        starts: float64 (K,), ascending: the start of each piece.
+        widths: float64 (K,): its width, 0 for one value.
+        pieces: float64 (8, K + 1): center, half width, number of values and density of each piece; then the cumulative
+            number, sum, sum of squares and variance of all pieces before it. The last column of the first four rows is
+            empty. The C extension reads this layout.
     """
 
     starts: Array
@@ -51,22 +51,22 @@ class Distribution:
 
     @property
     def weights(self) -> Array:
-        """How many values each piece has, float64 (K,)."""
+        """Number of values of each piece, float64 (K,)."""
         return np.asarray(self.pieces[2, :-1])
 
     @property
     def cumulative_counts(self) -> Array:
-        """How many values the pieces before each have, and all, float64 (K + 1,)."""
+        """Number of values before each piece, and of all values, float64 (K + 1,)."""
         return np.asarray(self.pieces[4])
 
     @property
     def cumulative_sums(self) -> Array:
-        """What these values add up to, float64 (K + 1,)."""
+        """Sum of these values, float64 (K + 1,)."""
         return np.asarray(self.pieces[5])
 
     @property
     def cumulative_squares(self) -> Array:
-        """What their squares add up to, float64 (K + 1,)."""
+        """Sum of their squares, float64 (K + 1,)."""
         return np.asarray(self.pieces[6])
 
     @property
@@ -80,7 +80,7 @@ class Distribution:
         return float(self.cumulative_squares[-1] / self.count)
 
     def count_below(self, x: Array) -> Array:
-        """How many values are below each of `x`, of the shape of `x`; of the piece around it, the part below."""
+        """Return the number of values below each of `x`, of the shape of `x`, with a share of the piece around it."""
         piece = np.searchsorted(self.starts, x) - 1
         piece_index = np.maximum(piece, 0)
         width = self.widths[piece_index]
@@ -89,19 +89,19 @@ class Distribution:
         return np.asarray(self.cumulative_counts[piece_index] + np.where(piece < 0, 0.0, partial_count))
 
     def value_at_rank(self, rank: float) -> float:
-        """The value of a rank among all values in ascending order, from 1 to their number, to within its piece."""
+        """Return the value with a rank, from 1 to `count` in ascending order, up to the width of its piece."""
         piece = int(np.searchsorted(self.cumulative_counts[1:], rank))
         fraction = (rank - self.cumulative_counts[piece] - 0.5) / self.weights[piece]
         return float(self.starts[piece] + fraction * self.widths[piece])
 
     def magnitudes(self) -> Distribution:
-        """The distribution of the absolute values."""
+        """Return the distribution of the absolute values."""
         return _build_distribution(
             np.where(self.starts < 0, -(self.starts + self.widths), self.starts), self.widths, self.weights
         )
 
     def squared_error(self, params: QParams) -> Array:
-        """The mean squared error of quantizing by each of the candidates, float64 (C,), in the tensor's unit squared.
+        """Return the mean squared error of each candidate, float64 (C,), in the tensor's unit squared.
 
         Args:
             params: Scale and zero point of each candidate, (C,).
@@ -119,7 +119,7 @@ class Distribution:
         )
 
     def clipping_error(self, params: QParams) -> Array:
-        """No more than the part of `squared_error` that comes of values beyond the range; found at once.
+        """Return a lower bound of the part of `squared_error` that clipped values cause. It is much faster.
 
         Args:
             params: Scale and zero point of each candidate, (C,).
@@ -139,9 +139,9 @@ class Distribution:
         return np.asarray(error / self.count)
 
     def _squared_error_numpy(self, scale: Array, low: Array, high: Array) -> Array:
-        """The same for scales (C, 1) and the whole numbers of them that there are, from `low` to `high`, (C, 1)."""
+        """Compute `squared_error` in numpy, for scales, smallest and largest integers, (C, 1) each."""
         first, last = np.searchsorted(self.starts, [-scale.min() / 2, scale.min() / 2])
-        last = max(last - 1, first)  # the pieces between become zero with all of the scales
+        last = max(last - 1, first)  # the pieces between become zero with every scale
         starts, widths, weights = (
             np.delete(values, slice(first, last)) for values in (self.starts, self.widths, self.weights)
         )
@@ -162,21 +162,21 @@ class Distribution:
 
 
 def _rounding_distance(x: Array, low: Array, high: Array) -> Array:
-    """How far `x`, in steps from zero, is from the nearest whole number in [low, high]."""
+    """Return the distance of `x`, in steps, from the nearest integer in [low, high]."""
     return np.asarray(x - np.minimum(np.maximum(np.rint(x), low), high))
 
 
 def _integrated_squared_distance(x: Array, low: Array, high: Array) -> Array:
-    """The integral from zero to `x` of the squared distance: each whole step adds 1/12."""
+    """Return the integral of the squared distance from 0 to `x`. Each whole step adds 1/12."""
     distance = _rounding_distance(x, low, high)
     return np.asarray((x - distance) / 12 + distance * distance * distance / 3)
 
 
 def distribution_of(sketch: Sketch) -> Distribution:
-    """The distribution of the finite values of a sketch with a histogram.
+    """Return the distribution of the finite values of a sketch with a histogram.
 
-    What it says of values is off by no more than a bin is wide, 2**-bits of the value, and mostly by far less, since
-    means are exact.
+    Its values differ from the exact ones by at most the width of a bin, 2**-bits of the value, and usually by much
+    less, since means are exact.
     """
     low, high = (np.clip(end, sketch.low, sketch.high) for end in bin_edges(sketch))
     center = np.clip(bin_means(sketch), low, high)

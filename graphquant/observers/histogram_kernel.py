@@ -1,11 +1,11 @@
-"""Counts values in the bins of a histogram, in C, or in numpy where that was not compiled; both count the same.
+"""Count values in the bins of a histogram, in C, or in numpy if the extension was not compiled. Results are identical.
 
-What else goes over many values is here too, compiled with it.
+The extension also computes sums of squares and squared errors.
 
-A table has an entry for each bin there can be: the number of its values, times 2**40, plus the sum of the mantissa bits
-that they dropped. The system commits a page of a table when it is first written. Memory of a tensor is so 1 KiB with 7
-mantissa bits, or 8 KiB with 10, for each factor of two between its smallest and largest magnitude, per sign: usually 30
-to 60 KiB, or 0.25 to 0.5 MiB.
+A table has one entry for each possible bin: the number of values times 2**40, plus the sum of their dropped mantissa
+bits. The system commits a page of a table when it is first written. The memory for a tensor is therefore 1 KiB with 7
+mantissa bits, or 8 KiB with 10, for each factor of two between its smallest and largest magnitude, per sign: usually
+30 to 60 KiB, or 0.25 to 0.5 MiB.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ if TYPE_CHECKING:
 
 
 COUNT_UNIT = np.uint64(1 << 40)
-"""What an entry grows by for each value, beside its dropped bits."""
+"""Increment of an entry for each value, in addition to its dropped bits."""
 
 SPARE_ENTRIES = 3
-"""Entries behind the last bin, which bin 0 has too, the one of zeros, so that some can be counted at once."""
+"""Additional entries for zeros at the end of a table, so that additions of several zeros do not wait for each other."""
 
 FULL_ENTRY = 1 << 63
-"""An entry of so much, which is one of 2**23 values or more, must be emptied before as many come again."""
+"""An entry of this size counts at least 2**23 values, and must be cleared before 2**23 more are added."""
 
 TABLE_CAPACITY = 1 << 23
-"""Values that may come between two looks for full entries: the count has 24 bits, the sum has room for 16 of each."""
+"""Values that can be added between two checks for full entries. A count has 24 bits, and a sum 16 bits per value."""
 
 COUNTING_CHUNK = 1 << 16
-"""Values that numpy counts at a time, few enough for its temporary arrays to stay in the cache."""
+"""Values that numpy counts at a time, so that temporary arrays stay in the cache."""
 
 
 SQUARES_CHUNK = 1 << 13
-"""Values that numpy squares in one go: they stay in a core's cache, and its library takes one thread for them."""
+"""Values that numpy squares at a time, so that they stay in a core's cache and BLAS uses one thread."""
 
 
 def new_histogram_table(bits: int) -> Array:
-    """Zeros, uint64 (2**(9 + bits) + SPARE,), of which only the pages that are written take memory."""
+    """Return zeros, uint64 (2**(9 + bits) + SPARE_ENTRIES,). Only pages that are written use memory."""
     entries = (1 << (9 + bits)) + SPARE_ENTRIES
-    space = mmap.mmap(-1, entries * 8, access=mmap.ACCESS_COPY)  # private, so that neighbours become one mapping
+    space = mmap.mmap(-1, entries * 8, access=mmap.ACCESS_COPY)  # private, so that adjacent tables share a mapping
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         space.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(space, np.uint64)
 
 
 def count_values_numpy(values: Array, shift: int, table: Array | None) -> tuple[float, float, bool]:
-    """Counts each value in its bin, as the compiled `fill` does; without a table only its ends are looked for.
+    """Count each value in its bin, like the compiled `fill`. Without a table, compute only the limits.
 
     Args:
-        values: float32 (N,), aligned and without gaps; none is no value.
-        shift: How many of the low bits of their patterns the bins drop.
-        table: What `new_histogram_table` made, for 23 - shift bits, with room for them; no NaN or infinity is counted in it.
-            None: they are not counted.
+        values: float32 (N,), aligned and contiguous; can be empty.
+        shift: Number of low bits that bins drop.
+        table: A result of `new_histogram_table` for 23 - shift bits with capacity for the values, in which no NaN or
+            infinity is counted; None to compute only the limits.
 
     Returns:
-        The smallest and the largest value, and whether all are finite; if not, the two mean nothing, and the others
-        are in bins too.
+        The smallest and largest value, and True if all are finite. If not, the limits are not valid, and values that
+        are not finite are in the table too.
     """
     pattern, dropped = values.view(np.uint32), np.uint32((1 << shift) - 1)
     if table is not None:
@@ -77,19 +77,19 @@ def count_values_numpy(values: Array, shift: int, table: Array | None) -> tuple[
 
 
 def count_all_values_numpy(jobs: Sequence[KernelJob]) -> list[tuple[float, float, bool]]:
-    """The results of `count_values_numpy` for each of the jobs, as the compiled `count_all_values` gives them."""
+    """Return the results of `count_values_numpy` for each job, like the compiled `fill_all`."""
     return [count_values_numpy(*job) for job in jobs]
 
 
 def sum_squares_numpy(expected: Array, actual: Array) -> tuple[float, float]:
-    """The sum of the squares of `expected`, and of what `actual` is off, as the compiled `sum_squares` gives them.
+    """Return the sums of the squares of `expected` and of `actual - expected`, like the compiled `squares`.
 
     Args:
-        expected: float32 (N,), aligned and without gaps.
+        expected: float32 (N,), aligned and contiguous.
         actual: The same.
 
     Returns:
-        Both sums but for rounding; they are infinite, NaN or too small where float32 cannot hold the squares.
+        Both sums, up to rounding; infinite, NaN or too small if float32 cannot represent the squares.
     """
     power = error = 0.0
     for start in range(0, expected.size, SQUARES_CHUNK):
@@ -104,25 +104,24 @@ count_values: Callable[[Array, int, Array | None], tuple[float, float, bool]] = 
 count_all_values: Callable[[list[KernelJob]], list[tuple[float, float, bool]]] = count_all_values_numpy
 sum_squares: Callable[[Array, Array], tuple[float, float]] = sum_squares_numpy
 squared_errors: Callable[[Array, Array, Array], None] | None = None
-"""Of pieces, (8, K + 1), and of scale, least and largest whole number of each candidate, (C, 3), to the sums of squared
-errors, (C,): see `graphquant.sketch.distribution`. None where it was not compiled."""
-with suppress(ImportError, AttributeError):  # there was no C compiler when graphquant was installed, or less in C
+"""Computes the sums of squared errors, (C,), from the pieces of a distribution, (8, K + 1), and the scale, smallest and
+largest integer of each candidate, (C, 3); see `Distribution.squared_error`. None if the extension was not compiled."""
+with suppress(ImportError, AttributeError):  # there was no C compiler during installation, or the extension is older
     compiled = import_module("graphquant.observers._fill")
     count_values, count_all_values, sum_squares = compiled.fill, compiled.fill_all, compiled.squares
     squared_errors = compiled.squared_errors
 
 
 def occupied_entries(table: Array, minimum: int = 1) -> Array:
-    """The places of the entries of `minimum` or more, ascending."""
+    """Return the indices of entries of at least `minimum`, ascending."""
     return np.flatnonzero(table >= minimum)
 
 
 def unpack_entries(table: Array, entries: Array) -> tuple[Array, Array, Array]:
-    """What the entries at `entries` hold.
+    """Return the contents of the table at the indices `entries`.
 
     Returns:
-        Their bins, uint32 (K,), ascending, how many values each has, int64 (K,), and the sums of dropped bits,
-        uint64 (K,).
+        Bins, uint32 (K,), ascending, their numbers of values, int64 (K,), and sums of dropped bits, uint64 (K,).
     """
     counts, sums = (table[entries] // COUNT_UNIT).astype(np.int64), table[entries] % COUNT_UNIT
     first_spare = int(np.searchsorted(entries, table.size - SPARE_ENTRIES))

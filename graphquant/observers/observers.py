@@ -1,4 +1,4 @@
-"""The observers: each turns the sketch of a tensor into a range."""
+"""Observers, each of which chooses a range from the sketch of a tensor, and the estimated cost of a range."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ArgumentValues = Mapping[str, float]
 RangePicker = Callable[[Sketch, QuantizationGrid, ArgumentValues], Range]
 
 NARROW_BITS = 8
-"""Types of up to that many bits are served by a histogram of 7 mantissa bits, wider ones by one of 10."""
+"""Types of up to 8 bits need a histogram of 7 mantissa bits, wider types one of 10."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObserverArgument:
-    """A number that a rule file can give an observer.
+    """A numeric argument of an observer in rule files.
 
     Attributes:
-        description: A phrase for people.
-        is_integer: Whether it is a whole number.
-        default: What it is where the rule file says nothing; None: it must be given.
-        minimum: The smallest it can be.
-        maximum: The largest.
+        description: A phrase for documentation.
+        is_integer: Allows only integers.
+        default: The default value; None requires a value.
+        minimum: The smallest allowed value.
+        maximum: The largest allowed value.
     """
 
     description: str
@@ -43,14 +43,15 @@ class ObserverArgument:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """One way to pick a range.
+    """A method to choose a range.
 
     Attributes:
-        description: One sentence for people.
-        choose_range: (sketch, grid of the scheme, arguments) to the range; raises a DataError that says why there is none.
-        arguments: What a scheme can tell it.
-        needs_values: Whether it looks at values at all; one that does not needs no data.
-        needs_histogram: Whether the smallest and largest value are not enough.
+        description: One phrase for documentation.
+        choose_range: Returns the range for a sketch, the grid of the scheme and arguments. Raises a DataError with the
+            reason if there is none.
+        arguments: The arguments that a scheme can set.
+        needs_values: It uses the values of the tensor, so it needs calibration data.
+        needs_histogram: It needs more than the smallest and largest value.
     """
 
     description: str
@@ -61,50 +62,52 @@ class Observer:
 
     @property
     def required_arguments(self) -> tuple[str, ...]:
-        """The arguments that must be given."""
+        """The arguments without a default."""
         return tuple(name for name, argument in self.arguments.items() if argument.default is None)
 
     def required_bits(self, dtype: QType) -> int:
-        """How many mantissa bits the histogram needs for a type: 0 (none is needed), 7 or 10."""
+        """Return the mantissa bits of the histogram that it needs for a type: 0 (no histogram), 7 or 10."""
         return histogram_bits(dtype) if self.needs_histogram else 0
 
 
 def histogram_bits(dtype: QType) -> int:
-    """How many mantissa bits a histogram needs for a type: with 7, errors of 16 bits may be estimated 760 times off."""
+    """Return the mantissa bits that a histogram needs for a type. With 7, errors of 16 bits can be 760 times off."""
     return 7 if dtype.bits <= NARROW_BITS else 10
 
 
-# -- from the ends alone ---------------------------------------------------------------------------
+# -- from the limits only ---------------------------------------------------------------------------
 
 
 def _observed_range(stats: Sketch) -> Range:
     if stats.empty:
-        raise DataError("no finite value was ever seen")
+        raise DataError("calibration saw no finite value")
     return Range(stats.low, stats.high)
 
 
 def _minmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
-    """The smallest and the largest value: nothing is clipped (Jacob et al. 2018, section 3.1)."""
+    """Return the smallest and the largest value, without clipping (Jacob et al. 2018, section 3.1)."""
     return _observed_range(stats)
 
 
 def _absmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
-    """The same on both sides of zero (Krishnamoorthi 2018, "Quantizing deep convolutional networks", section 2.2)."""
+    """Return plus and minus the largest magnitude (Krishnamoorthi 2018, "Quantizing deep convolutional networks")."""
     limits = _observed_range(stats)
     largest = np.maximum(np.abs(limits.low), np.abs(limits.high))
     return Range(-largest, largest)
 
 
 def _mean_minmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
-    """The mean over blocks of samples of each block's smallest and of its largest value, correctly rounded.
+    """Return the means, over blocks of samples, of the smallest and largest value of each block, correctly rounded.
 
-    So NNCF's "mean_min_max" and onnxruntime's MinMax with a moving average do, with single samples for blocks.
+    NNCF's "mean_min_max" and onnxruntime's MinMax with a moving average do the same with blocks of one sample.
     """
     limits = _observed_range(stats)
     if limits.low.ndim:
-        raise DataError("means over blocks of samples are not kept per channel; observe it with minmax")
+        raise DataError(
+            "calibration does not collect means over blocks of samples per channel; use the observer minmax"
+        )
     if not stats.blocks:
-        raise DataError("its statistics have no closed block of samples; calibrate it anew")
+        raise DataError("its statistics have no complete block of samples; calibrate the model again")
     low, high = (total / (stats.blocks << SUBNORMAL_EXPONENT) for total in (stats.low_sum, stats.high_sum))
     return Range(np.array(low), np.array(high))
 
@@ -113,42 +116,42 @@ def _mean_minmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentVal
 
 
 def _value_distribution(stats: Sketch, dtype: QType) -> Distribution:
-    """The distribution of the values, from a histogram that is fine enough for the type, and no finer."""
+    """Return the distribution of the values, from a histogram with exactly the bits that the type needs."""
     _observed_range(stats)
     required_bits = histogram_bits(dtype)
     if stats.low.ndim:
         raise DataError(
-            "only smallest and largest values are kept per channel, and this observer needs a histogram;"
-            ' observe it with minmax or absmax, or give it one range in all, with per = "tensor"'
+            "this observer needs a histogram, and calibration collects only limits per channel;"
+            ' use the observer minmax or absmax, or per = "tensor"'
         )
     if not stats.bits:
         raise DataError(
-            "its statistics have only the smallest and the largest value, and this observer needs a histogram;"
-            " calibrate it anew, or observe it with minmax or absmax"
+            "this observer needs a histogram, and the statistics have only the smallest and the largest value;"
+            " calibrate the model again, or use the observer minmax or absmax"
         )
     if stats.bits < required_bits:
         raise DataError(
-            f"its histogram has {stats.bits} mantissa bits, from which errors of {dtype.name} cannot be estimated;"
-            f" calibrate it anew with such a scheme, which keeps {required_bits}, or observe it with minmax or absmax"
+            f"its histogram has {stats.bits} mantissa bits, and {dtype.name} needs {required_bits};"
+            " calibrate the model again with this scheme, or use the observer minmax or absmax"
         )
     return distribution_of(coarsen_histogram(stats, required_bits))
 
 
 def _require_uniform_steps(grid: QuantizationGrid) -> None:
-    """Refuses types whose steps differ in size, for observers that count in steps."""
+    """Raise a DataError for types whose steps differ in size, for observers that assume uniform steps."""
     if isinstance(grid.type, FloatType):
         raise DataError(
-            f"the steps of {grid.type.name} differ in size, and this observer looks for the best one;"
-            " observe it with minmax, absmax or percentile"
+            f"this observer needs uniform steps, and those of {grid.type.name} differ in size;"
+            " use the observer minmax, absmax or percentile"
         )
 
 
 def _percentile(stats: Sketch, grid: QuantizationGrid, arguments: ArgumentValues) -> Range:
-    """The ends that leave out 100 - `percentile` percent of the values, half of them at each end.
+    """Return the range that clips 100 - `percentile` percent of the values, half of them at each end.
 
-    A symmetric scheme leaves out the largest magnitudes. The default is onnxruntime's, of whose Percentile method this
-    is the exact form: each end is within 2**-7 of the value that has this rank (2**-10 above 8 bits) and mostly far
-    closer, however large the outliers are.
+    A symmetric scheme clips the largest magnitudes. The default is that of onnxruntime's Percentile method, of which
+    this is the exact form: each end differs from the value with this rank by at most 2**-7 (2**-10 above 8 bits) of
+    the value, and usually by much less, even with large outliers.
     """
     return _range_with_share_outside(
         _value_distribution(stats, grid.type), 1 - arguments["percentile"] / 100, symmetric=grid.symmetric
@@ -156,8 +159,8 @@ def _percentile(stats: Sketch, grid: QuantizationGrid, arguments: ArgumentValues
 
 
 def _range_with_share_outside(values: Distribution, share_outside: float, *, symmetric: bool) -> Range:
-    """The ends that leave out a share of the values at most, half of it at each; of a symmetric scheme the farthest."""
-    outside_count = values.count * share_outside * (1 + 1e-9)  # so that a share of 0.1 is one of ten
+    """Return the range that clips at most a share of the values: half at each end, or the largest magnitudes."""
+    outside_count = values.count * share_outside * (1 + 1e-9)  # so that a share of 0.1 clips 1 of 10 values
     if symmetric:
         farthest = values.magnitudes().value_at_rank(values.count - math.floor(outside_count))
         return Range(np.array(-farthest), np.array(farthest))
@@ -169,16 +172,16 @@ def _range_with_share_outside(values: Distribution, share_outside: float, *, sym
 
 
 def _entropy(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
-    """The magnitude beyond which to clip that loses the least information, as in TensorRT; see `information_lost`.
+    """Return the range, of equal magnitudes, with the least information loss, as in TensorRT; see `kl_divergence`.
 
-    Divergence does not see how far clipped values are moved, so both ends are cut at the same magnitude, as TensorRT
-    and onnxruntime do: one end alone could be drawn in until its values become zeros.
+    The divergence does not depend on how far clipped values are moved. If each end were clipped separately, one could
+    move until all its values become zero. TensorRT and onnxruntime clip both ends at one magnitude too.
     """
     values = _value_distribution(stats, grid.type)
     if grid.type.bits > NARROW_BITS:
         raise DataError(
-            f"entropy is for types of up to {NARROW_BITS} bits, as {grid.type.name} loses next to no information"
-            " on any range; observe it with minmax"
+            f"the observer entropy supports types of up to {NARROW_BITS} bits, since {grid.type.name} loses almost no"
+            " information with any range; use the observer minmax"
         )
     _require_uniform_steps(grid)
     divergence = partial(kl_divergence, values)
@@ -186,10 +189,10 @@ def _entropy(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) 
 
 
 def _mse(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
-    """The range whose scale and zero point give the least squared error, clipped values included.
+    """Return the range with the least squared error, including that of clipped values.
 
     Both ends of an asymmetric scheme are searched (as in Nagel et al. 2021, "A White Paper on Neural Network
-    Quantization", section 3.1). On the values themselves the error is at most 1.05 times the least there is.
+    Quantization", section 3.1). On the values themselves, the error is at most 1.05 times the minimum.
     """
     values = _value_distribution(stats, grid.type)
     _require_uniform_steps(grid)
@@ -201,15 +204,15 @@ def _least_error_range(stats: Sketch, values: Distribution, grid: QuantizationGr
 
 
 def _auto(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
-    """The range of least squared error, but wide enough to leave out no more than 1 of 4**(bits - 1) values.
+    """Return the range of least squared error, widened so that at most 1 of 4**(bits - 1) values is clipped.
 
-    Squared error takes each value for itself. Rounding errors come near to that: they differ from value to value, and
-    mostly cancel in the sums that follow. Clipping moves all large values of a channel or a sample the same way, which
-    does not cancel, so it must stay rare. How rare follows the squared error of rounding, which falls by 4 with each
-    bit: 1 of 16,384 with 8 bits, 1 of 64 with 4 and none in practice with 16, where this is minmax.
+    Squared error treats values as independent. Rounding errors nearly are: they differ from value to value, and mostly
+    cancel in the sums of the next op. Clipping moves all large values of a channel or sample in the same direction,
+    which does not cancel, so it must be rare. The bound follows the squared error of rounding, which falls by 4 with
+    each bit: 1 of 16,384 with 8 bits, 1 of 64 with 4 bits, and in practice none with 16 bits, where this is minmax.
     docs/decisions/0012-auto.md has the figures.
     """
-    if isinstance(grid.type, FloatType):  # whose steps are fine where most values are, whatever the largest one is
+    if isinstance(grid.type, FloatType):  # steps are small near 0, where most values are
         return _observed_range(stats)
     values, max_clipped_share = _value_distribution(stats, grid.type), 4.0 ** (1 - grid.type.bits)
     if values.count * max_clipped_share < 1:
@@ -223,58 +226,60 @@ def _auto(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> 
 
 
 def _fixed(_stats: Sketch, _grid: QuantizationGrid, arguments: ArgumentValues) -> Range:
-    """What the rule file says."""
+    """Return the range in the rule file."""
     return Range(np.array(arguments["low"]), np.array(arguments["high"]))
 
 
 def _fixed_point(_stats: Sketch, grid: QuantizationGrid, arguments: ArgumentValues) -> Range:
-    """All that the type holds with a scale of 2**exponent: the Q format of fixed-point arithmetic."""
+    """Return the range of the type for a scale of 2**exponent: the Q format of fixed-point arithmetic."""
     qmin, qmax = grid.type.limits(narrow=grid.narrow)
     exponent = int(arguments["exponent"])
     low, high = (math.ldexp(limit - grid.type.symmetric_zero_point, exponent) for limit in (qmin, qmax))
     if max(-low, high) > LARGEST_VALUE:
-        raise DataError(f"{grid.type.name} with a scale of 2**{exponent} goes beyond float32")
+        raise DataError(f"{grid.type.name} with a scale of 2**{exponent} exceeds the range of float32")
     return Range(np.array(low), np.array(high))
 
 
 def _reject_bias(_stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
-    """Never asked: the solver takes the scales of input and weight."""
-    raise DataError("a bias has the scales of its consumer's input and weight, and those are not quantized")
+    """Raise a DataError. The solver sets the scale of a bias if its consumer's input and weight have scales."""
+    raise DataError(
+        "the scale of a bias is the product of the scales of its consumer's input and weight, which are not quantized"
+    )
 
 
 OBSERVERS: dict[str, Observer] = {
     "auto": Observer(
-        "the least squared error for the scheme's bits, clipping no more than 1 of 4**(bits - 1) values",
+        "least squared error for the scheme's bits, clipping at most 1 of 4**(bits - 1) values",
         _auto,
         needs_histogram=True,
     ),
-    "minmax": Observer("from the smallest to the largest value seen", _minmax),
-    "absmax": Observer("plus and minus the largest magnitude seen", _absmax),
-    "mean-minmax": Observer("the mean over blocks of samples of their smallest and largest values", _mean_minmax),
+    "minmax": Observer("smallest and largest value", _minmax),
+    "absmax": Observer("plus and minus the largest magnitude", _absmax),
+    "mean-minmax": Observer("means of the smallest and largest values of blocks of samples", _mean_minmax),
     "percentile": Observer(
-        "what holds `percentile` percent of the values, leaving out as many at each end",
+        "range of `percentile` percent of the values, clipping as many at each end",
         _percentile,
         {
             "percentile": ObserverArgument(
-                "how many percent of the values are inside", default=99.999, minimum=50, maximum=100
+                "percentage of values inside the range", default=99.999, minimum=50, maximum=100
             )
         },
         needs_histogram=True,
     ),
-    "mse": Observer("the least squared error for the scheme's bits", _mse, needs_histogram=True),
+    "mse": Observer("least squared error for the scheme's bits", _mse, needs_histogram=True),
     "entropy": Observer(
-        "the least Kullback-Leibler divergence between the values and their quantized form, as in TensorRT",
+        "least Kullback-Leibler divergence of the quantized values from the values, as in TensorRT",
         _entropy,
         needs_histogram=True,
     ),
     "fixed": Observer(
-        "from `low` to `high`, as the rule says",
+        "`low` to `high`, which the rule file sets",
         _fixed,
         {"low": ObserverArgument("lower end, real units"), "high": ObserverArgument("upper end, real units")},
         needs_values=False,
     ),
     "fixed-point": Observer(
-        "all that the type can represent with a scale of exactly 2**exponent",
+        "range of the type for a scale of exactly 2**exponent",
         _fixed_point,
         {"exponent": ObserverArgument("the scale is exactly 2**exponent", is_integer=True, minimum=-126, maximum=126)},
         needs_values=False,
@@ -283,18 +288,15 @@ OBSERVERS: dict[str, Observer] = {
 }
 
 
-# What a scale and zero point cost a tensor, estimated from its sketch: clipped values and squared error.
-
-
 @dataclass(frozen=True, slots=True)
 class QuantizationCost:
-    """What quantizing does to the finite values of a tensor.
+    """The estimated effect of quantization on the finite values of a tensor.
 
     Attributes:
-        clipped_below: Share of them, 0 to 1, that is cut off at the lower end: more than half a step below it.
-        clipped_above: The same at the upper end.
+        clipped_below: Share of values, 0 to 1, that are more than half a step below the lower end.
+        clipped_above: Share of values that are more than half a step above the upper end.
         squared_error: The mean squared error, in the tensor's unit squared.
-        power: The mean square of the values themselves.
+        power: The mean square of the values.
     """
 
     clipped_below: float
@@ -304,21 +306,21 @@ class QuantizationCost:
 
     @property
     def clipped(self) -> float:
-        """Share of the values, 0 to 1, that is cut off at either end."""
+        """Share of clipped values, 0 to 1."""
         return self.clipped_below + self.clipped_above
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantization noise in decibels; infinite where nothing is lost."""
+        """Signal to quantization noise ratio in decibels; infinite without an error."""
         if not self.squared_error:
             return math.inf
         return 10 * math.log10(self.power / self.squared_error) if self.power else -math.inf
 
 
 def estimate_cost(sketch: Sketch, params: QParams) -> QuantizationCost | None:
-    """The cost of `params`; None where it cannot be told.
+    """Return the cost of `params`, or None if it cannot be estimated.
 
-    So it is where the sketch has no histogram that is fine enough, for ranges per channel and for float types.
+    It cannot be for ranges per channel, for float types, and from a sketch without a histogram of enough bits.
     """
     bits = histogram_bits(params.type)
     if params.axis is not None or isinstance(params.type, FloatType) or sketch.bits < bits or not sketch.counts.size:
@@ -337,6 +339,6 @@ def estimate_cost(sketch: Sketch, params: QParams) -> QuantizationCost | None:
 
 
 def _as_single_candidate(params: QParams) -> QParams:
-    """The same as the only one of several candidates."""
+    """Return the params as an array of one candidate."""
     scale, zero_point = params.scale.reshape(1), params.zero_point.reshape(1)
     return qparams_from_scale(scale, zero_point, params.type, narrow=params.narrow, axis=0)

@@ -1,4 +1,4 @@
-"""The range of a tensor that costs the least, for the observers that clip."""
+"""Search the range with the least cost, for observers that clip."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 
 COARSE_SHARES = 2.0 ** -np.concatenate([np.arange(0, 4, 0.5), np.arange(4, 17)])
-"""Shares of an end that are tried first: half octaves, then octaves down to a 65,536th."""
+"""Shares of an end that are tried first: half octaves, then octaves down to 1/65,536."""
 
 REFINEMENTS = tuple(2.0 ** (reach * np.linspace(-1, 1, 17)) for reach in (2**-1, 2**-4, 2**-7, 2**-10))
-"""By what the best so far is then multiplied, one after the other: the last steps are a ten-thousandth. Errors are flat
-there, except for tensors whose values are nearly the same."""
+"""Factors by which the best shares are then multiplied, one row after the other. The last factors differ by 1/10,000.
+Errors are flat there, except for tensors whose values are nearly equal."""
 
 FLAT_COST_SHARE = 1e-2
-"""Where costs around the best differ by less than that share, no finer steps, an eighth as far, are tried."""
+"""If the costs of a row differ by less than this share, finer rows are not tried."""
 
 SMALLEST_DIVISOR = 1e-300
-"""Instead of zero, to divide by."""
+"""Divisor in place of zero."""
 
 WINDOW_OCTAVES, WINDOW_POSITIONS = 12, 33
-"""How many powers of two are tried, from that which holds all values down, and in how many places each."""
+"""Number of power-of-two scales that are tried, from the one that covers all values down, and of positions for each."""
 
 WINDOW_MARGIN = 1 - 2.0**-20
-"""By how much such a range is narrower than its scale allows, so that rounding does not make it the next one's."""
+"""Factor that makes a window narrower than its scale allows, so that rounding does not select the next scale."""
 
 STEP_SUBDIVISIONS = 8
-"""Into how many parts `kl_divergence` divides a step."""
+"""Number of parts into which `kl_divergence` divides a step."""
 
 
 def cheapest_range(
@@ -48,17 +48,18 @@ def cheapest_range(
     same_magnitude: bool = False,
     floor: CandidateCost | None = None,
 ) -> Range:
-    """The range within `observed` and around 0 whose scale and zero point have the least `cost`; of equal ones the widest.
+    """Return the range within `observed` and around 0 with the least `cost`; of equal ones the widest.
 
-    Both ends are drawn in together, then each by itself, from coarse steps to fine ones. Where scales are powers of
-    two, so are those of all candidates, and what each of them can hold is tried in many places before.
+    Both ends move together first, then each one separately, in coarse to fine steps. If scales are powers of two, so
+    are those of all candidates, and windows of such a scale are tried at many positions.
 
     Args:
         observed: The smallest and the largest value.
-        cost: Of scale and zero point of candidates, (C,), gives a number for each.
-        grid: What the scheme can represent.
-        same_magnitude: Whether both ends are cut at the same magnitude, instead of each by itself.
-        floor: What no cost is below, sooner found: candidates of which it is not below the least cost are left out.
+        cost: Returns the cost of each candidate, (C,), from their scales and zero points.
+        grid: The values that the scheme can represent.
+        same_magnitude: Clips both ends at the same magnitude.
+        floor: A lower bound of `cost` that is faster to compute. Candidates whose bound is not below the least cost are
+            skipped.
     """
     limits = np.array([min(float(observed.low), 0.0), max(float(observed.high), 0.0)])
     same_magnitude = same_magnitude or grid.symmetric or not limits.all()
@@ -70,7 +71,7 @@ def cheapest_range(
         return grid.qparams(Range(low, high), axis=0)
 
     def improve(shares: Array, *, floor: CandidateCost | None = None) -> float:
-        """Takes the best of the candidates if it is better; by what share of the least cost theirs differ."""
+        """Update the best candidate. Returns the share of the least cost by which costs differ."""
         nonlocal best_shares, least_cost
         shares = np.minimum(shares, 1.0)
         candidate_params = candidates(shares)
@@ -83,7 +84,7 @@ def cheapest_range(
         best_index, highest = int(costs.argmin()), costs.max()
         if costs[best_index] < least_cost:
             best_shares, least_cost = shares[best_index], costs[best_index]
-        with np.errstate(over="ignore"):  # next to nothing at least is also far apart
+        with np.errstate(over="ignore"):  # the least cost can be nearly zero
             return float((highest - least_cost) / max(least_cost, SMALLEST_DIVISOR))
 
     movable_ends = [np.array([True, True])] if same_magnitude else [np.array([True, False]), np.array([False, True])]
@@ -103,14 +104,14 @@ def cheapest_range(
 
 
 def _select_candidates(params: QParams, selected: Array) -> QParams:
-    """Those of the candidates that are wanted; `selected` is bool, (C,)."""
+    """Return the candidates for which `selected`, bool (C,), is True."""
     return qparams_from_scale(
         params.scale[selected], params.zero_point[selected], params.type, narrow=params.narrow, axis=0
     )
 
 
 def _power_of_two_windows(limits: Array, grid: QuantizationGrid) -> Array:
-    """Ranges around 0 and within `limits`, (C, 2), as wide as a scale that is a power of two can hold."""
+    """Return ranges around 0 and within `limits`, (C, 2), as wide as a power-of-two scale can represent."""
     low, high = grid.type.limits(narrow=grid.narrow)
     steps = high - low
     top = np.ceil(np.log2(limits[1] / steps - limits[0] / steps))
@@ -122,13 +123,13 @@ def _power_of_two_windows(limits: Array, grid: QuantizationGrid) -> Array:
 
 
 def kl_divergence(values: Distribution, params: QParams) -> Array:
-    """The Kullback-Leibler divergence between the values and their quantized form, float64 (C,), in nats.
+    """Return the Kullback-Leibler divergence of the quantized values from the values, float64 (C,), in nats.
 
-    Each step is divided into `STEP_SUBDIVISIONS` parts. P is the share of values in each part, those beyond the range in the
-    outermost ones. Q knows only how many values of the range each step has, and spreads them evenly over those of its
-    parts that hold any. So TensorRT compares a histogram of 2048 bins with its 128 quantized levels (S. Migacz, "8-bit
-    Inference with TensorRT", GTC 2017); but there the bins are parts of the largest value, so that one outlier makes
-    them coarse and each smaller range has fewer bins to lose, and here they are parts of the candidate's own step.
+    Each step is divided into `STEP_SUBDIVISIONS` parts. P is the share of values in each part, those beyond the range
+    in the outermost ones. Q has only the number of values in each step, distributed evenly over those of its parts that
+    have values. TensorRT does the same with a histogram of 2048 bins and 128 quantized levels (S. Migacz, "8-bit
+    Inference with TensorRT", GTC 2017). Its bins are fractions of the largest value, so one outlier makes them coarse
+    and smaller ranges have fewer bins. Here they are fractions of the candidate's own step.
 
     Args:
         values: The values.
@@ -145,6 +146,6 @@ def kl_divergence(values: Distribution, params: QParams) -> Array:
     occupied_parts = np.count_nonzero(part_counts, axis=2)
     spread = step_counts.sum(2) / np.maximum(occupied_parts, 1) / np.maximum(step_counts.sum((1, 2)), 1e-300)[:, None]
     part_counts /= values.count
-    with np.errstate(divide="ignore", invalid="ignore"):  # where only clipped values came to, Q is infinitely far off
+    with np.errstate(divide="ignore", invalid="ignore"):  # a part with only clipped values has an infinite divergence
         ratio = np.where(part_counts > 0, part_counts / spread[:, :, None], 1.0)
         return np.asarray((part_counts * np.log(ratio)).sum((1, 2)))

@@ -1,11 +1,11 @@
-"""What calibration keeps of a tensor.
+"""Sketches: statistics of one tensor, collected by calibration.
 
-A `Sketch` has a bounded size whatever the number of samples, and merging two of them is exact, commutative and
+The size of a `Sketch` does not depend on the number of samples. Merging two sketches is exact, commutative and
 associative, so the result does not depend on batches or their order.
 
-Its histogram needs no range in advance: a value's bin is the top of its float32 bit pattern (sign, exponent and
-`bits` bits of mantissa), so a bin is at most 2**-bits wide relative to its values. Each bin sums the mantissa bits that
-were dropped, as an integer, so that the mean of its values is known exactly.
+The histogram needs no range in advance: a value's bin is the leading part of its float32 bit pattern (sign, exponent
+and `bits` bits of mantissa), so a bin is at most 2**-bits wide relative to its values. Each bin sums the dropped
+mantissa bits as an integer, so the mean of its values is exact (docs/decisions/0010-histograms.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MANTISSA_BITS = 23
 """Mantissa bits of a float32."""
 
 HISTOGRAM_BITS = (0, 7, 10)
-"""Mantissa bits that a histogram can keep; 0: there is none. 7 serve 8-bit types, 10 wider ones."""
+"""Mantissa bits of a histogram; 0 is no histogram. 8-bit types need 7, wider types 10."""
 
 
 def _no_bins() -> Array:
@@ -51,20 +51,20 @@ class Sketch:
     """The statistics of a tensor.
 
     Attributes:
-        low: Smallest finite value, float64, () or (C,); +inf where nothing was seen.
-        high: Largest finite value, the same shape; -inf where nothing was seen.
-        count: Number of values seen, all channels together.
-        nan: How many of them were NaN.
-        inf: How many were infinite.
-        empty_arrays: How many arrays without any value there were beside them.
-        bits: Mantissa bits of the histogram's bins, one of `BITS`; always 0 per channel.
-        bins: uint32 (K,), ascending: the bins that hold values, each as float32 bit pattern >> (23 - bits). A float64
-            is binned as the nearest float32, the largest finite one if it is beyond.
-        counts: int64 (K,): the number of values in each bin; together all finite ones.
-        sums: uint64 (K,): in each bin the sum of the low 23 - bits mantissa bits of its values.
-        blocks: How many blocks of samples had a finite value; always 0 per channel.
-        low_sum: The sum over these blocks of the block's smallest value, exact, in units of 2**-1074.
-        high_sum: The same of the largest.
+        low: Smallest finite value, float64, () or (C,); +inf without values.
+        high: Largest finite value, the same shape; -inf without values.
+        count: Number of values in all channels.
+        nan: Number of NaN among them.
+        inf: Number of infinities among them.
+        empty_arrays: Number of arrays without values.
+        bits: Mantissa bits of the histogram's bins, one of `HISTOGRAM_BITS`; always 0 per channel.
+        bins: uint32 (K,), ascending: the bins with values, each as float32 bit pattern >> (23 - bits). A float64 is
+            counted as the nearest finite float32.
+        counts: int64 (K,): the number of values in each bin; their sum is the number of finite values.
+        sums: uint64 (K,): the sum of the low 23 - bits mantissa bits of the values in each bin.
+        blocks: Number of blocks of samples with a finite value; always 0 per channel.
+        low_sum: The sum of the smallest value of each block, exact, in units of 2**-1074.
+        high_sum: The sum of the largest value of each block.
     """
 
     low: Array
@@ -83,17 +83,17 @@ class Sketch:
 
     def __post_init__(self) -> None:
         if self.low.shape != self.high.shape or self.low.ndim > 1:
-            raise InternalError(f"a Sketch of shapes {self.low.shape} and {self.high.shape} was made.")
+            raise InternalError(f"A Sketch has limits of the shapes {self.low.shape} and {self.high.shape}.")
         if self.bits not in HISTOGRAM_BITS or (self.bits and self.low.ndim):
-            raise InternalError(f"a Sketch with {self.bits} bits for ends of shape {self.low.shape} was made.")
+            raise InternalError(f"A Sketch has {self.bits} bits and limits of the shape {self.low.shape}.")
         if not (self.bins.shape == self.counts.shape == self.sums.shape == (self.bins.size,)):
-            raise InternalError("a Sketch whose bins, counts and sums differ in number was made.")
+            raise InternalError("A Sketch has bins, counts and sums of different lengths.")
         if self.counts.sum() != (self.count - self.nan - self.inf if self.bits else 0):
-            raise InternalError("a Sketch whose bins do not hold each finite value once was made.")
+            raise InternalError("The counts of a Sketch's bins do not add up to its finite values.")
 
     @property
     def empty(self) -> bool:
-        """Whether no finite value was seen in some channel."""
+        """True if a channel has no finite value."""
         return bool((self.low > self.high).any())
 
     def __eq__(self, value: object) -> bool:
@@ -110,13 +110,13 @@ SKETCH_ARRAYS = ("low", "high", "bins", "counts", "sums")
 SKETCH_NUMBERS = ("count", "nan", "inf", "empty_arrays", "bits", "blocks", "low_sum", "high_sum")
 
 EMPTY_SKETCH = Sketch(np.array(np.inf), np.array(-np.inf))
-"""Of no values at all; merging it changes nothing."""
+"""A sketch without values. Merging it changes nothing."""
 
 
 def merge_sketches(first: Sketch, second: Sketch) -> Sketch:
-    """The statistics of both together, with the coarser of their histograms.
+    """Return the statistics of the values of both, with the coarser of their histograms.
 
-    One of no values changes nothing but the number of arrays without any.
+    A sketch without values changes only the number of empty arrays.
 
     Raises:
         DataError: One is per channel and the other is not, or has another number of channels.
@@ -150,23 +150,23 @@ def merge_sketches(first: Sketch, second: Sketch) -> Sketch:
 
 
 def check_same_channels(first: Array, second: Array) -> None:
-    """Refuses ends of different shapes, which are for different numbers of channels."""
+    """Raise a DataError if limits have different shapes, and so different numbers of channels."""
     if first.shape != second.shape:
         shapes = f"{first.shape} and {second.shape}"
         raise DataError(
-            f"the numbers of channels of a tensor differ between samples: its ranges have the shapes {shapes}."
-            ' Give it one range in all, with per = "tensor".'
+            f"the number of channels of a tensor differs between samples: its ranges have the shapes {shapes}."
+            ' Use one range for the tensor, with per = "tensor".'
         )
 
 
 def coarsen_histogram(sketch: Sketch, bits: int) -> Sketch:
-    """The sketch as it were had its histogram kept only `bits` mantissa bits; 0: none at all.
+    """Return the sketch with a histogram of only `bits` mantissa bits, or without a histogram for 0.
 
     Raises:
         InternalError: The histogram has fewer bits than that.
     """
     if bits > sketch.bits:
-        raise InternalError(f"a histogram of {sketch.bits} mantissa bits was to be made one of {bits}.")
+        raise InternalError(f"A histogram of {sketch.bits} mantissa bits cannot be refined to {bits}.")
     if bits == sketch.bits:
         return sketch
     if not bits:
@@ -181,7 +181,7 @@ def coarsen_histogram(sketch: Sketch, bits: int) -> Sketch:
 
 
 def merge_bins(bins: Array, counts: Array, sums: Array) -> tuple[Array, Array, Array]:
-    """Each bin once, ascending, with all that was in it."""
+    """Merge equal bins. Returns each bin once, ascending, with its total count and sum."""
     unique_bins, bin_index = np.unique(bins, return_inverse=True)
     all_counts, all_sums = np.zeros(unique_bins.size, np.int64), np.zeros(unique_bins.size, np.uint64)
     np.add.at(all_counts, bin_index, counts)
@@ -190,7 +190,7 @@ def merge_bins(bins: Array, counts: Array, sums: Array) -> tuple[Array, Array, A
 
 
 def bin_means(sketch: Sketch) -> Array:
-    """The mean of the values in each bin, float64 (K,), in the tensor's unit, to one unit in the last place."""
+    """Return the mean of the values in each bin, float64 (K,), exact to one unit in the last place."""
     pattern = sketch.bins << (MANTISSA_BITS - sketch.bits)
     exponent = (pattern >> MANTISSA_BITS & 0xFF).astype(np.int64)
     mantissa = (pattern & 0x7FFFFF) + ((exponent > 0) << MANTISSA_BITS)
@@ -201,28 +201,25 @@ def bin_means(sketch: Sketch) -> Array:
 
 
 def bin_edges(sketch: Sketch) -> tuple[Array, Array]:
-    """The smallest and the largest float32 that go into each bin, float64 (K,) each, in the tensor's unit."""
+    """Return the smallest and the largest float32 of each bin, float64 (K,) each."""
     near = sketch.bins << (MANTISSA_BITS - sketch.bits)  # the end of the bin nearer to zero
     far = near | ((1 << (MANTISSA_BITS - sketch.bits)) - 1)
     ends = [pattern.astype(np.uint32).view(np.float32).astype(np.float64) for pattern in (near, far)]
     return np.minimum(*ends), np.maximum(*ends)
 
 
-# The form of a histogram that values are added to.
-
-
 class HistogramBuilder:
-    """Counts values by the top of their bit pattern, in a table whose entries are emptied before they can overflow."""
+    """Counts values by the leading part of their bit pattern, in a table whose entries never overflow."""
 
     def __init__(self, bits: int) -> None:
-        """Of no values yet; `bits` are the mantissa bits of its bins."""
+        """Create an empty histogram; `bits` are the mantissa bits of its bins."""
         self._bits, self._shift = bits, MANTISSA_BITS - bits
         self._table = histogram_kernel.new_histogram_table(bits)
         self._free_capacity = histogram_kernel.TABLE_CAPACITY
         self._spilled: list[tuple[Array, Array, Array]] = []
 
     def add(self, values: Array) -> tuple[float, float, bool]:
-        """Counts the finite ones of `values`, float32 of any shape.
+        """Count the finite values of a float32 array of any shape.
 
         Returns:
             The smallest and the largest, and whether all are finite; if not, the two mean nothing.
@@ -239,26 +236,26 @@ class HistogramBuilder:
         return min(lows), max(highs), all(finite)
 
     def _count_chunk(self, values: Array) -> tuple[float, float, bool]:
-        """The same for no more values than a table has room for."""
+        """Count at most `TABLE_CAPACITY` values; see `add`."""
         result = histogram_kernel.count_values(*self.kernel_job(values))
         if not result[2]:
             self.discard_nonfinite()
         return result
 
     def kernel_job(self, values: Array) -> tuple[Array, int, Array]:
-        """What is to be told the kernel, which then must be told, to count `values`, no more than there is room for."""
+        """Return the kernel arguments that count `values`, at most `TABLE_CAPACITY`. The kernel must then be called."""
         if values.size > self._free_capacity:
             self._spill_full_entries()
         self._free_capacity -= values.size
         return values, self._shift, self._table
 
     def discard_nonfinite(self) -> None:
-        """Forgets values that are not finite, which the kernel counts with the others."""
+        """Clear the bins of values that are not finite, which the kernel counts too."""
         for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
             self._table[code << self._bits : code + 1 << self._bits] = 0
 
     def _spill_full_entries(self) -> None:
-        """Takes full entries out of the table; they are few, as only such bins have them that most values are in."""
+        """Move full entries out of the table. There are few, since a full bin has a large share of all values."""
         full = histogram_kernel.occupied_entries(self._table, histogram_kernel.FULL_ENTRY)
         if full.size:
             self._spilled = [_merge_bin_parts([*self._spilled, histogram_kernel.unpack_entries(self._table, full)])]
@@ -266,7 +263,7 @@ class HistogramBuilder:
         self._free_capacity = histogram_kernel.TABLE_CAPACITY
 
     def bins(self) -> tuple[Array, Array, Array]:
-        """The bins that hold values, uint32 (K,), ascending, their counts, int64 (K,), and sums, uint64 (K,)."""
+        """Return the bins with values, uint32 (K,), ascending, their counts, int64 (K,), and sums, uint64 (K,)."""
         return _merge_bin_parts(
             [
                 *self._spilled,
@@ -276,24 +273,22 @@ class HistogramBuilder:
 
 
 def _merge_bin_parts(bin_sets: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
-    """Bins, counts and sums of all parts, each bin once."""
+    """Merge bins, counts and sums of several sets."""
     return bin_sets[0] if len(bin_sets) == 1 else merge_bins(*map(np.concatenate, zip(*bin_sets, strict=True)))
 
 
-# The form of a sketch that calibration adds values to.
-
 SUBNORMAL_EXPONENT = 1074
-"""Every float64 is a whole number of times 2**-1074."""
+"""Every float64 is an integer multiple of 2**-1074, the smallest denormal."""
 
 
 class SketchAccumulator:
-    """Gathers the statistics of one tensor. Different threads may add to different accumulators at once."""
+    """Collects the statistics of one tensor. Different threads may add to different accumulators at the same time."""
 
     def __init__(self, axis: int | None = None, bits: int = 0) -> None:
-        """Of no values yet.
+        """Create an accumulator without values.
 
         Args:
-            axis: The axis of which each channel has ends of its own; None: the whole tensor has.
+            axis: The axis whose channels have separate limits; None for the whole tensor.
             bits: Mantissa bits of the histogram, one of `BITS`; there is none per channel.
         """
         self._axis = axis
@@ -306,7 +301,7 @@ class SketchAccumulator:
         self._blocks = self._low_sum = self._high_sum = 0
 
     def add(self, values: Array) -> None:
-        """Counts the values of a float array of any shape; one without values is counted as such.
+        """Add the values of a float array of any shape. Arrays without values are counted.
 
         Raises:
             DataError: The axis is missing, or has another number of channels than before.
@@ -324,7 +319,7 @@ class SketchAccumulator:
         self._merge_limits(values, low, high, finite=finite, reduced_axes=reduced_axes)
 
     def kernel_job(self, values: Array) -> KernelJob | None:
-        """What is to be told the kernel, which then must be told, to add `values`; None where that is not all."""
+        """Return the kernel arguments that add `values`, or None if the kernel alone cannot add them."""
         if (
             values.dtype != np.float32
             or not 0 < values.size <= histogram_kernel.TABLE_CAPACITY
@@ -338,7 +333,7 @@ class SketchAccumulator:
         return (flat, 0, None) if self._histogram is None else self._histogram.kernel_job(flat)
 
     def merge_kernel_result(self, values: Array, low: float, high: float, *, finite: bool) -> None:
-        """Takes over what the kernel found in `values`."""
+        """Merge the limits that the kernel returned for `values`."""
         if finite:
             self._count += values.size
             self._block_low, self._block_high = min(self._block_low, low), max(self._block_high, high)
@@ -350,7 +345,7 @@ class SketchAccumulator:
     def _merge_limits(
         self, values: Array, low: Any, high: Any, *, finite: bool, reduced_axes: tuple[int, ...] | None
     ) -> None:
-        """Takes over the ends of `values`, which mean nothing where not all are finite."""
+        """Merge the limits of `values`, which are recomputed if some value is not finite."""
         self._count += values.size
         if not finite:
             is_finite = np.isfinite(values)
@@ -365,19 +360,19 @@ class SketchAccumulator:
             self._histogram.add(np.clip(values, -LARGEST_VALUE, LARGEST_VALUE).astype(np.float32))
 
     def _reduced_axes(self, values: Array) -> tuple[int, ...] | None:
-        """All axes but the channels'; None: all."""
+        """Return all axes except that of the channels; None for all axes."""
         if self._axis is None:
             return None
         if not -values.ndim <= self._axis < values.ndim:
             raise DataError(
                 f"a tensor of shape {values.shape} has no axis {self._axis} for one range per channel."
-                ' Give it one range in all, with per = "tensor".'
+                ' Use one range for the tensor, with per = "tensor".'
             )
         return tuple(axis for axis in range(values.ndim) if axis != self._axis % values.ndim)
 
     def _widen_open_block(self, low: Any, high: Any) -> None:
-        """Takes the ends of new values into those of the open block."""
-        if self._axis is None:  # on scalars, Python is ten times as fast
+        """Widen the limits of the open block."""
+        if self._axis is None:  # for scalars, Python is ten times faster than numpy
             self._block_low, self._block_high = min(self._block_low, low), max(self._block_high, high)
             return
         for limits in (self._low, self._block_low):
@@ -385,9 +380,9 @@ class SketchAccumulator:
         self._block_low, self._block_high = np.minimum(self._block_low, low), np.maximum(self._block_high, high)
 
     def close_block(self) -> None:
-        """Ends a block of samples: its smallest and largest values enter the sums that their mean is taken of.
+        """End a block of samples: add its smallest and largest value to the sums for their means.
 
-        A block without a finite value is none, and channels have no such sums.
+        A block without a finite value is not counted. Sketches per channel have no sums.
         """
         low, high = self._block_low, self._block_high
         if self._axis is None and low <= high:
@@ -398,12 +393,12 @@ class SketchAccumulator:
         self._block_low, self._block_high = np.inf, -np.inf
 
     def _overall_limits(self) -> tuple[Array, Array]:
-        """The ends of all values so far; -0.0, which comes or not with the order of values, becomes 0.0."""
+        """Return the limits of all values. -0.0, which depends on the order of values, becomes 0.0."""
         low, high = np.minimum(self._low, self._block_low), np.maximum(self._high, self._block_high)
         return np.asarray(low + 0.0), np.asarray(high + 0.0)
 
     def to_sketch(self) -> Sketch:
-        """The statistics of all values so far; an open block is not among the blocks."""
+        """Return the statistics of all values. An open block is not counted as a block."""
         low, high = self._overall_limits()
         histogram_fields = (
             () if self._histogram is None else zip(("bins", "counts", "sums"), self._histogram.bins(), strict=True)
@@ -424,7 +419,7 @@ class SketchAccumulator:
 
 
 def add_all(batches: Iterable[tuple[SketchAccumulator, list[Array]]]) -> None:
-    """Adds arrays to accumulators, as `add` does, but for the most part without coming back to Python in between.
+    """Add arrays to accumulators like `add`, mostly in one call of the kernel.
 
     Raises:
         DataError: An axis is missing, or has another number of channels than before.
@@ -445,25 +440,25 @@ def add_all(batches: Iterable[tuple[SketchAccumulator, list[Array]]]) -> None:
 
 
 def _as_kernel_float(values: Array) -> Array:
-    """The same values as float32, or as float64 where float32 does not hold them all."""
+    """Convert to float32, or to float64 if float32 cannot represent all values."""
     if values.dtype == np.float32:
         return values
-    with np.errstate(invalid="ignore"):  # casts of NaN, which is counted later
+    with np.errstate(invalid="ignore"):  # NaN can be cast; it is counted later
         return values.astype(np.float32 if np.can_cast(values.dtype, np.float32) else np.float64, copy=False)
 
 
 def _to_exact_integer(value: float) -> int:
-    """A float as a whole number of 2**-1074."""
+    """Return a float in units of 2**-1074."""
     numerator, denominator = value.as_integer_ratio()
     return (numerator << SUBNORMAL_EXPONENT) // denominator
 
 
 def sketch_values(values: Array, axis: int | None = None, *, bits: int = 0) -> Sketch:
-    """The statistics of `values`, a float array of any shape, as one block.
+    """Return the statistics of `values`, a float array of any shape, as one block.
 
     Args:
         values: The array.
-        axis: The axis of which each channel has ends of its own; None: the whole array has.
+        axis: The axis whose channels have separate limits; None for the whole array.
         bits: Mantissa bits of the histogram, one of `BITS`; there is none per channel.
 
     Raises:

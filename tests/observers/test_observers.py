@@ -88,7 +88,7 @@ def test_no_finite_value_is_reported() -> None:
     """A sketch without a finite value has no range."""
     nothing = sketch_values(np.array([np.nan, np.inf]))
     for name in ("minmax", "absmax"):
-        with pytest.raises(DataError, match="no finite value was ever seen"):
+        with pytest.raises(DataError, match="no finite value"):
             observe(name, nothing)
 
 
@@ -296,11 +296,11 @@ def test_statistics_without_a_histogram_are_refused(name: str) -> None:
     values = TENSORS["normal"].reshape(100, 200)
     with pytest.raises(DataError, match=r"kept per channel, and this observer needs a histogram; observe it with minm"):
         observe(name, sketch_values(values, 1, bits=7))
-    with pytest.raises(DataError, match=r"only the smallest and the largest value.*calibrate it anew"):
+    with pytest.raises(DataError, match=r"needs a histogram"):
         observe(name, sketch_values(values))
     with pytest.raises(DataError, match=r"has 7 mantissa bits, from which errors of int16 cannot be estimated"):
         observe(name, sketch_values(values, bits=7), IntType(16, True))
-    with pytest.raises(DataError, match="no finite value was ever seen"):
+    with pytest.raises(DataError, match="no finite value"):
         observe(name, sketch_values(np.array([np.nan]), bits=7))
 
 
