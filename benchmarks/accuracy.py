@@ -108,7 +108,7 @@ class Row:
         agree = "" if self.agreement is None else f"{self.agreement:.1%}"
         mine = [self.name, f"{self.sqnr['graphquant']:.1f}", agree, f"{self.share:.0%}"]
         others = [f"{self.sqnr[tool]:.1f}" if tool in self.sqnr else "—" for tool in (*THEIRS, "NNCF")]
-        return [*mine, *others, ", ".join(self.failures) or "holds"]
+        return [*mine, *others, ", ".join(self.missed) or "holds"]
 
 
 def models(given: Path, folder: Path, only: Collection[str]) -> Iterator[Case]:
@@ -282,12 +282,12 @@ def main() -> int:
             print(*(f"    {note}" for note in notes), sep="\n", end="\n" * bool(notes), flush=True)
             told += [f"{case.name}: {note}" for note in notes]
         words, missed = keywords(options.models, Path(scratch)) if wants_keywords(options) else ([], False)
-    print("", *words, f"{len(rows)} models, {sum(bool(row.failures) for row in rows)} with a bar missed.", sep="\n")
+    print("", *words, f"{len(rows)} models, {sum(bool(row.missed) for row in rows)} with a bar missed.", sep="\n")
     if options.out:
         body = [[*COLUMNS, "verdict"], ["---"] * (len(COLUMNS) + 1), *(row.cells() for row in rows)]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in body)
         options.out.write_text(f"{table}\n\n" + "\n".join(f"* {one}" for one in [*told, *words]) + "\n", "utf-8")
-    return int(missed or any(row.failures for row in rows))
+    return int(missed or any(row.missed for row in rows))
 
 
 def wants_keywords(options: argparse.Namespace) -> bool:

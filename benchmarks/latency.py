@@ -86,7 +86,7 @@ class Row:
 
     def shown(self) -> list[str]:
         """The line of the table."""
-        verdict, took = "MISSED" if self.failures else "", f"{self.milliseconds:.3f}" if self.milliseconds else NONE
+        verdict, took = "MISSED" if self.missed else "", f"{self.milliseconds:.3f}" if self.milliseconds else NONE
         return [self.name, took, *(self.cells[kind] for kind in KINDS), self.sites, verdict]
 
     def judge(self, kind: str, start: Start, plain: Start, samples: int = 1) -> None:
@@ -94,7 +94,7 @@ class Row:
         found = timed(start, plain)
         self.cells[kind] = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
         self.milliseconds = 1000 * found.second_seconds / samples
-        self.failures |= kind == "optimized" and found.low > 1
+        self.missed |= kind == "optimized" and found.low > 1
 
     def optimized(self, made: gq.Result, start: Callable[[], Start], plain: Start, samples: int = 1) -> None:
         """Times what was optimized, unless it is the float model itself."""
@@ -132,7 +132,7 @@ def in_framework(case: Case, data: Path, folder: Path) -> Row:
     row, source = Row(name=case.name), gq.load(case.model)
     module = formats.format_module(source.format)
     batches = open_data(str(data), module.input_specs(source))
-    some = [index * batches.count // 4 for index in range(4)] if len(source.live()) > 1 else [0]
+    some = [index * batches.count // 4 for index in range(4)] if len(source.reachable_graphs()) > 1 else [0]
     samples = [next(batches.feeds_between(index, index + 1)) for index in some]
 
     def starting(path: Path) -> Start:
@@ -241,7 +241,7 @@ def show(rows: list[Row], out: Path | None) -> int:
     body = [list(COLUMNS), ["---"] * len(COLUMNS), *(row.shown() for row in rows)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in body) + "\n"
     print(table)
-    missed = sum(row.failures for row in rows)
+    missed = sum(row.missed for row in rows)
     print(f"{len(rows)} rows, {missed} with the bar missed.")
     if out is not None:
         out.write_text(table, "utf-8")

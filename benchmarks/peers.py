@@ -236,7 +236,7 @@ def judge(rows: dict[str, Row]) -> None:
     """Marks what graphquant missed."""
     ours = rows[OURS]
     if not ours.sqnr:
-        ours.failures.extend(COLUMNS)
+        ours.missed.extend(COLUMNS)
         return
     others = [rows[name] for name in judged(rows)[1:] if rows[name].sqnr]
     methods = [rows[name] for name in THEIRS if rows[name].sqnr]
@@ -247,7 +247,7 @@ def judge(rows: dict[str, Row]) -> None:
         "outside s": all(ours.median("outside") <= FIFTH * other.median("outside") for other in methods),
         "in all s": all(ours.median("seconds") <= other.median("seconds") for other in methods),
     }
-    ours.failures.extend(name for name, held in bars.items() if not held)
+    ours.missed.extend(name for name, held in bars.items() if not held)
 
 
 def cells(name: str, row: Row, best: float | None) -> list[str]:
@@ -261,7 +261,7 @@ def cells(name: str, row: Row, best: float | None) -> list[str]:
         "outside s": f"{row.median('outside'):.3f}" if row.outside else "",
         "in all s": f"{row.median('seconds'):.3f}" if row.seconds else "",
     }
-    return [f"{texts[column]}{' MISSED' if column in row.failures else ''}" for column in COLUMNS]
+    return [f"{texts[column]}{' MISSED' if column in row.missed else ''}" for column in COLUMNS]
 
 
 def lines(name: str, rows: dict[str, Row]) -> list[list[str]]:
@@ -327,7 +327,7 @@ def main() -> int:
             case.model.unlink()
             show(lines(case.name, found[case.name]))
     notes += [f"left out: {one}" for one in left_out]
-    missed = {name: rows[OURS].failures for name, rows in found.items() if rows[OURS].failures}
+    missed = {name: rows[OURS].missed for name, rows in found.items() if rows[OURS].missed}
     notes += [f"{name} missed: {', '.join(columns)}" for name, columns in missed.items()]
     print("", *notes, f"{len(found)} architectures, {len(missed)} with a bar missed.", sep="\n")
     for path in options.out:
