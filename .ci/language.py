@@ -1,8 +1,8 @@
 """Measure the language of the package and its documents, and fail above the limits.
 
-The limits are in the range of well-known projects (click, pydantic, networkx, mypy, NNCF): names of the field, docstrings
-that state the function, plain sentences. Run `python .ci/language.py` for the figures and `--list MEASURE` for the places
-behind one of them.
+The limits are in the range of well-known projects (click, pydantic, networkx, mypy, NNCF), whose figures are 0 to 1%.
+Names are words of the field, docstrings state the function, and sentences are plain. Run `python .ci/language.py` for
+the figures, and with `--list MEASURE` for the places behind one of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 
-VAGUE = frozenset(
-    ["found", "one", "here", "made", "told", "known", "said", "wanted", "given", "held", "asked", "kept", "left", "seen", "beside", "behind", "other", "others", "each", "way", "ways", "place", "places", "part", "parts", "own", "twin", "twins", "what", "who", "that", "this", "those", "such", "so", "done", "put", "taken", "tried", "meant", "shown", "spelled", "alone", "apart", "both", "two", "back", "away", "ahead"]
-)
-"""Words that say nothing of the thing they name."""
+VAGUE_WORDS = """
+found one here made told known said wanted given held asked kept left seen beside behind other others each way
+ways place places part parts own twin twins what who that this those such so done put taken tried meant shown
+spelled alone apart both two back away ahead
+"""
+VAGUE = frozenset(VAGUE_WORDS.split())
+"""Words that do not describe the thing that they name."""
 
-BARE = VAGUE | frozenset(
-    ["because", "at", "through", "judged", "merged", "stated", "verified", "searched", "solved", "observed", "copied", "handed", "lightened", "measured", "halved", "looked", "proved", "balanced", "corrected", "taught", "dealt", "likewise", "around", "within", "without", "about", "above", "below", "before", "after", "between", "beneath", "under", "over", "upon", "listed", "timed", "spent", "skipped", "named", "written", "drawn", "read_back"]
-)
-"""Participles, prepositions and adverbs that are no name of a function by themselves."""
+BARE_WORDS = """
+because at through judged merged stated verified searched solved observed copied handed lightened measured
+halved looked proved balanced corrected taught dealt likewise around within without about above below before
+after between beneath under over upon listed timed spent skipped named written drawn
+"""
+BARE = VAGUE | frozenset(BARE_WORDS.split())
+"""Participles, prepositions and adverbs that are not names of functions by themselves."""
 
 QUESTION = re.compile(r"^(what|whether|where|which|why|how)\b", re.IGNORECASE)
 
@@ -45,8 +51,7 @@ MARKERS = tuple(
         r"\bwhichever\b",
         r"\bof (its|their) own accord\b",
         r"\b(one|ones) (that|which) (is|are) none\b",
-        r"\bthere (is|are) none\b",
-        r"\bis (no|none) (such|of)\b",
+        r"\b(is|are) none of\b",
         # Participles as nouns and verbs of speech for programs.
         r"\b(is|are|was|were|be|being) (told|said|asked|meant|taken for|held against|looked at|made of)\b",
         r"\b(tells|says|knows) (nothing|nobody|so|of what)\b",
@@ -86,7 +91,8 @@ LIMITS = {
     "repeated classes": 5.0,
     "repeated functions": 12.0,
     "marked document sentences": 2.0,
-    "marked messages": 2.0,
+    "marked messages": 1.0,
+    "marked docstrings": 1.0,
     "packages": 18,
     "modules": 210,
     "lines": 50_000,
@@ -169,6 +175,8 @@ def _measure_prose(tree: ast.Module, path: Path, measures: dict[str, Measure]) -
         docstrings.add(id(node.body[0].value))  # type: ignore[attr-defined]  # a docstring is an expression
         place = f"{path}:{node.body[0].lineno}: {text.splitlines()[0]}"
         measures["question docstrings"].count(place, hit=bool(QUESTION.match(text)))
+        for sentence in sentences(text):
+            measures["marked docstrings"].count(f"{place}: {sentence}", hit=is_marked(sentence))
         for word in re.findall(r"[a-z']+", text.lower()):
             measures["what in docstrings"].count(place, hit=word == "what")
     for node in ast.walk(tree):

@@ -430,11 +430,11 @@ static PyObject *squares(PyObject *module, PyObject *arguments)
 }
 
 static PyMethodDef methods[] = {
-    {"fill", fill, METH_VARARGS, "fill(values, shift, table): see graphquant.sketch.kernel.in_numpy."},
+    {"fill", fill, METH_VARARGS, "fill(values, shift, table): see count_values_numpy in histogram_kernel."},
     {"fill_all", fill_all, METH_O, "fill_all([(values, shift, table), ...]): the results of `fill` for each."},
     {"squared_errors", squared_errors, METH_VARARGS,
-     "squared_errors(pieces, candidates, errors): see graphquant.sketch.distribution."},
-    {"squares", squares, METH_VARARGS, "squares(expected, found): see graphquant.sketch.kernel.squares_in_numpy."},
+     "squared_errors(pieces, candidates, errors): see graphquant.observers.distribution."},
+    {"squares", squares, METH_VARARGS, "squares(expected, actual): see sum_squares_numpy in histogram_kernel."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -289,7 +289,7 @@ class SketchAccumulator:
 
         Args:
             axis: The axis whose channels have separate limits; None for the whole tensor.
-            bits: Mantissa bits of the histogram, one of `BITS`; there is none per channel.
+            bits: Mantissa bits of the histogram, one of `HISTOGRAM_BITS`. There is no histogram per channel.
         """
         self._axis = axis
         self._histogram = HistogramBuilder(bits) if bits and axis is None else None
@@ -459,7 +459,7 @@ def sketch_values(values: Array, axis: int | None = None, *, bits: int = 0) -> S
     Args:
         values: The array.
         axis: The axis whose channels have separate limits; None for the whole array.
-        bits: Mantissa bits of the histogram, one of `BITS`; there is none per channel.
+        bits: Mantissa bits of the histogram, one of `HISTOGRAM_BITS`. There is no histogram per channel.
 
     Raises:
         DataError: The array has no such axis.
