@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,47 +13,40 @@ from typing import TYPE_CHECKING, Any
 from graphquant import __version__, formats
 from graphquant.analysis.validation import Bounds, validate_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
-from graphquant.api.latency import LatencyTimer
 from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_and_plan
 from graphquant.api.result import Result
-from graphquant.api.search import attach_sensitivity, search_plan
-from graphquant.api.size_budget import fit_size_budget, minimize_size
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats, sites_needing_data
 from graphquant.calibration.holdout import CalibrationData, open_required_labels
 from graphquant.errors import NeedsDataError, UsageError
-from graphquant.optimize.algorithms import run_postcalibration_algorithms, run_precalibration_algorithms
+from graphquant.optimize import (
+    Objective,
+    attach_sensitivity,
+    build_model,
+    run_precalibration_algorithms,
+    search,
+)
 from graphquant.quantize import (
     Plan,
     RangeTransfer,
-    Skip,
     explain_scale,
     format_step_counts,
     plan_to_json,
     read_name_map,
-    solve_scales,
     transfer_ranges,
 )
-from graphquant.quantize.rewrite import rewrite
 from graphquant.utils.options import InsertOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphquant.analysis.validation import Validation
-    from graphquant.api.latency import LatencyResult
-    from graphquant.api.search import PlanSearchResult
-    from graphquant.api.size_budget import SizeBudgetResult
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.holdout import HoldOut
     from graphquant.ir import Model, TensorRef
-    from graphquant.numerics import DynamicQParams, QParams
-    from graphquant.optimize import AlgorithmResult, PreCalibrationState, WeightEdits
+    from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace
     from graphquant.quantize import Solution
-    from graphquant.quantize.rewrite import InsertedPair
     from graphquant.utils.progress import Progress
-
-INT32_BITS = 32
 
 
 @takes_options(InsertOptions)
@@ -93,45 +86,20 @@ def insert(
     plan, transfer = _apply_tflite_ranges(prepared, plan, settings)
     stats = None if settings.stats is None else resolve_stats(settings.stats)
     data = _open_data(prepared, plan, stats, settings)
-    timer = _make_latency_timer(source, data, settings)
-    bounds = _make_bounds(prepared, data, settings)
+    objective = _make_objective(prepared, data, settings)
     if data.spec is not None and stats is None and (sites_needing_data(plan) or (plan.algorithms and plan.sites)):
-        data.split(has_bounds=bool(bounds))
+        data.split(has_bounds=bool(objective.bounds))
     precalibration = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=stats is not None)
-    stats = _collect_stats(source, precalibration, data, stats, settings, bounds, transfer, progress)
-    outcome = _choose_plan(source, precalibration, data, stats, settings, bounds, timer, progress)
-    return _make_result(source, precalibration, data, stats, settings, bounds, transfer, outcome, progress)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltModel:
-    """The quantized model of one plan.
-
-    Attributes:
-        edits: The prepared model, its solved plan and the weight edits of optimization algorithms.
-        model: The quantized model.
-        insertions: The inserted Q/DQ pairs.
-        params: Scale and zero point by index of the site.
-        skips: Sites that the solver skipped, by index.
-    """
-
-    edits: WeightEdits
-    model: Model
-    insertions: list[InsertedPair]
-    params: dict[int, QParams | DynamicQParams]
-    skips: dict[int, Skip]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """The final plan with its model, and the results of the searches that chose it."""
-
-    plan: Plan
-    build: BuiltModel
-    size: SizeBudgetResult | None
-    latency: LatencyResult | None
-    search: PlanSearchResult | None
-    has_search: bool
+    stats = _collect_stats(source, precalibration, data, stats, settings, objective, transfer, progress)
+    build = partial(
+        build_model,
+        precalibration.model,
+        stats=stats,
+        calibration_data=data.calibration,
+        float_weights=settings.float_weights,
+    )
+    built, trace = search(source, precalibration.model, precalibration.plan, build, objective, data, progress)
+    return _make_result(source, precalibration, data, stats, settings, objective, transfer, built, trace, progress)
 
 
 def _apply_tflite_ranges(prepared: Model, plan: Plan, settings: InsertOptions) -> tuple[Plan, RangeTransfer | None]:
@@ -166,31 +134,29 @@ def _open_data(prepared: Model, plan: Plan, stats: Stats | None, settings: Inser
     )
 
 
-def _make_bounds(prepared: Model, data: CalibrationData, settings: InsertOptions) -> Bounds:
-    """Return the bounds. Missing labels are reported now, because a search would fail only after a long time."""
+def _make_objective(prepared: Model, data: CalibrationData, settings: InsertOptions) -> Objective:
+    """Return the cost to minimize and the bounds. Missing data is reported now, before calibration takes its time."""
     bounds = Bounds(
         min_sqnr=settings.min_sqnr,
         min_agreement=settings.min_agreement,
         max_accuracy_drop=settings.max_accuracy_drop,
     )
-    if data.spec is not None and settings.validate and bounds.max_accuracy_drop is not None:
-        inputs = formats.format_module(prepared.format).input_specs(prepared)
-        open_required_labels(data.batches, data.spec, inputs, settings.samples)
-    return bounds
-
-
-def _make_latency_timer(source: Model, data: CalibrationData, settings: InsertOptions) -> LatencyTimer | None:
-    """Return the timer of models if latency is the cost to minimize."""
-    if settings.optimize != "latency":
-        return None
-    if data.spec is None:
+    if settings.optimize == "latency" and data.spec is None:
         raise UsageError("Optimizing latency runs the model on samples. Pass data.")
-    if settings.size_budget is not None:
+    if settings.optimize == "latency" and settings.size_budget is not None:
         raise UsageError(
             "A size budget cannot be combined with optimizing latency: a small model may be slow, and float ops are"
             " often the fastest. Use one of them."
         )
-    return LatencyTimer.for_data(source, data.batches, as_tflite=settings.runtime == "tflite")
+    if data.spec is not None and settings.validate and bounds.max_accuracy_drop is not None:
+        inputs = formats.format_module(prepared.format).input_specs(prepared)
+        open_required_labels(data.batches, data.spec, inputs, settings.samples)
+    return Objective(
+        minimize=settings.optimize,
+        bounds=bounds,
+        size_budget=settings.size_budget,
+        as_tflite=settings.runtime == "tflite",
+    )
 
 
 def _collect_stats(
@@ -199,7 +165,7 @@ def _collect_stats(
     data: CalibrationData,
     stats: Stats | None,
     settings: InsertOptions,
-    bounds: Bounds,
+    objective: Objective,
     transfer: RangeTransfer | None,
     progress: Progress | None,
 ) -> Stats | None:
@@ -214,7 +180,7 @@ def _collect_stats(
         if tensor not in precalibration.rescaled_tensors
     }
     # A search tries other observers, which need histograms even if those of the rules do not.
-    full_histograms = bool(bounds) and stats is None
+    full_histograms = bool(objective.bounds) and stats is None
     targets = plan_targets(prepared, plan, full_histograms=full_histograms, overrides=fingerprints)
     if stats is not None:
         data.calibration = data.samples_of_stats() if plan.algorithms else None
@@ -232,117 +198,24 @@ def _collect_stats(
     )
 
 
-def _choose_plan(
-    source: Model,
-    precalibration: PreCalibrationState,
-    data: CalibrationData,
-    stats: Stats | None,
-    settings: InsertOptions,
-    bounds: Bounds,
-    timer: LatencyTimer | None,
-    progress: Progress | None,
-) -> _Outcome:
-    """Build the plan of the rules, or search for the plan that meets the bounds and budgets at the lowest cost."""
-    prepared, plan = precalibration.model, precalibration.plan
-
-    def build(candidate: Plan) -> BuiltModel:
-        return build_model(
-            prepared, candidate, stats=stats, calibration_data=data.calibration, float_weights=settings.float_weights
-        )
-
-    def make_model(candidate: Plan) -> tuple[Model, list[InsertedPair]]:
-        built = build(candidate)
-        return built.model, built.insertions
-
-    search_set = data.search_set(has_bounds=bool(bounds)) if bounds or settings.size_budget else None
-    size = _choose_weight_bits(source, precalibration, make_model, search_set, settings, bounds, progress)
-    plan = plan if size is None else size.plan
-    latency = None
-    if timer is not None:
-        latency = timer.find_fastest_plan(prepared, plan, make_model, progress)
-        plan = latency.plan
-    search = None
-    if search_set is not None and bounds and plan.sites:
-        search = search_plan(
-            prepared,
-            plan,
-            make_model,
-            partial(validate_model, source, holdout=search_set, bounds=bounds, progress=None, include_sites=False),
-            search_set,
-            bounds,
-            optimize=settings.optimize,
-            costs=None if latency is None else latency.float_costs or None,
-            fixed_uses=() if size is None else size.weights,
-            progress=progress,
-        )
-        plan = search.plan
-    built = build(plan)
-    if timer is not None and latency is not None:
-        latency = timer.confirm_gain(latency, plan, built.model)
-        if latency.plan is not plan:
-            plan, built = latency.plan, build(latency.plan)
-            # The sensitivities belong to the plan that was rejected; without insertions the whole search does.
-            search = replace(search, site_errors={}) if search is not None and built.insertions else None
-    return _Outcome(
-        plan=plan, build=built, size=size, latency=latency, search=search, has_search=search_set is not None
-    )
-
-
-def _choose_weight_bits(
-    source: Model,
-    precalibration: PreCalibrationState,
-    make_model: Any,
-    search_set: HoldOut | None,
-    settings: InsertOptions,
-    bounds: Bounds,
-    progress: Progress | None,
-) -> SizeBudgetResult | None:
-    """Choose bit widths for a size budget, or the smallest that meet the bounds; None if neither is requested."""
-    prepared, plan = precalibration.model, precalibration.plan
-    if settings.size_budget is not None:
-        return fit_size_budget(source, prepared, plan, make_model, search_set, settings.size_budget, progress)
-    if search_set is None or settings.optimize != "size" or not bounds:
-        return None
-    validate = partial(validate_model, source, holdout=search_set, bounds=bounds, progress=None, include_sites=False)
-    return minimize_size(source, prepared, plan, make_model, validate, search_set, bounds, progress)
-
-
-def build_model(
-    prepared: Model, plan: Plan, *, stats: Stats | None, calibration_data: Dataset | None, float_weights: bool
-) -> BuiltModel:
-    """Solve the scales of a plan, run its optimization algorithms, and rewrite the graph."""
-    sketches, unobservable = (stats.sketches, stats.unobservable) if stats else ({}, {})
-    solution = solve_scales(prepared, plan, sketches, unobservable)
-    edits = run_postcalibration_algorithms(prepared, solution, plan, calibration_data)
-    solved_plan, params, skips = edits.solution.plan, dict(edits.solution.params), dict(edits.solution.skips)
-    for index, site in enumerate(solved_plan.sites if float_weights else ()):
-        # A float weight is quantized at run time, and no op quantizes to int32.
-        if index in params and site.scheme.type.bits == INT32_BITS:
-            del params[index]
-            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
-    model, insertions = rewrite(
-        edits.model, solved_plan, params, float_weights=float_weights, integer_cache=edits.integer_cache
-    )
-    return BuiltModel(edits=edits, model=model, insertions=insertions, params=params, skips=skips)
-
-
 def _make_result(
     source: Model,
     precalibration: PreCalibrationState,
     data: CalibrationData,
     stats: Stats | None,
     settings: InsertOptions,
-    bounds: Bounds,
+    objective: Objective,
     transfer: RangeTransfer | None,
-    outcome: _Outcome,
+    built: BuiltModel,
+    trace: SearchTrace | None,
     progress: Progress | None,
 ) -> Result:
     """Validate the chosen model, record its provenance, and return the result."""
-    built, edits = outcome.build, outcome.build.edits
+    edits = built.edits
     solution, solved_plan = edits.solution, edits.solution.plan
     range_stats = stats if sites_needing_data(precalibration.plan) else None
     # The plan of the result applies to the prepared model, which has no rescaled channels.
-    plan = precalibration.plan_without_factors(outcome.plan)
+    plan = precalibration.plan_without_factors(precalibration.plan if trace is None else trace.plan)
     algorithm_results = (*precalibration.results, *edits.results)
     built.model.provenance = _provenance_record(
         source, plan, range_stats, algorithm_results, precalibration.rescaled_tensors
@@ -350,9 +223,9 @@ def _make_result(
     built.model.original_model = None if any(pair.folded for pair in built.insertions) else source
     validation = None
     if built.insertions:
-        holdout = data.validation_set(has_search=outcome.has_search)
+        holdout = data.validation_set(has_search=objective.uses_search_set)
         if holdout is not None:
-            validation = _validate(source, built, holdout, bounds, outcome.search, progress)
+            validation = _validate(source, built, holdout, objective.bounds, trace, progress)
     return Result(
         model=built.model if built.insertions else source,
         source=source,
@@ -371,9 +244,7 @@ def _make_result(
         stats_path=Path(settings.stats) if range_stats and isinstance(settings.stats, str | Path) else None,
         tflite_ranges=transfer,
         algorithm_results=algorithm_results,
-        search=outcome.search,
-        latency=outcome.latency,
-        size_budget=outcome.size,
+        search=trace,
         validation=validation,
     )
 
@@ -383,12 +254,12 @@ def _validate(
     built: BuiltModel,
     holdout: HoldOut,
     bounds: Bounds,
-    search: PlanSearchResult | None,
+    trace: SearchTrace | None,
     progress: Progress | None,
 ) -> Validation:
     """Validate the quantized model, with the sensitivities that a search measured."""
     validation = validate_model(source, built.model, holdout, bounds, progress)
-    return validation if search is None else attach_sensitivity(validation, search, built.model, built.insertions)
+    return validation if trace is None else attach_sensitivity(validation, trace, built.model, built.insertions)
 
 
 def _notes_by_tensor(solution: Solution) -> dict[TensorRef, str]:
@@ -433,8 +304,8 @@ def _needs_data_message(model: Model, unranged_sites: Sequence[Any], transfer: R
     if transfer is not None:
         return (
             f"{transfer.path or 'The TFLite model'} has ranges for {len(transfer.transferred)} tensors of the plan,"
-            f" but not for {count} activations; the first is {first}. Pass calibration data for them, or map their names with"
-            " --ranges-map."
+            f" but not for {count} activations; the first is {first}. Pass calibration data for them, or map their"
+            " names with --ranges-map."
         )
     suggestions = [("data", "calibration.npz"), ("rules", "fixed_point"), ("rules", "weight_only")]
     if model.live_object:

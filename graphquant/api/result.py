@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 
     from graphquant.analysis.range_report import Loss
     from graphquant.analysis.validation import Validation
-    from graphquant.api.latency import LatencyResult
-    from graphquant.api.search import PlanSearchResult
-    from graphquant.api.size_budget import SizeBudgetResult
     from graphquant.calibration import Stats
     from graphquant.ir import Model, TensorRef
-    from graphquant.optimize import AlgorithmResult
+    from graphquant.optimize import AlgorithmResult, SearchTrace
     from graphquant.quantize import Conflict, Plan, RangeTransfer, ScaleChange, Skip
     from graphquant.quantize.rewrite import InsertedPair
 
@@ -44,9 +41,7 @@ class Result(HtmlRepresentation):
         stats_path: The statistics file, or None if they were collected by this call.
         tflite_ranges: Use of a TFLite file's scales, or None without a file.
         algorithm_results: Changes by optimization algorithms, and ops that they skipped, with the reason.
-        search: Result of the search for a plan that meets the bounds, or None without bounds.
-        latency: Measured latencies, or None unless latency was optimized.
-        size_budget: Chosen bit widths, or None without a size budget.
+        search: Result of the search, or None without bounds, a size budget or optimized latency.
         validation: Errors of the quantized model on the hold-out, or None without data.
     """
 
@@ -64,9 +59,7 @@ class Result(HtmlRepresentation):
     tflite_ranges: RangeTransfer | None = None
     algorithm_results: tuple[AlgorithmResult, ...] = ()
     validation: Validation | None = None
-    search: PlanSearchResult | None = None
-    latency: LatencyResult | None = None
-    size_budget: SizeBudgetResult | None = None
+    search: SearchTrace | None = None
 
     @property
     def calibration_samples(self) -> int:

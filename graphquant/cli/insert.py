@@ -148,6 +148,6 @@ def _exit_with_result(result: Result, written_note: str, *, strict: bool) -> Non
     validation = result.validation or (search.search_validation if search is not None else None)
     if validation is not None and validation.failures and (strict or validation.bounds):
         raise FindingsError(f"The validation failed: {'; '.join(validation.failures)}. {written_note}")
-    if search is not None and not (search.bounds_met if strict else search.search_validation.confirmed):
-        message = "; ".join(search.search_validation.failures or search.search_validation.caveats)
+    if search is not None and not (search.bounds_met if strict else search.confirmed):
+        message = "; ".join(search.failures or search.caveats)
         raise FindingsError(f"The search did not confirm the bounds: {message}. {written_note}")

@@ -1,13 +1,13 @@
-"""Optimization algorithms that reduce the rounding error, and the search for the cheapest plan."""
+"""Optimization algorithms that reduce the rounding error, and the search for the plan of the lowest cost."""
 
-from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits
+from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, PreCalibrationState, WeightEdits
 from graphquant.optimize.algorithms import (
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
-    WEIGHT_CLIPPING,
-    PreCalibrationState,
-    run_post_calibration,
-    run_pre_calibration,
+    BuiltModel,
+    build_model,
+    choose_algorithms,
+    run_precalibration_algorithms,
 )
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
@@ -21,38 +21,40 @@ from graphquant.optimize.candidates import (
     make_candidate_plans,
     make_scale_groups,
 )
-from graphquant.optimize.latency import (
-    FusionMap,
-    LatencyProfile,
-    TimeRatio,
-    make_latency_groups,
-    measure_time_ratio,
-    minimize_latency,
-)
-from graphquant.optimize.search import PlanQuality, SelectionResult, allocate_weight_bits, search_cheapest_plan
+from graphquant.optimize.latency import FusionMap, LatencyProfile, make_latency_groups, minimize_latency
+from graphquant.optimize.search import Objective, SearchTrace, attach_sensitivity, search
+from graphquant.optimize.selection import PlanQuality, SelectionResult, allocate_weight_bits, search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity, measure_sensitivity
+from graphquant.optimize.timing import TimeRatio, measure_time_ratio
+from graphquant.optimize.weight_clipping import WEIGHT_CLIPPING
 
 __all__ = [
-    "AlgorithmData",
-    "AlgorithmResult",
-    "Candidate",
     "FLOAT_CANDIDATE",
-    "FusionMap",
-    "LatencyProfile",
     "POST_CALIBRATION_ALGORITHMS",
     "PRE_CALIBRATION_ALGORITHMS",
+    "RULE_CANDIDATE",
+    "WEIGHT_CLIPPING",
+    "WIDE_ACTIVATION_BITS",
+    "AlgorithmData",
+    "AlgorithmResult",
+    "BuiltModel",
+    "Candidate",
+    "FusionMap",
+    "LatencyProfile",
+    "Objective",
     "PlanQuality",
     "PreCalibrationState",
-    "RULE_CANDIDATE",
     "ScaleGroup",
+    "SearchTrace",
     "SelectionResult",
     "Sensitivity",
     "TimeRatio",
-    "WEIGHT_CLIPPING",
-    "WIDE_ACTIVATION_BITS",
     "WeightEdits",
     "allocate_weight_bits",
+    "attach_sensitivity",
+    "build_model",
     "byte_costs",
+    "choose_algorithms",
     "group_shared_scales",
     "mac_costs",
     "make_candidate_plans",
@@ -61,7 +63,7 @@ __all__ = [
     "measure_sensitivity",
     "measure_time_ratio",
     "minimize_latency",
-    "run_post_calibration",
-    "run_pre_calibration",
+    "run_precalibration_algorithms",
+    "search",
     "search_cheapest_plan",
 ]

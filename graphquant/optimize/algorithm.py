@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from graphquant.formats import Feeds, Runner
-    from graphquant.ir import Model, Use
+    from graphquant.ir import Model, TensorRef, Use
     from graphquant.numerics import Array
-    from graphquant.quantize import Solution
+    from graphquant.quantize import Plan, Solution
     from graphquant.quantize.rewrite import IntegerCache
 
 
@@ -36,6 +36,16 @@ class AlgorithmResult:
     target: str
     detail: str
     applied: bool = True
+
+
+def skipped_target(algorithm: str, target: str, reason: str) -> AlgorithmResult:
+    """Return the result of an algorithm that does not change `target`."""
+    return AlgorithmResult(algorithm=algorithm, target=target, detail=reason, applied=False)
+
+
+def skipped_algorithm(name: str, reason: str) -> AlgorithmResult:
+    """Return the result of an algorithm that does not run, or whose changes are undone."""
+    return skipped_target(name, "model", f"skipped: {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +94,47 @@ class WeightEdits:
             UsageError: The plan does not fit the model.
         """
         return rewrite(self.model, self.solution.plan, self.solution.params, integer_cache=self.integer_cache)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreCalibrationState:
+    """Prepared model and plan before calibration, with the changes so far.
+
+    Attributes:
+        model: The model with changed weights.
+        plan: Its plan.
+        rescaled_tensors: Tensors with scaled channels, and the constants that changed with them.
+        factor_products: Inserted products, each with the tensor it multiplies.
+        results: Results so far.
+    """
+
+    model: Model
+    plan: Plan
+    rescaled_tensors: frozenset[TensorRef] = frozenset()
+    factor_products: Mapping[TensorRef, TensorRef] = field(default_factory=dict)
+    results: tuple[AlgorithmResult, ...] = ()
+
+    def with_results(self, results: tuple[AlgorithmResult, ...]) -> PreCalibrationState:
+        """Return a copy with further results."""
+        return replace(self, results=results)
+
+    def plan_without_factors(self, plan: Plan) -> Plan:
+        """Convert `plan` to a plan for the model without inserted products."""
+        sites = (replace(site, tensor=self.factor_products.get(site.tensor, site.tensor)) for site in plan.sites)
+        return replace(plan, sites=tuple(sites)) if self.factor_products else plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreCalibrationAlgorithm:
+    """Optimization algorithm that runs before calibration.
+
+    Attributes:
+        purpose: Benefit, for reports.
+        apply: Apply the algorithm to a model and its plan; samples may be None.
+    """
+
+    purpose: str
+    apply: Callable[[PreCalibrationState, AlgorithmData | None], PreCalibrationState]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +223,8 @@ def apply_validated(
     """
     count = len(samples.validation_feeds)
     if count < MIN_VALIDATION_SAMPLES:
-        too_few = f"there are {count} samples to check it with, and {MIN_VALIDATION_SAMPLES} are the least"
-        return state.with_results((*state.results, *(rejected_algorithm(name, too_few) for name, *_ in algorithms)))
+        too_few = f"there are {count} validation samples, and it needs at least {MIN_VALIDATION_SAMPLES}"
+        return state.with_results((*state.results, *(skipped_algorithm(name, too_few) for name, *_ in algorithms)))
     float_outputs: SampleOutputs = []
     errors_before = None
     for name, apply, min_standard_errors in algorithms:
@@ -189,16 +240,11 @@ def apply_validated(
         errors_after = measure_output_errors(solve_state(candidate), float_outputs, samples)
         reason = rejection_reason(errors_before, errors_after, min_standard_errors)
         if reason:
-            detail = f"{reason}, measured on {count} samples that it was not made by"
-            state = state.with_results((*state.results, rejected_algorithm(name, detail)))
+            detail = f"{reason}, measured on {count} validation samples"
+            state = state.with_results((*state.results, skipped_algorithm(name, detail)))
         else:
             state, errors_before = candidate, errors_after
     return state
-
-
-def rejected_algorithm(name: str, reason: str) -> AlgorithmResult:
-    """Return the result of a rejected algorithm."""
-    return AlgorithmResult(algorithm=name, target="model", detail=f"left out: {reason}", applied=False)
 
 
 def run_float_model(edits: WeightEdits, samples: AlgorithmData) -> SampleOutputs:
@@ -247,7 +293,7 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     mean_gain = gains.mean(0)
     total_gain = _error_reduction_db(before.sum(0), after.sum(0))
     if np.any(total_gain < -MAX_LOSS_DB) or np.any(mean_gain < -MAX_LOSS_STANDARD_ERRORS * standard_error):
-        return f"an output is off by {10 ** (max(-total_gain.min(), 0) / 20):.2f} times as much"
+        return f"the error of an output grows by a factor of {10 ** (max(-total_gain.min(), 0) / 20):.2f}"
     outlier_count = max(min(MAX_OUTLIERS, len(gains) // 4), 1)
     typical_samples = np.argsort(before - after, axis=0)[:-outlier_count]
     typical_gain = _error_reduction_db(
@@ -258,7 +304,9 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     )
     if np.any(typical_gain < 0):
         factor = 10 ** (-typical_gain.min() / 20)
-        return f"without the {outlier_count} samples that gain most an output is off by {factor:.2f} times as much"
+        return (
+            f"without the {outlier_count} samples of most gain, an output's error grows by a factor of {factor:.2f}"
+        )
     if not np.any(mean_gain > min_standard_errors * standard_error):
         return f"no output gains more than chance explains ({total_gain.max(initial=0):.1f} dB)"
     best_gain = total_gain.max(initial=0)

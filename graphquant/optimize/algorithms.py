@@ -1,259 +1,186 @@
-"""The optimization algorithms by name, before and after calibration.
+"""The optimization algorithms by name, their samples, and the quantized model of a plan with its algorithms.
 
-Before calibration, cross-layer equalization and SmoothQuant scale channels, and weight clipping narrows weight ranges.
-All factors are powers of two, which change only the exponents of floats. The function stays equal to the bit.
+Before calibration, cross-layer equalization and SmoothQuant scale channels by powers of two, which change only the
+exponents of floats, so that the function stays equal to the bit. Weight clipping narrows weight ranges. After
+calibration, GPTQ and AdaRound choose how weights are rounded, and bias correction shifts biases. Half of the samples
+fit the algorithms, and the other half accepts or rejects each of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from graphquant.ir import check_invariants, paused_gc
-from graphquant.numerics import IntType
-from graphquant.optimize import bias_correction, cross_layer_equalization, smoothquant, weight_rounding
+from graphquant import formats
+from graphquant.calibration import estimate_footprint
+from graphquant.errors import ModelError, UsageError, did_you_mean
+from graphquant.ir import check_invariants
+from graphquant.optimize.adaround import ADAROUND, apply_adaround
 from graphquant.optimize.algorithm import (
     MIN_GAIN_STANDARD_ERRORS,
     MIN_TARGETED_GAIN_STANDARD_ERRORS,
-    AlgorithmResult,
+    AlgorithmData,
     PostCalibrationAlgorithm,
+    PreCalibrationAlgorithm,
+    PreCalibrationState,
     WeightEdits,
     apply_validated,
+    skipped_algorithm,
 )
-from graphquant.optimize.channel_groups import insert_factor_op, nearest_powers_of_two, rescale_group
-from graphquant.optimize.channel_statistics import (
-    NOT_OBSERVED,
-    collect_static_statistics,
-    observe_channels,
-    sketch_sample_ranges,
-)
-from graphquant.quantize import solve_scales
-from graphquant.quantize.rewrite import IntegerCache
-from graphquant.rules import ObserverConfig
+from graphquant.optimize.bias_correction import BIAS_CORRECTION, apply_bias_correction
+from graphquant.optimize.channel_statistics import sketch_sample_ranges
+from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATION, apply_cross_layer_equalization
+from graphquant.optimize.gptq import GPTQ, apply_gptq
+from graphquant.optimize.smoothquant import SMOOTHQUANT, apply_smoothquant
+from graphquant.optimize.weight_clipping import WEIGHT_CLIPPING, apply_weight_clipping
+from graphquant.quantize import Skip, solve_scales
+from graphquant.quantize.rewrite import IntegerCache, rewrite
+from graphquant.rules import ALGORITHM_NAMES, NEGATION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from graphquant.ir import Model, TensorRef
-    from graphquant.numerics import Array
-    from graphquant.optimize.algorithm import AlgorithmData
-    from graphquant.quantize import Plan, Site, Solution
-
-
-# Weight clipping replaces the largest absolute value by the range of least squared error.
-#
-# Source: Banner et al. 2018, "Post Training 4-bit Quantization of Convolutional Networks for Rapid-Deployment", section
-# 3. The observer "mse" searches the range on the weight itself, so no distribution is assumed.
-
-WEIGHT_CLIPPING: Final = "weight-clipping"
-
-UNCLIPPED_OBSERVERS: Final = frozenset({"absmax", "minmax"})
-"""Observers that clip nothing."""
-
-MAX_CLIPPED_BITS: Final = 8
-
-
-def clip_weights_in_plan(plan: Plan) -> tuple[Plan, list[AlgorithmResult]]:
-    """Give clipped ranges to low-bit weights that have no explicit range. The float function does not change."""
-    sites, results = [], []
-    for site in plan.sites:
-        should_clip = _should_clip_weight(site)
-        sites.append(
-            replace(site, scheme=replace(site.scheme, observe=ObserverConfig(name="mse"))) if should_clip else site
-        )
-        if should_clip:
-            results.append(
-                AlgorithmResult(
-                    algorithm=WEIGHT_CLIPPING, target=str(site.tensor), detail="its range has the least squared error"
-                )
-            )
-    return replace(plan, sites=tuple(sites)), results
-
-
-def _should_clip_weight(site: Site) -> bool:
-    dtype = site.scheme.type
-    has_explicit_range = site.range is not None or site.scale is not None or site.clone_of is not None
-    has_few_bits = isinstance(dtype, IntType) and dtype.bits <= MAX_CLIPPED_BITS
-    return (
-        site.parameter and has_few_bits and not has_explicit_range and site.scheme.observe.name in UNCLIPPED_OBSERVERS
-    )
-
-
-INEXACT_SCALING: Final = "its values are so large or small that scaling them would not be exact"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreCalibrationState:
-    """Prepared model and plan before calibration, with the changes so far.
-
-    Attributes:
-        model: The model with changed weights.
-        plan: Its plan.
-        rescaled_tensors: Tensors with scaled channels, and the constants that changed with them.
-        factor_products: Inserted products, each with the tensor it multiplies.
-        results: Results so far.
-    """
-
-    model: Model
-    plan: Plan
-    rescaled_tensors: frozenset[TensorRef] = frozenset()
-    factor_products: Mapping[TensorRef, TensorRef] = field(default_factory=dict)
-    results: tuple[AlgorithmResult, ...] = ()
-
-    def with_results(self, results: tuple[AlgorithmResult, ...]) -> PreCalibrationState:
-        """Return a copy with further results."""
-        return replace(self, results=results)
-
-    def plan_without_factors(self, plan: Plan) -> Plan:
-        """Convert `plan` to a plan for the model without inserted products."""
-        sites = (replace(site, tensor=self.factor_products.get(site.tensor, site.tensor)) for site in plan.sites)
-        return replace(plan, sites=tuple(sites)) if self.factor_products else plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreCalibrationAlgorithm:
-    """Optimization algorithm that runs before calibration.
-
-    Attributes:
-        purpose: Benefit, for reports.
-        apply: Apply the algorithm to a model and its plan; samples may be None.
-    """
-
-    purpose: str
-    apply: Callable[[PreCalibrationState, AlgorithmData | None], PreCalibrationState]
-
-
-@paused_gc()
-def apply_cross_layer_equalization(state: PreCalibrationState, _: AlgorithmData | None) -> PreCalibrationState:
-    """Scale channels so that adjacent weights have similar ranges per channel."""
-    statistics = collect_static_statistics(state.model, state.plan)
-    results, chosen = [], []
-    for number, group in enumerate(statistics.groups):
-        reason = statistics.find_obstacle(group)
-        producing_weights = [
-            weight
-            for weight in statistics.weights[number]
-            if not weight.constant.reads_group and weight.integer_steps is not None
-        ]
-        if not reason and not any(weight.axis is None for weight in producing_weights):
-            reason = cross_layer_equalization.HAS_CHANNEL_SCALES
-        if reason:
-            results.append(_skipped_group(cross_layer_equalization.CROSS_LAYER_EQUALIZATION, group.name, reason))
-        else:
-            chosen.append(number)
-    factors = cross_layer_equalization.equalization_factors(
-        [statistics.groups[number] for number in chosen],
-        {position: statistics.weights[number] for position, number in enumerate(chosen)},
-    )
-    edited_model = state.model.copy()
-    rescaled = set(state.rescaled_tensors)
-    for position, number in enumerate(chosen):
-        group, divisors = statistics.groups[number], nearest_powers_of_two(factors[position])
-        if np.all(divisors == 1):
-            results.append(
-                _skipped_group(
-                    cross_layer_equalization.CROSS_LAYER_EQUALIZATION,
-                    group.name,
-                    cross_layer_equalization.ALREADY_EQUALIZED,
-                )
-            )
-        elif not rescale_group(edited_model, group, divisors):
-            results.append(
-                _skipped_group(cross_layer_equalization.CROSS_LAYER_EQUALIZATION, group.name, INEXACT_SCALING)
-            )
-        else:
-            results.append(_scaled_group(cross_layer_equalization.CROSS_LAYER_EQUALIZATION, group.name, divisors))
-            rescaled.update((*group.tensors, *(constant.tensor for constant in group.constants)))
-    return replace(state, model=edited_model, rescaled_tensors=frozenset(rescaled), results=(*state.results, *results))
-
-
-@paused_gc()
-def apply_smoothquant(state: PreCalibrationState, samples: AlgorithmData | None) -> PreCalibrationState:
-    """Scale channels so that activations use their common range evenly."""
-    if samples is None:
-        return replace(
-            state, results=(*state.results, _skipped_group(smoothquant.SMOOTHQUANT, "model", "left out: it needs data"))
-        )
-    statistics = collect_static_statistics(state.model, state.plan)
-    scalable = {number: smoothquant.scalable_groups(statistics, number) for number in range(len(statistics.groups))}
-    observe_channels(statistics, [subgroup for subgroups in scalable.values() for subgroup in subgroups], samples)
-    edited_model, plan, rescaled, results = state.model.copy(), state.plan, set(state.rescaled_tensors), []
-    factor_products = dict(state.factor_products)
-    for number, group in enumerate(statistics.groups):
-        reason = statistics.find_obstacle(group)
-        if not scalable[number]:
-            results.append(_skipped_group(smoothquant.SMOOTHQUANT, group.name, reason))
-        for subgroup in scalable[number]:
-            min_gain = smoothquant.MIN_GAIN_WITH_FACTOR_OP_DB if reason else smoothquant.MIN_GAIN_DB
-            costs = statistics.rounding_costs(number, subgroup)
-            scaling = None if costs is None or not costs.step_counts else smoothquant.find_best_scaling(costs)
-            if scaling is None:
-                results.append(
-                    _skipped_group(
-                        smoothquant.SMOOTHQUANT,
-                        subgroup.name,
-                        NOT_OBSERVED if costs is None else smoothquant.NO_TENSOR_SCALE,
-                    )
-                )
-            elif scaling.gain < min_gain:
-                results.append(
-                    _skipped_group(
-                        smoothquant.SMOOTHQUANT, subgroup.name, smoothquant.SMALL_GAIN.format(f"{min_gain:.0f}")
-                    )
-                )
-            elif not rescale_group(edited_model, subgroup, scaling.divisors):
-                results.append(_skipped_group(smoothquant.SMOOTHQUANT, subgroup.name, INEXACT_SCALING))
-            else:
-                detail = f"strength {scaling.strength:.1f}, errors predicted to fall by {scaling.gain:.1f} dB"
-                if reason:
-                    plan, product = insert_factor_op(edited_model, plan, subgroup, scaling.divisors)
-                    factor_products[product] = subgroup.start
-                    detail += ", by a product of its own"
-                else:
-                    rescaled.update(subgroup.tensors)
-                rescaled.update(constant.tensor for constant in subgroup.constants)
-                results.append(_scaled_group(smoothquant.SMOOTHQUANT, subgroup.name, scaling.divisors, detail))
-    return PreCalibrationState(
-        model=edited_model,
-        plan=plan,
-        rescaled_tensors=frozenset(rescaled),
-        factor_products=factor_products,
-        results=(*state.results, *results),
-    )
-
-
-@paused_gc()
-def apply_weight_clipping(state: PreCalibrationState, _: AlgorithmData | None) -> PreCalibrationState:
-    """Give low-bit weights the range of least squared error."""
-    plan, results = clip_weights_in_plan(state.plan)
-    return replace(state, plan=plan, results=(*state.results, *results))
-
+    from graphquant.calibration import Stats
+    from graphquant.calibration.data import Dataset
+    from graphquant.formats import Feeds, Runner
+    from graphquant.ir import Model
+    from graphquant.numerics import DynamicQParams, QParams
+    from graphquant.quantize import Plan, Solution
+    from graphquant.quantize.rewrite import InsertedPair
 
 PRE_CALIBRATION_ALGORITHMS: dict[str, PreCalibrationAlgorithm] = {
-    cross_layer_equalization.CROSS_LAYER_EQUALIZATION: PreCalibrationAlgorithm(
-        purpose="with one scale for all channels of a weight, channels of small weights are lost",
+    CROSS_LAYER_EQUALIZATION: PreCalibrationAlgorithm(
+        purpose="with one scale for all channels of a weight, channels with small weights lose precision",
         apply=apply_cross_layer_equalization,
     ),
-    smoothquant.SMOOTHQUANT: PreCalibrationAlgorithm(
-        purpose="a few large channels take the range from all others, and weights have room for them",
+    SMOOTHQUANT: PreCalibrationAlgorithm(
+        purpose="a few large channels of an activation widen the range of all others, and the weights can absorb them",
         apply=apply_smoothquant,
     ),
     WEIGHT_CLIPPING: PreCalibrationAlgorithm(
-        purpose="with few bits, steps for the largest weights are too wide for all others",
+        purpose="with few bits, a range up to the largest weight makes the steps of all others too wide",
         apply=apply_weight_clipping,
     ),
 }
 """Algorithms that run before calibration, in order."""
 
+POST_CALIBRATION_ALGORITHMS: dict[str, PostCalibrationAlgorithm] = {
+    GPTQ: PostCalibrationAlgorithm(
+        purpose="with few bits, other weights can compensate the rounding error of one weight",
+        apply=apply_gptq,
+        min_standard_errors=MIN_TARGETED_GAIN_STANDARD_ERRORS,
+    ),
+    ADAROUND: PostCalibrationAlgorithm(
+        purpose="with few bits, rounding each weight to nearest is not the best choice for all weights together",
+        apply=apply_adaround,
+        min_standard_errors=MIN_TARGETED_GAIN_STANDARD_ERRORS,
+    ),
+    BIAS_CORRECTION: PostCalibrationAlgorithm(
+        purpose="rounding shifts the mean of each output channel, and the bias can shift it back",
+        apply=apply_bias_correction,
+        min_standard_errors=MIN_GAIN_STANDARD_ERRORS,
+    ),
+}
+"""Algorithms that run after calibration, in order."""
 
-def run_pre_calibration(
+ALGORITHM_SAMPLES, MAX_ALGORITHM_SAMPLES = 32, 128
+"""Number of samples, and its maximum for small models, where more samples cost little."""
+
+MAX_WEIGHT_ELEMENTS = 1 << 28
+"""Maximum number of quantized weight elements. The algorithms hold a second copy of them: 1 GB."""
+
+MAX_ACTIVATION_ELEMENTS = 1 << 24
+"""Maximum number of activation elements over all samples if there are more than `ALGORITHM_SAMPLES`."""
+
+WEIGHTS_TOO_LARGE = "a second copy of the weights would need too much memory"
+
+SAMPLE_SPANS = 8
+"""Number of ranges of the data from which samples are taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModel:
+    """The quantized model of one plan.
+
+    Attributes:
+        edits: The prepared model, its solved plan and the weight edits of optimization algorithms.
+        model: The quantized model.
+        insertions: The inserted Q/DQ pairs.
+        params: Scale and zero point by index of the site.
+        skips: Sites that the solver skipped, by index.
+    """
+
+    edits: WeightEdits
+    model: Model
+    insertions: list[InsertedPair]
+    params: dict[int, QParams | DynamicQParams]
+    skips: dict[int, Skip]
+
+
+def build_model(
+    prepared: Model, plan: Plan, *, stats: Stats | None, calibration_data: Dataset | None, float_weights: bool
+) -> BuiltModel:
+    """Solve the scales of a plan, run its optimization algorithms, and rewrite the graph.
+
+    Raises:
+        DataError: A sample cannot be read.
+    """
+    sketches, unobservable = (stats.sketches, stats.unobservable) if stats else ({}, {})
+    solution = solve_scales(prepared, plan, sketches, unobservable)
+    edits = run_postcalibration_algorithms(prepared, solution, plan, calibration_data)
+    solved_plan, params, skips = edits.solution.plan, dict(edits.solution.params), dict(edits.solution.skips)
+    for index, site in enumerate(solved_plan.sites if float_weights else ()):
+        # A float weight is quantized at run time, and no op quantizes to int32.
+        if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # int32
+            del params[index]
+            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
+    model, insertions = rewrite(
+        edits.model, solved_plan, params, float_weights=float_weights, integer_cache=edits.integer_cache
+    )
+    return BuiltModel(edits=edits, model=model, insertions=insertions, params=params, skips=skips)
+
+
+def run_precalibration_algorithms(
+    prepared: Model, plan: Plan, calibration_data: Dataset | None, *, has_stats: bool
+) -> PreCalibrationState:
+    """Run the algorithms of a plan that change the model before calibration.
+
+    Args:
+        prepared: The prepared model. It is not modified.
+        plan: The plan.
+        calibration_data: The calibration samples, or None without data.
+        has_stats: True if statistics provide the ranges. They describe the unchanged model.
+
+    Raises:
+        DataError: A sample cannot be read.
+    """
+    algorithms = [name for name in plan.algorithms if name in PRE_CALIBRATION_ALGORITHMS]
+    unchanged = PreCalibrationState(model=prepared, plan=plan)
+    if not algorithms or not plan.sites:
+        return unchanged
+    reason = "the statistics describe the unchanged model" if has_stats else ""
+    if calibration_data is not None and calibration_data.random:
+        reason = "random data has no realistic ranges"
+    if _quantized_weight_elements(prepared, plan) > MAX_WEIGHT_ELEMENTS:
+        reason = WEIGHTS_TOO_LARGE
+    if reason:
+        # Weight clipping reads only weights, so it runs nevertheless.
+        skipped = tuple(skipped_algorithm(name, reason) for name in algorithms if name != WEIGHT_CLIPPING)
+        clipping = [name for name in algorithms if name == WEIGHT_CLIPPING]
+        state = apply_precalibration(prepared, plan, clipping, None)
+        return state.with_results((*skipped, *state.results))
+    samples = None if calibration_data is None else _algorithm_samples(prepared, plan, calibration_data)
+    try:
+        return apply_precalibration(prepared, plan, algorithms, samples)
+    except ModelError as error:
+        return unchanged.with_results(tuple(skipped_algorithm(name, str(error)) for name in algorithms))
+
+
+def apply_precalibration(
     model: Model, plan: Plan, requested: Sequence[str], samples: AlgorithmData | None
 ) -> PreCalibrationState:
-    """Run the requested algorithms that come before calibration.
-
-    An algorithm that does not bring the outputs closer to the float model on the validation samples is undone.
+    """Apply the requested algorithms, and undo each that brings no gain on the validation samples.
 
     Args:
         model: The prepared model. It is not modified.
@@ -265,80 +192,115 @@ def run_pre_calibration(
         ModelError: The model cannot be run.
     """
     state = PreCalibrationState(model=model, plan=plan)
-    ordered_names = [name for name in PRE_CALIBRATION_ALGORITHMS if name in requested]
+    ordered = [(name, entry.apply) for name, entry in PRE_CALIBRATION_ALGORITHMS.items() if name in requested]
     if samples is None:
-        for name in ordered_names:
-            state = PRE_CALIBRATION_ALGORITHMS[name].apply(state, None)
+        for name, apply in ordered:
+            state = apply(state, None)
             check_invariants(state.model, name)
         return state
 
     def solve_state(candidate: PreCalibrationState) -> WeightEdits:
         sketches = sketch_sample_ranges(candidate.model, candidate.plan, samples)
-        return WeightEdits(
-            prepared_model=candidate.model,
-            model=candidate.model,
-            solution=solve_scales(candidate.model, candidate.plan, sketches),
-        )
+        solution = solve_scales(candidate.model, candidate.plan, sketches)
+        return WeightEdits(prepared_model=candidate.model, model=candidate.model, solution=solution)
 
-    return apply_validated(
-        state,
-        [(name, PRE_CALIBRATION_ALGORITHMS[name].apply, MIN_GAIN_STANDARD_ERRORS) for name in ordered_names],
-        solve_state,
-        samples,
-    )
+    algorithms = [(name, apply, MIN_GAIN_STANDARD_ERRORS) for name, apply in ordered]
+    return apply_validated(state, algorithms, solve_state, samples)
 
 
-def _skipped_group(name: str, target: str, reason: str) -> AlgorithmResult:
-    return AlgorithmResult(algorithm=name, target=target, detail=reason, applied=False)
-
-
-def _scaled_group(name: str, target: str, divisors: Array, detail: str = "") -> AlgorithmResult:
-    return AlgorithmResult(
-        algorithm=name,
-        target=target,
-        detail=f"{np.count_nonzero(divisors != 1)} of {len(divisors)} channels scaled by"
-        f" 1/{divisors.max():g} to {1 / divisors.min():g}" + (f"; {detail}" if detail else ""),
-    )
-
-
-POST_CALIBRATION_ALGORITHMS: dict[str, PostCalibrationAlgorithm] = {
-    weight_rounding.GPTQ: PostCalibrationAlgorithm(
-        purpose="with few bits, what rounding one weight does wrong others can make up for",
-        apply=weight_rounding.apply_gptq,
-        min_standard_errors=MIN_TARGETED_GAIN_STANDARD_ERRORS,
-    ),
-    weight_rounding.ADAROUND: PostCalibrationAlgorithm(
-        purpose="with few bits, the nearest step of each weight is not the best of all together",
-        apply=weight_rounding.apply_adaround,
-        min_standard_errors=MIN_TARGETED_GAIN_STANDARD_ERRORS,
-    ),
-    bias_correction.BIAS_CORRECTION: PostCalibrationAlgorithm(
-        purpose="rounding moves the mean of what a convolution or product makes, and a bias can move it back",
-        apply=bias_correction.apply_bias_correction,
-        min_standard_errors=MIN_GAIN_STANDARD_ERRORS,
-    ),
-}
-"""Algorithms that run after calibration, in order."""
-
-
-def run_post_calibration(
-    model: Model, solution: Solution, requested: Sequence[str], samples: AlgorithmData
+def run_postcalibration_algorithms(
+    prepared: Model, solution: Solution, plan: Plan, calibration_data: Dataset | None
 ) -> WeightEdits:
-    """Run the requested algorithms that come after calibration; see `apply_validated`.
+    """Run the algorithms of a plan that change weights and biases once scales are known; see `apply_validated`.
 
     Args:
-        model: The prepared model. It is not modified.
+        prepared: The prepared model. It is not modified.
         solution: Scales and zero points of its plan.
-        requested: Names of algorithms.
-        samples: Samples to fit to and to validate with.
+        plan: The plan.
+        calibration_data: The calibration samples, or None without data.
 
     Raises:
-        ModelError: The model cannot be run.
+        DataError: A sample cannot be read.
     """
+    edits = WeightEdits(prepared_model=prepared, model=prepared, solution=solution)
     algorithms = [
-        (name, algorithm.apply, algorithm.min_standard_errors)
-        for name, algorithm in POST_CALIBRATION_ALGORITHMS.items()
-        if name in requested
+        (name, entry.apply, entry.min_standard_errors)
+        for name, entry in POST_CALIBRATION_ALGORITHMS.items()
+        if name in plan.algorithms
     ]
-    edits = WeightEdits(prepared_model=model, model=model, solution=solution, integer_cache=IntegerCache())
-    return apply_validated(edits, algorithms, lambda unchanged: unchanged, samples)
+    if not algorithms or not solution.params:
+        return edits
+    reason = ""
+    if calibration_data is None:
+        reason = "it needs samples, and statistics contain none"
+    elif calibration_data.random:
+        reason = "random data has no realistic means"
+    elif _quantized_weight_elements(prepared, plan) > MAX_WEIGHT_ELEMENTS:
+        reason = WEIGHTS_TOO_LARGE
+    else:
+        samples = _algorithm_samples(prepared, plan, calibration_data)
+        try:
+            cached_edits = replace(edits, integer_cache=IntegerCache())
+            return apply_validated(cached_edits, algorithms, lambda unchanged: unchanged, samples)
+        except ModelError as error:  # The validation of the result reports it too, unless only the algorithms cause it.
+            reason = str(error)
+    # The order of the plan, as the rules and the report list them.
+    names = [name for name in plan.algorithms if name not in PRE_CALIBRATION_ALGORITHMS]
+    return replace(edits, results=tuple(skipped_algorithm(name, reason) for name in names))
+
+
+def _algorithm_samples(prepared: Model, plan: Plan, calibration_data: Dataset) -> AlgorithmData:
+    """Choose samples, every second one to fit the algorithms and the others to validate them."""
+    create_runner = formats.format_module(prepared.format).create_runner
+    elements = estimate_footprint(prepared, batch_independent=False).elements_per_sample
+    if elements is None and calibration_data.count > ALGORITHM_SAMPLES:
+        first_feed = next(iter(calibration_data.feeds_between(0, 1)))
+        elements = _measure_activation_elements(create_runner(prepared), plan, first_feed)
+    count = ALGORITHM_SAMPLES
+    if elements is not None:
+        count = min(max(MAX_ACTIVATION_ELEMENTS // max(elements, 1), ALGORITHM_SAMPLES), MAX_ALGORITHM_SAMPLES)
+    feeds = list(_spread_samples(calibration_data, count))
+    return AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=create_runner)
+
+
+def _measure_activation_elements(runner: Runner, plan: Plan, feed: Feeds) -> int:
+    """Count the elements of the quantized activations in one run, for shapes that are unknown before it."""
+    tensors = list(dict.fromkeys(site.tensor for site in plan.sites if not site.parameter))
+    hidden = runner.unobservable(tensors)
+    return sum(runner.element_counts([tensor for tensor in tensors if tensor not in hidden], feed).values())
+
+
+def _quantized_weight_elements(prepared: Model, plan: Plan) -> int:
+    """Count the elements of the quantized weights with known shapes."""
+    shapes = (prepared.output(site.tensor).shape for site in plan.sites if site.parameter)
+    return sum(math.prod(dim or 1 for dim in shape) for shape in shapes if shape is not None)
+
+
+def _spread_samples(batches: Dataset, count: int) -> Iterator[Feeds]:
+    """Yield `count` samples from all over the data."""
+    if batches.count <= count:
+        yield from batches
+        return
+    span_count = count // SAMPLE_SPANS
+    for span in range(SAMPLE_SPANS):
+        start = span * (batches.count - span_count) // (SAMPLE_SPANS - 1)
+        yield from batches.feeds_between(start, start + span_count)
+
+
+def choose_algorithms(rule_algorithms: Sequence[str], requested: Sequence[str]) -> tuple[str, ...]:
+    """Return the algorithms of the rules with the changes that a caller requests, in the order in which they run.
+
+    Args:
+        rule_algorithms: Names in the rules.
+        requested: Names to add, or with a leading "not " to remove.
+
+    Raises:
+        UsageError: An algorithm does not exist.
+    """
+    for name in requested:
+        algorithm = name.removeprefix(NEGATION)
+        if algorithm not in ALGORITHM_NAMES:
+            hint = did_you_mean(algorithm, ALGORITHM_NAMES) or f" Use one of {', '.join(ALGORITHM_NAMES)}."
+            raise UsageError(f"The optimization algorithm {algorithm[:60]!r} does not exist.{hint}")
+    enabled = {*rule_algorithms, *(name for name in requested if not name.startswith(NEGATION))}
+    return tuple(name for name in ALGORITHM_NAMES if name in enabled and NEGATION + name not in requested)

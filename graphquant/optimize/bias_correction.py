@@ -22,6 +22,7 @@ from graphquant.numerics import SMALLEST_SCALE, QParams, broadcast_along_axis, q
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits
 from graphquant.optimize.weighted_ops import (
     ALGORITHM_RULE,
+    NOT_OBSERVED,
     ChannelMean,
     add_channel_mean,
     dependency_levels,
@@ -231,8 +232,6 @@ class BiasStore:
 
 
 BIAS_CORRECTION: Final = "bias-correction"
-
-NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
 
 MIN_BIAS_SAMPLES: Final = 2
 """Fewest samples for an estimate of the noise of a mean."""

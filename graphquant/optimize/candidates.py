@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.analysis.model_summary import DATA_MOVEMENT_KINDS
 from graphquant.calibration import sites_needing_data
-from graphquant.ir import Parameters, TensorRef, Use, channel_axis, merged_channel_shape
-from graphquant.ir import CONVOLUTION_KINDS
+from graphquant.ir import CONVOLUTION_KINDS, Parameters, TensorRef, Use, channel_axis, merged_channel_shape
 from graphquant.ir.macs import MAC_KINDS, count_macs
 from graphquant.numerics import IntType
 from graphquant.qdq import FAMILIES
@@ -212,7 +211,7 @@ class ScaleGroup:
 
     sites: tuple[int, ...]
     ops: frozenset[OpKey]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...] = ()
 
 
 def make_scale_groups(

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, qualified_op_name
+from graphquant.optimize.algorithm import AlgorithmResult
 from graphquant.optimize.channel_layout import (
     ChannelLayout,
     find_weight_channels,
     normalization_layout,
     propagate_layout,
 )
-from graphquant.optimize.weighted_ops import find_unshared_constant
+from graphquant.optimize.weighted_ops import ALGORITHM_RULE, find_unshared_constant
 from graphquant.qdq.family import add_constant
 
 if TYPE_CHECKING:
@@ -374,7 +375,7 @@ class _ChannelGroupFinder:
 MAX_FACTOR_EXPONENT: Final = 12
 """Largest exponent of a factor. Real factors stay below 2**8."""
 
-ALGORITHM_RULE: Final = "correction"
+INEXACT_SCALING: Final = "its values are so large or small that scaling them would not be exact"
 
 
 def nearest_powers_of_two(factors: Array) -> Array:
@@ -408,6 +409,13 @@ def rescale_group(model: Model, group: ChannelGroup, divisors: Array) -> bool:
         graph = model.graphs[tensor.graph]
         graph.replace_op(replace(graph.op(tensor.op), read_value=read_value))
     return True
+
+
+def scaled_group_result(algorithm: str, target: str, divisors: Array, detail: str = "") -> AlgorithmResult:
+    """Return the result of an algorithm that scaled the channels of a group."""
+    count, smallest, largest = np.count_nonzero(divisors != 1), 1 / divisors.max(), 1 / divisors.min()
+    text = f"{count} of {len(divisors)} channels scaled by {smallest:g} to {largest:g}"
+    return AlgorithmResult(algorithm=algorithm, target=target, detail=f"{text}; {detail}" if detail else text)
 
 
 def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: Array) -> tuple[Plan, TensorRef]:

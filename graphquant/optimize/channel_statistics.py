@@ -204,8 +204,6 @@ def quantization_step_count(site: Site) -> float | None:
 
 HAS_FIXED_RANGE: Final = "a tensor of it has a range that is given, not observed"
 
-NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
-
 MIN_FINE_BITS, FINE_MANTISSA_BITS, COARSE_MANTISSA_BITS = 8, 10, 7
 """Bit width above which histograms are fine, and mantissa bits of fine and coarse histograms."""
 

@@ -7,15 +7,27 @@ The rounds repeat over all channel groups until they converge, because a depthwi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from graphquant.ir import paused_gc
+from graphquant.optimize.algorithm import skipped_target
+from graphquant.optimize.channel_groups import (
+    INEXACT_SCALING,
+    nearest_powers_of_two,
+    rescale_group,
+    scaled_group_result,
+)
+from graphquant.optimize.channel_statistics import collect_static_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphquant.ir import TensorRef
     from graphquant.numerics import Array
+    from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
     from graphquant.optimize.channel_groups import ChannelGroup
     from graphquant.optimize.channel_statistics import GroupWeight
 
@@ -31,6 +43,48 @@ CONVERGED_CHANGE: Final = 0.01
 HAS_CHANNEL_SCALES: Final = "the weights that make it have a scale for each channel, which evens them out already"
 
 ALREADY_EQUALIZED: Final = "its weights are even already"
+
+
+@paused_gc()
+def apply_cross_layer_equalization(state: PreCalibrationState, _: AlgorithmData | None) -> PreCalibrationState:
+    """Scale channels so that adjacent weights have similar ranges per channel."""
+    statistics = collect_static_statistics(state.model, state.plan)
+    results, chosen = [], []
+    for number, group in enumerate(statistics.groups):
+        reason = statistics.find_obstacle(group)
+        producing_weights = [
+            weight
+            for weight in statistics.weights[number]
+            if not weight.constant.reads_group and weight.integer_steps is not None
+        ]
+        if not reason and not any(weight.axis is None for weight in producing_weights):
+            reason = HAS_CHANNEL_SCALES
+        if reason:
+            results.append(skipped_target(CROSS_LAYER_EQUALIZATION, group.name, reason))
+        else:
+            chosen.append(number)
+    factors = equalization_factors(
+        [statistics.groups[number] for number in chosen],
+        {position: statistics.weights[number] for position, number in enumerate(chosen)},
+    )
+    edited_model = state.model.copy()
+    rescaled = set(state.rescaled_tensors)
+    for position, number in enumerate(chosen):
+        group, divisors = statistics.groups[number], nearest_powers_of_two(factors[position])
+        if np.all(divisors == 1):
+            results.append(
+                skipped_target(
+                    CROSS_LAYER_EQUALIZATION,
+                    group.name,
+                    ALREADY_EQUALIZED,
+                )
+            )
+        elif not rescale_group(edited_model, group, divisors):
+            results.append(skipped_target(CROSS_LAYER_EQUALIZATION, group.name, INEXACT_SCALING))
+        else:
+            results.append(scaled_group_result(CROSS_LAYER_EQUALIZATION, group.name, divisors))
+            rescaled.update((*group.tensors, *(constant.tensor for constant in group.constants)))
+    return replace(state, model=edited_model, rescaled_tensors=frozenset(rescaled), results=(*state.results, *results))
 
 
 def equalization_factors(

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from graphquant.ir import Parameters, TensorRef, Use
+from graphquant import formats
+from graphquant.ir import Parameters, TensorRef, Use, follow_to_end
+from graphquant.optimize.candidate_errors import insertions_by_site
 from graphquant.optimize.candidates import (
     FUSED_OUTPUT_KINDS,
     MAX_HOPS,
     PASSTHROUGH_KINDS,
+    ScaleGroup,
     find_site_read,
     group_shared_scales,
+    mac_costs,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from graphquant.ir import Model
+    from graphquant.formats import Feeds
+    from graphquant.ir import Model, OpKey
+    from graphquant.optimize.algorithms import BuiltModel
+    from graphquant.optimize.timing import TimeRatio
     from graphquant.quantize import Plan
+    from graphquant.quantize.rewrite import InsertedPair
 
-    OpKey = tuple[str, str]
     FloatSites = tuple[int, ...]
-    TimedRun = Callable[[], object]
-    Clock = Callable[[], float]
 
 
 MAX_TIMED_PLANS = 16
@@ -39,19 +41,6 @@ MIN_TIME_SHARE = 0.002
 """Smallest share of a run's time that is worth a trial."""
 
 UNTIMED_KINDS = frozenset({"input", "constant", "variable", "read_variable"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyGroup:
-    """Sites that are quantized together.
-
-    Attributes:
-        sites: Indices of the sites in the plan.
-        ops: Ops that read or produce the sites.
-    """
-
-    sites: tuple[int, ...]
-    ops: frozenset[OpKey]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +61,8 @@ class LatencyProfile:
         return sum(self.op_seconds.values()) + sum(self.site_seconds.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FloatSitesResult:
-    """Result of the latency search.
+class FloatSitesResult(NamedTuple):
+    """Result of `minimize_latency`.
 
     Attributes:
         float_sites: Indices of the sites that stay float.
@@ -88,7 +76,7 @@ class FloatSitesResult:
 
 
 def minimize_latency(
-    groups: Sequence[LatencyGroup],
+    groups: Sequence[ScaleGroup],
     profile_plan: Callable[[FloatSites], LatencyProfile],
     compare_plans: Callable[[FloatSites, FloatSites], TimeRatio],
     progress: Callable[[int, int], None] | None = None,
@@ -112,17 +100,13 @@ class _LatencySearch:
 
     def __init__(
         self,
-        groups: Sequence[LatencyGroup],
+        groups: Sequence[ScaleGroup],
         profile_plan: Callable[[FloatSites], LatencyProfile],
         compare_plans: Callable[[FloatSites, FloatSites], TimeRatio],
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._groups, self._profile_plan, self._compare_plans, self._progress = (
-            groups,
-            profile_plan,
-            compare_plans,
-            progress,
-        )
+        self._groups, self._progress = groups, progress
+        self._profile_plan, self._compare_plans = profile_plan, compare_plans
         self._best: frozenset[int] = frozenset()
         self._rejected: set[frozenset[int]] = set()
         self._plans = 0
@@ -136,7 +120,7 @@ class _LatencySearch:
                 pass
         except KeyboardInterrupt:
             interrupted = True
-        return FloatSitesResult(float_sites=self._float_sites(self._best), plans=self._plans, interrupted=interrupted)
+        return FloatSitesResult(self._float_sites(self._best), self._plans, interrupted)
 
     def _try_step(self, float_profile: LatencyProfile) -> bool:
         """Try the groups that the profile of the best plan suggests, then halves of them. Return True if one helped."""
@@ -193,7 +177,7 @@ class _LatencySearch:
         return tuple(sorted(site for index in chosen for site in self._groups[index].sites))
 
 
-def make_latency_groups(model: Model, plan: Plan, site_indices: Collection[int]) -> list[LatencyGroup]:
+def make_latency_groups(model: Model, plan: Plan, site_indices: Collection[int]) -> list[ScaleGroup]:
     """Group the sites `site_indices` of a plan, in order.
 
     Args:
@@ -223,7 +207,7 @@ def make_latency_groups(model: Model, plan: Plan, site_indices: Collection[int])
         if model.graphs[op_key[0]].op(op_key[1]).kind in UNTIMED_KINDS
     }
     return [
-        LatencyGroup(sites=tuple(sites), ops=frozenset(op_key for index in sites for op_key in ops[index]) - idle)
+        ScaleGroup(sites=tuple(sites), ops=frozenset(op_key for index in sites for op_key in ops[index]) - idle)
         for sites in group_shared_scales(plan, site_indices)
     ]
 
@@ -237,14 +221,13 @@ class FusionMap:
 
     def fusion_target(self, op_key: OpKey) -> OpKey:
         """Op into which `op_key` is fused as a bias, clamp or passthrough; `op_key` itself if it is not fused."""
-        for _ in range(MAX_HOPS):
-            source = self._fused_source(op_key)
-            if source is None:
-                break
-            op_key = source.graph, source.op
-        return op_key
+        return follow_to_end(op_key, self._fused_source, MAX_HOPS)
 
-    def _fused_source(self, op_key: OpKey) -> TensorRef | None:
+    def _fused_source(self, op_key: OpKey) -> OpKey | None:
+        source = self._source_of_fused_input(op_key)
+        return None if source is None else (source.graph, source.op)
+
+    def _source_of_fused_input(self, op_key: OpKey) -> TensorRef | None:
         graph = self._model.graphs[op_key[0]]
         op = graph.op(op_key[1])
         if op.kind in FUSED_OUTPUT_KINDS:
@@ -256,101 +239,76 @@ class FusionMap:
         return None
 
 
-# Two models are timed in alternation, because the load of the machine then affects both.
-
-SLICE_SECONDS = 0.005
-"""Seconds of each slice, at least one run; the shortest block of the slice counts."""
-
-BLOCK_SECONDS = 0.0003
-"""Seconds of a block, at least one run. Reading the clock takes a fraction of a microsecond."""
-
-MIN_ROUNDS = 9
-"""Minimum number of rounds."""
-
-MAX_RATIO_WIDTH = 0.02
-"""Width of the confidence interval at which timing ends."""
-
-CONFIDENCE_DEVIATIONS = 1.96
-"""Standard deviations of the number of rounds below the true median, for 95% confidence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeRatio:
-    """Median ratio of two run times over all rounds, with a 95% confidence interval.
+class PlanProfiler:
+    """Profiles of plans by op and site of the prepared model.
 
     Attributes:
-        median: The ratio.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        first_seconds: Median seconds of one run of the first model.
-        second_seconds: Median seconds of one run of the second model.
+        quantized_sites: Indices of the sites that are quantized in the plan of the rules.
     """
 
-    median: float
-    low: float
-    high: float
-    first_seconds: float
-    second_seconds: float
+    def __init__(
+        self, prepared: Model, plan: Plan, build: Callable[[FloatSites], BuiltModel], feeds: Sequence[Feeds]
+    ) -> None:
+        """Profile the float model on `feeds`. `build` makes the model with some sites in float."""
+        self._prepared, self._plan, self._build, self._feeds = prepared, plan, build, feeds
+        self._fused = FusionMap(prepared)
+        self._module = formats.format_module(prepared.format)
+        self._profile_cache: dict[FloatSites, LatencyProfile] = {}
+        self._float_profile = self._module.profile_ops(prepared, feeds)
+        self.quantized_sites = sorted(insertions_by_site(plan, build(()).insertions))
 
+    @property
+    def available(self) -> bool:
+        """True if the runtime reports the time of ops."""
+        return self._float_profile is not None
 
-def measure_time_ratio(
-    first_run: TimedRun, second_run: TimedRun, *, seconds: float, clock: Clock = time.process_time
-) -> TimeRatio:
-    """Time two functions in alternating slices of a few runs; the order alternates too.
+    def profile(self, float_sites: FloatSites) -> LatencyProfile:
+        """Return the profile of the plan with these sites in float, measured once."""
+        if float_sites not in self._profile_cache:
+            self._profile_cache[float_sites] = self._measure(float_sites)
+        return self._profile_cache[float_sites]
 
-    The clock counts processor time, so other programs do not lengthen the runs of one thread. Other load of the machine
-    in a round affects both functions, so ratios are more reliable than times.
+    def float_costs(self) -> dict[OpKey, float]:
+        """Return the additional seconds of each weighted op in float, compared with integers."""
+        quantized, in_float = (self.profile(sites).op_seconds for sites in ((), tuple(self.quantized_sites)))
+        saved = {op: in_float.get(op, 0.0) - quantized.get(op, 0.0) for op in mac_costs(self._prepared, {})}
+        # An op that is faster in float still costs a little, so that the bounds are met with few float ops.
+        min_cost = 1e-3 * max([*saved.values(), 1e-6])
+        return {op: max(value, min_cost) for op, value in saved.items()}
 
-    Args:
-        first_run: Function to time.
-        second_run: Function to compare with.
-        seconds: Time limit, unless the ratio is known precisely before.
-        clock: Clock in seconds.
-    """
-    block_runs = [_count_block_runs(run, clock) for run in (first_run, second_run)]
-    end, pairs = clock() + seconds, list[tuple[float, float]]()
-    while True:
-        if len(pairs) % 2:
-            second_seconds = _shortest_block_seconds(second_run, block_runs[1], clock)
-            pairs.append((_shortest_block_seconds(first_run, block_runs[0], clock), second_seconds))
+    def _measure(self, float_sites: FloatSites) -> LatencyProfile:
+        if {*float_sites} >= {*self.quantized_sites}:
+            model, insertions, times = self._prepared, [], self._float_profile
         else:
-            first_seconds = _shortest_block_seconds(first_run, block_runs[0], clock)
-            pairs.append((first_seconds, _shortest_block_seconds(second_run, block_runs[1], clock)))
-        if len(pairs) >= MIN_ROUNDS:
-            result = _median_with_bounds(pairs)
-            if clock() >= end or result.high - result.low < MAX_RATIO_WIDTH:
-                return result
+            built = self._build(float_sites)
+            model, insertions = built.model, built.insertions
+            times = self._module.profile_ops(model, self._feeds)
+        ops: dict[OpKey, float] = {}
+        sites: dict[int, float] = {}
+        if times is not None:
+            site_by_op = self._site_by_op(model, insertions)
+            for op_key, seconds in times.seconds.items():
+                if self._is_prepared_op(op_key):
+                    target = self._fused.fusion_target(op_key)
+                    ops[target] = ops.get(target, 0.0) + seconds
+            for op_key, seconds in times.conversion_seconds.items():
+                if op_key in site_by_op:
+                    sites[site_by_op[op_key]] = sites.get(site_by_op[op_key], 0.0) + seconds
+        return LatencyProfile(op_seconds=ops, site_seconds=sites)
 
+    def _is_prepared_op(self, op_key: OpKey) -> bool:
+        return op_key[0] in self._prepared.graphs and op_key[1] in self._prepared.graphs[op_key[0]]
 
-def _count_block_runs(run: TimedRun, clock: Clock) -> int:
-    """Number of runs in a block. The first run ever is not timed."""
-    run()
-    start = clock()
-    run()
-    return math.ceil(BLOCK_SECONDS / max(clock() - start, BLOCK_SECONDS / 1000))
-
-
-def _shortest_block_seconds(run: TimedRun, count: int, clock: Clock) -> float:
-    """Seconds of a run in the shortest block of a slice."""
-    shortest, end = math.inf, clock() + SLICE_SECONDS
-    while True:
-        start = clock()
-        for _ in range(count):
-            run()
-        now = clock()
-        shortest = min(shortest, (now - start) / count)
-        if now >= end:
-            return shortest
-
-
-def _median_with_bounds(pairs: Sequence[tuple[float, float]]) -> TimeRatio:
-    """Median with its confidence interval from order statistics."""
-    ratios = sorted(first / max(second, 1e-12) for first, second in pairs)
-    trimmed = max(math.floor((len(ratios) - CONFIDENCE_DEVIATIONS * math.sqrt(len(ratios))) / 2), 0)
-    return TimeRatio(
-        median=median(ratios),
-        low=ratios[trimmed],
-        high=ratios[-1 - trimmed],
-        first_seconds=median(first for first, _ in pairs),
-        second_seconds=median(second for _, second in pairs),
-    )
+    def _site_by_op(self, model: Model, insertions: Sequence[InsertedPair]) -> dict[OpKey, int]:
+        """Map the ops of each Q/DQ pair, and the op whose output it quantizes, to the index of the site."""
+        site_by_op: dict[OpKey, int] = {}
+        for index, pair in insertions_by_site(self._plan, insertions).items():
+            if not pair.site.parameter:
+                site_by_op.setdefault((pair.site.tensor.graph, pair.site.tensor.op), index)
+            for output in pair.outputs:
+                site_by_op[output.graph, output.op] = index
+                inputs = model.graphs[output.graph].slots(output.op)
+                source = inputs[0] if inputs else None
+                if source is not None and not self._is_prepared_op((source.graph, source.op)):
+                    site_by_op[source.graph, source.op] = index
+        return site_by_op

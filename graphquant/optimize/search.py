@@ -1,466 +1,549 @@
-"""Search for the cheapest selection of candidates that meets a bound (see docs/decisions)."""
+"""The search for the plan of the lowest cost: float MACs, weight bytes, or latency on this machine.
+
+One search serves all objectives. It has up to three stages, each of which starts with the plan of the previous one:
+
+1. Weight bit widths, if there is a size budget, or if size is minimized within bounds (`optimize.size_budget`).
+2. Sites that are faster in float, if latency is minimized (`optimize.latency`).
+3. Candidates of all other sites, if there are bounds that the plan does not meet (`optimize.selection`).
+
+Latency needs no bound. Without any gain in latency, the search returns a plan in which all sites stay float.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import combinations
-from math import fsum
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from graphquant.analysis.comparison import MAX_SEARCH_PLANS
-from graphquant.optimize.candidates import FLOAT_GROUP_COST
+from graphquant.analysis.compare import with_sensitivity
+from graphquant.analysis.validation import Bounds, measure_tensor_sizes, validate_model
+from graphquant.errors import UsageError
+from graphquant.optimize.candidate_errors import CandidateTrials, insertions_by_site, quantizing_op, replace_sites
+from graphquant.optimize.candidates import (
+    FLOAT_CANDIDATE,
+    RULE_CANDIDATE,
+    byte_costs,
+    mac_costs,
+    make_candidate_plans,
+    make_scale_groups,
+)
+from graphquant.optimize.latency import PlanProfiler, make_latency_groups, minimize_latency
+from graphquant.optimize.selection import PlanQuality, search_cheapest_plan
+from graphquant.optimize.sensitivity import Sensitivity
+from graphquant.optimize.size_budget import (
+    WeightBitsChooser,
+    families_with_float_weights,
+    model_constant_bytes,
+    parse_size_budget,
+)
+from graphquant.optimize.timing import LatencyTimer
+from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Literal
 
+    from graphquant.analysis.validation import Validation
+    from graphquant.calibration.holdout import CalibrationData, HoldOut
+    from graphquant.ir import Model, OpKey, TensorRef, Use
+    from graphquant.optimize.algorithms import BuiltModel
+    from graphquant.optimize.candidate_errors import BuildModel, CandidateErrors
     from graphquant.optimize.candidates import ScaleGroup
+    from graphquant.optimize.size_budget import SizedPlan
+    from graphquant.optimize.timing import TimeRatio
+    from graphquant.quantize import Plan
+    from graphquant.quantize.rewrite import InsertedPair
+    from graphquant.utils.progress import Progress
 
-    OpKey = tuple[str, str]
     Selection = tuple[int, ...]
 
+SEARCH_RULE, LATENCY_RULE = "search", "latency"
+"""Rules of the sites and skips that the search changes for bounds and for latency."""
 
-# This part solves the selection for one target sum of errors. The search below varies the target.
+MAX_BISECTIONS = 7
+"""Maximum number of plans to validate for the smallest size within bounds."""
 
-MAX_EXHAUSTIVE_OPS = 12
-"""Number of ops up to which every subset is tried."""
+CONFIRMATION_PAIRS = 3
+"""Pairs of new sessions in which the fastest plan is compared with the plan of the rules."""
 
-MAX_DROPPED_OPS = 32
-"""With more ops, the maximum number of ops that are returned to integers in trials."""
+OUTCOME_PAIRS = 5
+"""Pairs of new sessions in which the quantized model is compared with the float model."""
 
-NEGLIGIBLE_ERROR_SHARE = 0.05
-"""Share of the error sum that is below the uncertainty of the estimates."""
+MAX_RELATIVE_TIME = 0.95
+"""Largest time of the quantized model relative to float. The memory layout changes times by as much as the rest, and a
+smaller gain is not worth any accuracy."""
 
-SUM_TOLERANCE = 1e-9
-"""Relative tolerance of a sum of errors."""
-
-
-def choose_selection(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> Selection:
-    """Choose the candidate of each group, by index, so that the errors add up to at most `max_error`.
-
-    Args:
-        groups: The groups.
-        costs: Cost of each op in high precision.
-        max_error: Limit of the sum of errors, as a share of the outputs.
-    """
-    ops = sorted({op for group in groups for op in group.ops})
-    if len(ops) > MAX_EXHAUSTIVE_OPS:
-        return settle_selection(groups, _greedy_high_ops(groups, costs, max_error), max_error)
-    best: tuple[float, Selection] | None = None
-    change_cost = FLOAT_GROUP_COST * max(sum(costs.values()), 1.0)
-    for price, op_set in _op_sets_by_cost(ops, costs):
-        if best is not None and price >= best[0]:
-            break
-        selection = settle_selection(groups, op_set, max_error)
-        if total_error(groups, selection) <= max_error * (1 + SUM_TOLERANCE):
-            changed_groups = sum(
-                candidate > 0 and not group.ops for group, candidate in zip(groups, selection, strict=True)
-            )
-            scored = price + change_cost * changed_groups, selection
-            best = min(best or scored, scored)
-    return best[1] if best is not None else settle_selection(groups, frozenset(ops), max_error)
-
-
-def selection_cost(groups: Sequence[ScaleGroup], selection: Sequence[int], costs: Mapping[OpKey, float]) -> float:
-    """Cost of the ops that run in high precision."""
-    return fsum(costs[op] for op in high_precision_ops(groups, selection))
-
-
-def high_precision_ops(groups: Sequence[ScaleGroup], selection: Sequence[int]) -> frozenset[OpKey]:
-    """Ops that run in high precision."""
-    return frozenset(
-        op
-        for group, candidate in zip(groups, selection, strict=True)
-        if group.candidates[candidate].high_precision
-        for op in group.ops
-    )
-
-
-def total_error(groups: Sequence[ScaleGroup], selection: Sequence[int]) -> float:
-    """Sum of the errors."""
-    return fsum(group.candidates[candidate].error for group, candidate in zip(groups, selection, strict=True))
-
-
-def settle_selection(groups: Sequence[ScaleGroup], ops: frozenset[OpKey], max_error: float) -> Selection:
-    """Choose the candidates if `ops` run in high precision, with as few deviations from the rules as possible.
-
-    Groups that only these ops read become high precision too, because less would gain nothing. The other groups change
-    in the order of their gain until `max_error` is met.
-    """
-    can_be_high = [bool(group.ops) and group.ops <= ops for group in groups]
-    selection = [
-        next((position for position, candidate in enumerate(group.candidates) if candidate.high_precision), 0)
-        if is_high
-        else 0
-        for group, is_high in zip(groups, can_be_high, strict=True)
-    ]
-    error = total_error(groups, selection)
-    for gain, index, candidate in sorted(_candidate_gains(groups, selection, can_be_high), key=lambda entry: -entry[0]):
-        if error <= max_error:
-            break
-        selection[index] = candidate
-        error -= gain
-    return tuple(selection)
-
-
-def _candidate_gains(
-    groups: Sequence[ScaleGroup], selection: Sequence[int], can_be_high: Sequence[bool]
-) -> Iterator[tuple[float, int, int]]:
-    """Yield gain, group and candidate of the best alternative of each group."""
-    for index, group in enumerate(groups):
-        allowed = [
-            position
-            for position, candidate in enumerate(group.candidates)
-            if can_be_high[index] or not group.ops or not candidate.high_precision
-        ]
-        best = min(allowed, key=lambda position: group.candidates[position].error)
-        gain = group.candidates[selection[index]].error - group.candidates[best].error
-        if gain > 0:
-            yield gain, index, best
-
-
-def cheaper_selections(
-    groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], ops: frozenset[OpKey], max_ratio: float
-) -> list[Selection]:
-    """List selections that cost less than those with `ops` in high precision, by increasing error.
-
-    With few ops all subsets are listed, with many those with one op less.
-
-    Args:
-        groups: The groups.
-        costs: Cost of each op in high precision.
-        ops: Ops that run in high precision.
-        max_ratio: Largest cost relative to that of `ops`.
-    """
-    all_ops = sorted({op for group in groups for op in group.ops})
-    max_cost = fsum(costs[op] for op in ops) * max_ratio
-    op_sets: Iterable[frozenset[OpKey]]
-    if len(all_ops) <= MAX_EXHAUSTIVE_OPS:
-        op_sets = [op_set for price, op_set in _op_sets_by_cost(all_ops, costs) if price <= max_cost]
-    else:
-        op_sets = [
-            ops - {op}
-            for op in sorted(ops, key=lambda candidate_op: (-costs[candidate_op], candidate_op))[:MAX_DROPPED_OPS]
-        ]
-    selections = dict.fromkeys(settle_selection(groups, op_set, 0.0) for op_set in op_sets)
-    return sorted(selections, key=lambda selection: total_error(groups, selection))
-
-
-def lighter_selection(groups: Sequence[ScaleGroup], selection: Selection) -> Selection:
-    """Return the selection with the rules' candidate wherever the error is negligible. It costs no more."""
-    negligible = NEGLIGIBLE_ERROR_SHARE * total_error(groups, selection)
-    return tuple(
-        0 if group.candidates[0].error <= negligible else candidate
-        for group, candidate in zip(groups, selection, strict=True)
-    )
-
-
-def _op_sets_by_cost(ops: Sequence[OpKey], costs: Mapping[OpKey, float]) -> list[tuple[float, frozenset[OpKey]]]:
-    """All subsets of ops with their costs, by cost."""
-    subsets = [subset for count in range(len(ops) + 1) for subset in combinations(ops, count)]
-    return sorted(
-        ((fsum(costs[op] for op in subset), frozenset(subset)) for subset in subsets), key=lambda priced: priced[0]
-    )
-
-
-def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> frozenset[OpKey]:
-    """Choose ops by their error reduction per cost, then return ops to integers, the most expensive first."""
-    state = _GreedyState(groups)
-    while state.error > max_error:
-        best: tuple[float, int] | None = None
-        for index, group in enumerate(groups):
-            if index in state.float_groups or not state.reductions[index]:
-                continue
-            gain = fsum(state.reductions[freed_index] for freed_index in state.freed_groups(group.ops) | {index})
-            ratio = gain / max(fsum(costs[op] for op in group.ops - state.high_ops), FLOAT_GROUP_COST)
-            if best is None or ratio > best[0]:
-                best = ratio, index
-        if best is None:
-            break
-        state.make_float(best[1])
-    for op in sorted(state.high_ops, key=lambda candidate_op: (-costs[candidate_op], candidate_op)):
-        state.restore_op(op, max_error)
-    return frozenset(state.high_ops)
-
-
-class _GreedyState:
-    """State of the greedy choice: high-precision ops, the remaining error, and the reduction per group."""
-
-    def __init__(self, groups: Sequence[ScaleGroup]) -> None:
-        self._groups = groups
-        self._by_op: dict[OpKey, list[int]] = {}
-        for index, group in enumerate(groups):
-            for op in group.ops:
-                self._by_op.setdefault(op, []).append(index)
-        lowest = [
-            min(candidate.error for candidate in group.candidates if not (candidate.high_precision and group.ops))
-            for group in groups
-        ]
-        self.reductions = [
-            error - min(candidate.error for candidate in group.candidates)
-            for error, group in zip(lowest, groups, strict=True)
-        ]
-        self.high_ops: set[OpKey] = set()
-        self.float_groups: set[int] = set()
-        self.error = sum(lowest)
-
-    def freed_groups(self, ops: frozenset[OpKey]) -> set[int]:
-        """Groups that no quantized op reads once `ops` run in high precision."""
-        touched = {index for op in ops for index in self._by_op[op]} - self.float_groups
-        return {index for index in touched if self._groups[index].ops <= self.high_ops | ops}
-
-    def make_float(self, index: int) -> None:
-        """Make a group float, with its ops and everything that only they kept quantized."""
-        freed = self.freed_groups(self._groups[index].ops) | {index}
-        self.high_ops |= self._groups[index].ops
-        self.float_groups |= freed
-        self.error -= fsum(self.reductions[freed_index] for freed_index in freed)
-
-    def restore_op(self, op: OpKey, max_error: float) -> None:
-        """Return `op` to integers if the errors still add up to at most `max_error`."""
-        restored = [index for index in self._by_op[op] if index in self.float_groups]
-        error = self.error + fsum(self.reductions[index] for index in restored)
-        if error <= max_error:
-            self.error = error
-            self.float_groups -= set(restored)
-            self.high_ops.discard(op)
-
-
-MAX_MEASUREMENTS = MAX_SEARCH_PLANS
-"""Maximum number of measured plans."""
-
-MAX_CLIMB_PLANS, MAX_REFINE_PLANS = 8, 3
-"""Maximum number of plans until one meets the bound, and then to reduce the aim."""
-
-CLIMB_STEP_DB = 3.0
-"""Step of the aim in dB if the distance to the bound is unknown."""
-
-MIN_AIM_STEP_DB = 0.3
-"""Smallest difference of two aims in dB that is worth a plan."""
-
-NEAR_MISS_DB = 2.0
-"""Miss in dB that a nearly equal plan may correct, because errors have heavy tails."""
-
-MAX_CONSECUTIVE_MISSES = 6
-"""Maximum number of cheaper plans in a row that miss the bound."""
-
-MAX_COST_RATIO = 0.98
-"""Relative cost below which a cheaper plan is tried."""
+FLOAT_IS_FASTER = "on this machine float is faster"
+GAIN_TOO_SMALL = "on this machine the gain would be below 5%, which is within the variation between runs"
+GAIN_UNCERTAIN = "on this machine the gain is uncertain"
+BOUNDS_NOT_MET = "the fastest plan does not meet the bounds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanQuality:
-    """Quality of one plan.
+class Objective:
+    """Cost to minimize, and limits that the plan must keep.
 
     Attributes:
-        met: True if it meets the bounds on the search samples.
-        sqnr: SQNR of the worst output in dB; infinite without any loss.
+        minimize: "macs" for float multiply-adds, "size" for bytes of weights, or "latency" on this machine.
+        bounds: Bounds on the outputs.
+        size_budget: Maximum bytes of all constants, as "2MB", or their share of the float model's, as "25%"; None
+            for no limit.
+        as_tflite: True to time models as TFLite files.
     """
 
-    met: bool
-    sqnr: float
+    minimize: Literal["macs", "size", "latency"] = "macs"
+    bounds: Bounds = field(default_factory=Bounds)
+    size_budget: str | None = None
+    as_tflite: bool = False
+
+    @property
+    def uses_search_set(self) -> bool:
+        """True if plans are measured on samples of their own."""
+        return bool(self.bounds) or self.size_budget is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectionResult:
-    """Result of a selection search.
+class SearchTrace:
+    """Result of a search. Fields of stages that did not run have their defaults.
 
     Attributes:
-        selection: Index of the candidate of each group.
-        quality: Quality of its plan.
-        cost: Cost as a share of all ops in float.
-        plans: Number of measured plans.
+        minimize: The minimized cost; see `Objective`.
+        plan: The chosen plan. Changed sites and skips state the reason.
+        float_tensors: Tensors that stay float, with the SQNR in dB that each alone would cause if it was measured.
+        changed_tensors: Tensors that differ from the rules, with their candidate.
         interrupted: True if Ctrl-C ended the search early.
+        plans: Number of validated plans.
+        cost: Cost of the float ops as a share of all ops in float.
+        runs_per_site: Number of runs per site, for sensitivities and for validations.
+        search_validation: Validation of the plan on the search samples; None without bounds.
+        site_errors: Error that each site adds at the outputs, as a share of their power, by index in `plan`; omitted if
+            it is unknown.
+        size: Bytes of all constants; None if no bit widths were chosen.
+        max_size: Maximum of `size`; None if it was minimized.
+        float_size: Bytes of the constants of the float model.
+        sized_weights: First use of each weight whose bit width was chosen.
+        estimated_weights: Weights whose error was estimated from the bit width alone.
+        runtime: Runtime of the timed models; "" if latency was not measured.
+        timed_samples: Number of samples per timed run.
+        timed_plans: Number of timed plans.
+        rules_ratio: Time of the plan of the rules relative to float.
+        outcome_ratio: Time of the quantized model relative to float.
+        float_reason: Reason why nothing is quantized, or "".
     """
 
-    selection: Selection
-    quality: PlanQuality
-    cost: float
-    plans: int
-    interrupted: bool
+    minimize: str
+    plan: Plan
+    float_tensors: Mapping[TensorRef, float | None] = field(default_factory=dict)
+    changed_tensors: Mapping[TensorRef, str] = field(default_factory=dict)
+    interrupted: bool = False
+    plans: int = 0
+    cost: float = 0.0
+    runs_per_site: float = 0.0
+    search_validation: Validation | None = None
+    site_errors: Mapping[int, float] = field(default_factory=dict)
+    size: int | None = None
+    max_size: int | None = None
+    float_size: int = 0
+    sized_weights: frozenset[Use] = frozenset()
+    estimated_weights: tuple[TensorRef, ...] = ()
+    runtime: str = ""
+    timed_samples: int = 0
+    timed_plans: int = 0
+    rules_ratio: TimeRatio | None = None
+    outcome_ratio: TimeRatio | None = None
+    float_reason: str = ""
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Messages about bounds that the plan misses on the search samples."""
+        return () if self.search_validation is None else self.search_validation.failures
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Messages about bounds that the search samples do not confirm."""
+        return () if self.search_validation is None else self.search_validation.caveats
+
+    @property
+    def bounds_met(self) -> bool:
+        """True if the search samples confirm all bounds, or there are none."""
+        return not self.failures and not self.caveats
+
+    @property
+    def confirmed(self) -> bool:
+        """True if the bounds are confirmed as well as these samples allow, or there are none."""
+        return self.search_validation is None or self.search_validation.confirmed
+
+    @property
+    def all_float(self) -> bool:
+        """True if nothing is quantized because float is as fast."""
+        return bool(self.runtime) and not self.plan.sites
+
+    def with_candidates(self, candidates: Mapping[TensorRef, str]) -> SearchTrace:
+        """Return the trace with the candidates of further tensors."""
+        in_float = {tensor: None for tensor, name in candidates.items() if name == FLOAT_CANDIDATE}
+        changed = {tensor: name for tensor, name in candidates.items() if name != FLOAT_CANDIDATE}
+        return replace(
+            self,
+            float_tensors={**self.float_tensors, **in_float},
+            changed_tensors={**self.changed_tensors, **changed},
+        )
 
 
-def search_cheapest_plan(
-    groups: Sequence[ScaleGroup],
-    costs: Mapping[OpKey, float],
-    measure: Callable[[Selection], PlanQuality],
-    *,
-    target_sqnr: float | None,
-    progress: Callable[[int, int], None] | None = None,
-) -> SelectionResult:
-    """Search the cheapest selection that meets a bound.
+def search(
+    source: Model,
+    prepared: Model,
+    plan: Plan,
+    build: BuildModel,
+    objective: Objective,
+    data: CalibrationData,
+    progress: Progress | None = None,
+) -> tuple[BuiltModel, SearchTrace | None]:
+    """Search the plan of the lowest cost that keeps the limits of an objective.
 
     Args:
-        groups: The groups with the error of each candidate.
-        costs: Cost of each op in high precision.
-        measure: Build and measure the plan of a selection.
-        target_sqnr: Bound on the SQNR in dB; None for other bounds.
-        progress: Callback with the number of measured plans and its maximum.
+        source: The float model.
+        prepared: The prepared model with float weights.
+        plan: The plan of the rules.
+        build: Build the quantized model of a plan.
+        objective: Cost and limits.
+        data: Samples to measure plans on.
+        progress: Progress callback.
+
+    Returns:
+        The quantized model of the chosen plan, and the trace of the search; None if there was nothing to search.
+
+    Raises:
+        DataError: A sample does not fit the model.
+        ModelError: A model cannot be run.
+        UsageError: A bound applies to no output, or the size budget is invalid or cannot be met.
     """
-    return _PlanSearch(groups, costs, measure, progress).run(target_sqnr)
+    search_set = data.search_set(has_bounds=bool(objective.bounds)) if objective.uses_search_set else None
+    stages = _SearchStages(source, prepared, build, objective, search_set, progress)
+    unchanged = trace = SearchTrace(minimize=objective.minimize, plan=plan)
+    trace = stages.choose_weight_bits(trace)
+    timer, float_costs = None, None
+    if objective.minimize == "latency":
+        timer = LatencyTimer.for_data(source, data.batches, as_tflite=objective.as_tflite)
+        trace, float_costs = stages.choose_fastest_sites(trace, timer)
+    if search_set is not None and objective.bounds and trace.plan.sites:
+        trace = stages.meet_bounds(trace, search_set, float_costs)
+    built = build(trace.plan)
+    if timer is not None:
+        confirmed = stages.confirm_gain(trace, timer, built.model)
+        if confirmed.plan is not trace.plan:
+            built = build(confirmed.plan)
+        trace = confirmed
+    return built, None if trace is unchanged else trace
 
 
-class _PlanSearch:
-    """State of a selection search: the measured plans and the best of them."""
+class _SearchStages:
+    """The stages of a search."""
 
     def __init__(
         self,
-        groups: Sequence[ScaleGroup],
-        costs: Mapping[OpKey, float],
-        measure: Callable[[Selection], PlanQuality],
-        progress: Callable[[int, int], None] | None,
+        source: Model,
+        prepared: Model,
+        build: BuildModel,
+        objective: Objective,
+        search_set: HoldOut | None,
+        progress: Progress | None,
     ) -> None:
-        self._groups, self._costs, self._measure, self._progress = groups, costs, measure, progress
-        self._qualities: dict[Selection, PlanQuality] = {}
-        self._float_cost = sum(costs.values()) or 1.0
-        self._best = self._measure_selection((0,) * len(groups))
+        self._source, self._prepared, self._build = source, prepared, build
+        self._objective, self._search_set, self._progress = objective, search_set, progress
 
-    def run(self, target_sqnr: float | None) -> SelectionResult:
-        """Measure plans until no cheaper one is promising."""
-        interrupted = False
+    def _validate(self, model: Model) -> Validation:
+        """Validate a model on the search samples."""
+        if self._search_set is None:
+            raise ValueError("a validation needs search samples")
+        return validate_model(self._source, model, self._search_set, self._objective.bounds, None, include_sites=False)
+
+    def choose_weight_bits(self, trace: SearchTrace) -> SearchTrace:
+        """Choose the weight bit widths of least error within the budget, or of least size within the bounds."""
+        budget, bounds = self._objective.size_budget, self._objective.bounds
+        if budget is not None:
+            max_size = parse_size_budget(budget, model_constant_bytes(self._source))
+            if float_families := families_with_float_weights(trace.plan):
+                raise UsageError(
+                    f"{float_families[0]} keeps float weights in the file, so fewer bits do not make it smaller. Remove"
+                    " --size-budget, or quantize the model as ONNX."
+                )
+            chooser = self._weight_chooser(trace.plan)
+            sized = chooser.best_plan_within(max_size, f"a budget of {budget}")
+            if sized.size > max_size:
+                raise UsageError(
+                    f"The constants take at least {sized.size:,} bytes, and the budget is {max_size:,}. Use"
+                    f" --size-budget {sized.size} or more, or rules that quantize more weights."
+                )
+            return self._with_sized_plan(trace, sized, chooser, max_size)
+        if self._search_set is None or self._objective.minimize != "size" or not bounds:
+            return trace
+        return self._minimize_size(trace)
+
+    def _minimize_size(self, trace: SearchTrace) -> SearchTrace:
+        """Bisect the size of the smallest plan that meets the bounds. Keep the plan of the rules if none is smaller."""
+        plan = trace.plan
+        if families_with_float_weights(plan) or not make_candidate_plans(self._prepared, plan, small=True):
+            return trace
+        rules_model = self._build(plan).model
+        if not self._validate(rules_model).confirmed:
+            return trace
+        report = stage_progress(self._progress, "searching")
+        failing_size, passing_size = -math.inf, model_constant_bytes(rules_model)
         try:
-            if not self._best[1].met:
-                self._refine_aim(*self._climb_to_bound(target_sqnr))
-                self._search_cheaper(target_sqnr)
+            chooser = self._weight_chooser(plan)
+            for bisection in range(MAX_BISECTIONS):
+                limit = failing_size if math.isinf(failing_size) else (failing_size + passing_size) / 2
+                sized = chooser.best_plan_within(limit, f"{self._objective.bounds}")
+                if sized.size >= passing_size:
+                    break
+                if sized.size <= failing_size:
+                    failing_size = limit  # No plan has a size between the two.
+                elif self._validate(self._build(sized.plan).model).confirmed:
+                    trace, passing_size = self._with_sized_plan(trace, sized, chooser, None), sized.size
+                else:
+                    failing_size = sized.size
+                if report is not None:
+                    report(bisection + 1, MAX_BISECTIONS)
+                if math.isinf(failing_size):
+                    break  # The smallest plan of all meets the bounds.
         except KeyboardInterrupt:
-            interrupted = True
-        selection, quality, price = self._best
-        return SelectionResult(
-            selection=selection,
-            quality=quality,
-            cost=price / self._float_cost,
-            plans=len(self._qualities),
-            interrupted=interrupted,
+            return trace
+        return trace
+
+    def _weight_chooser(self, plan: Plan) -> WeightBitsChooser:
+        return WeightBitsChooser(self._prepared, plan, self._build, self._search_set, self._progress)
+
+    def _with_sized_plan(
+        self, trace: SearchTrace, sized: SizedPlan, chooser: WeightBitsChooser, max_size: int | None
+    ) -> SearchTrace:
+        # The stage replaces its own earlier result, since no other stage ran before it.
+        trace = replace(
+            trace,
+            plan=sized.plan,
+            size=sized.size,
+            max_size=max_size,
+            float_size=model_constant_bytes(self._source),
+            sized_weights=chooser.weights,
+            estimated_weights=chooser.estimated,
+            float_tensors={},
+            changed_tensors={},
+        )
+        return trace.with_candidates(sized.candidates)
+
+    def choose_fastest_sites(
+        self, trace: SearchTrace, timer: LatencyTimer
+    ) -> tuple[SearchTrace, Mapping[OpKey, float] | None]:
+        """Keep sites in float that are faster so. Return also the additional seconds of each op in float, if known."""
+        plan, trace = trace.plan, replace(trace, runtime=timer.runtime, timed_samples=timer.samples)
+        untuned_plan = replace(plan, algorithms=())  # Algorithms change numbers, which take as long as before.
+        build = lru_cache(2)(lambda sites: self._build(_with_float_sites(untuned_plan, sites, "")))
+        make_run = lru_cache(2)(lambda sites: timer.make_run(build(sites).model))
+        if not build(()).insertions:
+            return trace, None
+        trace = replace(trace, rules_ratio=timer.time_ratio(make_run(()), timer.make_run(self._source)), timed_plans=1)
+        profiler = None if timer.as_tflite else PlanProfiler(self._prepared, plan, build, timer.feeds)
+        if profiler is None or not profiler.available:
+            return trace, None
+        float_sites, timed_plans, interrupted = minimize_latency(
+            make_latency_groups(self._prepared, plan, profiler.quantized_sites),
+            profiler.profile,
+            lambda candidate, baseline: timer.time_ratio(make_run(candidate), make_run(baseline)),
+            progress=stage_progress(self._progress, "timing"),
+        )
+        if float_sites:
+            # In new sessions, because the gain may come from the memory layout of the sessions so far.
+            ratio = timer.median_ratio(build(float_sites).model, build(()).model, CONFIRMATION_PAIRS)
+            float_sites = () if ratio.median >= 1 else float_sites
+        reason = f"it is faster in float, in {timer.runtime} on this machine"
+        trace = replace(
+            trace,
+            plan=_with_float_sites(plan, float_sites, reason),
+            timed_plans=timed_plans + 1,
+            interrupted=trace.interrupted or interrupted,
+        )
+        trace = trace.with_candidates(dict.fromkeys((plan.sites[i].tensor for i in float_sites), FLOAT_CANDIDATE))
+        return trace, profiler.float_costs() or None
+
+    def confirm_gain(self, trace: SearchTrace, timer: LatencyTimer, quantized_model: Model) -> SearchTrace:
+        """Return a trace whose plan quantizes nothing unless the quantized model is faster than the float model."""
+        if trace.rules_ratio is None:
+            return trace
+        if not trace.plan.sites:
+            reason = BOUNDS_NOT_MET if trace.search_validation is not None else FLOAT_IS_FASTER
+            return replace(trace, outcome_ratio=trace.rules_ratio, float_reason=reason)
+        ratio = timer.median_ratio(quantized_model, self._source, OUTCOME_PAIRS)
+        trace = replace(trace, outcome_ratio=ratio, timed_plans=trace.timed_plans + 1)
+        if ratio.median <= MAX_RELATIVE_TIME and ratio.high < 1:
+            return trace
+        reason = GAIN_UNCERTAIN
+        if ratio.median > MAX_RELATIVE_TIME:
+            reason = FLOAT_IS_FASTER if ratio.median >= 1 else GAIN_TOO_SMALL
+        message = f"{reason}; in {timer.runtime} a run takes {ratio.median:.2f} times as long if this is quantized"
+        # The validation and the sensitivities belong to the plan that is rejected here.
+        return replace(
+            trace.with_candidates(dict.fromkeys((site.tensor for site in trace.plan.sites), FLOAT_CANDIDATE)),
+            plan=_with_float_sites(trace.plan, range(len(trace.plan.sites)), message),
+            changed_tensors={},
+            plans=0,
+            cost=0.0,
+            runs_per_site=0.0,
+            search_validation=None,
+            site_errors={},
+            float_reason=reason,
         )
 
-    def _climb_to_bound(self, target_sqnr: float | None) -> tuple[float, float]:
-        """Raise the aim until a plan meets the bound. Return the last aim that missed and the aim that met."""
-        quality, aim = self._best[1], _error_to_decibels(total_error(self._groups, self._best[0]))
-        for _ in range(MAX_CLIMB_PLANS):
-            missed = aim
-            shortfall = (
-                target_sqnr - quality.sqnr if target_sqnr is not None and math.isfinite(quality.sqnr) else CLIMB_STEP_DB
+    def meet_bounds(self, trace: SearchTrace, search_set: HoldOut, costs: Mapping[OpKey, float] | None) -> SearchTrace:
+        """Choose the candidates of the lowest cost that meet the bounds; weights with a chosen bit width stay."""
+        plan, bounds = trace.plan, self._objective.bounds
+        rules_build = self._build(plan)
+        rules_validation = self._validate(rules_build.model)
+        if rules_validation.unmeasurable_bounds:
+            raise UsageError(
+                f"Some bounds cannot be measured: {'; '.join(rules_validation.unmeasurable_bounds)}. Remove them."
             )
-            aim += max(shortfall + MIN_AIM_STEP_DB, MIN_AIM_STEP_DB)
-            quality = self._try_selection(self._choose_for_aim(aim))
-            if quality.met:
-                return missed, aim
-        self._try_selection(tuple(len(group.candidates) - 1 for group in self._groups))
-        return aim, aim
+        unchanged = replace(trace, plans=1, search_validation=rules_validation)
+        if rules_validation.confirmed or rules_validation.comparison is None or not rules_build.insertions:
+            return unchanged
+        trials = CandidateTrials(self._prepared, search_set, self._progress)
+        errors, candidate_plans = trials.measure_candidates(plan, rules_build, self._build)
+        if trials.interrupted:
+            return replace(unchanged, interrupted=True, runs_per_site=trials.runs_per_site(errors))
+        fixed_sites = [index for index, site in enumerate(plan.sites) if site.uses[0] in trace.sized_weights]
+        groups = make_scale_groups(self._prepared, plan, sorted(errors), errors, fixed_sites)
+        drafts = _CandidatePlans(plan, candidate_plans, groups, errors, bounds)
+        validations = {(0,) * len(groups): rules_validation}
 
-    def _refine_aim(self, missed: float, met: float) -> None:
-        """Bisect the interval between two aims."""
-        for _ in range(MAX_REFINE_PLANS):
-            if met - missed <= MIN_AIM_STEP_DB:
-                break
-            middle = (missed + met) / 2
-            if self._try_selection(self._choose_for_aim(middle)).met:
-                met = middle
-            else:
-                missed = middle
+        def measure(selection: Selection) -> PlanQuality:
+            if selection not in validations:
+                validations[selection] = self._validate(self._build(drafts.build_plan(selection)).model)
+            validation = validations[selection]
+            return PlanQuality(met=validation.confirmed, sqnr=_worst_confirmed_sqnr(validation))
 
-    def _search_cheaper(self, target_sqnr: float | None) -> None:
-        """Measure cheaper plans than the best, by increasing error, within the limit of plans."""
-        waiting: list[Selection] = []
-        base_selection: Selection | None = None
-        missed = 0
-        while self._best[1].met and len(self._qualities) < MAX_MEASUREMENTS and missed < MAX_CONSECUTIVE_MISSES:
-            if self._best[0] != base_selection:
-                base_selection, missed = self._best[0], 0
-                ops = high_precision_ops(self._groups, base_selection)
-                waiting = cheaper_selections(self._groups, self._costs, ops, MAX_COST_RATIO)[::-1]
-            selection = self._next_untried(waiting, target_sqnr)
-            if selection is None:
-                break
-            missed += not self._try_selection(selection).met
-            waiting.append(selection)
+        result = search_cheapest_plan(
+            groups,
+            costs or self._static_costs(search_set),
+            measure,
+            target_sqnr=bounds.min_sqnr,
+            progress=stage_progress(self._progress, "searching"),
+        )
+        changed = drafts.changed_candidates(result.selection)
+        quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
+        validation_runs = 2 * len(validations) * search_set.samples().count / len(errors)
+        trace = trace.with_candidates({plan.sites[i].tensor: name for i, name in changed.items()})
+        sensitivities = {
+            plan.sites[i].tensor: _error_to_db(errors[i][RULE_CANDIDATE])
+            for i, name in changed.items()
+            if name == FLOAT_CANDIDATE
+        }
+        return replace(
+            trace,
+            plan=drafts.build_plan(result.selection),
+            float_tensors={**trace.float_tensors, **sensitivities},
+            interrupted=trace.interrupted or result.interrupted,
+            plans=result.plans,
+            cost=result.cost,
+            runs_per_site=trials.runs_per_site(errors) + validation_runs,
+            search_validation=validations[result.selection],
+            site_errors={
+                new_index: errors[i][changed.get(i, RULE_CANDIDATE)]
+                for new_index, i in enumerate(quantized)
+                if i in trials.measured_sites
+            },
+        )
 
-    def _next_untried(self, waiting: list[Selection], target_sqnr: float | None) -> Selection | None:
-        """Next selection that was not measured, or one of equal cost after a near miss."""
-        while waiting:
-            selection = waiting.pop()
-            if selection not in self._qualities:
-                return selection
-            if target_sqnr is not None and target_sqnr - NEAR_MISS_DB < self._qualities[selection].sqnr < target_sqnr:
-                waiting.append(lighter_selection(self._groups, selection))
-                if waiting[-1] == selection:
-                    waiting.pop()
-        return None
-
-    def _choose_for_aim(self, aim: float) -> Selection:
-        return choose_selection(self._groups, self._costs, 10 ** (-aim / 10))
-
-    def _try_selection(self, selection: Selection) -> PlanQuality:
-        """Measure a selection once, and keep it if it is the best."""
-        scored = self._measure_selection(selection)
-        if _quality_rank(*scored[1:]) < _quality_rank(*self._best[1:]):
-            self._best = scored
-        return scored[1]
-
-    def _measure_selection(self, selection: Selection) -> tuple[Selection, PlanQuality, float]:
-        if selection not in self._qualities:
-            self._qualities[selection] = self._measure(selection)
-            if self._progress is not None:
-                self._progress(len(self._qualities), MAX_MEASUREMENTS)
-        return selection, self._qualities[selection], selection_cost(self._groups, selection, self._costs)
+    def _static_costs(self, search_set: HoldOut) -> dict[OpKey, float]:
+        """Cost of each weighted op in float. Latency falls back to MACs if the runtime reports no times of ops."""
+        if self._objective.minimize == "size":
+            return byte_costs(self._prepared)
+        return mac_costs(self._prepared, measure_tensor_sizes(self._prepared, search_set.samples()))
 
 
-def _quality_rank(quality: PlanQuality, price: float) -> tuple[bool, float]:
-    """Order of plans: those that meet the bound by cost, then the others by their distance."""
-    return (not quality.met, price if quality.met else -quality.sqnr)
+def _with_float_sites(plan: Plan, float_sites: Iterable[int], reason: str) -> Plan:
+    """Return the plan with these sites as skips."""
+    return replace_sites(plan, dict.fromkeys(float_sites), LATENCY_RULE, lambda _index: reason)
 
 
-def _error_to_decibels(error: float) -> float:
-    """SQNR in dB of a sum of errors."""
-    return -10 * math.log10(error) if error else math.inf
+def _worst_confirmed_sqnr(validation: Validation) -> float:
+    """Return the SQNR in dB that the worst output has with confidence; -1 if none was measured."""
+    outputs = () if validation.comparison is None else validation.comparison.outputs
+    sqnrs = [output.sqnr if output.sqnr_lower_bound is None else output.sqnr_lower_bound for output in outputs]
+    return min((sqnr for sqnr in sqnrs if sqnr is not None), default=-1.0)
 
 
-# Bit allocation needs no measured plans: sizes and errors of weights add up.
+@dataclass(frozen=True, slots=True)
+class _CandidatePlans:
+    """Plans for selections of candidates.
 
-
-def allocate_weight_bits(groups: Sequence[ScaleGroup], max_bytes: float) -> Selection:
-    """Choose the candidate of each group, by index, so that sizes add up to at most `max_bytes`, if possible.
-
-    Starting with the smallest candidates, the step with the largest error reduction per byte is taken repeatedly, if it
-    fits. Only candidates on the convex hull of size and error are used, so that the steps of a group come in order. The
-    result is at most one step from the optimum.
+    Attributes:
+        plan: The plan of the rules.
+        candidate_plans: The plan of each other candidate.
+        groups: Groups of sites that change together.
+        errors: Error of each candidate of each site.
+        bounds: The bounds, for the reasons in plans.
     """
-    selection = [
-        min(range(len(group.candidates)), key=lambda candidate: _size_then_error(group, candidate)) for group in groups
-    ]
-    remaining_bytes = max_bytes - sum(
-        group.candidates[candidate].size for group, candidate in zip(groups, selection, strict=True)
-    )
-    upgrades = sorted(
-        (-ratio, index, candidate)
-        for index, group in enumerate(groups)
-        for ratio, candidate in _hull_upgrades(group, selection[index])
-    )
-    for _, index, candidate in upgrades:
-        extra_bytes = groups[index].candidates[candidate].size - groups[index].candidates[selection[index]].size
-        if extra_bytes <= remaining_bytes:
-            selection[index] = candidate
-            remaining_bytes -= extra_bytes
-    return tuple(selection)
+
+    plan: Plan
+    candidate_plans: Mapping[str, Plan]
+    groups: Sequence[ScaleGroup]
+    errors: CandidateErrors
+    bounds: Bounds
+
+    def changed_candidates(self, selection: Selection) -> dict[int, str]:
+        """Return the candidates of the sites that differ from the rules, by index."""
+        chosen = ((group, group.candidates[i].name) for group, i in zip(self.groups, selection, strict=True))
+        return {
+            index: name
+            for group, name in chosen
+            for index in group.sites
+            if name == FLOAT_CANDIDATE or (name != RULE_CANDIDATE and name in self.errors[index])
+        }
+
+    def build_plan(self, selection: Selection) -> Plan:
+        """Return the plan of a selection."""
+        changed = self.changed_candidates(selection)
+        replacements = {
+            index: None if name == FLOAT_CANDIDATE else self.candidate_plans[name].sites[index]
+            for index, name in changed.items()
+        }
+        return replace_sites(self.plan, replacements, SEARCH_RULE, lambda index: self._reason(index, changed[index]))
+
+    def _reason(self, index: int, candidate: str) -> str:
+        errors = self.errors[index]
+        rules_db, candidate_db = _error_to_db(errors[RULE_CANDIDATE]), _error_to_db(errors.get(candidate, 0.0))
+        reason = "the search keeps it float" if candidate == FLOAT_CANDIDATE else f"the search chose {candidate}"
+        reason = f"{reason} for {self.bounds}"
+        if rules_db is not None:
+            reason += f"; alone it would leave {rules_db:.1f} dB at the outputs with the rules' settings"
+            if candidate != FLOAT_CANDIDATE and candidate_db is not None:
+                reason += f", and leaves {candidate_db:.1f} dB with these"
+        return reason
 
 
-def _size_then_error(group: ScaleGroup, candidate: int) -> tuple[float, float]:
-    return group.candidates[candidate].size, group.candidates[candidate].error
+def _error_to_db(error: float) -> float | None:
+    return -10 * math.log10(error) if error else None
 
 
-def _hull_upgrades(group: ScaleGroup, start: int) -> Iterator[tuple[float, int]]:
-    """Yield the steps along the convex hull: error reduction per byte, and the new candidate."""
-    current = start
-    while True:
-        ratios = [
-            (
-                (group.candidates[current].error - candidate.error) / (candidate.size - group.candidates[current].size),
-                index,
-            )
-            for index, candidate in enumerate(group.candidates)
-            if candidate.size > group.candidates[current].size and candidate.error < group.candidates[current].error
-        ]
-        if not ratios:
-            return
-        ratio, current = max(ratios)
-        yield ratio, current
+def attach_sensitivity(
+    validation: Validation, trace: SearchTrace, quantized_model: Model, insertions: Sequence[InsertedPair]
+) -> Validation:
+    """Return a validation with the sensitivities that the search measured, highest sensitivity first.
+
+    If several ops quantize one tensor, each of them gets the sensitivity of all.
+
+    Args:
+        validation: The validation.
+        trace: The trace of the search.
+        quantized_model: The quantized model of its plan.
+        insertions: The inserted Q/DQ pairs of the model.
+    """
+    if validation.comparison is None or not trace.site_errors:
+        return validation
+    errors = {
+        quantizing_op(quantized_model, output): trace.site_errors[index]
+        for index, pair in insertions_by_site(trace.plan, insertions).items()
+        if index in trace.site_errors
+        for output in pair.outputs
+    }
+    sensitivity = Sensitivity(errors=errors, runs=0, samples=0)
+    return replace(validation, comparison=with_sensitivity(validation.comparison, sensitivity.sqnr))

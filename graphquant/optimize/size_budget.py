@@ -76,7 +76,9 @@ class WeightBitsChooser:
         self._plan, self._build = plan, build
         self._candidate_plans = {RULE_CANDIDATE: plan, **make_candidate_plans(prepared, plan, small=True)}
         models = {name: build(candidate_plan) for name, candidate_plan in self._candidate_plans.items()}
-        pairs = {name: insertions_by_site(self._candidate_plans[name], built.insertions) for name, built in models.items()}
+        pairs = {
+            name: insertions_by_site(self._candidate_plans[name], built.insertions) for name, built in models.items()
+        }
         rules_pairs = pairs[RULE_CANDIDATE]
         sites = [i for i, pair in rules_pairs.items() if pair.folded and plan.sites[i].scheme.observe.name != "bias"]
         errors, estimated = dict[str, dict[int, float]](), set[int]()

@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graphquant.optimize.channel_groups import ChannelGroup, nearest_powers_of_two
-from graphquant.optimize.channel_statistics import largest_magnitudes
-from graphquant.quantize.rewrite import FRAME_KINDS, MATRIX_PRODUCT_KINDS
+from graphquant.ir import MATRIX_PRODUCT_KINDS, paused_gc
+from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState, skipped_algorithm, skipped_target
+from graphquant.optimize.channel_groups import (
+    INEXACT_SCALING,
+    ChannelGroup,
+    insert_factor_op,
+    nearest_powers_of_two,
+    rescale_group,
+    scaled_group_result,
+)
+from graphquant.optimize.channel_statistics import collect_static_statistics, largest_magnitudes, observe_channels
+from graphquant.optimize.weighted_ops import NOT_OBSERVED
+from graphquant.quantize.rewrite import FRAME_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +66,55 @@ class SmoothQuantScaling:
     divisors: Array
     strength: float
     gain: float
+
+
+@paused_gc()
+def apply_smoothquant(state: PreCalibrationState, samples: AlgorithmData | None) -> PreCalibrationState:
+    """Scale channels so that activations use their common range evenly."""
+    if samples is None:
+        return state.with_results((*state.results, skipped_algorithm(SMOOTHQUANT, "it needs data")))
+    statistics = collect_static_statistics(state.model, state.plan)
+    scalable = {number: scalable_groups(statistics, number) for number in range(len(statistics.groups))}
+    observe_channels(statistics, [subgroup for subgroups in scalable.values() for subgroup in subgroups], samples)
+    edited_model, plan, rescaled, results = state.model.copy(), state.plan, set(state.rescaled_tensors), []
+    factor_products = dict(state.factor_products)
+    for number, group in enumerate(statistics.groups):
+        reason = statistics.find_obstacle(group)
+        if not scalable[number]:
+            results.append(skipped_target(SMOOTHQUANT, group.name, reason))
+        for subgroup in scalable[number]:
+            min_gain = MIN_GAIN_WITH_FACTOR_OP_DB if reason else MIN_GAIN_DB
+            costs = statistics.rounding_costs(number, subgroup)
+            scaling = None if costs is None or not costs.step_counts else find_best_scaling(costs)
+            if scaling is None:
+                results.append(
+                    skipped_target(
+                        SMOOTHQUANT,
+                        subgroup.name,
+                        NOT_OBSERVED if costs is None else NO_TENSOR_SCALE,
+                    )
+                )
+            elif scaling.gain < min_gain:
+                results.append(skipped_target(SMOOTHQUANT, subgroup.name, SMALL_GAIN.format(f"{min_gain:.0f}")))
+            elif not rescale_group(edited_model, subgroup, scaling.divisors):
+                results.append(skipped_target(SMOOTHQUANT, subgroup.name, INEXACT_SCALING))
+            else:
+                detail = f"strength {scaling.strength:.1f}, errors predicted to fall by {scaling.gain:.1f} dB"
+                if reason:
+                    plan, product = insert_factor_op(edited_model, plan, subgroup, scaling.divisors)
+                    factor_products[product] = subgroup.start
+                    detail += ", by an inserted product"
+                else:
+                    rescaled.update(subgroup.tensors)
+                rescaled.update(constant.tensor for constant in subgroup.constants)
+                results.append(scaled_group_result(SMOOTHQUANT, subgroup.name, scaling.divisors, detail))
+    return PreCalibrationState(
+        model=edited_model,
+        plan=plan,
+        rescaled_tensors=frozenset(rescaled),
+        factor_products=factor_products,
+        results=(*state.results, *results),
+    )
 
 
 def find_best_scaling(costs: RoundingCosts) -> SmoothQuantScaling | None:

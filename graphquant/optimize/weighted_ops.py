@@ -9,7 +9,9 @@ import networkx as nx
 import numpy as np
 
 from graphquant.ir import (
+    BIAS_ADD_KINDS,
     FORWARDING_KINDS,
+    MATRIX_PRODUCT_KINDS,
     WEIGHTED_KINDS,
     DataType,
     Graph,
@@ -20,6 +22,7 @@ from graphquant.ir import (
     TensorRef,
     Use,
     qualified_op_name,
+    reachable,
 )
 from graphquant.qdq.family import add_constant
 
@@ -37,7 +40,8 @@ if TYPE_CHECKING:
 AXES_INPUT_OPSET: Final = 18
 """First opset whose ReduceMean reads its axes as an input."""
 
-MATRIX_PRODUCT_KINDS: Final = frozenset({"matmul", "gemm"})
+NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
+"""Reason to skip an op or group without measured values."""
 
 ALGORITHM_RULE: Final = "correction"
 
@@ -137,8 +141,6 @@ RANK_UNKNOWN: Final = "its number of axes is not known before the model runs"
 
 CONSTANT_OP_TYPES: Final = frozenset({"Const", "Initializer"})
 """Op types of constants whose value is no attribute of a node."""
-
-BIAS_ADD_KINDS: Final = frozenset({"add", "bias_add"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,11 +264,8 @@ def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
 
 def final_ops(graph: Graph, ops: Sequence[str]) -> list[str]:
     """Those of `ops` on which no other of them depends."""
-    ancestors: set[str] = set()
-    pending = list(ops)
-    while pending:
-        for source in graph.nx.pred[pending.pop()]:
-            if source not in ancestors:
-                ancestors.add(source)
-                pending.append(source)
+    # Unlike nx.ancestors, an op of a cycle counts as its own ancestor.
+    ancestors = {
+        *reachable((source for name in ops for source in graph.nx.pred[name]), lambda name: graph.nx.pred[name])
+    }
     return [name for name in ops if name not in ancestors]

@@ -1,0 +1,466 @@
+"""Search for the cheapest selection of candidates that meets a bound (see docs/decisions)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import combinations
+from math import fsum
+from typing import TYPE_CHECKING
+
+from graphquant.analysis.comparison import MAX_SEARCH_PLANS
+from graphquant.optimize.candidates import FLOAT_GROUP_COST
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from graphquant.optimize.candidates import ScaleGroup
+
+    OpKey = tuple[str, str]
+    Selection = tuple[int, ...]
+
+
+# This part solves the selection for one target sum of errors. The search below varies the target.
+
+MAX_EXHAUSTIVE_OPS = 12
+"""Number of ops up to which every subset is tried."""
+
+MAX_DROPPED_OPS = 32
+"""With more ops, the maximum number of ops that are returned to integers in trials."""
+
+NEGLIGIBLE_ERROR_SHARE = 0.05
+"""Share of the error sum that is below the uncertainty of the estimates."""
+
+SUM_TOLERANCE = 1e-9
+"""Relative tolerance of a sum of errors."""
+
+
+def choose_selection(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> Selection:
+    """Choose the candidate of each group, by index, so that the errors add up to at most `max_error`.
+
+    Args:
+        groups: The groups.
+        costs: Cost of each op in high precision.
+        max_error: Limit of the sum of errors, as a share of the outputs.
+    """
+    ops = sorted({op for group in groups for op in group.ops})
+    if len(ops) > MAX_EXHAUSTIVE_OPS:
+        return settle_selection(groups, _greedy_high_ops(groups, costs, max_error), max_error)
+    best: tuple[float, Selection] | None = None
+    change_cost = FLOAT_GROUP_COST * max(sum(costs.values()), 1.0)
+    for price, op_set in _op_sets_by_cost(ops, costs):
+        if best is not None and price >= best[0]:
+            break
+        selection = settle_selection(groups, op_set, max_error)
+        if total_error(groups, selection) <= max_error * (1 + SUM_TOLERANCE):
+            changed_groups = sum(
+                candidate > 0 and not group.ops for group, candidate in zip(groups, selection, strict=True)
+            )
+            scored = price + change_cost * changed_groups, selection
+            best = min(best or scored, scored)
+    return best[1] if best is not None else settle_selection(groups, frozenset(ops), max_error)
+
+
+def selection_cost(groups: Sequence[ScaleGroup], selection: Sequence[int], costs: Mapping[OpKey, float]) -> float:
+    """Cost of the ops that run in high precision."""
+    return fsum(costs[op] for op in high_precision_ops(groups, selection))
+
+
+def high_precision_ops(groups: Sequence[ScaleGroup], selection: Sequence[int]) -> frozenset[OpKey]:
+    """Ops that run in high precision."""
+    return frozenset(
+        op
+        for group, candidate in zip(groups, selection, strict=True)
+        if group.candidates[candidate].high_precision
+        for op in group.ops
+    )
+
+
+def total_error(groups: Sequence[ScaleGroup], selection: Sequence[int]) -> float:
+    """Sum of the errors."""
+    return fsum(group.candidates[candidate].error for group, candidate in zip(groups, selection, strict=True))
+
+
+def settle_selection(groups: Sequence[ScaleGroup], ops: frozenset[OpKey], max_error: float) -> Selection:
+    """Choose the candidates if `ops` run in high precision, with as few deviations from the rules as possible.
+
+    Groups that only these ops read become high precision too, because less would gain nothing. The other groups change
+    in the order of their gain until `max_error` is met.
+    """
+    can_be_high = [bool(group.ops) and group.ops <= ops for group in groups]
+    selection = [
+        next((position for position, candidate in enumerate(group.candidates) if candidate.high_precision), 0)
+        if is_high
+        else 0
+        for group, is_high in zip(groups, can_be_high, strict=True)
+    ]
+    error = total_error(groups, selection)
+    for gain, index, candidate in sorted(_candidate_gains(groups, selection, can_be_high), key=lambda entry: -entry[0]):
+        if error <= max_error:
+            break
+        selection[index] = candidate
+        error -= gain
+    return tuple(selection)
+
+
+def _candidate_gains(
+    groups: Sequence[ScaleGroup], selection: Sequence[int], can_be_high: Sequence[bool]
+) -> Iterator[tuple[float, int, int]]:
+    """Yield gain, group and candidate of the best alternative of each group."""
+    for index, group in enumerate(groups):
+        allowed = [
+            position
+            for position, candidate in enumerate(group.candidates)
+            if can_be_high[index] or not group.ops or not candidate.high_precision
+        ]
+        best = min(allowed, key=lambda position: group.candidates[position].error)
+        gain = group.candidates[selection[index]].error - group.candidates[best].error
+        if gain > 0:
+            yield gain, index, best
+
+
+def cheaper_selections(
+    groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], ops: frozenset[OpKey], max_ratio: float
+) -> list[Selection]:
+    """List selections that cost less than those with `ops` in high precision, by increasing error.
+
+    With few ops all subsets are listed, with many those with one op less.
+
+    Args:
+        groups: The groups.
+        costs: Cost of each op in high precision.
+        ops: Ops that run in high precision.
+        max_ratio: Largest cost relative to that of `ops`.
+    """
+    all_ops = sorted({op for group in groups for op in group.ops})
+    max_cost = fsum(costs[op] for op in ops) * max_ratio
+    op_sets: Iterable[frozenset[OpKey]]
+    if len(all_ops) <= MAX_EXHAUSTIVE_OPS:
+        op_sets = [op_set for price, op_set in _op_sets_by_cost(all_ops, costs) if price <= max_cost]
+    else:
+        op_sets = [
+            ops - {op}
+            for op in sorted(ops, key=lambda candidate_op: (-costs[candidate_op], candidate_op))[:MAX_DROPPED_OPS]
+        ]
+    selections = dict.fromkeys(settle_selection(groups, op_set, 0.0) for op_set in op_sets)
+    return sorted(selections, key=lambda selection: total_error(groups, selection))
+
+
+def lighter_selection(groups: Sequence[ScaleGroup], selection: Selection) -> Selection:
+    """Return the selection with the rules' candidate wherever the error is negligible. It costs no more."""
+    negligible = NEGLIGIBLE_ERROR_SHARE * total_error(groups, selection)
+    return tuple(
+        0 if group.candidates[0].error <= negligible else candidate
+        for group, candidate in zip(groups, selection, strict=True)
+    )
+
+
+def _op_sets_by_cost(ops: Sequence[OpKey], costs: Mapping[OpKey, float]) -> list[tuple[float, frozenset[OpKey]]]:
+    """All subsets of ops with their costs, by cost."""
+    subsets = [subset for count in range(len(ops) + 1) for subset in combinations(ops, count)]
+    return sorted(
+        ((fsum(costs[op] for op in subset), frozenset(subset)) for subset in subsets), key=lambda priced: priced[0]
+    )
+
+
+def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> frozenset[OpKey]:
+    """Choose ops by their error reduction per cost, then return ops to integers, the most expensive first."""
+    state = _GreedyState(groups)
+    while state.error > max_error:
+        best: tuple[float, int] | None = None
+        for index, group in enumerate(groups):
+            if index in state.float_groups or not state.reductions[index]:
+                continue
+            gain = fsum(state.reductions[freed_index] for freed_index in state.freed_groups(group.ops) | {index})
+            ratio = gain / max(fsum(costs[op] for op in group.ops - state.high_ops), FLOAT_GROUP_COST)
+            if best is None or ratio > best[0]:
+                best = ratio, index
+        if best is None:
+            break
+        state.make_float(best[1])
+    for op in sorted(state.high_ops, key=lambda candidate_op: (-costs[candidate_op], candidate_op)):
+        state.restore_op(op, max_error)
+    return frozenset(state.high_ops)
+
+
+class _GreedyState:
+    """State of the greedy choice: high-precision ops, the remaining error, and the reduction per group."""
+
+    def __init__(self, groups: Sequence[ScaleGroup]) -> None:
+        self._groups = groups
+        self._by_op: dict[OpKey, list[int]] = {}
+        for index, group in enumerate(groups):
+            for op in group.ops:
+                self._by_op.setdefault(op, []).append(index)
+        lowest = [
+            min(candidate.error for candidate in group.candidates if not (candidate.high_precision and group.ops))
+            for group in groups
+        ]
+        self.reductions = [
+            error - min(candidate.error for candidate in group.candidates)
+            for error, group in zip(lowest, groups, strict=True)
+        ]
+        self.high_ops: set[OpKey] = set()
+        self.float_groups: set[int] = set()
+        self.error = sum(lowest)
+
+    def freed_groups(self, ops: frozenset[OpKey]) -> set[int]:
+        """Groups that no quantized op reads once `ops` run in high precision."""
+        touched = {index for op in ops for index in self._by_op[op]} - self.float_groups
+        return {index for index in touched if self._groups[index].ops <= self.high_ops | ops}
+
+    def make_float(self, index: int) -> None:
+        """Make a group float, with its ops and everything that only they kept quantized."""
+        freed = self.freed_groups(self._groups[index].ops) | {index}
+        self.high_ops |= self._groups[index].ops
+        self.float_groups |= freed
+        self.error -= fsum(self.reductions[freed_index] for freed_index in freed)
+
+    def restore_op(self, op: OpKey, max_error: float) -> None:
+        """Return `op` to integers if the errors still add up to at most `max_error`."""
+        restored = [index for index in self._by_op[op] if index in self.float_groups]
+        error = self.error + fsum(self.reductions[index] for index in restored)
+        if error <= max_error:
+            self.error = error
+            self.float_groups -= set(restored)
+            self.high_ops.discard(op)
+
+
+MAX_MEASUREMENTS = MAX_SEARCH_PLANS
+"""Maximum number of measured plans."""
+
+MAX_CLIMB_PLANS, MAX_REFINE_PLANS = 8, 3
+"""Maximum number of plans until one meets the bound, and then to reduce the aim."""
+
+CLIMB_STEP_DB = 3.0
+"""Step of the aim in dB if the distance to the bound is unknown."""
+
+MIN_AIM_STEP_DB = 0.3
+"""Smallest difference of two aims in dB that is worth a plan."""
+
+NEAR_MISS_DB = 2.0
+"""Miss in dB that a nearly equal plan may correct, because errors have heavy tails."""
+
+MAX_CONSECUTIVE_MISSES = 6
+"""Maximum number of cheaper plans in a row that miss the bound."""
+
+MAX_COST_RATIO = 0.98
+"""Relative cost below which a cheaper plan is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuality:
+    """Quality of one plan.
+
+    Attributes:
+        met: True if it meets the bounds on the search samples.
+        sqnr: SQNR of the worst output in dB; infinite without any loss.
+    """
+
+    met: bool
+    sqnr: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionResult:
+    """Result of a selection search.
+
+    Attributes:
+        selection: Index of the candidate of each group.
+        quality: Quality of its plan.
+        cost: Cost as a share of all ops in float.
+        plans: Number of measured plans.
+        interrupted: True if Ctrl-C ended the search early.
+    """
+
+    selection: Selection
+    quality: PlanQuality
+    cost: float
+    plans: int
+    interrupted: bool
+
+
+def search_cheapest_plan(
+    groups: Sequence[ScaleGroup],
+    costs: Mapping[OpKey, float],
+    measure: Callable[[Selection], PlanQuality],
+    *,
+    target_sqnr: float | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SelectionResult:
+    """Search the cheapest selection that meets a bound.
+
+    Args:
+        groups: The groups with the error of each candidate.
+        costs: Cost of each op in high precision.
+        measure: Build and measure the plan of a selection.
+        target_sqnr: Bound on the SQNR in dB; None for other bounds.
+        progress: Callback with the number of measured plans and its maximum.
+    """
+    return _PlanSearch(groups, costs, measure, progress).run(target_sqnr)
+
+
+class _PlanSearch:
+    """State of a selection search: the measured plans and the best of them."""
+
+    def __init__(
+        self,
+        groups: Sequence[ScaleGroup],
+        costs: Mapping[OpKey, float],
+        measure: Callable[[Selection], PlanQuality],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._groups, self._costs, self._measure, self._progress = groups, costs, measure, progress
+        self._qualities: dict[Selection, PlanQuality] = {}
+        self._float_cost = sum(costs.values()) or 1.0
+        self._best = self._measure_selection((0,) * len(groups))
+
+    def run(self, target_sqnr: float | None) -> SelectionResult:
+        """Measure plans until no cheaper one is promising."""
+        interrupted = False
+        try:
+            if not self._best[1].met:
+                self._refine_aim(*self._climb_to_bound(target_sqnr))
+                self._search_cheaper(target_sqnr)
+        except KeyboardInterrupt:
+            interrupted = True
+        selection, quality, price = self._best
+        return SelectionResult(
+            selection=selection,
+            quality=quality,
+            cost=price / self._float_cost,
+            plans=len(self._qualities),
+            interrupted=interrupted,
+        )
+
+    def _climb_to_bound(self, target_sqnr: float | None) -> tuple[float, float]:
+        """Raise the aim until a plan meets the bound. Return the last aim that missed and the aim that met."""
+        quality, aim = self._best[1], _error_to_decibels(total_error(self._groups, self._best[0]))
+        for _ in range(MAX_CLIMB_PLANS):
+            missed = aim
+            shortfall = (
+                target_sqnr - quality.sqnr if target_sqnr is not None and math.isfinite(quality.sqnr) else CLIMB_STEP_DB
+            )
+            aim += max(shortfall + MIN_AIM_STEP_DB, MIN_AIM_STEP_DB)
+            quality = self._try_selection(self._choose_for_aim(aim))
+            if quality.met:
+                return missed, aim
+        self._try_selection(tuple(len(group.candidates) - 1 for group in self._groups))
+        return aim, aim
+
+    def _refine_aim(self, missed: float, met: float) -> None:
+        """Bisect the interval between two aims."""
+        for _ in range(MAX_REFINE_PLANS):
+            if met - missed <= MIN_AIM_STEP_DB:
+                break
+            middle = (missed + met) / 2
+            if self._try_selection(self._choose_for_aim(middle)).met:
+                met = middle
+            else:
+                missed = middle
+
+    def _search_cheaper(self, target_sqnr: float | None) -> None:
+        """Measure cheaper plans than the best, by increasing error, within the limit of plans."""
+        waiting: list[Selection] = []
+        base_selection: Selection | None = None
+        missed = 0
+        while self._best[1].met and len(self._qualities) < MAX_MEASUREMENTS and missed < MAX_CONSECUTIVE_MISSES:
+            if self._best[0] != base_selection:
+                base_selection, missed = self._best[0], 0
+                ops = high_precision_ops(self._groups, base_selection)
+                waiting = cheaper_selections(self._groups, self._costs, ops, MAX_COST_RATIO)[::-1]
+            selection = self._next_untried(waiting, target_sqnr)
+            if selection is None:
+                break
+            missed += not self._try_selection(selection).met
+            waiting.append(selection)
+
+    def _next_untried(self, waiting: list[Selection], target_sqnr: float | None) -> Selection | None:
+        """Next selection that was not measured, or one of equal cost after a near miss."""
+        while waiting:
+            selection = waiting.pop()
+            if selection not in self._qualities:
+                return selection
+            if target_sqnr is not None and target_sqnr - NEAR_MISS_DB < self._qualities[selection].sqnr < target_sqnr:
+                waiting.append(lighter_selection(self._groups, selection))
+                if waiting[-1] == selection:
+                    waiting.pop()
+        return None
+
+    def _choose_for_aim(self, aim: float) -> Selection:
+        return choose_selection(self._groups, self._costs, 10 ** (-aim / 10))
+
+    def _try_selection(self, selection: Selection) -> PlanQuality:
+        """Measure a selection once, and keep it if it is the best."""
+        scored = self._measure_selection(selection)
+        if _quality_rank(*scored[1:]) < _quality_rank(*self._best[1:]):
+            self._best = scored
+        return scored[1]
+
+    def _measure_selection(self, selection: Selection) -> tuple[Selection, PlanQuality, float]:
+        if selection not in self._qualities:
+            self._qualities[selection] = self._measure(selection)
+            if self._progress is not None:
+                self._progress(len(self._qualities), MAX_MEASUREMENTS)
+        return selection, self._qualities[selection], selection_cost(self._groups, selection, self._costs)
+
+
+def _quality_rank(quality: PlanQuality, price: float) -> tuple[bool, float]:
+    """Order of plans: those that meet the bound by cost, then the others by their distance."""
+    return (not quality.met, price if quality.met else -quality.sqnr)
+
+
+def _error_to_decibels(error: float) -> float:
+    """SQNR in dB of a sum of errors."""
+    return -10 * math.log10(error) if error else math.inf
+
+
+# Bit allocation needs no measured plans: sizes and errors of weights add up.
+
+
+def allocate_weight_bits(groups: Sequence[ScaleGroup], max_bytes: float) -> Selection:
+    """Choose the candidate of each group, by index, so that sizes add up to at most `max_bytes`, if possible.
+
+    Starting with the smallest candidates, the step with the largest error reduction per byte is taken repeatedly, if it
+    fits. Only candidates on the convex hull of size and error are used, so that the steps of a group come in order. The
+    result is at most one step from the optimum.
+    """
+    selection = [
+        min(range(len(group.candidates)), key=lambda candidate: _size_then_error(group, candidate)) for group in groups
+    ]
+    remaining_bytes = max_bytes - sum(
+        group.candidates[candidate].size for group, candidate in zip(groups, selection, strict=True)
+    )
+    upgrades = sorted(
+        (-ratio, index, candidate)
+        for index, group in enumerate(groups)
+        for ratio, candidate in _hull_upgrades(group, selection[index])
+    )
+    for _, index, candidate in upgrades:
+        extra_bytes = groups[index].candidates[candidate].size - groups[index].candidates[selection[index]].size
+        if extra_bytes <= remaining_bytes:
+            selection[index] = candidate
+            remaining_bytes -= extra_bytes
+    return tuple(selection)
+
+
+def _size_then_error(group: ScaleGroup, candidate: int) -> tuple[float, float]:
+    return group.candidates[candidate].size, group.candidates[candidate].error
+
+
+def _hull_upgrades(group: ScaleGroup, start: int) -> Iterator[tuple[float, int]]:
+    """Yield the steps along the convex hull: error reduction per byte, and the new candidate."""
+    current = start
+    while True:
+        ratios = [
+            (
+                (group.candidates[current].error - candidate.error) / (candidate.size - group.candidates[current].size),
+                index,
+            )
+            for index, candidate in enumerate(group.candidates)
+            if candidate.size > group.candidates[current].size and candidate.error < group.candidates[current].error
+        ]
+        if not ratios:
+            return
+        ratio, current = max(ratios)
+        yield ratio, current
