@@ -1,8 +1,8 @@
-/* The kernels of kernel.py in C, without Python's lock: one counts float32 values in the bins of a table; one tells the
- * squared error of scales and zero points, given such counts; one tells how far float32 values are from others.
+/* The kernels of histogram_kernel.py in C, without the GIL. They count float32 values in the bins of a table, compute the
+ * squared error of scales and zero points from such counts, and compute the squared difference of float32 arrays.
  *
- * Only the stable interface of Python 3.11 is used, and values come through the buffer interface, so that one build
- * serves every later Python and every numpy.
+ * The code uses only the stable interface of Python 3.11, and reads arrays through the buffer interface, so that one build
+ * works with every later Python and every numpy.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -17,18 +17,18 @@
 #endif
 
 enum {
-    CHUNK = 2048, /* values that both loops below go through in turn, few enough to stay in the nearest cache */
+    CHUNK = 2048, /* values that both loops below process in turn; they fit into the L1 cache */
     LINE = 16,    /* values in a cache line */
-    LANES = 32,   /* ends kept side by side; with 16, gcc 12 takes the loop over them apart and is half as fast */
-    SPARE = 3     /* entries behind the last bin that are bin 0's too */
+    LANES = 32,   /* parallel limits; with 16, gcc 12 splits the loop over them, which is half as fast */
+    SPARE = 3     /* additional entries of bin 0 after the last bin */
 };
 
 static const uint64_t ONE = (uint64_t)1 << 40; /* counts are above this bit, sums below */
 
-/* Widens the ends of each lane; a NaN changes neither. */
+/* Widen the limits of each lane. NaN changes neither. */
 static void widen(float *lows, float *highs, const float *values, Py_ssize_t n)
 {
-    float low[LANES], high[LANES]; /* of its own: no value can be one of them, as far as compilers know */
+    float low[LANES], high[LANES]; /* local, so that the compiler knows that values do not alias them */
     memcpy(low, lows, sizeof low);
     memcpy(high, highs, sizeof high);
     Py_ssize_t i = 0;
@@ -46,8 +46,8 @@ static void widen(float *lows, float *highs, const float *values, Py_ssize_t n)
     memcpy(highs, high, sizeof high);
 }
 
-/* Adds each value to the entry of its bin. Three of four zeros go to the spare entries, as an addition waits for the one
- * before to the same place, and zeros are many behind a ReLU. Meanwhile the next chunk comes from memory.
+/* Add each value to the entry of its bin. Three of four zeros go to the spare entries: an addition waits for the previous
+ * one to the same entry, and zeros are frequent after a ReLU. Meanwhile the next chunk is prefetched.
  */
 static void count(uint64_t *table, const float *values, Py_ssize_t n, int shift)
 {
@@ -70,7 +70,7 @@ static void count(uint64_t *table, const float *values, Py_ssize_t n, int shift)
     }
 }
 
-/* Whether no NaN or infinity was counted: their exponent, which is the largest, has no entries, whatever the sign. */
+/* Return 1 if no NaN or infinity was counted: the largest exponent has no entries for either sign. */
 static int all_finite(const uint64_t *table, int shift)
 {
     const size_t half = (size_t)1 << (31 - shift), largest = (size_t)1 << (23 - shift);
@@ -80,7 +80,7 @@ static int all_finite(const uint64_t *table, int shift)
     return !any;
 }
 
-/* Adds what is not finite, as NaN, to each lane; what is finite adds nothing. */
+/* Add NaN to a lane for each value that is not finite, and 0 for others. */
 static void spoil(float *lanes, const float *values, Py_ssize_t n)
 {
     float odd[LANES];
@@ -94,7 +94,7 @@ static void spoil(float *lanes, const float *values, Py_ssize_t n)
     memcpy(lanes, odd, sizeof odd);
 }
 
-/* Values and the table that they are counted in, which may be none, and what is found. */
+/* Values, the table in which they are counted (can be NULL), and the results. */
 typedef struct {
     Py_buffer values, table;
     int shift, counts, finite;
@@ -128,7 +128,7 @@ static void work(Job *job)
     job->finite = job->counts ? all_finite(job->table.buf, job->shift) : odd[0] == 0;
 }
 
-/* Takes (values, shift, table) or (values, 0, None) as they come from Python. */
+/* Parse (values, shift, table) or (values, 0, None) from Python. */
 static int take(Job *job, PyObject *given)
 {
     PyObject *table;
@@ -219,21 +219,21 @@ static PyObject *fill_all(PyObject *module, PyObject *list)
     return result;
 }
 
-/* The rows of a table of pieces, each of `columns` entries: the last column is for sums over all, which are of what
- * comes before each piece.
+/* The rows of a table of pieces, each of `columns` entries. Cumulative rows contain the sums before each piece; their last
+ * column contains the totals.
  */
 typedef struct {
     Py_ssize_t columns;
-    const double *center, *half, *weight, *density; /* density: weight / width, 0 for what is next to no width */
+    const double *center, *half, *weight, *density; /* density: weight / width, 0 for a narrow piece */
     const double *count, *sum, *square, *spread;    /* spread: weight * width^2 / 12 */
 } Pieces;
 
 enum { ROWS = 8, TOGETHER = 4 };
 
-static const double ROUNDS = 6755399441055744.0; /* 1.5 * 2**52: what is added to it is rounded to a whole number */
-static const double NARROW = 256.0; /* so many steps from zero, no piece is wider than two steps: bins are of 7 bits */
+static const double ROUNDS = 6755399441055744.0; /* 1.5 * 2**52: adding it rounds a number to an integer */
+static const double NARROW = 256.0; /* up to 256 steps from zero, pieces are at most two steps wide */
 
-/* The first piece whose left end is `x` or more. */
+/* Return the first piece whose left end is at least `x`. */
 static Py_ssize_t from_left(const Pieces *p, double x)
 {
     Py_ssize_t low = 0, high = p->columns - 1;
@@ -247,7 +247,7 @@ static Py_ssize_t from_left(const Pieces *p, double x)
     return low;
 }
 
-/* The first piece whose right end is beyond `x`. */
+/* Return the first piece whose right end is above `x`. */
 static Py_ssize_t beyond(const Pieces *p, double x)
 {
     Py_ssize_t low = 0, high = p->columns - 1;
@@ -266,27 +266,27 @@ static double limited(double x, double low, double high)
     return x < low ? low : x > high ? high : x;
 }
 
-/* The integral from zero to `x` of the squared distance to the nearest whole number from `low` to `high`. */
+/* Return the integral from 0 to `x` of the squared distance from the nearest integer in `low` to `high`. */
 static double area(double x, double low, double high)
 {
     const double whole = limited(x, low, high) + ROUNDS - ROUNDS, away = x - whole;
     return whole / 12 + away * away * away / 3;
 }
 
-/* The squared error of any piece, in squared steps. */
+/* Return the squared error of any piece, in squared steps. */
 static double of_any(const Pieces *p, Py_ssize_t i, double inverse, double low, double high)
 {
     const double center = p->center[i] * inverse, half = p->half[i] * inverse;
-    if (half < 1e-6) { /* the difference of areas would be of rounding errors */
+    if (half < 1e-6) { /* the difference of areas would be dominated by rounding errors */
         const double away = center - (limited(center, low, high) + ROUNDS - ROUNDS);
         return p->weight[i] * (away * away + half * half / 3);
     }
     return p->weight[i] * (area(center + half, low, high) - area(center - half, low, high)) / (2 * half);
 }
 
-/* The same of pieces from `first` to `last` that are within the range and no wider than two steps, each but for its
- * spread: the square of the distance of its center from the nearest whole number, less what is gained where a part of it
- * reaches e beyond the middle between two: the integral of (1/2 + t)^2 - (1/2 - t)^2 = 2t from 0 to e.
+/* Return the squared error of pieces `first` to `last` within the range that are at most two steps wide, without their
+ * spread: the squared distance of the center from the nearest integer, minus the gain where a piece reaches e beyond the
+ * midpoint of two integers: the integral of (1/2 + t)^2 - (1/2 - t)^2 = 2t from 0 to e.
  */
 static double of_narrow(const Pieces *p, Py_ssize_t first, Py_ssize_t last, double inverse)
 {
@@ -311,7 +311,7 @@ static double of_narrow(const Pieces *p, Py_ssize_t first, Py_ssize_t last, doub
     return away[0] + away[1] + away[2] + away[3] - (gained[0] + gained[1] + gained[2] + gained[3]) / inverse;
 }
 
-/* What pieces from `first` to `last` add up to if all their values become `x`. */
+/* Return the squared error of pieces `first` to `last` if all their values become `x`. */
 static double at_one(const Pieces *p, Py_ssize_t first, Py_ssize_t last, double x)
 {
     if (first >= last)
@@ -320,7 +320,7 @@ static double at_one(const Pieces *p, Py_ssize_t first, Py_ssize_t last, double 
         + x * x * (p->count[last] - p->count[first]);
 }
 
-/* The squared error of all pieces together; the range is from `low` to `high` steps of size `scale`. */
+/* Return the squared error of all pieces for the range from `low` to `high` steps of size `scale`. */
 static double squared_error(const Pieces *p, double scale, double low, double high)
 {
     const double inverse = 1 / scale;
@@ -328,7 +328,7 @@ static double squared_error(const Pieces *p, double scale, double low, double hi
     const Py_ssize_t start = first;
     Py_ssize_t end = last, zero = from_left(p, -scale / 2), after = beyond(p, scale / 2);
     double error = 0, steps = 0;
-    if (first > 0) { /* the one before may reach into the range */
+    if (first > 0) { /* the previous piece may reach into the range */
         steps += of_any(p, first - 1, inverse, low, high);
         error += at_one(p, 0, first - 1, low * scale);
     }
@@ -337,7 +337,7 @@ static double squared_error(const Pieces *p, double scale, double low, double hi
             steps += of_any(p, last, inverse, low, high);
         error += at_one(p, last + 1, all, high * scale);
     }
-    end = end < start ? start : end; /* one piece may reach beyond both ends */
+    end = end < start ? start : end; /* one piece can reach beyond both limits */
     zero = zero < start ? start : zero > end ? end : zero;
     after = after < zero ? zero : after > end ? end : after;
     if (-low > NARROW || high > NARROW) {
@@ -380,8 +380,8 @@ static PyObject *squared_errors(PyObject *module, PyObject *arguments)
     return result;
 }
 
-/* The sums of the squares of values and of what others are off, each of a chunk in lanes of float32: no lane adds up so
- * many that it loses more than the last bits. What float32 cannot hold makes a sum infinite or NaN, or zero.
+/* Compute the sums of the squares of values and of differences, for each chunk in lanes of float32, which are short enough
+ * to lose only the last bits. Squares beyond float32 make a sum infinite, NaN or zero.
  */
 static void power_and_error(const float *expected, const float *found, Py_ssize_t n, double *sums)
 {
