@@ -127,7 +127,7 @@ class Problem:
 
     Attributes:
         kind: Class name of the error, as "ModelError"; "Timeout", "Crash" or "Memory" if a worker ended.
-        message: Message of the command line, without "Error: ".
+        message: Message of the command line, without "error: ".
         exit_code: Exit code of the command line.
     """
 

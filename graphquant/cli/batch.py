@@ -273,7 +273,7 @@ def batch_command(
     reporting: ReportOptions,
     **settings: Any,
 ) -> None:
-    """Quantize many models: the models of a MANIFEST, or MODELs and globs.
+    """Quantize the models of a MANIFEST, or MODELs and globs.
 
     MANIFEST is graphquant.toml by default. Outputs that are up to date are not built again. docs/batch.md describes
     manifests, gates and the cache. Exit code 1 if a model failed.

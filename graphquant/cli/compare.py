@@ -40,9 +40,9 @@ def compare_command(
     force: bool,
     **values: Any,
 ) -> None:
-    """Run FLOAT and QUANT on the same data and measure the error of each output and each quantized tensor.
+    """Measure the error of QUANT against FLOAT on the same data.
 
-    docs/compare.md defines the metrics. --html draws both models side by side, with the errors as a heat map. Exit
+    The errors are those of each output and of each quantized tensor. docs/compare.md defines the metrics. --html draws both models side by side, with the errors as a heat map. Exit
     code 1 if a bound is missed.
     """
     from graphquant import api

@@ -27,7 +27,10 @@ GRAPH_FORMATS = ("dot", "svg", "graphml", "graph-json")
 @OUTPUT
 @FORCE
 def plan_command(model: Path, form: str, html: Path | None, output: Path | None, force: bool, **values: Any) -> None:
-    """Show the changes that insert would make to MODEL. insert --plan applies the plan that --format json writes."""
+    """Show the changes that insert would make to MODEL.
+
+    insert --plan applies the plan that --format json writes.
+    """
     from graphquant import api
 
     settings = collect_options(PlanOptions, values)
@@ -55,7 +58,7 @@ def plan_command(model: Path, form: str, html: Path | None, output: Path | None,
 @click.option("--all", "everything", is_flag=True, help="List every rule that does not apply.")
 @format_option("json")
 def explain_command(model: Path, name: str, everything: bool, form: str, **values: Any) -> None:
-    """Explain why TENSOR, or the tensors around OP, are quantized or not.
+    """Explain the quantization of TENSOR, or of tensors around OP.
 
     The output lists the rule of each use, the rules that almost applied, and a prediction of the backend's behavior.
     With --data or --stats, it also explains each scale: the tensors with which it is shared, and the limits that
@@ -109,9 +112,9 @@ def inspect_command(
     output: Path | None,
     force: bool,
 ) -> None:
-    """Show the quantization ops of MODEL with dtype, scale, zero point and range, and the ops that stay float.
+    """Show the quantization ops of MODEL, and its float ops.
 
-    --html draws the model as an interactive page (docs/viewer.md). --format svg, dot, graphml and graph-json are for
+    Each quantization op has a dtype, scale, zero point and range. --html draws the model as an interactive page (docs/viewer.md). --format svg, dot, graphml and graph-json are for
     documents and other tools.
 
     With --stats, or with a statistics file (.gqs) as MODEL, inspect shows the histogram of each calibrated tensor, the

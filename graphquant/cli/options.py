@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,7 +112,7 @@ class FieldType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no 
         try:
             return self._field.parse(value)
         except UsageError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(str(error).partition(" is invalid: ")[2], param, ctx)
 
 
 def require_finite(_ctx: click.Context, param: click.Parameter, number: float | None) -> float | None:
@@ -144,6 +145,10 @@ class ErrorHandlingGroup(click.Group):
         """Run the command."""
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            # click prints the error later, and would write "Error:".
+            setattr(error, "show", partial(_show_usage_error, error))  # noqa: B010  # a method, for mypy
+            raise
         except GraphQuantError as error:
             click.echo(f"error: {_terminal_message(error)}", err=True)
             raise click.exceptions.Exit(error.exit_code) from error
@@ -157,6 +162,14 @@ class ErrorHandlingGroup(click.Group):
         except MemoryError as error:
             click.echo("error: There is not enough memory for this model. Use a machine with more memory.", err=True)
             raise click.exceptions.Exit(InternalError.exit_code) from error
+
+
+def _show_usage_error(error: click.UsageError, file: Any = None) -> None:
+    """Print an error of click with the prefix of all other errors."""
+    if error.ctx is not None:
+        usage, path = error.ctx.get_usage(), error.ctx.command_path
+        click.echo(f"{usage}\nTry '{path} --help' for help.\n", file=file, err=True)
+    click.echo(f"error: {error.format_message()}", file=file, err=True)
 
 
 def _report_os_error(error: OSError) -> click.exceptions.Exit:

@@ -75,9 +75,9 @@ def diff_command(
     output: Path | None,
     force: bool,
 ) -> None:
-    """Show the differences between two models or two plans, A and B, without running them.
+    """Show the differences between two models or plans, A and B.
 
-    Ops are matched by name, or by position where names differ. Quantization ops are skipped during matching and
+    The models are not run. Ops are matched by name, or by position where names differ. Quantization ops are skipped during matching and
     reported separately. docs/diff.md explains the lines. Exit code 1 if anything differs.
     """
     from graphquant import api

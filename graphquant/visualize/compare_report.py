@@ -220,7 +220,7 @@ def _change_line(change: ModelChange) -> Text:
 def strip_view(stripped: StripResult, written: Path | None) -> RenderableType:
     """Render removed ops, rounded weights, and tensors that stay quantized."""
     lines = [plain_line(note, "yellow") for note in stripped.notes]
-    lines += [plain_line(f"left: {tensor}: {reason}", "yellow") for tensor, reason in stripped.remaining]
+    lines += [plain_line(f"skipped: {tensor}: {reason}", "yellow") for tensor, reason in stripped.remaining]
     message = f"{pluralize(len(stripped.ops), 'op')} removed"
     if stripped.exact:
         message = "The source model, bit for bit"

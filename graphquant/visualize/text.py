@@ -137,7 +137,7 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
     for tensor in stats.targets:
         reasons.setdefault(stats.missing_reason(tensor), []).append(str(tensor))
     lines += [
-        plain_line(f"left: {join_names(names)}: {reason}", style="yellow")
+        plain_line(f"skipped: {join_names(names)}: {reason}", style="yellow")
         for reason, names in reasons.items()
         if reason
     ]
@@ -340,7 +340,7 @@ def _skip_lines(skips: Sequence[Skip]) -> list[RenderableType]:
     for skip in skips:
         reasons.setdefault((skip.rule, skip.reason), []).append(str(skip.tensor))
     return [
-        plain_line(f"left: {join_names(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
+        plain_line(f"skipped: {join_names(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
         for (rule, reason), tensors in reasons.items()
     ]
 

@@ -86,7 +86,7 @@ def test_all_that_are_empty(net: Callable[..., tuple[Path, str]], cli: Callable[
     assert "found: nothing to compare: it was empty for all 20 samples" in plain.stdout
     assert "Nothing compared, over 20 samples." in plain.stdout
     bounded = cli("compare", model, out, "--data", data, "--min-sqnr", 20, code=1)
-    assert bounded.stderr.startswith("Error: Nothing was compared, since every output was empty for all 20 samples.")
+    assert bounded.stderr.startswith("error: Nothing was compared, since every output was empty for all 20 samples.")
 
 
 def test_what_is_there_for_some_samples(net: Callable[..., tuple[Path, str]]) -> None:

@@ -40,7 +40,7 @@ def refused(cli: Callable[..., Any], here: Path) -> Callable[..., str]:
         before = contents(here)
         result = cli(*arguments, code=code)
         assert result.stdout == ""
-        assert result.stderr.startswith("Error: ")
+        assert result.stderr.startswith("error: ")
         assert contents(here) == before
         return str(result.stderr)
 
@@ -167,7 +167,7 @@ def test_rule_file_with_four_mistakes(refused: Callable[..., str], arguments: tu
     """All four are told at once, each with its line and what was meant."""
     Path("mine.toml").write_text(MISTAKES)
     text = refused(*arguments, "--rules", "mine.toml", code=2)
-    lines = [line.removeprefix("Error: ") for line in text.splitlines()]
+    lines = [line.removeprefix("error: ") for line in text.splitlines()]
     assert [line.split(":")[:2] for line in lines] == [["mine.toml", number] for number in ("2", "6", "11", "12")]
     for line, word in zip(lines, ("'symmetric'", "'conv'", "'weight'", "Known are a,"), strict=True):
         assert word in line
@@ -290,8 +290,8 @@ def test_existing_output_and_the_input_itself(refused: Callable[..., str], name:
     assert "--force" in refused("insert", name, *WEIGHTS, "-o", f"there{suffix}", code=2)
     for same in (name, f"./{name}", Path(name).absolute()):
         for force in ([], ["--force"]):
-            assert "is the model itself" in refused("insert", name, *WEIGHTS, "-o", same, *force, code=2)
-    message = "inside the model's own folder" if Path(name).is_dir() else "is the model itself"
+            assert "is the source model" in refused("insert", name, *WEIGHTS, "-o", same, *force, code=2)
+    message = "inside the folder of the source model" if Path(name).is_dir() else "is the source model"
     assert message in refused("insert", name, *WEIGHTS, "--report", file_of(name), code=2)
     for verb in ("plan", "inspect"):
         assert message in refused(verb, name, "-o", file_of(name), "--force", code=2)
@@ -304,8 +304,8 @@ def test_links_to_the_input_are_the_input(refused: Callable[..., str]) -> None:
     Path("link.onnx").symlink_to(CNN)
     os.link(CNN, "hard.onnx")
     for out in ("link.onnx", "hard.onnx"):
-        assert "is the model itself" in refused("insert", CNN, *WEIGHTS, "-o", out, "--force", code=2)
-    assert "is the model itself" in refused("insert", "link.onnx", *WEIGHTS, "-o", CNN, "--force", code=2)
+        assert "is the source model" in refused("insert", CNN, *WEIGHTS, "-o", out, "--force", code=2)
+    assert "is the source model" in refused("insert", "link.onnx", *WEIGHTS, "-o", CNN, "--force", code=2)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_links_to_the_input_are_the_input(refused: Callable[..., str]) -> None:
 def test_output_of_another_format(refused: Callable[..., str], name: str, out: str, suffix: str) -> None:
     """A suffix that names another format is refused before any work, with one that goes."""
     text = refused("insert", name, *WEIGHTS, "-o", out, code=2)
-    assert text.startswith(f"Error: {out} ")
+    assert text.startswith(f"error: {out} ")
     assert suffix in text
 
 
@@ -341,7 +341,11 @@ def test_outputs_that_are_no_files(refused: Callable[..., str]) -> None:
     Path("target").write_text("precious")
     Path("link.onnx").symlink_to("target")
     Path("loop.onnx").symlink_to("loop.onnx")
-    for name, message in (("pipe.onnx", "a pipe"), ("link.onnx", "is a link"), ("loop.onnx", "is a link")):
+    for name, message in (
+        ("pipe.onnx", "a pipe"),
+        ("link.onnx", "is a symbolic link"),
+        ("loop.onnx", "is a symbolic link"),
+    ):
         assert message in refused("insert", CNN, *WEIGHTS, "-o", name, "--force", code=2)
         assert message in refused("insert", CNN, *WEIGHTS, "--report", name, code=2)
         assert message in refused("plan", CNN, "-o", name, "--force", code=2)

@@ -60,12 +60,12 @@ def test_the_schema(batch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--shard", "3/2"], "Error: --shard 3/2 is no part of a whole. Write 2/8 for the second of eight."),
-        (["--scheduler", "tcp://127.0.0.1:9", "-j", "2"], "Error: The cluster says how many models are done at once."),
-        (["no.toml"], "Error: There is no manifest no.toml. Give one, or models and globs."),
-        (["--method", "minmx"], "Error: there is no method 'minmx'. Did you mean 'minmax' or 'mean-minmax'?"),
-        (["*.onx"], "Error: '*.onx' names nothing."),
-        (["--min-sqnr", "0"], "Error: graphquant.toml:3: 'min_sqnr' needs data"),
+        (["--shard", "3/2"], "error: --shard 3/2 is no part of a whole. Write 2/8 for the second of eight."),
+        (["--scheduler", "tcp://127.0.0.1:9", "-j", "2"], "error: The cluster says how many models are done at once."),
+        (["no.toml"], "error: There is no manifest no.toml. Give one, or models and globs."),
+        (["--method", "minmx"], "error: there is no method 'minmx'. Did you mean 'minmax' or 'mean-minmax'?"),
+        (["*.onx"], "error: '*.onx' names nothing."),
+        (["--min-sqnr", "0"], "error: graphquant.toml:3: 'min_sqnr' needs data"),
     ],
 )
 def test_refusals(batch, words, says):
@@ -81,7 +81,7 @@ def test_mistakes_of_a_manifest(batch):
     code, _, told = batch()
     assert code == 2
     lines = [f"graphquant.toml:{number}" for number in (2, 3, 4)]
-    assert [line.removeprefix("Error: ").split(": ")[0] for line in told.strip().split("\n")] == lines
+    assert [line.removeprefix("error: ").split(": ")[0] for line in told.strip().split("\n")] == lines
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_shards_give_the_same_bytes(cli: Callable[..., Any], here: Path, name: s
         assert "other parts" not in result.stdout
         assert Path("merged.gqs").read_bytes() == Path("one.gqs").read_bytes()
     result = cli("calibrate", "--merge", "2_1.gqs", "one.gqs", "-o", "twice.gqs", code=2)
-    assert result.stderr.startswith("Error: one.gqs does not go with those before it. Both hold the samples 0 to ")
+    assert result.stderr.startswith("error: one.gqs does not go with those before it. Both hold the samples 0 to ")
     cli("insert", f"{name}.onnx", "--stats", "2_2.gqs", "--dry-run")
 
 
@@ -83,7 +83,7 @@ def test_a_shard_of_nothing(cli: Callable[..., Any], here: Path) -> None:
     assert "The data has 4 blocks of 32 samples; this part has none of them." in result.stdout
     assert "of 0 of 100 samples" not in result.stdout
     result = cli("insert", "digits_cnn.onnx", "--stats", "1.gqs", "--dry-run", code=2)
-    assert result.stderr.startswith("Error: The statistics are of none of 100 samples, as of a shard without any block")
+    assert result.stderr.startswith("error: The statistics are of none of 100 samples, as of a shard without any block")
     assert "calibrate --merge" in result.stderr
     cli("calibrate", *CNN, "--shard", "2/8", "-o", "2.gqs")
     cli("calibrate", "--merge", "1.gqs", "2.gqs", "-o", "both.gqs")
@@ -107,7 +107,7 @@ def test_little_memory_changes_nothing(cli: Callable[..., Any], here: Path) -> N
 def test_sizes_that_are_none(cli: Callable[..., Any], here: Path, size: str) -> None:
     """A size that cannot be read is an error that shows how."""
     result = cli("calibrate", *CNN, "-o", "stats.gqs", f"--max-memory={size}", code=2)
-    assert result.stderr.startswith(f"Error: {size!r} is no amount of memory. Write it as 512MB or 2GB.")
+    assert result.stderr.startswith(f"error: {size!r} is no amount of memory. Write it as 512MB or 2GB.")
 
 
 def test_all_serves_any_rules(cli: Callable[..., Any], here: Path) -> None:
@@ -139,12 +139,12 @@ def test_statistics_that_do_not_serve(cli: Callable[..., Any], here: Path) -> No
     cli("calibrate", *CNN, "-o", "stats.gqs")
     result = cli("insert", "digits_cnn_bn.onnx", "--stats", "stats.gqs", code=2)
     assert result.stderr == (
-        "Error: The statistics are of another model, or it was changed since. Make them anew:\n"
+        "error: The statistics are of another model, or it was changed since. Make them anew:\n"
         "  graphquant calibrate digits_cnn_bn.onnx --data SPEC --rules onnxruntime -o stats.gqs\n"
     )
     result = cli("insert", "digits_cnn.onnx", "--stats", "stats.gqs", "--rules", "tflite", code=2)
     assert re.match(
-        r"Error: The statistics lack \d+ tensors? of the plan:\n  \S+: it was not observed\n", result.stderr
+        r"error: The statistics lack \d+ tensors? of the plan:\n  \S+: it was not observed\n", result.stderr
     )
     line = result.stderr.splitlines()[-1]
     words = shlex.split(line.replace("SPEC", "digits_cnn_calib.npz"))
