@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from graphquant.errors import UsageError
 from graphquant.ir import (
+    COMMUTATIVE_KINDS,
+    TRANSPARENT_KINDS,
     Graph,
     Model,
     Op,
@@ -22,17 +25,21 @@ from graphquant.ir import (
     matrix_rows,
     output_channels,
 )
-from graphquant.rules.pattern_syntax import ANY_OP, ChainLink, PatternOp, parse_chain, parse_pattern
+from graphquant.rules.pattern_syntax import (
+    ANY_OP,
+    ANY_OPERAND,
+    ChainLink,
+    PatternOp,
+    expand_spellings,
+    parse_chain,
+    parse_pattern,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
     from graphquant.rules.rule import Selector
-
-
-TRANSPARENT_KINDS = frozenset({"identity", "dropout"})
-"""Kinds that a chain looks through unless it names them, since they compute nothing."""
 
 
 class OpNeighbors:
@@ -294,8 +301,8 @@ def _skip_optional_links(links: tuple[ChainLink, ...], index: int, step: int) ->
 
 # Match patterns, small graphs written as text, against the ops above each op.
 
-COMMUTATIVE_KINDS = frozenset({"add", "mul", "max", "min"})
-"""Kinds whose operands are matched in both orders."""
+ORDER_FREE_KINDS = COMMUTATIVE_KINDS | {"concat"}
+"""Kinds whose operands are matched in both orders. The order of a Concat never matters to a rule."""
 
 MAX_BINDING_STEPS = 2000
 """Operands that are tried for one match of a pattern: commuted operands of a hostile model would never end."""
@@ -304,6 +311,20 @@ pattern_ops_of = lru_cache(maxsize=1024)(parse_pattern)
 
 
 def find_pattern(
+    neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]
+) -> dict[str, set[tuple[str, str]]]:
+    """Return for each part the ops that have its role in a match of any spelling of the pattern."""
+    ops_by_name: dict[str, set[tuple[str, str]]] = {pattern_op.name: set() for pattern_op in pattern_ops}
+    ops_by_name[ANY_OP] = set()
+    for spelling in expand_spellings(pattern_ops):
+        for part, ops in _find_spelling(neighbors, name, spelling).items():
+            ops_by_name[ANY_OP] |= ops
+            if part in ops_by_name:
+                ops_by_name[part] |= ops
+    return ops_by_name
+
+
+def _find_spelling(
     neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]
 ) -> dict[str, set[tuple[str, str]]]:
     """Return for each part the ops that have its role. Only the first match at each op counts."""
@@ -315,7 +336,6 @@ def find_pattern(
         bound = search.bind_pattern(tensor) or {} if any_kind or kind in kinds else {}
         for pattern_op in pattern_ops if bound else ():
             ops_by_name[pattern_op.name].add((tensor.graph, bound[pattern_op.name].op))
-    ops_by_name[ANY_OP] = set().union(*ops_by_name.values())
     return ops_by_name
 
 
@@ -350,8 +370,11 @@ class _PatternSearch:
                     " operands distinct kinds, or remove names that occur twice."
                 )
             (name, tensor), rest = goals[0], goals[1:]
-            if name == "_" or bound.get(name) == tensor:
+            if name == ANY_OPERAND or bound.get(name) == tensor:
                 stack.append((rest, bound))
+            elif (number := _as_number(name)) is not None:
+                if self._is_number(tensor, number):
+                    stack.append((rest, bound))
             elif name not in bound and (name not in self._pattern_ops or self._may_bind(name, tensor)):
                 orders = self._operand_orders(name, tensor) if name in self._pattern_ops else [()]
                 stack.extend(((*order, *rest), {**bound, name: tensor}) for order in reversed(orders))
@@ -361,11 +384,28 @@ class _PatternSearch:
         """Return True if the part could be the op of `tensor` if all names in it were distinct."""
         key = (name, tensor)
         if key not in self._may_bind_cache:
-            self._may_bind_cache[key] = self._neighbors.is_kind(self._pattern_ops[name].kinds, tensor) and any(
-                all(operand not in self._pattern_ops or self._may_bind(operand, slot) for operand, slot in order)
-                for order in self._operand_orders(name, tensor)
+            pattern_op = self._pattern_ops[name]
+            fits = not pattern_op.types or self._neighbors.model.op(tensor).type in pattern_op.types
+            self._may_bind_cache[key] = (
+                fits
+                and self._neighbors.is_kind(pattern_op.kinds, tensor)
+                and any(
+                    all(operand not in self._pattern_ops or self._may_bind(operand, slot) for operand, slot in order)
+                    for order in self._operand_orders(name, tensor)
+                )
             )
         return self._may_bind_cache[key]
+
+    def _is_number(self, tensor: TensorRef, number: float) -> bool:
+        """Return True if `tensor` is a constant with this single value."""
+        parameters = self._neighbors.parameters
+        if (
+            not parameters.is_parameter(tensor)
+            or math.prod(size or 0 for size in self._neighbors.shape(tensor) or ()) > 1
+        ):
+            return False  # a weight is not read to compare it with a number
+        value = parameters.value(tensor)
+        return value is not None and value.size == 1 and bool(np.isclose(float(value.reshape(-1)[0]), number))
 
     def _operand_orders(self, name: str, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
         """Return the assignments of the op's inputs to the part's operands."""
@@ -376,6 +416,12 @@ class _PatternSearch:
         if len(filled) < len(operands):
             return []
         operand_orders: list[Sequence[str]] = [operands]
-        if model.op(tensor).kind in COMMUTATIVE_KINDS and len(operands) == 2:  # noqa: PLR2004  # two operands can be swapped
+        if model.op(tensor).kind in ORDER_FREE_KINDS and len(operands) == 2:  # noqa: PLR2004  # two operands can be swapped
             operand_orders.append(operands[::-1])
         return [tuple(zip(operand_order, filled, strict=True)) for operand_order in operand_orders]
+
+
+@lru_cache(maxsize=1024)
+def _as_number(operand: str) -> float | None:
+    """Return the value of a number in a pattern, None for a name."""
+    return float(operand) if re.fullmatch(r"-?\d+(\.\d+)?", operand) else None

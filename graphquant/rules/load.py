@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tomllib
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from pydantic import TypeAdapter
 
 from graphquant.errors import RuleError, UsageError, did_you_mean
 from graphquant.rules.json_schema import RULE_FILE_KIND
 from graphquant.rules.pattern_syntax import ANY_OP, parse_pattern
-from graphquant.rules.rule import NEGATION, BoundRule, RuleFile, RuleSet
+from graphquant.rules.rule import NEGATION, BoundRule, Pattern, PatternLibrary, RuleFile, RuleSet
 from graphquant.rules.toml_document import (
     MAX_VALUE_LENGTH,
     document_error,
@@ -72,14 +75,37 @@ BUILTIN_OUTCOMES = ("float", "fused", "same-as-input", "passthrough")
 
 def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake]]:
     """Return the rule file in `data`, None if there are mistakes, and each mistake with its key path."""
-    mistakes = list(_reference_mistakes(data))
+    shipped = shipped_pattern_libraries()
+    used = data.get("use")
+    libraries = [name for name in used if name in shipped] if _is_list_of_strings(used) else []
+    library_patterns = {key: pattern for name in libraries for key, pattern in _read_library(shipped[name]).items()}
+    mistakes = list(_reference_mistakes(data, library_patterns))
     file, validation_mistakes = validate_document(data, RuleFile, RULE_FILE_KIND)
+    if file is not None:
+        file = replace(file, pattern={**library_patterns, **file.pattern})
     return (None if mistakes else file), [*mistakes, *validation_mistakes]
 
 
-def _reference_mistakes(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+def shipped_pattern_libraries() -> dict[str, Path]:
+    """Return the shipped pattern libraries by name."""
+    folder = _shipped_folder() / "patterns"
+    return {path.stem: path for path in sorted(folder.glob(f"*{RULE_FILE_SUFFIX}"))}
+
+
+@cache
+def _read_library(path: Path) -> dict[str, Pattern]:
+    """Return the patterns of a shipped library, which has no mistakes."""
+    return TypeAdapter(PatternLibrary).validate_python(tomllib.loads(path.read_text("utf-8"))).pattern
+
+
+def _is_list_of_strings(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+def _reference_mistakes(data: dict[str, Any], library_patterns: Mapping[str, Pattern]) -> Iterator[tuple[KeyPath, str]]:
     """Yield mistakes that concern several values. Values of a wrong type are ignored here."""
     schemes, patterns = _tables_by_name(data.get("scheme")), _tables_by_name(data.get("pattern"))
+    yield from _library_mistakes(data.get("use"), patterns, library_patterns)
     for name, scheme in schemes.items():
         if name in BUILTIN_OUTCOMES or not name:
             yield ("scheme", name), f"{name!r} is no valid name for a scheme. Choose another name."
@@ -94,7 +120,8 @@ def _reference_mistakes(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     rules = data.get("rule")
     rules = [rule if isinstance(rule, dict) else {} for rule in rules] if isinstance(rules, list) else []
     yield from _duplicate_name_mistakes(rules)
-    pattern_ops = {name: _pattern_op_names(pattern) for name, pattern in patterns.items()}
+    pattern_ops = {name: _pattern_op_names({"ops": list(pattern.ops)}) for name, pattern in library_patterns.items()}
+    pattern_ops |= {name: _pattern_op_names(pattern) for name, pattern in patterns.items()}
     yield from _sibling_mistakes(rules)
     for index, rule in enumerate(rules):
         scheme_name = rule.get("quantize")
@@ -107,6 +134,20 @@ def _reference_mistakes(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
             reference = selector.get("pattern") if isinstance(selector, dict) else None
             if isinstance(reference, str) and (text := _pattern_mistake(reference, pattern_ops)):
                 yield ("rule", index, side, "pattern"), text
+
+
+def _library_mistakes(
+    used: object, patterns: Mapping[str, object], library_patterns: Mapping[str, object]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Yield unknown pattern libraries, and patterns of the file whose name a library has already."""
+    shipped = shipped_pattern_libraries()
+    for index, name in enumerate(used if _is_list_of_strings(used) else ()):
+        if name not in shipped:
+            hint = did_you_mean(name[:MAX_VALUE_LENGTH], shipped) or words_sentence("Shipped are", shipped)
+            yield ("use", index), f"there is no pattern library {format_value(name)}.{hint}"
+    for name in patterns:
+        if name in library_patterns:
+            yield ("pattern", name), f"a library in 'use' has a pattern {name!r} already. Choose another name."
 
 
 def _sibling_mistakes(rules: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, str]]:
@@ -165,7 +206,11 @@ def _pattern_mistake(reference: str, pattern_ops: dict[str, tuple[str, ...] | No
     """Return the mistake in `NAME` or `NAME.op`, "" if there is none."""
     name, dot, op = reference.partition(".")
     if name not in pattern_ops:
-        suggestion = words_sentence("Known are", pattern_ops) if pattern_ops else " The file has none."
+        suggestion = (
+            words_sentence("Known are", pattern_ops)
+            if pattern_ops
+            else " The file has none, and uses no library with patterns."
+        )
         close = did_you_mean(name[:MAX_VALUE_LENGTH], pattern_ops)
         return f"there is no pattern {format_value(name)}.{close or suggestion}"
     ops = pattern_ops[name]
@@ -179,11 +224,13 @@ RULE_FILE_SUFFIX = ".toml"
 
 
 def shipped_rule_files() -> dict[str, Path]:
-    """Return the shipped rule files by name: inside the installed package, or next to it in a checkout."""
+    """Return the shipped rule files by name: in the installed package, or next to it in a checkout."""
+    return {path.stem: path for path in sorted(_shipped_folder().glob(f"*{RULE_FILE_SUFFIX}"))}
+
+
+def _shipped_folder() -> Path:
     installed = Path(__file__).parent
-    checkout = installed.parents[1] / "rules"
-    folder = installed if any(installed.glob(f"*{RULE_FILE_SUFFIX}")) else checkout
-    return {path.stem: path for path in sorted(folder.glob(f"*{RULE_FILE_SUFFIX}"))}
+    return installed if any(installed.glob(f"*{RULE_FILE_SUFFIX}")) else installed.parents[1] / "rules"
 
 
 def find_rule_file(name_or_path: str) -> Path:
@@ -244,6 +291,8 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             failures[str(error)] = None
             continue
         digest.update(hashlib.sha256(content).digest())
+        for library in file.use:
+            digest.update(hashlib.sha256(shipped_pattern_libraries()[library].read_bytes()).digest())
         for switches, steps in ((prepare, file.prepare), (algorithms, file.algorithms)):
             for step in steps:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))

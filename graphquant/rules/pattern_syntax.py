@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,11 +36,15 @@ class ChainLink:
 
 @dataclass(frozen=True, slots=True)
 class PatternOp:
-    """One line of a pattern, `name = kind(operands)`."""
+    """One line of a pattern, `name = kind(operands)`.
+
+    `types`, if not empty, restricts the op to framework types. It is for ops without a kind of their own.
+    """
 
     name: str
     kinds: frozenset[str]
     operands: tuple[str, ...]
+    types: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=1024)
@@ -73,7 +78,7 @@ def compile_regex(text: str) -> Any:
     """
     import re2
 
-    options = re2.BatchOptions()
+    options = re2.Options()
     options.log_errors = False
     try:
         return re2.compile(text, options)
@@ -109,7 +114,7 @@ def _parse_pattern_op(line: str) -> PatternOp:
     if not match:
         raise ValueError(f"{line!r} does not have the form 'name = kind(operand, ...)'")
     operands = tuple(word.strip() for word in match[3].split(",")) if match[3].strip() else ()
-    if invalid := [word for word in operands if not re.fullmatch(r"\w+", word)]:
+    if invalid := [word for word in operands if not re.fullmatch(r"\w+|-?\d+(\.\d+)?", word)]:
         raise ValueError(f"operand {invalid[0]!r} of {line!r} is not a valid name")
     if match[1] == ANY_OPERAND:
         raise ValueError(f"{ANY_OPERAND!r} in {line!r} stands for any operand; give the op another name")
@@ -137,3 +142,92 @@ def _check_connected(ops: list[PatternOp]) -> None:
         raise ValueError(
             f"{', '.join(unconnected)} is not connected to the last op {ops[-1].name!r}; remove it or use it"
         )
+
+
+MAX_PATTERN_VARIANTS = 64
+"""Spellings of one pattern. A pattern with more is refused, because each is matched separately."""
+
+SPELLINGS: dict[str, int | None] = {
+    "square": 1,
+    "rsqrt": 1,
+    "squared_difference": 2,
+    "divide_by_sqrt": 2,
+    "product": None,
+}
+"""Functions that frameworks write in several ways, usable as kinds in a pattern, with their number of operands."""
+
+
+@lru_cache(maxsize=1024)
+def expand_spellings(ops: tuple[PatternOp, ...]) -> tuple[tuple[PatternOp, ...], ...]:
+    """Return every spelling of a pattern, without the functions in `SPELLINGS`.
+
+    Raises:
+        ValueError: A function has the wrong number of operands, or there are too many spellings.
+    """
+    choices = [_spellings_of(op) for op in ops]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > MAX_PATTERN_VARIANTS:
+        raise ValueError(f"the pattern has {count} spellings; the limit is {MAX_PATTERN_VARIANTS}")
+    return tuple(tuple(op for part in parts for op in part) for parts in product(*choices))
+
+
+def _spellings_of(op: PatternOp) -> list[list[PatternOp]]:
+    """Return the spellings of one line. Helper ops have names with an apostrophe, which no rule can refer to."""
+    name = next(iter(op.kinds)) if len(op.kinds) == 1 else ""
+    if name not in SPELLINGS:
+        return [[op]]
+    expected, operands, helper = SPELLINGS[name], op.operands, f"{op.name}'"
+    if expected is not None and len(operands) != expected:
+        raise ValueError(f"{name!r} takes {expected} operands, not {len(operands)}")
+
+    def line(kind: str, *inputs: str, to: str = op.name, types: tuple[str, ...] = ()) -> PatternOp:
+        return PatternOp(to, frozenset({kind}), inputs, frozenset(types))
+
+    match name:
+        case "square":
+            (x,) = operands
+            return [[line("mul", x, x)], [line("pow", x, "2")], [line("*", x, types=("Square", "SQUARE"))]]
+        case "rsqrt":
+            (x,) = operands
+            root = line("sqrt", x, to=helper)
+            return [[line("rsqrt", x)], [root, line("div", "1", helper)], [line("pow", x, "-0.5")]]
+        case "divide_by_sqrt":
+            x, y = operands
+            root = line("sqrt", y, to=helper)
+            inverse = line("div", "1", helper, to=f"{helper}'")
+            return [
+                [root, line("div", x, helper)],
+                [line("rsqrt", y, to=helper), line("mul", x, helper)],
+                [root, inverse, line("mul", x, inverse.name)],
+            ]
+        case "squared_difference":
+            types = ("SquaredDifference", "SQUARED_DIFFERENCE")
+            squares = _spellings_of(PatternOp(op.name, frozenset({"square"}), (helper,)))
+            difference = line("sub", *operands, to=helper)
+            return [[line("*", *operands, types=types)], *([difference, *square] for square in squares)]
+        case _:
+            return _products(op.name, operands)
+
+
+def _products(name: str, factors: tuple[str, ...]) -> list[list[PatternOp]]:
+    """Return the binary trees of mul ops over `factors`. Operands of each mul match in both orders anyway."""
+    if len(factors) < 2:  # noqa: PLR2004  # a mul has two operands
+        raise ValueError("'product' takes at least 2 operands")
+    mul = frozenset({"mul"})
+    if len(factors) == 2:  # noqa: PLR2004  # a mul has two operands
+        return [[PatternOp(name, mul, factors)]]
+    trees = []
+    first, rest = factors[0], factors[1:]
+    # The first factor stays on the left side, so that no tree occurs twice.
+    for size in range(len(rest)):
+        for chosen in combinations(range(len(rest)), size):
+            left = (first, *(rest[index] for index in chosen))
+            right = tuple(factor for index, factor in enumerate(rest) if index not in chosen)
+            sides = [
+                [([], side[0])] if len(side) == 1 else [(tree, mark) for tree in _products(mark, side)]
+                for side, mark in ((left, f"{name}'"), (right, f'{name}"'))
+            ]
+            trees += [[*a, *b, PatternOp(name, mul, (x, y))] for (a, x), (b, y) in product(*sides)]
+    return trees

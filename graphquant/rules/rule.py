@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from graphquant.rules.pattern_syntax import compile_regex, parse_chain, parse_pattern
+from graphquant.rules.pattern_syntax import SPELLINGS, compile_regex, expand_spellings, parse_chain, parse_pattern
 from graphquant.rules.scheme import FORBID_EXTRA, NonNegativeInt, Scheme, ShortText, check_known_words
 
 if TYPE_CHECKING:
@@ -152,7 +152,9 @@ class Pattern:
     """A small graph as text: `ops = ["s = sigmoid(x)", "y = mul(x, s)"]`.
 
     Attributes:
-        ops: One op a line, `name = kind(operand, ...)`. The last op is the pattern's result.
+        ops: One op a line, `name = kind(operand, ...)`. The last op is the pattern's result. An operand is a name, a
+            number that a constant must have, or `_` for any input. Kinds may also be functions with several spellings:
+            square(x), rsqrt(x), divide_by_sqrt(x, y), squared_difference(x, y), product(x, y, z).
     """
 
     ops: Annotated[tuple[ShortText, ...], Field(min_length=1, max_length=32)]
@@ -162,9 +164,24 @@ class Pattern:
     def _check_ops(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         from graphquant.ir.kinds import KINDS
 
-        for op in parse_pattern(value):
-            check_known_words("kind", sorted(op.kinds), KINDS)
+        ops = parse_pattern(value)
+        for op in ops:
+            check_known_words("kind", sorted(op.kinds), KINDS if len(op.kinds) > 1 else {*KINDS, *SPELLINGS})
+        expand_spellings(ops)
         return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
+class PatternLibrary:
+    """Patterns that several rule files share.
+
+    Attributes:
+        description: The subject of the library in one line.
+        pattern: Patterns by name.
+    """
+
+    description: str = ""
+    pattern: dict[str, Pattern] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
@@ -243,6 +260,7 @@ class RuleFile:
         prepare: Steps to run before matching ("fold-batchnorm"), or to switch off although a later file requests them
             ("not fold-batchnorm").
         algorithms: Optimization algorithms to run ("bias-correction"), or to switch off ("not bias-correction").
+        use: Names of shipped pattern libraries ("transformers", "detection") whose patterns the rules may name.
         scheme: Schemes by name.
         pattern: Patterns by name.
         rule: The rules, in order.
@@ -260,6 +278,7 @@ class RuleFile:
             str, Field(json_schema_extra={"enum": [*ALGORITHM_NAMES, *(NEGATION + name for name in ALGORITHM_NAMES)]})
         ]
     ] = Field(default_factory=list)
+    use: list[ShortText] = Field(default_factory=list)
     scheme: dict[str, Scheme] = Field(default_factory=dict)
     pattern: dict[str, Pattern] = Field(default_factory=dict)
     rule: list[Rule] = Field(default_factory=list)

@@ -312,4 +312,4 @@ def test_on_the_command_line(tmp_path, monkeypatch):
     ran("insert", "once.onnx", "--rules", "fixed_point", "--requantize", "-o", "asked.onnx")
     assert Path("planned.onnx").read_bytes() == Path("asked.onnx").read_bytes()
     failure = ran("insert", "once.onnx", "--plan", "plan.json", "--requantize", code=2)
-    assert "--requantize and --correct make one" in failure.stderr
+    assert "--requantize and --algorithm create one" in failure.stderr

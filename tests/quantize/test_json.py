@@ -213,7 +213,7 @@ def test_numbers_of_a_site(index, key, value, said):
         b"[]",
         b"9" * 5000,
         b'{"schema": true}',
-        b'{"schema": 1}',
+        b'{"schema": 2}',
     ],
 )
 def test_files_that_are_no_plan(tmp_path, content):

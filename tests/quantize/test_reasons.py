@@ -120,7 +120,7 @@ def test_a_smallest_range_is_told(net):
     single_site_plan = replace(plan, sites=tuple(site for site in plan.sites if site.tensor.op == "x"))
     assert solve_and_explain(net, single_site_plan, x=(0.1, 0.2))[1]["x"] == (
         "its range [0.1, 0.2] is minmax of the calibration data",
-        "its range was widened to 0.5, the smallest of its scheme",
+        "its range was widened to the scheme's smallest, 0.5",
         "scale 0.00196078, range [0, 0.5]",
     )
 
@@ -172,7 +172,7 @@ def test_without_data_the_plan_tells_what_it_can(net):
     assert reasons["s"] == ("its range is fixed by rule 'softmax': [0, 1]; Softmax outputs stay in [0, 1]",)
     assert reasons["y"] == (
         "its range will be minmax of the calibration data",
-        "rule 'join' ties it to what y[0], y[1]: both share one scale",
+        "rule 'join' ties it to the input of y[0], y[1]: both share one scale",
     )
 
 
@@ -196,7 +196,7 @@ def test_given_and_copied(net):
         assert explain_scale(net, replace(plan, sites=(changed,)), 0) == (sentences,)
     solution = solve_scales(net, plan, {})
     skipped = next(k for k, planned_site in enumerate(plan.sites) if planned_site.tensor.op == "x")
-    assert explain_scale(net, plan, skipped, solution) == ("left float: no calibration sample reached it",)
+    assert explain_scale(net, plan, skipped, solution) == ("stays float: no calibration sample reached it",)
 
 
 def test_explain_on_the_command_line(net):
@@ -213,7 +213,7 @@ def test_explain_on_the_command_line(net):
     assert same.output == full.output
     failure = run(main, ["explain", "model.onnx", "s", "--data", "data.npz", "--stats", "stats.gqs"])
     assert failure.exit_code == 2
-    assert "--stats takes the place of --data. Give either." in failure.output
+    assert "--stats replaces --data. Use either." in failure.output
 
 
 def test_the_report_has_choices_and_conflicts(net):
@@ -224,7 +224,8 @@ def test_the_report_has_choices_and_conflicts(net):
     )
     assert invocation.exit_code == 0, invocation.output
     assert (
-        "conflict: rule 'softmax' for s:0 requires the range [0, 1], and rule 'join' for x:0 wants" in invocation.output
+        "conflict: rule 'softmax' for s:0 requires the range [0, 1], and rule 'join' for x:0 requires"
+        in invocation.output
     )
     report = json.loads(Path("r.json").read_text(encoding="utf-8"))
     assert report["changes"] == []

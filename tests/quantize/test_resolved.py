@@ -14,7 +14,8 @@ from graphquant.ir import TensorRef, Use
 from graphquant.numerics import QParams, dequantize, qparams_from_scale, quantize
 from graphquant.quantize import plan_to_json
 from graphquant.visualize.json_export import result_json
-from graphquant.visualize.text import make_console, result_view
+from graphquant.visualize.tables import make_console
+from graphquant.visualize.text import result_view
 
 OFF = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
 ALL = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -133,7 +134,7 @@ def test_a_bias_that_overflows_int32(tmp_path, rules):
         assert "in 1 of 4 channels so that bias b:0 fits int32" in case.result.site_notes[TensorRef("", "w")]
     else:  # the smallest range of QNN makes room by itself
         assert steps[1] < 2**31 - 1
-        assert "its range was widened to 0.0001 in 1 of 4 channels, the smallest of its scheme" in case.choices("w")
+        assert "its range was widened to the scheme's smallest, 0.0001 in 1 of 4 channels" in case.choices("w")
         assert case.params("b").scale.tolist() == pytest.approx((float(x.scale) * w.scale).tolist())
     expected = conv(case.rounded("x", X), case.rounded("w", small_channel()), B)
     for level in (OFF, ALL):
@@ -227,7 +228,7 @@ def test_a_shared_bias_that_needs_two_scales(tmp_path):
         ("b/quant/bias/dequant", (Use("", "y", 2), Use("", "v", 2))),
         ("b/quant/bias_1/dequant", (Use("", "z", 2),)),
     ]
-    message = "is one of 2 copies because its consumers need different scales: that for"
+    message = "it is one of 2 copies, as its consumers need different scales: the copy for"
     assert [entry for entry in case.choices("b") if "copies" in entry] == [f"{message} y[2], v[2]", f"{message} z[2]"]
     assert [str(change) for change in case.result.changes] == [
         "b:0: it has 2 copies because its consumers need different scales"
@@ -297,7 +298,9 @@ def test_a_tie_that_breaks_a_relu(tmp_path, backend):
         "onnxruntime": "it shares scale and zero point with s:0, by rule 'pass-through'",
     }
     assert tied[backend] in case.choices("r")
-    assert any(reason.startswith("it has the pair of r:0, as r cannot be absorbed") for reason in case.choices("c"))
+    assert any(
+        reason.startswith("it it has the pair of r:0, because r cannot be fused") for reason in case.choices("c")
+    )
     assert [str(change.tensor) for change in case.result.changes if "it has the pair of r:0" in change.message] == [
         "c:0"
     ]

@@ -51,7 +51,7 @@ def test_scales_are_taken_as_they_are(planned):
         ("image/quant;image/quant/min", 0.125, 3),
     )
     plan, transfer = transfer_ranges(*planned, source, {})
-    options = {str(transferred.tensor): (transferred.name, transferred.exact) for transferred in transfer.given}
+    options = {str(transferred.tensor): (transferred.name, transferred.exact) for transferred in transfer.transferred}
     assert options == {
         "stem/relu:0": ("stem/conv;stem/batch_norm;stem/relu", True),
         "residual/relu:0": ("StatefulPartitionedCall/residual/add;StatefulPartitionedCall/residual/relu", True),
@@ -93,7 +93,10 @@ def test_constants_and_foreign_parts_are_no_match(planned):
         ("residual_1/relu;residual_1/batch_norm;residual_1/conv", 0.125, -128),
     )
     plan, transfer = transfer_ranges(*planned, source, {})
-    assert [str(transferred.tensor) for transferred in transfer.given] == ["pointwise/relu:0", "residual_1/relu:0"]
+    assert [str(transferred.tensor) for transferred in transfer.transferred] == [
+        "pointwise/relu:0",
+        "residual_1/relu:0",
+    ]
     assert site(plan, "stem/relu").scale is None
 
 
@@ -102,7 +105,7 @@ def test_two_opinions_are_none(planned):
     double = ("stem/batch_norm;stem/conv;stem/relu", 0.25, -128)
     source = tflite(("stem/relu:0", 0.5, -128), double, ("max_pool", 1, 0))
     _, transfer = transfer_ranges(*planned, source, {})
-    assert [str(transferred.tensor) for transferred in transfer.given] == ["max_pool:0"]
+    assert [str(transferred.tensor) for transferred in transfer.transferred] == ["max_pool:0"]
     assert transfer.unused == ("stem/relu:0", double[0])
 
 
@@ -110,7 +113,7 @@ def test_a_part_that_may_come_last_leaves_the_name_open(planned):
     """`batch_norm;relu` is not what the BatchNorm makes, also where a convolution's name lists the Relu."""
     source = tflite(("stem/relu;stem/batch_norm", 0.5, 0), ("stem/relu;depthwise/conv", 0.25, 0), ("max_pool", 1, 0))
     _, transfer = transfer_ranges(*planned, source, {})
-    assert [(str(transferred.tensor), transferred.name) for transferred in transfer.given] == [
+    assert [(str(transferred.tensor), transferred.name) for transferred in transfer.transferred] == [
         ("stem/relu:0", "stem/relu;stem/batch_norm"),
         ("max_pool:0", "max_pool"),
     ]

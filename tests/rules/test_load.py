@@ -205,7 +205,7 @@ def test_mistakes_of_all_files_in_order(write):
     bad = write("b = 1\n\n[[rule]]\nname = 'x'\n", "b.toml")
     second = write("\na = ", "a.toml")
     assert message(bad, write(GOOD), second, bad).splitlines() == [
-        "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, algorithms, scheme, pattern, rule.",
+        "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, algorithms, use, scheme, pattern, rule.",
         (
             "b.toml:3: a rule lacks the key 'quantize'."
             ' Its meaning: A scheme, "same-as-input", "passthrough", "fused" or "float".'
@@ -222,7 +222,7 @@ def test_texts(write):
         ("rules[0]", rule.line, rule.rule) for rule in from_file.rules
     ]
     sentence = message("rules.toml", "\n# a > b\nb = 1")
-    keys = "description, prepare, algorithms, scheme, pattern, rule"
+    keys = "description, prepare, algorithms, use, scheme, pattern, rule"
     assert sentence == f"rules[1]:3: 'b' is no key of a rule file. Its keys are {keys}."
     assert message("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes")
 

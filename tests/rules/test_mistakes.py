@@ -97,7 +97,7 @@ consumer = { kind = "conv", min_rank = 4, max_rank = 2, attr = { } }
 EXPECTED_MESSAGES = """\
 bad.toml:1: 'description' is 3; it must be a string.
 bad.toml:2: there is no step 'fold-batchnrm'. Did you mean 'fold-batchnorm' or 'inference-batchnorm'?
-bad.toml:3: 'rules' is no key of a rule file. Did you mean 'rule'?
+bad.toml:3: 'rules' is no key of a rule file. Did you mean 'rule' or 'use'?
 bad.toml:5: 'dtype' replaces 'bits' and 'signed'; give one or the other.
 bad.toml:11: 'per' is 'chanel'; it must be 'tensor', 'channel' or 'block'. Did you mean 'channel'?
 bad.toml:12: 'zero' is true; it must be 'symmetric' or 'asymmetric'.

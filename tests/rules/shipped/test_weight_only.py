@@ -147,6 +147,6 @@ def test_other_formats_say_why_not() -> None:
     """TensorFlow's ops have no blocks; the plan says so and what to take."""
     plan = gq.plan("sample_models/digits_cnn.pb", rules=["weight_only_int4"])
     assert {skip.reason for skip in plan.skips} == {
-        'FakeQuant has no blocks, which are for ONNX models; take per = "channel"'
+        'FakeQuant does not support blocks, which are for ONNX models; use per = "channel"'
     }
     assert len(plan.sites) == 7
