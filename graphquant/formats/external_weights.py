@@ -34,11 +34,7 @@ MAX_SEARCHED_BYTES = 1 << 33
 
 
 class HashingWriter:
-    """A binary file that is written from its start, with the SHA-256 digest of its content.
-
-    Args:
-        file: The file.
-    """
+    """A binary file that is written from its start, with the SHA-256 digest of its content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash, self._size = file, hashlib.sha256(), 0

@@ -10,6 +10,7 @@ import math
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -64,37 +65,34 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     """
     if model.opset >= opset:
         return model
+    fail = partial(_upgrade_error, model, opset)
     source = model.source.message
     light, hoisted = _hoist_weights(source)
     # With an older IR version, the converter ignores initializers.
     light.ir_version = max(light.ir_version, FREE_INITIALIZERS_IR_VERSION)
     if any(True for _ in external_tensors(light)):
-        raise _upgrade_error(
-            model, opset, "external data inside its functions, or of one name in two bodies, is not converted"
-        )
+        raise fail("external data inside its functions, or of one name in two bodies, is not converted")
     try:
         converted = version_converter.convert_version(light, opset)
     except CONVERTER_ERRORS as error:
-        raise _upgrade_error(model, opset, f"onnx's converter says: {first_line(error)}") from error
+        raise fail(f"onnx's converter says: {first_line(error)}") from error
     for field in ("functions", "training_info"):
         if not getattr(converted, field):
             getattr(converted, field).extend(getattr(source, field))
     for function in converted.functions:
         changed_op = _raise_function_opset(function, opset)
         if changed_op:
-            raise _upgrade_error(
-                model, opset, f"{changed_op} in its function {function.name!r} has another meaning there"
-            )
+            raise fail(f"{changed_op} in its function {function.name!r} has another meaning there")
     min_ir_version = helper.find_min_ir_version_for(converted.opset_import, ignore_unknown=True)
     converted.ir_version = max(source.ir_version, min_ir_version)
     try:
         checker.check_model(converted)
     except CONVERTER_ERRORS as error:
-        raise _upgrade_error(model, opset, f"the result is not valid: {first_line(error)}") from error
+        raise fail(f"the result is not valid: {first_line(error)}") from error
     try:
         _restore_weights(source, converted, hoisted)
     except KeyError as error:
-        raise _upgrade_error(model, opset, f"onnx's converter changed the node {error} around a weight") from error
+        raise fail(f"onnx's converter changed the node {error} around a weight") from error
     result = model_from_message(converted, path=model.path)
     _check_upgrade(model, result, opset)
     return result
@@ -240,14 +238,13 @@ def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeig
 
 def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> None:
     """Start both models in onnxruntime, and compare their outputs if the source accepts synthetic inputs."""
+    fail = partial(_upgrade_error, source_model, opset)
     old_runner, new_runner = OnnxRunner(source_model), OnnxRunner(upgraded_model)
     old_runner.start()
     try:
         new_runner.start()
     except ModelError as error:
-        raise _upgrade_error(
-            source_model, opset, f"onnxruntime rejects the result: {_runtime_reason(error)}"
-        ) from error
+        raise fail(f"onnxruntime rejects the result: {_runtime_reason(error)}") from error
     rng = np.random.default_rng(0)
     input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs}
     feeds = {name: value for name, value in input_values.items() if value is not None}
@@ -262,10 +259,10 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     try:
         results = new_runner.run(feeds)
     except ModelError as error:
-        raise _upgrade_error(source_model, opset, f"the result does not run: {_runtime_reason(error)}") from error
+        raise fail(f"the result does not run: {_runtime_reason(error)}") from error
     for name, value in expected.items():
         if not _outputs_agree(value, results[name]):
-            raise _upgrade_error(source_model, opset, f"its output {name!r} differs afterwards")
+            raise fail(f"its output {name!r} differs afterwards")
 
 
 def _synthetic_input(spec: InputSpec, rng: np.random.Generator) -> Array | None:

@@ -83,11 +83,7 @@ def emit(model: Model) -> Any:
 
 @paused_gc()
 def emit_message(model: Model, *, defer_weights: bool = False) -> Emission:
-    """Return the changed copy of the source message; with `defer_weights`, without the values of large constants.
-
-    Raises:
-        ModelError: A change cannot be expressed in ONNX.
-    """
+    """Return the changed copy of the source message; with `defer_weights`, without the values of large constants."""
     message = ModelProto()
     if defer_weights:
         deferred = copy_without_weights(model.source.message, message)

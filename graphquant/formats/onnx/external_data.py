@@ -24,6 +24,7 @@ from graphquant.formats.onnx.tensors import (
     constant_tensor,
     is_external,
     stored_bytes,
+    tensor_bytes,
     tensor_value,
 )
 from graphquant.ir import Op
@@ -53,11 +54,7 @@ DeferredWeight = Op | Any
 
 
 def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
-    """Copy a ModelProto to an empty one, without the values of large weights of its main graph.
-
-    Returns:
-        These weights. Each one's index is stored in its tensor.
-    """
+    """Copy a ModelProto to an empty one without the values of large weights in the main graph; return these."""
     # Only CopyFrom keeps fields that this version of onnx does not know.
     if len(UnknownFieldSet(source)) or len(UnknownFieldSet(source.graph)):
         target.CopyFrom(source)
@@ -74,7 +71,7 @@ def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
                 setattr(copy, field.name, value)
     for tensor in source.graph.initializer:
         is_weight = DTYPE_NAMES.get(tensor.data_type) in WEIGHT_DTYPES
-        if is_external(tensor) or not is_weight or _tensor_bytes(tensor) < EXTERNAL_MIN_BYTES:
+        if is_external(tensor) or not is_weight or tensor_bytes(tensor) < EXTERNAL_MIN_BYTES:
             target.graph.initializer.add().CopyFrom(tensor)
             continue
         _write_weightless(tensor, target.graph.initializer.add(), {_DEFERRED_KEY: len(deferred)})
@@ -99,11 +96,6 @@ def constant_bytes(op: Op) -> int:
     if output.dtype not in DTYPE_CODES or output.dtype == "string" or output.shape is None or None in output.shape:
         return 0
     return stored_bytes(output.dtype, math.prod(size or 0 for size in output.shape))
-
-
-def _tensor_bytes(tensor: Any) -> int:
-    """Return the number of bytes of a TensorProto's value, from its shape."""
-    return stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims))
 
 
 def _write_weightless(tensor: Any, target: Any, external_entries: Mapping[str, Any]) -> None:
@@ -137,13 +129,8 @@ def take_session_weights(
 ) -> dict[str, Callable[[], Array]]:
     """Return loaders for the weights that onnxruntime receives as arrays, and fill in all other deferred weights.
 
-    Args:
-        message: The ModelProto.
-        ops: The deferred weights.
-        read_names: Names of values that some node reads; onnxruntime rejects others.
-
-    Raises:
-        ModelError: ONNX cannot represent a value.
+    onnxruntime rejects arrays that no node reads, so `read_names` lists the values that are read. Raise ModelError if
+    ONNX cannot represent a value.
     """
     loaders: dict[str, Callable[[], Array]] = {}
     remaining_new = sum(isinstance(op, Op) for op in ops)
@@ -175,16 +162,9 @@ def _deferred_value(op: DeferredWeight) -> Array:
 def write_external_weights(
     message: Any, ops: Sequence[DeferredWeight], folder: Path | None, file: HashingWriter
 ) -> list[Any]:
-    """Write the large tensors of a ModelProto to `file` one after the other, and store their offsets in the message.
+    """Write the large tensors of a ModelProto to an empty `file`, and store their offsets in the message.
 
-    Args:
-        message: The ModelProto.
-        ops: The deferred weights.
-        folder: Folder of the external data of its other tensors.
-        file: An empty file.
-
-    Returns:
-        The StringStringEntryProto of each such tensor that must be set to the name of the file.
+    `folder` has the external data of its other tensors. Return the entries that must be set to the name of the file.
 
     Raises:
         ModelError: A tensor cannot be read or written.

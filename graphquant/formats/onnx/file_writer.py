@@ -24,9 +24,9 @@ from graphquant.formats.onnx.external_data import (
     new_weight_bytes,
     write_external_weights,
 )
-from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message
+from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message, serialization_form
 from graphquant.formats.onnx.source import write_onnx_metadata
-from graphquant.formats.onnx.tensors import external_path, is_external, tensor_value
+from graphquant.formats.onnx.tensors import external_location, external_path, is_external, tensor_value
 from graphquant.ir import paused_gc
 from graphquant.utils.atomic_files import atomic_file
 
@@ -75,7 +75,7 @@ def save(model: Model, path: Path) -> None:
 
 def is_binary_path(path: Path) -> bool:
     """Return True if the suffix of `path` names the binary protocol buffer form."""
-    return serialization.registry.get_format_from_file_extension(path.suffix) in {"protobuf", None}
+    return serialization_form(path) == "protobuf"
 
 
 def _needs_external_weights(model: Model, emission: Emission) -> bool:
@@ -120,12 +120,8 @@ def _save_with_external_weights(
 
 
 def serialize_message(message: Any, path: Path) -> bytes:
-    """Return the bytes of a ModelProto in the form that the suffix of `path` names.
-
-    Raises:
-        ModelError: The message exceeds 2 GB, or the text form cannot represent it.
-    """
-    form = serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
+    """Return a ModelProto in the form of the suffix of `path`; raise ModelError if that form cannot hold it."""
+    form = serialization_form(path)
     if form == "protobuf":
         return message_bytes(message)
     with warnings.catch_warnings(action="ignore"):  # onnx warns that its text form is experimental
@@ -140,21 +136,16 @@ def serialize_message(message: Any, path: Path) -> bytes:
 def _text_round_trips(data: bytes, message: Any, path: Path) -> bool:
     """Return True if onnx's experimental text form parses to the same text and the same weights."""
     reparsed = parse_message(data, path)
-    initializers, reparsed_initializers = message.graph.initializer, reparsed.graph.initializer
+    pairs = zip(message.graph.initializer, reparsed.graph.initializer, strict=True)
     return printer.to_text(reparsed).encode() == data and all(
-        original.name == reparsed_tensor.name
-        and np.array_equal(tensor_value(original, None), tensor_value(reparsed_tensor, None))
-        for original, reparsed_tensor in zip(initializers, reparsed_initializers, strict=True)
-        if not is_external(original)
+        old.name == new.name and np.array_equal(tensor_value(old, None), tensor_value(new, None))
+        for old, new in pairs
+        if not is_external(old)
     )
 
 
 def message_bytes(message: Any) -> bytes:
-    """Return the bytes of a ModelProto in binary form, which are always the same for the same message.
-
-    Raises:
-        ModelError: The message exceeds 2 GB.
-    """
+    """Return the deterministic binary form of a ModelProto; raise ModelError if it exceeds 2 GB."""
     try:
         data: bytes = message.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
@@ -182,7 +173,7 @@ def link_external_data(message: Any, source: Path | None, path: Path) -> None:
     """
     linked_locations: set[str] = set()
     for tensor in external_tensors(message):
-        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        location = external_location(tensor)
         if location in linked_locations:
             continue
         linked_locations.add(location)
@@ -208,26 +199,13 @@ def external_tensors(message: Any) -> Iterator[Any]:
 
 
 def external_data_files(path: Path) -> tuple[Path, ...]:
-    """Return the files of external data of the model at `path`, sorted.
-
-    Raises:
-        ModelError: The file is not an ONNX model, or a data file is missing or outside the model's folder.
-        OSError: The file cannot be read.
-    """
+    """Return the files of external data of the model at `path`, sorted; raise ModelError if one is missing."""
     message = parse_message(path.read_bytes(), path)
     return tuple(sorted({external_path(tensor, path.parent) for tensor in external_tensors(message)}))
 
 
 def external_data_names(path: Path) -> tuple[str, ...]:
-    """Return the locations of external data that the model at `path` declares inside its folder, sorted.
-
-    Raises:
-        ModelError: The file is not an ONNX model.
-        OSError: The file cannot be read.
-    """
-    locations = (
-        next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-        for tensor in external_tensors(parse_message(path.read_bytes(), path))
-    )
+    """Return the locations of external data that the model at `path` declares inside its folder, sorted."""
+    locations = map(external_location, external_tensors(parse_message(path.read_bytes(), path)))
     relative_paths = {PurePosixPath(name) for name in locations if name and "\0" not in name}
     return tuple(sorted(str(name) for name in relative_paths if not name.is_absolute() and ".." not in name.parts))

@@ -33,14 +33,10 @@ def nested_graphs(root: Any) -> Iterator[Any]:
 
 
 def inline_marked_functions(message: Any) -> tuple[Any, list[tuple[int, int]]]:
-    """Return a copy of a ModelProto with its functions inlined and the nodes of functions marked in their doc_string.
+    """Return a copy of a ModelProto with its functions inlined and their nodes marked, and the origins of the marks.
 
-    Returns:
-        The copy, and for each number after `NODE_MARK` the indices of the function and of the node in it. Nodes are
-        counted through the bodies in the order of `nested_graphs`.
-
-    Raises:
-        Exception: A function cannot be inlined. The exception is one of `INFERENCE_ERRORS`.
+    The origin of the number after `NODE_MARK` is the index of the function and of the node in it, counted through the
+    bodies in the order of `nested_graphs`. Raise one of `INFERENCE_ERRORS` if a function cannot be inlined.
     """
     marked_message = ModelProto()
     marked_message.CopyFrom(message)
@@ -55,10 +51,7 @@ def inline_marked_functions(message: Any) -> tuple[Any, list[tuple[int, int]]]:
 def add_function_types(functions: Sequence[Any], inlined_message: Any, origins: Sequence[tuple[int, int]]) -> None:
     """Add to `functions`, and to the bodies in them, the types that their values have in `inlined_message`.
 
-    Args:
-        functions: The FunctionProtos.
-        inlined_message: The result of `inline_marked_functions` for their model, with types.
-        origins: Function and node index of each mark.
+    `inlined_message` and `origins` are the results of `inline_marked_functions`, with types added.
     """
     nodes = [[(graph, node) for graph in nested_graphs(function) for node in graph.node] for function in functions]
     input_names = [set(function.input) for function in functions]

@@ -118,7 +118,7 @@ def load(path: Path) -> Model:
         ModelError: The file is not a valid ONNX model.
     """
     try:
-        if _serialization_form(path) == "protobuf" and path.stat().st_size > MAX_MESSAGE_BYTES:
+        if serialization_form(path) == "protobuf" and path.stat().st_size > MAX_MESSAGE_BYTES:
             raise ModelError(
                 f"{path} is over 2 GB, more than a protocol buffer can hold. Save the model with external data."
             )
@@ -134,14 +134,10 @@ def load(path: Path) -> Model:
 
 
 def parse_message(data: bytes, path: Path) -> Any:
-    """Parse the ModelProto in `data`, in the form that the suffix of `path` names.
-
-    Raises:
-        ModelError: The data is not a ModelProto.
-    """
+    """Parse `data` as a ModelProto in the form of the suffix of `path`; raise ModelError if that fails."""
     if not data:
         raise ModelError("The file is empty. Export or copy the model again.")
-    form = _serialization_form(path)
+    form = serialization_form(path)
     if form == "onnxtxt" and _bracket_depth(data) > MAX_BRACKET_DEPTH:
         raise ModelError(
             f"Its brackets are nested more than {MAX_BRACKET_DEPTH} levels deep. Write the model as .onnx."
@@ -155,7 +151,7 @@ def parse_message(data: bytes, path: Path) -> Any:
         ) from error
 
 
-def _serialization_form(path: Path) -> str:
+def serialization_form(path: Path) -> str:
     """Return the serialization form that a suffix names."""
     return serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
 

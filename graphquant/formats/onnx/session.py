@@ -29,7 +29,7 @@ from graphquant.formats.onnx.external_data import EXTERNAL_MIN_BYTES, constant_b
 from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
 from graphquant.formats.onnx.observe import Probe, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import model_from_message
-from graphquant.formats.onnx.tensors import DTYPE_NAMES, first_line, stored_bytes
+from graphquant.formats.onnx.tensors import first_line, tensor_bytes
 from graphquant.formats.prefetch import prefetch
 from graphquant.ir import TensorRef, Use
 
@@ -94,20 +94,12 @@ class OnnxRunner:
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
 
     def start(self) -> None:
-        """Create the session, which otherwise happens at the first run.
-
-        Raises:
-            ModelError: onnxruntime rejects the model.
-        """
+        """Create the session, which otherwise happens at the first run; raise ModelError if that fails."""
         if self._session is None:
             self._session = self._open_session(self._emission.message)
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
-        """Run one feed and return the model's outputs by name.
-
-        Raises:
-            ModelError: onnxruntime rejects the model, or the run failed.
-        """
+        """Run one feed and return the model's outputs by name; raise ModelError if that fails."""
         self.start()
         return dict(zip(self.outputs, run_session(self._session, self.outputs, feeds), strict=True))
 
@@ -341,7 +333,7 @@ def create_session(
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
     """Return a ModelProto as bytes, and the size of its external data without the weights `separate_weights`."""
     external = (tensor for tensor in external_tensors(message) if tensor.name not in separate_weights)
-    external_bytes = sum(stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims)) for tensor in external)
+    external_bytes = sum(map(tensor_bytes, external))
     return message_bytes(message), external_bytes
 
 
@@ -352,11 +344,7 @@ def _read_weight_names(model: Model, emission: Emission) -> set[str]:
 
 
 def run_session(session: Any, names: Sequence[str] | None, feeds: Feeds, flags: Feeds | None = None) -> list[Any]:
-    """Run a session and return the outputs called `names`, or all outputs if that is None.
-
-    Raises:
-        ModelError: The run failed.
-    """
+    """Return the outputs called `names`, or all outputs if that is None; raise ModelError if the run fails."""
     try:
         results: list[Any] = session.run(names, {**feeds, **(flags or {})})
     except RUNTIME_ERRORS as error:

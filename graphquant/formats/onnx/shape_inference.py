@@ -90,14 +90,7 @@ def _may_crash_inference(node: Any) -> bool:
 
 
 def reveal_safe_nodes(typed_message: Any) -> bool:
-    """Reveal hidden nodes of the main graph and its bodies whose inputs are now known well enough.
-
-    Args:
-        typed_message: A ModelProto with types. It is changed.
-
-    Returns:
-        True if a node was revealed.
-    """
+    """Reveal hidden nodes of the main graph and its bodies with known inputs; return True if there were any."""
     revealed = False
     pending: list[tuple[Any, ChainMap[str, Any]]] = [(typed_message.graph, ChainMap())]
     for graph, outer_types in pending:  # grows while bodies are visited
@@ -117,14 +110,7 @@ def reveal_safe_nodes(typed_message: Any) -> bool:
 
 
 def hide_costly_nodes(typed_message: Any) -> bool:
-    """Hide nodes for which onnx must not propagate values.
-
-    Args:
-        typed_message: A ModelProto with types. It is changed.
-
-    Returns:
-        True if its vectors are short enough to propagate values at all.
-    """
+    """Hide nodes for which onnx must not propagate values; return True if vectors are short enough to propagate any."""
     total_length = read_elements = 0
     long_readers: list[Any] = []
     for root in [typed_message.graph, *typed_message.functions]:
@@ -219,22 +205,14 @@ _VISIBLE_ELEMENTS = {TensorProto.FLOAT: MAX_SCALE_ELEMENTS, **dict.fromkeys(INTE
 def infer_types(message: Any, folder: Path | None = None) -> Any:
     """Return a ModelProto with the nodes of `message` and all value types that could be inferred, without weight data.
 
-    Args:
-        message: The ModelProto.
-        folder: Folder of its external data, None if it has none. Data that may be a shape is read and kept.
-
-    Raises:
-        ModelError: A function calls itself, or inlining would give too many nodes.
+    External data in `folder` that may be a shape is read. Raise ModelError if a function calls itself, or if inlining
+    would give too many nodes.
     """
     return add_inferred_types(strip_weight_data(message, folder))
 
 
 def strip_weight_data(message: Any, folder: Path | None = None) -> Any:
-    """Return a ModelProto with the nodes of `message`, without data that is no shape, for `add_inferred_types`.
-
-    Raises:
-        ModelError: A function calls itself, or inlining would give too many nodes.
-    """
+    """Return a ModelProto with the nodes of `message`, without data that is no shape, for `add_inferred_types`."""
     _check_function_calls(message)
     weightless = ModelProto(
         ir_version=message.ir_version, opset_import=message.opset_import, functions=message.functions

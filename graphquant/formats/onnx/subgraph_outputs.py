@@ -45,14 +45,7 @@ SLICE_END_BEFORE_FIRST = -(1 << 63)
 
 
 def convert_scan_to_loop(graph: Any, node: Any, body: Any, opset: int, new_name: Callable[[], str]) -> None:
-    """Convert the Scan `node` of `graph` to a Loop with the same body, in place.
-
-    Args:
-        graph: The GraphProto that holds the node.
-        node: A Scan of opset 9 or later.
-        body: Its body.
-        opset: Opset of the default domain.
-        new_name: Returns a new value name.
+    """Convert the Scan `node` (opset 9 or later) of `graph` to a Loop with the same `body`, in place.
 
     Raises:
         UnobservableTensorError: A Loop cannot express the layout of its outputs.
@@ -212,10 +205,7 @@ class MarkedNode:
 def find_marked_nodes(message: Any, typed_message: Any, prefix: str) -> list[MarkedNode]:
     """Return the nodes whose doc_string starts with `prefix`, those of outer graphs first.
 
-    Args:
-        message: A ModelProto.
-        typed_message: The same nodes with types in the graphs' value_info; may be `message` itself.
-        prefix: The start of the doc_string.
+    `typed_message` has the same nodes as `message`, with types in the graphs' value_info; it may be `message` itself.
     """
     marked_nodes: list[MarkedNode] = []
     pending: list[tuple[Any, Any, tuple[BodyLevel, ...]]] = [(message.graph, typed_message.graph, ())]
@@ -252,11 +242,7 @@ class SubgraphLifter:
             self._message.graph.output.append(ValueInfoProto(name=name))
 
     def convert_scans(self, levels: Iterable[BodyLevel]) -> None:
-        """Convert each Scan that does not just stack the value to a Loop; `levels` has the innermost first.
-
-        Raises:
-            UnobservableTensorError: A Scan cannot be converted.
-        """
+        """Convert each Scan that does not just stack the value to a Loop; `levels` has the innermost first."""
         only_scans = True
         for level in levels:
             only_scans = only_scans and level.op_type == "Scan"
@@ -264,11 +250,7 @@ class SubgraphLifter:
                 convert_scan_to_loop(level.graph, level.node, level.body, self._opset, self._new_name)
 
     def lift_value(self, mark: MarkedNode, dtype: int) -> ValueOutputs:
-        """Make the marked value a graph output.
-
-        Raises:
-            UnobservableTensorError: onnxruntime cannot return the value from its body.
-        """
+        """Make the marked value a graph output; raise UnobservableTensorError if its body cannot return it."""
         levels, value, stacked_axes = list(mark.levels), mark.node.output[0], 0
         while levels and levels[0].op_type == "Scan" and self._opset >= SCAN_WITHOUT_BATCH_OPSET:
             value = self._add_scan_output(levels.pop(0), value, dtype)

@@ -95,6 +95,16 @@ def stored_bytes(dtype: str, count: int) -> int:
     return (count * bits + 7) // 8
 
 
+def tensor_bytes(tensor: Any) -> int:
+    """Return the number of bytes of a TensorProto's value, from its shape."""
+    return stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims))
+
+
+def external_location(tensor: Any) -> str:
+    """Return the name of the file of external data, relative to the model's folder, "" if there is none."""
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
 def tensor_value(tensor: Any, folder: Path | None) -> Array:
     """Return the value of a TensorProto; external data is a read-only memory map of a file in `folder`.
 
@@ -118,11 +128,7 @@ def tensor_value(tensor: Any, folder: Path | None) -> Array:
 
 
 def sparse_value(sparse: Any, folder: Path | None) -> Array:
-    """Return the dense value of a SparseTensorProto.
-
-    Raises:
-        ModelError: It is too large, or its indices are outside its shape.
-    """
+    """Return the dense value of a SparseTensorProto; raise ModelError if it is too large or inconsistent."""
     name, shape = sparse.values.name, tuple(sparse.dims)
     count = math.prod(shape)
     values, indices = tensor_value(sparse.values, folder), tensor_value(sparse.indices, folder)
@@ -146,11 +152,7 @@ def sparse_value(sparse: Any, folder: Path | None) -> Array:
 
 
 def constant_value(node: Any, folder: Path | None) -> Array:
-    """Return the value of a Constant node in any of its forms.
-
-    Raises:
-        ModelError: It has no value, or one that cannot be read.
-    """
+    """Return the value of a Constant node in any of its forms; raise ModelError if it has none."""
     for attr in node.attribute:
         if attr.name in _CONSTANT_VALUE_DTYPES:
             value = attribute_value(attr, folder)
@@ -159,12 +161,8 @@ def constant_value(node: Any, folder: Path | None) -> Array:
 
 
 def external_path(tensor: Any, folder: Path | None) -> Path:
-    """Return the file of a tensor's external data.
-
-    Raises:
-        ModelError: The file is missing or outside the model's folder.
-    """
-    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    """Return the file of a tensor's external data; raise ModelError if it is missing or outside the folder."""
+    location = external_location(tensor)
     claim = f"The external data of tensor {tensor.name!r} should be in {location!r}"
     pure = PurePosixPath(location)
     if folder is None:
@@ -290,11 +288,7 @@ def constant_node(op: Op, output: str) -> Any:
 
 
 def patch_node(node: Any, op: Op, loaded_op: Op) -> None:
-    """Update `node`, the copy of the source of `loaded_op`, to the type, attributes, outputs and value of `op`.
-
-    Raises:
-        ModelError: An attribute cannot be written.
-    """
+    """Update `node`, the copy of the source of `loaded_op`, to the type, attributes, outputs and value of `op`."""
     node.op_type, node.domain = op.type, op.domain or ("ai.onnx" if node.domain == "ai.onnx" else "")
     for port, output in enumerate(op.outputs):
         if port < len(node.output):
