@@ -20,7 +20,7 @@ RunStatus = Literal["int8", "fused", "float"]
 FindingLevel = Literal["error", "warning", "note"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BrokenRule:
     """Rule of a backend that keeps an op in float.
 
@@ -36,7 +36,9 @@ class BrokenRule:
 
 
 NOT_QUANTIZED = BrokenRule(
-    rule="not-quantized", message="nothing around it is quantized", fix="quantize its inputs and its output"
+    "not-quantized",
+    "none of its inputs and outputs are quantized",
+    "quantize its inputs and its outputquantize its inputs and its output",
 )
 """Rule of ops without any quantization around them."""
 

@@ -37,18 +37,20 @@ LINT_CODES = {
     "GQ101": LintCode(
         "warning", "the output of a Relu is quantized symmetrically, and half of the integers are never used"
     ),
-    "GQ102": LintCode("warning", "a convolution or matrix product reads integers and still runs in float"),
-    "GQ103": LintCode("warning", "an op that moves values about has other scales behind it than before it"),
+    "GQ102": LintCode("warning", "a convolution or matrix product has quantized inputs and still runs in float"),
+    "GQ103": LintCode("warning", "a data-movement op has different scales before and after it"),
     "GQ104": LintCode("error", "a bias does not fit into int32 at its scale"),
-    "GQ105": LintCode("warning", "ranges that share a scale are so unlike that one of them has few integers left"),
+    "GQ105": LintCode("warning", "ranges with a common scale differ, and one of them spans few integers"),
     "GQ106": LintCode("error", "a scale is zero, negative, not finite, or too small for kernels"),
-    "GQ107": LintCode("warning", "a quantization never sees data: nothing reads it, no graph or no sample reaches it"),
-    "GQ108": LintCode("warning", "a graph input is quantized, and no op uses its integers"),
-    "GQ109": LintCode("error", "the backend refuses the model"),
-    "GQ110": LintCode("warning", "the scale of an int32 bias is not that of input times weight"),
-    "GQ111": LintCode("error", "a weight's scales do not lie along its output channels"),
-    "GQ112": LintCode("warning", "a quantization stands between two ops that would become one without it"),
-    "GQ113": LintCode("note", "an op runs on integers, and would be faster in float"),
+    "GQ107": LintCode(
+        "warning", "a quantization never receives data: nothing reads it, or no graph or sample reaches it"
+    ),
+    "GQ108": LintCode("warning", "a graph input is quantized, and all ops that read it run in float"),
+    "GQ109": LintCode("error", "the backend cannot load the model"),
+    "GQ110": LintCode("warning", "the scale of an int32 bias is not input times weight"),
+    "GQ111": LintCode("error", "the scales of a weight are not along its output channels"),
+    "GQ112": LintCode("warning", "a Q/DQ pair prevents the fusion of two ops"),
+    "GQ113": LintCode("note", "an op runs on integers and would be faster in float"),
 }
 """All codes."""
 
@@ -77,6 +79,9 @@ BIAS_SCALE_TOLERANCE = 0.01
 
 INT32_MAX = (1 << 31) - 1
 
+
+Problem = tuple[str, str, str]
+"""Code, message and fix of a finding."""
 
 VerdictsByOp = dict[tuple[str, str], Verdict]
 """Verdicts by graph and op."""
@@ -127,7 +132,7 @@ def lint_model(
         graph = model.graphs[name]
         for op in graph.ops():
             for check in _LINT_CHECKS:
-                findings += check(context, graph, op)
+                findings += (_make_lint_finding(graph, op, problem) for problem in check(context, graph, op))
     findings += _check_uncalled_functions(model)
     findings += [] if stats is None else _check_unobserved_tensors(quantizations, stats)
     return verdicts, tuple(sorted(findings, key=lambda finding: finding.code))
@@ -137,11 +142,12 @@ def _index_verdicts(verdicts: tuple[Verdict, ...]) -> VerdictsByOp:
     return {(verdict.graph, verdict.op): verdict for verdict in verdicts}
 
 
-def _make_lint_finding(code: str, graph: Graph, op: Op, message: str, fix: str) -> LintFinding:
+def _make_lint_finding(graph: Graph, op: Op, problem: Problem) -> LintFinding:
+    code, message, fix = problem
     return LintFinding(code=code, graph=graph.name, op=op.name, message=message, fix=fix)
 
 
-def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     if op.kind not in {"relu", "relu6"} or (context.backend is not None and context.backend.symmetric):
         return
     for quantize_op, params in context.quantizations.outputs(graph, op)[0]:
@@ -154,26 +160,22 @@ def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterato
                 f"{quantize_op.name} gives {unused_share:.0%} of its integers to values below 0, which a {op.type}"
                 " never has"
             )
-            yield _make_lint_finding(
-                "GQ101", graph, op, message, "quantize it asymmetrically, with the smallest integer for 0"
-            )
+            yield "GQ101", message, "quantize it asymmetrically, with the smallest integer for 0"
 
 
-def _check_weighted_op(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_weighted_op(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     """Yield a finding if an op is float in spite of quantized inputs, or if the backend refuses the model."""
     verdict = context.verdicts.get((graph.name, op.name))
     if verdict is None or verdict.broken_rule is None:
         return
     broken_rule = verdict.broken_rule
     if broken_rule.rule == "refused":
-        yield _make_lint_finding("GQ109", graph, op, broken_rule.message, broken_rule.fix)
+        yield "GQ109", broken_rule.message, broken_rule.fix
     elif op.kind in WEIGHTED_KINDS:
         op_inputs = context.quantizations.inputs(graph, op)
         quantizable_inputs = [side for side in op_inputs if side.role != "bias"]
         if quantizable_inputs and all(side.dequantize_op for side in quantizable_inputs):
-            yield _make_lint_finding(
-                "GQ102", graph, op, f"it reads integers and runs in float: {broken_rule.message}", broken_rule.fix
-            )
+            yield "GQ102", f"its inputs are quantized, and it runs in float: {broken_rule.message}", broken_rule.fix
 
 
 def _fusable_activation(
@@ -221,7 +223,7 @@ def _remove_pair(model: Model, use: Use, tensor: TensorRef) -> None:
         current = previous
 
 
-def _check_blocked_fusion(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_blocked_fusion(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     """Yield a finding if a Q/DQ pair prevents the fusion of an op with its activation on integers."""
     activation = _fusable_activation(context.quantizations, context.backend, graph, op)
     if activation is None or _is_unfusable_clip(context, graph, activation[1]):
@@ -230,8 +232,8 @@ def _check_blocked_fusion(context: LintContext, graph: Graph, op: Op) -> Iterato
         context.joined_verdicts.get(key) for key in ((graph.name, op.name), (activation[0].graph, activation[1].name))
     ]
     if all(verdict is not None and verdict.status != "float" for verdict in verdicts):
-        message = f"a quantization stands between it and {activation[1].name} ({activation[1].type})"
-        yield _make_lint_finding("GQ112", graph, op, message, f"quantize behind {activation[1].name} only")
+        message = f"a Q/DQ pair prevents its fusion with {activation[1].name} ({activation[1].type})"
+        yield "GQ112", message, f"quantize only after {activation[1].name}"
 
 
 def _is_unfusable_clip(context: LintContext, graph: Graph, op: Op) -> bool:
@@ -243,13 +245,13 @@ def _is_unfusable_clip(context: LintContext, graph: Graph, op: Op) -> bool:
     )
 
 
-def _check_slower_on_integers(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_slower_on_integers(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     verdict = context.verdicts.get((graph.name, op.name))
     if verdict is not None and verdict.note:
-        yield _make_lint_finding("GQ113", graph, op, verdict.note, "leave it float")
+        yield "GQ113", verdict.note, "keep it in float"
 
 
-def _check_data_movement(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_data_movement(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     ties_concat = context.backend is not None and context.backend.ties_concat
     if op.kind not in DATA_MOVEMENT_KINDS and not (op.kind == "concat" and ties_concat):
         return
@@ -263,8 +265,8 @@ def _check_data_movement(context: LintContext, graph: Graph, op: Op) -> Iterator
         )
     ):
         scales = ", ".join(dict.fromkeys(f"{_format_params(params)}" for params in [*input_params, *output_params]))
-        fix = "give input and output one scale and zero point"
-        yield _make_lint_finding("GQ103", graph, op, f"its inputs and outputs have the scales {scales}", fix)
+        fix = "use one scale and zero point for input and output"
+        yield "GQ103", f"its inputs and outputs have the scales {scales}", fix
 
 
 def _format_params(params: QParams) -> str:
@@ -274,7 +276,7 @@ def _format_params(params: QParams) -> str:
     return f"{scale_text} (zero point {zero_points[0]})" if zero_points.size == 1 else scale_text
 
 
-def _check_bias(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_bias(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     """Yield a finding if a bias does not fit into int32 or has a scale of its own."""
     if op.kind not in WEIGHTED_KINDS or (context.backend is not None and context.backend.bias_type != "int32"):
         return
@@ -284,45 +286,37 @@ def _check_bias(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFind
         return
     expected_scale = data.params.scale.astype(np.float64) * weight.params.scale.astype(np.float64).reshape(-1)
     if bias.dequantize_op:
-        yield from _check_quantized_bias(context, graph, op, bias, expected_scale)
+        yield from _check_quantized_bias(context, bias, expected_scale)
     elif bias.parameter:
         value = context.quantizations.value(bias.source)
         if value is not None and value.ndim == 1 and expected_scale.size in {1, value.size}:
             steps = np.abs(value.astype(np.float64) / expected_scale)
             if steps.max(initial=0) > INT32_MAX:
-                yield _bias_overflow_finding(graph, op, bias, int(steps.argmax()))
+                yield _bias_overflow(bias, int(steps.argmax()))
 
 
 def _check_quantized_bias(
-    context: LintContext,
-    graph: Graph,
-    op: Op,
-    bias: QuantizedInput,
-    expected_scale: np.ndarray[tuple[int], np.dtype[np.float64]],
-) -> Iterator[LintFinding]:
+    context: LintContext, bias: QuantizedInput, expected_scale: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> Iterator[Problem]:
     value = context.quantizations.value(bias.source)
     if value is not None and value.dtype == np.int32 and value.size:
         magnitudes = np.abs(value.astype(np.int64))
         if magnitudes.max() >= INT32_MAX:
-            yield _bias_overflow_finding(graph, op, bias, int(magnitudes.argmax()))
+            yield _bias_overflow(bias, int(magnitudes.argmax()))
     if bias.params is None or bias.params.scale.size not in {1, expected_scale.size}:
         return
     deviation = np.abs(bias.params.scale.astype(np.float64).reshape(-1) / expected_scale - 1)
     if deviation.max(initial=0) > BIAS_SCALE_TOLERANCE:
-        message = f"the scale of its bias {bias.source} is off by up to {deviation.max():.0%} from input times weight"
-        yield _make_lint_finding(
-            "GQ110", graph, op, message, "requantize the bias; copy it where ops with other scales share it"
-        )
+        message = f"the scale of its bias {bias.source} differs by up to {deviation.max():.0%} from input times weight"
+        yield "GQ110", message, "requantize the bias; duplicate it if ops with other scales share it"
 
 
-def _bias_overflow_finding(graph: Graph, op: Op, bias: QuantizedInput, element: int) -> LintFinding:
+def _bias_overflow(bias: QuantizedInput, element: int) -> Problem:
     message = f"its bias {bias.source} does not fit into int32 at element {element}"
-    return _make_lint_finding(
-        "GQ104", graph, op, message, "give its weight or its input a larger scale, or leave the op float"
-    )
+    return "GQ104", message, "use a larger scale for its weight or input, or keep the op in float"
 
 
-def _check_concat_ranges(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_concat_ranges(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     """Yield findings about inputs of a Concat whose range is small compared with its output."""
     if op.kind != "concat":
         return
@@ -334,8 +328,8 @@ def _check_concat_ranges(context: LintContext, graph: Graph, op: Op) -> Iterator
         span = _known_value_span(context, side)
         if span is not None and 0 < span / step < MIN_SHARED_STEPS:
             message = f"its input {side.source} spans {span:.4g}, which is {span / step:.1f} steps of its output"
-            fix = "quantize the parts behind the Concat, or let this one leave the model by itself"
-            yield _make_lint_finding("GQ105", graph, op, message, fix)
+            fix = "quantize each input of the Concat separately, or make this input a model output of its own"
+            yield "GQ105", message, fix
 
 
 def _known_value_span(context: LintContext, side: QuantizedInput) -> float | None:
@@ -348,7 +342,7 @@ def _known_value_span(context: LintContext, side: QuantizedInput) -> float | Non
     return min(spans, default=None)
 
 
-def _check_weight_scales(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_weight_scales(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     """Yield findings about weights with scales along the wrong axis or too coarse a scale for a channel."""
     if op.kind not in WEIGHTED_KINDS or op.channel_axis is None:
         return
@@ -357,17 +351,13 @@ def _check_weight_scales(context: LintContext, graph: Graph, op: Op) -> Iterator
         if side.role != "weight" or params is None or not side.parameter or params.block is not None:
             continue
         if params.axis is not None and params.axis != op.channel_axis:
-            message = f"its weight {side.source} has scales along axis {params.axis}, its output channels are axis"
-            yield _make_lint_finding(
-                "GQ111", graph, op, f"{message} {op.channel_axis}", f"put them along axis {op.channel_axis}"
-            )
+            message = f"its weight {side.source} has scales along axis {params.axis}, but its output channels are axis"
+            yield "GQ111", f"{message} {op.channel_axis}", f"use axis {op.channel_axis}"
         elif params.axis is None:
-            yield from _check_narrow_channels(context, graph, op, side, params)
+            yield from _check_narrow_channels(context, op, side, params)
 
 
-def _check_narrow_channels(
-    context: LintContext, graph: Graph, op: Op, side: QuantizedInput, params: QParams
-) -> Iterator[LintFinding]:
+def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, params: QParams) -> Iterator[Problem]:
     value = context.quantizations.value(side.source)
     axis = op.channel_axis or 0
     if value is None or value.ndim <= axis or not value.size:
@@ -379,13 +369,13 @@ def _check_narrow_channels(
     narrow_channels = np.flatnonzero((steps > 0) & (steps < MIN_CHANNEL_STEPS)) if steps.size > 1 else np.empty(0)
     if narrow_channels.size:
         message = (
-            f"{narrow_channels.size} of {steps.size} channels of its weight {side.source} keep fewer than"
+            f"{narrow_channels.size} of {steps.size} channels of its weight {side.source} span fewer than"
             f" {MIN_CHANNEL_STEPS + 1}"
         )
-        yield _make_lint_finding("GQ105", graph, op, f"{message} integers", "quantize the weight per channel")
+        yield "GQ105", f"{message} integers", "quantize the weight per channel"
 
 
-def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     if op.kind not in {"quantize", "dequantize"}:
         return
     scale_tensor = next(iter(graph.slots(op.name)[1:2]), None)
@@ -400,13 +390,13 @@ def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[L
     is_computed = quantized_source is not None and context.quantizations.model.op(quantized_source).kind != "constant"
     if bad.any() and not is_computed:
         message = f"its scale {scale_tensor} is {scales.reshape(-1)[bad.reshape(-1).argmax()]:g}"
-        yield _make_lint_finding("GQ106", graph, op, message, "calibrate again, or leave this tensor float")
+        yield "GQ106", message, "calibrate again, or keep this tensor in float"
 
 
-def _check_unused_quantization(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
+def _check_unused_quantization(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     """Yield findings about quantizations that nothing reads, and quantized inputs that are only read in float."""
     if op.kind in QUANTIZATION_KINDS and not graph.consumers_by_port(op.name):
-        yield _make_lint_finding("GQ107", graph, op, "nothing reads it", "remove it")
+        yield "GQ107", "nothing reads it", "remove it"
     if op.kind != "input" or context.backend is None or graph.parent is not None:
         return
     quantizations = context.quantizations
@@ -424,10 +414,10 @@ def _check_unused_quantization(context: LintContext, graph: Graph, op: Op) -> It
     verdicts = [context.verdicts.get(key) for key in reader_keys]
     if verdicts and all(verdict is not None and verdict.status == "float" for verdict in verdicts):
         message = (
-            "it is quantized, and the ops that read it run in float:"
+            "it is quantized, and all ops that read it run in float:"
             f" {', '.join(sorted({op for _, op in reader_keys}))}"
         )
-        yield _make_lint_finding("GQ108", graph, op, message, "leave this input float, or quantize what reads it too")
+        yield "GQ108", message, "keep this input in float, or quantize its readers"
 
 
 def _check_uncalled_functions(model: Model) -> Iterator[LintFinding]:
@@ -438,13 +428,8 @@ def _check_uncalled_functions(model: Model) -> Iterator[LintFinding]:
         if quantization_ops:
             kinds = Counter(op.type for op in quantization_ops)
             counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            yield _make_lint_finding(
-                "GQ107",
-                graph,
-                quantization_ops[0],
-                f"nothing calls its graph, which has {counted}",
-                "remove the function",
-            )
+            problem = "GQ107", f"nothing calls its graph, which has {counted}", "remove the function"
+            yield _make_lint_finding(graph, quantization_ops[0], problem)
 
 
 def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -> list[LintFinding]:
@@ -460,27 +445,21 @@ def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -
             tensor = next(iter(graph.slots(op.name)), None)
             if op.kind not in {"quantize", "qdq"} or tensor is None:
                 continue
-            candidates = [
-                candidate for candidate in (tensor, quantizations.look_through(tensor)) if candidate in stats.targets
-            ]
-            any_matched = any_matched or bool(candidates)
-            if candidates and not any(
-                candidate in stats.sketches and stats.sketches[candidate].count for candidate in candidates
-            ):
-                message = f"no sample of the statistics reached {candidates[0]}"
-                findings.append(
-                    _make_lint_finding("GQ107", graph, op, message, "calibrate with data that does, or leave it float")
-                )
+            known = [ref for ref in (tensor, quantizations.look_through(tensor)) if ref in stats.targets]
+            any_matched = any_matched or bool(known)
+            if known and not any(ref in stats.sketches and stats.sketches[ref].count for ref in known):
+                fix = "calibrate with data that reaches it, or keep it in float"
+                problem = "GQ107", f"no calibration sample reached {known[0]}", fix
+                findings.append(_make_lint_finding(graph, op, problem))
     if not any_matched:
         raise DataError(
-            f"The statistics are of none of the tensors that {quantizations.model.path or 'the model'} quantizes. Give"
-            " those"
-            " of the model that it was made from."
+            f"The statistics contain none of the tensors that {quantizations.model.path or 'the model'} quantizes. Use"
+            " the statistics of the model that it was quantized from."
         )
     return findings
 
 
-_LINT_CHECKS: tuple[Callable[[LintContext, Graph, Op], Iterator[LintFinding]], ...] = (
+_LINT_CHECKS: tuple[Callable[[LintContext, Graph, Op], Iterator[Problem]], ...] = (
     _check_symmetric_relu,
     _check_weighted_op,
     _check_data_movement,

@@ -45,7 +45,7 @@ def _require_symmetric_weight(context: OpContext) -> BrokenRule | None:
         is_weight = side.role in {"weight", "recurrent_weight"} and side.parameter
         if is_weight and side.params is not None and side.params.zero_point.any():
             message = f"its weight {side.source} has a zero point"
-            return BrokenRule(rule="zero-point", message=message, fix="quantize weights symmetrically")
+            return BrokenRule("zero-point", message, "quantize weights symmetrically")
     return None
 
 
@@ -75,15 +75,15 @@ def _require_compatible_concat(context: OpContext) -> BrokenRule | None:
             continue
         concat_inputs = context.quantizations.inputs(context.quantizations.model.graphs[side.source.graph], concat)
         if side.params.type.signed and any(concat_input.parameter for concat_input in concat_inputs):
-            message = f"a part of the Concat {concat.name} before it is constant, which is int8 to nobody"
-            return BrokenRule(rule="constant-part", message=message, fix="leave the parts of that Concat float")
+            message = f"an input of the preceding Concat {concat.name} is constant, which OpenVINO treats as float"
+            return BrokenRule("constant-part", message, "keep the inputs of that Concat in float")
         rank = len(concat.outputs[0].shape or ())
         axis, product = int(concat.numeric_attr("axis", 0)), context.op.kind in {"matmul", "gemm"}
         positive_axis = axis + rank if axis < 0 else axis
         if rank and side.params.zero_point.any() and positive_axis != (rank - 1 if product else 1):
-            message = f"its input is a Concat along axis {axis}, and has a zero point"
-            fix = "quantize the parts of that Concat symmetrically, and what is behind it"
-            return BrokenRule(rule="refused" if product else "zero-point", message=message, fix=fix)
+            message = f"its input is a Concat along axis {axis} with a zero point"
+            fix = "quantize the inputs and the output of that Concat symmetrically"
+            return BrokenRule("refused" if product else "zero-point", message, fix)
     return None
 
 
@@ -91,10 +91,8 @@ def _forbid_signed_constant(context: OpContext) -> BrokenRule | None:
     """Require that no input of a Concat is an int8 constant."""
     for side in context.inputs:
         if side.parameter and side.params is not None and side.params.type.signed:
-            message = f"its part {side.source} is a constant, and the others are int8"
-            return BrokenRule(
-                rule="constant-part", message=message, fix="quantize the parts to uint8, or leave them float"
-            )
+            message = f"its input {side.source} is a constant, and the other inputs are int8"
+            return BrokenRule("constant-part", message, "quantize the inputs to uint8, or keep them in float")
     return None
 
 
@@ -107,7 +105,7 @@ def _require_linear_or_nearest(context: OpContext) -> BrokenRule | None:
     mode = context.op.attrs.get("mode", "nearest")
     if _is_nearest_resize(context.op) or mode in {"linear", b"linear"}:
         return None
-    return BrokenRule(rule="mode", message=f"its mode is {mode!r}", fix="use a linear or nearest Resize")
+    return BrokenRule("mode", f"its mode is {mode!r}", "use a linear or nearest Resize")
 
 
 _OPENVINO_COMMON = (

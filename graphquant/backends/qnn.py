@@ -50,10 +50,10 @@ def _require_symmetric_signed_weight(context: OpContext) -> BrokenRule | None:
         return None
     if params.type.name.startswith("int") and params.zero_point.any():
         message = f"its signed weight {side.source} has a zero point"
-        return BrokenRule(rule="zero-point", message=message, fix="quantize it symmetrically, or to uint8")
+        return BrokenRule("zero-point", message, "quantize it symmetrically, or to uint8")
     if params.scale.size > 1 and not params.type.name.startswith("int"):
         message = f"its weight {side.source} has {params.scale.size} scales and is {params.type.name}"
-        return BrokenRule(rule="type", message=message, fix="quantize it to int8, or per tensor")
+        return BrokenRule("type", message, "quantize it to int8, or per tensor")
     return None
 
 

@@ -147,10 +147,8 @@ class _TablePredictor:
     def _judge_op(self, graph: Graph, op: Op, tail: Op) -> Verdict:
         requirements = self.table.rows.get(op.kind)
         if requirements is None:
-            message = f"{self.table.name} has no {op.type} on integers"
-            no_kernel_rule = BrokenRule(
-                rule="no-kernel", message=message, fix="leave it float, or quantize what is around it only"
-            )
+            message = f"{self.table.name} has no integer kernel for {op.type}"
+            no_kernel_rule = BrokenRule("no-kernel", message, "keep it in float, and quantize only the ops around it")
             return self._make_verdict(graph, op, no_kernel_rule)
         quantize_ops, float_uses = self.quantizations.outputs(graph, tail)
         context = OpContext(
@@ -257,20 +255,18 @@ def require_quantized_inputs(context: OpContext) -> BrokenRule | None:
     for side in context.inputs:
         if not side.dequantize_op and side.role != "bias":
             label = "input" if side.role == "input" else side.role
-            fix = f"insert QuantizeLinear and DequantizeLinear between {side.source.op} and this op"
-            return BrokenRule(rule="float-input", message=f"its {label} {side.source} is float", fix=fix)
+            fix = f"insert a QuantizeLinear and a DequantizeLinear between {side.source.op} and this op"
+            return BrokenRule("float-input", f"its {label} {side.source} is float", fix)
     return None
 
 
 def require_quantized_output(context: OpContext) -> BrokenRule | None:
     """Require that only quantizations read the output."""
     if not context.output_params:
-        return BrokenRule(rule="no-quantized-output", message="nothing quantizes its output", fix="quantize its output")
+        return BrokenRule("no-quantized-output", "its output is not quantized", "quantize its output")
     if context.float_readers:
-        message = f"{context.float_readers[0]} reads its float output beside the quantization"
-        return BrokenRule(
-            rule="float-reader", message=message, fix=f"let {context.float_readers[0].op} read the dequantized tensor"
-        )
+        message = f"{context.float_readers[0]} reads its float output in addition to the quantization"
+        return BrokenRule("float-reader", message, f"connect {context.float_readers[0].op} to the dequantized tensor")
     return None
 
 
@@ -278,8 +274,8 @@ def require_one_scale(context: OpContext) -> BrokenRule | None:
     """Require one scale and zero point for all quantized inputs and the output."""
     all_params = [side.params for side in context.inputs] + list(context.output_params)
     if len(all_params) > 1 and not all(same_quantization(all_params[0], side_params) for side_params in all_params[1:]):
-        message = "its inputs and its output have different scales or zero points"
-        return BrokenRule(rule="tie", message=message, fix="give all of them one scale and zero point")
+        message = "its inputs and output have different scales or zero points"
+        return BrokenRule("tie", message, "use one scale and zero point for all of them")
     return None
 
 
@@ -288,7 +284,7 @@ def require_symmetric(context: OpContext) -> BrokenRule | None:
     for name, params in _named_params(context):
         if isinstance(params.type, IntType) and np.any(params.zero_point != params.type.symmetric_zero_point):
             message = f"{name} has the zero point {int(np.ravel(params.zero_point)[0])}"
-            return BrokenRule(rule="zero-point", message=message, fix="quantize it symmetrically")
+            return BrokenRule("zero-point", message, "quantize it symmetrically")
     return None
 
 
@@ -312,7 +308,7 @@ def require_types(activations: frozenset[str], weights: frozenset[str]) -> Requi
         for name, params, allowed in typed_params:
             if params is not None and params.type.name not in allowed:
                 message = f"{name} is {params.type.name}"
-                return BrokenRule(rule="type", message=message, fix=f"quantize it to {' or '.join(sorted(allowed))}")
+                return BrokenRule("type", message, f"quantize it to {' or '.join(sorted(allowed))}")
         return None
 
     return require
@@ -323,7 +319,7 @@ def require_per_tensor_activations(context: OpContext) -> BrokenRule | None:
     for side in context.inputs:
         if side.params is not None and side.params.scale.size > 1 and not side.parameter:
             message = f"its {side.role} {side.source} has {side.params.scale.size} scales"
-            return BrokenRule(rule="per-tensor", message=message, fix="quantize activations per tensor")
+            return BrokenRule("per-tensor", message, "quantize activations per tensor")
     return None
 
 
@@ -337,7 +333,7 @@ def require_weight_axis(allowed_axis: Callable[[Op], int | None]) -> Requirement
             return None
         message = f"its weight has scales along axis {params.axis}"
         fix = "quantize it per tensor" if axis is None else f"use one scale, or scales along axis {axis}"
-        return BrokenRule(rule="weight-axis", message=message, fix=fix)
+        return BrokenRule("weight-axis", message, fix)
 
     return require
 
@@ -347,7 +343,7 @@ def require_float_bias(context: OpContext) -> BrokenRule | None:
     side = context.input_by_role("bias")
     if side is None or not side.dequantize_op:
         return None
-    return BrokenRule(rule="bias", message=f"its bias {side.source} is quantized", fix="leave biases float")
+    return BrokenRule("bias", f"its bias {side.source} is quantized", "keep biases in float")
 
 
 def require_fixed_range(scale: float, zero_point: int) -> Requirement:
@@ -360,9 +356,7 @@ def require_fixed_range(scale: float, zero_point: int) -> Requirement:
             scale_matches = abs(float(np.max(params.scale)) / scale - 1) < 1e-6  # noqa: PLR2004  # float32's own precision
             if not scale_matches or int(np.max(params.zero_point)) != zero_point:
                 message = f"its 16-bit output has the scale {float(np.max(params.scale)):g}"
-                return BrokenRule(
-                    rule="fixed-range", message=message, fix=f"give it scale {scale:g} and zero point {zero_point}"
-                )
+                return BrokenRule("fixed-range", message, f"use scale {scale:g} and zero point {zero_point}")
         return None
 
     return require

@@ -64,7 +64,7 @@ def _small_conv_note(context: OpContext) -> str:
         return (
             ""
             if output_channels % CHANNEL_MULTIPLE == 0 and all(large_kernel)
-            else "a depthwise kernel this small runs faster in float"
+            else "a small depthwise kernel is faster in float"
         )
     input_channels *= int(context.op.numeric_attr("group", 1))
     if min(output_channels, input_channels) >= MIN_INTEGER_CHANNELS:
@@ -74,7 +74,7 @@ def _small_conv_note(context: OpContext) -> str:
     if reads_graph_input and input_channels % CHANNEL_MULTIPLE == 0 and context.op.numeric_attr("group", 1) == 1:
         return ""
     return (
-        f"a convolution of {input_channels} to {output_channels} channels runs faster in float; integers pay from"
+        f"a convolution of {input_channels} to {output_channels} channels is faster in float; integers are faster from"
         f" {MIN_INTEGER_CHANNELS} on"
     )
 
@@ -88,14 +88,15 @@ def _small_product_note(context: OpContext) -> str:
         right_shape = (*right_shape[:-2], right_shape[-1], right_shape[-2])
     rows, inner_size, columns = left_shape[-2], right_shape[-2], right_shape[-1]
     if rows == 1 or columns == 1:
-        return "a product with a vector runs faster in float"
+        return "a product with a vector is faster in float"
     if any(size is not None and size < MIN_INTEGER_CHANNELS for size in (inner_size, columns)):
         return (
-            f"a product of {inner_size} by {columns} runs faster in float; integers pay from {MIN_INTEGER_CHANNELS} on"
+            f"a product of {inner_size} by {columns} is faster in float; integers are faster from"
+            f" {MIN_INTEGER_CHANNELS} on"
         )
     weight = context.input_by_role("weight")
     if weight is not None and not weight.parameter and rows is not None and rows > MAX_ATTENTION_LENGTH:
-        return f"attention over {rows} places runs faster in float; integers pay up to {MAX_ATTENTION_LENGTH}"
+        return f"attention over {rows} positions is faster in float; integers are faster up to {MAX_ATTENTION_LENGTH}"
     return ""
 
 

@@ -42,10 +42,8 @@ def require_power_of_two(context: OpContext) -> BrokenRule | None:
             scale_text = (
                 f"{params.scale.size} scales" if params.scale.size > 1 else f"the scale {float(np.max(params.scale)):g}"
             )
-            message = f"{name} has {scale_text}, not one power of two"
-            return BrokenRule(
-                rule="power-of-two", message=message, fix='quantize per tensor with scale = "power-of-two"'
-            )
+            message = f"{name} has {scale_text}, which is not a single power of two"
+            return BrokenRule("power-of-two", message, 'quantize per tensor with scale = "power-of-two"')
     return None
 
 
@@ -53,7 +51,7 @@ def _require_quantized_bias(context: OpContext) -> BrokenRule | None:
     side = context.input_by_role("bias")
     if side is None or side.dequantize_op:
         return None
-    return BrokenRule(rule="float-bias", message=f"its bias {side.source} is float", fix="quantize the bias to int8")
+    return BrokenRule("float-bias", f"its bias {side.source} is float", "quantize the bias to int8")
 
 
 def _scale_positions(context: OpContext) -> tuple[list[int], int | None]:
@@ -75,10 +73,8 @@ def _require_shift_within(name: str, value: int, limits: tuple[int, int]) -> Bro
     low, high = limits
     if low <= value <= high:
         return None
-    message = f"its {name} is {value}, outside of {low} to {high}"
-    return BrokenRule(
-        rule="shift", message=message, fix="move the scale of its output, or of an input, by that many powers of two"
-    )
+    message = f"its {name} is {value}, outside the range {low} to {high}"
+    return BrokenRule("shift", message, "change the scale of its output or of an input by that many powers of two")
 
 
 def _require_weighted_shift(context: OpContext) -> BrokenRule | None:
@@ -93,7 +89,7 @@ def _require_weighted_shift(context: OpContext) -> BrokenRule | None:
     )
     if broken_rule is None and bias is not None and weight + data - bias > DPU_MAX_BIAS_CUT:
         message = f"its shift of weight plus input minus bias is {weight + data - bias}, above {DPU_MAX_BIAS_CUT}"
-        return BrokenRule(rule="shift", message=message, fix="give the bias a smaller scale")
+        return BrokenRule("shift", message, "use a smaller scale for the bias")
     return broken_rule
 
 

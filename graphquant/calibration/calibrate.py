@@ -54,7 +54,7 @@ class ObservableRunner(Protocol):
 
     @property
     def batch_independent(self) -> bool:
-        """Whether samples may be concatenated along axis 0 of every input without changing the result of any sample."""
+        """True if samples may be concatenated along axis 0 of every input without changing the result of any sample."""
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the tensors that cannot be observed, with the reason."""
@@ -264,14 +264,10 @@ def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint
     """Estimate the block size and memory footprint of `model`."""
     live_ops = [(graph, op) for graph in map(model.graphs.__getitem__, model.reachable_graphs()) for op in graph.ops()]
     element_counts = [
-        element_count
-        for graph, op in live_ops
-        for element_count in _output_element_counts(op, graph.consumers_by_port(op.name))
+        size for graph, op in live_ops for size in _output_element_counts(op, graph.consumers_by_port(op.name))
     ]
     repeated = any(op.kind in LOOP_KINDS for _, op in live_ops)
-    total_elements = (
-        None if None in element_counts or repeated else sum(element_count or 0 for element_count in element_counts)
-    )
+    total_elements = None if None in element_counts or repeated else sum(size or 0 for size in element_counts)
     block_size = DEFAULT_BLOCK_SIZE
     if batch_independent and total_elements is not None:
         block_size = max(min(MAX_BATCH_SIZE, 1 << (MAX_BATCH_ELEMENTS // max(total_elements, 1)).bit_length() >> 1), 1)
@@ -288,8 +284,8 @@ def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | Non
             continue
         sizes = output.shape if output.shape is None else output.shape[1:]
         first_size = output.shape[0] or 1 if output.shape else 1
-        element_count = None if sizes is None or None in sizes else first_size * math.prod(size or 0 for size in sizes)
-        element_counts.append(element_count if output.dtype is None or "float" in output.dtype else 0)
+        size = None if sizes is None or None in sizes else first_size * math.prod(size or 0 for size in sizes)
+        element_counts.append(size if output.dtype is None or "float" in output.dtype else 0)
     return element_counts
 
 
@@ -348,7 +344,7 @@ def collect_stats(
     )
     accumulators = {tensor: SketchAccumulator(target.axis, target.bits) for tensor, target in observed_targets.items()}
     collector = _SketchCollector(accumulators, should_stop)
-    finished_ranges: list[tuple[int, int]] = []
+    finished: list[tuple[int, int]] = []
     samples_before = stats.samples
     feeds = block_feeds(
         dataset, block_ranges if observed_targets else (), footprint.block_size, join_samples=runner.batch_independent
@@ -356,7 +352,7 @@ def collect_stats(
     samples_per_run = footprint.block_size if runner.batch_independent else 1
     max_elements = (
         None if footprint.elements_per_sample is None else 2 * footprint.elements_per_sample * samples_per_run
-    )  # some models have more than one says
+    )  # some models have more elements than static shapes tell
     if progress is not None:
         progress(samples_before, total_samples)
     with ThreadPoolExecutor(MAX_CONCURRENT_RUNS) as pool:
@@ -376,10 +372,10 @@ def collect_stats(
                 while collector.closed_blocks:
                     block = collector.closed_blocks.popleft()
                     dataset.raise_read_errors()
-                    finished_ranges = _append_finished_block(finished_ranges, block)
+                    finished = _append_finished_block(finished, block)
                     if progress is not None:
                         progress(
-                            samples_before + replace(data_run, block_ranges=tuple(finished_ranges)).samples_done,
+                            samples_before + replace(data_run, block_ranges=tuple(finished)).samples_done,
                             total_samples,
                         )
                 if stopped:
@@ -389,7 +385,7 @@ def collect_stats(
     new_run = replace(
         data_run,
         data_digest=dataset.final_digest(),
-        block_ranges=tuple(finished_ranges if observed_targets else block_ranges),
+        block_ranges=tuple(finished if observed_targets else block_ranges),
     )
     stats = replace(stats, runs=tuple(replace(known_run, data_digest=new_run.data_digest) for known_run in stats.runs))
     return combine_stats([stats, replace(stats, sketches=reached_sketches, runs=(new_run,))])

@@ -225,7 +225,7 @@ def _is_stored_value(op: Op) -> bool:
 def _hash_stored_value(op: Op) -> bytes:
     try:
         value = op.read_value() if op.read_value is not None else None
-    except ModelError:  # whoever needs the value says so
+    except ModelError:  # the error is reported when the value is needed
         value = None
     if value is None:
         return _hash_chunks(b"unread", op.name.encode())

@@ -57,7 +57,7 @@ class DataRun:
 
     @property
     def complete(self) -> bool:
-        """Whether all blocks are finished."""
+        """True if all blocks are finished."""
         return self.blocks_done == self.blocks
 
 
@@ -91,12 +91,12 @@ class Stats:
 
     @property
     def random(self) -> bool:
-        """Whether any of the data is random."""
+        """True if any of the data is random."""
         return any(run.random for run in self.runs)
 
     @property
     def complete(self) -> bool:
-        """Whether all samples of all data sets were run."""
+        """True if all samples of all data sets were run."""
         return all(run.complete for run in self.runs)
 
     def missing_reason(self, tensor: TensorRef) -> str:

@@ -188,15 +188,14 @@ def test_what_no_sample_reached(tmp_path, cli):
     made = gq.insert(path, rules=fixed).save(tmp_path / "quantized.onnx")
     assert [finding.code for finding in gq.check(made).findings] == []
     found = gq.check(made, stats=stats).findings
-    assert [(finding.code, finding.graph, finding.message) for finding in found] == [
-        ("GQ107", "y/else_branch", "no sample of the statistics reached y/else_branch/qa:0")
-    ]
+    assert [(finding.code, finding.graph) for finding in found] == [("GQ107", "y/else_branch")]
+    assert "y/else_branch/qa:0" in found[0].message
     result = gq.insert(path, rules=minmax, stats=stats)
     assert [(str(skip.tensor), skip.reason) for skip in result.skips] == [
-        ("y/else_branch/qa:0", "no sample of the calibration data reached it")
+        ("y/else_branch/qa:0", "no calibration sample reached it")
     ]
     cli("calibrate", path, "--data", data, "--rules", minmax, "-o", tmp_path / "stats.gqs")
-    assert "no sample" in cli("check", made, "--stats", tmp_path / "stats.gqs", code=1).stdout
+    assert "y/else_branch/qa:0" in cli("check", made, "--stats", tmp_path / "stats.gqs", code=1).stdout
     assert "one model" in cli("check", made, made, "--stats", tmp_path / "stats.gqs", code=2).stderr
     with pytest.raises(DataError, match="are of none of the tensors"):
         gq.check(path, stats=stats)

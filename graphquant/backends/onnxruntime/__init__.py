@@ -49,57 +49,51 @@ def predict_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, .
         int8: Whether kernels accept int8 activations, as on ARM. On x86, Q/DQ pairs are converted to uint8 where
             possible.
     """
-    removed_ops = RemovedOps()
+    removed = RemovedOps()
     with paused_gc():
-        working_copy = WorkingCopy(model)
+        work = WorkingCopy(model)
         for name in model.reachable_graphs():
-            simplify_graph(working_copy, working_copy.model.graphs[name], removed_ops)
+            simplify_graph(work, work.model.graphs[name], removed)
             if not int8:
-                convert_pairs_to_uint8(working_copy, working_copy.model.graphs[name])
-    outcomes = _predict_outcomes(working_copy, removed_ops, int8=int8)
+                convert_pairs_to_uint8(work, work.model.graphs[name])
+    outcomes = _predict_outcomes(work, removed, int8=int8)
     return tuple(
-        _ort_verdict(removed_ops, outcomes, graph, op)
+        _ort_verdict(removed, outcomes, graph, op)
         for graph in map(model.graphs.__getitem__, model.reachable_graphs())
         for op in graph.ops()
-        if _ort_needs_verdict(working_copy, graph, op)
+        if _ort_needs_verdict(work, graph, op)
     )
 
 
-def _predict_outcomes(
-    working_copy: WorkingCopy, removed_ops: RemovedOps, *, int8: bool
-) -> dict[OpKey, str | BrokenRule]:
+def _predict_outcomes(work: WorkingCopy, removed: RemovedOps, *, int8: bool) -> dict[OpKey, str | BrokenRule]:
     """Return the integer op that each op becomes, or the rule that it breaks.
 
-    Fused Relu and Clip ops enter `removed_ops`.
+    Fused Relu and Clip ops enter `removed`.
     """
     outcomes: dict[OpKey, str | BrokenRule] = {}
-    for name in working_copy.model.reachable_graphs():
-        graph = working_copy.model.graphs[name]
+    for name in work.model.reachable_graphs():
+        graph = work.model.graphs[name]
         for op in graph.ops():
             if op.kind in ORT_UNJUDGED_KINDS:
                 continue
-            outcomes[name, op.name] = _predict_outcome(working_copy, removed_ops, graph, op, int8=int8)
+            outcomes[name, op.name] = _predict_outcome(work, removed, graph, op, int8=int8)
     return outcomes
 
 
-def _predict_outcome(
-    working_copy: WorkingCopy, removed_ops: RemovedOps, graph: Graph, op: Op, *, int8: bool
-) -> str | BrokenRule:
+def _predict_outcome(work: WorkingCopy, removed: RemovedOps, graph: Graph, op: Op, *, int8: bool) -> str | BrokenRule:
     if _is_integer_op(op):
         return op.type
     if dtype := _integer_input_dtype(graph, op):
         return f"{op.type} on {dtype}"
     if op.domain or op.type not in ORT_SELECTORS:
-        message = f"onnxruntime has no {op.type} on integers"
-        return BrokenRule(
-            rule=NO_KERNEL_RULE, message=message, fix="leave it float, or quantize what is around it only"
-        )
-    context = op_context(working_copy, graph, op, int8=int8)
+        message = f"ONNX Runtime has no integer kernel for {op.type}"
+        return BrokenRule(NO_KERNEL_RULE, message, "keep it in float, and quantize only the ops around it")
+    context = op_context(work, graph, op, int8=int8)
     if isinstance(context, BrokenRule):
         return context
     outcome = ORT_SELECTORS[op.type](context)
     if context.clip and isinstance(outcome, str):
-        removed_ops.host_names[graph.name, context.clip] = op.name
+        removed.host_names[graph.name, context.clip] = op.name
     return outcome
 
 
@@ -114,7 +108,7 @@ def _integer_input_dtype(graph: Graph, op: Op) -> str:
     return dtype if dtype in LOW_PRECISION_DTYPES else ""
 
 
-def _ort_needs_verdict(working_copy: WorkingCopy, graph: Graph, op: Op) -> bool:
+def _ort_needs_verdict(work: WorkingCopy, graph: Graph, op: Op) -> bool:
     """Return whether an op gets a verdict: an integer op, or an op other than a quantization that uses floats."""
     if op.kind in ORT_UNJUDGED_KINDS:
         return False
@@ -124,20 +118,20 @@ def _ort_needs_verdict(working_copy: WorkingCopy, graph: Graph, op: Op) -> bool:
     dtypes = {graph.output(tensor).dtype for tensor in tensors} | {output.dtype for output in op.outputs}
     if dtypes.isdisjoint(FLOAT_TYPES) and not (None in dtypes and op.type in ORT_SELECTORS):
         return False
-    return not tensors or not all(working_copy.is_constant(tensor) for tensor in tensors)
+    return not tensors or not all(work.is_constant(tensor) for tensor in tensors)
 
 
-def _ort_verdict(removed_ops: RemovedOps, outcomes: dict[OpKey, str | BrokenRule], graph: Graph, op: Op) -> Verdict:
+def _ort_verdict(removed: RemovedOps, outcomes: dict[OpKey, str | BrokenRule], graph: Graph, op: Op) -> Verdict:
     """Return the verdict on an op of the model, from its own outcome or the outcome of the op that does its work."""
     key = graph.name, op.name
-    host_name, host_key = removed_ops.host_names.get(key), key
-    while host_key in removed_ops.host_names:
-        host_key = graph.name, removed_ops.host_names[host_key]
+    host_name, host_key = removed.host_names.get(key), key
+    while host_key in removed.host_names:
+        host_key = graph.name, removed.host_names[host_key]
     outcome = outcomes.get(host_key, "")
     status: RunStatus = "int8" if host_name is None else "fused"
     if isinstance(outcome, BrokenRule) or not outcome:
-        if key in removed_ops.host_types:
-            outcome = removed_ops.host_types[key]
+        if key in removed.host_types:
+            outcome = removed.host_types[key]
         elif isinstance(outcome, BrokenRule):
             return _make_ort_verdict(graph, op, "float", op.type, outcome)
     return _make_ort_verdict(graph, op, status, str(outcome), None)
@@ -154,13 +148,13 @@ ORT_FUSABLE_KINDS = dict.fromkeys(
 
 ONNXRUNTIME = Backend(
     name="onnxruntime",
-    description="onnxruntime's CPU kernels on x86",
+    description="CPU kernels of ONNX Runtime on x86",
     predict=predict_onnxruntime,
     fuses=ORT_FUSABLE_KINDS,
 )
 ONNXRUNTIME_ARM = Backend(
     name="onnxruntime-arm",
-    description="onnxruntime's CPU kernels on ARM, which take int8 activations as they are",
+    description="CPU kernels of ONNX Runtime on ARM, which accept int8 activations",
     predict=partial(predict_onnxruntime, int8=True),
     fuses=ORT_FUSABLE_KINDS,
 )

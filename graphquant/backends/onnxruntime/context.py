@@ -1,4 +1,4 @@
-"""Context of an op for the selectors: quantizations around it, fused clips, and operands quantized on the way."""
+"""Context of an op for the selectors: quantizations around it, fused clips, and operands quantized by the optimizer."""
 
 from __future__ import annotations
 
@@ -22,45 +22,40 @@ if TYPE_CHECKING:
 CLIP_EPSILON = float(np.finfo(np.float32).eps)
 
 
-def fuse_clips(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> None:
+def fuse_clips(work: WorkingCopy, graph: Graph, removed: RemovedOps) -> None:
     """Remove each Relu or Clip whose limits the following quantization has anyway."""
     for name in op_names(graph, lambda op: op.type in {"Relu", "Clip"} and not op.domain):
-        use = working_copy.only_use(graph, name)
-        source = working_copy.slot_tensor(graph, name, 0)
-        if (
-            use is None
-            or source is None
-            or not is_q(graph.op(use.op))
-            or working_copy.qdq_inputs(graph, use.op)[2] is None
-        ):
+        use = work.only_use(graph, name)
+        source = work.slot_tensor(graph, name, 0)
+        if use is None or source is None or not is_q(graph.op(use.op)) or work.qdq_inputs(graph, use.op)[2] is None:
             continue
-        if _is_fused_early(working_copy, graph, name, use.op):
-            removed_ops.host_names[graph.name, name] = source.op if source.graph == graph.name else use.op
-            removed_ops.host_types[graph.name, name] = "QuantizeLinear"
-            working_copy.bypass(graph, name)
+        if _is_fused_early(work, graph, name, use.op):
+            removed.host_names[graph.name, name] = source.op if source.graph == graph.name else use.op
+            removed.host_types[graph.name, name] = "QuantizeLinear"
+            work.bypass(graph, name)
 
 
-def _is_fused_early(working_copy: WorkingCopy, graph: Graph, name: str, q: str) -> bool:
+def _is_fused_early(work: WorkingCopy, graph: Graph, name: str, q: str) -> bool:
     """Return whether a Relu or Clip is removed independently of the op before it."""
-    zero = working_copy.qdq_inputs(graph, q)[2]
-    if working_copy.integer_dtype(graph, q) not in {"int8", "uint8"}:
+    zero = work.qdq_inputs(graph, q)[2]
+    if work.integer_dtype(graph, q) not in {"int8", "uint8"}:
         return False
     if graph.op(name).type == "Clip":
-        return is_redundant_clip(working_copy, graph, name, q)
+        return is_redundant_clip(work, graph, name, q)
     return (
-        working_copy.is_local_constant(graph, zero)
-        and working_copy.scalar_value(zero) == INTEGER_LIMITS[working_copy.integer_dtype(graph, q)][0]
+        work.is_local_constant(graph, zero)
+        and work.scalar_value(zero) == INTEGER_LIMITS[work.integer_dtype(graph, q)][0]
     )
 
 
 INTEGER_LIMITS = {"int8": (-128, 127), "uint8": (0, 255), "int16": (-32768, 32767), "uint16": (0, 65535)}
 
 
-def is_redundant_clip(working_copy: WorkingCopy, graph: Graph, name: str, q: str) -> bool:
+def is_redundant_clip(work: WorkingCopy, graph: Graph, name: str, q: str) -> bool:
     """Return whether the quantization `q` makes the Relu or Clip `name` redundant."""
-    _, scale, zero = working_copy.qdq_inputs(graph, q)
-    step, zero_value = working_copy.scalar_value(scale), 0.0 if zero is None else working_copy.scalar_value(zero)
-    dtype = working_copy.integer_dtype(graph, q)
+    _, scale, zero = work.qdq_inputs(graph, q)
+    step, zero_value = work.scalar_value(scale), 0.0 if zero is None else work.scalar_value(zero)
+    dtype = work.integer_dtype(graph, q)
     if (
         step is None
         or zero_value is None
@@ -72,7 +67,7 @@ def is_redundant_clip(working_copy: WorkingCopy, graph: Graph, name: str, q: str
     lowest, highest = INTEGER_LIMITS[dtype]
     if graph.op(name).type == "Relu":
         return zero_value == lowest
-    low, high = ort_clip_limits(working_copy, graph, name)
+    low, high = ort_clip_limits(work, graph, name)
     if low is None or high is None:
         return False
     return low - (lowest - zero_value) * step <= CLIP_EPSILON and (highest - zero_value) * step - high <= CLIP_EPSILON
@@ -83,16 +78,14 @@ def _has_no_axis(graph: Graph, tensor: TensorRef | None) -> bool:
     return tensor is None or graph.output(tensor).shape == ()
 
 
-def ort_clip_limits(working_copy: WorkingCopy, graph: Graph, name: str) -> tuple[float | None, float | None]:
+def ort_clip_limits(work: WorkingCopy, graph: Graph, name: str) -> tuple[float | None, float | None]:
     """Return the limits of a Clip; None for a limit that is computed at run time."""
     op, slots = graph.op(name), [*graph.slots(name), None, None, None][:3]
     limits: list[float | None] = []
     for slot, attr, default in ((1, "min", -math.inf), (2, "max", math.inf)):
         tensor = slots[slot]
         limits.append(
-            op.numeric_attr(attr, 0)
-            if attr in op.attrs
-            else (default if tensor is None else working_copy.scalar_value(tensor))
+            op.numeric_attr(attr, 0) if attr in op.attrs else (default if tensor is None else work.scalar_value(tensor))
         )
     return limits[0], limits[1]
 
@@ -110,7 +103,7 @@ class OrtOpContext:
     """An op and the quantizations around it.
 
     Attributes:
-        working_copy: The working copy of the model.
+        work: The working copy of the model.
         graph: Graph of the op.
         op: The op.
         dqs: DequantizeLinears that feed its inputs, in the order of the inputs.
@@ -121,7 +114,7 @@ class OrtOpContext:
         int8: Whether kernels accept int8 activations.
     """
 
-    working_copy: WorkingCopy
+    work: WorkingCopy
     graph: Graph
     op: Op
     dqs: tuple[Op, ...]
@@ -134,31 +127,29 @@ class OrtOpContext:
     @property
     def output_dtype(self) -> str:
         """Integer type of the output."""
-        return self.working_copy.integer_dtype(self.graph, self.qs[0].name)
+        return self.work.integer_dtype(self.graph, self.qs[0].name)
 
 
-def op_context(working_copy: WorkingCopy, graph: Graph, op: Op, *, int8: bool) -> OrtOpContext | BrokenRule:
+def op_context(work: WorkingCopy, graph: Graph, op: Op, *, int8: bool) -> OrtOpContext | BrokenRule:
     """Return the context of `op`, or the rule broken by the following Relu or Clip that keeps it in float."""
-    sources = [working_copy.producer(graph, op.name, slot) for slot in range(len(graph.slots(op.name)))]
+    sources = [work.producer(graph, op.name, slot) for slot in range(len(graph.slots(op.name)))]
     dqs = tuple(source for source in sources if source is not None and is_dq(source))
     clip, last_name = "", op.name
-    edges = working_copy.op_uses(graph, op.name)
+    edges = work.op_uses(graph, op.name)
     if len(edges) == 1 and edges[0].graph == graph.name:
         next_op = graph.op(edges[0].op)
-        if next_op.type in {"Relu", "Clip"} and len(working_copy.op_uses(graph, next_op.name)) == 1:
-            clip = "" if working_copy.is_output(graph, next_op.name) else next_op.name
+        if next_op.type in {"Relu", "Clip"} and len(work.op_uses(graph, next_op.name)) == 1:
+            clip = "" if work.is_output(graph, next_op.name) else next_op.name
             last_name = clip or last_name
     qs = tuple(
-        graph.op(use.op)
-        for use in working_copy.op_uses(graph, last_name)
-        if use.graph == graph.name and is_q(graph.op(use.op))
+        graph.op(use.op) for use in work.op_uses(graph, last_name) if use.graph == graph.name and is_q(graph.op(use.op))
     )
-    if clip and (len(qs) != 1 or not is_redundant_clip(working_copy, graph, clip, qs[0].name)):
-        return _broken_clip_rule(working_copy, graph, clip, qs)
-    input_dtypes = tuple(working_copy.integer_dtype(graph, dq.name) for dq in dqs)
+    if clip and (len(qs) != 1 or not is_redundant_clip(work, graph, clip, qs[0].name)):
+        return _broken_clip_rule(work, graph, clip, qs)
+    input_dtypes = tuple(work.integer_dtype(graph, dq.name) for dq in dqs)
     filled_count = sum(slot is not None for slot in graph.slots(op.name))
     return OrtOpContext(
-        working_copy=working_copy,
+        work=work,
         graph=graph,
         op=op,
         dqs=dqs,
@@ -170,59 +161,54 @@ def op_context(working_copy: WorkingCopy, graph: Graph, op: Op, *, int8: bool) -
     )
 
 
-def _broken_clip_rule(working_copy: WorkingCopy, graph: Graph, clip: str, qs: tuple[Op, ...]) -> BrokenRule:
+def _broken_clip_rule(work: WorkingCopy, graph: Graph, clip: str, qs: tuple[Op, ...]) -> BrokenRule:
     clip_type = graph.op(clip).type
     if not qs:
         return BrokenRule(
-            rule="no-quantized-output",
-            message=f"the {clip_type} {clip} behind it is read by no QuantizeLinear",
-            fix=f"quantize the output of {clip}",
+            "no-quantized-output",
+            f"the output of the following {clip_type} {clip} is not quantized",
+            f"quantize the output of {clip}",
         )
-    _, scale, zero = working_copy.qdq_inputs(graph, qs[0].name)
-    step, zero_value = working_copy.scalar_value(scale), 0.0 if zero is None else working_copy.scalar_value(zero)
+    _, scale, zero = work.qdq_inputs(graph, qs[0].name)
+    step, zero_value = work.scalar_value(scale), 0.0 if zero is None else work.scalar_value(zero)
     if clip_type == "Relu":
         return BrokenRule(
-            rule="relu-zero-point",
-            message=(
-                f"the Relu {clip} behind it has zero point {format_optional_number(zero_value)}, which is not its"
-                " type's smallest value"
-            ),
-            fix=f"quantize the output of {clip} asymmetrically: uint8 with zero point 0, or int8 with -128",
+            "relu-zero-point",
+            f"the following Relu {clip} has zero point {number_text(zero_value)}, not the smallest of its type",
+            f"quantize the output of {clip} asymmetrically: uint8 with zero point 0, or int8 with -128",
         )
-    low, high = ort_clip_limits(working_copy, graph, clip)
+    low, high = ort_clip_limits(work, graph, clip)
     return BrokenRule(
-        rule="clip-range",
-        message=f"the quantized range behind the Clip {clip} (scale {format_optional_number(step)}, zero point"
-        f" {format_optional_number(zero_value)}) is wider"
-        f" than its limits [{format_optional_number(low)}, {format_optional_number(high)}]",
-        fix=f"give the output of {clip} a range inside of its limits",
+        "clip-range",
+        f"the quantized range after the Clip {clip} (scale {number_text(step)}, zero point"
+        f" {number_text(zero_value)}) is wider"
+        f" than its limits [{number_text(low)}, {number_text(high)}]",
+        f"use a range within its limits for the output of {clip}",
     )
 
 
-def format_optional_number(number: float | None) -> str:
+def number_text(number: float | None) -> str:
     """Format a number for messages; "unknown" if it is computed at run time."""
     return "unknown" if number is None else f"{number:g}"
 
 
-def broken_input_rule(context: OrtOpContext, expected_count: int | None = None) -> BrokenRule | None:
-    """Return the broken rule unless exactly `expected_count` inputs, by default all, come from a DequantizeLinear."""
-    if len(context.dqs) == (context.filled_count if expected_count is None else expected_count):
+def broken_input_rule(context: OrtOpContext, expected: int | None = None) -> BrokenRule | None:
+    """Return the broken rule unless exactly `expected` inputs, by default all, come from a DequantizeLinear."""
+    if len(context.dqs) == (context.filled_count if expected is None else expected):
         return None
     if (
         not context.dqs
         and not context.qs
-        and not any(is_dq(context.working_copy.model.op(input_tensor)) for input_tensor in _filled_slots(context))
+        and not any(is_dq(context.work.model.op(tensor_ref)) for tensor_ref in _filled_slots(context))
     ):
         return NOT_QUANTIZED
-    if expected_count is not None and len(context.dqs) > expected_count:
-        message = f"{len(context.dqs)} of its inputs are quantized, and {expected_count} may be"
-        return BrokenRule(rule="too-many-inputs", message=message, fix="quantize its data input only")
+    if expected is not None and len(context.dqs) > expected:
+        message = f"{len(context.dqs)} of its inputs are quantized, but only {expected} may be"
+        return BrokenRule("too-many-inputs", message, "quantize only its data input")
     names = {dq.name for dq in context.dqs}
     slots = enumerate(context.graph.slots(context.op.name))
     other_inputs = [
-        (slot, input_tensor)
-        for slot, input_tensor in slots
-        if input_tensor is not None and input_tensor.op not in names
+        (slot, tensor_ref) for slot, tensor_ref in slots if tensor_ref is not None and tensor_ref.op not in names
     ]
     float_inputs = [
         slot_and_tensor
@@ -233,47 +219,47 @@ def broken_input_rule(context: OrtOpContext, expected_count: int | None = None) 
 
 
 def _filled_slots(context: OrtOpContext) -> list[TensorRef]:
-    return [input_tensor for input_tensor in context.graph.slots(context.op.name) if input_tensor is not None]
+    return [tensor_ref for tensor_ref in context.graph.slots(context.op.name) if tensor_ref is not None]
 
 
-def _float_input_rule(context: OrtOpContext, slot: int, input_tensor: TensorRef) -> BrokenRule:
+def _float_input_rule(context: OrtOpContext, slot: int, tensor_ref: TensorRef) -> BrokenRule:
     role, source, tensor_label = (
         context.op.role(slot),
-        context.working_copy.model.op(input_tensor),
-        context.working_copy.label(input_tensor),
+        context.work.model.op(tensor_ref),
+        context.work.label(tensor_ref),
     )
     if role == "bias":
-        message = f"its bias {tensor_label} is float, and is quantized only where a QuantizeLinear follows the op"
-        return BrokenRule(rule="float-bias", message=message, fix="quantize its output, or the bias to int32")
-    if input_tensor.graph != context.graph.name and is_dq(source):
-        message = f"its {role} {tensor_label} is dequantized in another graph"
-        return BrokenRule(
-            rule="outer-input", message=message, fix="put the QuantizeLinear and DequantizeLinear into the body"
+        message = (
+            f"its bias {tensor_label} is float, and is quantized automatically only if a QuantizeLinear follows the op"
         )
-    fix = f"insert QuantizeLinear and DequantizeLinear between {tensor_label.op} and this op"
-    return BrokenRule(rule="float-input", message=f"its {role} {tensor_label} is float", fix=fix)
+        return BrokenRule("float-bias", message, "quantize its output, or the bias to int32")
+    if tensor_ref.graph != context.graph.name and is_dq(source):
+        message = f"its {role} {tensor_label} is dequantized in another graph"
+        return BrokenRule("outer-input", message, "move the QuantizeLinear and DequantizeLinear into the subgraph")
+    fix = f"insert a QuantizeLinear and a DequantizeLinear between {tensor_label.op} and this op"
+    return BrokenRule("float-input", f"its {role} {tensor_label} is float", fix)
 
 
 def broken_output_rule(context: OrtOpContext) -> BrokenRule | None:
     """Return the broken rule unless the output goes to a QuantizeLinear and to nothing else."""
-    working_copy, graph, name = context.working_copy, context.graph, context.op.name
-    edges = working_copy.op_uses(graph, name)
+    work, graph, name = context.work, context.graph, context.op.name
+    edges = work.op_uses(graph, name)
     used_ports = {port for port, output in enumerate(context.op.outputs) if output.name or port == 0}
     if not context.qs:
-        message = "no QuantizeLinear reads its output"
-        if working_copy.is_output(graph, name) and not edges:
-            message = "its output is an output of the graph, and float"
-        return BrokenRule(rule="no-quantized-output", message=message, fix="quantize its output")
-    if working_copy.is_output(graph, name):
-        message = "its float output is an output of the graph too"
-        return BrokenRule(rule="graph-output", message=message, fix="make the dequantized tensor the graph's output")
+        message = "its output is not quantized"
+        if work.is_output(graph, name) and not edges:
+            message = "its output is a float output of the graph"
+        return BrokenRule("no-quantized-output", message, "quantize its output")
+    if work.is_output(graph, name):
+        message = "its float output is also an output of the graph"
+        return BrokenRule("graph-output", message, "make the dequantized tensor the output of the graph")
     if len(edges) != len(context.qs):
         float_use = next(use for use in edges if not (use.graph == graph.name and is_q(graph.op(use.op))))
-        message = f"{float_use} reads its float output beside the QuantizeLinear"
-        return BrokenRule(rule="float-reader", message=message, fix=f"let {float_use} read the dequantized tensor")
+        message = f"{float_use} reads its float output in addition to the QuantizeLinear"
+        return BrokenRule("float-reader", message, f"connect {float_use} to the dequantized tensor")
     if len(context.qs) != len(used_ports):
         message = f"{len(context.qs)} QuantizeLinears with different parameters read it"
-        return BrokenRule(rule="several-scales", message=message, fix="give all readers one scale and zero point")
+        return BrokenRule("several-scales", message, "use one scale and zero point for all readers")
     return None
 
 
@@ -282,7 +268,7 @@ def broken_type_rule(context: OrtOpContext, allowed: frozenset[str] = BYTE_DTYPE
     dtypes = list(dict.fromkeys([*context.input_dtypes, *([context.output_dtype] if context.qs else [])]))
     if len(dtypes) > 1:
         message = f"its inputs and output are {' and '.join(dtypes)}"
-        return BrokenRule(rule="mixed-types", message=message, fix="give all of them one integer type")
+        return BrokenRule("mixed-types", message, "use one integer type for all of them")
     if dtypes[0] not in allowed:
         return missing_kernel_rule(context.op, dtypes[0])
     return None
@@ -291,10 +277,10 @@ def broken_type_rule(context: OrtOpContext, allowed: frozenset[str] = BYTE_DTYPE
 def missing_kernel_rule(op: Op, dtype: str) -> BrokenRule:
     """Return the rule for an integer type without a kernel."""
     if dtype.startswith("float8"):
-        message = f"onnxruntime takes {op.type} on {dtype} for one of its own and then refuses the model"
-        return BrokenRule(rule=REFUSED_RULE, message=message, fix="quantize it to 8-bit integers, or leave it float")
-    message = f"onnxruntime has no {op.type} for {dtype}"
-    return BrokenRule(rule="type", message=message, fix="use 8 bits here: uint8 activations, int8 weights")
+        message = f"ONNX Runtime fuses {op.type} on {dtype} and then cannot load the model"
+        return BrokenRule(REFUSED_RULE, message, "quantize it to 8-bit integers, or keep it in float")
+    message = f"ONNX Runtime has no {op.type} kernel for {dtype}"
+    return BrokenRule("type", message, "use 8 bits: uint8 activations and int8 weights")
 
 
 def broken_int8_rule(context: OrtOpContext) -> BrokenRule | None:
@@ -302,96 +288,96 @@ def broken_int8_rule(context: OrtOpContext) -> BrokenRule | None:
     if context.input_dtypes[0] != "int8" or (context.int8 and context.input_dtypes[1] == "int8"):
         return None
     message = (
-        "its activation is int8 and cannot be made uint8, since its QuantizeLinear has several readers or is missing"
+        "its activation is int8 and cannot become uint8, because its QuantizeLinear has several readers or is missing"
     )
     if context.int8:
         message = f"its activation is int8 and its weight {context.input_dtypes[1]}"
-    return BrokenRule(rule="int8-activation", message=message, fix="quantize activations to uint8")
+    return BrokenRule("int8-activation", message, "quantize activations to uint8")
 
 
-def broken_group_rule(context: OrtOpContext, expected_count: int | None = None) -> BrokenRule | None:
+def broken_group_rule(context: OrtOpContext, expected: int | None = None) -> BrokenRule | None:
     """Return the broken rule unless the op has quantizations on all sides."""
-    return broken_input_rule(context, expected_count) or broken_output_rule(context)
+    return broken_input_rule(context, expected) or broken_output_rule(context)
 
 
 def unfused_clip_rule(context: OrtOpContext) -> BrokenRule | None:
     """Return the broken rule if a Relu or Clip follows an op that cannot fuse it."""
     if not context.clip:
         return None
-    message = f"{context.clip} stands between it and the QuantizeLinear"
-    return BrokenRule(rule="clip-behind", message=message, fix="quantize its output too")
+    message = f"{context.clip} is between it and the QuantizeLinear"
+    return BrokenRule("clip-behind", message, "quantize its output as well")
 
 
 def old_opset_rule(context: OrtOpContext) -> BrokenRule | None:
     """Return the broken rule if ONNX Runtime has no integer kernel for the op in this opset."""
     first_opset = FIRST_OPSET.get(context.op.type, 0)
-    if context.working_copy.model.opset >= first_opset:
+    if context.work.model.opset >= first_opset:
         return None
     message = (
-        f"onnxruntime has {context.op.type} on integers from opset {first_opset} on, and the model has"
-        f" {context.working_copy.model.opset}"
+        f"ONNX Runtime runs {context.op.type} on integers from opset {first_opset} on, but the model has opset"
+        f" {context.work.model.opset}"
     )
-    return BrokenRule(rule="opset", message=message, fix=f"raise the model to opset {first_opset}")
+    return BrokenRule("opset", message, f"upgrade the model to opset {first_opset}")
 
 
 # Float weights, biases and scalars that the optimizer quantizes itself, where all around them is quantized.
 
-PLACEHOLDER_RULE = "quantized on the way"
+PLACEHOLDER_RULE = "quantized by the optimizer"
 """Marker of quantizations that the optimizer adds to float weights and biases."""
 
 BIAS_QUANTIZED_TYPES = {"Conv": 0, "ConvTranspose": 0, "Gemm": 1}
 """Ops whose float bias the optimizer quantizes."""
 
 
-def quantize_float_bias(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
+def quantize_float_bias(work: WorkingCopy, graph: Graph, _removed: RemovedOps) -> bool:
     """Quantize the float bias (to int32) and float weight (to int8) of ops between DQ and Q."""
     changed = False
     for name in op_names(graph, lambda op: op.type in BIAS_QUANTIZED_TYPES and not op.domain):
-        data_dq = working_copy.producer(graph, name, 0)
+        data_dq = work.producer(graph, name, 0)
         if (
             data_dq is None
             or not is_dq(data_dq)
-            or not _has_one_scale(working_copy, graph, data_dq.name)
-            or not _leads_to_q(working_copy, graph, name)
+            or not _has_one_scale(work, graph, data_dq.name)
+            or not _leads_to_q(work, graph, name)
         ):
             continue
         slots = [*graph.slots(name), None, None, None][:3]
-        weight, bias = working_copy.producer(graph, name, 1), slots[2]
+        weight, bias = work.producer(graph, name, 1), slots[2]
         bias_shape = graph.output(bias).shape if bias is not None else None
         if bias is not None and (
-            not _is_float_initializer(working_copy, graph, bias) or bias_shape is None or len(bias_shape) != 1
+            not _is_float_initializer(work, graph, bias) or bias_shape is None or len(bias_shape) != 1
         ):
             continue
         weight_is_quantized = weight is not None and is_dq(weight)
         if weight_is_quantized and weight is not None:
-            if bias is None or not _is_bias_axis(working_copy, graph, name, weight, bias_shape):
+            if bias is None or not _is_bias_axis(work, graph, name, weight, bias_shape):
                 continue
         elif slots[1] is None or not (
-            _is_float_initializer(working_copy, graph, slots[1]) and working_copy.is_local_constant(graph, slots[1])
+            _is_float_initializer(work, graph, slots[1]) and work.is_local_constant(graph, slots[1])
         ):
             continue
         else:
-            _insert_placeholder_dq(working_copy, graph, Use(graph.name, name, 1), slots[1], "int8")
+            _insert_placeholder_dq(work, graph, Use(graph.name, name, 1), slots[1], "int8")
         if bias is not None:
-            _insert_placeholder_dq(working_copy, graph, Use(graph.name, name, 2), bias, "int32")
+            _insert_placeholder_dq(work, graph, Use(graph.name, name, 2), bias, "int32")
         changed = True
     return changed
 
 
-def _is_float_initializer(working_copy: WorkingCopy, graph: Graph, tensor: TensorRef) -> bool:
-    return graph.output(tensor).dtype == "float32" and working_copy.is_constant(tensor)
+def _is_float_initializer(work: WorkingCopy, graph: Graph, tensor: TensorRef) -> bool:
+    return graph.output(tensor).dtype == "float32" and work.is_constant(tensor)
 
 
-def _has_one_scale(working_copy: WorkingCopy, graph: Graph, name: str) -> bool:
+def _has_one_scale(work: WorkingCopy, graph: Graph, name: str) -> bool:
     """Return whether a DequantizeLinear has a single scale."""
-    scale = working_copy.slot_tensor(graph, name, 1)
+    scale = work.slot_tensor(graph, name, 1)
     return scale is not None and graph.output(scale).shape in {(), (1,)}
 
 
-def _leads_to_q(working_copy: WorkingCopy, graph: Graph, name: str) -> bool:
+def _leads_to_q(work: WorkingCopy, graph: Graph, name: str) -> bool:
     current = name
     for _ in range(len(graph)):
-        use = working_copy.only_use(graph, current)
+        use = work.only_use(graph, current)
         if use is None:
             return False
         op = graph.op(use.op)
@@ -403,17 +389,15 @@ def _leads_to_q(working_copy: WorkingCopy, graph: Graph, name: str) -> bool:
     return False
 
 
-def _is_bias_axis(
-    working_copy: WorkingCopy, graph: Graph, name: str, weight: Op, bias: tuple[int | None, ...] | None
-) -> bool:
+def _is_bias_axis(work: WorkingCopy, graph: Graph, name: str, weight: Op, bias: tuple[int | None, ...] | None) -> bool:
     """Return whether the weight has one scale, or one per value of the bias."""
-    scale = working_copy.slot_tensor(graph, weight.name, 1)
+    scale = work.slot_tensor(graph, weight.name, 1)
     sizes = graph.output(scale).shape if scale is not None else None
     if sizes in {(), (1,)}:
         return True
     if sizes is None or bias is None or len(sizes) != 1 or sizes[0] != bias[0] or weight.numeric_attr("block_size", 0):
         return False
-    data = working_copy.slot_tensor(graph, weight.name, 0)
+    data = work.slot_tensor(graph, weight.name, 0)
     shape = graph.output(data).shape if data is not None else None
     axis = int(weight.numeric_attr("axis", 1))
     axis += len(shape) if axis < 0 and shape is not None else 0
@@ -421,12 +405,12 @@ def _is_bias_axis(
     return axis == (1 - int(op.numeric_attr("transB", 0)) if op.type == "Gemm" else 0)
 
 
-def _insert_placeholder_dq(working_copy: WorkingCopy, graph: Graph, use: Use, tensor: TensorRef, dtype: str) -> None:
+def _insert_placeholder_dq(work: WorkingCopy, graph: Graph, use: Use, tensor: TensorRef, dtype: str) -> None:
     """Replace the float constant `tensor` by a DequantizeLinear of a constant of type `dtype`."""
     float_output = graph.output(tensor)
-    data = working_copy.add_placeholder(graph, f"{use.op}/{dtype}", dtype, float_output)
-    scale = working_copy.add_placeholder(graph, f"{use.op}/scale", "float32", float_output, 1.0)
-    zero = working_copy.add_placeholder(graph, f"{use.op}/zero", dtype, float_output, 0)
+    data = work.add_placeholder(graph, f"{use.op}/{dtype}", dtype, float_output)
+    scale = work.add_placeholder(graph, f"{use.op}/scale", "float32", float_output, 1.0)
+    zero = work.add_placeholder(graph, f"{use.op}/zero", dtype, float_output, 0)
     template = Op(
         name="",
         kind="dequantize",
@@ -435,31 +419,25 @@ def _insert_placeholder_dq(working_copy: WorkingCopy, graph: Graph, use: Use, te
         outputs=(Output("", "float32", float_output.shape),),
         rule=PLACEHOLDER_RULE,
     )
-    graph.set_source(use, working_copy.add_like(graph, template, f"{use.op}/dq", [data, scale, zero]))
+    graph.set_source(use, work.add_like(graph, template, f"{use.op}/dq", [data, scale, zero]))
 
 
-def quantize_where_scalar(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
+def quantize_where_scalar(work: WorkingCopy, graph: Graph, _removed: RemovedOps) -> bool:
     """Quantize a scalar constant next to the quantized input of a Where whose output is quantized."""
     changed = False
     for name in op_names(graph, lambda op: op.type == "Where" and not op.domain):
-        use = working_copy.only_use(graph, name)
+        use = work.only_use(graph, name)
         if use is None or not is_q(graph.op(use.op)):
             continue
         for slot, other_slot in ((1, 2), (2, 1)):
-            tensor, source = working_copy.slot_tensor(graph, name, slot), working_copy.producer(graph, name, other_slot)
-            if (
-                tensor is None
-                or source is None
-                or not is_dq(source)
-                or not _is_float_initializer(working_copy, graph, tensor)
-            ):
+            tensor, source = work.slot_tensor(graph, name, slot), work.producer(graph, name, other_slot)
+            if tensor is None or source is None or not is_dq(source) or not _is_float_initializer(work, graph, tensor):
                 continue
-            dtype = working_copy.integer_dtype(graph, source.name)
+            dtype = work.integer_dtype(graph, source.name)
             all_local = all(
-                working_copy.is_local_constant(graph, operand)
-                for operand in (tensor, *working_copy.qdq_inputs(graph, source.name)[1:])
+                work.is_local_constant(graph, operand) for operand in (tensor, *work.qdq_inputs(graph, source.name)[1:])
             )
-            if all_local and graph.output(tensor).shape == () and dtype == working_copy.integer_dtype(graph, use.op):
-                _insert_placeholder_dq(working_copy, graph, Use(graph.name, name, slot), tensor, dtype)
+            if all_local and graph.output(tensor).shape == () and dtype == work.integer_dtype(graph, use.op):
+                _insert_placeholder_dq(work, graph, Use(graph.name, name, slot), tensor, dtype)
                 changed = True
     return changed

@@ -17,8 +17,8 @@ from graphquant.backends.onnxruntime.context import (
     broken_int8_rule,
     broken_output_rule,
     broken_type_rule,
-    format_optional_number,
     missing_kernel_rule,
+    number_text,
     old_opset_rule,
     unfused_clip_rule,
 )
@@ -63,7 +63,7 @@ def _mixed_types_rule(context: OrtOpContext) -> BrokenRule | None:
     if not context.qs or context.input_dtypes[0] == context.output_dtype:
         return None
     message = f"its input is {context.input_dtypes[0]} and its output {context.output_dtype}"
-    return BrokenRule(rule="mixed-types", message=message, fix="give both of them one integer type")
+    return BrokenRule("mixed-types", message, "use one integer type for both")
 
 
 def _unsupported_type_rule(context: OrtOpContext, inputs: int) -> BrokenRule | None:
@@ -76,20 +76,18 @@ def _broken_bias_rule(context: OrtOpContext, *, check_scale: bool = False) -> Br
         return None
     if context.input_dtypes[2] != "int32":
         message = f"its bias is {context.input_dtypes[2]}"
-        return BrokenRule(rule="bias-type", message=message, fix="quantize the bias to int32, scale input times weight")
+        return BrokenRule("bias-type", message, "quantize the bias to int32, scale input times weight")
     if check_scale and context.dqs[2].rule != PLACEHOLDER_RULE and not _is_product_scale(context):
-        message = "its bias does not have the scale input times weight and zero point 0"
-        return BrokenRule(
-            rule="bias-scale", message=message, fix="requantize the bias with that scale, or leave it float"
-        )
+        message = "the scale of its bias is not input times weight, or its zero point is not 0"
+        return BrokenRule("bias-scale", message, "requantize the bias with this scale, or keep it in float")
     return None
 
 
 def _is_product_scale(context: OrtOpContext) -> bool:
     """Return whether the scale of the bias is input times weight within the tolerance of ONNX Runtime."""
-    params_tensors = [context.working_copy.qdq_inputs(context.graph, dq.name) for dq in context.dqs]
-    scales = [context.working_copy.small_constant_value(scale) for _, scale, _ in params_tensors]
-    zero = context.working_copy.small_constant_value(params_tensors[2][2])
+    params_tensors = [context.work.qdq_inputs(context.graph, dq.name) for dq in context.dqs]
+    scales = [context.work.small_constant_value(scale) for _, scale, _ in params_tensors]
+    zero = context.work.small_constant_value(params_tensors[2][2])
     if any(scale is None for scale in scales) or (zero is not None and np.any(zero)):
         return False
     data_scale, weight_scale, bias_scale = (np.asarray(scale, np.float64).reshape(-1) for scale in scales)
@@ -113,38 +111,26 @@ def select_matmul(context: OrtOpContext) -> str | BrokenRule:
 
 def _select_matmul_nbits(context: OrtOpContext) -> str | BrokenRule:
     """Select float activations times a low-bit weight."""
-    source = context.working_copy.producer(context.graph, context.op.name, 1)
+    source = context.work.producer(context.graph, context.op.name, 1)
     if source is None or not is_dq(source) or context.qs or context.clip:
-        return broken_input_rule(context, 2) or BrokenRule(
-            rule="float-input", message="it has one quantized input", fix="quantize both"
-        )
-    dtype = context.working_copy.integer_dtype(context.graph, source.name)
-    data, scale, zero = context.working_copy.qdq_inputs(context.graph, source.name)
-    if (
-        dtype not in NARROW_WEIGHT_DTYPES
-        or not context.working_copy.is_constant(data)
-        or not context.working_copy.is_constant(scale)
-    ):
+        return broken_input_rule(context, 2) or BrokenRule("float-input", "it has one quantized input", "quantize both")
+    dtype = context.work.integer_dtype(context.graph, source.name)
+    data, scale, zero = context.work.qdq_inputs(context.graph, source.name)
+    if dtype not in NARROW_WEIGHT_DTYPES or not context.work.is_constant(data) or not context.work.is_constant(scale):
         return broken_input_rule(context, 2) or missing_kernel_rule(context.op, dtype)
     weight_tensors = [weight_tensor for weight_tensor in (data, scale, zero) if weight_tensor is not None]
     if any(weight_tensor.graph != context.graph.name for weight_tensor in weight_tensors):
-        message = "its weight is a constant of another graph, and onnxruntime refuses the whole model for that"
-        return BrokenRule(
-            rule=REFUSED_RULE, message=message, fix="put the weight, its scales and zero points into the body"
-        )
-    if any(
-        context.working_copy.constant_use_count(context.graph, weight_tensor) > 1 for weight_tensor in weight_tensors
-    ):
-        message = "its weight, or a constant of up to 8 scales with these very values, is read elsewhere too"
-        return BrokenRule(rule="shared-weight", message=message, fix="give it a weight and scales of its own")
+        message = "its weight is a constant of another graph, so ONNX Runtime cannot load the model"
+        return BrokenRule(REFUSED_RULE, message, "move the weight, its scales and zero points into the subgraph")
+    if any(context.work.constant_use_count(context.graph, weight_tensor) > 1 for weight_tensor in weight_tensors):
+        message = "its weight, or an equal constant of up to 8 scales, has other readers"
+        return BrokenRule("shared-weight", message, "duplicate its weight and scales")
     shape = context.graph.output(data).shape if data is not None else None
     sizes = context.graph.output(scale).shape if scale is not None else None
     zeros = context.graph.output(zero).shape if zero is not None else sizes
     if shape is None or len(shape) != 2 or zeros != sizes:  # noqa: PLR2004  # a matrix
-        message = "its quantized weight is no matrix, or scales and zero points differ in shape"
-        return BrokenRule(
-            rule="weight-shape", message=message, fix="quantize a weight of two axes, or the activation too"
-        )
+        message = "its quantized weight is not a matrix, or scales and zero points differ in shape"
+        return BrokenRule("weight-shape", message, "use a weight with two axes, or quantize the activation as well")
     return _broken_block_rule(source, shape, sizes) or "MatMulNBits"
 
 
@@ -156,16 +142,14 @@ def _broken_block_rule(
     if not block:
         if sizes == () or (sizes == (shape[1],) and axis == 1):
             return None
-        message = "its weight's scales are neither one, nor one for each column, nor one for each block of rows"
-        return BrokenRule(rule="weight-axis", message=message, fix="use one scale for each column, axis 1")
+        message = "its weight has neither one scale, nor one per column, nor one per block of rows"
+        return BrokenRule("weight-axis", message, "use one scale per column, axis 1")
     if axis != 0:
-        message = f"its weight's blocks lie along axis {axis}"
-        return BrokenRule(
-            rule="weight-axis", message=message, fix="put blocks along axis 0, the one that is summed over"
-        )
+        message = f"the blocks of its weight are along axis {axis}"
+        return BrokenRule("weight-axis", message, "use blocks along axis 0, the summed axis")
     if block < MIN_BLOCK_SIZE or block & (block - 1):
-        message = f"its weight's blocks have {block} values"
-        return BrokenRule(rule="block-size", message=message, fix="use blocks of 16, 32, 64 or another power of two")
+        message = f"the blocks of its weight have {block} values"
+        return BrokenRule("block-size", message, "use blocks of 16, 32, 64 or another power of two")
     return None
 
 
@@ -178,17 +162,17 @@ def select_gemm(context: OrtOpContext) -> str | BrokenRule:
         broken_rule = broken_output_rule(context)
     if not broken_rule and context.input_dtypes[0] == "int8" and context.input_dtypes[1] != "int8":
         message = f"its activation is int8 and its weight {context.input_dtypes[1]}"
-        broken_rule = BrokenRule(rule="int8-activation", message=message, fix="quantize activations to uint8")
+        broken_rule = BrokenRule("int8-activation", message, "quantize activations to uint8")
     broken_rule = broken_rule or _mixed_types_rule(context) or _unsupported_type_rule(context, 2)
     if not broken_rule and len(context.input_dtypes) > 2 and context.op.numeric_attr("beta", 1.0) != 1.0:  # noqa: PLR2004  # with a bias
-        return BrokenRule(rule="beta", message="its beta is not 1", fix="multiply the bias by beta and set beta to 1")
+        return BrokenRule("beta", "its beta is not 1", "multiply the bias by beta and set beta to 1")
     return broken_rule or _broken_bias_rule(context) or "QGemm"
 
 
 def _select_gemm_nbits(context: OrtOpContext) -> str | BrokenRule | None:
     """Select a Gemm that is equivalent to a MatMul with a low-bit weight and a bias; None for other Gemms."""
-    source = context.working_copy.producer(context.graph, context.op.name, 1)
-    data_producer = context.working_copy.producer(context.graph, context.op.name, 0)
+    source = context.work.producer(context.graph, context.op.name, 1)
+    data_producer = context.work.producer(context.graph, context.op.name, 0)
     if source is None or not is_dq(source) or (data_producer is not None and is_dq(data_producer)) or context.qs:
         return None
     is_plain_product = (
@@ -199,7 +183,7 @@ def _select_gemm_nbits(context: OrtOpContext) -> str | BrokenRule | None:
     slots = [*context.graph.slots(context.op.name), None, None, None][:3]
     if not is_plain_product or (slots[2] is not None and context.op.numeric_attr("beta", 1.0) != 1.0):
         return None
-    data = context.working_copy.slot_tensor(context.graph, source.name, 0)
+    data = context.work.slot_tensor(context.graph, source.name, 0)
     columns = context.graph.output(data).shape if data is not None else None
     if slots[2] is not None and columns is not None and context.graph.output(slots[2]).shape != columns[1:]:
         return None
@@ -219,10 +203,11 @@ def _select_unary(becomes: str) -> Callable[[OrtOpContext], str | BrokenRule]:
 def _select_average_pool(context: OrtOpContext) -> str | BrokenRule:
     broken_rule = broken_group_rule(context, 1) or broken_type_rule(context)
     if broken_rule is None and "dilations" in context.op.attrs:
-        message = "onnxruntime's average pool on integers knows no 'dilations', not even of 1, and it refuses the model"
-        return BrokenRule(
-            rule=REFUSED_RULE, message=message, fix="take the attribute away where it is 1, or leave the op float"
+        message = (
+            "the integer kernel for AveragePool does not support 'dilations', not even of 1, and ONNX Runtime cannot"
+            " load the model"
         )
+        return BrokenRule(REFUSED_RULE, message, "remove the attribute if it is 1, or keep the op in float")
     return broken_rule or "QLinearAveragePool"
 
 
@@ -252,11 +237,11 @@ def _select_passthrough(
         if broken_rule:
             return broken_rule
         for q in context.qs:
-            if not context.working_copy.same_params(context.graph, q.name, context.dqs[0].name):
+            if not context.work.same_params(context.graph, q.name, context.dqs[0].name):
                 return _different_scales_rule(context, q)
-        _, scale, _ = context.working_copy.qdq_inputs(context.graph, context.qs[0].name)
-        if needs_positive_scale and not (context.working_copy.scalar_value(scale) or 0) > 0:
-            return BrokenRule(rule="scale", message="its scale is not positive", fix="quantize with a positive scale")
+        _, scale, _ = context.work.qdq_inputs(context.graph, context.qs[0].name)
+        if needs_positive_scale and not (context.work.scalar_value(scale) or 0) > 0:
+            return BrokenRule("scale", "its scale is not positive", "quantize with a positive scale")
         return f"{context.op.type} on {context.input_dtypes[0]}"
 
     return select
@@ -265,13 +250,11 @@ def _select_passthrough(
 def _different_scales_rule(context: OrtOpContext, q: Op) -> BrokenRule:
     params_texts = []
     for name in (context.dqs[0].name, q.name):
-        _, scale, zero = context.working_copy.qdq_inputs(context.graph, name)
-        zero_text = "no explicit" if zero is None else format_optional_number(context.working_copy.scalar_value(zero))
-        params_texts.append(
-            f"scale {format_optional_number(context.working_copy.scalar_value(scale))}, zero point {zero_text}"
-        )
+        _, scale, zero = context.work.qdq_inputs(context.graph, name)
+        zero_text = "missing" if zero is None else number_text(context.work.scalar_value(zero))
+        params_texts.append(f"scale {number_text(context.work.scalar_value(scale))}, zero point {zero_text}")
     message = f"its input has {params_texts[0]} and its output {params_texts[1]}"
-    return BrokenRule(rule="tie", message=message, fix="give input and output one scale and one explicit zero point")
+    return BrokenRule("tie", message, "use one scale and one explicit zero point for input and output")
 
 
 def _select_arg_max(context: OrtOpContext) -> str | BrokenRule:
@@ -279,9 +262,9 @@ def _select_arg_max(context: OrtOpContext) -> str | BrokenRule:
         return broken_input_rule(context, 1) or unfused_clip_rule(context) or NOT_QUANTIZED
     if context.input_dtypes[0] not in BYTE_DTYPES:
         return missing_kernel_rule(context.op, context.input_dtypes[0])
-    if not context.working_copy.has_scalar_params(context.graph, context.dqs[0].name, zero_needed=True):
-        message = "its input's scale or zero point is not one explicit constant"
-        return BrokenRule(rule="scale", message=message, fix="quantize per tensor, with a zero point")
+    if not context.work.has_scalar_params(context.graph, context.dqs[0].name, zero_needed=True):
+        message = "the scale or zero point of its input is not a single explicit constant"
+        return BrokenRule("scale", message, "quantize per tensor, with a zero point")
     return f"ArgMax on {context.input_dtypes[0]}"
 
 

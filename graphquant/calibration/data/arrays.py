@@ -229,12 +229,12 @@ def _array_blocks(array: _StoredArray, feeds_per_block: int, start: int, stop: i
         else:
             stream.seek(start * rows * row_bytes, 1)
         for first_row in range(start * rows, stop * rows, rows * feeds_per_block):
-            row_count = min(rows * feeds_per_block, stop * rows - first_row)
+            block_rows = min(rows * feeds_per_block, stop * rows - first_row)
             if array.fortran_order:
-                yield mapped[first_row : first_row + row_count]
+                yield mapped[first_row : first_row + block_rows]
             else:
-                yield np.frombuffer(_read_array_bytes(stream, row_count * row_bytes), array.stored_dtype).reshape(
-                    (row_count, *shape[1:])
+                yield np.frombuffer(_read_array_bytes(stream, block_rows * row_bytes), array.stored_dtype).reshape(
+                    (block_rows, *shape[1:])
                 )
 
 

@@ -180,10 +180,8 @@ def _parse_file_spec(path: str, keys: dict[str, str]) -> DataSource:
     used_files = [file for file, name in kinds.items() if (name == chosen_kind if names_match else name is None)]
     if not used_files:
         raise DataError(f"{path} contains no files of kind {chosen_kind}. Use the folder that contains them.")
-    ignored_counts = Counter(
-        PurePosixPath(file.name).suffix or "no suffix" for file in files if file not in set(used_files)
-    )
-    ignored_files = tuple(f"files with {suffix} ({count})" for suffix, count in sorted(ignored_counts.items()))
+    ignored = Counter(PurePosixPath(file.name).suffix or "no suffix" for file in files if file not in set(used_files))
+    ignored_files = tuple(f"files with {suffix} ({count})" for suffix, count in sorted(ignored.items()))
     return _make_data_source(path, chosen_kind, keys, tuple(used_files), ignored_files)
 
 
