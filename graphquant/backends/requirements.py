@@ -353,7 +353,7 @@ def require_fixed_range(scale: float, zero_point: int) -> Requirement:
         for params in context.output_params:
             if params is None or params.type.name not in {"int16", "uint16"}:
                 continue
-            scale_matches = abs(float(np.max(params.scale)) / scale - 1) < 1e-6  # noqa: PLR2004  # float32's own precision
+            scale_matches = abs(float(np.max(params.scale)) / scale - 1) < 1e-6  # noqa: PLR2004  # precision of float32
             if not scale_matches or int(np.max(params.zero_point)) != zero_point:
                 message = f"its 16-bit output has the scale {float(np.max(params.scale)):g}"
                 return BrokenRule("fixed-range", message, f"use scale {scale:g} and zero point {zero_point}")

@@ -40,12 +40,6 @@ if TYPE_CHECKING:
     Observation = dict[TensorRef, list[Array]]
 
 
-# Runs data through a model and shows what its tensors hold, in the memory that there is.
-#
-# Where there is enough, several runs are under way at once, each on a thread of its own. That takes less time than one
-# run on several threads, and on any machine a run gives the same bits. Where there is little, each feed is run several
-# times, for a group of tensors each.
-
 Item = TypeVar("Item")
 
 
@@ -323,7 +317,7 @@ def collect_stats(
         DataError: A sample is invalid.
     """
     unobservable = runner.unobservable(tuple(targets))
-    data_digest = "" if resume_from is None else dataset.final_digest()  # else it is known by the end
+    data_digest = "" if resume_from is None else dataset.final_digest()  # otherwise it is needed only at the end
     data_run = DataRun(
         data_digest=data_digest,
         samples=dataset.count,
@@ -352,7 +346,7 @@ def collect_stats(
     samples_per_run = footprint.block_size if runner.batch_independent else 1
     max_elements = (
         None if footprint.elements_per_sample is None else 2 * footprint.elements_per_sample * samples_per_run
-    )  # some models have more elements than static shapes tell
+    )  # static shapes are too small for some models
     if progress is not None:
         progress(samples_before, total_samples)
     with ThreadPoolExecutor(MAX_CONCURRENT_RUNS) as pool:
@@ -368,7 +362,7 @@ def collect_stats(
         )
         with closing(observations):
             for _ in observations:
-                stopped = collector.stopped  # before what is closed is looked at, which grows no more then
+                stopped = collector.stopped  # read first: once it is set, no more blocks are closed
                 while collector.closed_blocks:
                     block = collector.closed_blocks.popleft()
                     dataset.raise_read_errors()
@@ -432,8 +426,8 @@ class _SketchCollector:
     def collect(self, pool: Executor, observation: dict[TensorRef, list[Array]], block: int | None) -> None:
         """Add the values to the accumulators. Close `block` if these values complete it."""
         if self.stopped:
-            return  # runs that began before
-        while observation:  # what was kept of is let go at once, for another run takes that memory meanwhile
+            return  # this run started before the stop
+        while observation:  # values are released at once, because concurrent runs need the memory
             tensor_group = [observation.popitem() for _ in range(min(TENSORS_PER_TASK, len(observation)))]
             _fill_accumulators(pool, [(self._accumulators[tensor], values) for tensor, values in tensor_group])
             del tensor_group

@@ -88,7 +88,7 @@ def _upgraded_tensors(source: Graph, upgraded: Graph) -> dict[TensorRef, TensorR
             continue
         input_tensors = (tensor for tensor in upgraded.slots(op.name) if tensor is not None)
         if any(upgraded.graphs[tensor.graph].op(tensor.op).rule for tensor in input_tensors):
-            continue  # it was given other weights
+            continue  # preparation replaced its weights
         for port, (old_output, new_output) in enumerate(zip(source_op.outputs, op.outputs, strict=False)):
             if old_output.name and old_output.name == new_output.name:
                 originals[TensorRef(source.name, op.name, port)] = TensorRef(source.name, op.name, port)
@@ -114,9 +114,7 @@ class _FingerprintHasher:
             for node in [*nodes, *([("entry", name, "")] if name else [])]:
                 graph.add_node(node)
                 graph.add_edges_from((node, dependency) for dependency in self._dependencies(node))
-        for component in nx.strongly_connected_components(
-            graph
-        ):  # by Tarjan's algorithm: what a part reads comes before it
+        for component in nx.strongly_connected_components(graph):  # Tarjan's algorithm yields dependencies first
             self._hash_component(sorted(component), graph)
 
     def fingerprint(self, tensor: TensorRef) -> str:
@@ -140,7 +138,7 @@ class _FingerprintHasher:
         if len(nodes) == 1 and not graph.has_edge(nodes[0], nodes[0]):
             self._digests[nodes[0]] = self._hash_node(nodes[0])
             return
-        for node in nodes:  # within a ring, others are told by their names
+        for node in nodes:  # within a cycle, nodes are identified by their names
             self._digests[node] = _hash_chunks(*(text.encode() for text in node))
         component_digest = _hash_chunks(*map(self._hash_node, nodes))
         self._digests.update(

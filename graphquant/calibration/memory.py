@@ -29,6 +29,7 @@ HISTOGRAM_BYTES = {0: 0, 7: 64 << 10, 10: 512 << 10}
 ASSUMED_FREE_BYTES = 1 << 30
 """Free memory that is assumed if the system does not report it."""
 
+
 def available_memory() -> int:
     """Return the free memory in bytes, limited by the control group of the container."""
     bounds = [ASSUMED_FREE_BYTES]
@@ -80,7 +81,7 @@ def group_tensors(element_counts: Mapping[TensorRef, int], budget: int) -> list[
     total_elements = sum(element_counts.values())
     if fits_in_budget(total_elements, budget):
         return [tuple(element_counts)]
-    # One is at work, in both layouts, while a group is held. Groups of about one size are no more, and peak lower.
+    # One tensor is computed, in both layouts, while a group is in memory. Groups of similar size have the lowest peak.
     budget = max(budget - max(element_counts.values()) * GROUPED_ELEMENT_BYTES, 1)
     target_bytes = (
         total_elements * GROUPED_ELEMENT_BYTES / max(math.ceil(total_elements * GROUPED_ELEMENT_BYTES / budget), 2)

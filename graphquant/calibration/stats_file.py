@@ -47,7 +47,7 @@ _STATS_READ_ERRORS = (
     OSError,
     EOFError,
     ValueError,
-    NotImplementedError,  # zipfile: a compression that it does not know
+    NotImplementedError,  # zipfile: unknown compression
     RuntimeError,  # zipfile: encrypted
     MemoryError,
     zipfile.BadZipFile,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Graph
 
 
-# Relu and Clip before a quantization that has their limits anyway.
+# -- Relu and Clip before a quantization -----------------------------------------------------------
 
 CLIP_EPSILON = float(np.finfo(np.float32).eps)
 
@@ -320,7 +320,7 @@ def old_opset_rule(context: OrtOpContext) -> BrokenRule | None:
     return BrokenRule("opset", message, f"upgrade the model to opset {first_opset}")
 
 
-# Float weights, biases and scalars that the optimizer quantizes itself, where all around them is quantized.
+# -- float operands that the optimizer quantizes ---------------------------------------------------
 
 PLACEHOLDER_RULE = "quantized by the optimizer"
 """Marker of quantizations that the optimizer adds to float weights and biases."""

@@ -193,7 +193,7 @@ def _fuse_matmul_add(work: WorkingCopy, graph: Graph, removed: RemovedOps) -> bo
             or not _is_gemm_bias_shape(left_sizes, right_sizes, bias_sizes)
         ):
             continue
-        if len(left_sizes) != 2 and not all(isinstance(size, int) for size in (*left_sizes, *right_sizes)):  # noqa: PLR2004  # the same
+        if len(left_sizes) != 2 and not all(isinstance(size, int) for size in (*left_sizes, *right_sizes)):  # noqa: PLR2004  # a matrix
             continue
         _convert_to_gemm(work, graph, name, use.op, bias)
         removed.host_names[graph.name, use.op] = name

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Op
 
 
-# Convolutions and matrix products: what onnxruntime makes of them, or the rule they break.
+# -- convolutions and matrix products --------------------------------------------------------------
 
 MIN_BLOCK_SIZE = 16
 """Minimum number of values that share a scale in a weight of MatMulNBits; a power of two."""
@@ -91,7 +91,7 @@ def _is_product_scale(context: OrtOpContext) -> bool:
     if any(scale is None for scale in scales) or (zero is not None and np.any(zero)):
         return False
     data_scale, weight_scale, bias_scale = (np.asarray(scale, np.float64).reshape(-1) for scale in scales)
-    if len({1, data_scale.size, weight_scale.size, bias_scale.size}) > 2:  # noqa: PLR2004  # 1 and one other, or they do not fit
+    if len({1, data_scale.size, weight_scale.size, bias_scale.size}) > 2:  # noqa: PLR2004  # the sizes do not broadcast
         return False
     product = data_scale * weight_scale
     return bool(

@@ -191,7 +191,7 @@ class WorkingCopy:
 
     def constant_use_count(self, graph: Graph, tensor: TensorRef) -> int:
         """Return the number of uses of a constant, including small constants of equal value, which are merged."""
-        if tensor.graph:  # constants of bodies are left alone
+        if tensor.graph:  # ONNX Runtime merges equal constants of the main graph only
             return len(graph.consumers(tensor))
         if tensor.graph not in self._equal_constant_counts:
             home_graph = self.model.graphs[tensor.graph]

@@ -311,7 +311,7 @@ def _array_feeds(
         with _read_file_arrays(file, request, verify_checksums=False) as (
             arrays,
             _,
-        ):  # they were, or are meanwhile, for the digest
+        ):  # the scan for the digest verifies them
             streams: Mapping[str, Iterator[Array]] = {
                 array.array_fit.input_name: _input_stream(array, first, last) for array in arrays
             }

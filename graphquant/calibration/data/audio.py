@@ -30,7 +30,7 @@ WAV_PADDINGS = ("end", "repeat", "none")
 WAV_ADVICE = "Convert it with: ffmpeg -i FILE -c:a pcm_s16le OUT.wav"
 
 _PCM_FORMAT, _FLOAT_FORMAT, _EXTENSIBLE_FORMAT = 1, 3, 0xFFFE
-_UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # the size of a chunk whose writer could not go back
+_UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # streaming writers cannot fill in the size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ def _decode_wave_values(data: memoryview, sample_format: int, bits: int) -> Arra
         raise ValueError(f"its format {sample_format} with {bits} bits is not supported")
     if bits == 8:  # noqa: PLR2004  # the only width that has no sign
         return (np.frombuffer(data, np.uint8).astype(np.float64) - 128) / 128
-    if bits == 24:  # noqa: PLR2004  # no dtype has it: the upper three bytes of four
+    if bits == 24:  # noqa: PLR2004  # no dtype has 24 bits: use the upper three bytes of four
         widened = np.zeros((len(data) // 3, 4), np.uint8)
         widened[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
         return widened.view("<i4")[:, 0].astype(np.float64) / 2**31

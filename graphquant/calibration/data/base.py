@@ -124,7 +124,7 @@ def run_in_background(task: Callable[[], str]) -> Future[str]:
     def run_task() -> None:
         try:
             future.set_result(task())
-        except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001  # raised again by Future.result
             future.set_exception(error)
 
     Thread(target=run_task, daemon=True).start()

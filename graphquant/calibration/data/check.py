@@ -153,7 +153,7 @@ def _add_feed_values(stats: _InputStats, values: Array) -> None:
             tuple(a if a == b else None for a, b in zip(stats.shape, values.shape, strict=True)) if same_rank else None
         )
     stats.value_count += values.size
-    if len(stats.digests) <= 1:  # only whether they are all the same is asked
+    if len(stats.digests) <= 1:  # two digests suffice to know that samples differ
         is_text = values.dtype.hasobject
         content = repr(values.tolist()).encode() if is_text else np.ascontiguousarray(values).tobytes()
         stats.digests.add(hashlib.sha256(f"{values.shape}".encode() + content).digest())
@@ -249,7 +249,7 @@ def _input_findings(model_input: ModelInput, stats: _InputStats, dataset: Datase
             " Fix the data, or remove these samples.",
         )
     is_float = dtype_kind(numpy_dtype(model_input.dtype)) == "float"
-    maybe_pixels = stats.integral or (model_input.shape is not None and len(model_input.shape) == 4)  # noqa: PLR2004  # a batch of pictures
+    maybe_pixels = stats.integral or (model_input.shape is not None and len(model_input.shape) == 4)  # noqa: PLR2004  # a batch of images
     if is_float and maybe_pixels and stats.low >= 0 and MIN_UNSCALED_PIXEL <= stats.high <= 255:  # noqa: PLR2004  # the largest pixel
         yield DataFinding(
             kind="unscaled",

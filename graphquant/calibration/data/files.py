@@ -30,13 +30,13 @@ DATA_EXTRA_INSTALL = "pip install 'graphquant[data]'"
 FILE_READ_ERRORS: tuple[type[Exception], ...] = (
     OSError,
     EOFError,
-    ValueError,  # numpy: a header that is none, object arrays; Pillow: sizes that cannot be
-    TypeError,  # numpy: a header of other types
-    SyntaxError,  # numpy: a header that is no Python literal; Pillow: a broken PNG
+    ValueError,  # NumPy: invalid headers, object arrays; Pillow: impossible sizes
+    TypeError,  # NumPy: wrong types in a header
+    SyntaxError,  # NumPy: a header that is not a Python literal; Pillow: a broken PNG
     tokenize.TokenError,
-    RuntimeError,  # zipfile: encrypted; Python: nested too deeply
+    RuntimeError,  # zipfile: encrypted files; Python: deep nesting
     MemoryError,
-    IndexError,  # Pillow: tables that end early
+    IndexError,  # Pillow: truncated tables
     struct.error,
     zipfile.BadZipFile,
     zlib.error,
@@ -75,7 +75,7 @@ class DataFile:
 @contextmanager
 def wrap_read_errors(file: DataFile, advice: str = "Replace the file.") -> Iterator[None]:
     """Turn errors while reading `file` into a DataError that ends with `advice`."""
-    # Each service behind fsspec raises its own kinds, which have no common base.
+    # The services of fsspec raise errors of their own without a common base class.
     error_types: tuple[type[Exception], ...] = FILE_READ_ERRORS if file.filesystem is None else (Exception,)
     try:
         yield

@@ -283,7 +283,7 @@ def _feed_dtype(label: str, model_input: ModelInput, stored_dtype: np.dtype[Any]
     if stored_dtype.hasobject and model_input.dtype not in STRING_DTYPES:
         raise DataError(f"{label} contains Python objects, which are never loaded. Save numbers instead.")
     if model_input.dtype in STRING_DTYPES and stored_dtype.kind in "SUO":
-        return np.dtype(object)  # what runners take for strings
+        return np.dtype(object)  # runners take strings as objects
     dtype = numpy_dtype(model_input.dtype)
     kinds = (dtype_kind(stored_dtype), dtype_kind(dtype))
     if stored_dtype == dtype or kinds in {("float", "float"), ("int", "int")}:

@@ -223,7 +223,7 @@ def _function_feeds(
             }
 
 
-# Random data, for tests only and only when asked for by name.
+# -- random data -----------------------------------------------------------------------------------
 
 MAX_DIGITS = 10
 

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 
-# How a picture becomes the numbers that a model takes: size, layout, channel order, mean and scale.
-
 PIXEL_PRESETS: dict[str, dict[str, str]] = {
-    # What the field calls them: Keras' preprocess_input has the modes caffe, tf and torch; the others are models.
+    # Common names: caffe, tf and torch are modes of preprocess_input of Keras; the others are models.
     "raw": {},
     "unit": {"scale": "1/255"},
     "tf": {"mean": "127.5", "std": "127.5"},
@@ -309,7 +307,7 @@ def _decode_image(content: bytes, settings: Pixels) -> Array:
         raise MissingDependencyError(f"Images need the package pillow. Install it: {DATA_EXTRA_INSTALL}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata; large pictures are refused by size
+            warnings.simplefilter("ignore")  # about odd metadata; large images are rejected by size
             image = Image.open(BytesIO(content), formats=PILLOW_FORMATS)
             if image.width * image.height > MAX_PIXELS:
                 raise DataError(f"it has {image.width}x{image.height} pixels. Make it smaller.")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 
-# A value of a record or a row as the feed of an input: numbers, raw bytes, or an encoded picture.
+# -- conversion of values to feeds -----------------------------------------------------------------
 
 IMAGE_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")
 """First bytes of encoded images."""
@@ -221,9 +221,7 @@ def _scalar_cell_value(cell: Any) -> Any:
     return np.asarray(pa.array([cell.as_py()], cell.type).to_numpy(zero_copy_only=False))
 
 
-# The protocol buffer messages that calibration data comes in, in a pool of their own.
-#
-# They are declared here by field numbers, so that reading them needs neither TensorFlow nor onnx.
+# -- protocol buffer messages ----------------------------------------------------------------------
 
 _FIELD_DESCRIPTOR: Final[Any] = descriptor_pb2.FieldDescriptorProto
 
@@ -237,7 +235,7 @@ _MESSAGES: Final[dict[str, tuple[tuple[int, str, str, bool], ...]]] = {
         (2, "float_list", "FloatList", False),
         (3, "int64_list", "Int64List", False),
     ),
-    # A map is this on the wire; keys are checked where it is read.
+    # The wire format of a map. Keys are bytes, because they are decoded and checked by the reader.
     "Entry": ((1, "key", "bytes", False), (2, "value", "Feature", False)),
     "Features": ((1, "feature", "Entry", True),),
     "Example": ((1, "features", "Features", False),),
@@ -280,7 +278,7 @@ Example: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTypeByNam
 TensorMessage: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("data.Tensor"))
 
 
-# Calibration data in TFRecord files of tf.train.Example, compressed with gzip or not, read without TensorFlow.
+# -- TFRecord --------------------------------------------------------------------------------------
 
 MAX_RECORD_BYTES = 1 << 28
 """Maximum size of a record; a compressed record may claim any size."""
@@ -297,7 +295,7 @@ def open_tfrecord(source: DataSource, request: DataRequest) -> Dataset:
     Raises:
         DataError: A file is broken, a record is not an Example, or its features do not fit the inputs.
     """
-    # Where the model takes k at a time, k records make a feed.
+    # If the model has a fixed batch size k, one feed consists of k records.
     max_records = (
         None if request.samples is None else request.samples * max(map(fixed_batch_size, request.inputs), default=1)
     )
@@ -410,10 +408,10 @@ def _feature_value(label: str, feature: Any) -> Any:
     return np.array([value.decode("utf-8", "surrogateescape") for value in values], object)
 
 
-# Calibration data as ONNX stores tests: folders `test_data_set_0` and so on with a TensorProto for each input.
+# -- ONNX test data sets ---------------------------------------------------------------------------
 
 _TENSOR_DTYPES: dict[int, tuple[Any, str]] = {
-    # TensorProto.DataType: dtype, and the field that holds values which are not raw
+    # TensorProto.DataType: dtype, and the field of values that are not raw
     1: (np.float32, "float_data"),
     2: (np.uint8, "int32_data"),
     3: (np.int8, "int32_data"),

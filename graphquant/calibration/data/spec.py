@@ -175,7 +175,7 @@ def _parse_file_spec(path: str, keys: dict[str, str]) -> DataSource:
         counted = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         raise DataError(f"{path} contains files of several kinds: {counted}. Select one with kind=, or separate them.")
     chosen_kind = kind or next(iter(counts))
-    # Files whose names tell nothing are of the kind that was asked for, if no name tells it.
+    # With kind=, files whose names identify no kind are used if no file name identifies that kind.
     names_match = counts[chosen_kind] > 0
     used_files = [file for file, name in kinds.items() if (name == chosen_kind if names_match else name is None)]
     if not used_files:
