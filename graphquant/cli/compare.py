@@ -42,8 +42,8 @@ def compare_command(
 ) -> None:
     """Measure the error of QUANT against FLOAT on the same data.
 
-    The errors are those of each output and of each quantized tensor. docs/compare.md defines the metrics. --html draws both models side by side, with the errors as a heat map. Exit
-    code 1 if a bound is missed.
+    The errors are those of each output and of each quantized tensor; docs/compare.md defines the metrics. --html draws
+    both models side by side, with the errors as a heat map. Exit code 1 if a bound is missed.
     """
     from graphquant import api
     from graphquant.api.models import check_output

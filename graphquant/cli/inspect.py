@@ -114,8 +114,8 @@ def inspect_command(
 ) -> None:
     """Show the quantization ops of MODEL, and its float ops.
 
-    Each quantization op has a dtype, scale, zero point and range. --html draws the model as an interactive page (docs/viewer.md). --format svg, dot, graphml and graph-json are for
-    documents and other tools.
+    Each quantization op has a dtype, scale, zero point and range. --html draws the model as an interactive page
+    (docs/viewer.md). --format svg, dot, graphml and graph-json are for documents and other tools.
 
     With --stats, or with a statistics file (.gqs) as MODEL, inspect shows the histogram of each calibrated tensor, the
     range that insert would choose, the clipped share and the error, largest error first.

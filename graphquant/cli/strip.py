@@ -77,8 +77,8 @@ def diff_command(
 ) -> None:
     """Show the differences between two models or plans, A and B.
 
-    The models are not run. Ops are matched by name, or by position where names differ. Quantization ops are skipped during matching and
-    reported separately. docs/diff.md explains the lines. Exit code 1 if anything differs.
+    The models are not run. Ops are matched by name, or by position where names differ. Quantization ops are skipped
+    during matching and reported separately. docs/diff.md explains the lines. Exit code 1 if anything differs.
     """
     from graphquant import api
     from graphquant.api.models import check_output

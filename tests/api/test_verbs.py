@@ -43,10 +43,9 @@ def probabilities(model: gq.Model, images: Array) -> Array:
 @pytest.mark.parametrize("argument", ["rules", "include", "exclude"])
 @pytest.mark.parametrize("value", [None, 3])
 def test_what_is_no_name_is_refused(cnn: Path, argument: str, value: Any) -> None:
-    """None, or a number, where names belong is an error that says what to give."""
-    with pytest.raises(UsageError) as caught:
+    """None or a number in place of names is a usage error that names the option and the value."""
+    with pytest.raises(UsageError, match=rf"{argument} is invalid: {value} "):
         gq.plan(cnn, **{argument: value})
-    assert str(caught.value) == f"{argument} is {value}. Give a name or a list of names, or leave it out."
 
 
 def test_the_whole_story(cnn: Path, calib: str, tmp_path: Path) -> None:
@@ -117,8 +116,8 @@ def test_progress_is_told(cnn: Path, calib: str) -> None:
     gq.insert(cnn, data=calib, samples=70, progress=lambda *stage_name: calls.append(stage_name))
     completed = [count for stage_name, count, _ in calls if stage_name == "calibrating"]
     assert completed == [*range(0, 56, completed[1]), 56]
-    assert [count for stage_name, count, _ in calls if stage_name == "checking"] == [4, 8, 12, 14]
-    assert {(stage_name, total) for stage_name, _, total in calls} == {("calibrating", 56), ("checking", 14)}
+    assert [count for stage_name, count, _ in calls if stage_name == "validating"] == [4, 8, 12, 14]
+    assert {(stage_name, total) for stage_name, _, total in calls} == {("calibrating", 56), ("validating", 14)}
 
 
 def test_nothing_to_insert_gives_the_source(cnn: Path, tmp_path: Path) -> None:
@@ -192,7 +191,7 @@ def test_save_refuses_what_is_there(cnn: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists already"):
         result.save(tmp_path / "out.onnx")
     result.save(tmp_path / "out.onnx", force=True)
-    with pytest.raises(UsageError, match="is the model itself"):
+    with pytest.raises(UsageError, match="is the source model"):
         result.save(cnn, force=True)
 
 
@@ -248,7 +247,7 @@ def test_int8_is_as_accurate_as_float(samples: Path, tmp_path: Path, name: str) 
 
 def test_data_that_is_not_needed_must_exist(cnn: Path) -> None:
     """A misspelt data file is an error also where the rules need no data."""
-    with pytest.raises(DataError, match=r"There is no file nope\.npz"):
+    with pytest.raises(DataError, match=r"nope\.npz"):
         gq.insert(cnn, rules=["weight_only"], data="nope.npz")
 
 
