@@ -58,21 +58,21 @@ def test_the_schema(batch):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "name"),
     [
-        (["--shard", "3/2"], "error: --shard 3/2 is no part of a whole. Write 2/8 for the second of eight."),
-        (["--scheduler", "tcp://127.0.0.1:9", "-j", "2"], "error: The cluster says how many models are done at once."),
-        (["no.toml"], "error: There is no manifest no.toml. Give one, or models and globs."),
-        (["--method", "minmx"], "error: there is no method 'minmx'. Did you mean 'minmax' or 'mean-minmax'?"),
-        (["*.onx"], "error: '*.onx' names nothing."),
-        (["--min-sqnr", "0"], "error: graphquant.toml:3: 'min_sqnr' needs data"),
+        (["--shard", "3/2"], "--shard 3/2"),
+        (["--scheduler", "tcp://127.0.0.1:9", "-j", "2"], "--scheduler"),
+        (["no.toml"], "no.toml"),
+        (["--method", "minmx"], "'minmx'. Did you mean 'minmax'"),
+        (["*.onx"], "'*.onx'"),
+        (["--min-sqnr", "0"], "graphquant.toml:3: 'min_sqnr'"),
     ],
 )
-def test_refusals(batch, words, says):
-    """What cannot be carried out is told before any work is done."""
-    code, said, told = batch(*words)
-    assert (code, said) == (2, "")
-    assert told.startswith(says)
+def test_refusals(batch, words, name):
+    """Invalid arguments are rejected before any work starts, with the name or value in the message."""
+    code, output, message = batch(*words)
+    assert (code, output) == (2, "")
+    assert name in message
 
 
 def test_mistakes_of_a_manifest(batch):

@@ -68,7 +68,10 @@ def test_merging_drops_changes():
         (lambda one, two: (one, one), "both belong to shard 1"),
         (lambda one, two: (one, replace(two, version="2")), "is of graphquant 1 and"),
         (lambda one, two: (one, replace(two, shard=(2, 3))), "is one of 2 shards and"),
-        (lambda one, two: (replace(one, deal_digest="a"), replace(two, deal_digest="b")), "were dealt from different models"),
+        (
+            lambda one, two: (replace(one, deal_digest="a"), replace(two, deal_digest="b")),
+            "were dealt from different models",
+        ),
         (
             lambda one, two: (one, replace(two, outcomes=(replace(_outcome("a"), sites=3),))),
             "Two shards have different outcomes of a",

@@ -55,7 +55,7 @@ ELSEWHERE = {
         "receipt.float[]",
         "search.changed[]",
     },
-    "inspect": {"copies[]", "tensors[]"},
+    "inspect": {"function_clones[]", "tensors[]"},
     "data check": {"findings[]"},
     "check": {"findings[]"},
     "diff": {"changes[]"},
