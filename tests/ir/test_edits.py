@@ -1,4 +1,4 @@
-"""The edits of the IR on random graphs with bodies and captures: each keeps the invariants and does what it says."""
+"""Edits of the IR on random graphs with bodies and captures: each has its effect and preserves the invariants."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ INDEX = st.integers(0, 10**6)
 
 
 def op(name: str, *outputs: Output, kind: str = "other", **more) -> Op:
-    """An op with outputs of any kind."""
+    """Create an op with outputs of any kind."""
     return Op(name=name, kind=kind, type=kind, outputs=outputs or (Output(name, "float32", (2, 3)),), **more)
 
 
 def snapshot(model: Model) -> list:
-    """Everything that an edit can change, as plain data."""
+    """Return everything that an edit can change, as plain data."""
     return [
         (
             name,
@@ -37,7 +37,7 @@ def snapshot(model: Model) -> list:
 
 
 def scan(model: Model, tensor: TensorRef) -> set[Use]:
-    """The consumers of a tensor by looking at each slot of each op."""
+    """Return the consumers of a tensor by a full scan of all slots."""
     return {
         Use(name, node, slot)
         for name, graph in model.graphs.items()
@@ -52,7 +52,7 @@ class EditMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        """A main graph with one body, in which lies another."""
+        """Start with a main graph that has a nested body."""
         self.model = Model(format="onnx")
         self.age: dict[tuple[str, str], int] = {}
         reserved_names: set[str] = set()
@@ -65,12 +65,12 @@ class EditMachine(RuleBasedStateMachine):
         self.copies: list[tuple[Model, list]] = []
 
     def add_op(self, graph: Graph, new: Op, inputs: list) -> TensorRef:
-        """Adds an op and remembers when."""
+        """Add an op and record its age."""
         self.age[graph.name, new.name] = len(self.age)
         return graph.add_op(new, inputs)
 
     def tensors(self, graph: Graph, before: int = 10**9) -> list[TensorRef]:
-        """The tensors that an op of that age in `graph` may read without making a cycle."""
+        """Return the tensors that an op of that age in `graph` may read without a cycle."""
         visible: list[TensorRef] = []
         enclosing: Graph | None = graph
         while enclosing is not None:
@@ -86,11 +86,11 @@ class EditMachine(RuleBasedStateMachine):
         return visible
 
     def graph(self, pick: int) -> Graph:
-        """Any graph."""
+        """Draw a graph."""
         return list(self.model.graphs.values())[pick % len(self.model.graphs)]
 
     def uses(self) -> list[Use]:
-        """Every slot."""
+        """Return all uses."""
         return [
             Use(name, node, slot)
             for name, graph in self.model.graphs.items()
@@ -106,7 +106,7 @@ class EditMachine(RuleBasedStateMachine):
         gap=st.booleans(),
     )
     def add(self, pick, picks, dtypes, shape, gap) -> None:
-        """A new op reads what it is told to and is read by nobody."""
+        """A new op reads its inputs and has no consumers."""
         graph = self.graph(pick)
         visible = self.tensors(graph)
         inputs = [visible[p % len(visible)] for p in picks] if visible else []
@@ -121,7 +121,7 @@ class EditMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.uses())
     @rule(pick=INDEX, to=INDEX, some=st.integers(0, 255))
     def reroute(self, pick, to, some) -> None:
-        """Exactly the named uses move, or nothing at all changes."""
+        """Exactly the selected uses change, or nothing does."""
         use = self.uses()[pick % len(self.uses())]
         tensor = self.model.graphs[use.graph].source_of(use)
         if tensor is None:
@@ -166,7 +166,7 @@ class EditMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.uses())
     @rule(pick=INDEX, wrong=INDEX)
     def refuse_wrong_uses(self, pick, wrong) -> None:
-        """A use that reads something else, or is none, is refused, and the good ones beside it stay."""
+        """A wrong use is rejected, and the valid uses in the same call do not change."""
         uses = self.uses()
         good, bad = uses[pick % len(uses)], uses[wrong % len(uses)]
         tensor = self.model.graphs[good.graph].source_of(good)
@@ -196,7 +196,7 @@ class EditMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.uses())
     @rule(pick=INDEX, to=INDEX, empty=st.booleans(), beyond=st.integers(0, 2))
     def connect(self, pick, to, empty, beyond) -> None:
-        """One slot changes what it reads."""
+        """The source of one slot changes."""
         use = self.uses()[pick % len(self.uses())]
         graph = self.model.graphs[use.graph]
         use = use._replace(slot=use.slot + beyond)
@@ -208,7 +208,7 @@ class EditMachine(RuleBasedStateMachine):
 
     @rule(pick=INDEX, which=INDEX)
     def remove(self, pick, which) -> None:
-        """An op that nobody reads goes, with its own edges; one that is read, or owns a body, stays."""
+        """An op without consumers is removed with its edges. An op with consumers or a body stays."""
         graph = self.graph(pick)
         ops = list(graph.ops())
         if not ops:
@@ -226,7 +226,7 @@ class EditMachine(RuleBasedStateMachine):
 
     @rule(pick=INDEX, which=INDEX)
     def replace(self, pick, which) -> None:
-        """Another op of the same name takes over, inputs and readers included."""
+        """The new op of the same name has the inputs and consumers of the old one."""
         graph = self.graph(pick)
         ops = [candidate for candidate in graph.ops() if not candidate.calls]
         if not ops:
@@ -240,7 +240,7 @@ class EditMachine(RuleBasedStateMachine):
 
     @rule()
     def copy(self) -> None:
-        """Work goes on with a copy; what it was copied from must not change any more."""
+        """Continue with a copy. The original must not change any more."""
         before = snapshot(self.model)
         self.copies.append((self.model, before))
         self.model = self.model.copy()
@@ -248,7 +248,7 @@ class EditMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        """Invariants hold, consumers are those of a full scan, and copies are untouched."""
+        """Invariants hold, consumers equal those of a full scan, and originals of copies are unchanged."""
         if not hasattr(self, "model"):
             return
         check_invariants(self.model, "test")
@@ -268,7 +268,7 @@ test_edits = EditMachine.TestCase
 
 
 def small() -> Model:
-    """A graph of x -> add(x, x) -> output."""
+    """Build a graph of x -> add(x, x) -> output."""
     model = Model(format="onnx")
     graph = model.graphs[""] = Graph("", model.graphs)
     x = graph.add_op(op("x", kind="input"))
@@ -279,7 +279,7 @@ def small() -> Model:
 
 
 def test_reroute_moves_only_the_selected_slot() -> None:
-    """`Add(x, x)` has two edges, of which one can be rerouted."""
+    """One of the two edges of `Add(x, x)` can be rerouted."""
     model = small()
     graph = model.main
     x = TensorRef("", "x")
@@ -341,7 +341,7 @@ def test_invariants_detect_damage(damage, message: str) -> None:
 
 
 def nested() -> Model:
-    """A main graph whose op `if` owns a body that reads `x`."""
+    """Build a main graph whose op `if` owns a body that reads `x`."""
     model = small()
     model.main.add_op(op("if", calls=(Call("then_branch", "if/then"),)), [TensorRef("", "x")])
     body = model.graphs["if/then"] = Graph("if/then", model.graphs, parent=("", "if"))

@@ -1,4 +1,4 @@
-"""The neutral vocabulary."""
+"""The vocabulary of kinds and roles."""
 
 import pytest
 
@@ -15,14 +15,14 @@ OP_TABLES = {
 
 @pytest.mark.parametrize("framework", OP_TABLES)
 def test_op_tables_use_known_kinds_and_roles(framework):
-    """Each framework's op table uses explained kinds and roles only, and no pseudo-kind."""
+    """Op tables use only kinds and roles with a description, and no pseudo-kind."""
     infos = OP_TABLES[framework].values()
     assert sorted({info.kind for info in infos} - (KINDS.keys() - PSEUDO_KINDS.keys())) == []
     assert sorted({role for info in infos for role in info.roles} - ROLES.keys()) == []
 
 
 def test_every_kind_and_role_is_described():
-    """Every kind and role has a short explanation and is a word that rule files can write."""
+    """Every kind and role has a short description and is a valid word in rule files."""
     words = {**KINDS, **ROLES}
     assert [word for word, text in words.items() if not text or len(text) > 80] == []
     assert [word for word in words if word != "*" and not word.replace("_", "").isalnum()] == []

@@ -1,4 +1,4 @@
-"""Which tensors are parameters, and their values: through chains, frames, calls and loops."""
+"""Parameters and their values, through chains, frames, calls and loops."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ EIGHT = np.arange(8.0, dtype=np.float32)
 
 
 def evaluate(op: Op, inputs: list) -> list | None:
-    """The pure ops of these tests; None for all others."""
+    """Evaluate the pure ops of these tests; return None for others."""
     table = {"neg": np.negative, "add": np.add, "concat": lambda *parts: np.concatenate(parts), "split": None}
     if op.kind == "split":
         return np.split(inputs[0], 2)
@@ -20,16 +20,16 @@ def evaluate(op: Op, inputs: list) -> list | None:
 
 
 class ModelBuilder:
-    """A model to add ops to, and its parameters."""
+    """Builds a model, and determines its parameters."""
 
     def __init__(self, *bodies: str) -> None:
-        """`bodies` are functions beside the main graph."""
+        """Create a model with a main graph and the functions `bodies`."""
         self.model = Model(format="tensorflow", evaluate_op=evaluate)
         for name in ("", *bodies):
             self.model.graphs[name] = Graph(name, self.model.graphs)
 
     def add(self, kind: str, *inputs, name: str = "", graph: str = "", outputs: int = 1, **more) -> TensorRef:
-        """Adds an op of `kind` and returns its output."""
+        """Add an op of `kind` and return its output."""
         target_graph = self.model.graphs[graph]
         label = target_graph.unique_name(name or kind)
         op = Op(name=label, kind=kind, type=kind, outputs=tuple(Output(label) for _ in range(outputs)), **more)
@@ -38,21 +38,21 @@ class ModelBuilder:
         return target_graph.add_op(op, inputs)
 
     def constant(self, value=EIGHT, graph: str = "") -> TensorRef:
-        """A constant."""
+        """Add a constant."""
         return self.add("constant", graph=graph, read_value=lambda: value)
 
     def value(self, tensor: TensorRef):
-        """The value of a tensor, None if it has none."""
+        """Return the value of a tensor, or None."""
         return Parameters(self.model).value(tensor)
 
     def is_parameter(self, tensor: TensorRef) -> bool:
-        """Whether a tensor is a parameter."""
+        """Return True if a tensor is a parameter."""
         return Parameters(self.model).is_parameter(tensor)
 
 
 @pytest.mark.parametrize("kinds", [(), ("identity",), ("identity", "enter"), ("enter", "switch"), ("read_variable",)])
 def test_forwarding_chains(kinds) -> None:
-    """A constant is seen through identities and frames; its origin is the constant."""
+    """A constant is found through identities and frames, and is their root tensor."""
     built = ModelBuilder()
     start = current = built.constant()
     for kind in kinds:
@@ -64,7 +64,7 @@ def test_forwarding_chains(kinds) -> None:
 
 
 def test_a_variable_whose_value_is_not_in_the_files() -> None:
-    """It is a parameter, without a value, and so is what is computed from it."""
+    """The variable and tensors computed from it are parameters without values."""
     built = ModelBuilder()
     variable = built.add("variable")
     read = built.add("read_variable", variable)
@@ -74,7 +74,7 @@ def test_a_variable_whose_value_is_not_in_the_files() -> None:
 
 
 def test_chains_of_pure_ops() -> None:
-    """What is computed from parameters alone has the value that the format computes, each output its own."""
+    """A tensor computed from parameters has the value that the format computes, for each output."""
     built = ModelBuilder()
     first = built.constant()
     split = built.add("split", built.add("neg", built.add("identity", first)), outputs=2)
@@ -86,7 +86,7 @@ def test_chains_of_pure_ops() -> None:
 
 @pytest.mark.parametrize("kind", ["softplus", "split"])
 def test_ops_without_an_evaluator_have_no_value(kind: str) -> None:
-    """An op that the format does not know, or an output it does not give, has no value, and nothing behind it has."""
+    """An op or output that the format cannot evaluate has no value, and later ops have none either."""
     built = ModelBuilder()
     odd = built.add(kind, built.constant(), outputs=3)._replace(port=2)
     after = built.add("neg", odd)
@@ -99,13 +99,13 @@ def test_ops_without_an_evaluator_have_no_value(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dequantize", "quantize", "qdq", "random", "stateful", "call", "merge"])
 def test_ops_whose_result_is_no_parameter(kind: str) -> None:
-    """Quantized values, random ones and merged branches are none, though all that they read is known."""
+    """Quantized values, random values and merged branches are not parameters, even if their inputs are."""
     built = ModelBuilder()
     assert not built.is_parameter(built.add(kind, built.constant(), built.constant()))
 
 
 def test_values_computed_from_inputs_are_no_parameters() -> None:
-    """A graph input is no parameter, nor is anything that reads one; nor is an op with a gap or without inputs."""
+    """Graph inputs, tensors computed from them, and ops with an empty slot or without inputs are not parameters."""
     built = ModelBuilder()
     x = built.add("input", name="x")
     assert not built.is_parameter(x)
@@ -116,7 +116,7 @@ def test_values_computed_from_inputs_are_no_parameters() -> None:
 
 
 def test_captures() -> None:
-    """A constant of an enclosing graph is one in the body that reads it."""
+    """A constant of an enclosing graph is a parameter in the body that reads it."""
     built = ModelBuilder()
     captured = built.constant()
     built.add("if", name="if", calls=(Call("then_branch", "if/then"),))
@@ -125,7 +125,7 @@ def test_captures() -> None:
 
 
 def called(*passed, offset: int | None = 0) -> tuple[ModelBuilder, TensorRef]:
-    """A function with two arguments, the second of which its callers pass as said; True is a constant of its own."""
+    """Build a function with two arguments. `passed` selects the second operand of each caller."""
     built = ModelBuilder("f")
     built.add("input", name="a", graph="f")
     weight = built.add("input", name="w", graph="f")
@@ -141,7 +141,7 @@ def called(*passed, offset: int | None = 0) -> tuple[ModelBuilder, TensorRef]:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_an_argument_of_one_caller_or_of_several_that_agree(offset: int) -> None:
-    """The argument has the value that is passed."""
+    """The argument has the value that callers pass."""
     for passed in (["shared"], ["shared", "shared"]):
         built, weight = called(*passed, offset=offset)
         inner = built.add("identity", weight, graph="f")
@@ -151,7 +151,7 @@ def test_an_argument_of_one_caller_or_of_several_that_agree(offset: int) -> None
 
 
 def test_arguments_of_callers_that_differ() -> None:
-    """Different weights are a parameter without one value; one caller that passes none makes it none."""
+    """Different weights are a parameter without a value. If one caller passes an input, it is not a parameter."""
     built, weight = called("shared", "own")
     assert built.is_parameter(weight)
     assert built.value(weight) is None
@@ -164,7 +164,7 @@ def test_arguments_of_callers_that_differ() -> None:
 
 
 def loop(kind: str | None) -> tuple[ModelBuilder, TensorRef]:
-    """A loop whose body hands its second input on: through `kind`, as another input, or not at all."""
+    """Build a loop whose body passes its second input through `kind`, returns another input, or returns no value."""
     built = ModelBuilder("body")
     first, weight = (built.add("input", name=name, graph="body") for name in "aw")
     fed_back = {"same": weight, "swap": first}.get(kind) or (built.add(kind, weight, graph="body") if kind else None)
@@ -180,7 +180,7 @@ def loop(kind: str | None) -> tuple[ModelBuilder, TensorRef]:
     ("kind", "known"), [("same", True), ("identity", True), ("neg", False), ("swap", False), (None, False)]
 )
 def test_loop_arguments(kind: str | None, known: bool) -> None:
-    """A loop's input is a parameter only if the body hands on what it got."""
+    """The input of a loop is a parameter only if the body passes it through."""
     built, weight = loop(kind)
     assert built.is_parameter(weight) is known
     assert (built.value(weight) is EIGHT) is known
@@ -188,7 +188,7 @@ def test_loop_arguments(kind: str | None, known: bool) -> None:
 
 
 def test_a_ring_of_identities_in_a_loop_body() -> None:
-    """A broken body whose output is a ring of identities ends the search."""
+    """A damaged body whose output is a ring of identities does not hang."""
     built, weight = loop("identity")
     body = built.model.graphs["body"]
     body.set_source(Use("body", "identity", 0), built.add("identity", TensorRef("body", "identity"), graph="body"))
@@ -197,7 +197,7 @@ def test_a_ring_of_identities_in_a_loop_body() -> None:
 
 @pytest.mark.parametrize("kinds", [("identity", "identity"), ("neg", "add"), ("enter", "neg", "switch")])
 def test_cycles_end(kinds) -> None:
-    """Ops that depend on themselves are no parameters, nor is what reads them, from wherever one asks."""
+    """Ops that depend on themselves and their consumers are not parameters, for each order of queries."""
     for entry in range(len(kinds) + 1):
         built = ModelBuilder()
         start = current = built.add(kinds[0], None)
@@ -214,7 +214,7 @@ def test_cycles_end(kinds) -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param("identity", marks=pytest.mark.slow), "neg"])
 def test_chains_of_any_length(kind: str) -> None:
-    """A chain of 200,000 ops is followed without recursion."""
+    """A chain of 200,000 ops is resolved without recursion."""
     built = ModelBuilder()
     main, current = built.model.main, built.constant(np.ones(1))
     length = 200_000 if kind == "identity" else 20_000
@@ -228,7 +228,7 @@ def test_chains_of_any_length(kind: str) -> None:
 
 
 def test_chains_that_would_fill_memory(monkeypatch) -> None:
-    """A chain that makes more elements than allowed has no value: in all, in one op's inputs or by its shape."""
+    """A chain with too many elements has no value: in total, in the inputs of an op, or by its shape."""
     monkeypatch.setattr(module, "MAX_FOLDED_ELEMENTS", 20)
     built = ModelBuilder()
     once = built.add("neg", built.constant())
@@ -241,7 +241,7 @@ def test_chains_that_would_fill_memory(monkeypatch) -> None:
 
 
 def test_weights_must_be_finite() -> None:
-    """A finite weight passes; one with NaN or infinity is named."""
+    """A finite weight is returned. The error for NaN or infinity names the weight."""
     assert require_finite_weight(EIGHT, TensorRef("", "w")) is EIGHT
     for bad in (np.nan, np.inf):
         with pytest.raises(ModelError, match="The weight w:0 holds NaN or infinity"):

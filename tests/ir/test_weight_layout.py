@@ -1,4 +1,4 @@
-"""Which axis of a weight blocks lie along."""
+"""The axis of blocks in weights."""
 
 import pytest
 
@@ -25,6 +25,6 @@ from graphquant.ir import Op, reduction_axis
     ],
 )
 def test_reduction_axis(kind: str, channel: int | None, role: str, shape, expected: int | None) -> None:
-    """The input channels of a weight, the rows of a table, and none of anything else."""
+    """Blocks lie along the input channels of a weight or the rows of a table; other tensors have no such axis."""
     op = Op(name="op", kind=kind, type=kind, channel_axis=channel)
     assert reduction_axis(op, role, shape) == expected

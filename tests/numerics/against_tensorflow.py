@@ -42,7 +42,7 @@ REFUSED, FIRST = "refused", "QuantizeAndDequantize"
 
 @dataclass
 class Case:
-    """One call: what both sides are given."""
+    """The arguments of one call of both implementations."""
 
     op: str
     tensors: dict[str, Array]
@@ -50,7 +50,7 @@ class Case:
 
 
 def outcomes_agree(expected: Any, got: Any) -> bool:
-    """Whether two outputs, or tuples of them, are the same in type, shape and bits."""
+    """Return True if two outputs, or tuples of outputs, have the same type, shape and bits."""
     if REFUSED in (refusals := [outcome for outcome in (expected, got) if isinstance(outcome, str)]):
         return len(refusals) == 2
     if isinstance(expected, tuple):
@@ -69,7 +69,7 @@ def outcomes_agree(expected: Any, got: Any) -> bool:
 def random_subset(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, low: Any, high: Any, bits: int
 ) -> Array:
-    """Values for a range: inside and around it, halfway between steps, of all sizes, and special ones."""
+    """Draw values for a range: inside and around it, halfway between steps, of all magnitudes, and special values."""
     limits = np.finfo(dtype)
     kind = rng.integers(8)
     with np.errstate(all="ignore"):
@@ -99,7 +99,7 @@ def random_subset(
 def ends(
     rng: np.random.Generator, dtype: Any, shape: tuple[int, ...], *, ordered: bool, bits: int
 ) -> tuple[Array, Array]:
-    """A range, or one per channel: ordinary, huge, tiny, one-sided, exact, empty."""
+    """Draw a range, or one per channel: ordinary, huge, tiny, one-sided, exact, empty."""
     limits = np.finfo(dtype)
     kind = rng.integers(10)
     size = np.exp(rng.uniform(-6, 6))
@@ -141,7 +141,7 @@ def ends(
 
 
 def qad_case(rng: np.random.Generator, op: str) -> Case:
-    """A case of QuantizeAndDequantize V1 to V4."""
+    """Draw a case of QuantizeAndDequantize V1 to V4."""
     dtype = rng.choice([np.float32, np.float64])
     signed, range_given = bool(rng.integers(2)), bool(rng.integers(2))
     bits = int(rng.choice([8, 8, 4, 16, rng.integers(1, 62 if signed else 63)]))
@@ -166,7 +166,7 @@ def qad_case(rng: np.random.Generator, op: str) -> Case:
 
 
 def qad_gradient_case(rng: np.random.Generator, op: str) -> Case:
-    """A case of QuantizeAndDequantizeV4Grad."""
+    """Draw a case of QuantizeAndDequantizeV4Grad."""
     dtype = rng.choice([np.float32, np.float64])
     shape = SHAPES[rng.integers(len(SHAPES))]
     axis = int(rng.integers(-1, len(shape))) if shape else -1
@@ -177,7 +177,7 @@ def qad_gradient_case(rng: np.random.Generator, op: str) -> Case:
 
 
 def fake_case(rng: np.random.Generator, op: str) -> Case:
-    """A case of the six FakeQuant ops."""
+    """Draw a case of the six FakeQuant ops."""
     bits = int(rng.integers(2, 17))
     arguments: dict[str, Any] = {"num_bits": bits, "narrow_range": bool(rng.integers(2))}
     shape = SHAPES[rng.integers(len(SHAPES))]
@@ -200,7 +200,7 @@ def fake_case(rng: np.random.Generator, op: str) -> Case:
 
 
 def kernel(case: Case) -> Any:
-    """What TensorFlow gives: arrays, or that it refuses."""
+    """Return TensorFlow's arrays, or that it rejects the case."""
     try:
         if case.op == FIRST:
             return first_version([case])[0]
@@ -214,7 +214,7 @@ def kernel(case: Case) -> Any:
 
 
 def first_version(cases: list[Case]) -> list[Any]:
-    """What QuantizeAndDequantize V1 gives, which only runs in graphs of old producers."""
+    """Run QuantizeAndDequantize V1, which is supported only in graphs of old producers."""
     text = tf.compat.v1.GraphDef()
     text.versions.producer = 21
     feeds, fetches = {}, []
@@ -232,7 +232,7 @@ def first_version(cases: list[Case]) -> list[Any]:
 
 
 def reference(case: Case) -> Any:
-    """What numpy gives: arrays, or that it refuses."""
+    """Return numpy's arrays, or that it rejects the case."""
     names = {"input": "x", "inputs": "x", "min": "low", "max": "high"}
     arguments = {names.get(name, name): value for name, value in {**case.tensors, **case.arguments}.items()}
     try:
@@ -257,14 +257,14 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 
 
 def make(op: str, rng: np.random.Generator) -> Case:
-    """A case of `op`."""
+    """Draw a case of `op`."""
     if "FakeQuant" in op:
         return fake_case(rng, op)
     return qad_gradient_case(rng, op) if op.endswith("Grad") else qad_case(rng, op)
 
 
 def seeded_cases(op: str, count: int, seed: int) -> list[Case]:
-    """Cases on which the two sides differ, of `count`."""
+    """Return the cases, of `count`, on which TensorFlow and numpy differ."""
     rng = np.random.default_rng([seed, list(REFERENCES).index(op)])
     cases = [make(op, rng) for _ in range(count)]
     results = first_version(cases) if op == FIRST else [kernel(case) for case in cases]
@@ -273,7 +273,7 @@ def seeded_cases(op: str, count: int, seed: int) -> list[Case]:
 
 @st.composite
 def random_cases(draw: Callable[..., Any], op: str) -> Case:
-    """A case whose values and ranges hypothesis chose, bit by bit; also ranges that are refused."""
+    """Draw a case whose values and ranges hypothesis chooses bit by bit, including invalid ranges."""
     case = make(op, np.random.default_rng(draw(st.integers(0, 999))))
     for name, value in case.tensors.items():
         small = value.size <= 40  # hypothesis is slow at more
@@ -286,7 +286,7 @@ def random_cases(draw: Callable[..., Any], op: str) -> Case:
 
 
 def generated_cases(op: str, count: int, seed: int) -> list[Case]:
-    """Cases on which the two sides differ, of `count` that hypothesis chose."""
+    """Return the cases, of `count` drawn by hypothesis, on which TensorFlow and numpy differ."""
     differ = []
 
     @hypothesis.seed(seed)
@@ -301,7 +301,7 @@ def generated_cases(op: str, count: int, seed: int) -> list[Case]:
 
 
 def refusals() -> list[Case]:
-    """Calls that both sides refuse; those that end the process of TensorFlow are not among them."""
+    """Return cases that both must reject, except those that end TensorFlow's process."""
     x = np.ones((2, 3), np.float32)
     limits, many = {"input_min": np.float32(-1), "input_max": np.float32(1)}, np.ones(3, np.float32)
     turned, lost = limits | {"input_min": np.float32(2)}, limits | {"input_max": np.float32(np.nan)}
@@ -339,7 +339,7 @@ def refusals() -> list[Case]:
 
 
 def passes_straight_through() -> bool:
-    """Whether the gradient of V1, V2 and V3 is what comes in, wherever the values lie."""
+    """Return True if V1, V2 and V3 pass gradients unchanged for all values."""
     x, upstream = np.linspace(-9, 9, 7, dtype=np.float32), np.arange(7, dtype=np.float32)
     with tf.GradientTape(persistent=True) as tape:
         watched = tf.constant(x)
@@ -361,7 +361,7 @@ def passes_straight_through() -> bool:
 
 
 def main(count: int, seed: int) -> int:
-    """Prints the table; the exit code."""
+    """Print the table and return the exit code."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     click.echo(f"TensorFlow {tf.__version__}, numpy {np.__version__}, seed {seed}")
     click.echo(f"{'op':<42} {'seeded':>8} {'hypothesis':>11} {'mismatches':>11}")

@@ -1,4 +1,4 @@
-"""The numpy references of TensorFlow's quantization ops are held against TensorFlow itself."""
+"""The numpy references of TensorFlow's quantization ops, compared with TensorFlow."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.slow
 def test_every_bit_is_tensorflows() -> None:
-    """On 22,000 seeded cases and those of hypothesis the references and TensorFlow give the same bits."""
+    """On 22,000 seeded cases and those of hypothesis, the references and TensorFlow give the same bits."""
     pytest.importorskip("tensorflow")
     script = Path(__file__).with_name("against_tensorflow.py")
     process = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
@@ -32,18 +32,18 @@ for count in (1000, 8193, 30_000, 300_000):
     x = np.full(count, 9, np.float32)
     low, high = np.float32(-1), np.float32(1)
     theirs = tf.raw_ops.FakeQuantWithMinMaxVarsGradient(gradients=gradients, inputs=x, min=low, max=high)[2].numpy()
-    ours = fake_quant.with_vars_gradient(gradients, x, low, high)[2]
+    ours = fake_quant.fake_quant_with_vars_gradient(gradients, x, low, high)[2]
     exact = np.sum(gradients, dtype=np.float64)
     assert count > 30_000 or ours == theirs, (count, ours, theirs)
-    for found in (ours, theirs):
-        assert abs(found - exact) <= 1e-6 * np.abs(gradients).sum(), (count, found, exact)
+    for total in (ours, theirs):
+        assert abs(total - exact) <= 1e-6 * np.abs(gradients).sum(), (count, total, exact)
 print("agreed")
 """
 
 
 @pytest.mark.slow
 def test_sums_of_large_tensors_are_close_with_more_threads() -> None:
-    """Known divergence: several threads sum tensors of about 50,000 gradients and more in an order of their own."""
+    """Known difference: several threads sum tensors of about 50,000 gradients and more in another order."""
     pytest.importorskip("tensorflow")
     process = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
     assert process.stdout == "agreed\n", process.stderr[-2000:]

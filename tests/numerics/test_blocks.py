@@ -1,4 +1,4 @@
-"""Blocks along an axis: how many there are, which elements each has, and their scales."""
+"""Blocks along an axis: their number, elements and scales."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from graphquant.numerics import (
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
-    """A tensor of up to 4 axes, the axis of its blocks and their size."""
+    """Draw a tensor of up to 4 axes, the axis of its blocks and their size."""
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     axis = draw(st.integers(0, len(shape) - 1))
     value = np.random.default_rng(draw(st.integers(0, 99))).normal(size=shape).astype(np.float32)
@@ -31,7 +31,7 @@ def cuts(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
 
 @given(cut=cuts())
 def test_each_block_has_its_elements(cut: tuple[np.ndarray, int, int]) -> None:
-    """Block k of a row holds its elements from k * size on, zeros behind the end, in the order of the scales."""
+    """Block k of a row has its elements from k * size on, padded with zeros, in the order of the scales."""
     value, axis, size = cut
     shape = block_scale_shape(value.shape, axis, size)
     assert shape[axis] == -(-value.shape[axis] // size)
@@ -44,7 +44,7 @@ def test_each_block_has_its_elements(cut: tuple[np.ndarray, int, int]) -> None:
 
 @given(cut=cuts(), symmetric=st.booleans())
 def test_each_element_has_its_blocks_scale(cut: tuple[np.ndarray, int, int], *, symmetric: bool) -> None:
-    """Quantizing with blocks is quantizing each block by itself with its own scale and zero point."""
+    """Quantizing with blocks equals quantizing each block separately with its own scale and zero point."""
     value, axis, size = cut
     cells = split_blocks(value, axis, size)
     shape = block_scale_shape(value.shape, axis, size)
@@ -59,7 +59,7 @@ def test_each_element_has_its_blocks_scale(cut: tuple[np.ndarray, int, int], *, 
 
 
 def test_scales_must_fit() -> None:
-    """Scales of several axes without a block size are an error of the program."""
+    """Scales of several axes without a block size raise an InternalError."""
     ones = np.ones((2, 3))
     with pytest.raises(InternalError, match="block"):
         QParams(scale=ones, zero_point=ones, type=IntType(8, signed=True), axis=0)

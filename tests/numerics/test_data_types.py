@@ -1,4 +1,4 @@
-"""float8 rounding and saturation against ml_dtypes and the definition, names and limits of all types."""
+"""float8 rounding and saturation, compared with ml_dtypes and the definition, and names and limits of all types."""
 
 import itertools
 
@@ -25,7 +25,7 @@ floats = st.floats(width=32, allow_nan=False)
 
 
 def values_of(name: str) -> np.ndarray:
-    """Every finite value of a float8 type, ascending, float64."""
+    """Return every finite value of a float8 type, ascending, float64."""
     every = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(np.float64)
     return np.unique(every[np.isfinite(every)])
 
@@ -33,7 +33,7 @@ def values_of(name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
 @given(x=floats)
 def test_rounding_is_to_the_nearest_value(name: str, x: float) -> None:
-    """The nearest of all values, of two as near that with an even last bit, and never beyond the largest."""
+    """Values round to the nearest one, ties to an even last bit, and never beyond the largest."""
     every = values_of(name)
     rounded = float(FloatType(name).round_values(np.array(x, np.float32)))
     distances = np.abs(every - min(max(x, every[0]), every[-1]))
@@ -48,7 +48,7 @@ def test_rounding_is_to_the_nearest_value(name: str, x: float) -> None:
     ("name", "largest", "smallest"), [("float8_e4m3fn", 448, 2**-9), ("float8_e5m2", 57344, 2**-16)]
 )
 def test_limits_and_saturation(name: str, largest: float, smallest: float) -> None:
-    """What is too large becomes the largest value, infinity too; half of the smallest goes to zero; NaN stays."""
+    """Too large values and infinity become the largest value, half of the smallest becomes zero, and NaN stays NaN."""
     kind = FloatType(name)
     assert kind.limits() == kind.limits(narrow=True) == (-largest, largest)
     assert (kind.bits, kind.signed, kind.symmetric_zero_point, kind.container) == (8, True, 0, name)
@@ -61,7 +61,7 @@ def test_limits_and_saturation(name: str, largest: float, smallest: float) -> No
 
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
 def test_each_representable_value_is_unchanged(name: str) -> None:
-    """A value of the type times a power-of-two scale is quantized to itself."""
+    """A value of the type, times a power-of-two scale, quantizes to itself."""
     every = values_of(name).astype(np.float32)
     params = qparams_from_scale(np.array(0.25), np.array(0), FloatType(name))
     np.testing.assert_array_equal(quantize(every / 4, params), every)
@@ -70,7 +70,7 @@ def test_each_representable_value_is_unchanged(name: str) -> None:
 
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
 def test_the_scale_covers_the_range(name: str) -> None:
-    """The largest magnitude becomes the largest value, with a power of two at most that; there is no zero point."""
+    """The largest magnitude becomes the largest value, or less with a power-of-two scale. There is no zero point."""
     kind = FloatType(name)
     observed = Range(np.array(-3.0), np.array(5.0))
     for symmetric in (True, False):
@@ -84,7 +84,7 @@ def test_the_scale_covers_the_range(name: str) -> None:
 
 
 def test_names() -> None:
-    """Each type is found by its name, and what is none is told."""
+    """Each type is found by its name; other names raise an error."""
     for sign, bits in itertools.product(("", "u"), range(2, 32)):
         assert parse_type(f"{sign}int{bits}") == IntType(bits, signed=not sign)
     for name in FLOAT8_NAMES:

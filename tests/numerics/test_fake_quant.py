@@ -1,4 +1,4 @@
-"""FakeQuantWithMinMax in numpy: the values of TensorFlow's own tests, worked values, refusals and ranges to write."""
+"""FakeQuantWithMinMax in numpy: values of TensorFlow's own tests, examples, errors and ranges to write."""
 
 import numpy as np
 import pytest
@@ -107,13 +107,13 @@ NUDGED = [
 
 
 def channels(end: float, count: int) -> np.ndarray:
-    """One end of a range for `count` channels."""
+    """Return one end of a range for `count` channels."""
     return np.full(count, end, np.float32)
 
 
 @pytest.mark.parametrize(("bits", "narrow", "low", "high", "inputs", "outputs"), VECTORS)
 def test_vectors_of_tensorflow(bits, narrow, low, high, inputs, outputs) -> None:
-    """The values of TensorFlow's tests come out of all three ops, per channel along every shape they use."""
+    """All three ops give the values of TensorFlow's tests, per channel in each shape that they use."""
     x, scheme = np.array(inputs, np.float32), {"num_bits": bits, "narrow_range": narrow}
     results = [
         fake_quant.fake_quant_with_args(x, low=low, high=high, **scheme),
@@ -129,7 +129,7 @@ def test_vectors_of_tensorflow(bits, narrow, low, high, inputs, outputs) -> None
 
 @pytest.mark.parametrize(("low", "high", "bits", "narrow", "first", "last", "step"), NUDGED)
 def test_nudged_vectors_of_tensorflow(low, high, bits, narrow, first, last, step) -> None:
-    """Values round within the nudged range; gradients pass within it and are summed outside."""
+    """Values round within the nudged range. Gradients pass within it, and are summed outside of it."""
     steps = [-step, -0.01, 0, 0.01, step - 0.01, step, step + 0.01]
     x = np.array([*(first + offset for offset in steps), last - 0.01, last, last + 0.01, last + step], np.float32)
     expected = [first] * 4 + [first + step] * 3 + [last] * 4
@@ -184,7 +184,7 @@ def test_gradient_vectors_of_tensorflow(bits, narrow, low, high, x) -> None:
 
 
 def test_a_range_of_zeros() -> None:
-    """A range of (0, 0) gives zeros and lets each gradient pass as it is, in its channel alone too."""
+    """A range of (0, 0) gives zeros and passes each gradient, also in single channels."""
     x, upstream = np.array([[-1, 2], [3, -4]], np.float32), np.array([[1, 2], [3, 1e-40]], np.float32)
     assert fake_quant.fake_quant_with_vars(x, 0, 0).tolist() == [[0, 0], [0, 0]]
     passed, below, above = fake_quant.fake_quant_with_vars_gradient(upstream, x, 0, 0)
@@ -198,7 +198,7 @@ def test_a_range_of_zeros() -> None:
 
 
 def test_the_ops_differ_in_bits() -> None:
-    """Vars divides by the step where Args and PerChannel multiply: on some values another step is the nearest."""
+    """Vars divides by the step, Args and PerChannel multiply by its inverse: some values round differently."""
     x = np.random.default_rng(3).uniform(-6, 6, 200_000).astype(np.float32)
     x = np.concatenate([x, (np.arange(-60, 60, dtype=np.float32) + np.float32(0.5)) * np.float32(12 / 255)])
     by_args, by_vars = fake_quant.fake_quant_with_args(x), fake_quant.fake_quant_with_vars(x, -6.0, 6.0)
@@ -208,7 +208,7 @@ def test_the_ops_differ_in_bits() -> None:
 
 
 def test_fixed_point_ties_go_up() -> None:
-    """In a narrow power-of-two range it is QuantizeAndDequantize that rounds half up, and not half to even."""
+    """In a narrow power-of-two range it equals QuantizeAndDequantize with rounding half up, not half to even."""
     x = (np.arange(-300, 300, dtype=np.float32) + np.float32(0.5)) / np.float32(16)
     end = np.float32(127 / 16)
     ours = fake_quant.fake_quant_with_vars(x, -end, end, narrow_range=True)
@@ -221,7 +221,7 @@ def test_fixed_point_ties_go_up() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 3), (2, 0, 3)])
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
-    """A scalar and tensors without values keep their shape; what has no gradients sums to 0."""
+    """A scalar and empty tensors keep their shape; an empty sum of gradients is 0."""
     x = np.full(shape, 9, np.float32)
     assert fake_quant.fake_quant_with_args(x).shape == fake_quant.fake_quant_with_vars(x, -6, 6).shape == shape
     passed, below, above = fake_quant.fake_quant_with_vars_gradient(x, x, -6, 6)
@@ -254,20 +254,20 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     ],
 )
 def test_refusals(call, message: str) -> None:
-    """What the kernels refuse or die of is a UsageError that says what would do."""
+    """Cases that the kernels reject or crash on raise a UsageError."""
     with pytest.raises(UsageError, match=message):
         call()
 
 
 def params(scale, bits: int, *, signed: bool, narrow: bool, zero) -> QParams:
-    """Params with scales and zero points per channel."""
+    """Return params with scales and zero points per channel."""
     return qparams_from_scale(np.asarray(scale), np.asarray(zero), IntType(bits, signed), narrow=narrow, axis=0)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(("signed", "narrow"), [(True, False), (True, True), (False, False)])
 def test_ranges_to_write(bits: int, signed: bool, narrow: bool) -> None:
-    """Every zero point and every power of two comes out exactly, other scales in all but the last place."""
+    """Zero points and power-of-two scales are exact; other scales differ at most in the last place."""
     rng = np.random.default_rng(bits)
     qmin, qmax = IntType(bits, signed).limits(narrow=narrow)
     for exact in (True, False):
@@ -287,7 +287,7 @@ def test_ranges_to_write(bits: int, signed: bool, narrow: bool) -> None:
 
 
 def test_params_of_a_range() -> None:
-    """A range gives the nudged scale and zero point, counted as the type counts; one without a step is refused."""
+    """A range gives the nudged scale and zero point in the type's integers. A range without a step raises an error."""
     op_range = Range(np.array([-0.1275, -6]), np.array([63.6225, 1.5]))
     actual = tf_ranges.fake_quant_params(op_range, IntType(8, signed=True), axis=0)
     np.testing.assert_allclose(actual.scale, [0.25, 7.5 / 255], rtol=1e-6)

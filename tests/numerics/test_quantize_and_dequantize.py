@@ -1,4 +1,4 @@
-"""QuantizeAndDequantize in numpy: worked values, those of TensorFlow's own tests, refusals, ranges to write."""
+"""QuantizeAndDequantize in numpy: examples, values of TensorFlow's own tests, errors and ranges to write."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ VECTORS = [
 
 @pytest.mark.parametrize(("x", "ends", "arguments", "integers", "divisor"), VECTORS)
 def test_vectors_of_tensorflow(x, ends, arguments, integers, divisor) -> None:
-    """The values of TensorFlow's tests come out, in both types, from V2, from V4 and, where it can, from V1 and V3."""
+    """V2, V4 and, if they can, V1 and V3 give the values of TensorFlow's tests in both types."""
     for dtype in (np.float32, np.float64):
         values, expected = np.array(x, dtype), np.array(integers) / divisor
         options = {"range_given": ends is not None, **arguments}
@@ -56,7 +56,7 @@ def test_vectors_of_tensorflow(x, ends, arguments, integers, divisor) -> None:
 
 
 def sliced(values, axis: int, sizes=(2, 3, 4, 5)) -> np.ndarray:
-    """A tensor of `values` over and over, times 1, 2, ... along `axis`."""
+    """Repeat `values`, times 1, 2, ... along `axis`."""
     tensor = np.resize(np.array(values, np.float32), sizes)
     if axis == -1:
         return tensor
@@ -67,7 +67,7 @@ def sliced(values, axis: int, sizes=(2, 3, 4, 5)) -> np.ndarray:
 
 @pytest.mark.parametrize("axis", [-1, 0, 1, 2, 3])
 def test_vectors_of_tensorflow_along_an_axis(axis: int) -> None:
-    """The values of array_ops_test.py come out per channel, exactly; a given range gives the same in V3."""
+    """The values of array_ops_test.py are exact per channel. V3 gives the same for a given range."""
     x = sliced([-1, -0.5, 0, 0.3, 0.8, 0.555, 0.5], axis)
     expected = sliced([-1, -0.5, 0, 38 / 128, 102 / 128, 71 / 128, 0.5], axis)
     np.testing.assert_array_equal(qad.quantize_and_dequantize_v4(x, round_mode="HALF_UP", axis=axis), expected)
@@ -89,7 +89,7 @@ SLICES = [
 @pytest.mark.parametrize("axis", [-1, 1, 3])
 @pytest.mark.parametrize(("sizes", "arguments", "integers", "divisor"), SLICES)
 def test_slice_vectors_of_tensorflow(sizes, arguments, integers, divisor, axis: int) -> None:
-    """The parametrized values of TensorFlow's kernel test come out along each of its axes, of V2, V4 and V3."""
+    """V2, V4 and V3 give the parametrized values of TensorFlow's kernel test along each axis."""
     x = sliced(FLOAT_7, axis, sizes)
     expected = sliced(np.array(integers) / divisor, axis, sizes)
     results = [
@@ -134,7 +134,7 @@ def test_worked_ranges() -> None:
 
 
 def test_rounding_and_zero() -> None:
-    """Half a step goes up or to the even side, 0.0 stays 0.0 with its sign, and narrow means nothing unsigned."""
+    """Half a step rounds up or to even, 0.0 keeps its sign, and narrow has no effect on unsigned integers."""
     x = np.array([7.5, -7.5, 6.5, -0.0, 0.0], np.float32)
     up = qad.quantize_and_dequantize_v2(x, -128, 127, range_given=True, round_mode="HALF_UP")
     even = qad.quantize_and_dequantize_v2(x, -128, 127, range_given=True)
@@ -150,7 +150,7 @@ def test_rounding_and_zero() -> None:
 
 
 def test_gradient_counts_the_given_range() -> None:
-    """The gradient's range is that which was given, not the wider one that results, both ends included."""
+    """Gradients pass in the given range, including both ends, and not in the wider adjusted range."""
     x = np.array([-10.05, -10, 3, 5, 7], np.float32)
     passed, *_ = qad.quantize_and_dequantize_v4_gradient(np.full(5, 2.0), x, -10.0, 5.0)
     assert passed.tolist() == [0, 2, 2, 2, 0]
@@ -158,7 +158,7 @@ def test_gradient_counts_the_given_range() -> None:
 
 
 def test_denormals_are_zeros() -> None:
-    """Denormal values, ranges and steps count as zeros, as processors make them in TensorFlow's threads."""
+    """Denormal values, ranges and steps are zeros, as in TensorFlow's threads."""
     x = np.array([1e-39, -1e-39, 2.0], np.float32)
     assert qad.quantize_and_dequantize_v2(x, 0.0, 2.0, range_given=True).tolist() == [0, 0, 2]
     assert qad.quantize_and_dequantize_v2(x[:2]).tolist() == [0, 0]
@@ -171,7 +171,7 @@ def test_denormals_are_zeros() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_nan_without_a_range(dtype: type) -> None:
-    """A NaN among the last values, those that fill no register of 32 bytes, spoils all; elsewhere only itself."""
+    """A NaN among the last values, which fill no register of 32 bytes, affects all values; elsewhere only itself."""
     for count, at, spoilt in [
         (3, 2, True),
         (8, 7, False),
@@ -191,7 +191,7 @@ def test_nan_without_a_range(dtype: type) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
-    """A scalar and tensors without values keep their shape and type, with and without a range."""
+    """A scalar and empty tensors keep their shape and type, with and without a range."""
     x = np.full(shape, 0.5, np.float32)
     for range_given in (True, False):
         actual = qad.quantize_and_dequantize_v2(x, -1, 1, range_given=range_given)
@@ -236,20 +236,20 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     ],
 )
 def test_refusals(call, message: str) -> None:
-    """What the kernels refuse or die of is a UsageError that says what would do."""
+    """Cases that the kernels reject or crash on raise a UsageError."""
     with pytest.raises(UsageError, match=message):
         call()
 
 
 def target_params(scale, bits: int, *, signed: bool = True, narrow: bool = False, zero: int = 0) -> QParams:
-    """Params with a scale, per channel if it is an array."""
+    """Return params with a scale, per channel if it is an array."""
     scale = np.asarray(scale, np.float32)
     axis = 0 if scale.ndim else None
     return qparams_from_scale(scale, np.full(scale.shape, zero), IntType(bits, signed), narrow=narrow, axis=axis)
 
 
 def size_of(params: QParams) -> np.ndarray:
-    """The step that the op takes in the range to write for `params`."""
+    """Return the step of the op in the range that is written for `params`."""
     ends = tf_ranges.range_for_quantize_and_dequantize(params)
     low, high = ends.low.astype(np.float32), ends.high.astype(np.float32)
     np.testing.assert_array_equal((low, high), (ends.low, ends.high))  # it is a range of float32 numbers
@@ -259,7 +259,7 @@ def size_of(params: QParams) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 11, 16])
 def test_ranges_to_write_give_the_scale(bits: int) -> None:
-    """Any scale of signed integers and every power of two comes out exactly; other scales in all but the last place."""
+    """Scales of signed integers and powers of two are exact; other scales differ at most in the last place."""
     rng = np.random.default_rng(bits)
     scales = np.exp(rng.uniform(-60, 60, 2000)).astype(np.float32)
     np.testing.assert_array_equal(size_of(target_params(scales, bits)), scales)
@@ -273,13 +273,13 @@ def test_ranges_to_write_give_the_scale(bits: int) -> None:
 
 
 def test_ranges_to_write_need_zero_point_0() -> None:
-    """A zero point elsewhere cannot be had from this op, which its family refuses before."""
-    with pytest.raises(InternalError, match="asked for a zero point"):
+    """A zero point other than 0 raises an error."""
+    with pytest.raises(InternalError, match="has no zero point"):
         tf_ranges.range_for_quantize_and_dequantize(target_params(0.5, 8, zero=3))
 
 
 def test_params_of_a_range() -> None:
-    """A range gives the scale that the op steps by, in float32 and per channel; one without a step is refused."""
+    """A range gives the op's scale, in float32 and per channel. A range without a step raises an error."""
     kind = IntType(8, signed=True)
     actual = tf_ranges.quantize_and_dequantize_params(Range(np.array(-10.0), np.array(5.0)), kind)
     assert (actual.scale, actual.zero_point, actual.range.high) == (np.float32(0.078125), 0, 9.921875)

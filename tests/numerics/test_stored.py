@@ -1,4 +1,4 @@
-"""Weights quantized some rows at a time are what they are as a whole."""
+"""Quantizing weights some rows at a time gives the same as quantizing them at once."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from graphquant.numerics import (
 @pytest.mark.parametrize(("axis", "block"), [(None, None), (0, None), (1, None), (2, None), (0, 3), (1, 4), (0, 8)])
 @pytest.mark.parametrize("shape", [(7, 5, 4), (16, 9, 3), (1, 20, 3)])
 def test_rows(dtype: str, axis: Any, block: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the slabs cut, values equal those that are quantized at once."""
+    """For all slab sizes, values equal those that are quantized at once."""
     rng = np.random.default_rng(0)
     value = rng.standard_normal(shape).astype(np.float32)
     size: tuple[int, ...] = () if axis is None else (shape[axis],)
@@ -45,14 +45,14 @@ def test_rows(dtype: str, axis: Any, block: Any, shape: tuple[int, ...], monkeyp
 
 
 def test_scalar() -> None:
-    """A single number has no rows."""
+    """A scalar has no rows."""
     params = choose_qparams(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), symmetric=True)
     assert quantize_to_dtype(np.array(0.5, np.float32), params, np.dtype(np.int8)).tolist() == 64
 
 
 @pytest.mark.parametrize(("axis", "block"), [(0, 3), (0, 4), (1, 4), (2, 2)])
 def test_blocks_of_some_rows(axis: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of some rows at a time are, one behind the other, those of all."""
+    """The blocks of slabs, concatenated, are the blocks of the whole tensor."""
     value = np.random.default_rng(0).standard_normal((10, 6, 5)).astype(np.float32)
     for slab in (1, 50, 100, 1 << 22):
         monkeypatch.setattr(affine, "SLAB_ELEMENTS", slab)

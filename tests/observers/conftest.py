@@ -1,4 +1,4 @@
-"""A reference for sketches: slow, in Python's integers and fractions, value by value."""
+"""A slow reference for sketches, value by value in Python's integers and fractions."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def pattern(value: float) -> int:
-    """The bits of the nearest finite float32."""
+    """Return the bits of the nearest finite float32."""
     return int(np.float32(min(max(value, -LARGEST), LARGEST)).view(np.uint32))
 
 
 class ReferenceHistogram:
-    """What a sketch of `values` must hold."""
+    """Expected fields of a sketch of `values`."""
 
     def __init__(self, values: np.ndarray, bits: int) -> None:
-        """Goes through the values one by one."""
+        """Process the values one by one."""
         every = [float(value) for value in np.asarray(values).ravel()]
         self.finite = [value for value in every if math.isfinite(value)]
         self.low, self.high = min(self.finite, default=math.inf), max(self.finite, default=-math.inf)
@@ -57,7 +57,7 @@ class ReferenceHistogram:
         self.means = [exact[code] / counted[code] for code in self.bins]
 
     def check(self, actual) -> None:
-        """Compares the sketch field by field."""
+        """Compare the sketch field by field."""
         assert (actual.low, actual.high) == (self.low, self.high)
         assert (actual.count, actual.nan, actual.inf, actual.bits) == (self.count, self.nan, self.inf, self.bits)
         assert actual.bins.tolist() == self.bins
@@ -68,19 +68,19 @@ class ReferenceHistogram:
 
 @pytest.fixture(scope="session")
 def reference() -> type[ReferenceHistogram]:
-    """The class of references."""
+    """Return the class of references."""
     return ReferenceHistogram
 
 
 @pytest.fixture(params=FLOATS, ids=lambda dtype: np.dtype(dtype).name)
 def dtype(request: pytest.FixtureRequest) -> type:
-    """Each float type."""
+    """Return each float type."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def build() -> ModuleType:
-    """The script that compiles the kernel when graphquant is installed."""
+    """Return the script that compiles the kernel when graphquant is installed."""
     pytest.importorskip("hatchling")
     pytest.importorskip("setuptools")
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
@@ -91,7 +91,7 @@ def build() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def extension(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The kernels in C: the installed ones, or, where none are, those that are compiled here."""
+    """Return the C extension, which is compiled here if it is not installed."""
     if histogram_kernel.count_values is not histogram_kernel.count_values_numpy:
         return importlib.import_module("graphquant.observers._fill")
     if not shutil.which("cc"):
@@ -107,13 +107,13 @@ def extension(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def compiled(extension: ModuleType) -> Callable:
-    """The kernel in C that counts."""
+    """Return the C kernel that counts."""
     return extension.fill
 
 
 @pytest.fixture(params=["in_numpy", "compiled"])
 def fill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Each kernel, which is also the one that sketches use."""
+    """Return each kernel, and make sketches use it."""
     if request.param == "in_numpy":
         chosen, several = histogram_kernel.count_values_numpy, histogram_kernel.count_all_values_numpy
     else:

@@ -1,4 +1,4 @@
-"""Adding values to a sketch: every float type, whatever is in it, however it lies in memory."""
+"""Adding values to a sketch: every float type, special values, and memory layouts."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +13,7 @@ TINY, LARGEST = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(n
 
 
 def test_statistics_of_a_small_array() -> None:
-    """Extremes, counts, NaN and infinities are told apart."""
+    """Limits, counts, NaN and infinities of a small array."""
     stats = sketch_values(np.array([[1.0, -2.0], [np.nan, np.inf], [-np.inf, 3.5]], np.float32))
     assert (stats.low, stats.high, stats.count, stats.nan, stats.inf) == (-2.0, 3.5, 6, 1, 2)
     assert not stats.empty
@@ -21,7 +21,7 @@ def test_statistics_of_a_small_array() -> None:
 
 
 def test_statistics_per_channel() -> None:
-    """Each channel of the axis has its own extremes and no histogram; a negative axis counts from the end."""
+    """Each channel has its own limits and no histogram; a negative axis counts from the end."""
     values = np.array([[1.0, -2.0, 0.0], [4.0, np.inf, -1.0]])
     stats = sketch_values(values, 1, bits=7)
     assert stats.low.tolist() == [1.0, -2.0, -1.0]
@@ -32,7 +32,7 @@ def test_statistics_per_channel() -> None:
 
 
 def test_a_channel_without_finite_values() -> None:
-    """It has no extremes, and the others keep theirs."""
+    """The channel has no limits; other channels have theirs."""
     stats = sketch_values(np.array([[1.0, np.nan], [2.0, np.inf]], np.float32), 1)
     assert stats.empty
     assert (stats.low.tolist(), stats.high.tolist()) == ([1.0, np.inf], [2.0, -np.inf])
@@ -42,7 +42,7 @@ def test_a_channel_without_finite_values() -> None:
 @pytest.mark.usefixtures("fill")
 @pytest.mark.parametrize("bits", [0, 7, 10])
 def test_every_float_type(reference, dtype: type, bits: int) -> None:
-    """A histogram is exact for ordinary values, NaN, infinities, zeros of both signs, denormals and the largest."""
+    """A histogram is exact for normal values, NaN, infinities, signed zeros, denormals and the largest value."""
     random = np.random.default_rng(0)
     spread = random.standard_normal(300) * 10.0 ** random.integers(-9, 5, 300)
     odd = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, TINY, -TINY, 1e-40, 2.0**-24, 65504.0, -65504.0, 1.0, 1.0]
@@ -54,21 +54,21 @@ def test_every_float_type(reference, dtype: type, bits: int) -> None:
 @pytest.mark.usefixtures("fill")
 @pytest.mark.parametrize("bits", [7, 10])
 def test_every_16_bit_pattern(reference, bits: int) -> None:
-    """All float16 values, signalling NaN included, raise no warning and land where they belong."""
+    """All float16 values, including signaling NaN, are counted correctly and without warnings."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     reference(values, bits).check(sketch_values(values, bits=bits))
 
 
 @pytest.mark.usefixtures("fill")
 def test_signalling_nan_of_float32() -> None:
-    """They are NaN as others are, even those whose bits look infinite without their low half."""
+    """Signaling NaN count as NaN, even if the upper half of their bits is that of infinity."""
     values = np.array([0x7F800001, 0xFFA00000, 0x7F800000, 0x3F800000], np.uint32).view(np.float32)
     stats = sketch_values(values, bits=7)
     assert (stats.nan, stats.inf, stats.low, stats.bins.tolist()) == (2, 1, 1.0, [0x3F80])
 
 
 def test_float64_beyond_float32() -> None:
-    """Extremes are exact, and bins end at the largest float32 and at zero."""
+    """Limits are exact, and bins end at the largest float32 and at zero."""
     values = np.array([1e300, -1e39, LARGEST * (1 + 2**-25), 1e-300, np.inf])
     stats = sketch_values(values, bits=7)
     assert (stats.low, stats.high, stats.inf) == (-1e39, 1e300, 1)
@@ -79,7 +79,7 @@ def test_float64_beyond_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [">f4", ">f8", np.int32, np.int64, np.bool_])
 def test_other_types(reference, dtype) -> None:
-    """Foreign byte order and integers are what they say."""
+    """Values of another byte order and integers are counted correctly."""
     values = np.array([0, 1, 1, 0, 1], dtype)
     reference(values, 7).check(sketch_values(values, bits=7))
 
@@ -102,7 +102,7 @@ def test_memory_layout_does_not_matter(dtype: type) -> None:
 
 
 def test_no_finite_values(dtype: type) -> None:
-    """Arrays without values are counted, no more; values of which none is finite make an empty sketch."""
+    """Empty arrays are only counted. Values of which none is finite give an empty sketch."""
     assert EMPTY_SKETCH.empty
     for bits in (0, 7):
         nothing = sketch_values(np.zeros((2, 0, 3), dtype), bits=bits)
@@ -121,7 +121,7 @@ def test_no_finite_values(dtype: type) -> None:
 
 @pytest.mark.usefixtures("fill")
 def test_adding_equals_one_sketch_of_all(reference, dtype: type) -> None:
-    """Many adds in several blocks give what one of everything gives, and a sketch in between changes nothing."""
+    """Many additions in several blocks give the same as one addition. A sketch in between has no effect."""
     values = (np.random.default_rng(2).standard_normal((5, 40)) * 100).astype(dtype)
     values[1, 3], values[3] = np.nan, np.inf
     gathering = SketchAccumulator(bits=10)
@@ -140,7 +140,7 @@ def test_adding_equals_one_sketch_of_all(reference, dtype: type) -> None:
 
 
 def test_an_open_block_is_not_counted_as_one() -> None:
-    """Its values count, its ends enter no mean; closing it twice is closing it once."""
+    """Values of an open block are counted, but not in the means. Closing a block twice equals closing it once."""
     gathering = SketchAccumulator()
     gathering.add(np.array([1.0]))
     assert gathering.to_sketch() == Sketch(np.array(1.0), np.array(1.0), 1)
@@ -150,14 +150,14 @@ def test_an_open_block_is_not_counted_as_one() -> None:
 
 
 def test_zero_has_one_sign() -> None:
-    """Extremes have the same bytes whichever of 0.0 and -0.0 came first."""
+    """Limits have the same bytes for both orders of 0.0 and -0.0."""
     for values in ([0.0, -0.0], [-0.0, 0.0], [-0.0]):
         stats = sketch_values(np.array(values, np.float32))
         assert stats.low.tobytes() == stats.high.tobytes() == np.zeros(1).tobytes()
 
 
 def test_sketches_do_not_change_when_more_values_are_added() -> None:
-    """Neither the array nor a sketch that was taken changes by adding more."""
+    """Adding values changes neither the array nor earlier sketches."""
     values = np.array([1.0, np.nan, -3.0], np.float32)
     before = values.tobytes()
     gathering = SketchAccumulator(bits=7)
@@ -171,7 +171,7 @@ def test_sketches_do_not_change_when_more_values_are_added() -> None:
 
 
 def test_axes_that_do_not_fit_are_refused() -> None:
-    """An axis that is not there, or has another length than before, is said and not met by chance."""
+    """A missing axis, or one of another length than before, raises an error."""
     with pytest.raises(DataError, match=r"shape \(2,\) has no axis 1"):
         sketch_values(np.ones(2), 1)
     gathering = SketchAccumulator(0)
@@ -184,7 +184,7 @@ def test_axes_that_do_not_fit_are_refused() -> None:
 
 
 def test_threads_may_fill_different_accumulators() -> None:
-    """Eight threads over eight tensors give what one after the other gives."""
+    """Eight threads on eight tensors give the same as sequential additions."""
     tensors = [np.random.default_rng(seed).standard_normal((20, 5000)).astype(np.float32) for seed in range(8)]
 
     def gather(values: np.ndarray) -> Sketch:
@@ -201,7 +201,7 @@ def test_threads_may_fill_different_accumulators() -> None:
 @pytest.mark.parametrize("axis", [None, 0])
 @pytest.mark.parametrize("bits", [0, 7, 10])
 def test_add_all_equals_adding_one_by_one(fill, bits: int, axis: int | None) -> None:
-    """Whatever their types, layouts and values, and however many there are of a tensor."""
+    """The results are equal for all types, layouts, values and numbers of arrays."""
     rng = np.random.default_rng(2)
     normal = rng.standard_normal((4, 30)).astype(np.float32)
     odd = normal.copy()

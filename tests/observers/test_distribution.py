@@ -1,4 +1,4 @@
-"""Squared errors from C are those from numpy."""
+"""Squared errors in C and in numpy."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ SHARES = np.append(2.0 ** -np.arange(0, 18, 0.37), 1e-9)
 
 
 def candidates(values: np.ndarray, dtype: IntType, *, symmetric: bool) -> QParams:
-    """Ranges of all sizes, both ends drawn in together or one alone."""
+    """Return ranges of all sizes, with both ends or one end clipped."""
     low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
     still = np.ones_like(SHARES)
     ends = Range(low * np.concatenate([SHARES, SHARES, still]), high * np.concatenate([SHARES, still, SHARES]))
@@ -35,7 +35,7 @@ def candidates(values: np.ndarray, dtype: IntType, *, symmetric: bool) -> QParam
 @pytest.mark.parametrize("dtype", [INT4, INT8, UINT8, INT16], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name", TENSORS)
 def test_compiled_and_numpy_errors_agree(extension, monkeypatch, name: str, dtype: IntType, symmetric: bool) -> None:
-    """For ranges of all sizes, from those that clip nothing to those that clip nearly all."""
+    """Both agree for ranges that clip no value up to ranges that clip nearly all."""
     values = TENSORS[name].astype(np.float32)
     values_distribution = distribution_of(sketch_values(values, bits=10 if dtype is INT16 else 7))
     params = candidates(values, dtype, symmetric=symmetric)
@@ -48,7 +48,7 @@ def test_compiled_and_numpy_errors_agree(extension, monkeypatch, name: str, dtyp
 
 
 def test_compiled_errors_reject_wrong_shapes(extension) -> None:
-    """Pieces without eight rows, candidates without three numbers each, and arrays of other elements."""
+    """Pieces without eight rows, candidates without three numbers, and arrays of other types raise errors."""
     pieces, candidate, error = np.zeros((8, 3)), np.ones((1, 3)), np.zeros(1)
     extension.squared_errors(pieces, candidate, error)
     for arguments in [

@@ -1,4 +1,4 @@
-"""What a scale and zero point cost, estimated from a sketch, beside the values themselves."""
+"""The cost of a scale and zero point, estimated from a sketch and compared with the exact one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _params(low: float, high: float, dtype: IntType = UINT8) -> QParams:
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
 @pytest.mark.parametrize("name", TENSORS)
 def test_estimate_equals_the_error_of_quantizing(name: str, share: float, dtype: IntType) -> None:
-    """The SQNR is that of the values within a tenth of a decibel, the clipped shares within a bin's width of theirs."""
+    """The SQNR differs by at most a tenth of a decibel, clipped shares by at most the width of a bin."""
     values = TENSORS[name].astype(np.float32)
     params = _params(share * float(values.min()), share * float(values.max()), dtype)
     cost = estimate_cost(sketch_values(values, bits=7), params)
@@ -47,7 +47,7 @@ def test_estimate_equals_the_error_of_quantizing(name: str, share: float, dtype:
 
 
 def test_nothing_is_clipped_by_min_and_max() -> None:
-    """The range of the smallest and largest value clips exactly nothing, whichever way its zero point is rounded."""
+    """The range of the smallest and largest value clips no value, for each rounding of the zero point."""
     for name, values in TENSORS.items():
         cost = estimate_cost(sketch_values(values, bits=7), _params(float(values.min()), float(values.max())))
         assert cost is not None
@@ -55,7 +55,7 @@ def test_nothing_is_clipped_by_min_and_max() -> None:
 
 
 def test_values_on_the_grid_lose_nothing() -> None:
-    """Where each value is a whole number of steps the SQNR is far beyond float32's own; of zeros it is infinite."""
+    """If each value is a multiple of the step, the SQNR is far above that of float32; for zeros it is infinite."""
     pixels = np.arange(256).repeat(3).astype(np.float32)
     cost = estimate_cost(sketch_values(pixels, bits=7), _params(0, 255))
     assert cost is not None
@@ -66,7 +66,7 @@ def test_values_on_the_grid_lose_nothing() -> None:
 
 
 def test_sketches_without_an_estimate() -> None:
-    """Without a histogram, with one too coarse for the type, or with a scale for each channel, there is no estimate."""
+    """Without a histogram, with too few bits for the type, or with scales per channel, there is no estimate."""
     values = TENSORS["normal"].reshape(4, -1)
     assert estimate_cost(sketch_values(values), _params(-1, 1)) is None
     assert estimate_cost(sketch_values(values, bits=7), _params(-1, 1, INT16)) is None
@@ -79,7 +79,7 @@ def test_sketches_without_an_estimate() -> None:
 @pytest.mark.parametrize("dtype", [UINT8, INT4, INT16], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name", TENSORS)
 def test_clipping_error_is_a_lower_bound(name: str, dtype: IntType) -> None:
-    """What is told at once of candidates is below their errors, and near them where nearly all values are clipped."""
+    """The clipping error is at most the squared error, and close to it if nearly all values are clipped."""
     values = TENSORS[name].astype(np.float32)
     shares = np.append(2.0 ** -np.arange(0, 16, 0.25), 1e-9)
     ends = shares * float(values.min()), shares * float(values.max())

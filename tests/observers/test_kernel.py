@@ -1,4 +1,4 @@
-"""Both kernels count the same, and graphquant works without the compiled one."""
+"""The C and numpy kernels count the same, and graphquant works without the compiled one."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ROOT = Path(graphquant.__file__).parents[1]
 
 
 def unpacked(table: np.ndarray) -> tuple:
-    """All that a table holds."""
+    """Return the contents of a table."""
     return histogram_kernel.unpack_entries(table, histogram_kernel.occupied_entries(table))
 
 
@@ -26,7 +26,7 @@ def unpacked(table: np.ndarray) -> tuple:
     "size", [0, 1, 2, 15, 16, 17, 31, 32, 33, 2047, 2048, 2049, 3 * histogram_kernel.COUNTING_CHUNK // 2 + 5]
 )
 def test_both_kernels_count_the_same(compiled, bits: int, size: int) -> None:
-    """Tables, ends and whether all is finite are equal for any patterns of finite values, and are what they must be."""
+    """Tables, limits and finiteness are equal and correct for any patterns of finite values."""
     patterns = np.random.default_rng(size).integers(0, 1 << 32, size, dtype=np.uint32)
     patterns[::3] = 0
     patterns[patterns >> 23 & 0xFF == 0xFF] = 0x80000001
@@ -46,7 +46,7 @@ def test_both_kernels_count_the_same(compiled, bits: int, size: int) -> None:
 @pytest.mark.parametrize("place", [0, 1, 15, 16, 32, 40])
 @pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf, -np.inf])
 def test_nonfinite_values_are_reported(fill, place: int, odd: float) -> None:
-    """Wherever it is among the values."""
+    """The result is the same for each position of the value."""
     values = np.linspace(-1, 1, 41, dtype=np.float32)
     assert fill(values, 16, histogram_kernel.new_histogram_table(7)) == (-1.0, 1.0, True)
     values[place] = odd
@@ -55,7 +55,7 @@ def test_nonfinite_values_are_reported(fill, place: int, odd: float) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 2048, 2049, histogram_kernel.SQUARES_CHUNK + 1, 50_000])
 def test_both_kernels_square_the_same(extension, size: int) -> None:
-    """Sums of squares are those of float64 but for rounding."""
+    """Sums of squares equal those in float64 up to rounding."""
     rng = np.random.default_rng(size)
     expected = rng.standard_normal(size).astype(np.float32)
     actual = expected + rng.standard_normal(size).astype(np.float32) / 64
@@ -66,7 +66,7 @@ def test_both_kernels_square_the_same(extension, size: int) -> None:
 
 
 def test_squares_that_float32_cannot_hold_are_not_hidden(extension) -> None:
-    """Too large ones and NaN spoil the sum that they are in; what does not fit is refused."""
+    """Too large squares and NaN make their sum infinite or NaN. Wrong shapes raise errors."""
     expected = np.ones(100, np.float32)
     for index in (0, 40, 99):
         for odd, power in ((np.nan, np.nan), (1e30, np.inf), (-np.inf, np.inf)):
@@ -87,7 +87,7 @@ def test_squares_that_float32_cannot_hold_are_not_hidden(extension) -> None:
 
 
 def test_counting_all_equals_counting_one_by_one(extension) -> None:
-    """With a table and without, finite or not, in both kernels; what does not fit is refused before all."""
+    """Results are equal with and without a table and for values that are not finite. Wrong jobs raise errors first."""
     rng = np.random.default_rng(1)
     arrays = [rng.standard_normal(size).astype(np.float32) for size in (0, 1, 33, 5000, 2048, 7)]
     arrays[3][4999], arrays[4][17], arrays[5][0] = np.nan, -np.inf, np.inf
@@ -117,13 +117,13 @@ def test_counting_all_equals_counting_one_by_one(extension) -> None:
 
 
 def folded(table: np.ndarray) -> np.ndarray:
-    """The entries of a table, those for zeros as one."""
+    """Return the entries of a table, with those for zeros merged."""
     bins, counts, sums = unpacked(table)
     return np.stack([bins.astype(np.int64), counts, sums.astype(np.int64)])
 
 
 def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) -> None:
-    """Whether many small arrays or one large one come, nothing is lost or counted twice, also not by a look between."""
+    """Many small arrays or one large array are counted exactly once, also with a sketch in between."""
     monkeypatch.setattr(histogram_kernel, "TABLE_CAPACITY", 100)
     monkeypatch.setattr(histogram_kernel, "FULL_ENTRY", int(histogram_kernel.COUNT_UNIT) * 2)
     values = np.random.default_rng(0).standard_normal(1005).astype(np.float32)
@@ -139,7 +139,7 @@ def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) ->
 
 @pytest.mark.parametrize("places", [[], [0], [1], [2, 3], [5, 16], [0, 1, 2, 3], list(range(37))])
 def test_zeros_are_of_one_bin(fill, reference, places: list[int]) -> None:
-    """Wherever they are, alone or with others, zeros and what is nearly zero are counted in bin 0, and -0 is not."""
+    """Zeros and the smallest values are counted in bin 0 at each position, and -0 is not."""
     values = np.ones(37, np.float32)
     values[places] = 0
     values[places[1:2]] = np.float32(1e-44)
@@ -151,7 +151,7 @@ def test_zeros_are_of_one_bin(fill, reference, places: list[int]) -> None:
 
 @pytest.mark.slow
 def test_full_entries(fill) -> None:
-    """A bin of the largest sums, whose values come singly and so all to one column, holds what it must."""
+    """A bin with the largest possible sums is counted correctly."""
     single = np.array([0x3F80FFFF], np.uint32).view(np.float32)
     gathering, many = SketchAccumulator(bits=7), np.repeat(single, histogram_kernel.TABLE_CAPACITY)
     for chunk in (many, single, many, single, single):
@@ -170,7 +170,7 @@ def test_full_entries(fill) -> None:
 
 
 def test_compiled_kernel_rejects_wrong_arguments(compiled) -> None:
-    """Another table, a shift that is none, a read-only table, gaps, and values that are no float32."""
+    """A wrong table or shift, a read-only table, gaps, and values of another type raise errors."""
     values, table = np.ones(8, np.float32), histogram_kernel.new_histogram_table(7)
     for arguments in [(values, 13, table), (values, 0, table), (values, 40, table), (values, -1, table)]:
         with pytest.raises(ValueError, match="table"):
@@ -189,16 +189,17 @@ def test_compiled_kernel_rejects_wrong_arguments(compiled) -> None:
 
 SCRIPT = """
 import json, sys
-sys.modules["graphquant.sketch._fill"] = None
+sys.modules["graphquant.observers._fill"] = None
 import numpy as np
-from graphquant.sketch import kernel, sketch
-found = sketch(np.linspace(-1, 1, 1000, dtype=np.float32), bits=7)
-print(json.dumps([kernel.fill is kernel.in_numpy, found.bins.tolist(), found.counts.tolist(), found.sums.tolist()]))
+from graphquant.observers import histogram_kernel as kernel, sketch_values
+sketch = sketch_values(np.linspace(-1, 1, 1000, dtype=np.float32), bits=7)
+uses_numpy = kernel.count_values is kernel.count_values_numpy
+print(json.dumps([uses_numpy, sketch.bins.tolist(), sketch.counts.tolist(), sketch.sums.tolist()]))
 """
 
 
 def test_numpy_counts_where_nothing_was_compiled(reference) -> None:
-    """Without the compiled kernel, graphquant is slower and nothing else."""
+    """Without the compiled kernel, graphquant gives the same results."""
     ran = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=True)
     expected = reference(np.linspace(-1, 1, 1000, dtype=np.float32), 7)
     assert json.loads(ran.stdout) == [True, expected.bins, expected.counts, expected.sums]
@@ -207,7 +208,7 @@ def test_numpy_counts_where_nothing_was_compiled(reference) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [True, False], ids=["with a compiler", "without a compiler"])
 def test_the_kernel_is_in_a_wheel(compiler: bool, compiled, build, tmp_path) -> None:
-    """With a compiler a wheel is one for this system and holds the kernel; without, it is one for all and says why."""
+    """With a compiler, a wheel is for this system and contains the kernel. Without one, it is for all systems."""
     assert compiled is not histogram_kernel.count_values_numpy
     assert build.NAME == "graphquant.observers._fill"
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
@@ -225,7 +226,7 @@ def test_the_kernel_is_in_a_wheel(compiler: bool, compiled, build, tmp_path) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_table_takes_only_the_memory_that_is_written(fill) -> None:
-    """64 tables of 8 MiB each, with values in a few bins, take less than a tenth of that."""
+    """64 tables of 8 MiB each, with values in a few bins, use less than a tenth of that memory."""
 
     def resident() -> int:
         with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  # no file, but a view of the system

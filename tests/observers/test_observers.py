@@ -1,4 +1,4 @@
-"""Observers turn sketches into ranges."""
+"""Ranges that observers choose from sketches."""
 
 from fractions import Fraction
 
@@ -34,14 +34,14 @@ def observe(
     power_of_two: bool = False,
     **arguments: float,
 ) -> Range:
-    """The range that an observer picks."""
+    """Return the range that an observer chooses."""
     defaults = {key: argument.default for key, argument in OBSERVERS[name].arguments.items()}
     grid = QuantizationGrid(type=dtype, symmetric=symmetric, narrow=narrow, power_of_two=power_of_two)
     return OBSERVERS[name].choose_range(stats, grid, defaults | arguments)
 
 
 def tensors() -> dict[str, np.ndarray]:
-    """Values of many shapes, float32 (20000,)."""
+    """Return values of many distributions, float32 (20000,)."""
     rng = np.random.default_rng(0)
     named_tensors = {
         "normal": rng.normal(size=20000),
@@ -67,7 +67,7 @@ SCHEMES = [
 
 
 def error(values: np.ndarray, observed: Range, dtype: IntType, *, symmetric: bool) -> float:
-    """The mean squared error on the values themselves, in float64."""
+    """Return the mean squared error of the values, in float64."""
     params = choose_qparams(observed, dtype, symmetric=symmetric)
     low, high = (limit - int(params.zero_point) for limit in dtype.limits())
     wide, scale = values.astype(np.float64), float(params.scale)
@@ -75,7 +75,7 @@ def error(values: np.ndarray, observed: Range, dtype: IntType, *, symmetric: boo
 
 
 def least_error(values: np.ndarray, dtype: IntType, *, symmetric: bool) -> float:
-    """The least mean squared error over a grid of ranges, on the values themselves."""
+    """Return the least mean squared error of the values over a grid of ranges."""
     low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
     shares = np.concatenate([np.geomspace(1, 1 / 64, 40), np.linspace(0.9, 1, 40)])
     pairs = [(a, a) for a in shares]
@@ -93,14 +93,14 @@ def test_no_finite_value_is_reported() -> None:
 
 
 def test_observed_ranges() -> None:
-    """Min-max is what was seen, absmax is symmetric about 0."""
+    """The range of minmax is the observed one, that of absmax is symmetric about 0."""
     stats = sketch_values(np.array([[-3.0, 1.0], [2.0, 0.5]]), 0)
     assert observe("minmax", stats) == Range(np.array([-3.0, 0.5]), np.array([1.0, 2.0]))
     assert observe("absmax", stats) == Range(np.array([-3.0, -2.0]), np.array([3.0, 2.0]))
 
 
 def test_ranges_without_values() -> None:
-    """A fixed range and a fixed-point format need nothing to be seen."""
+    """A fixed range and a fixed-point format need no values."""
     assert observe("fixed", EMPTY_SKETCH, low=-1.5, high=6.0) == Range(np.array(-1.5), np.array(6.0))
     assert observe("fixed-point", EMPTY_SKETCH, exponent=-4) == Range(np.array(-8.0), np.array(127 / 16))
     assert observe("fixed-point", EMPTY_SKETCH, narrow=True, exponent=-4) == Range(
@@ -119,17 +119,17 @@ def test_fixed_point_has_exactly_that_scale(width: int, signed: bool, narrow: bo
 
 
 def test_fixed_point_beyond_float32_is_refused() -> None:
-    """An exponent whose values are no float32 any more has no range."""
+    """An exponent whose values exceed float32 raises an error."""
     assert observe("fixed-point", EMPTY_SKETCH, narrow=True, exponent=121).high == 127 * 2.0**121
     for exponent in (122, 126):
-        with pytest.raises(DataError, match=rf"int8 with a scale of 2\*\*{exponent} goes beyond float32"):
+        with pytest.raises(DataError, match=rf"int8 with a scale of 2\*\*{exponent} exceeds"):
             observe("fixed-point", EMPTY_SKETCH, narrow=True, exponent=exponent)
 
 
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
 def test_mse_on_the_values_themselves(name: str, dtype: IntType, symmetric: bool) -> None:
-    """The range from the sketch has at most 1.05 times the least error that a search over the raw values finds."""
+    """The error of the range from the sketch is at most 1.05 times the least error of a search on the values."""
     values = TENSORS[name]
     observed = observe("mse", sketch_values(values, bits=10), dtype, symmetric=symmetric)
     actual = error(values, observed, dtype, symmetric=symmetric)
@@ -137,7 +137,7 @@ def test_mse_on_the_values_themselves(name: str, dtype: IntType, symmetric: bool
 
 
 def least_error_of_powers(values: np.ndarray, dtype: IntType, *, symmetric: bool) -> float:
-    """The least mean squared error of all scales that are powers of two, with every zero point that holds 0.0."""
+    """Return the least mean squared error of all power-of-two scales, with every zero point that represents 0.0."""
     qmin, qmax = dtype.limits()
     top = int(np.ceil(np.log2(max(np.abs(values).max(), 1e-30)))) + 1
     least = np.inf
@@ -154,7 +154,7 @@ def least_error_of_powers(values: np.ndarray, dtype: IntType, *, symmetric: bool
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
 def test_mse_among_powers_of_two(name: str, dtype: IntType, symmetric: bool) -> None:
-    """With scales that are powers of two, the range leads to the best of these, or within 1.05 times its error."""
+    """With power-of-two scales, the error is at most 1.05 times that of the best scale."""
     values = TENSORS[name]
     observed = observe("mse", sketch_values(values, bits=10), dtype, symmetric=symmetric, power_of_two=True)
     params = choose_qparams(observed, dtype, symmetric=symmetric, power_of_two=True)
@@ -165,7 +165,7 @@ def test_mse_among_powers_of_two(name: str, dtype: IntType, symmetric: bool) -> 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_auto_among_powers_of_two(name: str) -> None:
-    """The scale is a power of two, no larger than that of minmax, and clips no more than it may."""
+    """The scale is a power of two, at most that of minmax, and clips at most the allowed share."""
     values = TENSORS[name]
     observed = observe("auto", sketch_values(values, bits=10), INT8, power_of_two=True)
     params = choose_qparams(observed, INT8, symmetric=True, power_of_two=True)
@@ -177,7 +177,7 @@ def test_auto_among_powers_of_two(name: str) -> None:
 
 
 def test_a_power_of_two_too_large_is_halved_where_that_pays() -> None:
-    """Values up to 1.1 need a step of 1/64 for minmax; mse takes 1/128 and clips the one beyond 1."""
+    """Values up to 1.1 need a step of 1/64 for minmax. mse chooses 1/128 and clips the one value above 1."""
     values = np.append(np.random.default_rng(0).uniform(-0.95, 0.95, 20000), 1.1).astype(np.float32)
     stats = sketch_values(values, bits=7)
     scales = [
@@ -189,9 +189,9 @@ def test_a_power_of_two_too_large_is_halved_where_that_pays() -> None:
 
 @pytest.mark.parametrize("name", ["mse", "entropy"])
 def test_searches_need_even_steps(name: str) -> None:
-    """float8 has no step to search for; the reason says what to take, and auto takes all."""
+    """float8 has no uniform step to search. The reason names alternatives, and auto is minmax."""
     stats = sketch_values(np.linspace(-3, 5, 100, dtype=np.float32), bits=7)
-    with pytest.raises(DataError, match=r"float8_e5m2 differ in size.*observe it with minmax"):
+    with pytest.raises(DataError, match=r"float8_e5m2 differ in size.*minmax"):
         observe(name, stats, FloatType("float8_e5m2"))
     assert observe("auto", stats, FloatType("float8_e5m2")) == Range(np.array(-3.0), np.array(5.0))
 
@@ -200,7 +200,7 @@ def test_searches_need_even_steps(name: str) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(UINT8, 2**-7), (IntType(16, False), 2**-10)])
 @pytest.mark.parametrize("percentile", [99.99, 99.0, 50.0])
 def test_percentiles_of_the_values_themselves(name: str, dtype: IntType, bound: float, percentile: float) -> None:
-    """Each end is within the bound of the value of that rank, relative to it; half is left out at each end."""
+    """Each end is within the relative bound of the value with that rank. Half of the share is clipped at each end."""
     values = np.sort(TENSORS[name]).astype(np.float64)
     out = int(values.size * (1 - percentile / 100) / 2 + 1e-6)
     observed = observe("percentile", sketch_values(values, bits=10), dtype, symmetric=False, percentile=percentile)
@@ -213,7 +213,7 @@ def test_percentiles_of_the_values_themselves(name: str, dtype: IntType, bound: 
 
 
 def test_all_values_are_inside_a_percentile_of_100() -> None:
-    """Nothing is left out: min-max, bit for bit where the ends are single values."""
+    """No value is clipped: the range is that of minmax, bit for bit if the ends are single values."""
     values = TENSORS["cauchy"]
     observed = observe("percentile", sketch_values(values, bits=7), UINT8, symmetric=False, percentile=100)
     assert observed == Range(np.float64(values.min()), np.float64(values.max()))
@@ -222,7 +222,7 @@ def test_all_values_are_inside_a_percentile_of_100() -> None:
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
 def test_auto_clips_few(name: str, dtype: IntType, symmetric: bool) -> None:
-    """No more than 1 of 4**(bits - 1) values is beyond the range; with 16 bits it is min-max."""
+    """At most 1 of 4**(bits - 1) values is outside of the range; with 16 bits it is minmax."""
     values = TENSORS[name]
     stats = sketch_values(values, bits=10)
     observed = observe("auto", stats, dtype, symmetric=symmetric)
@@ -235,7 +235,7 @@ def test_auto_clips_few(name: str, dtype: IntType, symmetric: bool) -> None:
 
 
 def test_an_outlier_is_clipped_as_far_as_it_pays() -> None:
-    """Of a million even values in [-1, 1] and one of 10, rounding and clipping weigh the same near 3.8."""
+    """For a million uniform values in [-1, 1] and one of 10, rounding and clipping errors are equal near 3.8."""
     values = np.random.default_rng(1).uniform(-1, 1, 1_000_000).astype(np.float32)
     values[0] = 10.0
     stats = sketch_values(values, bits=7)
@@ -249,7 +249,7 @@ def test_an_outlier_is_clipped_as_far_as_it_pays() -> None:
 
 
 def test_mean_of_blocks_is_exact() -> None:
-    """Sums that no float64 holds give the mean that fractions give."""
+    """Sums that float64 cannot represent give the mean of exact fractions."""
     gathering = SketchAccumulator(bits=7)
     ends = [(-1e-30, 1e30), (-3.0, 1.0), (-0.1, 7.0)]
     for low, high in ends:
@@ -262,7 +262,7 @@ def test_mean_of_blocks_is_exact() -> None:
 
 @pytest.mark.parametrize("name", ["normal", "laplace", "relu"])
 def test_entropy_against_onnxruntime(name: str) -> None:
-    """The threshold is within a factor of 2 of onnxruntime's, whose bins are parts of the largest value."""
+    """The threshold is within a factor of 2 of onnxruntime's, whose bins are fractions of the largest value."""
     calibrate = pytest.importorskip("onnxruntime.quantization.calibrate")
     values = TENSORS[name]
     collector = calibrate.HistogramCollector("entropy", True, 2047, 128, 99.999, "same")
@@ -275,7 +275,7 @@ def test_entropy_against_onnxruntime(name: str) -> None:
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize(("dtype", "symmetric"), [(UINT8, False), (INT8, True), (IntType(2, False), False)])
 def test_entropy_does_not_depend_on_the_unit(name: str, dtype: IntType, symmetric: bool) -> None:
-    """A tensor in another unit, a power of two, has the same range in that unit, within what was seen."""
+    """A tensor scaled by a power of two has the scaled range."""
     stats, scaled_stats = (
         sketch_values(values, bits=7) for values in (TENSORS[name], TENSORS[name] * np.float32(1024))
     )
@@ -285,27 +285,27 @@ def test_entropy_does_not_depend_on_the_unit(name: str, dtype: IntType, symmetri
 
 
 def test_entropy_takes_narrow_types_only() -> None:
-    """Above 8 bits nothing is lost that a divergence could see."""
-    with pytest.raises(DataError, match="up to 8 bits, as int16 loses next to no information"):
+    """Types above 8 bits raise an error."""
+    with pytest.raises(DataError, match="up to 8 bits, since int16"):
         observe("entropy", sketch_values(TENSORS["normal"], bits=10), IntType(16, True))
 
 
 @pytest.mark.parametrize("name", [name for name, one in OBSERVERS.items() if one.needs_histogram])
 def test_statistics_without_a_histogram_are_refused(name: str) -> None:
-    """What is missing is said, and what to do."""
+    """The error names the missing histogram and a remedy."""
     values = TENSORS["normal"].reshape(100, 200)
-    with pytest.raises(DataError, match=r"kept per channel, and this observer needs a histogram; observe it with minm"):
+    with pytest.raises(DataError, match=r"only limits per channel.*minmax"):
         observe(name, sketch_values(values, 1, bits=7))
     with pytest.raises(DataError, match=r"needs a histogram"):
         observe(name, sketch_values(values))
-    with pytest.raises(DataError, match=r"has 7 mantissa bits, from which errors of int16 cannot be estimated"):
+    with pytest.raises(DataError, match=r"has 7 mantissa bits, and int16 needs 10"):
         observe(name, sketch_values(values, bits=7), IntType(16, True))
     with pytest.raises(DataError, match="no finite value"):
         observe(name, sketch_values(np.array([np.nan]), bits=7))
 
 
 def test_a_finer_histogram_than_needed_changes_nothing() -> None:
-    """An 8-bit scheme has the same range from statistics that a 16-bit one shares."""
+    """An 8-bit scheme has the same range from statistics of 10 mantissa bits."""
     for name, values in TENSORS.items():
         seven, ten = sketch_values(values, bits=7), sketch_values(values, bits=10)
         assert observe("auto", seven, UINT8, symmetric=False) == observe("auto", ten, UINT8, symmetric=False), name

@@ -27,14 +27,14 @@ CHANNELS = 4
 
 
 def kernel(multiplier: int) -> np.ndarray:
-    """A kernel each of whose output channels has another magnitude."""
+    """Return a kernel whose output channels differ in magnitude."""
     rng = np.random.default_rng(multiplier)
     sizes = 2.0 ** rng.permutation(np.arange(CHANNELS * multiplier)).reshape(CHANNELS, multiplier)
     return (rng.normal(size=(3, 3, CHANNELS, multiplier)) * sizes).astype(np.float32)
 
 
 def model(tmp_path, multiplier: int):
-    """A frozen graph of one depthwise convolution."""
+    """Write a frozen graph of one depthwise convolution."""
     tf = pytest.importorskip("tensorflow").compat.v1
     with tf.Graph().as_default() as graph:
         x = tf.placeholder(tf.float32, [1, 6, 6, CHANNELS], name="x")
@@ -46,14 +46,14 @@ def model(tmp_path, multiplier: int):
 
 
 def inserted(tmp_path, multiplier: int, scheme: str, **more):
-    """What `insert` makes of that graph with one rule."""
+    """Quantize that graph with one rule."""
     rules = tmp_path / "r.toml"
     rules.write_text(RULES.format(scheme=scheme, channels=CHANNELS * multiplier))
     return gq.insert(model(tmp_path, multiplier), rules=[str(rules)], **more)
 
 
 def run(result, tmp_path, names: list[str]) -> list[np.ndarray]:
-    """What TensorFlow gives for tensors of the written model."""
+    """Return TensorFlow's values of tensors of the written model."""
     import tensorflow as tf
 
     v1 = tf.compat.v1
@@ -65,7 +65,7 @@ def run(result, tmp_path, names: list[str]) -> list[np.ndarray]:
 
 
 def expected(family: str, weight: np.ndarray, params) -> np.ndarray:
-    """What the family's reference makes of each output channel by itself."""
+    """Quantize each output channel separately with the family's reference."""
     flat = weight.reshape(3, 3, -1)
     if isinstance(params, DynamicQParams):
         channels = [
@@ -101,7 +101,7 @@ def expected(family: str, weight: np.ndarray, params) -> np.ndarray:
     ],
 )
 def test_each_output_channel_has_its_scale(tmp_path, family: str, range_: str, multiplier: int) -> None:
-    """The scale of an output channel is that of its own values, and the op gives what the reference predicts."""
+    """The scale of an output channel is that of its own values, and the op gives the reference's values."""
     result = inserted(tmp_path, multiplier, f'family = "{family}"\nrange = "{range_}"\nnarrow = true')
     (inserted_site,) = result.inserted
     weight = kernel(multiplier)
@@ -118,7 +118,7 @@ def test_each_output_channel_has_its_scale(tmp_path, family: str, range_: str, m
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [2, 4])
 def test_v2_and_v4_refuse_a_range_per_channel(tmp_path, version: int) -> None:
-    """V2 and V4 have no kernel for a range per channel: nothing is written, and why is told."""
+    """V2 and V4 have no kernel for a range per channel: nothing is written, and the skip names the reason."""
     result = inserted(tmp_path, 2, f'family = "quantize-and-dequantize-v{version}"')
     assert not result.inserted
     (skip,) = result.skips
@@ -128,7 +128,7 @@ def test_v2_and_v4_refuse_a_range_per_channel(tmp_path, version: int) -> None:
 
 @pytest.mark.slow
 def test_plan_has_the_merged_channel_shape(tmp_path) -> None:
-    """A plan with a view survives JSON and is applied; another view or number of scales is refused."""
+    """A plan with a merged shape survives JSON and is applied. Another shape or number of scales raises an error."""
     result = inserted(tmp_path, 2, 'family = "fake-quant"')
     data = plan_to_json(result.plan)
     assert data["sites"][0]["view"] == [3, 3, 8]
@@ -145,7 +145,7 @@ def test_plan_has_the_merged_channel_shape(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("multiplier", [1, 2, 3])
 def test_tflite_has_the_same_scales(tmp_path, multiplier: int) -> None:
-    """TFLite's converter takes over the scale of each output channel."""
+    """TFLite's converter uses the scale of each output channel."""
     rules = tmp_path / "all.toml"
     rules.write_text(
         RULES.format(scheme='family = "fake-quant"\nnarrow = true', channels=CHANNELS * multiplier)
@@ -164,7 +164,7 @@ def test_tflite_has_the_same_scales(tmp_path, multiplier: int) -> None:
 
 
 def test_views_of_other_kernels() -> None:
-    """Only a depthwise kernel with a multiplier is seen otherwise; sizes that are not known stay so."""
+    """Only a depthwise kernel with a multiplier has a merged shape; unknown sizes stay unknown."""
     tensorflow = Op(name="d", kind="depthwise_conv", type="DepthwiseConv2dNative", outputs=(), channel_axis=2)
     onnx = Op(name="d", kind="depthwise_conv", type="Conv", outputs=(), channel_axis=0)
     transposed = Op(name="t", kind="conv_transpose", type="Conv2DBackpropInput", outputs=(), channel_axis=2)

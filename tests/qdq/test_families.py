@@ -1,4 +1,4 @@
-"""What each family of QDQ ops adds to a graph: ops, names, constants and reshapes, for both frameworks."""
+"""Ops, names, constants and reshapes that each family adds to a graph, for both frameworks."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ E4M3 = FloatType("float8_e4m3fn")
 
 
 def graph_with(shape: tuple[int, ...], kind: str = "relu") -> tuple[Model, Graph, TensorRef]:
-    """A graph that holds one float32 tensor."""
+    """Build a graph with one float32 tensor."""
     model = Model(format="onnx")
     graph = model.graphs[""] = Graph("", model.graphs)
     op = Op(name="t", kind=kind, type=kind, outputs=(Output("t", "float32", shape),))
@@ -23,7 +23,7 @@ def graph_with(shape: tuple[int, ...], kind: str = "relu") -> tuple[Model, Graph
 
 
 def lower_tensor(family: str, shape: tuple[int, ...], params: QParams, **more) -> tuple[Graph, TensorRef]:
-    """The graph after lowering one site, checked."""
+    """Return the graph after adding ops for one site, with checked invariants."""
     model, graph, tensor = graph_with(shape)
     site = QDQSite(tensor=tensor, name="t/quant", params=params, rule="r", shape=shape, **more)
     result = FAMILIES[family].add_ops(graph, site)
@@ -33,12 +33,12 @@ def lower_tensor(family: str, shape: tuple[int, ...], params: QParams, **more) -
 
 
 def wiring(graph: Graph) -> dict[str, tuple[str, list[str]]]:
-    """Each new op with its type and what it reads."""
+    """Return each new op with its type and sources."""
     return {op.name: (op.type, [str(slot) for slot in graph.slots(op.name)]) for op in graph.ops() if op.name != "t"}
 
 
 def value(graph: Graph, name: str) -> np.ndarray:
-    """The value of a constant, which its output describes."""
+    """Return the value of a constant after checking its output."""
     op = graph.op(name)
     assert op.kind == "constant"
     constant = op.read_value()
@@ -47,7 +47,7 @@ def value(graph: Graph, name: str) -> np.ndarray:
 
 
 def per_channel(channels: int, axis: int) -> QParams:
-    """Symmetric int8 scales, one per channel, all different."""
+    """Return symmetric int8 scales, one per channel, all different."""
     high = np.arange(1.0, channels + 1)
     return choose_qparams(Range(-high, high), INT8, symmetric=True, narrow=True, axis=axis)
 
@@ -76,7 +76,7 @@ def test_onnx_per_channel_weight_is_folded() -> None:
     """A weight becomes an integer constant and one DequantizeLinear with its axis."""
     weight = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
     params = per_channel(3, 0)
-    graph, result = lower_tensor("onnx-qdq", (3, 4), params, value=lambda: weight)
+    graph, result = lower_tensor("onnx-qdq", (3, 4), params, read_value=lambda: weight)
     assert wiring(graph) == {
         "t/quant/scale": ("Constant", []),
         "t/quant/zero_point": ("Constant", []),
@@ -97,12 +97,12 @@ def test_odd_widths_live_in_the_next_container() -> None:
     """Five bits are int8 values from -16 to 15."""
     params = choose_qparams(Range(np.array(-1.0), np.array(1.0)), IntType(5, True), symmetric=True)
     values = np.array([-9.0, -1.0, 0.0, 1.0, 9.0], np.float32)
-    graph, _ = lower_tensor("onnx-qdq", (5,), params, value=lambda: values)
+    graph, _ = lower_tensor("onnx-qdq", (5,), params, read_value=lambda: values)
     assert value(graph, "t/quant/int8").tolist() == [-16, -15, 0, 15, 15]
 
 
 def test_fake_quant_per_tensor() -> None:
-    """FakeQuantWithMinMaxVars has the range of the params, its bits and whether it is narrow."""
+    """FakeQuantWithMinMaxVars has the range, bits and narrow range of the params."""
     params = choose_qparams(Range(np.array(-8.0), np.array(127 / 16)), INT8, symmetric=True)
     graph, result = lower_tensor("fake-quant", (2, 3), params)
     assert wiring(graph) == {
@@ -135,7 +135,7 @@ def test_fake_quant_of_the_last_axis() -> None:
     ],
 )
 def test_fake_quant_of_an_inner_axis(shape, axis: int, flat, high) -> None:
-    """The channel axis and what follows it become the last axis, each channel's range repeated, and back."""
+    """The channel axis and later axes are merged into the last axis, with each channel's range repeated."""
     graph, result = lower_tensor("fake-quant", shape, per_channel(shape[axis], axis))
     assert wiring(graph) == {
         "t/quant/flat/shape": ("Const", []),
@@ -172,7 +172,7 @@ def test_constants_in_frames_follow_the_tensor(axis: int | None) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_in_use_get_a_suffix(family: str) -> None:
-    """Where a name is taken, the new op gets the smallest free number and the wiring follows."""
+    """If a name is used, the new op gets the smallest unused suffix."""
     model, graph, tensor = graph_with((2,))
     for name in ("t/quant", "t/quant/min", "t/quant/scale"):
         graph.add_op(Op(name=name, kind="other", type="other", outputs=(Output(name),)))
@@ -186,7 +186,7 @@ def test_names_in_use_get_a_suffix(family: str) -> None:
 @pytest.mark.parametrize(("family", "name"), [("onnx-qdq", "t/quant"), ("fake-quant", "t/quant")])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_params_are_read_back(family: str, name: str, symmetric: bool) -> None:
-    """A family reads from its own op the scale and range that it was made from."""
+    """A family reads the scale and range of its own ops."""
     params = choose_qparams(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=symmetric)
     model, graph, tensor = graph_with((2,))
     FAMILIES[family].add_ops(graph, QDQSite(tensor=tensor, name=name, params=params, rule="r"))
@@ -198,7 +198,7 @@ def test_params_are_read_back(family: str, name: str, symmetric: bool) -> None:
 
 
 def test_a_range_of_strings_is_not_read() -> None:
-    """A damaged FakeQuant whose range is no float is told as one that is not known, not as a crash."""
+    """A damaged FakeQuant whose range is not a float has unknown params."""
     params = choose_qparams(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=True)
     graph, _ = lower_tensor("fake-quant", (2,), params)
     damaged = dataclasses.replace(graph.op("t/quant/max"), read_value=lambda: np.array(b"", object))
@@ -216,12 +216,12 @@ def test_a_range_of_strings_is_not_read() -> None:
         (
             "onnx-qdq",
             FamilyRequest(type=IntType(17, True), axis=None, dtype="float32", shape=None),
-            "take 2 to 16 bits",
+            "use 2 to 16 bits",
         ),
         (
             "onnx-qdq",
             FamilyRequest(type=IntType(32, True), axis=None, dtype="float32", shape=None),
-            "take 2 to 16 bits",
+            "use 2 to 16 bits",
         ),
         (
             "onnx-qdq",
@@ -232,7 +232,7 @@ def test_a_range_of_strings_is_not_read() -> None:
         (
             "onnx-qdq",
             FamilyRequest(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32),
-            "blocks are for weights",
+            "only weights can have blocks",
         ),
         (
             "onnx-qdq",
@@ -240,7 +240,11 @@ def test_a_range_of_strings_is_not_read() -> None:
             None,
         ),
         ("fake-quant", FamilyRequest(type=E4M3, axis=None, dtype="float32", shape=None), "is for ONNX models"),
-        ("fake-quant", FamilyRequest(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32), "has no blocks"),
+        (
+            "fake-quant",
+            FamilyRequest(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32),
+            "does not support blocks",
+        ),
         (
             "quantize-and-dequantize-v2",
             FamilyRequest(type=E4M3, axis=None, dtype="float32", shape=None),
@@ -254,6 +258,6 @@ def test_a_range_of_strings_is_not_read() -> None:
     ],
 )
 def test_unsupported_reasons(family: str, asked: FamilyRequest, reason: str | None) -> None:
-    """A request that the runtime would refuse is refused with its reason."""
+    """A request that the runtime does not support has a reason."""
     actual = FAMILIES[family].unsupported_reason(asked)
     assert actual is None if reason is None else reason in actual

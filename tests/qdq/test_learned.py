@@ -1,4 +1,4 @@
-"""Learned ranges: variables that start with what was observed, that gradients change and that files keep."""
+"""Learned ranges: variables with the observed range as initial value, which gradients change and files store."""
 
 import numpy as np
 import pytest
@@ -31,14 +31,14 @@ X, WEIGHT = rng.normal(size=(4, 3)).astype(np.float32), rng.normal(size=(3, 2)).
 
 
 def rules(tmp_path, *, family="fake-quant", more=FIXED, kind="matmul", role="input"):
-    """A rule file."""
+    """Write a rule file."""
     path = tmp_path / "r.toml"
     path.write_text(RULES.format(family=family, more=more, kind=kind, role=role))
     return [str(path)]
 
 
 def read_frozen_graph(path, *, nested=False):
-    """A frozen graph of one matrix product, in a function of its own if it is to be nested."""
+    """Write a frozen graph of one matrix product, in a function if it is nested."""
     tf = pytest.importorskip("tensorflow")
     if nested:
         inner = tf.function(lambda x: tf.matmul(x, tf.constant(WEIGHT, name="w"), name="product"))
@@ -53,7 +53,7 @@ def read_frozen_graph(path, *, nested=False):
 
 
 def open_session(path):
-    """A session of the written graph, its variables initialized."""
+    """Open a session of the written graph with initialized variables."""
     import tensorflow as tf
 
     v1, graph = tf.compat.v1, tf.Graph()
@@ -65,7 +65,7 @@ def open_session(path):
 
 
 def test_gradients_reach_the_range(tmp_path) -> None:
-    """A step against the gradient of the range changes what the op makes as the reference predicts."""
+    """A gradient step on the range changes the op's output as the reference predicts."""
     import tensorflow as tf
 
     result = gq.insert(read_frozen_graph(tmp_path / "net.pb"), rules=rules(tmp_path))
@@ -99,7 +99,7 @@ def test_gradients_reach_the_range(tmp_path) -> None:
 
 
 def test_bits_of_v3_are_a_variable(tmp_path) -> None:
-    """V3's bits and range can be changed in the running model; that no gradient reaches them is told."""
+    """V3's bits and range can be assigned in the running model. A note says that no gradient reaches them."""
     import tensorflow as tf
 
     result = gq.insert(
@@ -119,7 +119,7 @@ def test_bits_of_v3_are_a_variable(tmp_path) -> None:
 
 
 def test_a_range_per_channel(tmp_path) -> None:
-    """Each channel has a variable element and a gradient of its own."""
+    """Each channel has its own variable element and gradient."""
     import tensorflow as tf
 
     rule_file = rules(tmp_path, more='per = "channel"\nobserve = "absmax"\n', role="weight")
@@ -137,7 +137,7 @@ def test_a_range_per_channel(tmp_path) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_written_graph_is_read_and_run_again(tmp_path, nested: bool) -> None:
-    """In the main graph and in functions the variables are initialized, for TensorFlow and for graphquant."""
+    """Variables in the main graph and in functions are initialized, in TensorFlow and in graphquant."""
     result = gq.insert(read_frozen_graph(tmp_path / "net.pb", nested=nested), rules=rules(tmp_path))
     path = result.save(tmp_path / "made.pb")
     ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
@@ -154,7 +154,7 @@ def test_the_written_graph_is_read_and_run_again(tmp_path, nested: bool) -> None
 
 
 def live_object(tf):
-    """A tf.Graph of one matrix product with a weight in a variable."""
+    """Build a tf.Graph of one matrix product with a variable weight."""
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [4, 3], name="x")
         weight = tf.compat.v1.get_variable("w", initializer=WEIGHT, use_resource=True)
@@ -164,7 +164,7 @@ def live_object(tf):
 
 @pytest.mark.filterwarnings("ignore")
 def test_learned_ranges_of_graphs_and_sessions_in_memory(tmp_path) -> None:
-    """A tf.Graph that is given back has the ranges among its trainable variables; in a session they have values."""
+    """A converted tf.Graph has the ranges among its trainable variables; in a session they have values."""
     tf = pytest.importorskip("tensorflow")
     v1, graph = tf.compat.v1, live_object(tf)
     converted = gq.to_tf(gq.insert(gq.load(graph), rules=rules(tmp_path)).model)
@@ -188,7 +188,7 @@ def test_learned_ranges_of_graphs_and_sessions_in_memory(tmp_path) -> None:
 
 @pytest.mark.parametrize("branch", [False, True])
 def test_learned_ranges_of_functions_in_memory(tmp_path, branch: bool) -> None:
-    """A function that is given back has new variables for the ranges, and trains them with its own."""
+    """A converted function has new variables for the ranges, and trains them with its own."""
     tf = pytest.importorskip("tensorflow")
     weight = tf.Variable(WEIGHT, name="w")
 
@@ -221,7 +221,7 @@ def test_learned_ranges_of_functions_in_memory(tmp_path, branch: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_learned_ranges_freeze_to_constants(tmp_path) -> None:
-    """Freezing makes constants of the ranges; TFLite, which has no variables, is refused them otherwise."""
+    """Freezing converts the ranges to constants. TFLite has no variables, so it requires freezing."""
     result = gq.insert(read_frozen_graph(tmp_path / "net.pb"), rules=rules(tmp_path))
     for model in (result.model, gq.load(result.save(tmp_path / "made.pb"))):
         plain = gq.freeze(model)
@@ -233,7 +233,7 @@ def test_learned_ranges_freeze_to_constants(tmp_path) -> None:
 
 
 def test_loop_frames(tmp_path) -> None:
-    """In a TF1 loop the variables are read inside of its frame."""
+    """In a TF1 loop the variables are read inside its frame."""
     import tensorflow as tf
 
     v1 = tf.compat.v1

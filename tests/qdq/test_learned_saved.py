@@ -1,4 +1,4 @@
-"""Learned ranges in SavedModels and MetaGraphs: real variables there, restored, trained, and saved again."""
+"""Learned ranges in SavedModels and MetaGraphs: variables that are restored, trained and saved again."""
 
 import numpy as np
 import pytest
@@ -38,12 +38,12 @@ WEIGHT, TARGET = rng.normal(size=(3, 3)).astype(np.float32), rng.normal(size=(5,
 
 @pytest.fixture
 def tf():
-    """The tensorflow package."""
+    """Return the tensorflow package."""
     return pytest.importorskip("tensorflow")
 
 
 def saved(tf, path, kind="plain"):
-    """A SavedModel of one matrix product: in nested functions, a branch, a loop."""
+    """Write a SavedModel of one matrix product: in nested functions, a branch, a loop."""
 
     class Net(tf.Module):
         def __init__(self):
@@ -72,13 +72,13 @@ def saved(tf, path, kind="plain"):
 
 
 def inserted(model, tmp_path, family="fake-quant"):
-    """What `insert` makes with learned ranges for the input and the weight of each product."""
+    """Quantize the model with learned ranges for the input and the weight of each product."""
     (tmp_path / "r.toml").write_text(RULES.format(family=family))
     return gq.insert(model, rules=[str(tmp_path / "r.toml")])
 
 
 def quantized(rounds=1):
-    """What the reference makes of the products."""
+    """Compute the quantized product with the reference."""
     ends = tf_ranges.range_for_fake_quant(gq_params(-0.75, 0.5))
     largest = np.abs(WEIGHT).max(axis=0)
     weight = tf_ranges.range_for_fake_quant(gq_params(-largest, largest, axis=1))
@@ -91,14 +91,14 @@ def quantized(rounds=1):
 
 
 def gq_params(low, high, axis=None):
-    """The scale that the rules choose for a range."""
+    """Return the scale that the rules choose for a range."""
     from graphquant.numerics import IntType, Range, choose_qparams
 
     return choose_qparams(Range(low, high), IntType(8, signed=True), symmetric=True, axis=axis)
 
 
 def test_layouts_of_the_rules(tf, tmp_path) -> None:
-    """The reference above is what the plan decides."""
+    """The reference has the params of the plan."""
     result = inserted(saved(tf, tmp_path / "net"), tmp_path)
     scales = {inserted_site.site.rule: inserted_site.params.scale for inserted_site in result.inserted}
     largest = np.abs(WEIGHT).max(axis=0)
@@ -108,7 +108,7 @@ def test_layouts_of_the_rules(tf, tmp_path) -> None:
 
 @pytest.mark.parametrize(("kind", "rounds"), [("plain", 1), ("cond", 1), ("while", 2), ("both", 2)])
 def test_saved_models(tf, tmp_path, kind: str, rounds: int) -> None:
-    """Loaded by either loader and by graphquant it computes what the reference does; its ranges are variables."""
+    """The model, loaded by each loader and by graphquant, gives the reference's values. Its ranges are variables."""
     result = inserted(saved(tf, tmp_path / "net", kind), tmp_path)
     path = result.save(tmp_path / "made")
     expected = quantized(rounds)
@@ -133,7 +133,7 @@ def test_saved_models(tf, tmp_path, kind: str, rounds: int) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "cond", "while", "both"])
 def test_training_moves_the_ranges(tf, tmp_path, kind: str) -> None:
-    """Five steps of SGD lower the loss and change the ranges; saved again, they are what they became."""
+    """Five steps of SGD lower the loss and change the ranges, which a saved model keeps."""
     path = inserted(saved(tf, tmp_path / "net", kind), tmp_path).save(tmp_path / "made")
     loaded = tf.saved_model.load(str(path))
     variables = [*loaded.learned_ranges, loaded.w]
@@ -159,7 +159,7 @@ def test_training_moves_the_ranges(tf, tmp_path, kind: str) -> None:
 
 
 def test_the_gradient_is_the_references(tf, tmp_path) -> None:
-    """The range of the input gets the gradient that the reference predicts, through the loaded function."""
+    """The gradient of the input's range, through the loaded function, equals the reference's."""
     loaded = tf.saved_model.load(str(inserted(saved(tf, tmp_path / "net"), tmp_path).save(tmp_path / "made")))
     low, high, *_ = loaded.learned_ranges
     with tf.GradientTape() as tape:
@@ -175,7 +175,7 @@ def test_the_gradient_is_the_references(tf, tmp_path) -> None:
 
 @pytest.mark.parametrize("version", [2, 3, 4])
 def test_ranges_that_no_gradient_reaches(tf, tmp_path, version: int) -> None:
-    """V2, V3 and V4 have their ranges in variables that are not trainable, and that is told; they can be assigned."""
+    """The ranges of V2, V3 and V4 are variables that are not trainable, which a note says. They can be assigned."""
     family = f"quantize-and-dequantize-v{version}"
     result = inserted(saved(tf, tmp_path / "net"), tmp_path, family)
     assert any("no gradient reaches" in note for note in result.site_notes.values())
@@ -189,7 +189,7 @@ def test_ranges_that_no_gradient_reaches(tf, tmp_path, version: int) -> None:
 
 
 def test_callers_that_take_no_variables(tf, tmp_path) -> None:
-    """A function that a dataset maps cannot be handed variables; nothing is written and the way out is told."""
+    """A function that a dataset maps cannot receive variables: nothing is written, and the error names a remedy."""
     rules = tmp_path / "r.toml"
     rules.write_text(RULES.format(family="fake-quant").partition('[[rule]]\nname = "w"')[0])
     result = gq.insert(saved(tf, tmp_path / "net", "map"), rules=[str(rules)])
@@ -200,7 +200,7 @@ def test_callers_that_take_no_variables(tf, tmp_path) -> None:
 
 
 def first_generation(tf, folder, *, variable: bool, metagraph: bool = False):
-    """A TF1 SavedModel, or a MetaGraph with its checkpoint."""
+    """Write a TF1 SavedModel, or a MetaGraph with its checkpoint."""
     v1 = tf.compat.v1
     with tf.Graph().as_default() as graph, v1.Session() as session:
         x = v1.placeholder(tf.float32, [None, 3], name="x")
@@ -217,7 +217,7 @@ def first_generation(tf, folder, *, variable: bool, metagraph: bool = False):
 
 @pytest.mark.parametrize("variable", [True, False])
 def test_saved_models_of_the_first_generation(tf, tmp_path, variable: bool) -> None:
-    """TF1's loader restores the ranges, its collections hold them and its saver saves them."""
+    """TF1's loader restores the ranges, its collections contain them and its saver saves them."""
     result = inserted(first_generation(tf, tmp_path, variable=variable), tmp_path)
     path = result.save(tmp_path / "made")
     v1, expected = tf.compat.v1, quantized()
@@ -237,7 +237,7 @@ def test_saved_models_of_the_first_generation(tf, tmp_path, variable: bool) -> N
 
 
 def test_meta_graphs(tf, tmp_path) -> None:
-    """A MetaGraph's checkpoint holds the ranges, and the saver that it brings restores and saves them."""
+    """A MetaGraph's checkpoint contains the ranges, and its saver restores and saves them."""
     v1, source = tf.compat.v1, first_generation(tf, tmp_path, variable=True, metagraph=True)
     path = inserted(source, tmp_path).save(tmp_path / "made.meta")
     with tf.Graph().as_default(), v1.Session() as session:
@@ -254,7 +254,7 @@ def test_meta_graphs(tf, tmp_path) -> None:
 
 
 def test_the_source_is_not_touched(tf, tmp_path) -> None:
-    """Files of the source that are linked to keep their names and bytes."""
+    """Linked files of the source keep their names and bytes."""
     source = saved(tf, tmp_path / "net")
     before = {path: path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()}
     result = inserted(source, tmp_path)
@@ -266,7 +266,7 @@ def test_the_source_is_not_touched(tf, tmp_path) -> None:
 
 
 def test_keyword_spotting(tf, tmp_path, shared) -> None:
-    """In a model with many copies of its functions these share variables, which TF1's loader alone can load."""
+    """In a model with many function clones, these share variables. Only TF1's loader can load it."""
     source = shared / "kws/saved_model"
     rules = tmp_path / "r.toml"
     rules.write_text(

@@ -45,7 +45,7 @@ ACTIVATION = 'consumer = { name = "out" }'
 
 
 def values(seed: int = 0) -> np.ndarray:
-    """Noise whose rows and columns differ in size, with ties, zeros of both signs and some denormals; float32."""
+    """Return float32 noise whose rows and columns differ in magnitude, with ties, signed zeros and denormals."""
     rng = np.random.default_rng(seed)
     weights = rng.normal(size=SHAPE) * np.exp(rng.normal(size=(1, SHAPE[1]))) * np.exp(rng.normal(size=(SHAPE[0], 1)))
     weights[0, :8] = [0.0, -0.0, 1e-40, -1e-40, 0.5, -0.5, 1.5, 2.5]
@@ -54,7 +54,7 @@ def values(seed: int = 0) -> np.ndarray:
 
 
 def save(folder: Path, opset: int) -> Path:
-    """A model out = Identity(x + weight)."""
+    """Write a model out = Identity(x + weight)."""
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "weight"], ["sum"]), helper.make_node("Identity", ["sum"], ["y"], name="out")],
         "one",
@@ -70,7 +70,7 @@ def save(folder: Path, opset: int) -> Path:
 
 
 def rules(folder: Path, dtype: str, per: str, where: str, more: str = "") -> list[str]:
-    """A rule file with one scheme."""
+    """Write a rule file with one scheme."""
     more += "\naxis = 1" if per != "tensor" else ""
     more += "\nblock_size = 16" if per == "block" else ""
     path = folder / "rules.toml"
@@ -79,7 +79,7 @@ def rules(folder: Path, dtype: str, per: str, where: str, more: str = "") -> lis
 
 
 def run(path: Path, x: np.ndarray) -> list[np.ndarray]:
-    """The output, at each level of optimization; the file is checked before."""
+    """Check the file, and return its output at each optimization level."""
     onnx.checker.check_model(onnx.load(path), full_check=True)
     outputs = []
     for level in LEVELS:
@@ -92,12 +92,12 @@ def run(path: Path, x: np.ndarray) -> list[np.ndarray]:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The bit patterns of float32, so that -0.0 is not 0.0."""
+    """Return the bit patterns of float32, so that -0.0 differs from 0.0."""
     return np.asarray(array, np.float32).view(np.int32)
 
 
 def forms(dtype: str) -> list[str]:
-    """What a scheme of that type may say beside it."""
+    """Return the options that a scheme of that type can have."""
     power_of_two_options = ["", 'scale = "power-of-two"']
     return (
         power_of_two_options
@@ -109,7 +109,7 @@ def forms(dtype: str) -> list[str]:
 @pytest.mark.parametrize("per", GRANULARITIES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
-    """A weight as integers, or float with a whole QDQ pair, is in onnxruntime what numpy says, and is read back."""
+    """A weight as integers, or float with a Q/DQ pair, has equal values in onnxruntime and numpy, and is read back."""
     x = np.full(SHAPE, -0.0, np.float32)  # which leaves the weight as it is when it is added
     for opset, more, float_weights in itertools.product((13, 21), forms(dtype), (False, True)):
         result = api.insert(
@@ -129,7 +129,7 @@ def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
 @pytest.mark.parametrize("per", ["tensor", "channel"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
-    """What is quantized while the model runs is what numpy says, also where values are far beyond the range."""
+    """Activations have the same values in onnxruntime and numpy, also far beyond the range, and are read back."""
     np.savez(tmp_path / "data.npz", x=values(1)[None])
     x = values(2) * 3
     x[1, :6] = [3e38, -3e38, np.inf, -np.inf, 1e10, -1e10]
@@ -149,7 +149,7 @@ def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
 
 
 def _is_read_back(path: Path, params: QParams, *, parameter: bool) -> None:
-    """`inspect` finds the one site, with its scale; odd widths as the type that holds them."""
+    """Check that `inspect` finds the site with its scale, and odd widths as their container."""
     model = api.load(path)
     (reading,) = summarize_model(model).quantization_ops
     actual = reading.params
@@ -163,7 +163,7 @@ def _is_read_back(path: Path, params: QParams, *, parameter: bool) -> None:
 
 
 def _has_form(model: onnx.ModelProto, params: QParams, opset: int, *, folded: bool, parameter: bool = True) -> None:
-    """The opset is no higher than it must be, 4 and 16 bits are in the right domain, constants in their type."""
+    """Check that the opset is minimal, and that domains and constants have the right types."""
     kind, now = params.type, {item.domain: item.version for item in model.opset_import}
     held_in = _expected_container(params, parameter=parameter)
     has_4_or_16_bits = isinstance(kind, IntType) and held_in not in {"int8", "uint8"}
@@ -185,7 +185,7 @@ def _has_form(model: onnx.ModelProto, params: QParams, opset: int, *, folded: bo
 
 
 def _expected_container(params: QParams, *, parameter: bool) -> str:
-    """The type that holds the values: what is quantized at run time has 8 bits at least."""
+    """Return the container of the values, which has at least 8 bits for activations."""
     container = params.type.container
     return container if parameter else {"int4": "int8", "uint4": "uint8"}.get(container, container)
 
@@ -195,7 +195,7 @@ def _initializer(model: onnx.ModelProto, name: str) -> TensorProto:
 
 
 def test_opset_8_is_not_raised(tmp_path: Path) -> None:
-    """16 bits go into onnxruntime's domain of any model whose Max and Min broadcast, without an upgrade."""
+    """16 bits use onnxruntime's domain, without an upgrade, in any model whose Max and Min broadcast."""
     result = api.insert(save(tmp_path, 8), rules=rules(tmp_path, "int12", "channel", WEIGHT))
     path = result.save(tmp_path / "made.onnx")
     assert {item.domain: item.version for item in onnx.load(path).opset_import} == {"": 8, "com.microsoft": 1}
@@ -218,7 +218,7 @@ def test_opset_8_is_not_raised(tmp_path: Path) -> None:
     ],
 )
 def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float_weights: int, tmp_path: Path) -> None:
-    """From any opset on, models get the lowest one that has the ops, keep a higher one, and say the same numbers."""
+    """Models get the lowest opset that has the ops, keep a higher one, and give the same values."""
     for opset, floats in itertools.product((8, 9, 11, 12, 13, 15, 18, 20, 21, 22, 24), (False, True)):
         where = rules(tmp_path, dtype, per, WEIGHT)
         result = api.insert(save(tmp_path, opset), rules=where, float_weights=floats)
@@ -232,15 +232,15 @@ def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float
 
 
 def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
-    """No statistics are kept per block, and the plan says what to take instead."""
+    """There are no statistics per block, and the skip names an alternative."""
     plan = api.plan(save(tmp_path, 21), rules=rules(tmp_path, "int8", "block", ACTIVATION))
     assert not plan.sites
-    assert "blocks are for weights" in plan.skips[0].reason
+    assert "only weights can have blocks" in plan.skips[0].reason
     assert 'take per = "tensor"' in plan.skips[0].reason
 
 
 def test_a_given_range_spreads_over_blocks(tmp_path: Path) -> None:
-    """A fixed range is that of each block."""
+    """A fixed range applies to each block."""
     where = rules(tmp_path, "int4", "block", WEIGHT, 'observe = { name = "fixed", low = -2.0, high = 2.0 }')
     (inserted_site,) = api.insert(save(tmp_path, 21), rules=where).inserted
     assert inserted_site.params.scale.shape == (7, 5)
@@ -248,7 +248,7 @@ def test_a_given_range_spreads_over_blocks(tmp_path: Path) -> None:
 
 
 def test_a_damaged_block_size_is_not_read(tmp_path: Path) -> None:
-    """Scales that do not go with rank or axis are told as unknown, not as a crash."""
+    """Scales that do not fit rank or axis give unknown params."""
     path = api.insert(save(tmp_path, 21), rules=rules(tmp_path, "int4", "block", WEIGHT)).save(tmp_path / "made.onnx")
     good = onnx.load(path)
     for name, value in (("axis", 9), ("axis", -9), ("block_size", -3), ("block_size", 0)):
@@ -265,7 +265,7 @@ def test_a_damaged_block_size_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_vector_of_one_block(tmp_path: Path) -> None:
-    """Onnxruntime refuses a block size beside a single scale, so that becomes one for the tensor."""
+    """A vector of one block gets one scale per tensor, since onnxruntime rejects a block size with a single scale."""
     weight = np.array([-0.9, 0.3], np.float32)
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "weight"], ["y"])],

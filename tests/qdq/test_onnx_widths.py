@@ -1,4 +1,4 @@
-"""Narrow types in a whole model: onnxruntime loads it with all its optimizations and computes the same as without."""
+"""Narrow types in a model: onnxruntime loads it with all optimizations and gives the same values as without."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ FULL = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
 
 
 def insert(folder: Path, activation: str, weight: str) -> gq.Result:
-    """The network quantized to these types."""
+    """Quantize the network to these types."""
     zero = "" if activation.startswith("float") else 'zero = "asymmetric"'
     (folder / "rules.toml").write_text(RULES.format(activation=activation, weight=weight, zero=zero))
     data = "sample_models/digits_cnn_calib.npz"
@@ -49,7 +49,7 @@ def insert(folder: Path, activation: str, weight: str) -> gq.Result:
 
 
 def run(path: Path, level: onnxruntime.GraphOptimizationLevel) -> np.ndarray:
-    """The logits of eight pictures."""
+    """Return the logits of eight pictures."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = level
     options.intra_op_num_threads = 1
@@ -72,7 +72,7 @@ def run(path: Path, level: onnxruntime.GraphOptimizationLevel) -> np.ndarray:
     ],
 )
 def test_narrow_types_load(tmp_path: Path, activation: str, weight: str) -> None:
-    """With optimizations the logits are those without, as closely as integer kernels are; the opset stays."""
+    """Logits with and without optimizations agree up to the rounding of integer kernels. The opset does not change."""
     result = insert(tmp_path, activation, weight)
     path = result.save(tmp_path / "quant.onnx")
     onnx.checker.check_model(onnx.load(path), full_check=True)
@@ -84,7 +84,7 @@ def test_narrow_types_load(tmp_path: Path, activation: str, weight: str) -> None
 
 
 def test_float8_activations_are_noted(tmp_path: Path) -> None:
-    """Each float8 site between quantized tensors says where the model runs; weights alone run anywhere."""
+    """Each float8 site between quantized tensors has a note about runtimes. Float8 weights have none."""
     result = insert(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
     noted_tensors = {
         inserted_site.site.tensor for inserted_site in result.inserted if inserted_site.site.tensor in result.site_notes

@@ -1,4 +1,4 @@
-"""Each TensorFlow family in a model that TensorFlow runs: bit for bit what its numpy reference predicts."""
+"""Each TensorFlow family in a model that TensorFlow runs, bit for bit like its numpy reference."""
 
 from contextlib import contextmanager
 from itertools import product
@@ -34,12 +34,12 @@ WEIGHTS = {"conv": 3, "depthwise": 2, "product": 1}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """By dtype a frozen graph with a convolution, a depthwise one and a matrix product."""
+    """Write, for each dtype, a frozen graph with a convolution, a depthwise convolution and a matrix product."""
     return {dtype: frozen(tmp_path_factory.mktemp(dtype) / "net.pb", dtype) for dtype in ("float32", "float64")}
 
 
 def frozen(path, dtype):
-    """Writes such a graph."""
+    """Write such a graph."""
     tf = pytest.importorskip("tensorflow").compat.v1
     rng = np.random.default_rng(3)
     sizes = {"conv": (3, 3, 3, 4), "depthwise": (3, 3, 4, 1), "product": (4, 5)}
@@ -58,7 +58,7 @@ def frozen(path, dtype):
 
 @contextmanager
 def session(made, tmp_path):
-    """The written model in a session, its variables initialized."""
+    """Open the written model in a session with initialized variables."""
     import tensorflow as tf
 
     v1 = tf.compat.v1
@@ -72,30 +72,30 @@ def session(made, tmp_path):
 
 
 def values(dtype="float32"):
-    """What the model's input is."""
+    """Return the model's input."""
     return np.random.default_rng(4).normal(size=(1, 6, 6, 3)).astype(dtype)
 
 
 def run(made, tmp_path, wanted, dtype="float32"):
-    """The values that TensorFlow gives the tensors in `wanted`, in the written model."""
+    """Return TensorFlow's values of the tensors in `wanted`, in the written model."""
     with session(made, tmp_path) as opened:
         return opened.run(wanted, {"x:0": values(dtype)})
 
 
 def inserted(path, tmp_path, scheme, role):
-    """What `insert` makes with one rule."""
+    """Quantize a model with one rule."""
     (tmp_path / "r.toml").write_text(RULES.format(scheme=scheme, role=role))
     return gq.insert(path, rules=[str(tmp_path / "r.toml")])
 
 
 def bits_of(array):
-    """The array as integers, so that equal means every bit."""
+    """Return the bits of an array as integers."""
     array = np.ascontiguousarray(array)
     return array.view(np.dtype(f"int{8 * array.itemsize}"))
 
 
 def ends_of(family, params, dtype):
-    """What the op is told its range is."""
+    """Return the range that is written to the op."""
     if params.given is not None:
         return params.given
     if dtype == "float64":
@@ -108,7 +108,7 @@ def ends_of(family, params, dtype):
 
 
 def predicted(family, before, params, *, rounding, form):
-    """What the numpy reference of the family gives."""
+    """Return the result of the family's numpy reference."""
     kind = params.type
     if isinstance(params, DynamicQParams):
         axis = -1 if params.axis is None else params.axis
@@ -137,7 +137,7 @@ def predicted(family, before, params, *, rounding, form):
 
 
 def qad_mode(rounding):
-    """The op's word for a rounding."""
+    """Return the op's name of a rounding mode."""
     return "HALF_UP" if rounding == "half-up" else "HALF_TO_EVEN"
 
 
@@ -148,7 +148,7 @@ SOURCES = {"fake-quant": ["observed", "given", "learned"]}
 
 
 def table():
-    """Every family with every combination of its arguments' values."""
+    """Return every family with every combination of argument values."""
     for family in FAMILIES_HERE:
         fake = family == "fake-quant"
         for bits, signed, narrow, rounding, source, form, dtype in product(
@@ -169,7 +169,7 @@ def table():
 
 
 def lines_of(family, bits, signed, narrow, rounding, source, form, zero):
-    """The lines of a scheme."""
+    """Return the lines of a scheme."""
     lines = [f'family = "{family}"', f"bits = {bits}", f"signed = {str(signed).lower()}"]
     lines += [f"narrow = {str(narrow).lower()}", f'round = "{rounding}"', f'range = "{source}"']
     lines += [f'args = {{form = "{form}"}}'] if form else []
@@ -183,7 +183,7 @@ def lines_of(family, bits, signed, narrow, rounding, source, form, zero):
 def test_every_argument_of_every_family(
     models, tmp_path, family, bits, signed, narrow, rounding, source, form, zero, dtype
 ) -> None:
-    """Activations per tensor and weights per channel, where the family can, are what the reference predicts."""
+    """Activations per tensor, and weights per channel if supported, equal the reference's."""
     scheme = lines_of(family, bits, signed, narrow, rounding, source, form, zero)
     channel = form != "args" and (source == "dynamic" or family in {"fake-quant", "quantize-and-dequantize-v3"})
     for role, lines in (
@@ -217,7 +217,7 @@ GRADIENTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "source", "form", "dtype"), GRADIENTS)
 def test_gradients_of_every_family(models, tmp_path, family, source, form, dtype) -> None:
-    """What flows back to the tensor, and to the range of FakeQuant, is what the reference predicts."""
+    """Gradients of the tensor, and of FakeQuant's range, equal the reference's."""
     import tensorflow as tf
 
     scheme = f'family = "{family}"\nrange = "{source}"\n{FIXED}'
@@ -267,7 +267,7 @@ def test_gradients_of_every_family(models, tmp_path, family, source, form, dtype
     ],
 )
 def test_gradients_per_channel(models, tmp_path, family, source) -> None:
-    """What flows back to a kernel and to the ranges of its channels is what the reference predicts."""
+    """Gradients of a kernel and of its channels' ranges equal the reference's."""
     import tensorflow as tf
 
     scheme = f'family = "{family}"\nrange = "{source}"\nper = "channel"\n'
@@ -299,7 +299,7 @@ def test_gradients_per_channel(models, tmp_path, family, source) -> None:
 
 @pytest.mark.slow
 def test_inspect_reads_params_back(models, tmp_path) -> None:
-    """A dynamic site needs no data and is told as dynamic, with its axis and how it rounds."""
+    """A dynamic site needs no data, and `inspect` shows it as dynamic with its axis and rounding."""
     scheme = 'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nper = "channel"\nround = "half-up"'
     result = inserted(models["float32"], tmp_path, scheme, "weight")
     result.save(tmp_path / "made.pb")
@@ -320,7 +320,7 @@ def test_inspect_reads_params_back(models, tmp_path) -> None:
 )
 @settings(deadline=None)
 def test_added_ops_are_read_back(family, bits, signed, narrow, high, dynamic, half_up) -> None:
-    """Scale, bits, sign, narrow range and rounding come back from the ops exactly."""
+    """Scale, bits, sign, narrow range and rounding are read from the ops exactly."""
     model = Model(format="tensorflow")
     graph = model.graphs[""] = Graph("", model.graphs)
     tensor = graph.add_op(Op(name="t", kind="relu", type="Relu", outputs=(Output("t", "float32", (2,)),)))
@@ -345,12 +345,12 @@ def test_added_ops_are_read_back(family, bits, signed, narrow, high, dynamic, ha
     [
         ('family = "fake-quant"\nround = "half-even"', "always rounds half up"),
         ('family = "quantize-and-dequantize-v3"\nround = "half-up"', "always rounds half to even"),
-        ('family = "quantize-and-dequantize-v2"\nzero = "asymmetric"', "no zero point; take zero"),
+        ('family = "quantize-and-dequantize-v2"\nzero = "asymmetric"', "no zero point"),
         ('family = "quantize-and-dequantize-v2"\nargs = {form = "args"}', "has no 'form'"),
         ('family = "fake-quant"\nrange = "dynamic"', "needs a range"),
         ('family = "fake-quant"\nargs = {form = "arg"}', "it must be 'vars' or 'args'"),
         ('family = "fake-quant"\nargs = {from = "args"}', "'from' is no key of the arguments of a family"),
-        ('args = {form = "args"}', "name that with 'family'"),
+        ('args = {form = "args"}', "'family'"),
         (
             'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nargs = {input_min = 2.0, input_max = 1.0}',
             "'input_min' 2.0 is above",
@@ -358,7 +358,7 @@ def test_added_ops_are_read_back(family, bits, signed, narrow, high, dynamic, ha
     ],
 )
 def test_unsupported_schemes_are_rejected(tmp_path, scheme: str, said: str) -> None:
-    """A scheme that its family cannot carry out is an error of the rule file, with its line and the way out."""
+    """A scheme that its family does not support is an error in the rule file, with its line and a remedy."""
     path = tmp_path / "r.toml"
     path.write_text(RULES.format(scheme=scheme, role="weight"))
     with pytest.raises(RuleError) as error:
@@ -369,7 +369,7 @@ def test_unsupported_schemes_are_rejected(tmp_path, scheme: str, said: str) -> N
 
 @pytest.mark.parametrize("version", [2, 4])
 def test_a_range_per_channel_needs_v3(version: int) -> None:
-    """V2 and V4 have no kernel for a range per channel, and the way out is told; with a dynamic range they have."""
+    """V2 and V4 have no kernel for a range per channel, and the reason names a remedy. They support dynamic ranges."""
     why_not = FAMILIES[f"quantize-and-dequantize-v{version}"].unsupported_reason
     request_fields = {"type": IntType(8, True), "axis": 1, "dtype": "float32", "shape": (2, 3)}
     assert "quantize-and-dequantize-v3 or fake-quant" in why_not(FamilyRequest(**request_fields))
@@ -377,7 +377,7 @@ def test_a_range_per_channel_needs_v3(version: int) -> None:
 
 
 def test_types_and_shapes_without_a_kernel() -> None:
-    """Half floats and scalars of V3 are refused, float64 is not."""
+    """float16, and scalars with V3, are not supported; float64 is."""
     why_not = FAMILIES["quantize-and-dequantize-v3"].unsupported_reason
     for dtype in ("float16", "bfloat16"):
         reason = why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype=dtype, shape=(2,)))

@@ -26,7 +26,7 @@ X.reshape(-1)[:40] = (np.arange(-20, 20) + 0.5) / 16  # halfway between two step
 
 
 def predicted(family, round_, quantizer, x):
-    """What the family's reference makes of the recipe's range."""
+    """Return the result of the family's reference for the recipe's range."""
     low, high, bits = quantizer.min, quantizer.max, quantizer.bits
     if family == "fake-quant":
         return fake_quant.fake_quant_with_vars(x, low, high, num_bits=bits, narrow_range=True)
@@ -40,7 +40,7 @@ def predicted(family, round_, quantizer, x):
 @pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8), (5, -2)])
 @pytest.mark.parametrize(("family", "round_"), CASES)
 def test_kernels_and_activations(tmp_path, family, round_, bits, exponent) -> None:
-    """Exactly the named consumer reads the quantized kernel and activation; another reads them as they were."""
+    """Only the named consumer reads the quantized kernel and activation."""
     v1 = pytest.importorskip("tensorflow").compat.v1
     tf = pytest.importorskip("tensorflow")
     with tf.Graph().as_default() as graph:
@@ -70,7 +70,7 @@ def test_kernels_and_activations(tmp_path, family, round_, bits, exponent) -> No
 
 
 def test_unsupported_rounding_modes(samples) -> None:
-    """A rounding that the ops cannot do is refused, and so is one that does not exist."""
+    """An unsupported or unknown rounding mode raises an error."""
     model = gq.load(samples / "digits_cnn.pb")
     with pytest.raises(UsageError, match="always rounds half up"):
         gq.insert_quant_op(

@@ -1,4 +1,4 @@
-"""Folders that take the place of others."""
+"""Replacement of folders."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from graphquant.utils.atomic_files import make_staging_folder, replace_folder
 
 
 def folder(path, content):
-    """A folder with a file in it."""
+    """Create a folder with a file in it."""
     path.mkdir()
     path.joinpath("saved_model.pb").write_text(content, "utf-8")
     return path
@@ -21,7 +21,7 @@ def folder(path, content):
 
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_folder_replaces_another_folder(tmp_path, monkeypatch, exchanges):
-    """The new one is there, and the old one in the room; where nothing was, nothing is in the room."""
+    """The new folder is at the path, and the old one in the staging folder, which stays empty if there was none."""
     if not exchanges:
         monkeypatch.setattr(atomic_files, "_exchange_paths", lambda _one, _other: False)
     path = tmp_path / "net"
@@ -34,7 +34,7 @@ def test_folder_replaces_another_folder(tmp_path, monkeypatch, exchanges):
 
 
 def test_folder_stays_when_it_cannot_be_replaced(tmp_path, monkeypatch):
-    """Without an exchange the old folder comes back if the new one cannot be put there."""
+    """Without an exchange, the old folder is restored if the new one cannot be moved."""
     monkeypatch.setattr(atomic_files, "_exchange_paths", lambda _one, _other: False)
     path = folder(tmp_path / "net", "old")
     room = make_staging_folder(path)
@@ -45,7 +45,7 @@ def test_folder_stays_when_it_cannot_be_replaced(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems exchange nothing at once")
 def test_path_always_exists_while_replaced(tmp_path):
-    """Who looks all the while sees the one or the other, whenever it is."""
+    """A reader sees the old or the new folder at any time."""
     path = folder(tmp_path / "net", "0")
     stop, missed = threading.Event(), []
 
@@ -66,7 +66,7 @@ def test_path_always_exists_while_replaced(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems exchange nothing at once")
 def test_killed_at_any_moment(tmp_path):
-    """A process that replaces a folder again and again, and is killed, leaves a whole one."""
+    """A process that is killed while it replaces folders leaves a complete folder."""
     text = (
         "import sys; from pathlib import Path; from graphquant.whole import room_beside, take_place\n"
         "path = Path(sys.argv[1])\n"
