@@ -18,6 +18,7 @@ from graphquant.quantize import (
     Plan,
     SiteSelection,
     Skip,
+    SkipCode,
     Step,
     check_plan,
     find_skipped_steps,
@@ -90,7 +91,7 @@ def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) ->
         prepared, steps = prepare(upgraded, ruleset.prepare)
         plan = make_plan(prepared, ruleset, selection, steps=(step, *steps), source_digest=model.digest)
     skipped_steps = [
-        Skip(tensor=skipped.tensor, uses=(), rule=skipped.step, reason=skipped.reason)
+        Skip(tensor=skipped.tensor, uses=(), rule=skipped.step, reason=skipped.reason, code=SkipCode.PREPARATION)
         for skipped in find_skipped_steps(prepared, ruleset.prepare)
     ]
     plan = replace(plan, skips=(*skipped_steps, *plan.skips))

@@ -34,7 +34,7 @@ from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATIO
 from graphquant.optimize.gptq import GPTQ, apply_gptq
 from graphquant.optimize.smoothquant import SMOOTHQUANT, apply_smoothquant
 from graphquant.optimize.weight_clipping import WEIGHT_CLIPPING, apply_weight_clipping
-from graphquant.quantize import Skip, solve_scales
+from graphquant.quantize import Skip, SkipCode, solve_scales
 from graphquant.quantize.rewrite import IntegerCache, rewrite
 from graphquant.rules import ALGORITHM_NAMES, NEGATION
 
@@ -134,7 +134,13 @@ def build_model(
         # A float weight is quantized at run time, and no op quantizes to int32.
         if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # int32
             del params[index]
-            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
+            skips[index] = Skip(
+                tensor=site.tensor,
+                uses=site.uses,
+                rule=site.rule,
+                reason="weights are kept float",
+                code=SkipCode.OPTIMIZATION,
+            )
     model, insertions = rewrite(
         edits.model, solved_plan, params, float_weights=float_weights, integer_cache=edits.integer_cache
     )

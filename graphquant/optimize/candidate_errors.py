@@ -14,7 +14,7 @@ from graphquant.calibration import estimate_footprint
 from graphquant.numerics import DynamicQParams
 from graphquant.optimize.candidates import RULE_CANDIDATE, WIDE_ACTIVATION_BITS, make_candidate_plans
 from graphquant.optimize.sensitivity import measure_sensitivity
-from graphquant.quantize import Skip
+from graphquant.quantize import Skip, SkipCode
 from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def replace_sites(
     for index, site in enumerate(plan.sites):
         replacement = replacements.get(index, site)
         if replacement is None:
-            skips.append(Skip(tensor=site.tensor, uses=site.uses, rule=rule, reason=reason_at(index)))
+            skips.append(
+                Skip(tensor=site.tensor, uses=site.uses, rule=rule, reason=reason_at(index), code=SkipCode.OPTIMIZATION)
+            )
         else:
             sites.append(replace(replacement, rule=rule, why=reason_at(index)) if index in replacements else site)
     return replace(plan, sites=tuple(sites), skips=tuple(skips))

@@ -9,6 +9,7 @@ import numpy as np
 
 from graphquant.ir import (
     CONTROL_EDGE,
+    WEIGHTED_KINDS,
     DataType,
     Graph,
     Model,
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 #
 # Keras 3 writes a BatchNorm out: after constant folding it is a Mul and an Add with one value per channel each. Nets
 # converted from Caffe have such a pair after each BatchNorm; the BatchNorm absorbs it where no convolution can.
-
-FOLDABLE_KINDS: Final = frozenset({"conv", "depthwise_conv", "conv_transpose", "gemm", "matmul"})
-"""Kinds whose weight can absorb a BatchNorm that reads their output."""
 
 MATRIX_RANK: Final = 2
 
@@ -158,7 +156,7 @@ def _added_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | None:
 
 def _fold_obstacle(model: Model, op: Op, adder: Op | None) -> str | None:
     """Return the reason why the op is not linear in one weight per output channel, or None."""
-    if op.kind not in FOLDABLE_KINDS or "weight" not in op.roles:
+    if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles:
         return f"its input comes from {op.name}, a {op.type}, which has no weight to fold it into"
     if op.channel_axis is None or op.type.startswith("_Fused"):
         return f"the output channels of {op.name}, which produces its input, are unknown"
@@ -215,7 +213,7 @@ def _sole_reader_source(graph: Graph, use: Use) -> Op | str:
     if source.port or op.kind in {"input", "constant", "variable"}:
         return f"it reads {source}, which no convolution or matrix product produces"
     other_readers = len(graph.consumers(source)) - 1
-    if other_readers and (op.kind in FOLDABLE_KINDS or op.kind in {"bias_add", "add", "mul", "batchnorm"}):
+    if other_readers and (op.kind in WEIGHTED_KINDS or op.kind in {"bias_add", "add", "mul", "batchnorm"}):
         return f"{source} has other consumers, or is an output of the model"
     return op
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import ConfigDict
@@ -81,6 +82,22 @@ class Site:
             raise ValueError("'scale' must be a positive normal float32")
 
 
+class SkipCode(StrEnum):
+    """Machine-readable reason of a skip. The `reason` of the skip has the details."""
+
+    RULE = "rule"  # the rule says float or fused
+    QUANTIZED = "quantized"  # quantized already
+    WEIGHT = "weight"  # the consumer computes a weight, which is quantized where it is used
+    SELECTION = "selection"  # include or exclude
+    TIE = "tie"  # the tensor it is tied to has no scale to share
+    CAPTURE = "capture"  # the runtime would move the pair into a subgraph
+    SCHEME = "scheme"  # the scheme or the family does not support the tensor
+    RANGE = "range"  # no usable range or value
+    BIAS = "bias"  # no usable bias scale
+    PREPARATION = "preparation"  # a preparation step left the op unchanged
+    OPTIMIZATION = "optimization"  # a search or an algorithm keeps it in float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
     """Uses that a rule matched and that stay float, with the reason.
@@ -90,6 +107,7 @@ class Skip:
         uses: The consumers that keep reading the float tensor.
         rule: Name of the rule that claimed them, or of the preparation step that was skipped.
         reason: The reason.
+        code: The kind of reason.
         fused: True if the skip assumes that the producer can fuse the ops that read the tensor ("fused"). The solver
             quantizes the tensor if the scales rule that out.
     """
@@ -100,6 +118,7 @@ class Skip:
     uses: tuple[Use, ...]
     rule: str
     reason: str
+    code: SkipCode = SkipCode.RULE
     fused: bool = False
 
 

@@ -255,7 +255,13 @@ def _site_to_json(site: Site, scheme_label: str) -> dict[str, Any]:
 
 def _skip_to_json(skip: Skip) -> dict[str, Any]:
     uses = [_use_to_json(use) for use in skip.uses]
-    data = {"tensor": _tensor_to_json(skip.tensor), "uses": uses, "rule": skip.rule, "reason": skip.reason}
+    data = {
+        "tensor": _tensor_to_json(skip.tensor),
+        "uses": uses,
+        "rule": skip.rule,
+        "reason": skip.reason,
+        "code": str(skip.code),
+    }
     return {**data, "fused": True} if skip.fused else data
 
 

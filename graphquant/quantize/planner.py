@@ -33,6 +33,7 @@ from graphquant.quantize.plan import (
     Plan,
     Site,
     Skip,
+    SkipCode,
     already_quantized_reason,
     reads_quantized_tensor,
 )
@@ -231,6 +232,7 @@ class _PendingSite:
     view: Shape | None = None
     tie: tuple[Use, ...] = ()
     reason: str = ""
+    code: SkipCode = SkipCode.RULE
 
 
 class _PlanBuilder:
@@ -249,7 +251,7 @@ class _PlanBuilder:
     def add_match(self, match: RuleMatch) -> None:
         """Add one match to a site, a tie or a skip."""
         self._order.setdefault(match.tensor, len(self._order))
-        if match.rule.rule.quantize in INPUT_DEPENDENT and not self._exclusion_reason(match):
+        if match.rule.rule.quantize in INPUT_DEPENDENT and self._exclusion(match) is None:
             self.used_rules.add(id(match.rule))
             self._tied_matches.setdefault((match.tensor.graph, match.tensor.op), []).append(match)
         else:
@@ -271,7 +273,8 @@ class _PlanBuilder:
                 fallback = self._next_matching_rule(match)
                 if fallback is None:
                     if match.rule.rule.quantize == SAME_AS_INPUT:
-                        self._add_skip(match, TIED_INPUT_NOT_QUANTIZED if tied_inputs[op_key] else NO_INPUT_TO_TIE)
+                        reason = TIED_INPUT_NOT_QUANTIZED if tied_inputs[op_key] else NO_INPUT_TO_TIE
+                        self._add_skip(match, SkipCode.TIE, reason)
                     continue
                 scheme = self._place_or_skip(fallback)
                 if scheme is not None:
@@ -287,15 +290,15 @@ class _PlanBuilder:
             matches = self._tied_matches.get(op_key, []) if op_key is not None else []
             for match in [candidate for candidate in matches if candidate.rule.rule.quantize == PASSTHROUGH]:
                 matches.remove(match)
-                self._add_skip(match, PASSES_QUANTIZED_TENSOR)
+                self._add_skip(match, SkipCode.QUANTIZED, PASSES_QUANTIZED_TENSOR)
                 queue.append(match.use)
 
     def _place_or_skip(self, match: RuleMatch) -> Scheme | None:
         """Add one match to a site and return the site's scheme, or add a skip and return None."""
         self.used_rules.add(id(match.rule))
-        reason = self._exclusion_reason(match)
-        if reason:
-            self._add_skip(match, reason)
+        exclusion = self._exclusion(match)
+        if exclusion is not None:
+            self._add_skip(match, *exclusion)
         elif match.rule.scheme is not None and self._add_to_site(match, match.rule.scheme, ()):
             return match.rule.scheme
         return None
@@ -331,7 +334,7 @@ class _PlanBuilder:
                 )
                 if any(reader.graph != use.graph and reader not in planned_uses for reader in readers):
                     site.uses.remove(use)
-                    self._add_skip(replace(site.first_match, use=use), CAPTURED_BY_SUBGRAPH)
+                    self._add_skip(replace(site.first_match, use=use), SkipCode.CAPTURE, CAPTURED_BY_SUBGRAPH)
             if not site.uses:
                 del self._sites[key]
 
@@ -372,6 +375,7 @@ class _PlanBuilder:
                 uses=tuple(pending.uses),
                 rule=pending.first_match.rule.rule.name,
                 reason=pending.reason,
+                code=pending.code,
                 fused=pending.first_match.rule.rule.quantize == FUSED,
             )
             for pending in self._in_model_order(self._skips)
@@ -391,7 +395,7 @@ class _PlanBuilder:
         if tie and scheme.range == "learned":
             reason = reason or "it is tied to a tensor with a learned range, whose changes it could not follow"
         if reason:
-            self._add_skip(match, reason)
+            self._add_skip(match, SkipCode.SCHEME, reason)
             return False
         scheme = replace(scheme, family=family.name)
         key = (match.tensor, self._insertion_graph(match), scheme, axis, view, bool(tie))
@@ -426,22 +430,22 @@ class _PlanBuilder:
         """Return the name of the graph that receives the new ops."""
         return match.use.graph if match.rule.rule.insert_in == "body" else match.tensor.graph
 
-    def _exclusion_reason(self, match: RuleMatch) -> str:
-        """Return the reason why this match stays float for any scheme, or ""."""
+    def _exclusion(self, match: RuleMatch) -> tuple[SkipCode, str] | None:
+        """Return the reason why this match stays float for any scheme, or None."""
         model, rule = self.matcher.model, match.rule.rule
         if rule.quantize in {"float", FUSED}:
-            return rule.why or f"rule {rule.name!r} keeps it in float"
+            return SkipCode.RULE, rule.why or f"rule {rule.name!r} keeps it in float"
         consumer = model.graphs[match.use.graph].op(match.use.op)
         quantized_reason = already_quantized_reason(self.matcher, match.tensor, match.use)
         if quantized_reason:
-            return quantized_reason
+            return SkipCode.QUANTIZED, quantized_reason
         if not (rule.producer.name or rule.consumer.name) and self._computes_weight(match.use, consumer):
-            return COMPUTES_WEIGHT
+            return SkipCode.WEIGHT, COMPUTES_WEIGHT
         labels = (match.use.op, *self.matcher.labels(match.tensor))
         if self.options.include and not any(name_matches(pattern, *labels) for pattern in self.options.include):
-            return "--include matches neither it nor its consumer"
+            return SkipCode.SELECTION, "--include matches neither it nor its consumer"
         excluded = next((pattern for pattern in self.options.exclude if name_matches(pattern, *labels)), None)
-        return f"--exclude {excluded!r}" if excluded is not None else ""
+        return (SkipCode.SELECTION, f"--exclude {excluded!r}") if excluded is not None else None
 
     def _computes_weight(self, use: Use, consumer: Op) -> bool:
         """Return True if `consumer`, the op of `use`, computes a weight from weights only."""
@@ -481,10 +485,10 @@ class _PlanBuilder:
         shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
         return merged_channel_shape(consumer, shape) if role == "weight" and shape is not None else None
 
-    def _add_skip(self, match: RuleMatch, reason: str) -> None:
+    def _add_skip(self, match: RuleMatch, code: SkipCode, reason: str) -> None:
         key = (match.tensor, match.rule.rule.name, reason)
         if key not in self._skips:
-            self._skips[key] = _PendingSite(first_match=match, uses=[], reason=reason)
+            self._skips[key] = _PendingSite(first_match=match, uses=[], reason=reason, code=code)
         self._skips[key].uses.append(match.use)
 
 

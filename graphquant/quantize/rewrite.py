@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.ir import Graph, Model, Parameters, TensorRef, Use, check_invariants, paused_gc
+from graphquant.ir import MATRIX_PRODUCT_KINDS, Graph, Model, Parameters, TensorRef, Use, check_invariants, paused_gc
 from graphquant.numerics import (
     Array,
     DynamicQParams,
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 FRAME_KINDS = frozenset({"enter", "switch"})
 """Kinds that occur only in TF1 loop and cond frames. A constant without inputs would be outside of the frame."""
-
-MATRIX_PRODUCT_KINDS = frozenset({"matmul", "gemm"})
-"""Kinds of matrix products."""
 
 MAX_RUN_TIME_BITS = 16
 """Widest type that ops can quantize to at run time. Wider types are for constants."""

@@ -19,6 +19,7 @@ from graphquant.numerics import (
     qparams_from_scale,
 )
 from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, sketch_values
+from graphquant.quantize.plan import SkipCode
 from graphquant.quantize.solver_state import SolverState, starts_at_zero, takes_original_scale
 from graphquant.quantize.ties import solve_block_scales
 
@@ -59,7 +60,7 @@ def find_site_ranges(
                 if site.scheme.block_size is not None:
                     solve_block_scales(state, index)
         except DataError as error:
-            state.skip_site(index, unobservable.get(site.tensor, str(error)))
+            state.skip_site(index, SkipCode.RANGE, unobservable.get(site.tensor, str(error)))
 
 
 def has_explicit_range(site: Site) -> bool:

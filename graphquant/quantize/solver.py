@@ -24,6 +24,7 @@ from graphquant.numerics import (
 )
 from graphquant.qdq import FAMILIES
 from graphquant.quantize.limits import meet_limits
+from graphquant.quantize.plan import SkipCode
 from graphquant.quantize.plan_json import check_plan
 from graphquant.quantize.site_ranges import find_site_ranges, has_explicit_range
 from graphquant.quantize.solver_state import Solution, SolverState, format_range, format_values, takes_original_scale
@@ -84,7 +85,7 @@ def _split_bias_site(
                 f"it is one of {len(groups)} copies, as its consumers need different scales: the copy for {uses_text}",
             )
     for position, reason in zip(positions[len(groups) :], refused_uses, strict=True):
-        state.skip_site(position, reason)
+        state.skip_site(position, SkipCode.BIAS, reason)
 
 
 def _bias_consumer(graph: Graph, use: Use) -> Op:
@@ -228,7 +229,7 @@ def _round_scales_like_family(state: SolverState) -> None:
             is_float16 = state.model.output(site.tensor).dtype == "float16"
             state.params[index] = round_scale_to_float16(settled) if is_float16 else settled
         except UsageError as error:
-            state.skip_site(index, str(error))
+            state.skip_site(index, SkipCode.SCHEME, str(error))
 
 
 def _copy_original_scales(state: SolverState) -> None:
@@ -240,7 +241,7 @@ def _copy_original_scales(state: SolverState) -> None:
         if params is not None:
             state.params[index] = params
         else:
-            state.skip_site(index, f"its original {site.clone_of} is not quantized")
+            state.skip_site(index, SkipCode.TIE, f"its original {site.clone_of} is not quantized")
 
 
 def _add_family_notes(state: SolverState) -> None:

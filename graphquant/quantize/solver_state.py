@@ -10,7 +10,7 @@ import numpy as np
 from graphquant.ir import Parameters, TensorRef, Use
 from graphquant.numerics import QParams, qparams_from_scale
 from graphquant.qdq import FAMILIES
-from graphquant.quantize.plan import Plan, Site, Skip
+from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,10 +128,10 @@ class SolverState:
         """Record a change of a site beyond its own range."""
         self.changes.append(ScaleChange(tensor=self.sites[index].tensor, message=text))
 
-    def skip_site(self, index: int, reason: str) -> None:
+    def skip_site(self, index: int, code: SkipCode, reason: str) -> None:
         """Skip a site."""
         site = self.sites[index]
-        self.skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=reason)
+        self.skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=reason, code=code)
         self.params.pop(index, None)
 
     def record_conflict(self, conflict: Conflict, *indices: int) -> None:

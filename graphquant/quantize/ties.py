@@ -9,6 +9,7 @@ import numpy as np
 
 from graphquant.ir import TensorRef, Use
 from graphquant.numerics import QParams, Range, choose_qparams, qparams_from_scale
+from graphquant.quantize.plan import SkipCode
 from graphquant.quantize.solver_state import Conflict, format_range, format_values, starts_at_zero
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def skip_unfed_ties(state: SolverState) -> None:
                 reached.add(index)
                 queue.append(index)
     for index in [index for index in state.params if index not in reached]:
-        state.skip_site(index, "the tensor that it is tied to is not quantized")
+        state.skip_site(index, SkipCode.TIE, "the tensor that it is tied to is not quantized")
 
 
 def _tie_groups(state: SolverState) -> tuple[list[list[int]], dict[int, _TieEdge]]:

@@ -225,7 +225,7 @@ def _products(name: str, factors: tuple[str, ...]) -> list[list[PatternOp]]:
         for chosen in combinations(range(len(rest)), size):
             left = (first, *(rest[index] for index in chosen))
             right = tuple(factor for index, factor in enumerate(rest) if index not in chosen)
-            sides = [
+            sides: list[list[tuple[list[PatternOp], str]]] = [
                 [([], side[0])] if len(side) == 1 else [(tree, mark) for tree in _products(mark, side)]
                 for side, mark in ((left, f"{name}'"), (right, f'{name}"'))
             ]

@@ -67,7 +67,7 @@ PLAN = Plan(
 
 GOLDEN = """\
 {
- "schema": 1,
+ "schema": 2,
  "format": "onnx",
  "model": "aa",
  "prepared": "bb",
@@ -104,7 +104,7 @@ GOLDEN = """\
  "skips": [
   {
    "tensor": {"graph": "body", "op": "a", "port": 0}, "uses": [{"graph": "body", "op": "b", "slot": 0}],
-   "rule": "r", "reason": "it is quantized already"
+   "rule": "r", "reason": "it is quantized already", "code": "rule"
   }
  ],
  "unused": ["pool"],
@@ -209,7 +209,7 @@ def test_numbers_of_a_site(index, key, value, said):
         b"{",
         b"\xff\xfe",
         b"[" * 100_000,
-        b'{"schema": 2}',
+        b'{"schema": 3}',
         b"[]",
         b"9" * 5000,
         b'{"schema": true}',

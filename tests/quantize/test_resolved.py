@@ -231,7 +231,7 @@ def test_a_shared_bias_that_needs_two_scales(tmp_path):
     message = "it is one of 2 copies, as its consumers need different scales: the copy for"
     assert [entry for entry in case.choices("b") if "copies" in entry] == [f"{message} y[2], v[2]", f"{message} z[2]"]
     assert [str(change) for change in case.result.changes] == [
-        "b:0: it has 2 copies because its consumers need different scales"
+        "b:0: it has 2 copies, as its consumers need different scales"
     ]
     stored = {initializer.name for initializer in onnx.load(case.path).graph.initializer}
     assert {"b/quant/bias/int32", "b/quant/bias_1/int32"} <= stored
@@ -298,9 +298,7 @@ def test_a_tie_that_breaks_a_relu(tmp_path, backend):
         "onnxruntime": "it shares scale and zero point with s:0, by rule 'pass-through'",
     }
     assert tied[backend] in case.choices("r")
-    assert any(
-        reason.startswith("it it has the pair of r:0, because r cannot be fused") for reason in case.choices("c")
-    )
+    assert any(reason.startswith("it has the pair of r:0, because r cannot be fused") for reason in case.choices("c"))
     assert [str(change.tensor) for change in case.result.changes if "it has the pair of r:0" in change.message] == [
         "c:0"
     ]

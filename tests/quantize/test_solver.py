@@ -92,8 +92,8 @@ def test_weights_outside_a_given_range_are_told(tmp_path):
     assert clipped(tmp_path, tensor) == [message]
     channels = replace(W, scale=(0.01, 1.0))
     message = (
-        "w:0: 1 of 6 values lies outside [-127, 127], the range that the plan gives (of all channels; each has its"
-        " own), and is clipped"
+        "w:0: 1 of 6 values lies outside [-127, 127], the range that the plan gives (over all channels; each has"
+        " its own range), and is clipped"
     )
     assert clipped(tmp_path, channels) == [message]
     assert clipped(tmp_path, W) == []

@@ -81,7 +81,7 @@ attr = { strides = [1, 2], pads = 1979-05-27 }
 [[rule]]
 name = "four"
 quantize = "float"
-place = "bdy"
+insert_in = "bdy"
 
 [[rule]]
 name = "six"
@@ -130,7 +130,7 @@ bad.toml:65: the pattern 'ok' has no op 'z'. Its ops are s, y.
 bad.toml:66: '/a(/' is no valid regular expression (missing ): a(); a name without slashes is a glob.
 bad.toml:68: 'kind' is 3; it must be a string.
 bad.toml:69: the attribute 'pads' can only be compared with strings, numbers and booleans.
-bad.toml:74: 'place' is 'bdy'; it must be 'producer' or 'body'. Did you mean 'body'?
+bad.toml:74: 'insert_in' is 'bdy'; it must be 'producer' or 'body'. Did you mean 'body'?
 bad.toml:76: 'input' is a condition on the consumer; move it to 'consumer'.
 bad.toml:84: 'min_rank' 4 is above 'max_rank' 2; nothing can match.
 """
@@ -189,7 +189,10 @@ RULE = "[[rule]]\nname = 'a'\nquantize = 'float'\n"
         (RULE + "consumer = {kind = ''}", "4: 'kind' is empty. Remove it or fill it."),
         (RULE + "consumer = {type = 'Conv,Gemm'}", "4: 'Conv,Gemm' is no op type; write 'Conv' or 'Conv|Gemm'."),
         (RULE + "consumer = {name = '" + "a" * 501 + "'}", "4: 'name' has more than 500 characters. Make it shorter."),
-        (RULE + "consumer = {pattern = 'silu'}", "4: there is no pattern 'silu'. The file has none."),
+        (
+            RULE + "consumer = {pattern = 'silu'}",
+            "4: there is no pattern 'silu'. The file has none, and uses no library with patterns.",
+        ),
         (RULE + "consumer = {input = 'weight|'}", "4: there is no input role ''. Use one of "),
         (RULE + "consumer = {kind = 'quux'}", "4: there is no kind 'quux'. Use one of *, abs, add, "),
         (RULE + "consumer = {readers = 2}", "1: 'readers' is a condition on the producer; move it to 'producer'."),
