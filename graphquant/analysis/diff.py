@@ -10,7 +10,7 @@ import numpy as np
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.errors import UsageError
-from graphquant.ir import Model, TensorRef, Use
+from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, TensorRef, Use
 from graphquant.ir.op_matching import (
     OpMatching,
     consumers_through_qdq,
@@ -234,13 +234,8 @@ def _params_changes(location: str, first_params: QParams, second_params: QParams
         )
 
 
-VALUE_KINDS = frozenset({"constant", "variable"})
-"""Kinds that are compared at their readers."""
-
-SCALE_SOURCE_KINDS = VALUE_KINDS | {"read_variable", "identity", "enter"}
+SCALE_SOURCE_KINDS = STORED_KINDS | {"read_variable", "identity", "enter"}
 """Kinds of the ops that compute the scale of a quantization op."""
-
-INTERFACE_KINDS = frozenset({"input", "output"})
 
 
 def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Differences:
@@ -266,7 +261,7 @@ def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Di
     for name, graph in second.graphs.items():
         for op in graph.ops():
             op_id = op_pairs.backward.get((name, op.name))
-            if is_inserted(op) or (op.kind in VALUE_KINDS and op_id is None) or (name, op.name) in helper_ops:
+            if is_inserted(op) or (op.kind in STORED_KINDS and op_id is None) or (name, op.name) in helper_ops:
                 continue
             if op_id is None:
                 changes.append(ModelChange(kind="op-added", location=_op_location(name, op.name), message=op.type))
@@ -278,7 +273,7 @@ def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Di
             for op in graph.ops()
             if (name, op.name) not in op_pairs.forward
             and not is_inserted(op)
-            and op.kind not in VALUE_KINDS
+            and op.kind not in STORED_KINDS
             and (name, op.name) not in helper_ops
         ]
     rerouted = 0
@@ -313,7 +308,7 @@ def _quantization_helper_ops(model: Model) -> set[tuple[str, str]]:
         for op in graph.ops():
             uses = [use for users in graph.consumers_by_port(op.name).values() for use in users]
             if (op.kind in SCALE_SOURCE_KINDS and uses and all(_is_scale_use(model, use) for use in uses)) or (
-                op.rule and op.rule not in PREPARATION_STEPS and op.kind not in INTERFACE_KINDS and not is_inserted(op)
+                op.rule and op.rule not in PREPARATION_STEPS and op.kind not in BOUNDARY_KINDS and not is_inserted(op)
             ):
                 helper_ops.add((name, op.name))
     return helper_ops
@@ -331,24 +326,24 @@ def _op_changes(
     """Changes of an op that both models have."""
     first_op, location = first_graph.op(name), _op_location(second_graph.name, second_op.name)
     same_value = (
-        first_op.kind in VALUE_KINDS
-        and second_op.kind in VALUE_KINDS
+        first_op.kind in STORED_KINDS
+        and second_op.kind in STORED_KINDS
         and first_op.outputs[:1]
         and first_op.outputs[0].name == second_op.outputs[0].name
     )
     if name != second_op.name and not same_value:  # a Constant node may have become an initializer
         yield ModelChange(kind="op-renamed", location=location, message=f"was {_op_location(first_graph.name, name)}")
     yield from _weight_changes(location, first_op, second_op)
-    if first_op.kind in VALUE_KINDS and second_op.kind in VALUE_KINDS:
+    if first_op.kind in STORED_KINDS and second_op.kind in STORED_KINDS:
         return
     if (first_op.domain, first_op.type) != (second_op.domain, second_op.type):
         yield ModelChange(kind="op-changed", location=location, message=f"{first_op.type} became {second_op.type}")
-    if first_op.kind in INTERFACE_KINDS and first_op.outputs and second_op.outputs:
+    if first_op.kind in BOUNDARY_KINDS and first_op.outputs and second_op.outputs:
         before, after = first_op.outputs[0], second_op.outputs[0]
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             message = f"{before.dtype} {_format_shape(before.shape)} became {after.dtype} {_format_shape(after.shape)}"
             yield ModelChange(kind="op-changed", location=location, message=message)
-    if first_op.kind not in INTERFACE_KINDS:
+    if first_op.kind not in BOUNDARY_KINDS:
         yield from _attribute_changes(location, first_op, second_op)
     yield from _wiring_changes(
         first, second, op_pairs, first_graph.slots(name), second_graph.slots(second_op.name), location
@@ -423,7 +418,7 @@ def _wiring_changes(
         if unquantized_before is not None and unquantized_after is not None:
             reads_folded_value = {
                 model.op(tensor).kind for model, tensor in ((first, unquantized_before), (second, unquantized_after))
-            } <= VALUE_KINDS
+            } <= STORED_KINDS
             if op_pairs.matching_tensor(unquantized_before) == unquantized_after or (
                 reads_folded_value and (unquantized_before != before or unquantized_after != after)
             ):

@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import FLOAT_TYPES, TRANSPARENT_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import Array, QParams
 from graphquant.qdq import read_qparams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
-TRANSPARENT_KINDS = frozenset({"identity", "dropout"})
 
 MAX_TRANSPARENT_OPS = 20
 """Maximum number of consecutive Identity and Dropout ops to look through."""
