@@ -17,7 +17,7 @@ import numpy as np
 from graphquant.analysis.range_report import TensorRange
 from graphquant.numerics import DynamicQParams, IntType, QParams
 from graphquant.observers import estimate_cost
-from graphquant.visualize.tables import pluralize
+from graphquant.visualize.tables import pluralize, select_fields
 from graphquant.visualize.text import scheme_text
 
 if TYPE_CHECKING:
@@ -327,16 +327,7 @@ def heatmap_data(heatmap: Heatmap, annotations: Sequence[Annotation]) -> dict[st
         if annotation.op_key in heatmap.values
     }
     return {
-        "columns": [
-            {
-                "name": column.name,
-                "description": column.description,
-                "hot": column.hot,
-                "cold": column.cold,
-                "unit": column.unit,
-            }
-            for column in heatmap.columns
-        ],
+        "columns": [select_fields(column, "name", "description", "hot", "cold", "unit") for column in heatmap.columns],
         "values": {number: [_viewer_figure(figure) for figure in figures] for number, figures in values.items()},
         "notes": {
             number: heatmap.notes[annotation.op_key]

@@ -12,7 +12,7 @@ from graphquant import __version__
 from graphquant.backends import LINT_CODES
 from graphquant.errors import escape_unprintable
 from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
+from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize, select_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -98,12 +98,8 @@ def check_json(report: CheckReport) -> dict[str, Any]:
         "ops": [_verdict_json(verdict) for verdict in report.verdicts],
         "findings": [
             {
-                "code": finding.code,
+                **select_fields(finding, "code", "graph", "op", "message", "fix"),
                 "level": LINT_CODES[finding.code].level,
-                "graph": finding.graph,
-                "op": finding.op,
-                "message": finding.message,
-                "fix": finding.fix,
             }
             for finding in report.findings
         ],
@@ -111,10 +107,9 @@ def check_json(report: CheckReport) -> dict[str, Any]:
 
 
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:
-    fields = {"graph": verdict.graph, "op": verdict.op, "type": verdict.type, "status": verdict.status}
     broken = verdict.broken_rule
-    reason = None if broken is None else {"rule": broken.rule, "message": broken.message, "fix": broken.fix}
-    return {**fields, "runs_as": verdict.runs_as, "broken_rule": reason}
+    reason = None if broken is None else select_fields(broken, "rule", "message", "fix")
+    return {**select_fields(verdict, "graph", "op", "type", "status", "runs_as"), "broken_rule": reason}
 
 
 def check_notices(report: CheckReport) -> list[Notice]:
@@ -171,22 +166,14 @@ def data_check_json(report: DataReport) -> dict[str, Any]:
         "digest": report.digest,
         "inputs": [
             {
-                "name": input_summary.name,
-                "dtype": input_summary.dtype,
+                **select_fields(input_summary, "name", "dtype", "low", "high", "mean", "nan", "inf"),
                 "shape": None if input_summary.shape is None else list(input_summary.shape),
                 "data_shape": None if input_summary.data_shape is None else list(input_summary.data_shape),
-                "low": input_summary.low,
-                "high": input_summary.high,
-                "mean": input_summary.mean,
-                "nan": input_summary.nan,
-                "inf": input_summary.inf,
             }
             for input_summary in report.inputs
         ],
         "ignored": list(report.ignored),
-        "findings": [
-            {"kind": finding.kind, "input": finding.input, "message": finding.message} for finding in report.findings
-        ],
+        "findings": [select_fields(finding, "kind", "input", "message") for finding in report.findings],
     }
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from graphquant.errors import escape_unprintable
 from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.tables import NameTable, plain_line, pluralize
+from graphquant.visualize.tables import NameTable, plain_line, pluralize, select_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,9 +71,7 @@ def _output_figures_json(output: OutputFigures) -> dict[str, Any]:
         "sqnr": _rounded_or_none(output.sqnr),
         "cosine": _rounded_or_none(output.cosine),
         "largest_difference": _rounded_or_none(output.max_error),
-        "agreement": output.agreement,
-        "rows": output.rows,
-        "values": output.values,
+        **select_fields(output, "agreement", "rows", "values"),
         "accuracy": None if output.accuracy is None else {"float": output.accuracy[0], "quantized": output.accuracy[1]},
         "problem": output.problem or None,
     }
@@ -81,11 +79,8 @@ def _output_figures_json(output: OutputFigures) -> dict[str, Any]:
 
 def _site_figures_json(site: SiteFigures) -> dict[str, Any]:
     return {
-        "graph": site.graph,
-        "op": site.op,
-        "tensor": site.tensor,
+        **select_fields(site, "graph", "op", "tensor", "parameter"),
         "rule": site.rule or None,
-        "parameter": site.parameter,
         "local": _rounded_or_none(site.local),
         "accumulated": _rounded_or_none(site.accumulated),
         "sensitivity_db": _rounded_or_none(site.sensitivity),

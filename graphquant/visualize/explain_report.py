@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.tables import plain_line, pluralize
+from graphquant.visualize.tables import plain_line, pluralize, select_fields
 
 if TYPE_CHECKING:
     from graphquant.analysis import Explanation, ExplanationReport
@@ -139,11 +139,7 @@ def explain_json(explanations: ExplanationReport) -> dict[str, Any]:
         "omitted_reason": explanations.omitted_reason or None,
         "ops": [
             {
-                "graph": verdict.graph,
-                "op": verdict.op,
-                "type": verdict.type,
-                "status": verdict.status,
-                "runs_as": verdict.runs_as,
+                **select_fields(verdict, "graph", "op", "type", "status", "runs_as"),
                 "reason": None if verdict.broken_rule is None else verdict.broken_rule.message,
                 "fix": None if verdict.broken_rule is None else verdict.broken_rule.fix,
             }

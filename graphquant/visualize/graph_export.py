@@ -53,12 +53,8 @@ def graph_json(drawing: Drawing) -> dict[str, Any]:
                 "rule": box.op.rule,
                 "attributes": attributes_text(box.op).split("\n") if box.op.attrs else [],
                 "outputs": [
-                    {
-                        "name": output.name,
-                        "dtype": output.dtype,
-                        "shape": None if output.shape is None else list(output.shape),
-                    }
-                    for output in box.op.outputs
+                    {"name": out.name, "dtype": out.dtype, "shape": None if out.shape is None else list(out.shape)}
+                    for out in box.op.outputs
                 ],
                 "constants": [_constant_json(constant) for constant in box.constants],
                 "quantization": list(box.annotations),

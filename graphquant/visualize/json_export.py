@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.numerics import DynamicQParams
 from graphquant.visualize import JSON_SCHEMA_VERSION
+from graphquant.visualize.tables import select_fields
 from graphquant.visualize.validation_report import search_json, validation_json
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def params_json(params: QParams | DynamicQParams | None) -> dict[str, Any]:
 
 def tensor_json(tensor: TensorRef) -> dict[str, Any]:
     """Return a tensor as JSON data."""
-    return {"graph": tensor.graph, "op": tensor.op, "port": tensor.port}
+    return select_fields(tensor, "graph", "op", "port")
 
 
 def use_json(use: Use) -> dict[str, Any]:
     """Return a use as JSON data."""
-    return {"graph": use.graph, "op": use.op, "slot": use.slot}
+    return select_fields(use, "graph", "op", "slot")
 
 
 def skip_json(skip: Skip) -> dict[str, Any]:
@@ -84,9 +85,7 @@ def conversion_json(conversion: ConversionReport) -> dict[str, Any]:
             for line in conversion.tensors
         ],
         "op_count": conversion.op_count,
-        "float_ops": [
-            {"op": float_op.op, "type": float_op.type, "reason": float_op.reason} for float_op in conversion.float_ops
-        ],
+        "float_ops": [select_fields(op, "op", "type", "reason") for op in conversion.float_ops],
     }
 
 
@@ -99,10 +98,7 @@ def result_json(result: Result, output: str | None, conversion: ConversionReport
         "format": result.source.format,
         "model": result.plan.model,
         "rules": list(result.plan.rules),
-        "steps": [
-            {"step": step.step, "target": step.target, "detail": step.detail, "why": step.why}
-            for step in result.plan.steps
-        ],
+        "steps": [select_fields(step, "step", "target", "detail", "why") for step in result.plan.steps],
         "data": _calibration_json(result),
         "sites": [
             {
@@ -121,13 +117,7 @@ def result_json(result: Result, output: str | None, conversion: ConversionReport
             for insertion, choices in zip(result.inserted, result.scale_reasons, strict=True)
         ],
         "algorithms": [
-            {
-                "algorithm": algorithm_result.algorithm,
-                "target": algorithm_result.target,
-                "detail": algorithm_result.detail,
-                "applied": algorithm_result.applied,
-            }
-            for algorithm_result in result.algorithm_results
+            select_fields(applied, "algorithm", "target", "detail", "applied") for applied in result.algorithm_results
         ],
         "changes": [{"tensor": tensor_json(change.tensor), "message": change.message} for change in result.changes],
         "conflicts": [conflict_json(conflict) for conflict in result.conflicts],
@@ -178,38 +168,21 @@ def summary_json(summary: ModelSummary) -> dict[str, Any]:
         "digest": model.digest,
         "graphs": {name: len(graph) for name, graph in model.graphs.items() if name not in model.saved_functions},
         "unreachable_functions": list(summary.unreachable_functions),
-        "function_clones": [
-            {"graph": clone.graph, "op": clone.op, "kind": clone.kind, "reason": clone.reason}
-            for clone in summary.float_clone_ops
-        ],
+        "function_clones": [select_fields(clone, "graph", "op", "kind", "reason") for clone in summary.float_clone_ops],
         "inputs": [_input_json(model.main.op(name)) for name in model.main.inputs],
         "outputs": list(model.main.outputs),
         "ops": summary.op_types,
         "quantization": [
             {
-                "graph": reading.graph,
-                "op": reading.op,
-                "type": reading.type,
+                **select_fields(reading, "graph", "op", "type", "consumers", "rule", "learned"),
                 "tensor": tensor_json(reading.tensor),
-                "consumers": reading.consumers,
-                "rule": reading.rule,
                 "round": reading.rounding,
-                "learned": reading.learned,
                 **params_json(reading.params),
             }
             for reading in summary.quantization_ops
         ],
         "tensors": [stored_tensor_json(stored_tensor) for stored_tensor in summary.tensors],
-        "coverage": [
-            {
-                "graph": covered.graph,
-                "op": covered.op,
-                "kind": covered.kind,
-                "quantized": covered.quantized,
-                "reason": covered.reason,
-            }
-            for covered in summary.coverage
-        ],
+        "coverage": [select_fields(op, "graph", "op", "kind", "quantized", "reason") for op in summary.coverage],
     }
 
 

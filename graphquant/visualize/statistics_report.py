@@ -138,7 +138,7 @@ class _RangeTable:
     has_ranges: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = [escape_unprintable(str(tensor_range.tensor)) for tensor_range in self.ranges]
+        names = [escape_unprintable(str(entry.tensor)) for entry in self.ranges]
         columns = self._columns()
         longest = max(map(len, [*names, "tensor"]))
         room = options.max_width - min(longest, STATS_NAME_WIDTH) - MIN_HISTOGRAM_WIDTH - STATS_COLUMN_GAP
@@ -167,21 +167,21 @@ class _RangeTable:
     def _columns(self) -> list[tuple[str, list[str]]]:
         """Return the columns after tensor and histogram, the most important first."""
         if not self.has_ranges:
-            sketches = [tensor_range.sketch for tensor_range in self.ranges]
+            sketches = [entry.sketch for entry in self.ranges]
             return [
-                ("seen", [value_range_text(tensor_range) for tensor_range in self.ranges]),
+                ("seen", [value_range_text(entry) for entry in self.ranges]),
                 ("values", [f"{sketch.count:,}" if sketch else "" for sketch in sketches]),
                 ("NaN", [str(sketch.nan or "") if sketch else "" for sketch in sketches]),
                 ("inf", [str(sketch.inf or "") if sketch else "" for sketch in sketches]),
             ]
         return [
-            ("SQNR", [sqnr_text(tensor_range.cost) for tensor_range in self.ranges]),
-            ("clipped", [clipped_text(tensor_range.cost) for tensor_range in self.ranges]),
-            ("range", [range_text(tensor_range.params) for tensor_range in self.ranges]),
-            ("method", [method_text(tensor_range) for tensor_range in self.ranges]),
-            ("seen", [value_range_text(tensor_range) for tensor_range in self.ranges]),
-            ("type", [tensor_range.params.type.name if tensor_range.params else "" for tensor_range in self.ranges]),
-            ("rule", [escape_unprintable(tensor_range.rule) for tensor_range in self.ranges]),
+            ("SQNR", [sqnr_text(entry.cost) for entry in self.ranges]),
+            ("clipped", [clipped_text(entry.cost) for entry in self.ranges]),
+            ("range", [range_text(entry.params) for entry in self.ranges]),
+            ("method", [method_text(entry) for entry in self.ranges]),
+            ("seen", [value_range_text(entry) for entry in self.ranges]),
+            ("type", [entry.params.type.name if entry.params else "" for entry in self.ranges]),
+            ("rule", [escape_unprintable(entry.rule) for entry in self.ranges]),
         ]
 
 
@@ -210,7 +210,7 @@ def range_report_json(report: RangeReport) -> dict[str, Any]:
         "complete": stats.complete,
         "random": stats.random,
         "data": [run.data_digest for run in stats.runs],
-        "tensors": [_tensor_range_json(tensor_range) for tensor_range in report.tensor_ranges],
+        "tensors": [_tensor_range_json(entry) for entry in report.tensor_ranges],
     }
 
 
@@ -225,12 +225,8 @@ def _tensor_range_json(tensor_range: TensorRange) -> dict[str, Any]:
         "params": None if tensor_range.params is None else params_json(tensor_range.params),
         "cost": _cost_json(tensor_range.cost),
         "alternatives": [
-            {
-                "method": alternative.method,
-                "params": params_json(alternative.params),
-                "cost": _cost_json(alternative.cost),
-            }
-            for alternative in tensor_range.alternatives
+            {"method": option.method, "params": params_json(option.params), "cost": _cost_json(option.cost)}
+            for option in tensor_range.alternatives
         ],
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from io import StringIO
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -150,3 +150,8 @@ class NameTable:
 def _unfolded_name(name: str, style: str) -> Text:
     """Return a name that may be longer than the line."""
     return Text(name, style, no_wrap=True, overflow="ignore")
+
+
+def select_fields(value: object, *names: str) -> dict[str, Any]:
+    """Return fields of an object as JSON data, where keys and fields have the same names."""
+    return {name: getattr(value, name) for name in names}
