@@ -483,8 +483,8 @@ def diff_plans(first: Plan, second: Plan) -> Differences:
     changes += [
         ModelChange(
             kind="plan",
-            location=f"correction {name}",
-            message="is made" if name in second.algorithms else "is not made",
+            location=f"algorithm {name}",
+            message="is added" if name in second.algorithms else "is removed",
         )
         for name in dict.fromkeys([*first.algorithms, *second.algorithms])
         if (name in first.algorithms) != (name in second.algorithms)

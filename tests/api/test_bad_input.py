@@ -370,7 +370,7 @@ def test_names_too_long(refused: Callable[..., str]) -> None:
 def test_plan_without_an_end(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A device has no size, and is read no further than any plan goes."""
     monkeypatch.setattr("graphquant.quantize.plan_json.MAX_PLAN_BYTES", 1 << 16)
-    assert "larger than any plan" in refused("insert", CNN, "--plan", "/dev/zero", code=2)
+    assert "/dev/zero" in refused("insert", CNN, "--plan", "/dev/zero", code=2)
 
 
 def test_folder_without_a_name(refused: Callable[..., str], cli: Callable[..., Any], here: Path) -> None:

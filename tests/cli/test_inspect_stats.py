@@ -49,7 +49,8 @@ def test_statistics_with_a_model(cli: Callable[..., Any], here: Path, samples: P
         cli("inspect", model, "--stats", "stats.gqs", "--html", name)
     assert Path("one.html").read_bytes() == Path("two.html").read_bytes()
     data = json.loads(cli("inspect", model, "--stats", "stats.gqs", "--format", "json").stdout)
-    assert {alternative["method"] for alternative in data["tensors"][0]["others"]} >= {"auto", "entropy", "percentile"}
+    methods = {alternative["method"] for alternative in data["tensors"][0]["alternatives"]}
+    assert methods >= {"auto", "entropy", "percentile"}
     assert [tensor["cost"]["sqnr"] for tensor in data["tensors"]] == sorted(
         tensor["cost"]["sqnr"] for tensor in data["tensors"]
     )
@@ -68,12 +69,12 @@ def test_rules_give_ranges(cli: Callable[..., Any], here: Path, samples: Path) -
     [
         (["stats.gqs", "--rules", "tflite"], "--rules needs the model: graphquant inspect MODEL --stats stats.gqs"),
         (["stats.gqs", "--format", "dot"], "--format dot draws a model, not statistics."),
-        (["stats.gqs", "--html", "a.html", "-o", "a.html"], "--html a.html is the file of -o."),
-        (["stats.gqs", "--html", "stats.gqs"], "stats.gqs is the model itself."),
-        (["MODEL", "--stats", "stats.gqs", "--force", "--html", "stats.gqs"], "stats.gqs is the model itself."),
-        (["none.gqs"], "There is no file none.gqs."),
-        (["MODEL", "--rules", "tflite"], "--rules is about statistics. Give --stats FILE too"),
-        (["OTHER", "--stats", "stats.gqs"], "The statistics are of another model"),
+        (["stats.gqs", "--html", "a.html", "-o", "a.html"], "--html a.html is also the file of -o."),
+        (["stats.gqs", "--html", "stats.gqs"], "stats.gqs is the source model"),
+        (["MODEL", "--stats", "stats.gqs", "--force", "--html", "stats.gqs"], "stats.gqs is the source model"),
+        (["none.gqs"], "none.gqs"),
+        (["MODEL", "--rules", "tflite"], "--stats FILE"),
+        (["OTHER", "--stats", "stats.gqs"], "another model"),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
