@@ -1,4 +1,4 @@
-"""Prints the commands of README.md: `setup` the blocks before the heading "Commands", `commands` the ones after it."""
+"""Print the commands in README.md: with `setup` the blocks before the heading "Commands", else those after it."""
 
 import re
 import sys

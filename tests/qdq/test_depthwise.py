@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from reference import fake_quant
 from reference import quantize_and_dequantize as qad
+from support.tensorflow_models import run_graph
 
 import graphquant as gq
 from graphquant.errors import UsageError
@@ -54,14 +55,8 @@ def inserted(tmp_path, multiplier: int, scheme: str, **more):
 
 def run(result, tmp_path, names: list[str]) -> list[np.ndarray]:
     """Return TensorFlow's values of tensors of the written model."""
-    import tensorflow as tf
-
-    v1 = tf.compat.v1
     path = result.save(tmp_path / "made.pb", force=True)
-    with v1.Graph().as_default() as graph:
-        v1.import_graph_def(v1.GraphDef.FromString(path.read_bytes()), name="")
-        with v1.Session(graph=graph) as session:
-            return session.run(names, {"x:0": np.ones((1, 6, 6, CHANNELS), np.float32)})
+    return run_graph(path, names, {"x:0": np.ones((1, 6, 6, CHANNELS), np.float32)})
 
 
 def expected(family: str, weight: np.ndarray, params) -> np.ndarray:

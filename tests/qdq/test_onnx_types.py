@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.onnx_models import run_onnx
 
 from graphquant import api
 from graphquant.analysis.model_summary import summarize_model
@@ -23,10 +23,7 @@ GRANULARITIES = ("tensor", "channel", "block")
 SHAPE = (7, 70)
 """Odd, so that 4 bits are padded, and no whole number of blocks."""
 
-LEVELS = (
-    onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
-    onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
-)
+LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL")
 
 RULES = """
 description = "one tensor"
@@ -81,14 +78,7 @@ def rules(folder: Path, dtype: str, per: str, where: str, more: str = "") -> lis
 def run(path: Path, x: np.ndarray) -> list[np.ndarray]:
     """Check the file, and return its output at each optimization level."""
     onnx.checker.check_model(onnx.load(path), full_check=True)
-    outputs = []
-    for level in LEVELS:
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = level
-        options.intra_op_num_threads = 1
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        outputs.append(session.run(None, {"x": x})[0])
-    return outputs
+    return [run_onnx(path, {"x": x}, level)[0] for level in LEVELS]
 
 
 def bits(array: np.ndarray) -> np.ndarray:

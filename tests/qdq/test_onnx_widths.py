@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
+from support.onnx_models import onnx_session
 
 import graphquant as gq
 from graphquant.quantize import FLOAT8_NOT_RUNNABLE
@@ -36,8 +36,8 @@ producer = {{ kind = "max_pool" }}
 quantize = "same-as-input"
 """
 
-PLAIN = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-FULL = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+PLAIN = "ORT_DISABLE_ALL"
+FULL = "ORT_ENABLE_ALL"
 
 
 def insert(folder: Path, activation: str, weight: str) -> gq.Result:
@@ -48,13 +48,9 @@ def insert(folder: Path, activation: str, weight: str) -> gq.Result:
     return gq.insert(MODEL, rules=[str(folder / "rules.toml")], data=data, samples=16)
 
 
-def run(path: Path, level: onnxruntime.GraphOptimizationLevel) -> np.ndarray:
+def run(path: Path, level: str) -> np.ndarray:
     """Return the logits of eight pictures."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = level
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = onnx_session(path, level)
     image = np.load("sample_models/digits_cnn_eval.npz")["image"][:8].astype(np.float32)
     model_input = session.get_inputs()[0]
     return session.run(None, {model_input.name: image.reshape(8, *model_input.shape[1:])})[0]

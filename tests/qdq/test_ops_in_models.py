@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import fake_quant
 from reference import quantize_and_dequantize as qad
+from support.tensorflow_models import graph_session
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
@@ -59,16 +60,10 @@ def frozen(path, dtype):
 @contextmanager
 def session(made, tmp_path):
     """Open the written model in a session with initialized variables."""
-    import tensorflow as tf
-
-    v1 = tf.compat.v1
-    made.save(tmp_path / "made.pb", force=True)
-    with v1.Graph().as_default() as graph:
-        v1.import_graph_def(v1.GraphDef.FromString((tmp_path / "made.pb").read_bytes()), name="")
-        with v1.Session(graph=graph) as opened:
-            if any(op.name == "init_learned_ranges" for op in graph.get_operations()):
-                opened.run("init_learned_ranges")
-            yield opened
+    with graph_session(made.save(tmp_path / "made.pb", force=True)) as opened:
+        if any(op.name == "init_learned_ranges" for op in opened.graph.get_operations()):
+            opened.run("init_learned_ranges")
+        yield opened
 
 
 def values(dtype="float32"):
