@@ -136,8 +136,9 @@ _SHA256_PATTERN = re.compile("[0-9a-f]{64}")
 
 def default_cache_folder() -> Path:
     """Return the user's cache folder by the convention of the system."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache") / "graphquant"
+    from platformdirs import user_cache_path
+
+    return user_cache_path("graphquant", appauthor=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,14 +345,14 @@ class _WorkerProcess:
 
 
 def process_memory(process: int) -> int:
-    """Return the private memory of a process in bytes, 0 if the system does not report it."""
+    """Return the memory of a process without shared files and libraries in bytes, 0 if the process has ended."""
+    import psutil
+
     try:
-        status = Path(f"/proc/{process}/status").read_text("ascii", errors="replace")
-    except OSError:
+        memory = psutil.Process(process).memory_info()
+    except psutil.Error:
         return 0
-    rows = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    private = (rows.get(name, "0 kB").split()[0] for name in ("RssAnon", "RssShmem"))
-    return sum(map(int, private)) << 10
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def _worker_main(pipe: Connection, worker: WorkFunction, log: str) -> None:

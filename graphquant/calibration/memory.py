@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,20 +24,14 @@ the blocked layout that its convolutions prefer.
 HISTOGRAM_BYTES = {0: 0, 7: 64 << 10, 10: 512 << 10}
 """Typical bytes of a histogram by its number of mantissa bits. It stays in memory until calibration ends."""
 
-ASSUMED_FREE_BYTES = 1 << 30
-"""Free memory that is assumed if the system does not report it."""
-
 
 def available_memory() -> int:
     """Return the free memory in bytes, limited by the control group of the container."""
-    bounds = [ASSUMED_FREE_BYTES]
+    import psutil
+
+    bounds = [psutil.virtual_memory().available]
+    # psutil reports the memory of the machine, not of the container. "max" is no number: there is no limit.
     with suppress(OSError, ValueError):
-        matched = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"), re.MULTILINE)
-        if matched:
-            bounds = [int(matched[1]) << 10]
-        elif hasattr(os, "sysconf"):
-            bounds = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with suppress(OSError, ValueError):  # "max" is no number: there is no limit
         cgroup = Path("/sys/fs/cgroup")
         bounds.append(
             int(cgroup.joinpath("memory.max").read_text()) - int(cgroup.joinpath("memory.current").read_text())
