@@ -227,7 +227,7 @@ def test_command_line_writes_file_and_conversion_report(cli: Callable[..., Any],
     text = cli(
         "insert", samples / "digits_cnn.pb", "--ranges", output_path, "-o", tmp_path / "x.pb", "--report", report_path
     ).stdout
-    assert "15 of them its very scale and zero point" in text
+    assert "15 with its exact scale and zero point" in text
     report = json.loads(report_path.read_text())
     runtime = {tensor["tensor"]["op"]: tensor["runtime"] for tensor in conversion["tensors"]}
     for site in report["sites"]:
@@ -294,4 +294,4 @@ def test_a_difference_ends_with_1(
     result = cli("insert", samples / "digits_cnn.pb", "--data", data, "-o", tmp_path / "x.tflite", code=1)
     assert "its scale differs" in result.stdout
     assert "0 of 24 planned tensors match the plan" in result.stdout
-    assert "does not have every scale that was planned" in result.stderr
+    assert "does not have all planned scales" in result.stderr

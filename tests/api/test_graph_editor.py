@@ -562,7 +562,7 @@ def test_mistakes_in_a_rule_line(line, message, samples, cli):
     """An empty line or one with unknown names gives the error of a rule file."""
     error_text = cli("plan", samples / "digits_cnn.pb", "--rules", line, code=2).stderr
     assert message in error_text
-    assert error_text.startswith(f"Error: {line}:1:")
+    assert error_text.startswith(f"error: {line}:1:")
 
 
 # -- properties ----------------------------------------------------------------------------------

@@ -105,9 +105,9 @@ def test_output_is_a_folder(here: Path, cli: Callable[..., Any]) -> None:
     network().save("net.keras")
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.keras", code=2).stderr
     assert "quant.keras has the suffix of a Keras file" in error_text
-    assert "the name of a folder, quant; keras.layers.TFSMLayer" in error_text
+    assert "folder name quant; keras.layers.TFSMLayer" in error_text
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.pb", code=2).stderr
-    assert "a SavedModel is written as a folder" in error_text
+    assert "a SavedModel is a folder" in error_text
     assert [path.name for path in here.iterdir()] == ["net.keras"]
 
 

@@ -108,7 +108,7 @@ def test_transposed_weight(tmp_path: Path) -> None:
         (SMALL.replace('input: "halves:2"', 'input: "halves:3"'), "node 'sum' reads 'halves:3'"),
         (SMALL.replace('input: "w/read"', 'input: "gone"'), "node 'y' reads 'gone', which does not exist"),
         (SMALL.replace('"^gate"', '"^gone"'), "node 'y' waits for 'gone'"),
-        (SMALL.replace('"gate" op', '"x" op'), "Two nodes of the graph are called 'x'"),
+        (SMALL.replace('"gate" op', '"x" op'), "called 'x'"),
         (SMALL.replace("num_split", "other"), "'num_split'"),
         ("what is this", "is not a tensorflow.GraphDef in text format"),
     ],
@@ -375,7 +375,7 @@ def test_function_as_operation(tmp_path: Path) -> None:
         (CALLED.replace('key: "q"', 'key: "r"'), "'q'"),
         (CALLED.replace('name: "training"', 'name: "layer"'), "Two functions have the same name"),
         (CALLED.replace('{ name: "b" type', '{ name: "a" type'), "has the argument 'a' twice"),
-        (CALLED.replace('name: "read" op', 'name: "a" op'), "Two nodes of function 'layer' are called 'a'"),
+        (CALLED.replace('name: "read" op', 'name: "a" op'), "'layer', two nodes are called 'a'"),
         (CALLED.replace('op: "layer" input: "x"', 'op: "If" input: "x"'), "'Tout'"),
     ],
 )

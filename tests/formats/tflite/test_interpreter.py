@@ -93,7 +93,7 @@ def constants(interpreter: Any, model: Any, number: int, graph: str) -> int:
     count = 0
     for op in model.graphs[graph].ops():
         if op.kind == "constant" and op.read_value is not None and op.outputs[0].dtype != "int4":
-            value = interpreter.get_tensor(op.outputs[0].stored.index, number)
+            value = interpreter.get_tensor(op.outputs[0].quantization.index, number)
             np.testing.assert_array_equal(op.read_value(), value.reshape(op.outputs[0].quantization.sizes))
             count += 1
     return count
