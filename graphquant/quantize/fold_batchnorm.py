@@ -242,7 +242,7 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
 
     Source of the formula: Ioffe and Szegedy 2015, "Batch Normalization", section 3.1.
     """
-    parameters = Parameters(model)  # what is folded was no parameter before and is none after
+    parameters = Parameters(model)  # folding turns no tensor into a parameter or back
     for name in model.reachable_graphs():
         graph = model.graphs[name]
         for op in list(graph.ops()):

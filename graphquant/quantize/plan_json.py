@@ -198,7 +198,7 @@ class _PlanReader:
         scheme = schemes[name]
         tensor = raw.get("tensor")
         graph_name = tensor.get("graph", "") if isinstance(tensor, dict) else ""
-        # A scheme with mistakes was told already; the rest of the site is checked with one that goes with it.
+        # An invalid scheme is reported already. A substitute lets the rest of the site be validated.
         scheme_data = (
             _scheme_to_json(scheme, "") if scheme is not None else {"per": "channel" if "axis" in raw else "tensor"}
         )

@@ -301,7 +301,7 @@ def _moving_average(graph: Graph, use: Use) -> TensorRef | None:
     if use.graph != graph.name or graph.op(use.op).kind != "sub" or use.slot != 1:
         return None
     average = graph.source_of(Use(graph.name, use.op, 0))
-    must_wait = average is None or graph.control_inputs(average.op)  # perhaps for what is to read it
+    must_wait = average is None or graph.control_inputs(average.op)  # a dependency may be on the consumer
     return None if must_wait else average
 
 

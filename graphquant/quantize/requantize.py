@@ -60,7 +60,7 @@ _CLIP_INPUTS_OPSET: Final = 11
 
 def requantize(model: Model) -> Iterator[Step]:
     """Reroute consumers of each dequantized tensor to the original float tensor, or to the stored weight."""
-    parameters = Parameters(model)  # scales and zero points stay what they are
+    parameters = Parameters(model)  # scales and zero points do not change
     relu_outputs: dict[TensorRef, TensorRef] = {}
     float_constants: dict[tuple[TensorRef, ...], TensorRef] = {}
     for graph, op in _ops_of_kinds(model, {"dequantize", "qdq"}):

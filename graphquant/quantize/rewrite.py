@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.ir import MATRIX_PRODUCT_KINDS, Graph, Model, Parameters, TensorRef, Use, check_invariants, paused_gc
+from graphquant.ir import (
+    MATRIX_PRODUCT_KINDS,
+    Graph,
+    Model,
+    Parameters,
+    TensorRef,
+    Use,
+    check_invariants,
+    paused_gc,
+    unique_name,
+)
 from graphquant.numerics import (
     Array,
     DynamicQParams,
@@ -327,13 +337,10 @@ class _LearnedVariableNames:
     def get_name(self, site: Site, name: str) -> str:
         """Return the name of the original's variables, or a new one based on the site's ops."""
         original_name = None if site.clone_of is None else self._names.get(site.clone_of)
-        label, suffix = name, 0
-        while original_name is None and label in self._used_names:
-            suffix += 1
-            label = f"{name}_{suffix}"
-        self._used_names.add(original_name or label)
-        self._names.update(dict.fromkeys(site.uses, original_name or label))
-        return original_name or label
+        label = original_name or unique_name(name, self._used_names)
+        self._used_names.add(label)
+        self._names.update(dict.fromkeys(site.uses, label))
+        return label
 
 
 class _InsertedOpNames:

@@ -24,6 +24,7 @@ from graphquant.ir import (
     StoredQuantization,
     TensorRef,
     Use,
+    connected_groups,
 )
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, IntType
 
@@ -133,7 +134,7 @@ def _find_fused_tensors(
         plain_name = _strip_converter_prefixes(name_part)
         for ref in refs_by_spelling.get(
             plain_name, refs_by_spelling.get(plain_name.removesuffix("/quant"), [])
-        ):  # what this program inserted
+        ):  # graphquant inserted it
             refs_by_graph.setdefault(ref.graph, ([], []))[not is_unique].append(ref)
     candidates = (
         _last_of_largest_group(model.graphs[graph], unique_refs or shared, shared if unique_refs else [], ranks)
@@ -150,29 +151,16 @@ def _last_of_largest_group(
     Return None if two groups are equally large, or if one of `shared`, which other names contain too, may follow the
     group.
     """
-    group = {ref.op: ref.op for ref in refs}
-
-    def find_leader(name: str) -> str:
-        while group[name] != name:
-            group[name] = group[group[name]]
-            name = group[name]
-        return name
-
-    for name in group:
-        for source in _iterate_sources(graph, name):
-            if source in group:
-                group[find_leader(source)] = find_leader(name)
-    sizes = Counter(find_leader(name) for name in group)
-    (largest, size), *runners_up = sizes.most_common(2)
-    if runners_up and runners_up[0][1] == size:
+    ops = dict.fromkeys(ref.op for ref in refs)
+    edges = [(name, source) for name in ops for source in _iterate_sources(graph, name) if source in ops]
+    largest, *others = sorted((set(group) for group in connected_groups(ops, edges)), key=len, reverse=True)
+    if others and len(others[0]) == len(largest):
         return None
-    for shared_ref in shared:
-        follows_largest = any(
-            source in group and find_leader(source) == largest for source in _iterate_sources(graph, shared_ref.op)
-        )
-        if follows_largest and graph.op(shared_ref.op).kind not in WEIGHTED_KINDS:
+    for name in (ref.op for ref in shared):
+        # A weighted op begins a layer of its own, so it cannot be fused behind the group.
+        if graph.op(name).kind not in WEIGHTED_KINDS and not largest.isdisjoint(_iterate_sources(graph, name)):
             return None
-    return max((ref for ref in refs if find_leader(ref.op) == largest), key=ranks.__getitem__)
+    return max((ref for ref in refs if ref.op in largest), key=ranks.__getitem__)
 
 
 def _iterate_sources(graph: Graph, name: str) -> Iterator[str]:

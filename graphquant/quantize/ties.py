@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import TensorRef, Use
+from graphquant.ir import TensorRef, Use, connected_groups
 from graphquant.numerics import QParams, Range, choose_qparams, qparams_from_scale
 from graphquant.quantize.plan import SkipCode
 from graphquant.quantize.solver_state import Conflict, format_range, format_values, starts_at_zero
@@ -206,27 +206,14 @@ def skip_unfed_ties(state: SolverState) -> None:
 
 def _tie_groups(state: SolverState) -> tuple[list[list[int]], dict[int, _TieEdge]]:
     """Return groups of sites that must share scale and zero point, and the tie that put each site there."""
-    leader = list(range(len(state.sites)))
     edges: dict[int, _TieEdge] = {}
-
-    def find_leader(index: int) -> int:
-        while leader[index] != index:
-            leader[index] = leader[leader[index]]
-            index = leader[index]
-        return index
-
+    pairs = []
     for index, site in enumerate(state.sites):
-        for use in site.tie:
-            if use in state.index_by_use:
-                source = state.index_by_use[use]
-                first, second = sorted((find_leader(index), find_leader(source)))
-                leader[second] = first
-                edges[index] = _TieEdge(source, site.rule)
-                edges.setdefault(source, _TieEdge(index, site.rule))
-    members: dict[int, list[int]] = {}
-    for index in range(len(state.sites)):
-        members.setdefault(find_leader(index), []).append(index)
-    return list(members.values()), edges
+        for source in (state.index_by_use[use] for use in site.tie if use in state.index_by_use):
+            pairs.append((index, source))
+            edges[index] = _TieEdge(source, site.rule)
+            edges.setdefault(source, _TieEdge(index, site.rule))
+    return connected_groups(range(len(state.sites)), pairs), edges
 
 
 def _sharing_key(site: Site, index: int) -> tuple[object, ...]:

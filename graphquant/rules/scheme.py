@@ -255,7 +255,7 @@ class Scheme:
             and self.round is None
             and self.zero == "symmetric"
         ):
-            return  # what is left depends on the tensor too
+            return  # the remaining conditions depend on the tensor
         axis = None if self.per == "tensor" else 0
         reason = family.unsupported_reason(
             self.family_request(axis=axis, dtype="float32", shape=(1,), is_parameter=True)

@@ -240,9 +240,7 @@ def validate_document(data: dict[str, Any], table: type[T], kind: DocumentKind) 
                 ),
             )
             for error_details in error.errors(include_url=False)
-            if not (
-                error_details["type"] == "too_short" and error_details["input"]
-            )  # for all of its entries are wrong, which is told too
+            if not (error_details["type"] == "too_short" and error_details["input"])  # each of its entries is reported
         ]
 
 
