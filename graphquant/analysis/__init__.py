@@ -15,13 +15,13 @@ from graphquant.analysis.explain import (
 from graphquant.analysis.site_errors import ComparedSites, match_sites, prepare_like
 
 __all__ = [
+    "NO_RULES",
     "ComparedSites",
     "Comparison",
     "Differences",
     "Explanation",
     "ExplanationReport",
     "ModelChange",
-    "NO_RULES",
     "OutputFigures",
     "SiteFigures",
     "backend_of_rules",

@@ -164,7 +164,8 @@ def match_outputs(first: Sequence[str], second: Sequence[str], explicit: Mapping
         for name in requested:
             if name not in names:
                 raise UsageError(
-                    f"The {ordinal} model has no output {name!r}. It has {_quote_names(names)}.{did_you_mean(name, names)}"
+                    f"The {ordinal} model has no output {name!r}. Its outputs are {_quote_names(names)}."
+                    f"{did_you_mean(name, names)}"
                 )
     if explicit:
         return dict(explicit)
@@ -175,8 +176,9 @@ def match_outputs(first: Sequence[str], second: Sequence[str], explicit: Mapping
     )
     if len(unmatched_first) != len(unmatched_second):
         raise UsageError(
-            f"The models have different outputs: {_quote_names(unmatched_first) or 'none'} of the first has no match, nor has"
-            f" {_quote_names(unmatched_second) or 'none'} of the second. Say which is which: --match NAME=OTHER."
+            f"The models have different outputs: {_quote_names(unmatched_first) or 'none'} of the first and"
+            f" {_quote_names(unmatched_second) or 'none'} of the second have no match. Pair them with --match"
+            " NAME=OTHER."
         )
     matches.update(zip(unmatched_first, unmatched_second, strict=True))
     return {name: matches[name] for name in first}

@@ -11,6 +11,7 @@ import numpy as np
 
 from graphquant.observers import histogram_kernel
 from graphquant.utils.notebook_html import HtmlRepresentation
+from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -151,7 +152,7 @@ class ErrorSums:
         problem: Reason why the two cannot be compared, or "".
     """
 
-    __slots__ = ("nonfinite", "count", "dot", "error", "actual_power", "max_error", "power", "problem")
+    __slots__ = ("actual_power", "count", "dot", "error", "max_error", "nonfinite", "power", "problem")
 
     def __init__(self) -> None:
         self.power = self.actual_power = self.error = self.dot = self.max_error = 0.0
@@ -165,7 +166,7 @@ class ErrorSums:
         """
         if expected.shape != actual.shape:
             self.problem = (
-                self.problem or f"shapes differ: {_shape_in_brackets(expected)} and {_shape_in_brackets(actual)}"
+                self.problem or f"shapes differ: {format_shape(expected.shape)} and {format_shape(actual.shape)}"
             )
             return
         flat_expected, flat_actual = expected.reshape(-1), actual.reshape(-1)
@@ -243,10 +244,6 @@ def _is_c_aligned(values: Array) -> bool:
 def _is_exact_sum(total: float, values: Array) -> bool:
     """Return True if the float32 sum of squares is exact enough for `values`."""
     return SMALLEST_SUM < total < math.inf or (not total and not values.any())
-
-
-def _shape_in_brackets(values: Array) -> str:
-    return "[" + ", ".join(map(str, values.shape)) + "]"
 
 
 # Confidence bounds at 95% for all samples of the population.

@@ -21,6 +21,7 @@ from graphquant.ir.op_matching import (
 )
 from graphquant.numerics import DynamicQParams
 from graphquant.quantize.prepare import PREPARATION_STEPS
+from graphquant.utils.text import format_shape, join_limited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,7 +230,8 @@ def _params_changes(location: str, first_params: QParams, second_params: QParams
         yield ModelChange(
             kind="scale",
             location=location,
-            message=f"{_format_span(first_params.scale)} became {_format_span(second_params.scale)} ({100 * relative_change:.3g}%)",
+            message=f"{_format_span(first_params.scale)} became {_format_span(second_params.scale)}"
+            f" ({100 * relative_change:.3g}%)",
             size=relative_change,
         )
 
@@ -252,8 +254,8 @@ def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Di
     """
     if first.format != second.format:
         raise UsageError(
-            f"One model is of {first.format} and the other of {second.format}. Only models of one format are compared by"
-            " their ops; `graphquant compare` runs both on the same data."
+            f"The models have the formats {first.format} and {second.format}, but diff compares models of one format."
+            " `graphquant compare` runs both on the same data."
         )
     op_pairs = match_ops(first, second)
     changes = list(_model_changes(first, second, op_pairs))
@@ -341,17 +343,13 @@ def _op_changes(
     if first_op.kind in BOUNDARY_KINDS and first_op.outputs and second_op.outputs:
         before, after = first_op.outputs[0], second_op.outputs[0]
         if (before.dtype, before.shape) != (after.dtype, after.shape):
-            message = f"{before.dtype} {_format_shape(before.shape)} became {after.dtype} {_format_shape(after.shape)}"
+            message = f"{before.dtype} {format_shape(before.shape)} became {after.dtype} {format_shape(after.shape)}"
             yield ModelChange(kind="op-changed", location=location, message=message)
     if first_op.kind not in BOUNDARY_KINDS:
         yield from _attribute_changes(location, first_op, second_op)
     yield from _wiring_changes(
         first, second, op_pairs, first_graph.slots(name), second_graph.slots(second_op.name), location
     )
-
-
-def _format_shape(shape: Any) -> str:
-    return "of any shape" if shape is None else "[" + ", ".join("?" if dim is None else str(dim) for dim in shape) + "]"
 
 
 def _attribute_changes(location: str, first_op: Op, second_op: Op) -> Iterator[ModelChange]:
@@ -389,7 +387,7 @@ def _weight_changes(location: str, first_op: Op, second_op: Op) -> Iterator[Mode
         return
     before, after = first_op.read_value(), second_op.read_value()
     if before.dtype != after.dtype or before.shape != after.shape:
-        message = f"{before.dtype} {_format_shape(before.shape)} became {after.dtype} {_format_shape(after.shape)}"
+        message = f"{before.dtype} {format_shape(before.shape)} became {after.dtype} {format_shape(after.shape)}"
         yield ModelChange(kind="weight", location=location, message=message)
     elif before.dtype.kind in "OSUV":
         if before.tolist() != after.tolist():
@@ -516,11 +514,7 @@ def diff_plans(first: Plan, second: Plan) -> Differences:
 
 def _describe_planned_site(site: Site) -> str:
     scheme = site.scheme
-    return f"{scheme.type.name}, rule {site.rule}, read by {_list_site_uses(site.uses)}"
-
-
-def _list_site_uses(uses: tuple[Use, ...]) -> str:
-    return ", ".join(map(str, uses[:3])) + (f" and {len(uses) - 3} more" if len(uses) > 3 else "")  # noqa: PLR2004  # a line
+    return f"{scheme.type.name}, rule {site.rule}, read by {join_limited(site.uses, 3)}"
 
 
 def _planned_site_changes(first_site: Site, second_site: Site) -> Iterator[ModelChange]:
@@ -537,6 +531,6 @@ def _planned_site_changes(first_site: Site, second_site: Site) -> Iterator[Model
         if getattr(first_site, name) != getattr(second_site, name)
     ]
     if set(first_site.uses) != set(second_site.uses):
-        messages.append(f"read by {_list_site_uses(first_site.uses)} became {_list_site_uses(second_site.uses)}")
+        messages.append(f"read by {join_limited(first_site.uses, 3)} became {join_limited(second_site.uses, 3)}")
     if messages:
         yield ModelChange(kind="site-changed", location=location, message="; ".join(messages))

@@ -10,13 +10,14 @@ from graphquant.analysis.model_summary import summarize_model
 from graphquant.backends import BACKENDS, Verdict, check_quantized_model
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import QUANTIZATION_KINDS, Parameters
+from graphquant.ir import BOUNDARY_KINDS, QUANTIZATION_KINDS, STORED_KINDS, Parameters
 from graphquant.ir.op_matching import is_inserted, unquantized_source
 from graphquant.numerics import QParams
 from graphquant.quantize import TIED_INPUT_NOT_QUANTIZED, clip_limits, explain_scale, solve_scales
 from graphquant.quantize.rewrite import rewrite
 from graphquant.quantize.solver_state import format_values
 from graphquant.rules import RuleMatcher, RuleSet, name_matches
+from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -251,12 +252,7 @@ def _describe_params(quantization_op: QuantizationOp) -> str:
 
 def _shared_scale_note(names: list[str], tensor_name: str) -> tuple[str, ...]:
     sharing_names = [name for name in dict.fromkeys(names) if name != tensor_name]
-    omitted_note = f" and {len(sharing_names) - MAX_LISTED} more" if len(sharing_names) > MAX_LISTED else ""
-    return (
-        (f"one scale and zero point with {', '.join(sharing_names[:MAX_LISTED])}{omitted_note}",)
-        if sharing_names
-        else ()
-    )
+    return (f"one scale and zero point with {join_limited(sharing_names, MAX_LISTED)}",) if sharing_names else ()
 
 
 # Predictions for a plan need a scale per site. Without data, placeholder ranges stand for them.
@@ -265,9 +261,6 @@ NONNEGATIVE_KINDS = frozenset({"sigmoid", "hard_sigmoid", "softmax", "exp", "abs
 """Kinds with outputs of at least 0, where that decides about fusion."""
 
 EMULATED_NOTE = "its quantization ops round floats. insert -o MODEL.tflite writes a model whose ops run on integers"
-
-NON_COMPUTING_KINDS = frozenset({"input", "output", "constant", "variable"})
-"""Kinds that compute nothing."""
 
 MAX_TIES = 8
 """Maximum number of ties to follow to the origin of a scale."""
@@ -306,7 +299,7 @@ def predict_verdicts(
         return tuple(
             Verdict(graph=graph, op=name, type=op.type, status="float", runs_as=op.type, note=EMULATED_NOTE)
             for graph, name in requested_ops
-            if (op := model.graphs[graph].op(name)).kind not in NON_COMPUTING_KINDS
+            if (op := model.graphs[graph].op(name)).kind not in BOUNDARY_KINDS | STORED_KINDS
         )
     if plan is not None:
         solution = solution or solve_scales(model, _with_placeholder_ranges(model, plan), {})

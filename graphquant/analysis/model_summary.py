@@ -19,6 +19,7 @@ from graphquant.ir import (
     StoredQuantization,
     TensorRef,
     Use,
+    follow_to_end,
 )
 from graphquant.qdq import family_of
 
@@ -235,11 +236,11 @@ def _float_input_reason(graph: Graph, op: Op) -> str:
 
 def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
     """Op that produces `tensor`, through data-movement ops."""
-    for _ in range(MAX_MOVEMENT_OPS):
-        tensor_graph = graph.graphs[tensor.graph]
-        op = tensor_graph.op(tensor.op)
-        input_tensor = tensor_graph.source_of(Use(tensor.graph, tensor.op, op.main_slot))
-        if op.kind not in DATA_MOVEMENT_KINDS or input_tensor is None:
-            break
-        tensor = input_tensor
-    return graph.graphs[tensor.graph].op(tensor.op)
+
+    def moved_input(current: TensorRef) -> TensorRef | None:
+        home = graph.graphs[current.graph]
+        op = home.op(current.op)
+        return home.source_of(Use(current.graph, current.op, op.main_slot)) if op.kind in DATA_MOVEMENT_KINDS else None
+
+    source = follow_to_end(tensor, moved_input, MAX_MOVEMENT_OPS)
+    return graph.graphs[source.graph].op(source.op)

@@ -85,7 +85,7 @@ class ComparedSite:
             _add_runs(self.accumulated_errors, pairs)
 
     def drop_reference(self, *, drop_local: bool) -> None:
-        """Drop the comparison with the float model if its values differ by design; `drop_local`: the local error too."""
+        """Drop the comparison with a float model that differs by design, and with `drop_local` the local error."""
         self.note, self.float_tensor, self.accumulated_errors = SCALED_NOTE, None, ErrorSums()
         if drop_local:
             self.local_errors, self.read_float_weight = ErrorSums(), None
