@@ -5,7 +5,7 @@ model calls others. Ops that read the same variables in the same slots, with the
 are several candidates, their call paths (the names of the calls that lead to them, and their own name) must end
 alike. From there, sources and consumers of clones are clones if type, attributes and constants agree and there is no
 other candidate. Calls, branches and Identities are skipped. Functions that share no variable with the graphs that run
-are not clones (docs/decisions/0026-copies-in-savedmodels.md).
+are not clones (docs/decisions/0026-function-clones.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Ops are nodes. A filled input slot is an edge keyed by the slot's number. A cont
 tensor that is read inside the body of an op (ONNX If, Loop, Scan) is a capture: an edge in the producer's graph, from
 the producer to the op that owns the body, keyed `("capture", use)`. Each node also has a list of its slots, so that
 both questions, the source of a slot and the consumers of a tensor, cost only their own edges
-(docs/decisions/0007-slots-beside-edges.md).
+(docs/decisions/0007-input-slots.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make TensorFlow's results reproducible by disabling oneDNN (docs/decisions/0071-kernels-that-round-the-same.md)."""
+"""Make TensorFlow's results reproducible by disabling oneDNN (docs/decisions/0071-onednn.md)."""
 
 from __future__ import annotations
 

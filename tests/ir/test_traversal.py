@@ -1,0 +1,36 @@
+"""Walks over graphs, which are bounded and visit each node once."""
+
+import pytest
+
+from graphquant.ir import connected_groups, follow, follow_to_end, reachable, unique_name
+
+
+def test_follow_ends_at_none() -> None:
+    """A walk yields the start and each step."""
+    assert list(follow(3, lambda node: node - 1 if node else None)) == [3, 2, 1, 0]
+    assert follow_to_end(3, lambda node: node - 1 if node else None) == 0
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7])
+def test_follow_is_bounded(limit: int) -> None:
+    """A walk in a ring ends after `limit` steps."""
+    walk = list(follow(0, lambda node: (node + 1) % 3, limit))
+    assert walk == [step % 3 for step in range(limit + 1)]
+
+
+def test_reachable_visits_each_node_once_in_breadth_first_order() -> None:
+    """Rings and repeated edges do not repeat nodes."""
+    successors = {"a": ["b", "c", "b"], "b": ["d"], "c": ["d", "a"], "d": ["a"]}
+    assert reachable(["a"], successors.__getitem__) == ["a", "b", "c", "d"]
+    assert reachable([], successors.__getitem__) == []
+
+
+def test_connected_groups_keep_the_order_of_nodes() -> None:
+    """Groups begin with their first node, and single nodes are groups."""
+    assert connected_groups("edcba", [("a", "e"), ("b", "c")]) == [["e", "a"], ["d"], ["c", "b"]]
+
+
+def test_unique_name_uses_the_smallest_suffix_that_no_container_has() -> None:
+    """Each container is checked."""
+    assert unique_name("x", {"y"}) == "x"
+    assert unique_name("x", {"x", "x_1"}, {"x_2"}) == "x_3"

@@ -1,0 +1,42 @@
+"""Text helpers of messages and reports."""
+
+import pytest
+
+from graphquant.utils.text import format_range, format_shape, join_limited, more_text, percent
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["a", "b"], "a, b"),
+        (["a", "b", "c"], "a, b and 1 more"),
+        (range(1200), "0, 1 and 1,198 more"),
+    ],
+)
+def test_join_limited(items, expected: str) -> None:
+    """Items beyond the limit are counted."""
+    assert join_limited(items, 2) == expected
+
+
+def test_join_limited_with_a_separator() -> None:
+    """The separator joins the items that are listed."""
+    assert join_limited({"a": 1, "b": 2}, separator="; ") == "a; b"
+
+
+def test_more_text_of_nothing_is_empty() -> None:
+    """No remainder gives no text."""
+    assert [more_text(count) for count in (-1, 0, 1)] == ["", "", " and 1 more"]
+
+
+def test_shapes_and_ranges() -> None:
+    """Unknown sizes are question marks; ranges have four digits."""
+    assert [format_shape(shape) for shape in (None, (), (1, None, 3))] == ["[?]", "[]", "[1, ?, 3]"]
+    assert format_range(-1.23456, 2) == "-1.235 to 2"
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0, "0%"), (0.5, "50%"), (0.9999, "99.9%"), (1, "100%"), (0.07, "7%")])
+def test_percent_rounds_down(share: float, expected: str) -> None:
+    """Only a share of 1 is 100%."""
+    assert percent(share) == expected
