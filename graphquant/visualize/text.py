@@ -328,7 +328,9 @@ def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]
         for name, ops in applied.items()
     ]
     lines += [
-        plain_line(f"skipped: {name}{'' if ops == ['model'] else ', ' + join_names(ops)}: {reason}")
+        plain_line(
+            f"skipped: {name}{'' if ops == ['model'] else ', ' + join_names(ops)}: {reason.removeprefix('skipped: ')}"
+        )
         for (name, reason), ops in skipped.items()
     ]
     return lines
