@@ -1,4 +1,4 @@
-"""What onnxruntime's optimizer makes of a model, op by op: the truth that predictions are held to."""
+"""Ground truth of predictions: the ops of a model after the optimizer of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ FUSED = "/MatMulAddFusion"
 
 
 def name_ops(message: Any) -> None:
-    """Gives every op of the model, in bodies too, a name that no other has."""
+    """Give every op of the model, including subgraphs, a unique name."""
     for number, node in enumerate(nodes(message.graph)):
         node.name = f"{node.name or node.output[0]}@{number}"
 
 
 def nodes(graph: Any) -> Iterator[Any]:
-    """All ops of a graph and of the bodies in it."""
+    """Yield all ops of a graph and its subgraphs."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -57,7 +57,7 @@ def nodes(graph: Any) -> Iterator[Any]:
 
 
 def optimized(path: Path, *, level: str = "ORT_ENABLE_EXTENDED", config: dict[str, str] | None = None) -> Any:
-    """The model at `path` as onnxruntime runs it on a CPU; quantization ops only, layouts are left."""
+    """Return the model at `path` as optimized by ONNX Runtime for a CPU, without layout changes."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
     options.log_severity_level = 4
@@ -71,7 +71,7 @@ def optimized(path: Path, *, level: str = "ORT_ENABLE_EXTENDED", config: dict[st
 
 
 def runs_as(message: Any) -> dict[str, str]:
-    """For each op of an optimized model, by the name it was given before, what it runs as."""
+    """Return the final op of each op of an optimized model, by its original name."""
     found: dict[str, str] = {}
     _walk(message.graph, {}, found)
     return found
@@ -94,7 +94,7 @@ def _walk(graph: Any, outer: dict[str, int], found: dict[str, str]) -> None:
 
 
 def _made(node: Any, types: dict[str, int]) -> int:
-    """The element type of an op's outputs, where it matters here; 0 for others."""
+    """Return the element type of the outputs of an op, if it matters here; otherwise 0."""
     place = ZERO_POINTS.get(node.op_type, 4 if node.op_type.startswith("QLinear") else 0)
     if node.op_type in {"DequantizeLinear", "MatMulIntegerToFloat", "MatMulNBits"}:
         return 1
@@ -111,7 +111,7 @@ def _type(node: Any, types: dict[str, int]) -> str:
 
 
 def of_functions(actual: dict[str, str], functions: Iterable[str]) -> dict[str, str]:
-    """What ops run as, by the names that they have in the functions: where copies differ, as one that is float."""
+    """Map ops of inlined functions to their names in the functions; float if any copy is float."""
     prefix = re.compile("|".join(rf"_inlfunc_{re.escape(name)}_(?:token_[0-9]+_)?" for name in functions) or r"\Z")
     found: dict[str, str] = {}
     for label, kind in actual.items():
@@ -123,14 +123,14 @@ def of_functions(actual: dict[str, str], functions: Iterable[str]) -> dict[str, 
 
 
 def is_low(kind: str) -> bool:
-    """Whether an op that runs as `kind` computes on integers."""
+    """Return whether an op that runs as `kind` computes on integers."""
     return " on " in kind or kind.startswith("QLinear") or kind in INTEGER_OPS
 
 
 def differences(verdicts: Iterable[Any], actual: dict[str, str]) -> list[str]:
-    """For each verdict that is wrong a line that says how, and for each integer op that no verdict foretold.
+    """Return a line for each wrong verdict and each integer op that was not predicted.
 
-    The Reshapes that onnxruntime puts around a Gemm are none of the model's ops, unless one was merged with such.
+    Reshapes that ONNX Runtime adds around a Gemm do not count, unless one was merged with another.
     """
     wrong, low = [], set()
     merged = Counter(kind for name, kind in actual.items() if name.endswith(MERGED))
@@ -153,5 +153,5 @@ def differences(verdicts: Iterable[Any], actual: dict[str, str]) -> list[str]:
 
 
 def counts(kinds: Iterable[str]) -> dict[str, int]:
-    """How many integer ops of each kind there are."""
+    """Return the number of integer ops of each kind."""
     return dict(sorted(Counter(kind for kind in kinds if is_low(kind)).items()))

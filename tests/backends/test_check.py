@@ -1,4 +1,4 @@
-"""`graphquant check`: what it prints and its exit codes."""
+"""`graphquant check`: output and exit codes."""
 
 import json
 import re
@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def quantized(samples, tmp_path):
-    """A model whose residual sum, and the sum that ends it, have no QuantizeLinear behind them."""
+    """Write a model whose residual sum and final sum are not quantized."""
     data = str(samples / "digits_cnn_calib.npz")
     result = gq.insert(samples / "digits_cnn.onnx", data=data, samples=4, exclude=["/residual|stem|logits.bias/"])
     return result.save(tmp_path / "with, comma%.onnx")
 
 
 def test_text(cli, quantized):
-    """The table names what stays float, why, and what to do; findings make the exit code 1."""
+    """The table names each float op, the reason and the fix. Findings give exit code 1."""
     shown = cli("check", quantized, "--for", "onnxruntime", code=1).stdout
     assert "ops run in low precision" in shown.splitlines()[0]
     assert "QLinearConv" in shown
@@ -32,14 +32,14 @@ def test_text(cli, quantized):
 
 
 def test_float_model(cli, samples):
-    """A model without quantization is told so kindly, and that is no finding."""
+    """A model without quantization has no findings."""
     shown = cli("check", samples / "digits_cnn.onnx", "--for", "onnxruntime").stdout
     assert "`graphquant insert`" in shown
     assert "0 findings" in shown
 
 
 def test_json(cli, quantized, samples):
-    """JSON has each op with its verdict; several models give a list."""
+    """JSON contains each op with its verdict. Several models give a list."""
     told = json.loads(cli("check", quantized, "--for", "onnxruntime", "--format", "json", code=1).stdout)
     assert told["backend"] == "onnxruntime"
     assert sum(told["counts"].values()) == len(told["ops"])
@@ -52,7 +52,7 @@ def test_json(cli, quantized, samples):
 
 
 def test_sarif(cli, quantized, tmp_path, published):
-    """SARIF is as its schema wants it, with a rule for each code and a place for each finding."""
+    """The SARIF log is valid, with a rule for each code and a location for each finding."""
     out = tmp_path / "check.sarif"
     cli("check", quantized, "--for", "onnxruntime", "--format", "sarif", "-o", out, code=1)
     log = json.loads(out.read_text("utf-8"))
@@ -67,7 +67,7 @@ def test_sarif(cli, quantized, tmp_path, published):
 
 
 def test_github(cli, quantized):
-    """Each finding is a command of GitHub's workflows on a line of its own, with what would end it spelled out."""
+    """Each finding is a workflow command on one line, with its fix."""
     lines = cli("check", quantized, "--for", "onnxruntime", "--format", "github", code=1).stdout.splitlines()
     assert lines
     for line in lines:
@@ -76,13 +76,13 @@ def test_github(cli, quantized):
 
 
 def test_escapes():
-    """Line breaks, percent signs, and in properties colons and commas, are spelled out."""
+    """Line breaks, percent signs and, in properties, colons and commas are escaped."""
     assert escape_annotation("50%\r\na:b,c") == "50%25%0D%0Aa:b,c"
     assert escape_annotation("a:b,c", property_=True) == "a%3Ab%2Cc"
 
 
-def test_page():
-    """docs/check.md explains each code with its level, each backend and each rule, and nothing else."""
+def test_documentation():
+    """docs/check.md documents exactly the codes, backends and rules that exist."""
     page = (ROOT / "docs" / "check.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| (GQ\d+) \| (\w+) \|", page, re.MULTILINE))
     assert rows == {code: told.level for code, told in LINT_CODES.items()}
@@ -97,8 +97,8 @@ def test_page():
     }
 
 
-def test_mistakes(cli, samples, tmp_path):
-    """Unknown backends, TFLite files and outputs that exist are usage errors."""
+def test_usage_errors(cli, samples, tmp_path):
+    """Unknown backends, TFLite files and existing outputs are usage errors."""
     model = samples / "digits_cnn.onnx"
     assert "onnxruntime, onnxruntime-arm, tensorrt" in cli("check", model, "--for", "ort", code=2).stderr
     (tmp_path / "out").write_text("kept")

@@ -1,4 +1,4 @@
-"""Mutated models: `check` ends in a report or in a GraphQuantError, whatever is in them."""
+"""Mutated models: `check` returns a report or raises a GraphQuantError."""
 
 import importlib.util
 import random
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def module(path):
-    """A test module, for what it holds."""
+    """Import a test module by name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
@@ -30,8 +30,8 @@ NAMES = [name for name in oracle.CASES if "split" not in name]
 
 
 @pytest.mark.parametrize("start", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(100, 1000, 100))])
-def test_mutations_end_well(start, tmp_path):
-    """A hundred spoilt small graphs, some of them inside an If, are checked for every backend."""
+def test_mutated_models(start, tmp_path):
+    """A hundred mutated graphs, some inside an If, are checked for every backend."""
     ends = {"told": 0, "refused": 0}
     for seed in range(start, start + 100):
         rng = random.Random(seed)  # noqa: S311  # not a secret
@@ -54,8 +54,8 @@ def test_mutations_end_well(start, tmp_path):
     assert min(ends.values()) > 10
 
 
-def test_reports_repeat(tmp_path):
-    """Reports of one model are equal however often it is loaded."""
+def test_reports_are_reproducible(tmp_path):
+    """Reports of a model are equal each time it is loaded."""
     onnx.save(oracle.build("silu")[0], tmp_path / "model.onnx")
     told = [view.check_json(check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime")) for _ in range(2)]
     assert told[0] == told[1]

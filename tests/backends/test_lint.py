@@ -1,4 +1,4 @@
-"""The findings of `check`: for each code a model that has it and one that has not."""
+"""Findings of `check`: for each code, a model with the finding and one without."""
 
 import numpy as np
 import onnx
@@ -38,7 +38,7 @@ CONSTANTS = {
 
 
 def pair(source, made, scale="s", zero="z"):
-    """The text of a QuantizeLinear and a DequantizeLinear."""
+    """Return the text of a QuantizeLinear and a DequantizeLinear."""
     return (
         f"{made}_q = QuantizeLinear({source}, {scale}, {zero}) {made} = DequantizeLinear({made}_q, {scale}, {zero})\n"
     )
@@ -108,7 +108,7 @@ CASES = [
 
 
 def load(text, tmp_path):
-    """The model whose ops `text` names."""
+    """Return the model with the ops in `text`."""
     outs = "float y" + (", float u" if " u = " in text else "")
     header = '<ir_version: 8, opset_import: ["": 21]> g (float[1,4,4,4] x, float[1,4,4,4] x2, float[4,4,1,1] b4)'
     message = onnx.parser.parse_model(f"{header} => ({outs}) {{ {text} }}")
@@ -126,7 +126,7 @@ def load(text, tmp_path):
 
 @pytest.mark.parametrize(("code", "backend", "text", "op"), CASES)
 def test_findings(code, backend, text, op, tmp_path):
-    """The finding names the op that has it; a model without an op has none of that code, or of any."""
+    """The finding names its op. A model without the mistake has no such finding."""
     found = check_quantized_model(load(text, tmp_path), backend).findings
     if not op:
         assert [finding.code for finding in found if code in {"", finding.code}] == []
@@ -135,13 +135,13 @@ def test_findings(code, backend, text, op, tmp_path):
     assert all(finding.message and finding.fix for finding in found)
 
 
-def test_every_code_is_tried():
+def test_every_code_has_cases():
     """There is a model for each code."""
     assert {code for code, _, _, op in CASES if op} == set(LINT_CODES)
 
 
-def test_functions_that_nothing_calls(tmp_path):
-    """Quantizations in a function that nothing calls never see data."""
+def test_uncalled_functions(tmp_path):
+    """Quantizations in uncalled functions are found."""
     text = """<ir_version: 8, opset_import: ["": 21, "own": 1]>
     g (float[4] x) => (float[4] y) { y = Sqrt(x) }
     <domain: "own", opset_import: ["": 21]>
@@ -175,8 +175,8 @@ quantize = "eight"
 """
 
 
-def test_what_no_sample_reached(tmp_path, cli):
-    """With statistics, a quantization in a branch that no sample took is told, and insert tells why it leaves it."""
+def test_unreached_quantizations(tmp_path, cli):
+    """With statistics, a quantization in a branch that no sample reached is found, and insert skips it."""
     path = tmp_path / "model.onnx"
     onnx.save(onnx.parser.parse_model(BRANCHES), path)
     np.savez(tmp_path / "data.npz", c=np.array([True, True]), x=np.ones((2, 4), np.float32))
@@ -197,12 +197,12 @@ def test_what_no_sample_reached(tmp_path, cli):
     cli("calibrate", path, "--data", data, "--rules", minmax, "-o", tmp_path / "stats.gqs")
     assert "y/else_branch/qa:0" in cli("check", made, "--stats", tmp_path / "stats.gqs", code=1).stdout
     assert "one model" in cli("check", made, made, "--stats", tmp_path / "stats.gqs", code=2).stderr
-    with pytest.raises(DataError, match="are of none of the tensors"):
+    with pytest.raises(DataError, match="none of the tensors"):
         gq.check(path, stats=stats)
 
 
 def test_float_models_have_no_findings(samples):
-    """A model without quantization has verdicts, all of them float, and no findings."""
+    """A model without quantization has only float verdicts and no findings."""
     for backend in BACKENDS:
         report = check_quantized_model(gq.load(samples / "digits_cnn.onnx"), backend)
         assert report.counts["int8"] == 0
@@ -211,7 +211,7 @@ def test_float_models_have_no_findings(samples):
 
 
 def test_tensorflow_models_are_linted_without_a_backend(samples, tmp_path):
-    """A TensorFlow model's fake-quantization is checked, and no backend is foretold for it."""
+    """TensorFlow models are linted, but backends are not predicted for them."""
     result = gq.insert(samples / "digits_cnn.pb", rules=["fixed_point"])
     path = result.save(tmp_path / "model.pb")
     assert {finding.code for finding in check_quantized_model(gq.load(path)).findings} <= {"GQ101", "GQ103"}
@@ -220,6 +220,6 @@ def test_tensorflow_models_are_linted_without_a_backend(samples, tmp_path):
 
 
 def test_unknown_backends():
-    """An unknown backend is an error that names the closest."""
+    """The error for an unknown backend suggests the closest one."""
     with pytest.raises(UsageError, match="Did you mean 'onnxruntime'"):
         check_quantized_model(gq.Model(format="onnx"), "onnxrutime")

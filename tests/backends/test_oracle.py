@@ -1,4 +1,4 @@
-"""What `check --for onnxruntime` foretells is what onnxruntime's own optimizer does: small graphs, both verdicts."""
+"""Predictions of `check --for onnxruntime` compared with its optimizer, on small graphs."""
 
 import importlib.util
 from pathlib import Path
@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
@@ -69,14 +70,14 @@ ROWS = "float[3,4] x"
 
 
 def pair(source, made, scale="s", zero="z"):
-    """The text of a QuantizeLinear and a DequantizeLinear."""
+    """Return the text of a QuantizeLinear and a DequantizeLinear."""
     return (
         f"{made}_q = QuantizeLinear({source}, {scale}, {zero}) {made} = DequantizeLinear({made}_q, {scale}, {zero})\n"
     )
 
 
 def op(call, *, scale="s", zero="z", given="x", more=""):
-    """An op between a pair on its input `a` and a pair on its output `r`."""
+    """Return the text of an op between a pair on its input `a` and a pair on its output `r`."""
     return f"{pair(given, 'a')} {more} r = {call} {pair('r', 'y', scale, zero)}"
 
 
@@ -445,7 +446,7 @@ RANK2 = ("matmul", "gemm", "the add", "add matmul")
 
 
 def inputs(name):
-    """The graph's inputs: rows for matrix products, an image for all else."""
+    """Return the graph inputs: rows for matrix products, otherwise an image."""
     if name.startswith(("blocks", "weight alone")):
         return "float[3,32] x"
     if name.startswith(RANK2):
@@ -454,7 +455,7 @@ def inputs(name):
 
 
 def build(name):
-    """The model of a case, the op that it is about and what is expected of that."""
+    """Return the model of a case, its op and the expected verdict."""
     text, expected, *rest = CASES[name]
     about, also, opset = (rest + ["r", "", 21][len(rest) :])[:3]
     outs = ["y", *(["u"] if " u = " in f" {text}" or "u = Deq" in text else []), *([also] if also else [])]
@@ -478,9 +479,9 @@ def build(name):
 
 
 def inside_if(message, own=(), outside=()):
-    """The same ops inside both branches of an If, which read inputs and constants, but those called `own`, outside.
+    """Move the ops into both branches of an If, except inputs, constants and the ops called `outside`.
 
-    The ops called `outside` are there too.
+    Constants called `own` are moved as well.
     """
     inner = message.graph
     nodes = [node for node in inner.node if node.name not in outside]
@@ -511,7 +512,7 @@ def inside_if(message, own=(), outside=()):
 
 
 def compare(message, tmp_path):
-    """The verdicts, what really came, and how the two differ."""
+    """Return the verdicts, the actual ops, and their differences."""
     path = tmp_path / "model.onnx"
     onnx.save(message, path)
     verdicts = predict_onnxruntime(gq.load(path))
@@ -521,7 +522,7 @@ def compare(message, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_small_graphs(name, tmp_path):
-    """The op gets the verdict that is expected, and onnxruntime does with every op what was told."""
+    """The op has the expected verdict, and ONNX Runtime agrees for every op."""
     message, about, expected = build(name)
     verdicts, actual = compare(message, tmp_path)
     assert truth.differences(verdicts, actual) == []
@@ -532,7 +533,7 @@ def test_small_graphs(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_inside_an_if_branch(name, tmp_path):
-    """In a branch of an If the same holds."""
+    """Predictions are correct in a branch of an If."""
     verdicts, actual = compare(
         inside_if(build(name)[0], own=[*FEW, *(["s", "i0"] if name.startswith("weight") else [])]), tmp_path
     )
@@ -542,7 +543,7 @@ def test_inside_an_if_branch(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("weight")])
 def test_quantized_outside_of_an_if(name, tmp_path):
-    """In a branch that dequantizes what was quantized outside the same holds, as graphquant writes it."""
+    """Predictions are correct in a branch that dequantizes outer values."""
     message = build(name)[0]
     given = {value.name for value in message.graph.input}
     outside = [node.name for node in message.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in given]
@@ -551,7 +552,7 @@ def test_quantized_outside_of_an_if(name, tmp_path):
 
 
 def inside_loop(message, own):
-    """The same ops inside a Loop, which reads inputs and constants, but those called `own`, outside."""
+    """Move the ops into a Loop, except inputs and constants that are not called `own`."""
     inner = message.graph
     body = onnx.GraphProto(name="body", node=inner.node)
     body.initializer.extend(value for value in inner.initializer if value.name in own)
@@ -574,7 +575,7 @@ def inside_loop(message, own):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_inside_a_loop(name, tmp_path):
-    """In the body of a Loop the same holds."""
+    """Predictions are correct in the body of a Loop."""
     own = [*FEW, "s", "i0"] if name.startswith("weight") else FEW
     verdicts, actual = compare(inside_loop(build(name)[0], own), tmp_path)
     assert truth.differences(verdicts, actual) == []
@@ -582,8 +583,8 @@ def test_inside_a_loop(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("blocks")])
-def test_quantizations_of_the_other_domain(name, tmp_path):
-    """QuantizeLinear and DequantizeLinear of com.microsoft are the same, as they are for 16 bits below opset 21."""
+def test_microsoft_domain(name, tmp_path):
+    """Quantizations of com.microsoft are predicted alike."""
     message = build(name)[0]
     for node in message.graph.node:
         if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
@@ -596,7 +597,7 @@ def test_quantizations_of_the_other_domain(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [13, 17, 19, 22, 23, 24])
 def test_other_opsets(opset, tmp_path):
-    """With other opsets the same holds of all cases that they can say."""
+    """Predictions are correct for other opsets."""
     tried = 0
     for name in CASES:
         message = build(name)[0]
@@ -612,7 +613,7 @@ def test_other_opsets(opset, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_optimizations(name, tmp_path):
-    """With all optimizations, the default, ops are the same but for Transposes that are added for layouts."""
+    """With all optimizations, ops differ only by Transposes for layouts."""
     message = build(name)[0]
     onnx.save(message, tmp_path / "model.onnx")
     actual = truth.runs_as(truth.optimized(tmp_path / "model.onnx", level="ORT_ENABLE_ALL"))
@@ -623,7 +624,7 @@ def test_all_optimizations(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_int8_activations(name, tmp_path):
-    """Where kernels take int8 activations, as on ARM, the same holds; a setting says so on any machine."""
+    """Predictions are correct if kernels accept int8 activations, as on ARM."""
     message = build(name)[0]
     onnx.save(message, tmp_path / "model.onnx")
     allowed = truth.optimized(tmp_path / "model.onnx", config={"session.qdqisint8allowed": "1"})
@@ -636,26 +637,29 @@ def test_int8_activations(name, tmp_path):
     [
         ("v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = MatMul(x, v)", "in a branch"),
         (op("AveragePool<kernel_shape = [2, 2], dilations = [1, 1]>(a)"), ""),
-        ("f = Cast<to = 17>(c0)" + pair("x", "a", zero="f") + "r = Sigmoid(a)" + pair("r", "y", zero="f"), ""),
+        pytest.param(
+            "f = Cast<to = 17>(c0)" + pair("x", "a", zero="f") + "r = Sigmoid(a)" + pair("r", "y", zero="f"),
+            "",
+            marks=pytest.mark.skipif(
+                tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 32),
+                reason="from version 1.32 on, ONNX Runtime loads float8 pairs",
+            ),
+        ),
     ],
 )
-def test_refused_models(text, given, tmp_path, monkeypatch):
-    """Where onnxruntime loads no such model at all, the verdict says that it refuses it."""
+def test_rejected_models(text, given, tmp_path, monkeypatch):
+    """Models that ONNX Runtime cannot load are predicted as refused."""
     name = "blocks of 16" if given else "conv"
     monkeypatch.setitem(CASES, name, (text, "refused"))
     message = build(name)[0]
     onnx.save(inside_if(message) if given else message, tmp_path / "model.onnx")
-    told = [
-        verdict.broken_rule.rule
-        for verdict in predict_onnxruntime(gq.load(tmp_path / "model.onnx"))
-        if verdict.broken_rule
-    ]
-    assert "refused" in told
+    verdicts = predict_onnxruntime(gq.load(tmp_path / "model.onnx"))
+    assert "refused" in {verdict.broken_rule.rule for verdict in verdicts if verdict.broken_rule}
     with pytest.raises((errors.Fail, errors.InvalidGraph)):
         truth.optimized(tmp_path / "model.onnx")
 
 
-def test_both_verdicts():
+def test_enough_cases():
     """There are enough cases of either verdict."""
     low = [name for name, case in CASES.items() if truth.is_low(case[1]) or case[1] == "fused"]
     assert len(low) >= 60

@@ -1,4 +1,4 @@
-"""What `check --for onnxruntime` foretells of whole models, quantized by graphquant, beside what onnxruntime does."""
+"""Predictions of `check --for onnxruntime` for whole models compared with ONNX Runtime."""
 
 import importlib.util
 from pathlib import Path
@@ -27,7 +27,7 @@ EXPECTED = {"silero_vad_16k_op15": 6}
 
 
 class Random(CalibrationDataReader):
-    """One sample of seeded noise for each input."""
+    """Calibration reader with one sample of seeded noise for each input."""
 
     def __init__(self, message):
         rng = np.random.default_rng(0)
@@ -40,14 +40,14 @@ class Random(CalibrationDataReader):
         self.left = [{name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}]
 
     def get_next(self):
-        """The next sample, or None."""
+        """Return the next sample, or None."""
         return self.left.pop() if self.left else None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in BIG])
 def test_models(name, tmp_path):
-    """No op is judged wrong but those that are known, and several are judged to run on integers."""
+    """Only known verdicts are wrong, and several ops run on integers."""
     make, data = MODELS[name]
     judged, low, wrong = oracle.judge(make(), data, [], tmp_path)
     assert len(wrong) <= EXPECTED.get(name, 0), wrong
@@ -58,7 +58,7 @@ def test_models(name, tmp_path):
 @pytest.mark.parametrize("rules", ["fixed_point", "tensorrt", "tflite", "weight_only"])
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_cnn_bn", "transformer", "lstm"])
 def test_rules_for_other_backends(name, rules, tmp_path):
-    """Models quantized for something else, which onnxruntime runs in float for the most part, are judged right too."""
+    """Models quantized for other backends are predicted correctly."""
     make, data = MODELS[name]
     judged, _, wrong = oracle.judge(make(), data, [rules], tmp_path)
     assert len(wrong) <= 0.02 * judged, wrong
@@ -77,8 +77,8 @@ def test_rules_for_other_backends(name, rules, tmp_path):
     ids=["uint8", "int8", "uint16", "symmetric", "whole pairs"],
 )
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_cnn_bn", "digits_rnn", "transformer", "lstm"])
-def test_models_of_the_other_quantizer(name, options, tmp_path):
-    """Models that onnxruntime's own quantizer made, which places pairs otherwise, are judged right op by op."""
+def test_models_of_onnxruntime_quantizer(name, options, tmp_path):
+    """Models of ONNX Runtime's own quantizer are predicted correctly."""
     make, _ = MODELS[name]
     message = make()
     oracle.truth.name_ops(message)
@@ -96,7 +96,7 @@ def test_models_of_the_other_quantizer(name, options, tmp_path):
 
 @pytest.mark.parametrize("name", ["digits_cnn", "transformer"])
 def test_float_models(name, tmp_path):
-    """Nothing of a float model is foretold to run on integers."""
+    """No op of a float model is predicted to run on integers."""
     make, _ = MODELS[name]
     oracle.onnx.save(make(), tmp_path / "model.onnx")
     verdicts = predict_onnxruntime(oracle.gq.load(tmp_path / "model.onnx"))

@@ -1,4 +1,4 @@
-"""The tables of TensorRT, QNN, OpenVINO and Vitis AI: small graphs with either verdict."""
+"""Requirement tables of TensorRT, QNN, OpenVINO and Vitis AI on small graphs."""
 
 import numpy as np
 import onnx
@@ -49,7 +49,7 @@ CONSTANTS = {
 
 
 def pair(source, made, scale="s", zero="i0"):
-    """The text of a QuantizeLinear and a DequantizeLinear."""
+    """Return the text of a QuantizeLinear and a DequantizeLinear."""
     return (
         f"{made}_q = QuantizeLinear({source}, {scale}, {zero}) {made} = DequantizeLinear({made}_q, {scale}, {zero})\n"
     )
@@ -188,7 +188,7 @@ CASES = [
 
 
 def load(text, tmp_path):
-    """The model whose ops `text` names."""
+    """Return the model with the ops in `text`."""
     inputs = "float[32,16] x" if "MatMul" in text else "float[1,16,4,4] x, float[1,16,4,4] x2"
     message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> g ({inputs}) => (float y) {{ {text} }}')
     message.graph.output[0].type.tensor_type.ClearField("shape")
@@ -204,7 +204,7 @@ def load(text, tmp_path):
 
 @pytest.mark.parametrize(("backend", "text", "expected"), CASES)
 def test_verdicts(backend, text, expected, tmp_path):
-    """The op `r` runs as the backend's documents say, or breaks the rule that they name."""
+    """The op `r` runs as documented, or breaks the documented rule."""
     verdicts = {verdict.op: verdict for verdict in BACKENDS[backend].predict(load(text, tmp_path))}
     found = verdicts["r"]
     assert (found.broken_rule.rule if found.broken_rule else found.status) == expected
@@ -212,8 +212,8 @@ def test_verdicts(backend, text, expected, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "qnn", "openvino", "vitis_ai"])
-def test_both_verdicts(backend):
-    """Each table is tried with several graphs of either verdict."""
+def test_enough_cases(backend):
+    """Each table has several cases of either verdict."""
     told = [expected in {"int8", "fused"} for name, _, expected in CASES if name == backend]
     assert sum(told) >= 7
     assert len(told) - sum(told) >= 8
@@ -232,8 +232,8 @@ def test_both_verdicts(backend):
         (pair("x", "a") + "v = DequantizeLinear(m, s, i0) r = MatMul(a, v) y = Sqrt(r)", ""),
     ],
 )
-def test_tensorrt_leaves_small_ops_float(text, note, tmp_path):
-    """An op too small for integers to pay gets a note."""
+def test_tensorrt_small_op_notes(text, note, tmp_path):
+    """An op that is too small for integers gets a note."""
     verdicts = {verdict.op: verdict for verdict in BACKENDS["tensorrt"].predict(load(text, tmp_path))}
     assert verdicts["r"].status == "int8"
     assert note in verdicts["r"].note

@@ -1,4 +1,4 @@
-"""Digests of what tensors are computed from: equal for the same computation, different for any other."""
+"""Tensor fingerprints: equal for the same computation, different for any other."""
 
 from __future__ import annotations
 
@@ -23,32 +23,34 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def all_cones(model: Model) -> dict[str, str]:
-    """The digest of each float activation."""
+def all_fingerprints(model: Model) -> dict[str, str]:
+    """Return the fingerprint of each float activation."""
     return {str(tensor): target.fingerprint for tensor, target in all_float_targets(model).items()}
 
 
 def changed(path: Path, change) -> Model:
-    """The ONNX model at `path` after `change` of its message."""
+    """Return the ONNX model at `path` after `change` of its message."""
     message = onnx.load(path)
     change(message.graph)
     return model_from_message(message)
 
 
-def test_loading_twice_gives_the_same(samples: Path) -> None:
-    """Digests do not depend on the file's form, on the run or on what else was loaded."""
+def test_fingerprints_are_reproducible(samples: Path) -> None:
+    """Fingerprints do not depend on the file format or the run."""
     for name in ("digits_cnn.onnx", "digits_rnn.onnx", "digits_rnn_saved_model", "digits_rnn.pb"):
-        one = all_cones(gq.load(samples / name))
-        assert one == all_cones(gq.load(samples / name))
+        one = all_fingerprints(gq.load(samples / name))
+        assert one == all_fingerprints(gq.load(samples / name))
         assert all(len(cone) == 32 for cone in one.values())
         assert len(set(one.values())) > 0.9 * len(one)
-    assert all_cones(gq.load(samples / "digits_cnn.pb")) == all_cones(gq.load(samples / "digits_cnn.pbtxt"))
+    assert all_fingerprints(gq.load(samples / "digits_cnn.pb")) == all_fingerprints(
+        gq.load(samples / "digits_cnn.pbtxt")
+    )
 
 
-def test_a_change_shows_below_it_and_nowhere_else(samples: Path) -> None:
-    """Another weight, attribute or op type changes the digests of what is computed from it."""
+def test_changes_affect_only_descendants(samples: Path) -> None:
+    """Another weight, attribute or op type changes the fingerprints of its descendants only."""
     path = samples / "digits_cnn.onnx"
-    before = all_cones(gq.load(path))
+    before = all_fingerprints(gq.load(path))
 
     def weight(graph) -> None:
         conv = next(node for node in graph.node if node.name == "residual_2/conv")
@@ -65,7 +67,7 @@ def test_a_change_shows_below_it_and_nowhere_else(samples: Path) -> None:
 
     seen = []
     for change in (weight, attribute, kind):
-        after = all_cones(changed(path, change))
+        after = all_fingerprints(changed(path, change))
         assert list(after) == list(before)
         seen.append({name for name in before if before[name] != after[name]})
     assert "residual_2/conv:0" in seen[0]
@@ -75,10 +77,10 @@ def test_a_change_shows_below_it_and_nowhere_else(samples: Path) -> None:
     assert "hidden/relu:0" in seen[2] < seen[0]
 
 
-def test_preparation_keeps_what_it_does_not_touch(samples: Path) -> None:
-    """After an opset upgrade and BatchNorm folding, every planned tensor has the digest of its value in the source."""
+def test_fingerprints_after_preparation(samples: Path) -> None:
+    """After an opset upgrade and BatchNorm folding, every planned tensor has the fingerprint of its source value."""
     source = gq.load(samples / "digits_cnn_bn.onnx")
-    before = set(all_cones(source).values())
+    before = set(all_fingerprints(source).values())
     plan = gq.plan(source)
     assert {"opset", "fold-batchnorm"} <= {step.step for step in plan.steps}
     prepared = api.prepare_for_plan(source, plan)
@@ -89,7 +91,7 @@ def test_preparation_keeps_what_it_does_not_touch(samples: Path) -> None:
     assert not set(alone.values()) <= before
     folded = [step.undo["weighted"] for step in plan.steps if step.step == "fold-batchnorm"]
     norms = [step.target for step in plan.steps if step.step == "fold-batchnorm"]
-    known = all_cones(source)
+    known = all_fingerprints(source)
     for conv, norm in zip(folded, norms, strict=True):
         assert (
             fingerprints(prepared, [TensorRef("", conv)], preserved_fingerprints(source, prepared)).popitem()[1]
@@ -98,11 +100,11 @@ def test_preparation_keeps_what_it_does_not_touch(samples: Path) -> None:
 
 
 def test_folded_batchnorm_of_tensorflow() -> None:
-    """What is between the conv and the added bias is another value than before, and the sum is the norm's."""
+    """The value between conv and added bias is new, and the sum has the fingerprint of the norm."""
     source = _with_batchnorm()
     prepared, _ = prepare(source, ["fold-batchnorm"])
     found = preserved_fingerprints(source, prepared)
-    assert found == {TensorRef("", "norm/bias_add"): all_cones(source)["norm:0"]}
+    assert found == {TensorRef("", "norm/bias_add"): all_fingerprints(source)["norm:0"]}
 
 
 def _with_batchnorm() -> Model:
@@ -135,7 +137,7 @@ def _with_batchnorm() -> Model:
 
 
 def _looping(weight: float, start: float, *, cut: bool = False) -> Model:
-    """A main graph that feeds `start` to a loop whose body multiplies by `weight`."""
+    """Create a main graph that feeds `start` to a loop whose body multiplies by `weight`."""
     model = Model(format="onnx")
     main, body = Graph("", model.graphs), Graph("loop/body", model.graphs, parent=("", "loop"))
     model.graphs |= {"": main, "loop/body": body}
@@ -156,8 +158,8 @@ def _looping(weight: float, start: float, *, cut: bool = False) -> Model:
     return model
 
 
-def test_bodies_of_loops() -> None:
-    """What a body computes depends on all of the body, as it comes around, and on what enters it."""
+def test_loop_bodies() -> None:
+    """A tensor in a loop body depends on the whole body and on the inputs of the loop."""
     names = [TensorRef("", "beside"), TensorRef("", "after"), *(TensorRef("loop/body", n) for n in ("product", "sum"))]
     before = fingerprints(_looping(2, 3), names)
     assert fingerprints(_looping(2, 3), names) == before
@@ -168,10 +170,10 @@ def test_bodies_of_loops() -> None:
 
 
 @pytest.mark.parametrize("name", ["digits_rnn_saved_model", "digits_rnn.pb"])
-def test_rings_of_tensorflow(samples: Path, name: str) -> None:
-    """While functions and TF1 frames have digests, and a constant in them changes what is around it."""
+def test_tensorflow_loops(samples: Path, name: str) -> None:
+    """Constants in While functions and TF1 frames change the fingerprints around them."""
     model = gq.load(samples / name)
-    before = all_cones(model)
+    before = all_fingerprints(model)
     copy = model.copy()
     const, graph = next(
         (op, copy.graphs[name])
@@ -180,11 +182,11 @@ def test_rings_of_tensorflow(samples: Path, name: str) -> None:
         if op.read_value is not None and "float" in (op.outputs[0].dtype or "") + str(op.read_value().dtype)
     )
     graph.replace_op(replace(const, read_value=lambda: np.float32(77)))
-    after = all_cones(copy)
+    after = all_fingerprints(copy)
     assert 0 < sum(before[tensor] != after[tensor] for tensor in before) <= len(before)
 
 
-def test_it_is_linear() -> None:
+def test_long_chains() -> None:
     """A chain of ten thousand ops needs no recursion."""
     model = Model(format="onnx")
     graph = Graph("", model.graphs)

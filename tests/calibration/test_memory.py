@@ -1,4 +1,4 @@
-"""How much memory calibration takes, against what it was allowed; measured in processes of their own."""
+"""Peak memory of calibration compared with its budget, measured in separate processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ WORKER = """
 import re, sys
 from pathlib import Path
 import numpy as np
-from graphquant import formats, pipeline
-from graphquant.calibration import calibrate, everything, load_of, save_stats
-from graphquant.data import Batches
+from graphquant import formats
+from graphquant.calibration import all_float_targets, collect_stats, estimate_footprint, save_stats
+from graphquant.calibration.data import Dataset
 
-model = pipeline.load(Path(sys.argv[1]))
-runner = formats.module("onnx").runner(model)
+onnx_format = formats.format_module("onnx")
+model = onnx_format.load(Path(sys.argv[1]))
+runner = onnx_format.create_runner(model)
 shape = (1, *runner.inputs[0].shape[1:])
 
 def feeds(start, stop):
@@ -35,16 +36,17 @@ if sys.argv[2] == "plain":
     for feed in feeds(0, 2):
         runner.run(feed)
 else:
-    load = load_of(model, batchable=runner.batchable)
-    data = Batches(count=2, digest="da", feeds=feeds)
-    budget = int(sys.argv[2]) or None
-    save_stats(calibrate(everything(model), runner, data, model="ab", load=load, max_memory=budget), Path(sys.argv[3]))
+    footprint = estimate_footprint(model, batch_independent=runner.batch_independent)
+    data = Dataset(count=2, digest="da", open_feeds=feeds)
+    budget, targets = int(sys.argv[2]) or None, all_float_targets(model)
+    stats = collect_stats(targets, runner, data, model_digest="ab", footprint=footprint, max_memory=budget)
+    save_stats(stats, Path(sys.argv[3]))
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
 
 
 def network(path: Path) -> None:
-    """Writes residual blocks, all activations of one size."""
+    """Write a network of residual blocks whose activations have one size."""
     rng = np.random.default_rng(0)
     weights, nodes = [], []
 
@@ -74,7 +76,7 @@ def network(path: Path) -> None:
 
 
 def peak(*arguments: object) -> int:
-    """The bytes that `WORKER` took at its peak."""
+    """Return the peak memory of `WORKER` in bytes."""
     command = [sys.executable, "-c", WORKER, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout) << 10
@@ -82,8 +84,8 @@ def peak(*arguments: object) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak of a process is read there")
-def test_the_peak_keeps_to_the_budget(tmp_path: Path) -> None:
-    """With 200 MB of activations, a budget bounds what is taken above plain runs, and the statistics are the same."""
+def test_peak_memory(tmp_path: Path) -> None:
+    """With 200 MB of activations, a budget bounds the additional memory, and the statistics are the same."""
     model, budget = tmp_path / "net.onnx", 50 * 10**6
     network(model)
     plain = peak(model, "plain")

@@ -1,4 +1,4 @@
-"""What is run when, and how much of it at once."""
+"""Order and concurrency of the runs of a calibration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A, B = TensorRef("", "a"), TensorRef("", "b")
 
 
 def batches(count: int, wide: tuple[int, ...] = ()) -> Dataset:
-    """Samples [1, 1] of their own number; those in `wide` are [1, 2]."""
+    """Return samples [1, 1] that contain their number; those in `wide` are [1, 2]."""
 
     def feeds(start: int, stop: int):
         return ({"x": np.full((1, 1 + (i in wide)), i, np.float32)} for i in range(start, min(stop, count)))
@@ -25,19 +25,19 @@ def batches(count: int, wide: tuple[int, ...] = ()) -> Dataset:
 
 
 class Runner:
-    """Shows what it is fed, and notes what it was asked and fed."""
+    """Runner that returns its feeds and records its calls."""
 
     def __init__(self, size: int) -> None:
-        """`size` is how many elements each tensor has."""
+        """Create a runner whose tensors have `size` elements."""
         self.size, self.requests, self.fed, self.open = size, [], [], 0
 
     def element_counts(self, tensors, feed):
-        """The same for each."""
+        """Return the same size for each tensor."""
         self.fed.append(("sizes", feed))
         return dict.fromkeys(tensors, self.size)
 
     def observe(self, tensors, feeds, *, other_tensors=(), max_in_flight=1, on_result=None):
-        """What is fed, for each tensor."""
+        """Yield the feed as the value of each tensor."""
         self.requests.append((tensors, other_tensors, max_in_flight))
         self.open += 1
         try:
@@ -51,7 +51,7 @@ class Runner:
 
 
 def run(runner: Runner, count: int, **options) -> list:
-    """What is seen of A and B, and which blocks end, while numbers are fed, in blocks of two."""
+    """Return the observed values of A and B with the completed blocks, for numbers in blocks of two."""
     feeds = ((number, number // 2 if number % 2 else None) for number in range(count))
     seen: list = []
     given = {"max_elements": None, "budget": 1 << 30, "max_concurrent_runs": 4, **options}
@@ -60,8 +60,8 @@ def run(runner: Runner, count: int, **options) -> list:
     return seen
 
 
-def test_one_pass_where_all_fits() -> None:
-    """Each feed is run once, its values come with the block it ends, and all threads are used."""
+def test_single_pass() -> None:
+    """Each feed is run once with all threads, and its values come with the block that it completes."""
     runner = Runner(10)
     seen = run(runner, 4)
     assert seen == [({A: [n], B: [n]}, block) for n, block in ((0, None), (1, 0), (2, None), (3, 1))]
@@ -71,29 +71,29 @@ def test_one_pass_where_all_fits() -> None:
 
 
 def test_known_sizes_are_not_measured() -> None:
-    """Where all is known to fit, no run is spent on it."""
+    """If everything is known to fit, no run measures sizes."""
     runner = Runner(1 << 40)
     assert len(run(runner, 2, max_elements=20)) == 2
     assert runner.fed == [((A, B), 0), ((A, B), 1)]
 
 
-def test_groups_take_turns_on_each_feed() -> None:
-    """In little memory a feed is run for one group after the other; the last of them ends the block; one at a time."""
+def test_groups_of_tensors() -> None:
+    """With little memory, a feed is run once per group, one run at a time. The last group completes the block."""
     runner = Runner(100)
     seen = run(runner, 2, budget=900)
     assert seen == [({A: [0]}, None), ({B: [0]}, None), ({A: [1]}, None), ({B: [1]}, 0)]
     assert runner.requests == [((A,), (B,), 1), ((B,), (A,), 1)]
 
 
-def test_nothing_to_run() -> None:
-    """Without feeds the runner is asked nothing."""
+def test_no_feeds() -> None:
+    """Without feeds, the runner is not called."""
     runner = Runner(1)
     assert run(runner, 0) == []
     assert (runner.requests, runner.fed) == ([], [])
 
 
-def test_leaving_early_closes_what_is_open() -> None:
-    """Whoever stops looking ends the passes."""
+def test_early_exit() -> None:
+    """Closing the generator closes the passes."""
     runner = Runner(1)
     seen: list = []
     feeds = ((n, None) for n in itertools.count())
@@ -110,14 +110,14 @@ def test_leaving_early_closes_what_is_open() -> None:
 @pytest.mark.parametrize(
     ("space", "runs"), [(1, 1), (16 * 100, 1), (16 * 200 - 1, 1), (16 * 200, 2), (16 * 400, 4), (1 << 40, 4)]
 )
-def test_memory_bounds_the_runs_at_once(space: int, runs: int) -> None:
-    """There is always one run, and at most one per thread."""
+def test_concurrent_run_count(space: int, runs: int) -> None:
+    """There is at least one run, and at most one per thread."""
     assert concurrent_run_count(100, space, 4) == runs
     assert concurrent_run_count(0, 1 << 20, 4) == 4
 
 
-def test_blocks_are_joined_where_shapes_agree() -> None:
-    """A block is one batch, or, where a sample differs or the model forbids it, its samples; each has its number."""
+def test_joined_blocks() -> None:
+    """A block is one batch, or its samples if shapes differ or the model is not batch independent."""
 
     def shape(feeds) -> list:
         return [(feed["x"].shape, block) for feed, block in feeds]
@@ -129,8 +129,8 @@ def test_blocks_are_joined_where_shapes_agree() -> None:
     assert shape(block_feeds(batches(8), [], 3, join_samples=True)) == []
 
 
-def test_feeds_are_kept_no_longer_than_needed() -> None:
-    """What all passes have run is let go, however far the data goes."""
+def test_feeds_are_released() -> None:
+    """Feeds that all passes have run are released."""
     alive: set[int] = set()
 
     class Feed:
@@ -157,8 +157,8 @@ def test_feeds_are_kept_no_longer_than_needed() -> None:
     assert most <= 3
 
 
-def test_copies_that_were_closed_keep_nothing() -> None:
-    """Each copy gives all; items are kept only for those that are read on."""
+def test_closed_iterators_release_items() -> None:
+    """Each iterator yields all items. Items are stored only for open iterators."""
     alive: set[int] = set()
 
     class Item:

@@ -1,4 +1,4 @@
-"""Merging statistics, and picking what a plan needs."""
+"""Combining statistics, and selecting those of a plan."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ A, B = TensorRef("", "a"), TensorRef("", "b", 1)
 
 
 def run(*block_ranges: tuple[int, int], data_digest="d1", **changes) -> DataRun:
-    """Ten samples in blocks of four."""
+    """Return a run of ten samples in blocks of four."""
     return DataRun(
         **{"data_digest": data_digest, "samples": 10, "block_size": 4, "block_ranges": block_ranges, **changes}
     )
 
 
 def stats(*runs: DataRun, values=(1.0, 2.0), **changes) -> Stats:
-    """Of a tensor that was reached and one that was not."""
+    """Return statistics of a reached and an unreached tensor."""
     found = Stats(
         model_digest="m0",
         targets={A: ObservationTarget("aa", None, 7), B: ObservationTarget("bb", None, 7)},
@@ -44,8 +44,8 @@ def test_counts() -> None:
     assert (both.samples, both.blocks, both.complete, both.random) == (14, 4, False, True)
 
 
-def test_merge_joins_blocks_and_values() -> None:
-    """Blocks of the same data join to ranges, sketches are merged, other data stands beside it."""
+def test_combine_stats() -> None:
+    """Blocks of the same data form ranges, sketches are merged, and other data is added."""
     whole = combine_stats([stats(run((2, 3))), stats(run((0, 1)), values=(-5.0,)), stats(run((1, 2)), values=(9.0,))])
     assert whole.runs == (run((0, 3)),)
     assert (whole.sketches[A].low, whole.sketches[A].high, whole.sketches[A].blocks) == (-5, 9, 3)
@@ -76,14 +76,14 @@ def test_merge_joins_blocks_and_values() -> None:
         (stats(run((2, 3)), unobservable={B: "hidden"}), "observed in only one"),
     ],
 )
-def test_what_does_not_merge(other: Stats, reason: str) -> None:
-    """Other models, other tensors and blocks that count twice are refused with the reason."""
+def test_incompatible_stats(other: Stats, reason: str) -> None:
+    """Other models, other tensors and repeated blocks are rejected with the reason."""
     with pytest.raises(DataError, match=reason):
         combine_stats([stats(run((0, 2))), other])
 
 
-def test_select_goes_by_what_is_computed() -> None:
-    """A tensor of another name that is computed alike is the same; one that was not reached stays absent."""
+def test_select_by_fingerprint() -> None:
+    """A tensor with another name and the same fingerprint matches. Unreached tensors stay absent."""
     renamed = TensorRef("", "renamed")
     found = select_stats(
         stats(run((0, 3))),
@@ -120,23 +120,23 @@ def test_select_goes_by_what_is_computed() -> None:
         ),
     ],
 )
-def test_what_is_lacking(wanted: dict, model: str, reason: str) -> None:
-    """The tensors, the reason and the command that helps are named."""
+def test_missing_targets(wanted: dict, model: str, reason: str) -> None:
+    """The error names the tensors, the reason and the command."""
     with pytest.raises(DataError, match=reason) as caught:
         select_stats(stats(run((0, 3))), wanted, model, "graphquant do this")
     assert str(caught.value).endswith("\n  graphquant do this")
 
 
-def test_of_no_samples() -> None:
-    """Statistics of no samples give no ranges; a plan that wants none has no use for any."""
+def test_stats_without_samples() -> None:
+    """Statistics without samples are rejected unless the plan needs none."""
     with pytest.raises(DataError, match=r"none of 10 samples.*--merge") as caught:
         select_stats(stats(run()), {A: ObservationTarget("aa", None, 7)}, "m0", "graphquant do this")
     assert str(caught.value).endswith("\n  graphquant do this")
     assert select_stats(stats(run()), {}, "m0", "graphquant do this").samples == 0
 
 
-def test_spans() -> None:
-    """What is left of a range between others."""
+def test_uncovered_ranges() -> None:
+    """Return the gaps between covered ranges."""
     assert uncovered_ranges([], 2, 5) == [(2, 5)]
     assert uncovered_ranges([(0, 2), (3, 4)], 1, 6) == [(2, 3), (4, 6)]
     assert uncovered_ranges([(0, 9)], 2, 5) == []

@@ -1,4 +1,4 @@
-"""Statistics files: the same in and out, small, and safe to read whatever is in them."""
+"""Statistics files: exact round trip, small size, and safe reading of hostile files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def sketched(values: np.ndarray, axis: int | None, bits: int):
-    """Two blocks of the values."""
+    """Return a sketch of two blocks of the values."""
     made = SketchAccumulator(axis, bits)
     for _ in range(2):
         made.add(values)
@@ -35,7 +35,7 @@ def sketched(values: np.ndarray, axis: int | None, bits: int):
 
 @pytest.fixture
 def stats() -> Stats:
-    """Of every kind of target."""
+    """Return statistics with every kind of target."""
     values = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
     kinds = {"coarse": (None, 7), "fine": (None, 10), "bare": (None, 0), "channels": (0, 7), "empty": (None, 7)}
     kinds |= {"blank": (None, 10), "blank_channels": (0, 7)}
@@ -67,13 +67,13 @@ def stats() -> Stats:
 
 @pytest.fixture
 def path(stats: Stats, tmp_path: Path) -> Path:
-    """A file of them."""
+    """Return the path of a statistics file."""
     stats.save(tmp_path / "stats.gqs")
     return tmp_path / "stats.gqs"
 
 
-def test_what_is_written_is_read(stats: Stats, path: Path, tmp_path: Path) -> None:
-    """All of it, exactly, and written again it is the same bytes."""
+def test_round_trip(stats: Stats, path: Path, tmp_path: Path) -> None:
+    """Statistics are read exactly as written, and written again as the same bytes."""
     found = load_stats(path)
     assert found == stats
     assert list(found.targets) == list(stats.targets)
@@ -84,8 +84,8 @@ def test_what_is_written_is_read(stats: Stats, path: Path, tmp_path: Path) -> No
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(arrays.arrays(np.float32, arrays.array_shapes(max_dims=2, max_side=6)), st.sampled_from([0, 7, 10]))
-def test_any_values_come_back(tmp_path: Path, values: np.ndarray, bits: int) -> None:
-    """NaN, infinities, denormals and sums of their ends."""
+def test_round_trip_of_any_values(tmp_path: Path, values: np.ndarray, bits: int) -> None:
+    """NaN, infinities and denormals survive the round trip."""
     tensor = TensorRef("", "x")
     made = Stats(
         model_digest="a",
@@ -96,13 +96,13 @@ def test_any_values_come_back(tmp_path: Path, values: np.ndarray, bits: int) -> 
     assert load_stats(tmp_path / "any.gqs") == made
 
 
-def test_it_is_small(path: Path) -> None:
+def test_file_size(path: Path) -> None:
     """An int8 histogram of a normal tensor takes a few KB."""
     assert path.stat().st_size < 6000
 
 
-def test_what_is_no_statistics_file(tmp_path: Path) -> None:
-    """A missing file, a folder, text, an empty file and a zip of something else are told as such."""
+def test_other_files(tmp_path: Path) -> None:
+    """A missing file, a folder, text, an empty file and another zip are rejected."""
     with pytest.raises(DataError, match=r"none.gqs.*`graphquant calibrate"):
         load_stats(tmp_path / "none.gqs")
     np.savez(tmp_path / "other.npz", image=np.zeros(3))
@@ -113,8 +113,8 @@ def test_what_is_no_statistics_file(tmp_path: Path) -> None:
             load_stats(tmp_path / name)
 
 
-def test_cut_files_are_refused(path: Path) -> None:
-    """Wherever it ends."""
+def test_truncated_files(path: Path) -> None:
+    """A file truncated anywhere is rejected."""
     data = path.read_bytes()
     for size in range(0, len(data), 37):
         path.write_bytes(data[:size])
@@ -122,8 +122,8 @@ def test_cut_files_are_refused(path: Path) -> None:
             load_stats(path)
 
 
-def test_flipped_bits_are_refused_or_harmless(stats: Stats, path: Path) -> None:
-    """A damaged file is a DataError; a flip that the format does not read changes nothing."""
+def test_flipped_bits(stats: Stats, path: Path) -> None:
+    """A flipped bit raises a DataError or changes nothing."""
     data, chance = bytearray(path.read_bytes()), random.Random(4)  # noqa: S311  # no secret
     for _ in range(600):
         place, bit = chance.randrange(len(data)), 1 << chance.randrange(8)
@@ -135,7 +135,7 @@ def test_flipped_bits_are_refused_or_harmless(stats: Stats, path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[dict], object]) -> None:
-    """The file with another header, its checksums in order."""
+    """Rewrite the header of the file with valid checksums."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     header = json.loads(members["header.json"])
@@ -179,15 +179,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_headers_that_lie(path: Path, name: str) -> None:
-    """Sizes, counts and ranges that do not fit what is there are refused."""
+def test_inconsistent_headers(path: Path, name: str) -> None:
+    """Sizes, counts and ranges that do not match the arrays are rejected."""
     rewritten(path, HOSTILE[name])
     with pytest.raises(DataError, match="cannot be read"):
         load_stats(path)
 
 
-def test_headers_that_are_no_json(path: Path) -> None:
-    """Deep nesting, huge numbers and no JSON at all."""
+def test_invalid_json(path: Path) -> None:
+    """Deep nesting, huge numbers and invalid JSON are rejected."""
     for text in (b"[" * 100_000, b"{" * 100, b'{"version": 1' + b"0" * 5000 + b"}", b"\xff\xfe", b"null"):
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("header.json", text)
@@ -195,8 +195,8 @@ def test_headers_that_are_no_json(path: Path) -> None:
             load_stats(path)
 
 
-def test_bombs_are_not_unpacked(path: Path) -> None:
-    """An array larger than its header says is refused before it is read."""
+def test_zip_bombs(path: Path) -> None:
+    """An array larger than the header declares is rejected before it is unpacked."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     for name in ("bins", "header.json"):
@@ -207,8 +207,8 @@ def test_bombs_are_not_unpacked(path: Path) -> None:
             load_stats(path)
 
 
-def test_numbers_that_do_not_fit(stats: Stats, path: Path) -> None:
-    """Bins out of order, empty bins, sums that no values have, ends that cross or are NaN."""
+def test_inconsistent_numbers(stats: Stats, path: Path) -> None:
+    """Unordered or empty bins, impossible sums, and crossing or NaN extremes are rejected."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
 
@@ -234,8 +234,8 @@ def test_numbers_that_do_not_fit(stats: Stats, path: Path) -> None:
             load_stats(path)
 
 
-def test_unwritable(stats: Stats, tmp_path: Path) -> None:
-    """A folder that is not there is named, and nothing is left behind."""
+def test_missing_folder(stats: Stats, tmp_path: Path) -> None:
+    """A missing folder is reported, and no file remains."""
     with pytest.raises(UsageError, match="cannot be written: No such file or directory"):
         stats.save(tmp_path / "no" / "stats.gqs")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What is observed, and what is kept of it."""
+"""Calibration targets: observed tensors and collected details."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ POOL = TensorRef("", "max_pool")
 
 
 def site(tensor: TensorRef = RELU, *, dtype="int8", observe="minmax", **changes) -> Site:
-    """A site with one use."""
+    """Return a site with one use."""
     scheme = Scheme(dtype=dtype, observe=observe)
     return Site(tensor=tensor, graph="", uses=(Use("", "reader", 0),), scheme=scheme, **changes)
 
 
 def plan(*sites: Site) -> Plan:
-    """A plan of these sites."""
+    """Return a plan of these sites."""
     return Plan(format="onnx", model="source", prepared="prepared", rules=(), sites=sites)
 
 
 @pytest.fixture
 def cnn(samples: Path) -> gq.Model:
-    """The sample CNN."""
+    """Load the sample CNN."""
     return gq.load(samples / "digits_cnn.onnx")
 
 
@@ -55,21 +55,21 @@ def cnn(samples: Path) -> gq.Model:
         ({"observe": {"name": "fixed-point", "exponent": -4}}, False),
     ],
 )
-def test_what_needs_data(changes, needed: bool) -> None:
-    """Weights, and what the plan or the scheme gives, need no data; all else does."""
+def test_sites_needing_data(changes, needed: bool) -> None:
+    """Weights and given ranges need no data; other sites do."""
     one = site(**changes)
     assert sites_needing_data(plan(one)) == ((one,) if needed else ())
 
 
-def test_axis_is_what_all_sites_share(cnn: gq.Model) -> None:
-    """A tensor is kept per channel where all its sites want that axis, else as a whole."""
+def test_axis_of_targets(cnn: gq.Model) -> None:
+    """A tensor is observed per channel if all its sites have the same axis."""
     for axes, kept in (((1,), 1), ((1, 1), 1), ((1, None), None), ((1, 0, 1), None), ((None,), None)):
         found = plan_targets(cnn, plan(*(site(axis=axis) for axis in axes)), full_histograms=True)
         assert found[RELU].axis == kept
 
 
-def test_bits_follow_schemes_and_observers(cnn: gq.Model) -> None:
-    """Seven bits up to int8, ten above, none where min and max are enough and the histogram is not asked for."""
+def test_histogram_bits(cnn: gq.Model) -> None:
+    """Histograms have seven bits up to int8, ten above, and none if only min and max are needed."""
     sites = site(), site(dtype="int16"), site(POOL)
     full = plan_targets(cnn, plan(*sites), full_histograms=True)
     assert {tensor: target.bits for tensor, target in full.items()} == {RELU: 10, POOL: 7}
@@ -82,8 +82,8 @@ def test_bits_follow_schemes_and_observers(cnn: gq.Model) -> None:
     ) == (10, 7, 7)
 
 
-def test_everything_is_all_float_activations(samples: Path) -> None:
-    """Inputs and what is computed from them, bodies too; no parameters, no outputs, no integers."""
+def test_all_float_targets(samples: Path) -> None:
+    """All float activations are targets, including those of subgraphs; parameters and integers are not."""
     for name in ("digits_cnn.onnx", "digits_rnn.onnx", "digits_cnn.pb", "digits_rnn_saved_model"):
         model = gq.load(samples / name)
         found = all_float_targets(model)
@@ -109,13 +109,13 @@ def test_everything_is_all_float_activations(samples: Path) -> None:
         ((None, 0), (None, 7), "no histogram was collected, but the plan needs one of 7"),
     ],
 )
-def test_what_serves(kept: tuple, wanted: tuple, reason: str) -> None:
-    """Finer bins serve coarser ones, ends per channel serve the ends of all, and nothing serves more than it has."""
+def test_shortfall(kept: tuple, wanted: tuple, reason: str) -> None:
+    """Finer bins serve coarser ones, and per-channel extremes serve per-tensor ones."""
     assert ObservationTarget("", *kept).shortfall(ObservationTarget("", *wanted)) == reason
 
 
 def test_method_replaces_observers() -> None:
-    """Sites that data gives a range get the method; all others stay."""
+    """Sites that need data get the method; all others stay."""
     fixed = site(POOL, observe={"name": "fixed", "low": 0, "high": 6})
     weight = site(TensorRef("", "w"), parameter=True)
     made = with_observer(plan(site(), fixed, weight), "absmax")
@@ -124,8 +124,8 @@ def test_method_replaces_observers() -> None:
 
 
 @pytest.mark.parametrize(("name", "near"), [("absmx", "'absmax'"), ("fixed", "Use "), ("bias", "Use ")])
-def test_methods_that_are_none(name: str, near: str) -> None:
-    """An unknown method names close ones; one that needs a rule's arguments is none."""
+def test_unknown_methods(name: str, near: str) -> None:
+    """An unknown method gives suggestions. Observers with arguments are not methods."""
     with pytest.raises(UsageError, match=f"'{name}'.*{near}"):
         with_observer(plan(site()), name)
 
@@ -133,8 +133,8 @@ def test_methods_that_are_none(name: str, near: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not MTCNN.exists(), reason="the shared models are not here")
 @pytest.mark.parametrize("rules", ["onnxruntime", "tflite", "tensorrt"])
-def test_everything_has_what_rules_want_in_frames(rules: str) -> None:
-    """All tensors that a plan needs data for, those that enter a loop too, are among all tensors."""
+def test_all_float_targets_in_frames(rules: str) -> None:
+    """All tensors that a plan needs data for, including those that enter loops, are float targets."""
     model = gq.load(MTCNN)
     wanted = plan_targets(model, gq.plan(model, rules=[rules]), full_histograms=True)
     assert len(wanted) > 5

@@ -1,4 +1,4 @@
-"""Writers of each kind of calibration data, with nothing of graphquant's own readers."""
+"""Writers of each kind of calibration data, independent of graphquant's readers."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def stored():
-    """The functions of this module."""
+    """Return this module with its writers."""
     return sys.modules[__name__]
 
 
 def masked(data: bytes) -> bytes:
-    """The checksum that a TFRecord stores."""
+    """Return the masked checksum of a TFRecord."""
     crc = google_crc32c.value(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def framed(record: bytes) -> bytes:
-    """A record as it lies in a TFRecord file."""
+    """Return a record with its TFRecord framing."""
     length = struct.pack("<Q", len(record))
     return length + masked(length) + record + masked(record)
 
 
 def varint(number: int) -> bytes:
-    """A protocol buffer's number."""
+    """Encode a number as in a protocol buffer."""
     number &= (1 << 64) - 1
     out = bytearray()
     while number > 127:
@@ -47,12 +47,12 @@ def varint(number: int) -> bytes:
 
 
 def message(number: int, content: bytes) -> bytes:
-    """A field that holds bytes."""
+    """Encode a bytes field of a protocol buffer."""
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
 def example(**features) -> bytes:
-    """A tf.train.Example: bytes, float arrays and integer arrays by name."""
+    """Encode a tf.train.Example with bytes, float arrays and integer arrays by name."""
     entries = b""
     for name, value in features.items():
         if isinstance(value, bytes):
@@ -66,14 +66,14 @@ def example(**features) -> bytes:
 
 
 def tfrecord(path: Path, examples: list[bytes]) -> Path:
-    """A TFRecord file, compressed if its name ends so."""
+    """Write a TFRecord file, compressed if its name ends in .gz."""
     content = b"".join(map(framed, examples))
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
 
 
 def onnx_set(folder: Path, *arrays, name: str = "") -> Path:
-    """A folder of a TensorProto for each array."""
+    """Write a folder with one TensorProto per array."""
     folder.mkdir(parents=True)
     for index, array in enumerate(arrays):
         tensor = onnx.numpy_helper.from_array(array, name)
@@ -82,7 +82,7 @@ def onnx_set(folder: Path, *arrays, name: str = "") -> Path:
 
 
 def wav(path: Path, values, rate: int = 16000, width: int = 2) -> Path:
-    """A PCM wav file of integers, (time,) or (time, channels)."""
+    """Write a PCM wav file of integers, (time,) or (time, channels)."""
     array = np.asarray(values)
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1 if array.ndim == 1 else array.shape[1])
@@ -97,14 +97,14 @@ def wav(path: Path, values, rate: int = 16000, width: int = 2) -> Path:
 
 
 def png(path: Path, pixels) -> Path:
-    """A picture, uint8 (height, width) or (height, width, channels)."""
+    """Write an image, uint8 (height, width) or (height, width, channels)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.asarray(pixels, np.uint8).squeeze()).save(path)
     return path
 
 
 def same(feed, **expected) -> None:
-    """Whether a feed has exactly these arrays, dtypes and shapes too."""
+    """Assert that a feed has exactly these arrays, including dtypes and shapes."""
     assert sorted(feed) == sorted(expected)
     for name, values in expected.items():
         assert feed[name].dtype == values.dtype

@@ -1,4 +1,4 @@
-"""Calibration data: how arrays become feeds, and what is said of those that do not fit."""
+"""Arrays as calibration data: conversion to feeds, and errors for arrays that do not fit."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ from graphquant.errors import DataError
 
 @dataclass(frozen=True)
 class Spec:
-    """An input, as a format describes it."""
+    """Description of an input."""
 
     name: str = "x"
     dtype: str = "float32"
@@ -30,7 +30,7 @@ class Spec:
 
 @pytest.fixture
 def opened(tmp_path: Path):
-    """Saves arrays and opens them for inputs."""
+    """Save arrays and open them for inputs."""
 
     def do(arrays, *inputs: Spec, samples: int | None = None, compressed: bool = False) -> Dataset:
         path = tmp_path / "data.npz"
@@ -41,7 +41,7 @@ def opened(tmp_path: Path):
 
 
 def same(feed, **expected) -> None:
-    """Whether a feed has exactly these arrays, dtypes and shapes too."""
+    """Assert that a feed has exactly these arrays, including dtypes and shapes."""
     assert sorted(feed) == sorted(expected)
     for name, values in expected.items():
         assert feed[name].dtype == values.dtype
@@ -54,8 +54,8 @@ X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("array", [X, np.asfortranarray(X), X.astype(">f4")])
-def test_a_stack_of_samples(opened, array, compressed: bool) -> None:
-    """Entries along the first axis are samples, each with a first axis of 1; keys no input takes are listed."""
+def test_stacked_samples(opened, array, compressed: bool) -> None:
+    """Entries along the first axis are samples with a first axis of 1. Unused keys are listed."""
     batches = opened({"x": array, "labels": np.zeros(9)}, compressed=compressed)
     assert (batches.count, len(batches), batches.ignored, batches.random) == (4, 4, ("labels",), False)
     for _ in range(2):  # it can be iterated again
@@ -66,7 +66,7 @@ def test_a_stack_of_samples(opened, array, compressed: bool) -> None:
 
 
 def test_whole_feeds(opened) -> None:
-    """An array of one more axis, and any array for an input of unknown rank, is a stack of whole feeds."""
+    """An array with one more axis, or any array for an input of unknown rank, is a stack of whole feeds."""
     whole = X.reshape(2, 2, 3)
     for shape in [(None, 3), (2, 3), None]:
         feeds = list(opened({"x": whole}, Spec(shape=shape)))
@@ -76,8 +76,8 @@ def test_whole_feeds(opened) -> None:
     same(scalars[2], x=np.array(6.0, np.float32))
 
 
-def test_a_fixed_first_size_takes_that_many(opened) -> None:
-    """Where the model's first size is fixed to k, k entries make one feed; a remainder is an error."""
+def test_fixed_batch_size(opened) -> None:
+    """With a fixed batch size k, k entries form one feed. A remainder is an error."""
     feeds = list(opened({"x": X}, Spec(shape=(2, 3))))
     assert len(feeds) == 2
     same(feeds[1], x=X[2:])
@@ -85,8 +85,8 @@ def test_a_fixed_first_size_takes_that_many(opened) -> None:
         opened({"x": X}, Spec(shape=(3, 3)))
 
 
-def test_what_goes_to_every_sample(opened) -> None:
-    """A state of exactly the fixed shape, and a scalar, accompany each sample; alone they are one sample."""
+def test_arrays_shared_by_all_samples(opened) -> None:
+    """A state of exactly the fixed shape and a scalar go to each sample. Alone, they are one sample."""
     state, rate = np.ones((2, 1, 5), np.float32), np.array(0.5, np.float32)
     inputs = (Spec(), Spec("state", shape=(2, None, 5)), Spec("rate", shape=()), Spec("any", shape=None))
     feeds = list(opened({"x": X, "state": state, "rate": rate, "any": rate}, *inputs))
@@ -96,7 +96,7 @@ def test_what_goes_to_every_sample(opened) -> None:
 
 
 def test_aliases(opened) -> None:
-    """A tensor name or a signature's key is accepted; the input's own name comes first."""
+    """A tensor name or signature key is accepted. The name of the input takes precedence."""
     taker = Spec("serving_default_x", aliases=("x:0", "image"))
     same(next(iter(opened({"x:0": X}, taker))), serving_default_x=X[:1])
     batches = opened({"image": X + 1, "serving_default_x": X}, taker)
@@ -104,24 +104,24 @@ def test_aliases(opened) -> None:
     same(next(iter(batches)), serving_default_x=X[:1])
 
 
-def test_an_alias_that_is_another_inputs_name_is_not_taken(opened) -> None:
-    """One array never feeds two inputs by accident."""
+def test_alias_equal_to_another_input(opened) -> None:
+    """An array never feeds two inputs."""
     with pytest.raises(DataError, match="no array for input 'a'"):
         opened({"b": X}, Spec("a", aliases=("b",)), Spec("b"))
 
 
-def test_wrong_names(opened) -> None:
-    """A missing input lists what is there, what is wanted and what was probably meant, even for a single array."""
+def test_missing_keys(opened) -> None:
+    """The error for a missing input lists the available keys, the inputs and a suggestion."""
     with pytest.raises(DataError) as caught:
         opened({"imagse": X, "labels": X}, Spec("images"), Spec("rate"))
     for part in ("input 'images'", "contains 'imagse', 'labels'", "takes 'images', 'rate'", "Did you mean 'imagse'"):
         assert part in str(caught.value)
-    with pytest.raises(DataError, match="no array for input 'x'. It contains 'y'"):
+    with pytest.raises(DataError, match=r"no array for input 'x'\. It contains 'y'"):
         opened({"y": X})
 
 
-def test_counts_must_agree(opened) -> None:
-    """Two inputs with different numbers of samples are named with both counts."""
+def test_different_sample_counts(opened) -> None:
+    """The error for different numbers of samples names both inputs and counts."""
     with pytest.raises(DataError, match="array 'x' has 4 samples and array 'y' has 3"):
         opened({"x": X, "y": X[:3]}, Spec(), Spec("y"))
 
@@ -142,14 +142,14 @@ def test_counts_must_agree(opened) -> None:
         (np.zeros((2, 3)), (4, 3), r"2 are left over"),
     ],
 )
-def test_shapes_that_do_not_fit(opened, array, shape, message: str) -> None:
-    """The input, what it takes, what was given and the likely fix are named."""
+def test_invalid_shapes(opened, array, shape, message: str) -> None:
+    """The error names the input, both shapes and a fix."""
     with pytest.raises(DataError, match=message):
         opened({"x": array.astype(np.float32)}, Spec(shape=shape))
 
 
 def test_safe_conversions(opened) -> None:
-    """Floats become the input's floats, integers its integers if they fit."""
+    """Floats become floats of the input, integers become its integers if they are in range."""
     same(next(iter(opened({"x": X.astype(np.float64)}))), x=X[:1])
     integers = np.array([[1, 2, -3]])
     same(next(iter(opened({"x": integers}, Spec(dtype="int32")))), x=integers.astype(np.int32))
@@ -176,14 +176,14 @@ def test_safe_conversions(opened) -> None:
         (np.array([[{}, 1, 2]], object), "float32", "contains Python objects, which are never loaded"),
     ],
 )
-def test_dtypes_that_do_not_fit(opened, array, dtype: str, message: str) -> None:
-    """Another kind of number, or one out of range, is refused with the way to mend it."""
+def test_invalid_dtypes(opened, array, dtype: str, message: str) -> None:
+    """Another kind of number, or a value out of range, is rejected with a fix."""
     with pytest.raises(DataError, match=message):
         opened({"x": array}, Spec(dtype=dtype))
 
 
 def test_nan_and_infinity(opened) -> None:
-    """Values without a range are counted, with the key and the first index; unused keys are not looked at."""
+    """NaN and infinite values are counted, with the key and first index. Unused keys are not checked."""
     bad = X.copy()
     bad[2, 1], bad[3, 0] = np.nan, np.inf
     with pytest.raises(DataError, match=r"array 'x' has 2 NaN or infinite values, the first at index \[2, 1\]"):
@@ -192,8 +192,8 @@ def test_nan_and_infinity(opened) -> None:
     assert opened({"x": X, "extra": bad}).count == 4
 
 
-def test_limits_of_samples(opened) -> None:
-    """The first samples are used, no more than there are; none is an error."""
+def test_sample_limits(opened) -> None:
+    """The first samples are used, at most as many as there are. No samples are an error."""
     assert [feed["x"][0, 0] for feed in opened({"x": X}, samples=2)] == [0.0, 3.0]
     assert opened({"x": X}, samples=99).count == 4
     with pytest.raises(DataError, match="Request at least one"):
@@ -203,7 +203,7 @@ def test_limits_of_samples(opened) -> None:
 
 
 def test_digest(opened) -> None:
-    """The digest follows what is fed, not how it is stored."""
+    """The digest depends on the fed values, not on the storage."""
     plain = opened({"x": X}).digest
     assert len(plain) == 64
     assert opened({"x": X, "labels": X}, compressed=True).digest == plain
@@ -215,7 +215,7 @@ def test_digest(opened) -> None:
 
 
 def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
-    """A file is read a sample at a time."""
+    """A file is read one sample at a time."""
     path = tmp_path / "big.npz"
     np.savez(path, x=np.zeros((4000, 4096), np.float32))  # 64 MiB
     tracemalloc.start()
@@ -225,8 +225,8 @@ def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
     assert peak < 24 << 20
 
 
-def test_fortran_order_in_flat_memory(tmp_path: Path) -> None:
-    """An array in Fortran order is read through a file, a sample at a time, in .npz and .npy."""
+def test_fortran_order_memory(tmp_path: Path) -> None:
+    """An array in Fortran order is read through a file, one sample at a time, in .npz and .npy."""
     values = np.asfortranarray(np.arange(4000 * 4096, dtype=np.float32).reshape(4000, 4096))  # 64 MiB
     np.savez(tmp_path / "big.npz", x=values)
     np.save(tmp_path / "big.npy", values)
@@ -241,7 +241,7 @@ def test_fortran_order_in_flat_memory(tmp_path: Path) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """What numpy saves of bfloat16 and other small types, nameless bytes, is read where the input has that type."""
+    """Raw bytes of bfloat16 and other small types are read if the input has that type."""
     values = X.astype(ml_dtypes.bfloat16)
     np.savez(tmp_path / "data.npz", x=values)
     for feed, row in zip(open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")]), values, strict=True):
@@ -258,7 +258,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def test_npy_and_folders(tmp_path: Path) -> None:
-    """An .npy file feeds models with one input; a folder is read file by file, each fitted by itself."""
+    """An .npy file feeds models with one input. The files of a folder are fitted separately."""
     np.save(tmp_path / "a.npy", X)
     with pytest.raises(DataError, match=r"contains one array, but the model takes 'x', 'y'"):
         open_data(str(tmp_path / "a.npy"), [Spec(), Spec("y")])
@@ -275,8 +275,8 @@ def test_npy_and_folders(tmp_path: Path) -> None:
         open_data(str(tmp_path), [Spec()])
 
 
-def test_samples_are_used_while_all_are_read(tmp_path: Path, monkeypatch) -> None:
-    """The digest is the same then; samples come before it is known, and what is wrong is told once it was found."""
+def test_background_check(tmp_path: Path, monkeypatch) -> None:
+    """Samples are available before the digest. Errors are raised once they are found."""
     path = tmp_path / "data.npz"
     np.savez(path, x=X)
     go = threading.Event()
@@ -295,8 +295,8 @@ def test_samples_are_used_while_all_are_read(tmp_path: Path, monkeypatch) -> Non
             tell()
 
 
-def test_nan_may_be_let_through(tmp_path: Path) -> None:
-    """Where only a look is taken, NaN is fed, and other values are still checked."""
+def test_nan_without_require_finite(tmp_path: Path) -> None:
+    """Without require_finite, NaN is fed, and other values are still checked."""
     bad = X.astype(np.float64)
     bad[2, 1] = np.nan
     np.savez(tmp_path / "data.npz", x=bad)
@@ -308,8 +308,8 @@ def test_nan_may_be_let_through(tmp_path: Path) -> None:
         open_data(str(tmp_path / "data.npz"), [Spec()], require_finite=False)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
-    """Missing, empty, other and unknown files are told apart."""
+def test_unreadable_files(tmp_path: Path) -> None:
+    """Missing, empty, invalid and unknown files are reported."""
     path = tmp_path / "data.npz"
     with pytest.raises(DataError, match="does not exist"):
         open_data(str(path), [Spec()])
@@ -322,7 +322,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def npy(header: bytes, body: bytes = b"") -> bytes:
-    """An npy file with any header."""
+    """Write an npy file with any header."""
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + body
 
 
@@ -343,7 +343,7 @@ def npy(header: bytes, body: bytes = b"") -> bytes:
     ],
 )
 def test_hostile_arrays(tmp_path: Path, member: bytes) -> None:
-    """Headers that lie or are none are refused before anything is allocated."""
+    """Invalid headers are rejected before memory is allocated."""
     path = tmp_path / "data.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.npy", member)
@@ -352,7 +352,7 @@ def test_hostile_arrays(tmp_path: Path, member: bytes) -> None:
 
 
 def good_file() -> bytes:
-    """The bytes of a small compressed file."""
+    """Return the bytes of a small compressed file."""
     held = io.BytesIO()
     np.savez_compressed(held, x=X)
     return held.getvalue()
@@ -365,7 +365,7 @@ GOOD = good_file()
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 255), st.integers(0, len(GOOD)))
 @pytest.mark.filterwarnings("ignore")  # numpy warns of headers it can almost read
 def test_broken_files(tmp_path: Path, position: int, byte: int, end: int) -> None:
-    """A file with any byte changed, or cut anywhere, gives its feeds or a DataError, never another error."""
+    """A file with one changed byte, or truncated anywhere, gives its feeds or a DataError."""
     path = tmp_path / "data.npz"
     flipped = bytearray(GOOD)
     flipped[position] = byte
@@ -376,7 +376,7 @@ def test_broken_files(tmp_path: Path, position: int, byte: int, end: int) -> Non
 
 
 def test_random_data() -> None:
-    """Random data says so, is the same each time, and follows the input's name, dtype and shape."""
+    """Random data is marked as random, reproducible, and depends on name, dtype and shape of the input."""
     inputs = [Spec(), Spec("y"), Spec("i", "uint8", (2, 50)), Spec("n", "int64", (None, 40)), Spec("b", "bool", ())]
     batches = open_data("random:3", inputs)
     assert (batches.count, batches.random, batches.ignored) == (3, True, ())
@@ -412,7 +412,7 @@ def test_random_data() -> None:
         ("random:2", Spec(dtype="resource"), "not supported for input 'x' of resource"),
     ],
 )
-def test_random_data_that_cannot_be(spec: str, taker: Spec, message: str) -> None:
-    """Sizes that are not known are not guessed."""
+def test_unsupported_random_data(spec: str, taker: Spec, message: str) -> None:
+    """Unknown sizes are not guessed."""
     with pytest.raises(DataError, match=message):
         open_data(spec, [taker])

@@ -1,4 +1,4 @@
-"""Wav files as feeds: every width, channels, length, rate, and files that are none."""
+"""Wav files as calibration data: sample widths, channels, length, rate and invalid files."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ WAVE = np.array([0, 1, -1, 100, -128, 127, 64, -64])
 
 
 def taker(*shape: int | None, dtype: str = "float32") -> InputSpec:
-    """An input of a shape."""
+    """Return an input of a shape."""
     return InputSpec(name="x", dtype=dtype, shape=shape)
 
 
 def fed(spec: object, one: InputSpec) -> list[np.ndarray]:
-    """What an input is fed of each file."""
+    """Return the values that an input receives from each file."""
     return [feed["x"] for feed in open_data(str(spec), [one])]
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_widths(tmp_path, stored, width: int) -> None:
-    """Integers of each width become -1 up to 1, exactly; integer inputs get them in full range."""
+def test_sample_widths(tmp_path, stored, width: int) -> None:
+    """Integers of each width become exactly -1 up to 1. Integer inputs receive their full range."""
     values = WAVE * 256 ** (width - 1)
     stored.wav(tmp_path / "a.wav", values, width=width)
     (wave,) = fed(tmp_path, taker(None, None))
@@ -42,7 +42,7 @@ def test_widths(tmp_path, stored, width: int) -> None:
 
 
 def riff(form: int, bits: int, data: bytes, *, channels: int = 1, extra: bytes = b"", size: int | None = None) -> bytes:
-    """A wav file of any format."""
+    """Write a wav file of any format."""
     head = struct.pack("<HHIIHH", form, channels, 8000, 0, channels * bits // 8, bits) + extra
     body = b"fmt " + struct.pack("<I", len(head)) + head + b"LIST\x03\0\0\0abc\0"
     body += b"data" + struct.pack("<I", len(data) if size is None else size) + data
@@ -50,7 +50,7 @@ def riff(form: int, bits: int, data: bytes, *, channels: int = 1, extra: bytes =
 
 
 def test_floats_and_extensible(tmp_path) -> None:
-    """Floats are taken as they are; an extensible header says what it holds; an open size goes to the end."""
+    """Floats are unchanged. An extensible header is resolved. An open data size extends to the end."""
     values = np.array([0.5, -0.25, 1.5])
     extensible = struct.pack("<HHIH14s", 22, 32, 0, 3, b"")
     for name, content in {
@@ -65,7 +65,7 @@ def test_floats_and_extensible(tmp_path) -> None:
 
 
 def test_channels_length_and_scale(tmp_path, stored) -> None:
-    """Channels are averaged, long waves cut, short ones padded as asked, and the one open axis is time."""
+    """Channels are averaged, long waves cut, and short ones padded. The only open axis is time."""
     stored.wav(tmp_path / "a.wav", np.stack([WAVE // 2, 2 - WAVE // 2], 1) * 256)
     np.testing.assert_array_equal(fed(tmp_path, taker(1, 1, None))[0], np.full((1, 1, 8), 1 / 128, np.float32))
     stored.wav(tmp_path / "a.wav", WAVE * 256)
@@ -80,7 +80,7 @@ def test_channels_length_and_scale(tmp_path, stored) -> None:
 
 
 def test_rates(tmp_path, stored) -> None:
-    """All files have the rate of the first, or the one asked for; the line that converts is given."""
+    """All files need the rate of the first file, or the requested one. The error contains the conversion command."""
     stored.wav(tmp_path / "a.wav", WAVE)
     stored.wav(tmp_path / "b.wav", WAVE, rate=8000)
     with pytest.raises(DataError, match=r"b.wav has a rate of 8000 Hz, but 16000 Hz .*a.wav.*-ar 16000"):
@@ -103,15 +103,15 @@ def test_rates(tmp_path, stored) -> None:
         (",rate=0", taker(1, 8), "rate=0 is not a(n| positive) integer"),
     ],
 )
-def test_what_cannot_be(tmp_path, stored, keys: str, one: InputSpec, message: str) -> None:
-    """What does not fit the input is told."""
+def test_invalid_settings(tmp_path, stored, keys: str, one: InputSpec, message: str) -> None:
+    """Settings that do not fit the input are reported."""
     stored.wav(tmp_path / "a.wav", WAVE)
     with pytest.raises(DataError, match=message):
         fed(f"{tmp_path}{keys}", one)
 
 
-def test_other_formats(tmp_path) -> None:
-    """Compressed and odd waves are refused with the line that converts them."""
+def test_unsupported_formats(tmp_path) -> None:
+    """Compressed and unusual waves are rejected with the conversion command."""
     path = tmp_path / "a.wav"
     for content, message in (
         (riff(6, 8, b"abcd"), "its format 6 with 8 bits is not supported"),
@@ -129,7 +129,7 @@ def test_other_formats(tmp_path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(position=st.integers(0, 70), byte=st.integers(0, 255), end=st.integers(0, 70))
 def test_broken_files(tmp_path: Path, position: int, byte: int, end: int) -> None:
-    """A file with any byte changed, or cut anywhere, gives its feed or a DataError."""
+    """A file with one changed byte, or truncated anywhere, gives its feed or a DataError."""
     content = bytearray(riff(1, 16, bytes(range(16))))
     content[position % len(content)] = byte
     for broken in (bytes(content), bytes(content[:end])):

@@ -1,4 +1,4 @@
-"""Data that Python code gives: each form, and code that fails."""
+"""Calibration data from Python code: forms of items, and failing code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = count()
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch):
-    """Writes code into a module of the current folder; gives its name."""
+    """Write code into a module of the current folder and return its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
@@ -39,7 +39,7 @@ def module(tmp_path: Path, monkeypatch):
 
 
 def fed(spec: str, *inputs: InputSpec, samples: int | None = None) -> list[list[float]]:
-    """What the input "x" is fed, sample by sample, in two passes that must agree."""
+    """Return the feeds of the input "x" after checking that two passes agree."""
     batches = open_data(spec, inputs or (X,), samples=samples)
     first, again = ([feed["x"].tolist() for feed in batches] for _ in range(2))
     assert first == again
@@ -72,13 +72,13 @@ ROWS = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
         "class A:\n    @staticmethod\n    def b():\n        return iter(X)\nget = A.b",
     ],
 )
-def test_forms(module, code: str) -> None:
-    """Arrays, dicts, tuples, features with labels, stacks, data readers, objects: each gives the same feeds."""
+def test_item_forms(module, code: str) -> None:
+    """Arrays, dictionaries, tuples, features with labels, stacks, data readers and objects give the same feeds."""
     assert fed(f"{module(code)}:get") == ROWS
 
 
-def test_items_of_several_samples_are_told(module) -> None:
-    """An item that is taken apart where its input has axes of any size is a finding, with what makes it one sample."""
+def test_stacked_items_finding(module) -> None:
+    """An item that is split although its input has open axes is a finding."""
     name = module(
         "Y = np.arange(2 * 240 * 4 * 3, dtype=np.float32).reshape(2, 240, 4, 3) - 9\n"
         "def items():\n    yield from ({'x': y} for y in Y)\n"
@@ -98,8 +98,8 @@ def test_items_of_several_samples_are_told(module) -> None:
     assert open_data(f"{name}:whole", [free]).count == 2
 
 
-def test_spans_and_what_is_ignored(module) -> None:
-    """Any span is given, within items of several samples; keys that no input takes are listed."""
+def test_ranges_and_ignored_keys(module) -> None:
+    """Any range is available, also within stacked items. Unused keys are listed."""
     batches = open_data(
         f"{module('def get():' + chr(10) + '    yield X[:2], 1' + chr(10) + '    yield X[2:], 2')}:get", [X]
     )
@@ -107,35 +107,35 @@ def test_spans_and_what_is_ignored(module) -> None:
     assert [feed["x"].tolist() for feed in batches.feeds_between(1, 3)] == [[ROWS[1]], [ROWS[2]]]
 
 
-def test_what_accompanies(module) -> None:
-    """Several inputs come by name or in order; a state of the fixed shape goes with each sample of its item."""
+def test_several_inputs(module) -> None:
+    """Inputs are matched by name or order. A state of fixed shape goes with each sample of its item."""
     name = module("def get():\n    yield X, np.ones((2, 1, 3), np.float32)")
     feeds = list(open_data(f"{name}:get", [X, STATE]))
     assert [feed["state"].shape for feed in feeds] == [(2, 1, 3)] * 3
 
 
 def test_dtypes(module) -> None:
-    """float64 becomes what the input takes; nameless bytes are bfloat16 where that is taken."""
+    """float64 is converted. Raw bytes are bfloat16 if the input has that type."""
     assert fed(f"{module('get = [x.astype(float) for x in X]')}:get") == ROWS
     name = module("import ml_dtypes\nget = [x.astype(ml_dtypes.bfloat16).view('V2') for x in X]")
     assert fed(f"{name}:get", InputSpec(name="x", dtype="bfloat16", shape=(None, 2))) == ROWS
 
 
 def test_digest(module) -> None:
-    """The digest follows the values, not the form."""
+    """The digest depends on the values, not on the form of the items."""
     codes = ["def get():\n    return iter(X)", "get = [{'x': x} for x in X]", "get = X + 1"]
     first, same, other = (open_data(f"{module(code)}:get", [X]).digest for code in codes)
     assert first == same != other
 
 
-def test_samples(module) -> None:
-    """Something without an end is cut by a number of samples, in the middle of an item too."""
+def test_sample_limit(module) -> None:
+    """An endless iterable is limited by the number of samples, also within an item."""
     endless = module("def get():\n    while True:\n        yield X")
     assert fed(f"{endless}:get", samples=4) == [*ROWS, ROWS[0]]
 
 
-def test_no_end(module, monkeypatch) -> None:
-    """Something without an end is stopped, with the option that cuts it."""
+def test_endless_iterable(module, monkeypatch) -> None:
+    """An endless iterable is an error that names the option."""
     monkeypatch.setattr(data_function, "MAX_ITEMS", 9)
     with pytest.raises(DataError, match=r"9 items without ending.*--samples"):
         open_data(f"{module('import itertools' + chr(10) + 'def get(): return itertools.repeat(X[0])')}:get", [X])
@@ -163,14 +163,14 @@ def test_no_end(module, monkeypatch) -> None:
         ("get = [[1.0, [2.0, 3.0]]] * 2 + [[[1.0, [2.0]]]]", "item"),
     ],
 )
-def test_code_that_fails(module, code: str, message: str) -> None:
-    """Whatever goes wrong in the code, or with what it gives, is told with the item it happened at."""
+def test_failing_code(module, code: str, message: str) -> None:
+    """Errors of the code or its items name the item."""
     with pytest.raises(DataError, match=message):
         open_data(f"{module(code)}:get", [X])
 
 
-def test_other_values_later(module) -> None:
-    """What ends early or differs in number when it is called again is an error, not fewer samples."""
+def test_different_second_pass(module) -> None:
+    """A second pass with fewer or other samples is an error."""
     once = module("held = iter(X)\ndef get():\n    return held")
     with pytest.raises(DataError, match=r"3 items in the first pass and fewer later"):
         list(open_data(f"{once}:get", [X]))
@@ -180,7 +180,7 @@ def test_other_values_later(module) -> None:
 
 
 def test_missing_module(tmp_path: Path, monkeypatch) -> None:
-    """A module that is nowhere is told as Python tells it."""
+    """A missing module is reported with the error of Python."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="nowhere_at_all:get cannot be imported: ModuleNotFoundError"):
         open_data("nowhere_at_all:get", [X])
@@ -188,7 +188,7 @@ def test_missing_module(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_tensorflow_and_onnxruntime(module) -> None:
-    """A tf.data.Dataset, batched with labels, and a CalibrationDataReader are read as they are."""
+    """A tf.data.Dataset and a CalibrationDataReader are read directly."""
     code = (
         "import tensorflow as tf\nfrom onnxruntime.quantization import CalibrationDataReader\n"
         "def dataset():\n    return tf.data.Dataset.from_tensor_slices((X, [1, 2, 3])).batch(2)\n"

@@ -1,4 +1,4 @@
-"""The same samples stored in each kind of calibration data: equal feeds, spans, digests; broken and hostile files."""
+"""The same samples stored in each kind of calibration data: equal feeds, ranges and digests; broken files."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ SCALED = "mean=127,std=128"
 
 
 def numbers(pixels: np.ndarray) -> np.ndarray:
-    """What (pixel - 127) / 128 makes of pictures (n, height, width, 3): float32 (n, 3, height, width)."""
+    """Convert images (n, height, width, 3) to float32 (n, 3, height, width) by (pixel - 127) / 128."""
     return ((pixels.astype(np.float64) - 127) / 128).astype(np.float32).transpose(0, 3, 1, 2)
 
 
 def write_npz(folder, stored, pixels):
-    """An npz file."""
+    """Write an npz file."""
     np.savez(folder / "data.npz", x=numbers(pixels))
     return folder / "data.npz"
 
 
 def write_fortran(folder, stored, pixels):
-    """A compressed npz file with an array in Fortran order and of the other byte order."""
+    """Write a compressed npz file in Fortran order and foreign byte order."""
     np.savez_compressed(folder / "data.npz", x=np.asfortranarray(numbers(pixels).astype(">f4")))
     return folder / "data.npz"
 
 
 def write_npy(folder, stored, pixels):
-    """An npy file."""
+    """Write an npy file."""
     np.save(folder / "data.npy", numbers(pixels))
     return folder / "data.npy"
 
 
 def write_npz_folder(folder, stored, pixels):
-    """A folder of npz files with one or more samples each, with and without an axis for the batch."""
+    """Write a folder of npz files with one or more samples each, with and without a batch axis."""
     values = numbers(pixels)
     np.savez(folder / "0.npz", x=values[0])
     np.savez(folder / "1.npz", x=values[1:])
@@ -62,21 +62,21 @@ def write_npz_folder(folder, stored, pixels):
 
 
 def write_npy_folder(folder, stored, pixels):
-    """A folder of npy files, a sample each."""
+    """Write a folder of npy files with one sample each."""
     for index, values in enumerate(numbers(pixels)):
         np.save(folder / f"{index:04}.npy", values)
     return folder
 
 
 def write_onnx_sets(folder, stored, pixels):
-    """ONNX's folders of tests."""
+    """Write ONNX test data sets."""
     for index, values in enumerate(numbers(pixels)):
         stored.onnx_set(folder / f"test_data_set_{index}", values[None])
     return folder
 
 
 def write_images(folder, stored, pixels):
-    """Pictures in two folders, beside what is none."""
+    """Write images in two folders, next to another file."""
     for index, picture in enumerate(pixels):
         stored.png(folder / f"class_{index // 2}" / f"{index}.png", picture)
     folder.joinpath("labels.txt").write_text("cats")
@@ -85,19 +85,19 @@ def write_images(folder, stored, pixels):
 
 
 def write_described(folder, stored, pixels):
-    """The same with a description beside them."""
+    """Write images with a description."""
     write_images(folder / "photos", stored, pixels)
     folder.joinpath("data.toml").write_text('path = "photos"\nmean = [127, 127, 127]\nstd = 128\norder = "rgb"\n')
     return folder / "data.toml"
 
 
 def write_tfrecord(folder, stored, pixels):
-    """A compressed TFRecord file of floats."""
+    """Write a compressed TFRecord file of floats."""
     return stored.tfrecord(folder / "data.tfrecord.gz", [stored.example(x=v, label=[1]) for v in numbers(pixels)])
 
 
 def write_tfrecord_shards(folder, stored, pixels):
-    """Shards of encoded pictures under a name of their own, and one of bare pixels."""
+    """Write TFRecord shards of encoded images, and one of bare pixels."""
     stored.png(folder / "photos/0.png", pixels[0])
     encoded = folder.joinpath("photos/0.png").read_bytes()
     shutil.rmtree(folder / "photos")
@@ -108,14 +108,14 @@ def write_tfrecord_shards(folder, stored, pixels):
 
 
 def write_parquet(folder, stored, pixels):
-    """A table of lists in small row groups."""
+    """Write a table of lists in small row groups."""
     table = pa.table({"x": [values.ravel() for values in numbers(pixels)], "label": list(range(len(pixels)))})
     parquet.write_table(table, folder / "data.parquet", row_group_size=2)
     return folder / "data.parquet"
 
 
 def write_parquet_pictures(folder, stored, pixels):
-    """A table of pictures as data sets publish them."""
+    """Write a table of images as published data sets do."""
     rows = []
     for index, picture in enumerate(pixels):
         rows.append({"bytes": stored.png(folder / f"{index}.png", picture).read_bytes(), "path": "a.png"})
@@ -125,7 +125,7 @@ def write_parquet_pictures(folder, stored, pixels):
 
 
 def write_function(folder, stored, pixels):
-    """A generator of dicts in a module of the current folder."""
+    """Write a module with a generator of dictionaries."""
     np.save(folder / "values.npy", numbers(pixels))
     name = f"calibration_{next(COUNTER)}"
     code = f"import numpy\ndef samples():\n    for x in numpy.load({str(folder / 'values.npy')!r}):\n"
@@ -154,20 +154,20 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (5, HEIGHT, WIDTH, 3), np.uin
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch) -> Path:
-    """An empty folder, the current one and the only one that modules of data are found in."""
+    """Change to an empty folder, the only one on the module path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
 
 
 def opened(spec: object, *inputs: InputSpec, samples: int | None = None) -> Dataset:
-    """The data of a spec for inputs, by default one of pictures."""
+    """Open a spec for inputs, by default one image input."""
     return open_data(str(spec), inputs or (PICTURES,), samples=samples)
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_equal_feeds(folder, stored, write) -> None:
-    """Each kind gives the same feeds, again when iterated again, and any span of them."""
+    """Each kind gives the same feeds, repeatedly and for any range."""
     batches = opened(write(folder, stored, PIXELS))
     wanted = numbers(PIXELS)
     assert (batches.count, batches.random, len(batches.digest)) == (5, False, 64)
@@ -182,7 +182,7 @@ def test_equal_feeds(folder, stored, write) -> None:
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_digests(folder, stored, write) -> None:
-    """The digest is the same for the same data, and another for other values, fewer samples or another order."""
+    """The digest is equal for equal data, and differs for other values, fewer samples or another order."""
     places = [folder / name for name in "abcd"]
     for place in places:
         place.mkdir()
@@ -204,8 +204,8 @@ WHOLE = {write_onnx_sets, write_npz_folder, write_npy_folder}
 
 
 @pytest.mark.parametrize("write", [write for write in WRITERS if write not in WHOLE])
-def test_a_fixed_first_size(folder, stored, write) -> None:
-    """Where the model takes two at a time, two samples make a feed, and one that is left over is an error."""
+def test_fixed_batch_size(folder, stored, write) -> None:
+    """With a batch size of two, two samples form a feed, and a remainder is an error."""
     pair = InputSpec(name="x", dtype="float32", shape=(2, 3, HEIGHT, WIDTH))
     spec = write(folder, stored, PIXELS[:4])
     if write is write_function:
@@ -224,8 +224,8 @@ def test_a_fixed_first_size(folder, stored, write) -> None:
 @pytest.mark.parametrize("write", [write_npz, write_onnx_sets, write_tfrecord, write_parquet, write_function])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
 @given(pixels=hnp.arrays(np.uint8, st.tuples(st.integers(1, 4), st.just(HEIGHT), st.just(WIDTH), st.just(3))))
-def test_any_values(tmp_path_factory, stored, write, pixels) -> None:
-    """Any samples come back as they were stored."""
+def test_round_trip(tmp_path_factory, stored, write, pixels) -> None:
+    """Any samples are read as stored."""
     place = tmp_path_factory.mktemp("data")
     sys.path.append(str(place))
     try:
@@ -238,7 +238,7 @@ def test_any_values(tmp_path_factory, stored, write, pixels) -> None:
 @pytest.mark.parametrize("write", [write for write in WRITERS if write is not write_function])
 @pytest.mark.filterwarnings("ignore")  # numpy warns of headers that it can almost read
 def test_broken_files(folder, stored, write) -> None:
-    """A file with any byte changed, or cut anywhere, gives feeds or a DataError, never another error."""
+    """A file with one changed byte, or truncated anywhere, gives feeds or a DataError."""
     spec = write(folder, stored, PIXELS[:2])
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in {"", ".txt"})
 
@@ -261,7 +261,7 @@ def test_broken_files(folder, stored, write) -> None:
 
 @pytest.mark.parametrize("write", [write for write in WRITERS if write is not write_function])
 def test_names_of_broken_files(folder, stored, write) -> None:
-    """A file that is cut short is named, with what to do."""
+    """The error for a truncated file names the file and a fix."""
     spec = write(folder, stored, PIXELS[:2])
     (path, *_) = sorted(
         path for path in folder.rglob("*") if path.suffix not in {"", ".txt", ".toml"} and path.is_file()

@@ -1,4 +1,4 @@
-"""How pictures become numbers, against Pillow and worked values."""
+"""Conversion of images to numbers, compared with Pillow and computed values."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PHOTO = np.random.default_rng(1).integers(0, 256, (6, 10, 3), np.uint8)  # 10 wi
 
 
 def taker(*shape: int | None, dtype: str = "float32") -> InputSpec:
-    """An input of a shape."""
+    """Return an input of a shape."""
     return InputSpec(name="x", dtype=dtype, shape=shape or None)
 
 
 def encoded(pixels, form: str = "PNG", **options) -> bytes:
-    """A picture as the bytes of a file."""
+    """Encode an image."""
     held = io.BytesIO()
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
     image.save(held, form, **options)
@@ -36,17 +36,17 @@ def encoded(pixels, form: str = "PNG", **options) -> bytes:
 
 
 def fed(one: InputSpec, picture: bytes | None = None, **keys: str):
-    """What an input is fed of a picture."""
+    """Return the values that an input receives from an image."""
     return pixel_settings("photos", one, keys).decode(picture or encoded(PHOTO))
 
 
 def resized(width: int, height: int, how=Image.Resampling.BILINEAR) -> np.ndarray:
-    """The photo as Pillow resizes it."""
+    """Resize the photo with Pillow."""
     return np.asarray(Image.fromarray(PHOTO).resize((width, height), how))
 
 
 def test_layouts() -> None:
-    """Size and layout are the input's; each has its own axes, with one for the batch where there is one."""
+    """Size and layout come from the input, for each layout with and without a batch axis."""
     plain = PHOTO.astype(np.float32)
     np.testing.assert_array_equal(fed(taker(None, 6, 10, 3), preset="raw"), plain[None])
     np.testing.assert_array_equal(fed(taker(1, 3, 6, 10), preset="raw"), plain.transpose(2, 0, 1)[None])
@@ -63,7 +63,7 @@ def test_layouts() -> None:
 
 
 def test_resizing() -> None:
-    """Each way to another size, by Pillow's filters: stretched, cut in the middle, filled around."""
+    """Images are stretched, cropped or padded with the filters of Pillow."""
     square = taker(1, 5, 5, 3, dtype="uint8")
     np.testing.assert_array_equal(fed(square)[0], resized(5, 5))
     np.testing.assert_array_equal(fed(square, filter="nearest")[0], resized(5, 5, Image.Resampling.NEAREST))
@@ -77,7 +77,7 @@ def test_resizing() -> None:
         fed(square, resize="none")
 
 
-def test_numbers() -> None:
+def test_normalization() -> None:
     """Value = (pixel * scale - mean) / std, in the channel order of the model."""
     one = taker(1, 6, 10, 3)
     plain = PHOTO.astype(np.float64)
@@ -95,8 +95,8 @@ def test_numbers() -> None:
     assert (half.dtype, float(half.max())) == (np.dtype("float16"), 1.0)
 
 
-def test_imagenet_is_torchvisions() -> None:
-    """The preset resizes the shorter side to 256 and cuts 224, as torchvision's evaluation transform does."""
+def test_imagenet_preset() -> None:
+    """The preset resizes the shorter side to 256 and crops 224, as torchvision does."""
     photo = Image.fromarray(np.random.default_rng(2).integers(0, 256, (300, 400, 3), np.uint8))
     resized_ = photo.resize((341, 256), Image.Resampling.BILINEAR)
     cut = np.asarray(resized_)[16:240, 58:282].astype(np.float64)  # round((341 - 224) / 2) is 58
@@ -106,15 +106,15 @@ def test_imagenet_is_torchvisions() -> None:
 
 
 def test_integer_inputs() -> None:
-    """uint8 takes pixels as they are; int8 with a mean of 128, and not without."""
+    """uint8 inputs receive pixels unchanged; int8 inputs need a mean of 128."""
     np.testing.assert_array_equal(fed(taker(1, 6, 10, 3, dtype="uint8"))[0], PHOTO)
     signed = fed(taker(1, 6, 10, 3, dtype="int8"), mean="128")
     np.testing.assert_array_equal(signed[0], PHOTO.astype(np.int64) - 128)
 
 
 @pytest.mark.parametrize("preset", PIXEL_PRESETS)
-def test_every_preset_is_taken(preset: str) -> None:
-    """Each preset makes finite numbers of any picture for a colour input."""
+def test_presets(preset: str) -> None:
+    """Each preset gives finite numbers for a color input."""
     values = fed(taker(1, 3, 5, 7), preset=preset)
     assert (values.shape, values.dtype) == ((1, 3, 5, 7), np.dtype("float32"))
     assert np.isfinite(values).all()
@@ -122,7 +122,7 @@ def test_every_preset_is_taken(preset: str) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(["stretch", "crop", "pad"]), st.floats(0.1, 1))
 def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
-    """Any picture comes out in the size that is wanted."""
+    """Any image is resized to the size of the input."""
     keys = {"resize": resize} | ({"crop_pct": str(pct)} if resize == "crop" else {})
     picture = encoded(np.zeros((height, width, 3), np.uint8))
     assert fed(taker(1, 9, 5, 3), picture, preset="raw", **keys).shape == (1, 9, 5, 3)
@@ -161,14 +161,14 @@ def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
         (taker(1, 3, 5, 5, dtype="string"), {}, "takes string, which is not numeric"),
     ],
 )
-def test_what_cannot_be(one: InputSpec, keys: dict[str, str], message: str) -> None:
-    """What is left open, does not fit or is surely a mistake is told before a picture is read."""
+def test_invalid_settings(one: InputSpec, keys: dict[str, str], message: str) -> None:
+    """Ambiguous, unfitting and mistaken settings are reported before an image is read."""
     with pytest.raises(DataError, match=message):
         pixel_settings("photos", one, keys)
 
 
-def test_pictures_that_are_refused(tmp_path: Path, monkeypatch) -> None:
-    """Broken, deep, huge and other files are named, with what to do; programs are never started for them."""
+def test_rejected_images(tmp_path: Path, monkeypatch) -> None:
+    """Broken, deep and huge images are rejected with a fix. No external program is started."""
     monkeypatch.setattr("graphquant.calibration.data.images.MAX_PIXELS", 100)
     one = taker(1, 5, 5, 3, dtype="uint8")
     for content, message in (
@@ -187,8 +187,8 @@ def test_pictures_that_are_refused(tmp_path: Path, monkeypatch) -> None:
         open_data(str(tmp_path), [one])
 
 
-def test_one_input(tmp_path: Path) -> None:
-    """Pictures feed a model with one input; another is told what to give."""
+def test_single_input_required(tmp_path: Path) -> None:
+    """Images feed models with one input only."""
     (tmp_path / "a.png").write_bytes(encoded(PHOTO))
     other = InputSpec(name="y", dtype="float32", shape=())
     with pytest.raises(DataError, match="feed one input, but the model takes 'x', 'y'"):
@@ -196,7 +196,7 @@ def test_one_input(tmp_path: Path) -> None:
 
 
 def test_photographs(shared: Path, tmp_path: Path) -> None:
-    """The face detector's photographs, saved as PNG, feed exactly what its authors' formula says."""
+    """Photographs for the face detector give exactly the values of its authors' formula."""
     photos = np.load(shared / "ultraface/images.npz")["rgb"][:4]
     for number, photo in enumerate(photos):
         (tmp_path / f"{number}.png").write_bytes(encoded(photo))

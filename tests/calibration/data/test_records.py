@@ -1,4 +1,4 @@
-"""TFRecord, Parquet and ONNX's test sets: what their values may be, and what is refused."""
+"""TFRecord, Parquet and ONNX test sets: supported values, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphquant.formats import InputSpec
 
 
 def taker(*shape: int | None, dtype: str = "float32", name: str = "x") -> InputSpec:
-    """An input of a shape."""
+    """Return an input of a shape."""
     return InputSpec(name=name, dtype=dtype, shape=shape)
 
 
@@ -30,7 +30,7 @@ X = taker(None, 2)
 
 
 def test_features(tmp_path, stored) -> None:
-    """Floats, integers, bytes of numbers and strings; the label that no input takes is listed."""
+    """Floats, integers, bytes of numbers and strings are read. An unused label is listed."""
     records = [
         stored.example(
             x=np.array([i, 2.5]), n=np.array([-i, 7]), raw=np.array([i, 1], "<f8").tobytes(), s=b"caf\xc3\xa9", y=[1]
@@ -60,15 +60,15 @@ def test_features(tmp_path, stored) -> None:
         ({"x": b"\x89PNG"}, taker(1, 3, 5, 5), "conversion of pixels"),
     ],
 )
-def test_features_that_do_not_fit(tmp_path, stored, features, one, message: str) -> None:
-    """The record and the feature are named, with what to do."""
+def test_invalid_features(tmp_path, stored, features, one, message: str) -> None:
+    """The error names the record, the feature and a fix."""
     path = stored.tfrecord(tmp_path / "a.tfrecord", [stored.example(**features)])
     with pytest.raises(DataError, match=message):
         open_data(str(path), [one])
 
 
-def test_records_that_are_none(tmp_path, stored, monkeypatch) -> None:
-    """Wrong checksums, lengths that lie, other messages and empty files are refused."""
+def test_invalid_records(tmp_path, stored, monkeypatch) -> None:
+    """Wrong checksums, invalid lengths, other messages and empty files are rejected."""
     good = stored.framed(stored.example(x=[1.0, 2.0]))
     huge = struct.pack("<Q", 1 << 40)
     for content, message in (
@@ -93,7 +93,7 @@ def test_records_that_are_none(tmp_path, stored, monkeypatch) -> None:
 
 @given(st.binary(max_size=60))
 def test_any_bytes_as_example(content: bytes) -> None:
-    """Bytes that are no Example give a DataError at most."""
+    """Arbitrary bytes as an Example raise at most a DataError."""
     try:
         tfrecord._parse_features("here", content)
     except DataError as error:
@@ -101,8 +101,8 @@ def test_any_bytes_as_example(content: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_what_tensorflow_writes(tmp_path) -> None:
-    """Files of TensorFlow's own writer are read, compressed or not, packed as it packs."""
+def test_files_of_tensorflow(tmp_path) -> None:
+    """Files of TensorFlow's writer are read, compressed or not."""
     import tensorflow as tf
 
     example = tf.train.Example()
@@ -117,7 +117,7 @@ def test_what_tensorflow_writes(tmp_path) -> None:
 
 
 def test_columns(tmp_path) -> None:
-    """Numbers, lists, fixed and nested lists and tensors of Arrow feed inputs; strings too; dtypes are kept."""
+    """Numbers, nested lists, tensors of Arrow and strings feed inputs and keep their dtypes."""
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12, dtype=np.float32).reshape(3, 2, 2))
     table = pa.table(
         {
@@ -151,15 +151,15 @@ def test_columns(tmp_path) -> None:
         (pa.array(["a", "b"]), "row 0: 'x' has 1 values|is object|is <U1"),
     ],
 )
-def test_columns_that_do_not_fit(tmp_path, column, message: str) -> None:
-    """The row and the column are named."""
+def test_invalid_columns(tmp_path, column, message: str) -> None:
+    """The error names the row and the column."""
     parquet.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=message):
         list(open_data(str(tmp_path / "a.parquet"), [X]))
 
 
 def test_no_pyarrow(tmp_path, monkeypatch) -> None:
-    """Without pyarrow the line that installs it is given."""
+    """Without pyarrow, the error contains the install command."""
     parquet.write_table(pa.table({"x": [[1.0, 2.0]]}), tmp_path / "a.parquet")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(MissingDependencyError, match=r"needs the package pyarrow. Install it: pip install 'graphquant"):
@@ -176,7 +176,7 @@ def test_no_pyarrow(tmp_path, monkeypatch) -> None:
 )
 @pytest.mark.parametrize("raw", [True, False])
 def test_tensors(tmp_path, stored, array, raw: bool) -> None:
-    """Each type of TensorProto is read, raw or in its own field."""
+    """Each type of TensorProto is read, as raw data or from its field."""
     if raw:
         stored.onnx_set(tmp_path / "test_data_set_0", array)
     else:
@@ -190,7 +190,7 @@ def test_tensors(tmp_path, stored, array, raw: bool) -> None:
 
 
 def test_names_of_tensors(tmp_path, stored) -> None:
-    """Tensors go to the inputs of their names, or by their numbers where these are others; numbers are numbers."""
+    """Tensors feed the inputs of their names, otherwise by number. Numbers are sorted numerically."""
     one, two = np.ones((1, 2), np.float32), np.zeros((1, 2), np.float32)
     (tmp_path / "s").mkdir()
     for index, (name, array) in enumerate([("y", two), ("x", one)]):
@@ -204,8 +204,8 @@ def test_names_of_tensors(tmp_path, stored) -> None:
     assert [feed[one.name].item() for one in takers] == list(range(11))
 
 
-def test_sets_that_are_refused(tmp_path, stored) -> None:
-    """Sequences, external data, missing files and lying shapes are told."""
+def test_invalid_sets(tmp_path, stored) -> None:
+    """Sequences, external data, missing files and wrong shapes are rejected."""
     folder = tmp_path / "test_data_set_0"
     stored.onnx_set(folder, np.ones((1, 2), np.float32))
     path = folder / "input_0.pb"

@@ -1,4 +1,4 @@
-"""Data elsewhere, through fsspec: the same feeds as on this machine, and services that fail."""
+"""Remote data through fsspec: the same feeds as local data, and failing services."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICTURES = InputSpec(name="x", dtype="uint8", shape=(None, 6, 5, 3))
 
 @pytest.fixture
 def memory():
-    """A file system in memory with nothing in it."""
+    """Return an empty file system in memory."""
     system = fsspec.filesystem("memory")
     system.store.clear()
     yield system
@@ -28,14 +28,14 @@ def memory():
 
 
 def upload(system, folder, under: str = "/bucket") -> None:
-    """Puts each file of a folder elsewhere."""
+    """Upload each file of a folder."""
     for path in folder.rglob("*"):
         if path.is_file():
             system.pipe(f"{under}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
 
 def test_arrays_and_records(memory, tmp_path, stored) -> None:
-    """npz, npy in Fortran order, TFRecord, Parquet and test sets give what they give here."""
+    """npz, npy in Fortran order, TFRecord, Parquet and test sets give the same feeds as local files."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -55,7 +55,7 @@ def test_arrays_and_records(memory, tmp_path, stored) -> None:
 
 
 def test_folders(memory, tmp_path, stored) -> None:
-    """Pictures of a folder elsewhere and in an archive are those of the folder here; hidden ones are left out."""
+    """Images of a remote folder and of an archive equal the local ones. Hidden files are skipped."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, 6, 5, 3), np.uint8)
     for index, picture in enumerate(pixels):
         stored.png(tmp_path / f"photos/{index % 2}/{index}.png", picture)
@@ -72,8 +72,8 @@ def test_folders(memory, tmp_path, stored) -> None:
     assert open_data(spec.replace(f"{tmp_path}", "memory://bucket"), [PICTURES]).count == 3
 
 
-def test_what_is_not_there(memory, monkeypatch) -> None:
-    """Nothing, an unknown service and a missing package are told apart."""
+def test_missing_remote_data(memory, monkeypatch) -> None:
+    """Missing data, an unknown service and a missing package are reported."""
     with pytest.raises(DataError, match=r"memory://nowhere"):
         check_data_spec("memory://nowhere")
     with pytest.raises(DataError, match="nosuch://a cannot be listed: Protocol not known: nosuch"):
@@ -83,8 +83,8 @@ def test_what_is_not_there(memory, monkeypatch) -> None:
         check_data_spec("memory://bucket")
 
 
-def test_services_that_fail(memory, tmp_path, monkeypatch) -> None:
-    """Whatever a service raises is a DataError that names the file."""
+def test_failing_services(memory, tmp_path, monkeypatch) -> None:
+    """An error of a service is a DataError that names the file."""
     np.savez(tmp_path / "a.npz", x=np.zeros((2, 3), np.float32))
     upload(memory, tmp_path)
 
@@ -103,7 +103,7 @@ def test_services_that_fail(memory, tmp_path, monkeypatch) -> None:
 
 
 def test_no_pillow(tmp_path, stored, monkeypatch) -> None:
-    """Without Pillow the line that installs it is given."""
+    """Without Pillow, the error contains the install command."""
     stored.png(tmp_path / "a.png", np.zeros((6, 5, 3)))
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(MissingDependencyError, match=r"need the package pillow. Install it: pip install 'graphquant"):

@@ -1,4 +1,4 @@
-"""Data specs: how they are read, and what is said of those that name nothing or too much."""
+"""Data specs: parsing, and errors of invalid specs."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ X = InputSpec(name="x", dtype="float32", shape=(None, 3))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch) -> Path:
-    """The current folder, with an empty file of each kind in a folder of its own, and two together."""
+    """Create a folder with an empty file of each kind in its own folder, and one with two kinds."""
     for name in ("npz/a.npz", "npy/a.npy", "images/a.JPG", "audio/a.wav", "both/a.npz", "both/b.npy", "none/a.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -32,8 +32,8 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", [kind for kind, known in DATA_KINDS.items() if known.file_pattern])
-def test_kinds_by_name(folder, kind: str) -> None:
-    """Each kind of file tells itself, alone and in a folder."""
+def test_kinds_by_file_name(folder, kind: str) -> None:
+    """File names identify each kind, alone and in a folder."""
     source = parse_data_spec(kind)
     assert source.kind == kind
     assert [parse_data_spec(file.name).kind for file in source.files] == [kind] * len(source.files)
@@ -41,7 +41,7 @@ def test_kinds_by_name(folder, kind: str) -> None:
 
 
 def test_keys(folder) -> None:
-    """Keys stand behind commas, lists have colons, and a path may hold commas and equals signs of its own."""
+    """Keys follow commas, lists use colons, and a path may contain commas and equals signs."""
     source = parse_data_spec("images,mean=1:2:3,size=320x240")
     assert (source.spec, dict(source.keys)) == ("images", {"mean": "1:2:3", "size": "320x240"})
     source = parse_data_spec("npz/a.npz,inputs.x:0=image/encoded")
@@ -51,8 +51,8 @@ def test_keys(folder) -> None:
     assert parse_data_spec(str(odd)).files[0].name == str(odd)
 
 
-def test_described(folder) -> None:
-    """A description has the same keys; its path is beside it, and what the spec says wins."""
+def test_descriptions(folder) -> None:
+    """A description has the same keys and a relative path. The spec overrides it."""
     (folder / "deep").mkdir()
     text = 'path = "../images"\npreset = "unit"\nsize = 32\nmean = [0.5, 1, 2]\n'
     (folder / "deep/d.toml").write_text(text)
@@ -79,8 +79,8 @@ def test_described(folder) -> None:
         ("\xff", "cannot be read"),
     ],
 )
-def test_descriptions_that_are_wrong(folder, text: str, message: str) -> None:
-    """A description is told what it misses; it names files only."""
+def test_invalid_descriptions(folder, text: str, message: str) -> None:
+    """Errors of a description are reported; it names only files."""
     (folder / "d.toml").write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=message):
         parse_data_spec("d.toml")
@@ -105,14 +105,14 @@ def test_descriptions_that_are_wrong(folder, text: str, message: str) -> None:
         ("random:3,size=3", "of kind random, which has no key 'size'"),
     ],
 )
-def test_specs_that_are_wrong(folder, spec: str, message: str) -> None:
-    """What is wrong is named before a model is run, with what to do."""
+def test_invalid_specs(folder, spec: str, message: str) -> None:
+    """Errors of a spec are reported before a model is run."""
     with pytest.raises(DataError, match=message):
         check_data_spec(spec)
 
 
-def test_what_is_used_of_a_folder(folder) -> None:
-    """Other files are listed by suffix; kind= chooses, and takes names that tell nothing if no name tells it."""
+def test_selected_files_of_a_folder(folder) -> None:
+    """Other files are listed by suffix. kind= selects files."""
     assert parse_data_spec("both,kind=npy").files[0].name == "both/b.npy"
     assert parse_data_spec("both,kind=npy").ignored == ("files with .npz (1)",)
     (folder / "images/.hidden.png").touch()
@@ -126,18 +126,18 @@ def test_what_is_used_of_a_folder(folder) -> None:
 
 
 def test_inputs_of_a_spec(folder) -> None:
-    """A key of the file feeds the input it is said to; a name that is no input's is an error."""
+    """A key of the file feeds the assigned input. An unknown input is an error."""
     np.savez("named.npz", images=np.ones((2, 3), np.float32))
     batches = open_data("named.npz,inputs.x=images", [X])
     assert (batches.count, batches.ignored) == (2, ())
     with pytest.raises(DataError, match=r"inputs.z=images does not match an input of the model, which takes 'x'"):
         open_data("named.npz,inputs.z=images", [X])
-    with pytest.raises(DataError, match="has no array 'nix' for input 'x'. It contains 'images'"):
+    with pytest.raises(DataError, match=r"has no array 'nix' for input 'x'\. It contains 'images'"):
         open_data("named.npz,inputs.x=nix", [X])
 
 
 def test_links_and_devices(folder) -> None:
-    """A link inside a folder is followed, one that leads out is an error, pipes are left out."""
+    """A link inside a folder is followed, a link out of it is an error, pipes are skipped."""
     (folder / "images/link.png").symlink_to("a.JPG")
     os.mkfifo(folder / "images/pipe.png")
     assert [file.name for file in parse_data_spec("images").files] == ["images/a.JPG", "images/link.png"]
@@ -152,7 +152,7 @@ def test_links_and_devices(folder) -> None:
 
 
 def test_too_many_files(folder, monkeypatch) -> None:
-    """A folder with more files than calibration can want is refused."""
+    """A folder with too many files is rejected."""
     monkeypatch.setattr(data_files, "MAX_FILES", 2)
     with pytest.raises(DataError, match=r"tfrecord has more than 2 files"):
         parse_data_spec("tfrecord")

@@ -1,4 +1,4 @@
-"""Tensors that no framework shows."""
+"""Tensors that cannot be observed."""
 
 import numpy as np
 import onnx
@@ -20,8 +20,8 @@ main (float[3,4] x, bool c) => (float[4,3] y) <float[4,4] w = {1,2,3,4,5,6,7,8,1
 """
 
 
-def test_a_tensor_that_cannot_be_watched_is_skipped(tmp_path):
-    """A tensor in an If inside a Scan of unclear layout is left with that as its reason; the rest is quantized."""
+def test_unobservable_tensor_is_skipped(tmp_path):
+    """A tensor in an If inside a Scan of unknown layout is skipped with a reason; the rest is quantized."""
     onnx.save(parser.parse_model(MODEL), tmp_path / "m.onnx")
     np.savez(tmp_path / "d.npz", x=np.ones((3, 3, 4), np.float32), c=np.array(True))
     result = gq.insert(tmp_path / "m.onnx", data=str(tmp_path / "d.npz"))

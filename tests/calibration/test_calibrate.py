@@ -1,4 +1,4 @@
-"""Blocks, shards, passes and what is kept of each tensor."""
+"""Blocks, shards, passes and collected statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ calibrate = partial(calibrate_, model_digest="source", footprint=LOAD)
 
 
 def batches(count: int, shape: Callable[[int], int] = lambda _: 1) -> Dataset:
-    """Samples that hold their own number."""
+    """Return samples that contain their number."""
 
     def feeds(start: int, stop: int) -> Iterator[dict]:
         return ({"x": np.full((shape(i),), float(i))} for i in range(start, stop))
@@ -40,24 +40,24 @@ def batches(count: int, shape: Callable[[int], int] = lambda _: 1) -> Dataset:
 
 
 class Runner:
-    """Computes tensors from the fed numbers with functions that give the values of one tensor; None: not reached."""
+    """Runner that computes tensors from the fed numbers by functions; an empty list means not reached."""
 
     def __init__(self, *, batchable: bool = False, sizes: int = 1, **tensors) -> None:
-        """`element_counts` is what each tensor is said to have."""
+        """Create a runner; `sizes` is the number of elements of each tensor."""
         self.tensors, self.batch_independent, self.size = tensors, batchable, sizes
         self.fed: list[list[float]] = []
         self.asked: list[tuple[TensorRef, ...]] = []
 
     def unobservable(self, tensors):
-        """Those it has no function for."""
+        """Return the tensors without a function."""
         return {tensor: "it is hidden" for tensor in tensors if tensor.op not in self.tensors}
 
     def element_counts(self, tensors, feed):
-        """The same for each."""
+        """Return the same size for each tensor."""
         return dict.fromkeys(tensors, self.size)
 
     def observe(self, tensors, feeds, *, other_tensors=(), max_in_flight=1, on_result=None) -> Iterator[dict]:
-        """The values of `tensors` for each feed."""
+        """Yield the values of `tensors` for each feed."""
         assert set(tensors) | set(other_tensors) == {TensorRef("", name) for name in self.tensors}
         self.asked.append(tuple(tensors))
         for feed in feeds:
@@ -68,7 +68,7 @@ class Runner:
 
 
 def three_tensor_runner(**options) -> Runner:
-    """A runner of three tensors."""
+    """Return a runner of three tensors."""
     return Runner(
         a=lambda x: [-x, 2 * x],
         b=lambda x: [x, np.append(x + 10, np.nan)] if x[0] % 2 else [],
@@ -78,7 +78,7 @@ def three_tensor_runner(**options) -> Runner:
 
 
 def test_statistics_of_all_samples() -> None:
-    """Samples and passes of a loop are merged; NaN is counted; the ends of blocks are summed."""
+    """Samples and loop iterations are merged, NaN is counted, and block extremes are summed."""
     found = calibrate(TARGETS, three_tensor_runner(), batches(10))
     assert list(found.sketches) == [A, B, C]
     a, b, _ = found.sketches.values()
@@ -88,8 +88,8 @@ def test_statistics_of_all_samples() -> None:
     assert (found.samples, found.blocks, found.complete, found.model_digest) == (10, 3, True, "source")
 
 
-def test_what_is_kept_follows_the_target() -> None:
-    """Each tensor has the bins and the channels its target says."""
+def test_targets_select_details() -> None:
+    """Each tensor has the bins and channels of its target."""
     runner = Runner(a=lambda x: [x], b=lambda x: [np.array([[1.0, -2.0], [x[0], 3.0]])], c=lambda x: [x])
     targets = {A: ObservationTarget("a", None, 0), B: ObservationTarget("b", 1, 7), C: ObservationTarget("c", None, 10)}
     kept = calibrate(targets, runner, batches(5)).sketches
@@ -99,8 +99,8 @@ def test_what_is_kept_follows_the_target() -> None:
     assert kept[C].bins.tolist() == sketch_values(np.arange(5.0), bits=10).bins.tolist()
 
 
-def test_what_is_not_reached_is_absent() -> None:
-    """A tensor that only some samples reach has those; one that was empty has how often; one hidden has its reason."""
+def test_unreached_tensors() -> None:
+    """Partly reached, empty and unobservable tensors are reported."""
     runner = Runner(a=lambda x: [x] if x[0] == 1 else [], b=lambda _: [np.zeros(0)])
     found = calibrate(TARGETS, runner, batches(3))
     assert (list(found.sketches), found.unobservable) == ([A, B], {C: "it is hidden"})
@@ -112,16 +112,16 @@ def test_what_is_not_reached_is_absent() -> None:
     assert (list(found.targets), found.samples) == ([A, B, C], 3)
 
 
-def test_nothing_wanted_runs_nothing() -> None:
-    """Without targets, or where all are hidden, the model does not run and all is done."""
+def test_no_targets() -> None:
+    """Without observable targets, the model is not run and the calibration is complete."""
     for targets in ({}, TARGETS):
         runner = Runner()
         found = calibrate(targets, runner, batches(3))
         assert (found.sketches, found.complete, runner.fed) == ({}, True, [])
 
 
-def test_a_block_is_one_batch_where_it_can_be() -> None:
-    """Blocks are joined along axis 0 if the model takes batches and the samples of the block are alike."""
+def test_blocks_as_batches() -> None:
+    """Blocks are concatenated if the model is batch independent and shapes agree."""
     runner = three_tensor_runner(batchable=True)
     calibrate(TARGETS, runner, batches(6, lambda i: 2 if i == 5 else 1))
     assert runner.fed == [[0, 1, 2, 3], [4], [5, 5]]
@@ -130,8 +130,8 @@ def test_a_block_is_one_batch_where_it_can_be() -> None:
     assert runner.fed == [[0], [1], [2]]
 
 
-def test_inputs_with_other_numbers_of_rows_are_not_joined() -> None:
-    """Joined samples keep the rows of their inputs side by side, or are run one by one."""
+def test_inputs_with_different_rows() -> None:
+    """Inputs with different numbers of rows are run one by one."""
 
     def run(rows: int) -> list:
         feeds = [{"x": np.full(1, i), "z": np.full(rows, i)} for i in range(2)]
@@ -146,8 +146,8 @@ def test_inputs_with_other_numbers_of_rows_are_not_joined() -> None:
 
 @pytest.mark.parametrize("batchable", [False, True])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:
-    """Any number of shards, merged in any order, is what one call finds, and runs each block once."""
+def test_shards(parts: int, *, batchable: bool) -> None:
+    """Shards, merged in any order, equal one call, and each block is run once."""
     whole = calibrate(TARGETS, three_tensor_runner(batchable=batchable), batches(22))
     runner = three_tensor_runner(batchable=batchable)
     shards = [calibrate(TARGETS, runner, batches(22), shard=(part + 1, parts)) for part in range(parts)]
@@ -167,8 +167,8 @@ def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:
         (1, [(A,), (B,), (C,)]),
     ],
 )
-def test_groups_come_to_the_same(room: int, groups: list) -> None:
-    """What does not fit into memory is observed in several passes, and nothing changes."""
+def test_groups(room: int, groups: list) -> None:
+    """With little memory, tensors are observed in several passes with the same result."""
     runner = three_tensor_runner(sizes=800)
     found = calibrate(TARGETS, runner, batches(9), max_memory=room)
     assert runner.asked == groups
@@ -176,8 +176,8 @@ def test_groups_come_to_the_same(room: int, groups: list) -> None:
     assert len(runner.fed) == 9 * len(groups)
 
 
-def test_the_digest_may_come_later() -> None:
-    """Samples are run before all were read; the digest is there in the end, and an error ends the run that it meets."""
+def test_background_digest() -> None:
+    """Samples are run before all are read. A read error ends the calibration."""
     data = replace(batches(22), digest=Future())
     found = calibrate(
         TARGETS, three_tensor_runner(), data, should_stop=lambda: data.digest.done() or data.digest.set_result("da7a22")
@@ -193,15 +193,15 @@ def test_the_digest_may_come_later() -> None:
 
 
 def test_known_sizes_need_no_measuring() -> None:
-    """Where static shapes say that all is small, no run is spent on sizes."""
+    """If static shapes are small, no run measures sizes."""
     runner = three_tensor_runner(sizes=1 << 60)
     calibrate(TARGETS, runner, batches(5), footprint=RunFootprint(block_size=4, elements_per_sample=100))
     assert runner.asked == [(A, B, C)]
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 5])
-def test_stopping_keeps_blocks_and_goes_on(blocks: int) -> None:
-    """What was gathered until a stop, continued, is what an uninterrupted call finds."""
+def test_stop_and_resume(blocks: int) -> None:
+    """A stopped and resumed calibration equals an uninterrupted one."""
     left = iter([False] * (blocks - 1) + [True])
     told: list[tuple[int, int]] = []
     part = calibrate(TARGETS, three_tensor_runner(), batches(22), should_stop=lambda: next(left))
@@ -213,8 +213,8 @@ def test_stopping_keeps_blocks_and_goes_on(blocks: int) -> None:
     assert told == [(min(4 * done, 22), 22) for done in range(blocks, 7)]
 
 
-def test_going_on_with_something_else_is_refused() -> None:
-    """Other tensors, data, models and shards, and what is complete already, are not continued."""
+def test_invalid_resume() -> None:
+    """Other tensors, data, models and shards, and complete statistics, cannot be resumed."""
     stop = partial(calibrate, TARGETS, three_tensor_runner(), should_stop=lambda: True)
     again = partial(calibrate, TARGETS, three_tensor_runner())
     for before, call, reason in (
@@ -237,7 +237,7 @@ def test_going_on_with_something_else_is_refused() -> None:
 
 
 def test_memory_does_not_grow_with_samples() -> None:
-    """No values of a block outlive it."""
+    """No values outlive their block."""
     alive: list[np.ndarray] = []
 
     def values(x: np.ndarray) -> list[np.ndarray]:
@@ -251,8 +251,8 @@ def test_memory_does_not_grow_with_samples() -> None:
     assert max(sys.getrefcount(one) for one in alive) <= 4  # the list, the loop and the call's argument
 
 
-def test_an_error_while_running_ends_it() -> None:
-    """What the runner raises is raised."""
+def test_runner_errors() -> None:
+    """An error of the runner is raised."""
 
     def fail(x: np.ndarray) -> list[np.ndarray]:
         raise DataError("it does not fit")
@@ -261,15 +261,15 @@ def test_an_error_while_running_ends_it() -> None:
         calibrate({A: TARGETS[A]}, Runner(a=fail), batches(4))
 
 
-def test_stats_is_plain_data() -> None:
-    """Its sums are those of its runs."""
+def test_stats_totals() -> None:
+    """The totals are the sums over the runs."""
     found = calibrate(TARGETS, three_tensor_runner(), batches(22), shard=(2, 4))
     assert isinstance(found, Stats)
     assert (found.runs[0].block_ranges, found.samples, found.blocks, found.random) == (((1, 3),), 8, 2, False)
 
 
-def test_other_blocks_agree(samples: Path) -> None:
-    """A real model run in blocks of 1, 8 and 32 has the same statistics but for the last bits of its values."""
+def test_block_sizes_agree(samples: Path) -> None:
+    """A real model in blocks of 1, 8 and 32 has the same statistics up to rounding."""
     model = formats.format_module("onnx").load(samples / "digits_cnn.onnx")
     runner = formats.format_module("onnx").create_runner(model)
     with np.load(samples / "digits_cnn_calib.npz") as file:
