@@ -308,7 +308,7 @@ def _needs_data_message(model: Model, unranged_sites: Sequence[Any], transfer: R
             " names with --ranges-map."
         )
     suggestions = [("data", "calibration.npz"), ("rules", "fixed_point"), ("rules", "weight_only")]
-    if model.live_object:
+    if formats.memory_object_name(model):
         lines = [f'  gq.insert(model, {name}="{value}")' for name, value in suggestions]
     else:
         path = shlex.quote(str(model.path or "MODEL"))

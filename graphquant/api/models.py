@@ -122,7 +122,6 @@ def load(source: Any, *, outputs: Sequence[Any] = ()) -> Model:
         from graphquant.formats.tensorflow import from_tensorflow
 
         model = from_tensorflow(source, outputs)
-    model.save_model = lambda edited, out, force: save(edited, out, force=force)
     _check_graphs(model, "load")
     return model
 
@@ -135,9 +134,9 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
             the model was loaded from an object in memory.
         ModelError: The model cannot be stored in this form.
     """
-    if model.live_object:
+    if object_name := formats.memory_object_name(model):
         raise UsageError(
-            f"The model was loaded from {model.live_object} in memory and has no file format. gq.to_tf(result) returns"
+            f"The model was loaded from {object_name} in memory and has no file format. gq.to_tf(result) returns"
             " such an object, which you can save like your own."
         )
     destination = Path(path)

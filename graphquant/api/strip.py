@@ -76,7 +76,6 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
             notes.append(f"{error} The inserted ops are removed one by one.")
         else:
             if origin is not None and origin[1]:
-                origin[0].save_model = source.save_model
                 return StripResult(model=origin[0], exact=True)
             if origin is not None:
                 notes.append(

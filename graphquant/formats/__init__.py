@@ -30,6 +30,7 @@ __all__ = [
     "Runner",
     "detect_format",
     "format_module",
+    "memory_object_name",
 ]
 
 Feeds = Mapping[str, npt.NDArray[Any]]
@@ -201,3 +202,9 @@ def detect_format(path: Path) -> str:
             f"{path} has the unknown suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)} and SavedModel folders."
         )
     return SUFFIXES[path.suffix]
+
+
+def memory_object_name(model: Model) -> str:
+    """Return the name of the object in memory that a model was read from ("the session"), "" for a file."""
+    live_object = getattr(model.source, "live_object", None)
+    return "" if live_object is None else str(live_object.description)

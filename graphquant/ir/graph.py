@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, UsageError
@@ -24,6 +24,7 @@ from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     import numpy as np
 
@@ -324,9 +325,6 @@ class Model(HtmlRepresentation):
         entry_graphs: The graphs that a run may start with; a TFLite file has one for each signature.
         saved_functions: Graphs that declare the functions, with their variables, that Python code may call after
             loading a SavedModel. No run starts with them.
-        live_object: Name of the object in memory that the model came from ("the session"), "" for a file. Training may
-            continue to change its variables, so none of them may become a constant.
-        save_model: Function that writes the model, set by the loader.
         provenance: Metadata for a written model, by key; None keeps the metadata of the source.
         original_model: The model that `strip` restores from the record in a written model; None writes no record.
     """
@@ -340,8 +338,6 @@ class Model(HtmlRepresentation):
     opset: int = 0
     entry_graphs: tuple[str, ...] = ("",)
     saved_functions: tuple[str, ...] = ()
-    live_object: str = ""
-    save_model: Callable[[Model, Path, bool], Path] | None = None
     provenance: dict[str, str] | None = None
     original_model: Model | None = None
 
@@ -357,9 +353,9 @@ class Model(HtmlRepresentation):
             UsageError: `path` exists and `force` is not set, or it cannot be written.
             ModelError: The model cannot be written in the format of `path`.
         """
-        if self.save_model is None:
-            raise InternalError("This model was built without a loader. Use graphquant.save(model, path).")
-        return self.save_model(self, Path(path), force)
+        # Imported by name: this method belongs to the public interface, whose functions are in a package above.
+        saved: Path = import_module("graphquant.api.models").save(self, path, force=force)
+        return saved
 
     @property
     def main(self) -> Graph:
@@ -420,8 +416,6 @@ class Model(HtmlRepresentation):
             opset=self.opset,
             entry_graphs=self.entry_graphs,
             saved_functions=self.saved_functions,
-            live_object=self.live_object,
-            save_model=self.save_model,
         )
 
 

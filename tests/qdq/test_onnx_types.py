@@ -226,7 +226,7 @@ def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
     plan = api.plan(save(tmp_path, 21), rules=rules(tmp_path, "int8", "block", ACTIVATION))
     assert not plan.sites
     assert "only weights can have blocks" in plan.skips[0].reason
-    assert 'take per = "tensor"' in plan.skips[0].reason
+    assert 'per = "tensor"' in plan.skips[0].reason
 
 
 def test_a_given_range_spreads_over_blocks(tmp_path: Path) -> None:

@@ -76,5 +76,5 @@ def test_unsupported_rounding_modes(samples) -> None:
         gq.insert_quant_op(
             model, "max_pool:0", "residual_1", gq.FixedPoint(8, -4, family="fake-quant", round="half-even")
         )
-    with pytest.raises(UsageError, match="cannot round 'half-down'"):
+    with pytest.raises(UsageError, match="'half-down'"):
         gq.FixedPoint(8, -4, round="half-down")

@@ -57,7 +57,7 @@ def rules(tmp_path, scheme, role):
         (V4 + 'per = "channel"\nround = "half-up"', "the family quantize-and-dequantize-v3"),
         (V4 + 'range = "dynamic"\nargs = {input_min = 1.0, input_max = -1.0}', "'input_min' 1.0 is above 'input_max'"),
         (V2 + 'observe = {name = "fixed", low = 5.0, high = -10.0}', "'low' must not be above 'high'"),
-        (V2 + 'zero = "asymmetric"', 'has no zero point = "symmetric"'),
+        (V2 + 'zero = "asymmetric"', "has no zero point"),
         (V3 + 'round = "half-up"', "quantize-and-dequantize-v2 or -v4"),
         (V3 + "args = {input_min = 1.0}", "has no 'input_min'"),
         (FAKE + 'bits = 17\nround = "half-up"', "has 2 to 16 bits"),

@@ -347,7 +347,7 @@ def _build_live_model(message: Any, live_object: LiveObject) -> Model:
         live_object=live_object,
     )
     model = build_model(source, source.file)
-    model.path, model.live_object = None, live_object.description
+    model.path = None  # `live_object.description` is no file
     for op in list(model.main.ops()):
         if op.kind == "variable":
             model.main.replace_op(replace(op, read_value=live_object.values.get(op.name)))
