@@ -1,5 +1,6 @@
 """What a manifest, or paths and globs, make of the models that there are."""
 
+import dataclasses
 import json
 import os
 import posixpath
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from graphquant.batch.manifest import MANIFEST_NAME, PROJECT_FILE, load_entries
-from graphquant.batch.manifest_schema import MANIFEST_FORM, EntrySettings, manifest_schema, set_keys
+from graphquant.batch.manifest_schema import MANIFEST_FORM, OMITTED_OPTIONS, EntrySettings, manifest_schema, set_keys
 from graphquant.batch.types import Entry, Gates
 from graphquant.errors import ManifestError, UsageError
 from graphquant.rules import field_descriptions, table_keys
+from graphquant.utils.options import InsertOptions, option_fields
 
 MODELS = {
     "a.onnx": "",
@@ -611,3 +613,13 @@ def test_any_manifest_gives_entries_or_mistakes(tmp_path_factory, text):
 def test_only_set_keys_are_returned():
     """Only keys that were given are settings."""
     assert set_keys(EntrySettings(samples=3, check=False)) == {"samples": 3, "check": False}
+
+
+def test_every_option_of_insert_exists():
+    """A manifest and its entries have each option of `insert`, or a reason why not."""
+    options = {option.name for option in option_fields(InsertOptions)}
+    settings = {setting.name for setting in dataclasses.fields(EntrySettings)}
+    entry = {setting.name for kind in (Entry, Gates) for setting in dataclasses.fields(kind)}
+    assert options - settings == OMITTED_OPTIONS.keys()
+    assert settings <= entry
+    assert all(OMITTED_OPTIONS.values())
