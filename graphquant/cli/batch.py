@@ -45,7 +45,7 @@ REPORT_OPTIONS = [
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write a report: .json, .xml (JUnit), .sarif, .md or .html. Repeat it for several.",
+        help="Write a report: .json, .xml (JUnit), .sarif, .md, .html or .csv. Repeat it for several.",
     ),
     click.option(
         "--format",
