@@ -239,11 +239,11 @@ def test_silero_vad_with_bodies(shared: Path, tmp_path: Path) -> None:
     for graph, name in lstms:
         skips = [skip for skip in result.skips for use in skip.uses if use == Use(graph, name, 1)]
         assert [skip.rule for skip in skips] == ["recurrent-weight"]
-        assert skips[0].reason == "onnxruntime runs LSTM, GRU and RNN in float, whatever stands around them"
+        assert skips[0].reason == "onnxruntime always runs LSTM, GRU and RNN in float"
         assert again.graphs[graph].op(name).type == "LSTM"
 
 
-def test_silero_vad_names_what_limits_it(shared: Path, tmp_path: Path) -> None:
+def test_silero_vad_reports_its_limits(shared: Path, tmp_path: Path) -> None:
     """The tensor that the report names is what limits: with its op in float the output is better by decibels."""
     source, data = shared / "silero_vad_16k_op15.onnx", str(shared / "silero_vad.npz")
     result = gq.insert(source, data=data, validate=False)

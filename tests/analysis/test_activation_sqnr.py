@@ -44,8 +44,8 @@ def folder(request, tmp_path, monkeypatch):
     return request.param
 
 
-def test_the_worst_comes_first(folder):
-    """The estimate is what rounding does to all values, in decibels; what shares a scale is left out."""
+def test_lowest_sqnr_comes_first(folder):
+    """The estimate is the SQNR over all values; activations with a shared scale are omitted."""
     result = gq.insert("model.onnx", rules="rules.toml", data="data.npz", validate=False)
     assert [str(insertion.site.tensor) for insertion in result.inserted] == ["a:0", "c:0", "b:0"]
     if folder == "minmax":  # which keeps no histograms to estimate from

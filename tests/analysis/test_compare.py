@@ -53,7 +53,7 @@ def planted(path: Path, number: int) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.parametrize("name", CALIBRATION)
-def test_a_planted_fault_is_first(samples: Path, tmp_path: Path, name: str) -> None:
+def test_planted_fault_is_first(samples: Path, tmp_path: Path, name: str) -> None:
     """A scale that is ten times too small is first in the list, activations', weights' and biases' alike."""
     source = gq.load(samples / f"{name}.onnx")
     path = quantized(samples, name, tmp_path)
@@ -88,7 +88,7 @@ def test_figures_of_a_sample_model(samples: Path, tmp_path: Path) -> None:
     assert ordered == sorted(ordered)
 
 
-def test_a_model_beside_itself(samples: Path) -> None:
+def test_model_against_itself(samples: Path) -> None:
     """Nothing differs, and there are no quantized tensors."""
     model = samples / "digits_rnn.onnx"
     comparison = gq.compare(model, model, str(samples / "digits_rnn_eval.npz"), samples=5)
@@ -96,7 +96,7 @@ def test_a_model_beside_itself(samples: Path) -> None:
 
 
 def test_float_weights_and_folded_batchnorms(samples: Path, tmp_path: Path) -> None:
-    """Weights that stayed float, beside BatchNorms that are folded into them, have figures of their own too."""
+    """Weights that stayed float, and have folded BatchNorms, are compared too."""
     data = str(samples / "digits_cnn_calib.npz")
     source = samples / "digits_cnn_bn.onnx"
     path = gq.insert(source, data=data, samples=20, float_weights=True).save(tmp_path / "float.onnx")
@@ -108,7 +108,7 @@ def test_float_weights_and_folded_batchnorms(samples: Path, tmp_path: Path) -> N
         assert site.accumulated == pytest.approx(site.local, abs=0.01)
 
 
-def test_outputs_of_other_shapes(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_outputs_with_different_shapes(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """A detector whose number of boxes changes is reported so and fails the gates."""
     paths = []
     for rows in (3, 4):
@@ -146,7 +146,7 @@ def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> 
 
 @pytest.mark.slow
 def test_across_frameworks(samples: Path, tmp_path: Path) -> None:
-    """A TensorFlow model beside its ONNX conversion: the same outputs, and each site's own error."""
+    """A TensorFlow model and its ONNX conversion have equal outputs and local errors of each site."""
     data = str(samples / "digits_cnn_eval.npz")
     path = quantized(samples, "digits_cnn", tmp_path)
     same = gq.compare(samples / "digits_cnn_saved_model", samples / "digits_cnn.onnx", data, samples=10)

@@ -38,7 +38,7 @@ def spread_out(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def behind_softmax(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Errors of a probability whose score differs by a little noise: nearly nothing where the model is sure."""
+    """Errors of a probability with a noisy score: small for samples that the model is sure of."""
     sure = 1 / (1 + np.exp(rng.normal(4, 3, shape)))
     return (sure * (1 - sure) * rng.normal(size=shape)) ** 2
 
@@ -53,7 +53,7 @@ DRAWS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...]], Array], 
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_sqnr_is_at_least_that(kind: str) -> None:
-    """Of 500 draws of 60 samples at most one in 20 says more than the truth, and little less where all are alike."""
+    """At most one in 20 of 500 draws of 60 samples exceeds the true value, and equal samples give a tight bound."""
     draw, margin = DRAWS[kind]
     rng = np.random.default_rng(0)
     truth = -10 * np.log10(draw(rng, (1_000_000,)).mean())
@@ -86,8 +86,8 @@ def test_the_best_of_many_plans(kind: str) -> None:
     assert wrong <= 5
 
 
-def test_what_cannot_be_said() -> None:
-    """Nothing is said of less than 4 samples, or where outputs are 0; what nothing differs in is infinitely good."""
+def test_undefined_metrics() -> None:
+    """Fewer than 4 samples, and outputs of 0, give no bound; equal outputs give an infinite one."""
     spread = SqnrConfidence()
     assert spread.lower_bound == -np.inf
     spread.add(np.ones(3), np.zeros(3))
@@ -116,7 +116,7 @@ def test_shares_and_rows() -> None:
 
 @pytest.mark.parametrize("rate", [0.005, 0.03, 0.2])
 def test_lost_rows_are_at_most_that(rate: float) -> None:
-    """Of 2,000 draws of 200 rows at most one in 100 says that fewer are lost than are."""
+    """At most one in 100 of 2,000 draws of 200 rows underestimates the lost share."""
     lost = np.random.default_rng(2).binomial(200, rate, 2000)
     assert np.mean([lost_share_upper_bound(int(count), 0, 200) < rate for count in lost]) <= 0.01
 

@@ -37,7 +37,7 @@ ONLY = TEXT.replace("float[N, 4] y, ", "")
 
 @pytest.fixture
 def net(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
-    """Writes a model that finds what is above a limit, with 20 samples; gives their paths."""
+    """Write a model that returns the values above a limit, with 20 samples; return both paths."""
 
     def write(text: str, limit: float) -> tuple[Path, str]:
         rng = np.random.default_rng(0)

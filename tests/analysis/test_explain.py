@@ -56,7 +56,7 @@ def asked(tmp_path):
 
 
 def outcomes(explanations):
-    """Tensor, use, winner and outcome of each."""
+    """Tensor, use, winner and outcome of each explanation."""
     return [
         (str(explanation.tensor), str(explanation.use), explanation.winner, explanation.outcome)
         for explanation in explanations
@@ -64,7 +64,7 @@ def outcomes(explanations):
 
 
 def test_each_use_has_its_rules_and_outcome(asked):
-    """The winner, the outcome, and for every other rule the condition that failed, or nothing if it came too late."""
+    """The winner, the outcome, and for each other rule the condition that failed, or "" if it has less priority."""
     explanations = asked("r:0")
     assert outcomes(explanations) == [
         ("r:0", "/layer[0]/tanh[0]", "leave-tanh", "not quantized: tanh stays float"),
@@ -89,21 +89,21 @@ def test_each_use_has_its_rules_and_outcome(asked):
         ("/^v$/", ["v[0]", "@v[0]"]),
     ],
 )
-def test_what_can_be_asked_for(asked, what, expected):
+def test_names_that_explain_accepts(asked, what, expected):
     """Tensors, ops, uses, globs and regexes; brackets and slashes in a name are no pattern."""
     assert sorted(str(explanation.use) for explanation in asked(what)) == sorted(expected)
 
 
 def test_ties_and_no_rule(asked):
-    """A tie names what it is tied to; where no rule matches, that is the outcome."""
+    """A tie names its tensor; without a matching rule the outcome is that."""
     assert outcomes(asked("v:0")) == [
         ("v:0", "@v[0]", "pass", "quantized to uint8 asymmetric per tensor, with the scale of what v[0] reads")
     ]
     assert outcomes(asked("x:0"))[0] == ("x:0", "r[0]", "", "not quantized: no rule matches")
 
 
-def test_what_is_not_there(asked):
-    """An unknown name is an error with the closest ones; one that is not float says so."""
+def test_unknown_names(asked):
+    """An unknown name is an error with suggestions; an integer tensor has its own message."""
     with pytest.raises(UsageError, match=r"called 'layer\[0\]/tan'\. Did you mean '/layer\[0\]/tanh'"):
         asked("layer[0]/tan")
     with pytest.raises(UsageError, match=r"called 'i'\. It makes and reads no float tensor\."):
@@ -112,8 +112,8 @@ def test_what_is_not_there(asked):
         asked("nothing_like_it")
 
 
-def test_how_close_rules_came(asked):
-    """A rule for another op is far, one that fails on the other side only is near, one that holds is nearest."""
+def test_closeness_of_rules(asked):
+    """Closeness is low for a rule of another op, higher if one side matches, and highest if both do."""
     for explanation in asked("r:0"):
         near = {miss.rule.rule.name: miss.closeness for miss in explanation.misses}
         if str(explanation.use) == "v[0]":
@@ -122,8 +122,8 @@ def test_how_close_rules_came(asked):
             assert near == {"relu": 3, "pass": 1}
 
 
-def test_which_op_was_asked_for(asked):
-    """A tensor's name asks for what makes it, an op's for what it reads too, and each use tells if it is quantized."""
+def test_requested_op_of_each_use(asked):
+    """The name of a tensor requests its producer, the name of an op its inputs too; each use has its state."""
     assert {(str(explanation.use), explanation.requested_op, explanation.quantized) for explanation in asked("r")} == {
         ("r[0]", ("", "r"), False),
         ("/layer[0]/tanh[0]", ("", "r"), False),
@@ -136,8 +136,8 @@ def sample(samples, name="digits_cnn.onnx"):
     return gq.load(samples / name)
 
 
-def test_a_plan_that_is_given(samples, tmp_path, cli):
-    """A saved plan is explained as it is, with the rules that it was made by; where these are gone that is said."""
+def test_explain_a_saved_plan(samples, tmp_path, cli):
+    """A saved plan is explained as it is, with its rules; missing rules are reported."""
     model = samples / "digits_cnn.onnx"
     rules = tmp_path / "mine.toml"
     rules.write_text(RULES)
@@ -161,8 +161,8 @@ def test_a_plan_that_is_given(samples, tmp_path, cli):
     assert "--plan" in cli("explain", model, "x", "--plan", saved, "--rules", "qnn", code=2).stderr
 
 
-def test_what_is_one_op(samples, cli):
-    """The headline of what a backend runs within another op says that, and not that it reads floats."""
+def test_fused_ops_in_the_headline(samples, cli):
+    """The headline of a fused op names its fusion."""
     model = samples / "digits_cnn.onnx"
     output = cli("explain", model, "stem/relu").stdout
     assert output.startswith("stem/relu: fused with stem/conv, its output is quantized.")
@@ -173,7 +173,7 @@ def test_what_is_one_op(samples, cli):
 
 
 def test_the_backend_of_a_plan(samples):
-    """What the rules are for tells how it will run the op, on made-up ranges; `backend` asks another."""
+    """The backend of the rules predicts the execution with placeholder ranges; `backend` selects another one."""
     explanation = api.explain(sample(samples), "stem/conv")
     assert (explanation.backend, explanation.placeholder_ranges, explanation.already_quantized) == (
         "onnxruntime",
@@ -199,8 +199,8 @@ def test_the_backend_of_a_plan(samples):
         api.explain(sample(samples), "stem/conv", backend="onnxrt")
 
 
-def test_a_plan_with_data_is_foretold_as_it_is_written(samples, tmp_path):
-    """The verdicts on a plan are those on the model that insert writes, with data and with made-up ranges."""
+def test_predicted_verdicts_equal_those_of_the_written_model(samples, tmp_path):
+    """The verdicts on a plan equal those on the written model, with data and with placeholder ranges."""
     data = str(samples / "digits_cnn_calib.npz")
     written = gq.insert(sample(samples), data=data, samples=8)
     expected = {
@@ -217,7 +217,7 @@ def test_a_plan_with_data_is_foretold_as_it_is_written(samples, tmp_path):
         assert predicted.items() <= expected.items()
 
 
-def test_a_written_model_tells_what_is_in_it(samples, tmp_path):
+def test_explain_a_quantized_model(samples, tmp_path):
     """Rule, type and scale of each tensor that an op reads, and which others have the same scale."""
     result = gq.insert(sample(samples), data=str(samples / "digits_cnn_calib.npz"), samples=8)
     model = gq.load(result.save(tmp_path / "quant.onnx"))
@@ -236,8 +236,8 @@ def test_a_written_model_tells_what_is_in_it(samples, tmp_path):
     assert not api.explain(model, "max_pool", rules="onnxruntime").already_quantized
 
 
-def test_what_a_user_reads_first(samples, cli):
-    """The first lines say what becomes of the op; rules that came close follow, all of them only when asked for."""
+def test_first_lines_of_explain(samples, cli):
+    """The first lines have the outcome of the op; near misses follow, and --all lists all rules."""
     model = samples / "digits_cnn.onnx"
     lines = cli("explain", model, "stem/conv").stdout.splitlines()
     assert lines[:2] == [
@@ -254,8 +254,8 @@ def test_what_a_user_reads_first(samples, cli):
     assert data["ops"][0]["runs_as"] == "QLinearConv"
 
 
-def test_a_passed_on_tensor_is_no_miss(samples):
-    """Where a rule says that the producer hands quantized values on, that is the outcome and the rule."""
+def test_passthrough_tensors_have_an_outcome(samples):
+    """A passthrough rule of the producer is the outcome and the rule of a use."""
     (explanation,) = [
         entry
         for entry in api.explain(sample(samples), "residual/add", rules="qnn").uses

@@ -88,7 +88,7 @@ versions { producer: 1000 }
     [("0.0", "8", ("int8", 0.5, -128)), ("-127.5", "8", ("int8", 1.0, 0)), ("127.5", "8", None), ("0.0", "99", None)],
 )
 def test_fake_quant(tmp_path, low, bits, expected):
-    """Scale and zero point follow from the range as TensorFlow nudges it; damaged attributes give none."""
+    """Scale and zero point follow from the range as TensorFlow nudges it; damaged attributes give None."""
     (tmp_path / "model.pbtxt").write_text(FAKE.replace("LOW", low).replace("BITS", bits))
     (reading,) = summarize_model(tf_load(tmp_path / "model.pbtxt")).quantization_ops
     params = reading.params

@@ -50,7 +50,7 @@ def test_nothing(samples: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_scale(samples: Path, tmp_path: Path, name: str) -> None:
-    """One scale that changed is told, with by how much."""
+    """A changed scale is reported with its relative change."""
     path = quantized(samples, name, tmp_path)
     scale = next(t.name for t in onnx.load(path).graph.initializer if t.name.endswith("/scale"))
 
@@ -66,7 +66,7 @@ def test_a_scale(samples: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_added_site(samples: Path, tmp_path: Path, name: str) -> None:
-    """One site more is told with its scale, and its uses are counted."""
+    """An added site is reported with its scale, and its uses are counted."""
     source = samples / f"{name}.onnx"
     plan = gq.plan(source, rules=["fixed_point"])
     index = next(index for index, site in enumerate(plan.sites) if not site.parameter and not site.tensor.graph)
@@ -108,7 +108,7 @@ def test_a_renamed_op(samples: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_attribute(samples: Path, tmp_path: Path, name: str) -> None:
-    """An attribute with another value is told with both."""
+    """A changed attribute is reported with both values."""
     path = quantized(samples, name, tmp_path)
 
     def edit(message: Any) -> None:
@@ -126,7 +126,7 @@ def test_an_attribute(samples: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_weight(samples: Path, tmp_path: Path, name: str) -> None:
-    """One value of a weight that changed is told with how many and by how much."""
+    """A changed weight is reported with the number of values and the largest difference."""
     source = samples / f"{name}.onnx"
     path = tmp_path / "source.onnx"
     path.write_bytes(source.read_bytes())
@@ -145,8 +145,8 @@ def test_a_weight(samples: Path, tmp_path: Path, name: str) -> None:
     assert change.message.startswith(f"1 of {numpy_helper.to_array(large).size} values are others, by up to 0.25")
 
 
-def test_quantization_is_told_apart(samples: Path, tmp_path: Path) -> None:
-    """A float model beside the quantized one: sites and uses alone, and nothing without quantization."""
+def test_quantization_is_reported_as_sites(samples: Path, tmp_path: Path) -> None:
+    """A float model and its quantized form differ only in sites and uses."""
     source = samples / "digits_rnn.onnx"
     result = gq.insert(source, rules=["fixed_point"])
     path = result.save(tmp_path / "out.onnx")
@@ -166,8 +166,8 @@ def test_tensorflow(samples: Path, tmp_path: Path) -> None:
         assert not gq.diff(path, path)
 
 
-def test_a_model_beside_what_it_was_prepared_to(samples: Path, tmp_path: Path) -> None:
-    """A model with folded BatchNorms and another opset is held beside its source as that was prepared."""
+def test_model_against_its_prepared_form(samples: Path, tmp_path: Path) -> None:
+    """A model with folded BatchNorms and another opset is compared with its prepared source."""
     source = samples / "digits_cnn_bn.onnx"
     result = gq.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=2)
     first, *rest = gq.diff(source, result.save(tmp_path / "out.onnx")).changes
@@ -179,7 +179,7 @@ def test_a_model_beside_what_it_was_prepared_to(samples: Path, tmp_path: Path) -
 
 
 def test_nested_graphs(samples: Path, tmp_path: Path) -> None:
-    """Ops in bodies are matched, and what they read of the graph around; one that is renamed there is told."""
+    """Ops in bodies are matched, with their reads of the outer graph; a renamed op there is reported."""
     source = samples / "digits_rnn.onnx"
     path = tmp_path / "source.onnx"
     path.write_bytes(source.read_bytes())
@@ -194,7 +194,7 @@ def test_nested_graphs(samples: Path, tmp_path: Path) -> None:
 
 
 def test_ops_and_wiring(samples: Path, tmp_path: Path) -> None:
-    """An op that is new is told, and that its reader reads it."""
+    """An added op is reported, and the changed input of its consumer."""
     source = samples / "digits_cnn.onnx"
     path = tmp_path / "source.onnx"
     path.write_bytes(source.read_bytes())

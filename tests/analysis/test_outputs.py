@@ -41,7 +41,7 @@ def test_integers() -> None:
 
 
 def test_problems() -> None:
-    """What one run gave and the other did not, text, and other shapes are told, and there are no figures."""
+    """Outputs of one model only, texts and different shapes are problems and have no metrics."""
     for expected, actual, problem in (
         (SCORES, None, "only the float model gives it for some sample"),
         (None, SCORES, "only the quantized model gives it for some sample"),

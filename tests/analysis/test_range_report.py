@@ -37,7 +37,7 @@ def test_the_ranges_are_those_that_insert_gives(samples: Path, stats: Stats) -> 
     assert sqnrs == sorted(sqnrs)
 
 
-def test_auto_says_what_it_came_to(samples: Path, stats: Stats) -> None:
+def test_auto_reports_its_method(samples: Path, stats: Stats) -> None:
     """Where `auto` is called minmax or mse, that method has the same scale; widened clips less than mse."""
     picks = api.inspect_stats(stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
     assert {tensor_range.auto_method for tensor_range in picks} == {"minmax", "mse", "mse, widened"}
@@ -54,8 +54,8 @@ def test_auto_says_what_it_came_to(samples: Path, stats: Stats) -> None:
         assert alternatives["mse"].cost.squared_error == pytest.approx(least, rel=0.05)
 
 
-def test_others_are_what_insert_would_give_by_their_method(samples: Path, stats: Stats) -> None:
-    """What is shown for a method is what `insert --method` gives a tensor that shares its scale with no other."""
+def test_alternatives_equal_the_ranges_of_insert(samples: Path, stats: Stats) -> None:
+    """The alternative of a method is the range of `insert --method` for tensors with their own scale."""
     picks = api.inspect_stats(stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
     insertions = api.insert(samples / "digits_cnn.onnx", stats=stats, method="entropy").inserted
     expected = {entry.site.tensor: entry.params.scale for entry in insertions if not entry.site.parameter}
@@ -67,7 +67,7 @@ def test_others_are_what_insert_would_give_by_their_method(samples: Path, stats:
 
 
 def test_a_model_with_ranges_in_it(samples: Path, stats: Stats) -> None:
-    """A model that insert made is shown with its own ranges, told by the names of tensors, at the same cost."""
+    """A quantized model is shown with its own ranges, matched by name, at the same cost."""
     quantized = api.insert(samples / "digits_cnn.onnx", stats=stats, method="entropy").model
     picks = api.inspect_stats(stats, quantized, compare_methods=True)
     assert picks.matched_by_name
@@ -89,8 +89,8 @@ def test_a_model_with_ranges_in_it(samples: Path, stats: Stats) -> None:
     assert all(range_by_tensor[tensor].cost == planned[tensor].cost for tensor in alike)
 
 
-def test_fixed_ranges_are_shown_beside_the_values(samples: Path, stats: Stats) -> None:
-    """A scale that needs no data is judged by statistics that there are: what it clips, and its error."""
+def test_fixed_ranges_are_shown_with_statistics(samples: Path, stats: Stats) -> None:
+    """A fixed scale is compared with the statistics: clipped share and error."""
     picks = api.inspect_stats(stats, samples / "digits_cnn.onnx", rules=["fixed_point"]).tensor_ranges
     assert {tensor_range.method for tensor_range in picks} == {"fixed-point -4"}
     assert all(
@@ -99,7 +99,7 @@ def test_fixed_ranges_are_shown_beside_the_values(samples: Path, stats: Stats) -
     )
 
 
-def test_statistics_alone(stats: Stats) -> None:
+def test_statistics_without_a_model(stats: Stats) -> None:
     """Without a model there are the tensors in the model's order, with no range."""
     picks = api.inspect_stats(stats)
     assert [tensor_range.tensor for tensor_range in picks.tensor_ranges] == list(stats.targets)
@@ -109,7 +109,7 @@ def test_statistics_alone(stats: Stats) -> None:
     )
 
 
-def test_statistics_of_another_model_are_refused(samples: Path, stats: Stats) -> None:
+def test_statistics_of_another_model_are_rejected(samples: Path, stats: Stats) -> None:
     """They are refused as insert does it, for a float model as for a quantized one."""
     with pytest.raises(DataError, match="of another model, or it was changed since"):
         api.inspect_stats(stats, samples / "digits_rnn.onnx")

@@ -38,8 +38,8 @@ def test_rounding_makes_no_difference() -> None:
     assert not outputs_equal(outputs, {**outputs, "y": np.array([1, np.nan], np.float32)})
 
 
-def test_several_runs_are_added_as_one() -> None:
-    """Values of several runs give the same sums as one by one; what differs in shape or number is told."""
+def test_several_runs_are_added_at_once() -> None:
+    """Values of several runs give the same sums as one by one; different shapes and counts are problems."""
     random = np.random.default_rng(0)
     values = [(random.random((2, 3), np.float32), random.random((2, 3), np.float32)) for _ in range(4)]
     together, single = ErrorSums(), ErrorSums()
@@ -56,7 +56,7 @@ def test_several_runs_are_added_as_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_cnn_bn", "digits_rnn"])
-def test_the_float_model_runs_once_by_itself(
+def test_float_model_runs_unobserved_once(
     samples: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it gives the same while its tensors are shown, no further run of its own is made, and figures stay."""
@@ -84,7 +84,7 @@ def test_the_float_model_runs_once_by_itself(
 
 @pytest.mark.parametrize("inside", [None, 40])
 @pytest.mark.parametrize("sites", [True, False])
-def test_feeds_are_let_go(
+def test_feeds_are_released(
     samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: int | None, *, sites: bool
 ) -> None:
     """However far the data goes, few feeds are there at a time, also where tensors are no longer watched."""
@@ -122,8 +122,8 @@ def test_feeds_are_let_go(
     assert alive[0] <= 2
 
 
-def test_a_quantized_model_beside_itself(samples: Path, tmp_path: Path) -> None:
-    """It computes on integers only while nobody looks, so its outputs come from runs of its own and are equal."""
+def test_quantized_model_against_itself(samples: Path, tmp_path: Path) -> None:
+    """A quantized model gives equal outputs, because unobserved runs use the integer kernels."""
     data = str(samples / "digits_cnn_calib.npz")
     path = gq.insert(samples / "digits_cnn.onnx", data=data, samples=8).save(tmp_path / "quant.onnx")
     comparison = gq.compare(path, path, data, samples=40)
@@ -133,7 +133,7 @@ def test_a_quantized_model_beside_itself(samples: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn", "digits_nested"])
 def test_outputs_can_be_watched(samples: Path, name: str) -> None:
-    """The tensors that a runner says its outputs are hold what a run gives."""
+    """The output tensors of a runner hold the results of a run."""
     model = gq.load(samples / f"{name}.onnx")
     runner = formats.format_module("onnx").create_runner(model)
     with np.load(samples / f"{name}_calib.npz") as data:
@@ -146,6 +146,6 @@ def test_outputs_can_be_watched(samples: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("said", ["[" * 200_000, "{", "1", '{"a": 1}'])
-def test_what_no_graphquant_wrote_scales_nothing(said: str) -> None:
+def test_foreign_metadata_is_ignored(said: str) -> None:
     """A note in a model may be anything."""
     assert _scaled_tensors(SimpleNamespace(provenance={"scaled": said})) == frozenset()  # type: ignore[arg-type]

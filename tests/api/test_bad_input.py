@@ -34,7 +34,7 @@ def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 @pytest.fixture
 def refused(cli: Callable[..., Any], here: Path) -> Callable[..., str]:
-    """A function that calls graphquant, which must fail and change nothing, and returns what it says."""
+    """Return a function that calls graphquant, which must fail and change no file, and returns stderr."""
 
     def call(*arguments: object, code: int) -> str:
         before = contents(here)
@@ -48,7 +48,7 @@ def refused(cli: Callable[..., Any], here: Path) -> Callable[..., str]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Each file and folder, with a digest of what it holds."""
+    """Each file and folder with a digest of its content."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
         for path in sorted(folder.rglob("*"))
@@ -86,7 +86,7 @@ def test_truncated_model(refused: Callable[..., str], name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bit_flipped_model(cli: Callable[..., Any], here: Path, name: str) -> None:
-    """Flipped bits are refused with exit code 3, or give a model that loads; nothing half done is left."""
+    """A file with flipped bits is rejected with exit code 3, or gives a valid model; no partial file remains."""
     content = bytearray(file_of(name).read_bytes())
     rng = random.Random(name)  # noqa: S311  # not a secret
     out = Path("out") if Path(name).is_dir() else Path("out").with_suffix(Path(name).suffix)
@@ -106,7 +106,7 @@ def test_bit_flipped_model(cli: Callable[..., Any], here: Path, name: str) -> No
 
 
 def test_folder_and_missing_file(refused: Callable[..., str]) -> None:
-    """A folder that is no SavedModel, a path that is not there, and a file of another kind are told apart."""
+    """A folder that is no SavedModel, a missing path and a file of another kind have different messages."""
     Path("folder").mkdir()
     Path("model.bin").write_bytes(b"\x89HDF")
     assert "folder is a folder without saved_model.pb" in refused("insert", "folder", code=3)
@@ -118,7 +118,7 @@ def test_folder_and_missing_file(refused: Callable[..., str]) -> None:
 
 
 def test_models_of_another_kind(refused: Callable[..., str]) -> None:
-    """A model under the other format's suffix is refused by what it holds."""
+    """A model with the suffix of another format is rejected because of its content."""
     for source, name in ((CNN, "a.pb"), ("digits_cnn.pb", "b.onnx"), (CNN, "c.pbtxt"), ("digits_cnn.pbtxt", "d.onnx")):
         shutil.copy(source, name)
         assert name in refused("plan", name, code=3)
@@ -164,7 +164,7 @@ quantize = "b"
 
 @pytest.mark.parametrize("arguments", [("insert", CNN), ("plan", CNN), ("explain", CNN, "stem/relu")])
 def test_rule_file_with_four_mistakes(refused: Callable[..., str], arguments: tuple[str, ...]) -> None:
-    """All four are told at once, each with its line and what was meant."""
+    """All four mistakes are listed at once, each with its line and a suggestion."""
     Path("mine.toml").write_text(MISTAKES)
     text = refused(*arguments, "--rules", "mine.toml", code=2)
     lines = [line.removeprefix("error: ") for line in text.splitlines()]
@@ -173,7 +173,7 @@ def test_rule_file_with_four_mistakes(refused: Callable[..., str], arguments: tu
         assert word in line
 
 
-def test_rule_file_that_is_none(refused: Callable[..., str]) -> None:
+def test_file_that_is_not_a_rule_file(refused: Callable[..., str]) -> None:
     """A missing file, a folder and text that is no TOML."""
     Path("folder.toml").mkdir()
     Path("text.toml").write_text("[[rule]\nname = 1\n")
@@ -186,8 +186,8 @@ def test_rule_file_that_is_none(refused: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("option", ["--include", "--exclude"])
-def test_selector_that_matches_nothing(refused: Callable[..., str], option: str) -> None:
-    """The nearest names are told."""
+def test_pattern_without_a_match(refused: Callable[..., str], option: str) -> None:
+    """The message suggests the nearest names."""
     text = refused("insert", CNN, *WEIGHTS, option, "residual_1/konv", code=2)
     assert f"{option} 'residual_1/konv' matches no op or tensor" in text
     assert "residual_1/conv" in text
@@ -195,7 +195,7 @@ def test_selector_that_matches_nothing(refused: Callable[..., str], option: str)
         assert f"{regex!r} of {option}" in refused("insert", CNN, option, regex, code=2)
 
 
-def test_rule_whose_name_matches_nothing(refused: Callable[..., str]) -> None:
+def test_rule_name_without_a_match(refused: Callable[..., str]) -> None:
     """The rule's file and line, and the nearest names."""
     Path("mine.toml").write_text('\n[[rule]]\nname = "r"\nproducer = { name = "stem/relo" }\nquantize = "float"\n')
     text = refused("plan", CNN, "--rules", "mine.toml", code=2)
@@ -205,7 +205,7 @@ def test_rule_whose_name_matches_nothing(refused: Callable[..., str]) -> None:
 
 
 def test_unknown_family(refused: Callable[..., str]) -> None:
-    """A family of the other format is refused with those that go."""
+    """A family of another format is rejected, and the message lists the valid ones."""
     assert "onnx-qdq" in refused("insert", CNN, "--family", "fake-quant", code=2)
 
 
@@ -235,7 +235,7 @@ def test_data_that_does_not_fit(refused: Callable[..., str], arrays: dict[str, A
     assert said in text
 
 
-def test_data_that_is_none(refused: Callable[..., str]) -> None:
+def test_file_that_is_not_data(refused: Callable[..., str]) -> None:
     """A missing file, a folder, a damaged archive, another kind of file, pickled objects."""
     Path("folder.npz").mkdir()
     Path("text.npz").write_text("no zip")
@@ -269,7 +269,7 @@ def test_unwritable_output(refused: Callable[..., str]) -> None:
 
 
 def test_output_of_a_read_only_folder(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the operating system refuses is told as such, whatever it says at first."""
+    """Permission errors of the operating system are reported."""
     Path("locked").mkdir()
 
     def denied(*_arguments: object, **_options: object) -> Any:
@@ -283,8 +283,8 @@ def test_output_of_a_read_only_folder(refused: Callable[..., str], monkeypatch: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_existing_output_and_the_input_itself(refused: Callable[..., str], name: str) -> None:
-    """What is there stays; the input is never written over, not even by force or another name."""
+def test_existing_output_and_the_source_as_output(refused: Callable[..., str], name: str) -> None:
+    """Existing files stay; the source is never overwritten, not even with --force or through another name."""
     suffix = Path(name).suffix
     Path(f"there{suffix}").write_text("precious")
     assert "--force" in refused("insert", name, *WEIGHTS, "-o", f"there{suffix}", code=2)
@@ -323,7 +323,7 @@ def test_links_to_the_input_are_the_input(refused: Callable[..., str]) -> None:
     ],
 )
 def test_output_of_another_format(refused: Callable[..., str], name: str, out: str, suffix: str) -> None:
-    """A suffix that names another format is refused before any work, with one that goes."""
+    """A suffix of another format is rejected before any work, with a valid suffix."""
     text = refused("insert", name, *WEIGHTS, "-o", out, code=2)
     assert text.startswith(f"error: {out} ")
     assert suffix in text
@@ -335,8 +335,8 @@ def test_report_and_output_are_two_files(refused: Callable[..., str]) -> None:
     assert "--report" in text
 
 
-def test_outputs_that_are_no_files(refused: Callable[..., str]) -> None:
-    """A device, a pipe and a link are told apart from files and stay what they are, for models and reports."""
+def test_pipes_and_links_as_outputs(refused: Callable[..., str]) -> None:
+    """Devices, pipes and links are never replaced, for models and reports."""
     os.mkfifo("pipe.onnx")
     Path("target").write_text("precious")
     Path("link.onnx").symlink_to("target")
@@ -354,7 +354,7 @@ def test_outputs_that_are_no_files(refused: Callable[..., str]) -> None:
 
 
 def test_names_too_long(refused: Callable[..., str]) -> None:
-    """What the file system cannot name is refused wherever a path is given."""
+    """Invalid file names are rejected for each path argument."""
     name = "x" * 300
     for arguments in (
         ("plan", f"{name}.onnx"),
@@ -374,7 +374,7 @@ def test_plan_without_an_end(refused: Callable[..., str], monkeypatch: pytest.Mo
 
 
 def test_folder_without_a_name(refused: Callable[..., str], cli: Callable[..., Any], here: Path) -> None:
-    """An empty path is no model; a SavedModel may be the current folder, and its output lies beside it."""
+    """An empty path is no model; the current folder may be a SavedModel, with the output next to it."""
     assert "without saved_model.pb" in refused("insert", "", code=3)
     os.chdir("digits_cnn_saved_model")
     cli("insert", ".", *WEIGHTS)

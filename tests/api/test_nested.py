@@ -1,4 +1,4 @@
-"""The sample model with layers in a Loop, a Scan, an If and a function, beside a twin that has all in one graph."""
+"""The sample model with layers in a Loop, a Scan, an If and a function, compared with a flattened model."""
 
 import importlib.util
 from collections import defaultdict
@@ -15,7 +15,7 @@ from graphquant.backends import check_quantized_model
 from graphquant.formats import onnx as onnx_format
 from graphquant.ir import Use
 from graphquant.observers import merge_sketches
-from graphquant.quantize import solve_scales
+from graphquant.quantize import SkipCode, solve_scales
 from graphquant.quantize.rewrite import rewrite
 
 SPEC = importlib.util.spec_from_file_location(
@@ -30,32 +30,32 @@ THRESHOLD = 0.29
 
 
 class Flattener:
-    """Copies a graph without bodies and functions, and remembers which use each use is a copy of.
+    """Copies a graph with its bodies and functions expanded, and records the origin of each use.
 
     Attributes:
-        uses: For each (graph, op, slot) of the model the uses of the twin that stand for it.
-        parts: For each op of the twin the graph of the model that its original is in.
+        uses: Uses of the flattened model by the (graph, op, slot) of which they are copies.
+        origin_graphs: Name of the original graph by op of the flattened model.
     """
 
     def __init__(self, message):
         self.message = message
         self.functions = {function.name: function for function in message.functions}
         self.nodes, self.initializers = [], []
-        self.uses, self.parts = defaultdict(list), {}
+        self.uses, self.origin_graphs = defaultdict(list), {}
         self.handlers = {"Loop": self.loop, "Scan": self.scan, "If": self.branch, "Block": self.call}
         self.handlers["Constant"] = self.constant
 
     def run(self):
-        """The twin."""
+        """Return the flattened model."""
         graph = self.message.graph
-        made = self.put(graph, "", "", {value.name: value.name for value in graph.input})
-        assert made == [value.name for value in graph.output]
+        outputs = self.expand(graph, "", "", {value.name: value.name for value in graph.input})
+        assert outputs == [value.name for value in graph.output]
         flat = helper.make_graph(self.nodes, "flat", graph.input, graph.output, self.initializers)
         imports = [helper.make_opsetid("", 17)]
         return helper.make_model(flat, ir_version=self.message.ir_version, opset_imports=imports)
 
-    def put(self, graph, label, prefix, names):
-        """Copies the nodes of `graph`, called `label`; returns the copies of its outputs."""
+    def expand(self, graph, label, prefix, names):
+        """Copy the nodes of `graph`, called `label`, and return the copies of its outputs."""
         names = dict(names)
         for tensor in getattr(graph, "initializer", ()):
             names[tensor.name] = f"{prefix}{tensor.name}"
@@ -63,79 +63,79 @@ class Flattener:
         for node in graph.node:
             read = [names[name] if name else "" for name in node.input]
             name = f"{prefix}{node.name}"
-            made = self.handlers.get(node.op_type, self.plain)(node, name, label, read, names)
-            names.update(zip(node.output, made, strict=True))
-        return [names[end if isinstance(end, str) else end.name] for end in graph.output]
+            copies = self.handlers.get(node.op_type, self.copy_node)(node, name, label, read, names)
+            names.update(zip(node.output, copies, strict=True))
+        return [names[output if isinstance(output, str) else output.name] for output in graph.output]
 
-    def plain(self, node, name, label, read, _names):
-        """Copies a node; returns its outputs."""
+    def copy_node(self, node, name, label, read, _names):
+        """Copy a node and return its outputs."""
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         copy.name, copy.input[:], copy.output[:] = name, read, [f"{name}:{k}" for k in range(len(node.output))]
         if not label:
             copy.output[:] = node.output
         self.nodes.append(copy)
-        self.parts[name] = label
+        self.origin_graphs[name] = label
         for slot in range(len(read)):
             self.uses[label, node.name, slot].append(Use("", name, slot))
         return list(copy.output)
 
     def body(self, node, label, attr="body"):
-        """A body of a node, and what graphquant calls it."""
+        """Return a body of a node, and the name of its graph in graphquant."""
         graph = next(attribute.g for attribute in node.attribute if attribute.name == attr)
         return graph, f"{label}/{node.name}/{attr}".removeprefix("/")
 
     def loop(self, node, name, label, read, names):
-        """Copies the body for each round."""
+        """Copy the body for each iteration."""
         graph, inner = self.body(node, label)
         carried = read[2:]
         for number in range(2):
             start = {value.name: read for value, read in zip(graph.input[2:], carried, strict=True)}
-            start |= {graph.input[1].name: "threshold"}  # whether to go on, which nothing reads in the end
-            carried = self.put(graph, inner, f"{name}@{number}/", names | start)[1:]
+            start |= {graph.input[1].name: "threshold"}  # the loop condition, which nothing reads after flattening
+            carried = self.expand(graph, inner, f"{name}@{number}/", names | start)[1:]
         return carried
 
     def scan(self, node, name, label, read, names):
-        """Copies the body for each row."""
+        """Copy the body for each row."""
         graph, inner = self.body(node, label)
         state = read[0]
         for row in range(8):
             index = f"{name}@{row}/index"
             self.initializers.append(numpy_helper.from_array(np.int64(row), index))
-            part = f"{name}@{row}/part"
-            self.nodes.append(helper.make_node("Gather", [read[1], index], [part], name=part, axis=2))
-            given = {graph.input[0].name: state, graph.input[1].name: part}
-            (state,) = self.put(graph, inner, f"{name}@{row}/", names | given)
+            slice_name = f"{name}@{row}/part"
+            self.nodes.append(helper.make_node("Gather", [read[1], index], [slice_name], name=slice_name, axis=2))
+            arguments = {graph.input[0].name: state, graph.input[1].name: slice_name}
+            (state,) = self.expand(graph, inner, f"{name}@{row}/", names | arguments)
         return [state]
 
     def call(self, node, name, label, read, _names):
-        """Copies the function that is called."""
+        """Copy the called function."""
         function = self.functions[node.op_type]
-        given = dict(zip(function.input, read, strict=True))
-        return self.put(function, f"{node.domain}:{node.op_type}", f"{name}/", given)
+        arguments = dict(zip(function.input, read, strict=True))
+        return self.expand(function, f"{node.domain}:{node.op_type}", f"{name}/", arguments)
 
     def branch(self, node, name, label, read, names):
-        """Copies both branches, and chooses between what they make."""
-        ends = []
+        """Copy both branches, and select between their outputs."""
+        outputs = []
         for slot, attr in enumerate(("then_branch", "else_branch"), start=1):
             graph, inner = self.body(node, label, attr)
-            ends += self.put(graph, inner, "", names)
+            outputs += self.expand(graph, inner, "", names)
             self.uses[inner, f"@{graph.output[0].name}", 0].append(Use("", name, slot))
-        self.nodes.append(helper.make_node("Where", [*read, *ends], list(node.output), name=name))
-        self.parts[name] = label
+        self.nodes.append(helper.make_node("Where", [*read, *outputs], list(node.output), name=name))
+        self.origin_graphs[name] = label
         return list(node.output)
 
     def constant(self, node, name, *_):
-        """Makes the value an initializer."""
+        """Convert the value to an initializer."""
         value = next(attribute.t for attribute in node.attribute)
         self.initializers.append(numpy_helper.from_array(numpy_helper.to_array(value), name))
         return [name]
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory):
-    """The path of the twin, and what copied the model to it."""
-    path = tmp_path_factory.mktemp("twin") / "flat.onnx"
+def flattened(tmp_path_factory):
+    """Return the path of the flattened model, and the copier with the origins."""
+    path = tmp_path_factory.mktemp("flattened") / "flat.onnx"
     copier = Flattener(onnx.load(MODEL))
     onnx.save(copier.run(), path)
     onnx.checker.check_model(path, full_check=True)
@@ -144,17 +144,17 @@ def twin(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quantized():
-    """The sample model, quantized by the default rules."""
+    """Return the sample model, quantized by the default rules."""
     return gq.insert(MODEL, data=str(MODELS / "digits_nested_calib.npz"), validate=False)
 
 
 def images(kind="eval"):
-    """The images of a data file of the model."""
+    """Return the images of a data file of the model."""
     return np.load(MODELS / f"digits_nested_{kind}.npz")["image"]
 
 
 def run(model, level="ORT_ENABLE_ALL"):
-    """A function that runs the model on images, a batch each."""
+    """Return a function that runs the model on a batch of images."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
     message = onnx_format.emit(model) if not isinstance(model, Path) else onnx.load(model)
@@ -162,83 +162,83 @@ def run(model, level="ORT_ENABLE_ALL"):
     return lambda image: session.run(None, {"image": image})[0]
 
 
-def test_the_twin_computes_the_same(twin):
-    """Before anything is quantized the model and its twin agree bit by bit, in both branches."""
-    one, other = run(MODEL, "ORT_DISABLE_ALL"), run(twin[0], "ORT_DISABLE_ALL")
+def test_flattened_float_model_is_equal(flattened):
+    """The float models have bitwise equal outputs in both branches."""
+    run_nested, run_flat = run(MODEL, "ORT_DISABLE_ALL"), run(flattened[0], "ORT_DISABLE_ALL")
     bright = images().mean(axis=(1, 2, 3)) > THRESHOLD
-    for part in (images()[bright], images()[~bright]):
-        assert np.array_equal(one(part), other(part))
+    for batch in (images()[bright], images()[~bright]):
+        assert np.array_equal(run_nested(batch), run_flat(batch))
 
 
 @pytest.fixture(scope="module")
-def observed(twin, tmp_path_factory):
-    """The twin's plan, and for each tensor in it the sketch of what its original saw: branches see their own images."""
-    path, copier = twin
+def flattened_stats(flattened, tmp_path_factory):
+    """Return the plan of the flattened model and its sketches; those of branches have only the images of the branch."""
+    path, copier = flattened
     plan, calib = gq.plan(path), images("calib")
     bright = calib.mean(axis=(1, 2, 3)) > THRESHOLD
-    parts = {"": calib, BODIES[2]: calib[bright], BODIES[3]: calib[~bright]}
+    images_by_graph = {"": calib, BODIES[2]: calib[bright], BODIES[3]: calib[~bright]}
     stats = {}
-    for number, (part, some) in enumerate(parts.items()):
+    for number, (graph, batch) in enumerate(images_by_graph.items()):
         data = tmp_path_factory.mktemp("data") / f"{number}.npz"
-        np.savez(data, image=some)
-        stats[part] = gq.calibrate(path, plan, str(data), full=False).sketches
+        np.savez(data, image=batch)
+        stats[graph] = gq.calibrate(path, plan, str(data), full=False).sketches
     sketches = {
-        site.tensor: stats.get(copier.parts.get(site.tensor.op, ""), stats[""])[site.tensor]
+        site.tensor: stats.get(copier.origin_graphs.get(site.tensor.op, ""), stats[""])[site.tensor]
         for site in plan.sites
         if site.tensor in stats[""]
     }
     return plan, sketches
 
 
-def groups(made, plan, copier):
-    """For each site of the model the positions of the twin's sites that stand for it."""
+def match_sites(nested_plan, plan, copier):
+    """Return for each site of the nested model the positions of its copies in the plan of the flattened model."""
     by_use = {use: index for index, site in enumerate(plan.sites) for use in site.uses}
-    found = {}
-    for index, site in enumerate(made.sites):
+    positions = {}
+    for index, site in enumerate(nested_plan.sites):
         copies = [copy for use in site.uses for copy in copier.uses[use.graph, use.op, use.slot]]
-        assert all(copy in by_use for copy in copies), f"{site.tensor} has no site in the twin"
-        found[index] = list(dict.fromkeys(by_use[copy] for copy in copies))
-    return found
+        assert all(copy in by_use for copy in copies), f"{site.tensor} has no site in the flattened model"
+        positions[index] = list(dict.fromkeys(by_use[copy] for copy in copies))
+    return positions
 
 
-def test_bodies_are_quantized_as_the_twin_is(twin, quantized, observed):
-    """The same uses are quantized; what is seen, scales and zero points are those of all copies; so are the outputs."""
-    path, copier = twin
-    plan, sketches = observed
-    found = groups(quantized.plan, plan, copier)
-    assert sorted(index for members in found.values() for index in members) == list(range(len(plan.sites)))
-    for index, members in found.items():
+def test_bodies_are_quantized_like_the_flattened_model(flattened, quantized, flattened_stats):
+    """Uses, sketches, scales and zero points in bodies equal those of their copies, and outputs are bitwise equal."""
+    path, copier = flattened
+    plan, sketches = flattened_stats
+    positions = match_sites(quantized.plan, plan, copier)
+    assert sorted(index for members in positions.values() for index in members) == list(range(len(plan.sites)))
+    for index, members in positions.items():
         site = quantized.plan.sites[index]
         tensors = [plan.sites[member].tensor for member in members if plan.sites[member].tensor in sketches]
         assert bool(tensors) == (site.tensor in quantized.stats.sketches)
         if not tensors:
             continue
-        together = sketches[tensors[0]]
+        merged = sketches[tensors[0]]
         for tensor in dict.fromkeys(tensors[1:]):
-            together = merge_sketches(together, sketches[tensor])
+            merged = merge_sketches(merged, sketches[tensor])
         for name in ("count", "low", "high", "bins", "counts", "sums"):
-            mine, theirs = getattr(quantized.stats.sketches[site.tensor], name), getattr(together, name)
-            assert np.array_equal(mine, theirs), f"{site.tensor}: {name}"
-        sketches.update(dict.fromkeys(tensors, together))
+            actual, expected = getattr(quantized.stats.sketches[site.tensor], name), getattr(merged, name)
+            assert np.array_equal(actual, expected), f"{site.tensor}: {name}"
+        sketches.update(dict.fromkeys(tensors, merged))
     flat = gq.load(path)
     solution = solve_scales(flat, plan, sketches)
-    done = {(item.site.tensor, item.site.uses): item.params for item in quantized.inserted}
-    for index, members in found.items():
+    params = {(insertion.site.tensor, insertion.site.uses): insertion.params for insertion in quantized.inserted}
+    for index, members in positions.items():
         site = quantized.plan.sites[index]
         for member in members:
-            mine, theirs = done[site.tensor, site.uses], solution.params[member]
-            assert np.array_equal(mine.scale, theirs.scale), site.tensor
-            assert np.array_equal(mine.zero_point, theirs.zero_point), site.tensor
-    other, _ = rewrite(flat, plan, solution.params)
+            actual, expected = params[site.tensor, site.uses], solution.params[member]
+            assert np.array_equal(actual.scale, expected.scale), site.tensor
+            assert np.array_equal(actual.zero_point, expected.zero_point), site.tensor
+    flat_quantized, _ = rewrite(flat, plan, solution.params)
     bright = images().mean(axis=(1, 2, 3)) > THRESHOLD
     for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
-        one, two = run(quantized.model, level), run(other, level)
-        for part in (images()[bright], images()[~bright], images()[:1]):
-            assert np.array_equal(one(part), two(part)), level
+        run_nested, run_flat = run(quantized.model, level), run(flat_quantized, level)
+        for batch in (images()[bright], images()[~bright], images()[:1]):
+            assert np.array_equal(run_nested(batch), run_flat(batch)), level
 
 
 def test_bodies_run_on_integers(quantized, tmp_path):
-    """In each body and in the function onnxruntime runs the convolution and a product on integers, as check says."""
+    """Onnxruntime runs the convolution and a product of each body and the function on integers, as predicted."""
     path = quantized.save(tmp_path / "quantized.onnx")
     written = onnx.load(path)
     actual = truth.runs_as(truth.optimized(path))
@@ -252,27 +252,27 @@ def test_bodies_run_on_integers(quantized, tmp_path):
 
 
 def test_arguments_of_functions_are_stored(quantized):
-    """A weight that a function is handed is stored in it, and the calls hand over nothing."""
+    """A weight that is passed to a function is stored in it, and the calls do not pass it."""
     message = onnx_format.emit(quantized.model)
     assert [list(node.input) for node in message.graph.node if node.op_type == "Block"] == [
         ["rounds/features"],
         ["called/once"],
     ]
     assert "call/matrix" not in {tensor.name for tensor in message.graph.initializer}
-    held = {node.output[0]: node for node in message.functions[0].node if node.op_type == "Constant"}
-    assert numpy_helper.to_array(held["matrix/quant/int8"].attribute[0].t).shape == (8, 8)
+    constants = {node.output[0]: node for node in message.functions[0].node if node.op_type == "Constant"}
+    assert numpy_helper.to_array(constants["matrix/quant/int8"].attribute[0].t).shape == (8, 8)
 
 
 @pytest.mark.parametrize("rules", ["onnxruntime", "weight_only_int4", "weight_only_int8", "qnn", "tensorrt", "generic"])
-def test_a_branch_that_no_sample_took(rules, tmp_path):
-    """Its activations are left with the reason; its weights are stored so that onnxruntime takes the model."""
+def test_branch_that_no_sample_reaches(rules, tmp_path):
+    """Its activations stay float with the reason, and onnxruntime accepts its stored weights."""
     calib = images("calib")
     np.savez(tmp_path / "bright.npz", image=calib[calib.mean(axis=(1, 2, 3)) > THRESHOLD][:20])
     result = gq.insert(MODEL, rules=rules, data=str(tmp_path / "bright.npz"))
-    left = [skip for skip in result.skips if "reached" in skip.reason]
-    assert all(skip.tensor.graph in {BODIES[3], ""} for skip in left)
-    assert bool(left) == (not rules.startswith("weight_only"))
+    unreached = [skip for skip in result.skips if skip.code is SkipCode.RANGE]
+    assert all(skip.tensor.graph in {BODIES[3], ""} for skip in unreached)
+    assert bool(unreached) == (not rules.startswith("weight_only"))
     labels = np.load(MODELS / "digits_nested_eval.npz")["labels"]
-    made = run(result.model)
-    for part in (images().mean(axis=(1, 2, 3)) > THRESHOLD, images().mean(axis=(1, 2, 3)) <= THRESHOLD):
-        assert (made(images()[part]).argmax(axis=1) == labels[part]).mean() > 0.9
+    run_quantized = run(result.model)
+    for mask in (images().mean(axis=(1, 2, 3)) > THRESHOLD, images().mean(axis=(1, 2, 3)) <= THRESHOLD):
+        assert (run_quantized(images()[mask]).argmax(axis=1) == labels[mask]).mean() > 0.9

@@ -64,8 +64,8 @@ def run(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("count", "used", "reused"), [(1, 1, True), (7, 7, True), (8, 4, False), (20, 16, False), (100, 80, False)]
 )
-def test_the_last_fifth_is_kept(net: Path, count: int, used: int, reused: bool) -> None:
-    """The last fifth, at least 4 samples; what is too few for that is used twice, and said to be."""
+def test_the_last_fifth_is_held_out(net: Path, count: int, used: int, reused: bool) -> None:
+    """Validation uses the last fifth, at least 4 samples; with too few samples, calibration uses them as well."""
     np.savez(net / "some.npz", x=np.arange(count * 8, dtype=np.float32).reshape(count, 8))
     batches = open_data(str(net / "some.npz"), format_module("onnx").input_specs(gq.load(net / "net.onnx")))
     calibration, holdout = split_holdout("", None, batches)
@@ -73,8 +73,8 @@ def test_the_last_fifth_is_kept(net: Path, count: int, used: int, reused: bool) 
     assert holdout.start == (max(count - 4, 0) if reused else used)
 
 
-def test_figures_are_those_of_the_kept_samples(net: Path) -> None:
-    """SQNR, agreement and accuracy are those of the last fifth alone, as numpy has them."""
+def test_metrics_are_those_of_the_holdout(net: Path) -> None:
+    """SQNR, agreement and accuracy are computed on the last fifth, and equal those of NumPy."""
     result = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
     x, labels = (np.load(net / "data.npz")[key][16:] for key in ("x", "labels"))
     expected, actual = (
@@ -90,7 +90,7 @@ def test_figures_are_those_of_the_kept_samples(net: Path) -> None:
     assert result.validation.failures == ()
 
 
-def test_ruined_models_are_told(net: Path) -> None:
+def test_ruined_models_fail_validation(net: Path) -> None:
     """Below 20 dB the output and the tensor are named, the model is written, and --strict ends with 1."""
     call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--force")
     plain = run(*call, "-o", net / "out.onnx", "--report", net / "report.json")
@@ -117,7 +117,7 @@ def test_ruined_models_are_told(net: Path) -> None:
     ],
 )
 def test_bounds(net: Path, option: str, value: str) -> None:
-    """A bound that is met ends the command with 0; beside statistics from a file it is searched for too."""
+    """A bound that is met gives exit code 0; with a statistics file there is a search too."""
     call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run")
     assert run(*call, option, value).exit_code == 0
     gq.calibrate(net / "net.onnx", data=str(net / "data.npz")).save(net / "stats.gqs")
@@ -148,8 +148,8 @@ def test_bounds_of_classes(net: Path, option: str, bound: float) -> None:
         (np.array(["a"] * 20), "<U1"),
     ],
 )
-def test_labels_that_are_no_classes_are_refused_at_once(net: Path, labels: Any, said: str) -> None:
-    """Before anything runs, with what they should be."""
+def test_invalid_labels_are_rejected_early(net: Path, labels: Any, said: str) -> None:
+    """Invalid labels are reported before anything runs, with their expected form."""
     np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=labels)
     result = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--max-accuracy-drop", "1")
     assert result.exit_code == 2
@@ -158,8 +158,8 @@ def test_labels_that_are_no_classes_are_refused_at_once(net: Path, labels: Any, 
 
 
 @pytest.mark.parametrize("first", [-1, 50])
-def test_labels_of_other_classes_measure_nothing(net: Path, first: int) -> None:
-    """Numbers that the output has no class for give no accuracy, instead of one of 0 that nothing can worsen."""
+def test_labels_outside_the_classes_give_no_accuracy(net: Path, first: int) -> None:
+    """Labels outside the classes of the output give no accuracy instead of 0, which could not drop."""
     np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.arange(first, first + 20))
     check = gq.insert(net / "net.onnx", data=str(net / "data.npz")).validation
     assert check.comparison.outputs[0].accuracy is None
@@ -167,7 +167,7 @@ def test_labels_of_other_classes_measure_nothing(net: Path, first: int) -> None:
         gq.insert(net / "net.onnx", data=str(net / "data.npz"), max_accuracy_drop=1.0)
 
 
-def test_labels_as_rows_of_one_and_zeros_are_no_classes(net: Path) -> None:
+def test_one_hot_labels_are_rejected(net: Path) -> None:
     """They fit no output, which ends the command before a search."""
     np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.eye(20, dtype=np.int64))
     result = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--max-accuracy-drop", "1")
@@ -176,7 +176,7 @@ def test_labels_as_rows_of_one_and_zeros_are_no_classes(net: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--min-sqnr", "--min-agreement", "--max-accuracy-drop"])
-def test_no_bound_is_no_number(net: Path, option: str) -> None:
+def test_bounds_that_are_not_finite_are_rejected(net: Path, option: str) -> None:
     """NaN, which everything would meet or miss, is refused by the command and by the function."""
     result = run("insert", net / "net.onnx", "--data", net / "data.npz", option, "nan")
     assert result.exit_code == 2
@@ -186,7 +186,7 @@ def test_no_bound_is_no_number(net: Path, option: str) -> None:
 
 
 def test_statistics_and_data(net: Path) -> None:
-    """With statistics the data is for the check: all of it, or the last fifth of what they are of, which is said."""
+    """With statistics, the data is for validation: all of it, or the last fifth of the data of the statistics."""
     stats = gq.calibrate(net / "net.onnx", data=str(net / "data.npz"))
     same = gq.insert(net / "net.onnx", stats=stats, data=str(net / "data.npz")).validation
     assert (same.reuses_samples, same.comparison.samples) == (True, 4)
@@ -205,15 +205,15 @@ def test_statistics_and_data(net: Path) -> None:
     assert gq.insert(net / "net.onnx", stats=stats).validation is None
 
 
-def test_no_check(net: Path) -> None:
-    """Without a check calibration has all samples, and the output says that nothing was measured."""
+def test_no_validate(net: Path) -> None:
+    """Without validation, calibration uses all samples, and the report has no validation."""
     assert gq.insert(net / "net.onnx", data=str(net / "data.npz"), validate=False).calibration_samples == 20
     report = net / "report.json"
     run("insert", net / "net.onnx", "--data", net / "data.npz", "--no-validate", "--dry-run", "--report", report)
     assert json.loads(report.read_text())["validation"] is None
 
 
-def test_what_cannot_be_measured_is_told(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_run_fail_validation(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that its framework refuses is written all the same, and misses every bound."""
     from graphquant.errors import ModelError
     from graphquant.formats.onnx.session import OnnxRunner
@@ -230,7 +230,7 @@ def test_what_cannot_be_measured_is_told(net: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_model_of_texts_needs_no_data(tmp_path: Path) -> None:
-    """Where there is nothing to quantize, data is not looked at, which may not fit: the model is written as it is."""
+    """Data is not opened if there is nothing to quantize, so data that does not fit is no error."""
     text = '<ir_version: 8, opset_import: ["": 13]> g (string[2] x) => (string[N] y) { y = StringNormalizer (x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "texts.onnx")
     assert gq.insert(tmp_path / "texts.onnx", data="random:4").inserted == ()

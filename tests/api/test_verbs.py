@@ -42,13 +42,13 @@ def probabilities(model: gq.Model, images: Array) -> Array:
 
 @pytest.mark.parametrize("argument", ["rules", "include", "exclude"])
 @pytest.mark.parametrize("value", [None, 3])
-def test_what_is_no_name_is_refused(cnn: Path, argument: str, value: Any) -> None:
+def test_invalid_names_are_rejected(cnn: Path, argument: str, value: Any) -> None:
     """None or a number in place of names is a usage error that names the option and the value."""
     with pytest.raises(UsageError, match=rf"{argument} is invalid: {value} "):
         gq.plan(cnn, **{argument: value})
 
 
-def test_the_whole_story(cnn: Path, calib: str, tmp_path: Path) -> None:
+def test_load_insert_save(cnn: Path, calib: str, tmp_path: Path) -> None:
     """Load, insert and save give a model that holds together, runs and has the result's scales."""
     model = gq.load(cnn)
     result = gq.insert(model, data=calib)
@@ -69,15 +69,15 @@ def test_the_whole_story(cnn: Path, calib: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(params.zero_point, insertion.params.zero_point)
 
 
-def test_verbs_take_paths_and_models(cnn: Path) -> None:
+def test_functions_accept_paths_and_models(cnn: Path) -> None:
     """A path, its text and a loaded model make the same plan."""
     plans = [gq.plan(source, rules=["weight_only"]) for source in (cnn, str(cnn), gq.load(cnn))]
     assert plans[0] == plans[1] == plans[2]
     assert [site.rule for site in plans[0].sites] == ["weight"] * 9
 
 
-def test_stats_can_be_kept(cnn: Path, calib: str, tmp_path: Path) -> None:
-    """Calibrate, then insert with its statistics, writes what insert with the data writes."""
+def test_stats_of_a_result_can_be_reused(cnn: Path, calib: str, tmp_path: Path) -> None:
+    """Calibrating first, and inserting with the statistics, gives the same file as inserting with the data."""
     plan = gq.plan(cnn)
     stats = gq.calibrate(cnn, plan, calib)
     assert (stats.samples, stats.model_digest, stats.complete) == (100, plan.model, True)
@@ -110,7 +110,7 @@ def _read(model: gq.Model, use: gq.Use) -> gq.TensorRef | None:
     return model.graphs[use.graph].source_of(use)
 
 
-def test_progress_is_told(cnn: Path, calib: str) -> None:
+def test_progress_is_reported(cnn: Path, calib: str) -> None:
     """The callback hears of the start and of each block of samples, in order."""
     calls: list[tuple[str, int, int]] = []
     gq.insert(cnn, data=calib, samples=70, progress=lambda *stage_name: calls.append(stage_name))
@@ -120,8 +120,8 @@ def test_progress_is_told(cnn: Path, calib: str) -> None:
     assert {(stage_name, total) for stage_name, _, total in calls} == {("calibrating", 56), ("validating", 14)}
 
 
-def test_nothing_to_insert_gives_the_source(cnn: Path, tmp_path: Path) -> None:
-    """Where no rule matches, what is saved is the source, byte for byte."""
+def test_empty_plan_returns_the_source(cnn: Path, tmp_path: Path) -> None:
+    """If no rule matches, the saved file is the source, byte for byte."""
     rules = tmp_path / "none.toml"
     rules.write_text('[[rule]]\nname = "r"\nconsumer = { kind = "lstm" }\nquantize = "float"\n')
     result = gq.insert(cnn, rules=[str(rules)])
@@ -132,7 +132,7 @@ def test_nothing_to_insert_gives_the_source(cnn: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["digits_cnn.onnx", "digits_cnn.pb", "digits_rnn.onnx", "digits_rnn_saved_model"])
 def test_the_source_is_not_changed(samples: Path, name: str, tmp_path: Path) -> None:
-    """Insert leaves the model that it was given as it is, so that it can be used again."""
+    """Insert does not change its model, so the model can be used again."""
     model = gq.load(samples / name)
     first = gq.insert(model, rules=["fixed_point"])
     check_invariants(model, "the test")
@@ -152,8 +152,8 @@ def test_the_source_is_not_changed(samples: Path, name: str, tmp_path: Path) -> 
     ]
 
 
-def test_inserting_twice_adds_nothing(cnn: Path, calib: str) -> None:
-    """What is quantized already is left, with that reason."""
+def test_quantized_models_stay_unchanged(cnn: Path, calib: str) -> None:
+    """Quantized tensors are skipped, with the reason."""
     once = gq.insert(cnn, data=calib)
     twice = gq.insert(once.model, data=calib)
     before = {reading.op for reading in summarize_model(once.model).quantization_ops}
@@ -184,8 +184,8 @@ def test_errors_are_of_their_kind(cnn: Path, samples: Path, tmp_path: Path) -> N
         gq.insert(cnn, data=str(tmp_path / "labels.npz"))
 
 
-def test_save_refuses_what_is_there(cnn: Path, tmp_path: Path) -> None:
-    """Without force nothing is replaced, and the source never."""
+def test_save_rejects_existing_files(cnn: Path, tmp_path: Path) -> None:
+    """Without force, no file is replaced; the source is never replaced."""
     result = gq.insert(cnn, rules=["weight_only"])
     result.save(tmp_path / "out.onnx")
     with pytest.raises(UsageError, match="exists already"):
@@ -245,13 +245,13 @@ def test_int8_is_as_accurate_as_float(samples: Path, tmp_path: Path, name: str) 
     assert agreement >= 0.98
 
 
-def test_data_that_is_not_needed_must_exist(cnn: Path) -> None:
+def test_unneeded_data_must_exist(cnn: Path) -> None:
     """A misspelt data file is an error also where the rules need no data."""
     with pytest.raises(DataError, match=r"nope\.npz"):
         gq.insert(cnn, rules=["weight_only"], data="nope.npz")
 
 
-def test_one_name_or_several(samples: Path, cnn: Path, tmp_path: Path) -> None:
+def test_names_as_string_path_text_or_list(samples: Path, cnn: Path, tmp_path: Path) -> None:
     """Rules are a name, a path, a text or a list of these; one pattern is a pattern, not its letters."""
     text = (samples.parent / "rules" / "weight_only.toml").read_text("utf-8")
     (tmp_path / "r.toml").write_text(text, "utf-8")

@@ -60,7 +60,7 @@ def test_calibrate_then_insert(cli: Callable[..., Any], here: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
-def test_shards_give_the_same_bytes(cli: Callable[..., Any], here: Path, name: str) -> None:
+def test_merged_shards_equal_one_calibration(cli: Callable[..., Any], here: Path, name: str) -> None:
     """2 and 8 shards, merged in any order, are the file of one call."""
     model = (f"{name}.onnx", "--data", f"{name}_calib.npz")
     cli("calibrate", *model, "-o", "one.gqs")
@@ -77,8 +77,8 @@ def test_shards_give_the_same_bytes(cli: Callable[..., Any], here: Path, name: s
     cli("insert", f"{name}.onnx", "--stats", "2_2.gqs", "--dry-run")
 
 
-def test_a_shard_of_nothing(cli: Callable[..., Any], here: Path) -> None:
-    """A part that gets no block says how many there are; it merges with others, and insert refuses it alone."""
+def test_shard_without_a_block(cli: Callable[..., Any], here: Path) -> None:
+    """A shard without a block reports the number of blocks, can be merged, and is rejected by insert."""
     result = cli("calibrate", *CNN, "--shard", "1/8", "-o", "1.gqs")
     assert "4 blocks of 32 samples" in result.stdout
     result = cli("insert", "digits_cnn.onnx", "--stats", "1.gqs", "--dry-run", code=2)
@@ -88,7 +88,7 @@ def test_a_shard_of_nothing(cli: Callable[..., Any], here: Path) -> None:
     cli("insert", "digits_cnn.onnx", "--stats", "both.gqs", "--dry-run")
 
 
-def test_little_memory_changes_nothing(cli: Callable[..., Any], here: Path) -> None:
+def test_memory_limit_keeps_statistics_equal(cli: Callable[..., Any], here: Path) -> None:
     """Observed in many passes, tensors have the same statistics, bit for bit."""
     for name in ("digits_cnn", "digits_rnn"):
         model = (f"{name}.onnx", "--data", f"{name}_calib.npz", "--samples", 20)
@@ -102,7 +102,7 @@ def test_little_memory_changes_nothing(cli: Callable[..., Any], here: Path) -> N
 
 
 @pytest.mark.parametrize("size", ["lots", "0", "-1MB", "5 parsecs", "1e3"])
-def test_sizes_that_are_none(cli: Callable[..., Any], here: Path, size: str) -> None:
+def test_invalid_sizes(cli: Callable[..., Any], here: Path, size: str) -> None:
     """A size that cannot be read is an error that shows how."""
     result = cli("calibrate", *CNN, "-o", "stats.gqs", f"--max-memory={size}", code=2)
     assert "Invalid value for '--max-memory'" in result.stderr
@@ -165,8 +165,8 @@ def test_changed_weights_are_noticed(cli: Callable[..., Any], here: Path) -> Non
     assert "stem/relu" not in result.stderr
 
 
-def test_other_data_adds_up(cli: Callable[..., Any], here: Path) -> None:
-    """Statistics of two sets of data are joined and counted; made-up data is told of wherever it is used."""
+def test_statistics_of_several_data_sets(cli: Callable[..., Any], here: Path) -> None:
+    """Statistics of two data sets are merged and counted; random data is marked wherever it is used."""
     cli("calibrate", *CNN, "-o", "one.gqs")
     result = cli("calibrate", "digits_cnn.onnx", "--data", "random:10", "-o", "two.gqs")
     assert "RANDOM" in result.stdout
@@ -198,7 +198,7 @@ def test_methods(cli: Callable[..., Any], here: Path) -> None:
 
 
 def test_usage(cli: Callable[..., Any], here: Path) -> None:
-    """What does not go together, or is missing, is told."""
+    """Missing and contradicting options are reported."""
     for arguments, message in (
         (["calibrate", "digits_cnn.onnx", "-o", "s.gqs"], "no calibration data"),
         (["calibrate", *CNN, "--shard", "9/8", "-o", "s.gqs"], "--shard 9/8"),
@@ -221,8 +221,8 @@ def test_usage(cli: Callable[..., Any], here: Path) -> None:
     assert not Path("s.gqs").exists()
 
 
-def test_an_output_that_is_there(cli: Callable[..., Any], here: Path) -> None:
-    """Complete statistics and those of something else are not replaced without --force."""
+def test_existing_statistics_are_kept_without_force(cli: Callable[..., Any], here: Path) -> None:
+    """Complete statistics, and those of other data, are not replaced without --force."""
     cli("calibrate", *CNN, "-o", "stats.gqs")
     before = Path("stats.gqs").read_bytes()
     for more in ([], ["--samples", 50], ["--all"]):
@@ -265,7 +265,7 @@ def interrupted(blocks: int, *arguments: object, times: int = 1) -> subprocess.C
 
 @pytest.mark.parametrize("more", [[], ["--all", "--shard", "1/2"], ["--force"]])
 def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], here: Path, more: list[str]) -> None:
-    """Ctrl-C ends after the block, keeps it, and the command it prints comes to the bytes of an uninterrupted run."""
+    """Ctrl-C stops after the block, and the printed command leads to the bytes of an uninterrupted run."""
     command = ["calibrate", "digits_rnn.onnx", "--data", "digits_rnn_calib.npz", *more]
     cli(*command, "-o", "whole.gqs")
     result = interrupted(1, *command, "-o", "my stats.gqs")
@@ -289,7 +289,7 @@ def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], here: Path, more
 
 
 def test_interrupted_twice_stops_at_once(here: Path) -> None:
-    """The second Ctrl-C does not wait for the block; nothing is written."""
+    """The second Ctrl-C stops immediately, and no file is written."""
     result = interrupted(1, "calibrate", *CNN, "-o", "stats.gqs", times=2)
     assert (result.returncode, result.stderr.splitlines()[-1]) == (130, "Interrupted.")
     assert not Path("stats.gqs").exists()
@@ -309,7 +309,7 @@ def feeds():
 
 
 def test_interrupted_while_samples_are_counted(here: Path) -> None:
-    """Before anything is run there is nothing to keep, so the first Ctrl-C stops at once."""
+    """The first Ctrl-C stops immediately if no block has run."""
     Path("counting.py").write_text(COUNTING, "utf-8")
     result = interrupted(0, "calibrate", "digits_cnn.onnx", "--data", "counting:feeds", "-o", "stats.gqs", times=0)
     assert (result.returncode, result.stderr) == (130, "Interrupted.\n")
@@ -317,13 +317,13 @@ def test_interrupted_while_samples_are_counted(here: Path) -> None:
 
 
 def test_interrupted_in_the_last_block_is_done(here: Path) -> None:
-    """Where nothing is left to do, the command ends as if nobody had interrupted it."""
+    """An interrupt during the last block has no effect."""
     result = interrupted(0, "calibrate", *CNN, "--samples", 4, "-o", "stats.gqs")
     assert (result.returncode, load_stats(Path("stats.gqs")).complete) == (0, True)
 
 
 def test_interrupted_insert_writes_nothing(here: Path) -> None:
-    """There is nothing to keep for insert."""
+    """An interrupted insert keeps no file."""
     result = interrupted(1, "insert", *CNN, "-o", "out.onnx")
     assert (result.returncode, result.stderr) == (130, "Interrupted.\n")
     assert not Path("out.onnx").exists()

@@ -43,7 +43,7 @@ def program(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
 
 
 def on_terminal(*arguments: object) -> tuple[str, str]:
-    """What graphquant writes to stdout and to stderr, both terminals of 80 columns."""
+    """Run graphquant with stdout and stderr as terminals of 80 columns, and return both outputs."""
     out, err = pty.openpty(), pty.openpty()
     command = [sys.executable, "-m", "graphquant", *map(str, arguments)]
     with subprocess.Popen(command, stdout=out[1], stderr=err[1], stdin=subprocess.DEVNULL, env=ENVIRONMENT) as process:
@@ -78,7 +78,7 @@ def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 # -- insert ----------------------------------------------------------------------------------------
 
 
-def test_help_tells_of_each_command_in_a_whole_line() -> None:
+def test_help_describes_each_command_on_one_line() -> None:
     """The description of each command fits into 80 columns."""
     output = program("--help").stdout
     assert {line.split()[0] for line in output.split("Commands:")[1].splitlines() if line} == set(main.commands)
@@ -86,7 +86,7 @@ def test_help_tells_of_each_command_in_a_whole_line() -> None:
 
 
 def test_insert_names_its_output_after_the_model(cli: Callable[..., Any], here: Path) -> None:
-    """The default output stands beside the model with .quant in its name, and stdout ends with it."""
+    """The default output is next to the model with .quant in its name, and stdout ends with it."""
     for name, output_name in (
         ("digits_cnn.onnx", "digits_cnn.quant.onnx"),
         ("digits_cnn.pb", "digits_cnn.quant.pb"),
@@ -98,8 +98,8 @@ def test_insert_names_its_output_after_the_model(cli: Callable[..., Any], here: 
         assert api.load(here / output_name).format == api.load(here / name).format
 
 
-def test_insert_refuses_what_is_there_unless_forced(cli: Callable[..., Any], here: Path) -> None:
-    """An existing output is an error with exit code 2 and stays as it is; --force replaces it."""
+def test_insert_replaces_outputs_only_with_force(cli: Callable[..., Any], here: Path) -> None:
+    """An existing output is an error with exit code 2 and is not changed; --force replaces it."""
     Path("out.onnx").write_text("precious")
     result = cli("insert", "digits_cnn.onnx", "-o", "out.onnx", "--rules", "weight_only", code=2)
     assert result.stderr.startswith("error: out.onnx ")
@@ -110,7 +110,7 @@ def test_insert_refuses_what_is_there_unless_forced(cli: Callable[..., Any], her
 
 
 def test_dry_run_writes_nothing(cli: Callable[..., Any], here: Path) -> None:
-    """--dry-run tells the same and leaves no file but the report."""
+    """--dry-run prints the same and writes no file except the report."""
     before = sorted(here.iterdir())
     result = cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "--dry-run")
     assert "Nothing written (dry run)." in result.stdout
@@ -122,7 +122,7 @@ def test_dry_run_writes_nothing(cli: Callable[..., Any], here: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--float-weights"]])
-def test_report_says_what_inspect_reads_back(cli: Callable[..., Any], here: Path, options: list[str]) -> None:
+def test_report_equals_inspect(cli: Callable[..., Any], here: Path, options: list[str]) -> None:
     """Each site of the report is in the written model with the same scale, zero point, type and axis."""
     arguments = ["--data", "digits_cnn_calib.npz", "-o", "out.onnx", "--report", "report.json", *options]
     cli("insert", "digits_cnn.onnx", *arguments)
@@ -131,7 +131,7 @@ def test_report_says_what_inspect_reads_back(cli: Callable[..., Any], here: Path
 
 
 @pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_cnn_saved_model", "digits_rnn.pb", "digits_rnn.onnx"])
-def test_report_says_what_inspect_reads_back_without_data(
+def test_report_equals_inspect_without_data(
     cli: Callable[..., Any], samples: Path, tmp_path: Path, name: str
 ) -> None:
     """The same for TensorFlow models and for bodies, with fixed-point ranges."""
@@ -172,14 +172,14 @@ def test_needs_data_gives_lines_to_paste(cli: Callable[..., Any], here: Path) ->
         assert f"{sites} sites inserted" in cli(*words[1:], "--force").stdout
 
 
-def test_samples_bounds_what_is_read(cli: Callable[..., Any], here: Path) -> None:
+def test_samples_limits_the_data(cli: Callable[..., Any], here: Path) -> None:
     """--samples takes the first ones only, and there is no zero of them."""
     result = cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--samples", 7, "--dry-run")
     assert "calibrated on 7 samples" in result.stdout
     cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--samples", 0, code=2)
 
 
-def test_random_data_says_so(cli: Callable[..., Any], here: Path) -> None:
+def test_random_data_is_marked(cli: Callable[..., Any], here: Path) -> None:
     """Made-up data is announced in the table and in the report."""
     result = cli("insert", "digits_cnn.onnx", "--data", "random:4", "--report", "report.json")
     assert "RANDOM data" in result.stdout
@@ -191,7 +191,7 @@ def test_random_data_says_so(cli: Callable[..., Any], here: Path) -> None:
 
 
 def test_edited_plan_is_applied_exactly(cli: Callable[..., Any], here: Path) -> None:
-    """A range and a scale written into the plan are used, and a site taken out of it is not inserted."""
+    """A range and a scale in an edited plan are used, and a removed site is not inserted."""
     cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json")
     plan = json.loads(Path("plan.json").read_text())
     named = {site["tensor"]["op"]: site for site in plan["sites"]}
@@ -213,7 +213,7 @@ def test_edited_plan_is_applied_exactly(cli: Callable[..., Any], here: Path) -> 
 
 
 def test_unedited_plan_gives_the_same_model(cli: Callable[..., Any], here: Path) -> None:
-    """Insert by rules and insert by the plan those rules make write the same bytes."""
+    """Rules, and the plan that they create, give the same bytes."""
     data = ["--data", "digits_cnn_calib.npz"]
     cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json")
     cli("insert", "digits_cnn.onnx", *data, "-o", "rules.onnx")
@@ -233,7 +233,7 @@ def test_plan_and_rules_do_not_go_together(cli: Callable[..., Any], here: Path) 
 
 
 def test_include_and_exclude_choose(cli: Callable[..., Any], here: Path) -> None:
-    """--include keeps what it names alone, --exclude leaves what it names with the reason, and both take regexes."""
+    """--include quantizes only its matches, --exclude skips its matches with the reason, and both accept regexes."""
 
     def planned(*options: str) -> list[str]:
         data = json.loads(cli("plan", "digits_cnn.onnx", "--rules", "weight_only", "--format=json", *options).stdout)
@@ -249,7 +249,7 @@ def test_include_and_exclude_choose(cli: Callable[..., Any], here: Path) -> None
 
 
 def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Path) -> None:
-    """A file named first takes its exceptions out of what the second one says."""
+    """Rules of an earlier file take precedence over those of a later one."""
     Path("mine.toml").write_text(
         '[[rule]]\nname = "keep"\nwhy = "it is small"\n'
         'consumer = { name = "stem/conv", input = "input|weight" }\nquantize = "float"\n'
@@ -267,8 +267,8 @@ def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Pat
     assert (late["sites"], late["unused"]) == (single_plan["sites"], ["keep"])
 
 
-def test_rules_that_matched_nothing(cli: Callable[..., Any], here: Path) -> None:
-    """A user's own rule that finds nothing is named, also by insert; shipped ones are counted in the plan."""
+def test_rules_without_a_match(cli: Callable[..., Any], here: Path) -> None:
+    """A rule of the user without a match is named, by insert as well; shipped rules are counted by plan."""
     Path("mine.toml").write_text(
         '[[rule]]\nname = "mistaken"\nwhy = "x"\nconsumer = { kind = "lstm" }\nquantize = "float"\n'
     )
@@ -290,7 +290,7 @@ def test_rules_that_matched_nothing(cli: Callable[..., Any], here: Path) -> None
 # -- the other verbs -------------------------------------------------------------------------------
 
 
-def test_one_range_of_a_weight(cli: Callable[..., Any], here: Path) -> None:
+def test_insert_and_inspect_agree_on_weight_ranges(cli: Callable[..., Any], here: Path) -> None:
     """Insert and inspect tell one range of a symmetric weight, whose type has one negative value more."""
     arguments = ("insert", "digits_cnn.onnx", "--rules", "weight_only", "-o", "made.onnx")
     weight_lines = [
@@ -302,7 +302,7 @@ def test_one_range_of_a_weight(cli: Callable[..., Any], here: Path) -> None:
 
 
 def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], here: Path) -> None:
-    """The table counts what the JSON holds; -o writes it to a file, without replacing one."""
+    """The table has the counts of the JSON; -o writes a file and does not replace one."""
     text = cli("plan", "digits_cnn.onnx").stdout
     data = json.loads(cli("plan", "digits_cnn.onnx", "--format", "json").stdout)
     assert (data["schema"], data["format"], data["rules"]) == (2, "onnx", ["onnxruntime"])
@@ -330,7 +330,7 @@ def test_inspect_in_all_forms(cli: Callable[..., Any], here: Path) -> None:
     assert Path("model.dot").read_text() == drawn
 
 
-def test_explain_tells_each_rule(cli: Callable[..., Any], here: Path) -> None:
+def test_explain_lists_each_rule(cli: Callable[..., Any], here: Path) -> None:
     """The winner, and why the others do not apply; an unknown name is an error with close ones."""
     text = cli("explain", "digits_cnn.onnx", "stem/relu:0").stdout
     assert "stem/relu:0 read by depthwise/conv[0]" in text
@@ -371,7 +371,7 @@ def test_rules_verbs(cli: Callable[..., Any], here: Path) -> None:
 def test_each_ending_has_its_exit_code(
     cli: Callable[..., Any], here: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], code: int
 ) -> None:
-    """An error's kind decides the exit code, and its text is all that is said."""
+    """The class of an error decides the exit code, and its message is the only output."""
 
     def fail(path: Path) -> None:
         raise kind("It broke. Mend it.")
@@ -393,7 +393,7 @@ def test_missing_tensorflow_ends_with_4(here: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_interrupt_ends_with_130_and_leaves_nothing(here: Path) -> None:
+def test_interrupt_exits_with_130_and_writes_no_file(here: Path) -> None:
     """Ctrl-C while the model is written gives exit code 130 and no part of a file."""
     script = (
         "import os, signal, pathlib; from graphquant.cli import main\n"
@@ -422,7 +422,7 @@ def test_usage_errors_end_with_2(here: Path) -> None:
 
 
 def test_pipes_get_plain_text_and_results_only(here: Path) -> None:
-    """Stdout holds the table, stderr nothing, neither an escape sequence."""
+    """In a pipe, stdout has the table and stderr is empty, both without escape sequences."""
     result = program("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz")
     assert (result.returncode, result.stderr) == (0, "")
     assert "\x1b" not in result.stdout
@@ -460,7 +460,7 @@ def test_no_color_is_heard(here: Path) -> None:
     assert "\x1b[3" not in out
 
 
-def test_a_closed_pipe_is_no_crash(here: Path) -> None:
+def test_closed_pipe_ends_quietly(here: Path) -> None:
     """`graphquant inspect MODEL | head -1` ends quietly."""
     command = f"{shlex.quote(sys.executable)} -m graphquant inspect digits_cnn.onnx --format json | head -1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602  # a pipe
@@ -509,7 +509,7 @@ def test_errors_are_fit_for_a_terminal(cli: Callable[..., Any], tmp_path: Path) 
 
 
 def test_standard_output_that_is_full(samples: Path) -> None:
-    """The end of a disk under stdout is told in a sentence."""
+    """A full disk under stdout is reported in a sentence."""
     full = Path("/dev/full")
     if not full.is_char_device():
         pytest.skip("this system has no /dev/full")

@@ -25,7 +25,7 @@ def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def test_a_page_of_each_verb(cli: Callable[..., Any], here: Path) -> None:
-    """inspect, plan and insert write a page beside what they print, and say where; no two are the same."""
+    """inspect, plan and insert write different pages, and report their paths."""
     cli("inspect", "digits_cnn.onnx", "--html", "inspect.html")
     result = cli("plan", "digits_cnn.onnx", "--html", "plan.html")
     assert (result.stdout, result.stderr) == (cli("plan", "digits_cnn.onnx").stdout, "Written to plan.html\n")
@@ -47,7 +47,7 @@ def test_a_dry_run_draws(cli: Callable[..., Any], here: Path) -> None:
 
 
 def test_random_data_is_reported(cli: Callable[..., Any], here: Path) -> None:
-    """A page whose histograms are of random data says so."""
+    """A page with histograms of random data is marked."""
     from base64 import b64decode
     from zlib import decompress
 
@@ -60,7 +60,7 @@ def test_random_data_is_reported(cli: Callable[..., Any], here: Path) -> None:
 
 @pytest.mark.parametrize("form", ["svg", "dot", "graphml", "graph-json"])
 def test_pictures_and_data(cli: Callable[..., Any], here: Path, form: str) -> None:
-    """Each form goes to stdout or a file, of all of the model or of what is near an op."""
+    """Each format is written to stdout or a file, for the whole model or the neighborhood of an op."""
     output = cli("inspect", "digits_cnn.onnx", "--format", form).stdout
     cli("inspect", "digits_cnn.onnx", "--format", form, "-o", "out")
     assert Path("out").read_text("utf-8") == output
@@ -72,7 +72,7 @@ def test_pictures_and_data(cli: Callable[..., Any], here: Path, form: str) -> No
 
 
 def test_a_neighborhood_printed(cli: Callable[..., Any], here: Path) -> None:
-    """Without a form it is drawn with signs; two hops by default."""
+    """The text format draws with characters; the default neighborhood is two hops."""
     output = cli("inspect", "digits_cnn.onnx", "--around", "stem/relu:0", "--hops", "1").stdout
     assert [line.split()[:3] for line in output.splitlines() if "float:" not in line] == [
         ["●", "Conv", "stem/conv"],
@@ -101,7 +101,7 @@ def test_a_neighborhood_printed(cli: Callable[..., Any], here: Path) -> None:
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
 def test_refused_draw_options(cli: Callable[..., Any], here: Path, arguments: list[str], said: str) -> None:
-    """Before any work is done, with what to do."""
+    """Invalid options are reported before any work is done."""
     Path("there.html").write_text("mine", "utf-8")
     Path("digits_cnn.onnx").rename("MODEL.onnx")
     call = ["MODEL.onnx" if argument == "MODEL" else argument for argument in arguments]
@@ -111,7 +111,7 @@ def test_refused_draw_options(cli: Callable[..., Any], here: Path, arguments: li
 
 
 def test_force_replaces(cli: Callable[..., Any], here: Path) -> None:
-    """With --force the page takes the place of what was there."""
+    """With --force, the page replaces an existing file."""
     Path("there.html").write_text("mine", "utf-8")
     cli("inspect", "digits_cnn.onnx", "--html", "there.html", "--force")
     assert Path("there.html").read_text("utf-8").startswith("<!DOCTYPE html>")

@@ -37,7 +37,7 @@ def test_a_statistics_file(cli: Callable[..., Any], here: Path) -> None:
 
 
 def test_statistics_with_a_model(cli: Callable[..., Any], here: Path, samples: Path) -> None:
-    """Beside the model the table has the ranges; the page is the same each time; -o writes the table to a file."""
+    """With a model, the table has the ranges; the page is reproducible; -o writes the table to a file."""
     model = samples / "digits_cnn.onnx"
     lines = cli("inspect", model, "--stats", "stats.gqs").stdout.splitlines()
     assert lines[1].split() == ["tensor", "histogram", "SQNR", "clipped", "range", "method", "seen", "type", "rule"]
@@ -57,7 +57,7 @@ def test_statistics_with_a_model(cli: Callable[..., Any], here: Path, samples: P
 
 
 def test_rules_give_ranges(cli: Callable[..., Any], here: Path, samples: Path) -> None:
-    """Other rules give other ranges; rules that quantize no activation have none to show."""
+    """Other rules give other ranges; rules without activations give no ranges."""
     model = samples / "digits_cnn.onnx"
     assert "[-7.938, 7.938]" in cli("inspect", model, "--stats", "stats.gqs", "--rules", "fixed_point").stdout
     output = cli("inspect", model, "--stats", "stats.gqs", "--rules", "weight_only").stdout
@@ -81,7 +81,7 @@ def test_rules_give_ranges(cli: Callable[..., Any], here: Path, samples: Path) -
 def test_refused_statistics_options(
     cli: Callable[..., Any], here: Path, samples: Path, arguments: list[str], said: str
 ) -> None:
-    """What makes no sense together is refused with what to do, and nothing is written."""
+    """Contradicting options are rejected, and no file is written."""
     names = {"MODEL": str(samples / "digits_cnn.onnx"), "OTHER": str(samples / "digits_rnn.onnx")}
     result = cli("inspect", *(names.get(argument, argument) for argument in arguments), code=2)
     assert said in result.stderr
