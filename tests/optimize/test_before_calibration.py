@@ -11,7 +11,9 @@ import pytest
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
 from graphquant.optimize import PRE_CALIBRATION_ALGORITHMS, AlgorithmData, algorithm
-from graphquant.optimize import algorithms as balancing
+from graphquant.optimize.algorithms import apply_precalibration
+from graphquant.optimize.cross_layer_equalization import HAS_CHANNEL_SCALES
+from graphquant.optimize.weight_clipping import clip_weights_in_plan
 from graphquant.rules import ALGORITHM_NAMES
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>\n'
@@ -107,9 +109,7 @@ def test_equalization_leaves_weights_with_a_scale_per_channel(tmp_path):
     """Scales per channel even out weights by themselves, and the report says so."""
     result, _ = inserted(tmp_path, saved(tmp_path, *DEPTHWISE), PER_CHANNEL, "cross-layer-equalization")
     assert applied_targets(result) == []
-    assert {entry.detail for entry in result.algorithm_results if entry.target in "rs"} == {
-        balancing.equalize.HAS_CHANNEL_SCALES
-    }
+    assert {entry.detail for entry in result.algorithm_results if entry.target in "rs"} == {HAS_CHANNEL_SCALES}
 
 
 @pytest.mark.parametrize(("net", "ops"), [(FOLDED, 0), (BRANCHED, 1)])
@@ -128,7 +128,11 @@ def test_migration_gains_with_outliers(net, ops, tmp_path):
 
 @pytest.mark.parametrize(
     ("net", "rules", "name"),
-    [(DEPTHWISE, PER_TENSOR, "cross-layer-equalization"), (FOLDED, PER_CHANNEL, "smoothquant"), (BRANCHED, PER_CHANNEL, "smoothquant")],
+    [
+        (DEPTHWISE, PER_TENSOR, "cross-layer-equalization"),
+        (FOLDED, PER_CHANNEL, "smoothquant"),
+        (BRANCHED, PER_CHANNEL, "smoothquant"),
+    ],
 )
 def test_the_float_function_stays(net, rules, name, tmp_path):
     """The model that was scaled gives the bits of the source, and of float weights the source comes back as it was."""
@@ -136,7 +140,7 @@ def test_the_float_function_stays(net, rules, name, tmp_path):
     source = gq.load(path)
     feeds = [{"x": X[k : k + 1]} for k in range(16)]
     samples = AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=onnx_format.create_runner)
-    state = balancing.run_pre_calibration(source, gq.plan(path, rules=[rules]), [name], samples)
+    state = apply_precalibration(source, gq.plan(path, rules=[rules]), [name], samples)
     assert any(entry.applied for entry in state.results)
     assert np.array_equal(run(state.model), run(source))
     result, _ = inserted(tmp_path, path, rules, name, float_weights=True)
@@ -169,7 +173,9 @@ def test_what_is_left_without_data_that_fits(tmp_path):
         assert all(reason in entry.detail for entry in result.algorithm_results)
     result = gq.insert(path, rules=[RULES.replace("PER", "")], algorithms=algorithms)
     assert applied_targets(result) == ["r", "s"]
-    assert [entry.detail for entry in result.algorithm_results if entry.algorithm == "smoothquant"] == ["left out: it needs data"]
+    assert [entry.detail for entry in result.algorithm_results if entry.algorithm == "smoothquant"] == [
+        "left out: it needs data"
+    ]
 
 
 def test_what_gains_nothing_is_left_out(tmp_path, monkeypatch):
@@ -193,7 +199,7 @@ def test_weights_are_clipped(tmp_path):
     assert after > before + 0.5
     plan = gq.plan(path, rules=[rules])
     plan_with_ranges = replace(plan, sites=tuple(replace(site, range=(-1.0, 1.0)) for site in plan.sites))
-    assert balancing.clipping.clip_weights_in_plan(plan_with_ranges) == (plan_with_ranges, [])
+    assert clip_weights_in_plan(plan_with_ranges) == (plan_with_ranges, [])
 
 
 def test_the_table_is_the_rule_files():

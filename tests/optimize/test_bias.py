@@ -102,7 +102,9 @@ def test_a_bias_that_two_ops_share_gets_a_copy(tmp_path):
     path = model(tmp_path, body, {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)})
     result, quantized_path = inserted(tmp_path, path, float_weights=True)
     assert [entry.applied for entry in result.algorithm_results] == [True, True]
-    values = {op.name: op.read_value() for op in quantized_path.main.ops() if op.kind == "constant" and "bias" in op.name}
+    values = {
+        op.name: op.read_value() for op in quantized_path.main.ops() if op.kind == "constant" and "bias" in op.name
+    }
     assert sorted(values) == ["c/bias_corrected", "d/bias_corrected"]
     assert not np.array_equal(*values.values())
     assert np.array_equal(result.source.main.op("b").read_value(), gq.load(path).main.op("b").read_value())
@@ -129,7 +131,9 @@ def test_what_is_left_is_told(tmp_path, monkeypatch):
     assert details == {"it has no bias, and no op that adds one follows"}
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[RULES])
     from_stats = gq.insert(path, rules=[RULES], stats=stats)
-    assert [entry.detail for entry in from_stats.algorithm_results] == ["left out: it needs samples, and statistics keep none"]
+    assert [entry.detail for entry in from_stats.algorithm_results] == [
+        "left out: it needs samples, and statistics keep none"
+    ]
     random = gq.insert(path, rules=[RULES], data="random:8")
     assert [entry.detail for entry in random.algorithm_results] == ["left out: made-up data says nothing of means"]
     few = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), samples=4)
@@ -284,4 +288,7 @@ def test_statistics_of_the_first_samples_tell_which_corrections_may_see(samples)
     stats = gq.calibrate(model, data=data, samples=40)
     inserted_result = gq.insert(model, stats=stats, data=data)
     assert all("needs samples" not in entry.detail for entry in inserted_result.algorithm_results)
-    assert (inserted_result.validation.reuses_samples, inserted_result.validation.calibrated_on_other_data) == (False, False)
+    assert (inserted_result.validation.reuses_samples, inserted_result.validation.calibrated_on_other_data) == (
+        False,
+        False,
+    )

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import graphquant as gq
-from graphquant.utils.options import PlanOptions
 from graphquant.api.plan import prepare_and_plan
 from graphquant.optimize import make_candidate_plans, make_scale_groups
 from graphquant.quantize import check_plan
+from graphquant.utils.options import PlanOptions
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
 

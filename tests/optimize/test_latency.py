@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import graphquant as gq
-from graphquant.api.latency import LatencyTimer
 from graphquant.api.plan import prepare_and_plan
 from graphquant.errors import UsageError
 from graphquant.formats import format_module
-from graphquant.optimize import FusionMap, LatencyProfile, TimeRatio, make_latency_groups, minimize_latency
-from graphquant.optimize.latency import MAX_TIMED_PLANS, LatencyGroup
+from graphquant.optimize import FusionMap, LatencyProfile, ScaleGroup, TimeRatio, make_latency_groups, minimize_latency
+from graphquant.optimize.latency import MAX_TIMED_PLANS
+from graphquant.optimize.search import GAIN_TOO_SMALL
+from graphquant.optimize.timing import LatencyTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ class Chain:
         count = len(plain)
         ends = [{max(index - 1, 0), min(index, count - 1)} for index in range(count + 1)]
         self.groups = [
-            LatencyGroup(sites=(i,), ops=frozenset(("", f"op{entry}") for entry in end)) for i, end in enumerate(ends)
+            ScaleGroup(sites=(i,), ops=frozenset(("", f"op{entry}") for entry in end)) for i, end in enumerate(ends)
         ]
 
     def profile(self, float_sites: tuple[int, ...]) -> LatencyProfile:
@@ -165,7 +166,7 @@ def ratios(monkeypatch: pytest.MonkeyPatch, ratio: Callable[[Any, Any], float]) 
             second_seconds=1.0,
         )
 
-    monkeypatch.setattr("graphquant.optimize.measure_time_ratio", judged)
+    monkeypatch.setattr("graphquant.optimize.timing.measure_time_ratio", judged)
 
 
 def inserted(runs: Mapping[Any, Any]) -> int:
@@ -192,8 +193,8 @@ def test_float_where_it_is_faster(
     assert "Nothing is quantized: on this machine float is faster." in output.stdout
     report = json.loads((tmp_path / "r").read_text())
     assert report["sites"] == []
-    assert not report["timing"]["quantized"]
-    assert report["timing"]["rules"]["ratio"] > 1
+    assert not report["search"]["latency"]["quantized"]
+    assert report["search"]["latency"]["rules"]["ratio"] > 1
     assert {entry["reason"].partition(",")[0] for entry in report["skips"] if entry["rule"] == "latency"}
     inserted_result = gq.insert(model, data=str(data), optimize="latency")
     assert inserted_result.model is inserted_result.source
@@ -207,9 +208,9 @@ def test_quantized_where_that_is_faster(samples: Path, tmp_path: Path, monkeypat
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(model, data=data, optimize="latency")
     assert len(inserted_result.inserted) == len(gq.insert(model, data=data).inserted)
-    assert inserted_result.latency is not None
-    assert inserted_result.latency.outcome_ratio is not None
-    assert inserted_result.latency.outcome_ratio.median < 1
+    assert inserted_result.search is not None
+    assert inserted_result.search.outcome_ratio is not None
+    assert inserted_result.search.outcome_ratio.median < 1
     again = gq.insert(model, data=data, plan=inserted_result.plan)
     first_path, second_path = inserted_result.save(tmp_path / "one.onnx"), again.save(tmp_path / "other.onnx")
     assert first_path.read_bytes() == second_path.read_bytes()
@@ -222,14 +223,14 @@ def test_with_a_bound(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45)
     assert inserted_result.search is not None
-    assert inserted_result.latency is not None
-    assert inserted_result.latency.plan is inserted_result.plan
+    assert inserted_result.search.plan is inserted_result.plan
     assert inserted_result.inserted
     ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0001 * (inserted(first_run) - inserted(second_run)))
     inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45)
     assert not inserted_result.inserted
-    assert inserted_result.latency is not None
-    assert inserted_result.latency.all_float
+    assert inserted_result.search is not None
+    assert inserted_result.search.all_float
+    assert inserted_result.search.search_validation is None
 
 
 @pytest.mark.usefixtures("by_pairs")
@@ -241,23 +242,23 @@ def test_what_is_hardly_faster(
     ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0015 * (inserted(first_run) - inserted(second_run)))
     model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
     output = cli("insert", model, "--data", data, "--optimize", "latency", *bound, "-o", tmp_path / "o.onnx").stdout
-    assert "what was made of it 0.98.\nNothing is quantized: on this machine it would hardly be faster, and" in output
+    assert f"the final plan 0.98.\nNothing is quantized: {GAIN_TOO_SMALL}." in output
     assert "if this is quantized (rule latency)" in output
     assert "float is faster" not in output
     assert "Searched" not in output
-    assert "hecked" not in output
+    assert "alidated" not in output
 
 
 def test_nothing_to_time(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Where nothing is quantized anyway, that is why nothing was timed."""
     options = ("--data", samples / "digits_cnn_calib.npz", "--optimize", "latency", "--exclude", "*")
     output = cli("insert", samples / "digits_cnn.onnx", *options, "-o", tmp_path / "o.onnx").stdout
-    assert "Nothing was timed: there is nothing to quantize." in output
+    assert "Latency was not measured: there is nothing to quantize." in output
 
 
 def test_what_is_asked_for_wrongly(samples: Path) -> None:
     """Time without a sample to run, and words that mean nothing, are refused at once."""
-    with pytest.raises(UsageError, match="models are run on a sample"):
+    with pytest.raises(UsageError, match="Pass data"):
         gq.insert(samples / "digits_cnn.onnx", rules="weight_only", optimize="latency")
     with pytest.raises(UsageError, match="nothing to optimize for"):
         gq.insert(samples / "digits_cnn.onnx", rules="weight_only", optimize="speed")

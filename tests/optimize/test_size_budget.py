@@ -12,10 +12,17 @@ import onnx
 import pytest
 
 import graphquant as gq
-from graphquant.api import search, size_budget
-from graphquant.api.size_budget import model_constant_bytes
 from graphquant.errors import UsageError
-from graphquant.optimize import FLOAT_CANDIDATE, RULE_CANDIDATE, Candidate, ScaleGroup, allocate_weight_bits
+from graphquant.optimize import (
+    FLOAT_CANDIDATE,
+    RULE_CANDIDATE,
+    Candidate,
+    ScaleGroup,
+    allocate_weight_bits,
+    candidate_errors,
+    size_budget,
+)
+from graphquant.optimize.size_budget import SIZE_BUDGET_RULE, model_constant_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,15 +42,15 @@ def test_what_is_lost_is_near_the_least(seed: int) -> None:
             Candidate(name=FLOAT_CANDIDATE, error=0.0, size=count * 4),
         )
         some.append(ScaleGroup(sites=(index,), ops=frozenset(), candidates=candidates))
-    sizes = [[candidate.size for candidate in group.ways] for group in some]
+    sizes = [[candidate.size for candidate in group.candidates] for group in some]
     most = sum(min(entry) for entry in sizes) + rng.uniform(0, 1) * sum(max(entry) - min(entry) for entry in sizes)
     step = max(max(entry) - min(entry) for entry in sizes)
 
     def size(chosen: tuple[int, ...]) -> float:
-        return sum(group.ways[candidate].size for group, candidate in zip(some, chosen, strict=True))
+        return sum(group.candidates[candidate].size for group, candidate in zip(some, chosen, strict=True))
 
     def lost(chosen: tuple[int, ...]) -> float:
-        return sum(group.ways[candidate].error for group, candidate in zip(some, chosen, strict=True))
+        return sum(group.candidates[candidate].error for group, candidate in zip(some, chosen, strict=True))
 
     chosen = allocate_weight_bits(some, most)
     assert size(chosen) <= most
@@ -74,33 +81,37 @@ def test_within_a_budget(samples: Path, tmp_path: Path, cli: Callable[..., Any])
     for budget in ("19%", "24%", "30%"):
         out, report = tmp_path / f"{budget}.onnx", tmp_path / "report.json"
         output = cli("insert", model, "--data", data, "--size-budget", budget, "-o", out, "--report", report).stdout
-        size_report = json.loads(report.read_text())["size_budget"]
+        size_report = json.loads(report.read_text())["search"]
         stored_weights = weights(out)
         assert (
             sum(stored_weights.values())
-            == size_report["bytes"]
-            <= size_report["budget"]
+            == size_report["size"]["bytes"]
+            <= size_report["size"]["budget"]
             == int(float(budget[:-1]) / 100 * 34656)
         )
-        assert f"Constants take {size_report['bytes']:,} bytes of {size_report['budget']:,}" in output
-        assert {entry["way"] for entry in size_report["ways"]} == ({"4-bit weights"} if budget != "30%" else set())
+        assert f"{size_report['size']['bytes']:,} bytes of the limit {size_report['size']['budget']:,}" in output
+        assert {entry["candidate"] for entry in size_report["changed"]} == (
+            {"4-bit weights"} if budget != "30%" else set()
+        )
         assert ("int4" in stored_weights) == (budget != "30%")
-        errors_seen.append(json.loads(report.read_text())["check"]["comparison"]["sqnr"])
+        errors_seen.append(json.loads(report.read_text())["validation"]["comparison"]["sqnr"])
     assert errors_seen == sorted(errors_seen)
-    assert "of all weights it loses least with 4 bits for a budget of 24%" in {
-        site.why for site in gq.insert(model, data=str(data), size_budget="24%").plan.sites
-    }
+    plan = gq.insert(model, data=str(data), size_budget="24%").plan
+    changed = [site for site in plan.sites if site.rule == SIZE_BUDGET_RULE]
+    assert {site.scheme.dtype for site in changed} == {"int4"}
+    assert all("4 bits" in site.why and "24%" in site.why for site in changed)
 
 
 def test_without_data(samples: Path) -> None:
     """Weights alone need no data, may stay float, and an absolute size is one."""
     result = gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10.3KB")
-    assert result.size_budget.max_size == 10300
-    assert 10000 < result.size_budget.size <= 10300
-    assert set(result.size_budget.candidates.values()) == {FLOAT_CANDIDATE}
-    assert {skip.reason for skip in result.plan.skips if skip.rule == "size-budget"} == {
-        "there is room for it in a budget of 10.3KB"
-    }
+    assert result.search.max_size == 10300
+    assert 10000 < result.search.size <= 10300
+    assert result.search.float_tensors
+    assert not result.search.changed_tensors
+    reasons = {skip.reason for skip in result.plan.skips if skip.rule == SIZE_BUDGET_RULE}
+    assert reasons
+    assert all("10.3KB" in reason for reason in reasons)
 
 
 def test_a_weight_of_which_nothing_is_known(
@@ -117,25 +128,25 @@ def test_a_weight_of_which_nothing_is_known(
     )
     report = tmp_path / "report.json"
     cli(*options, "-o", tmp_path / "known.onnx", "--report", report)
-    size_report = json.loads(report.read_text())["size_budget"]
-    assert size_report["guessed"] == []
-    first = next(entry["tensor"] for entry in size_report["ways"] if entry["way"] == "4-bit weights")
-    blame = search.measure_sensitivity
+    size_report = json.loads(report.read_text())["search"]
+    assert size_report["size"]["estimated"] == []
+    first = next(entry["tensor"] for entry in size_report["changed"] if entry["candidate"] == "4-bit weights")
+    measure_sensitivity = candidate_errors.measure_sensitivity
 
     def without(*args: Any, **more: Any) -> Any:
-        sensitivity = blame(*args, **more)
+        sensitivity = measure_sensitivity(*args, **more)
         unknown = first.partition(":")[0].removesuffix("_fused_bn")
         return replace(
             sensitivity, errors={key: entry for key, entry in sensitivity.errors.items() if unknown not in key[1]}
         )
 
-    monkeypatch.setattr(search, "measure_sensitivity", without)
+    monkeypatch.setattr(candidate_errors, "measure_sensitivity", without)
     output = cli(*options, "-o", tmp_path / "unknown.onnx", "--report", report).stdout
-    size_report = json.loads(report.read_text())["size_budget"]
-    assert size_report["guessed"] == [first]
-    assert first not in {entry["tensor"] for entry in size_report["ways"]}
-    assert size_report["bytes"] <= size_report["budget"]
-    assert f"judged by their bits alone, since nothing tells what they lose: {first}" in output
+    size_report = json.loads(report.read_text())["search"]
+    assert size_report["size"]["estimated"] == [first]
+    assert first not in {entry["tensor"] for entry in size_report["changed"]}
+    assert size_report["size"]["bytes"] <= size_report["size"]["budget"]
+    assert f"estimated from the bit width only: {first}" in output
 
 
 @pytest.mark.parametrize("much", [0.3, 3.0])
@@ -145,21 +156,21 @@ def test_sizes_that_are_not_those_of_the_file(samples: Path, monkeypatch: pytest
     monkeypatch.setattr(size_budget, "_weight_bytes", lambda *given: int(size(*given) * (1 if given[3] else much)))
     model = samples / "digits_cnn.onnx"
     result = gq.insert(model, rules="weight_only", size_budget="10.3KB")
-    assert result.size_budget.size == model_constant_bytes(result.model) <= 10300
-    with pytest.raises(UsageError, match="with the fewest bits") as raised:
+    assert result.search.size == model_constant_bytes(result.model) <= 10300
+    with pytest.raises(UsageError, match="at least") as raised:
         gq.insert(model, rules="weight_only", size_budget="10%")
     least = int(str(raised.value).split("--size-budget ")[1].split()[0])
-    assert gq.insert(model, rules="weight_only", size_budget=str(least)).size_budget.size == least
+    assert gq.insert(model, rules="weight_only", size_budget=str(least)).search.size == least
 
 
 def test_weights_that_are_inputs_too(samples: Path) -> None:
     """Initializers of old ONNX, which are inputs as well, are constants of the float model."""
     result = gq.insert(samples / "digits_cnn_bn.onnx", rules="weight_only", size_budget="25%")
     model = onnx.load(samples / "digits_cnn_bn.onnx")
-    assert result.size_budget.float_size == sum(
+    assert result.search.float_size == sum(
         onnx.numpy_helper.to_array(initializer).nbytes for initializer in model.graph.initializer
     )
-    assert 0 < result.size_budget.size <= result.size_budget.float_size // 4
+    assert 0 < result.search.size <= result.search.float_size // 4
 
 
 def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
@@ -167,8 +178,8 @@ def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
     model = samples / "digits_nested.onnx"
     data = str(samples / "digits_nested_calib.npz")
     result = gq.insert(model, data=data, samples=10, size_budget="24%")
-    assert result.size_budget.size <= result.size_budget.max_size
-    few = {tensor.graph for tensor, candidate in result.size_budget.candidates.items() if candidate == "4-bit weights"}
+    assert result.search.size <= result.search.max_size
+    few = {tensor.graph for tensor, candidate in result.search.changed_tensors.items() if candidate == "4-bit weights"}
     assert few
     assert "sample_models:Block" not in few
     rules = """
@@ -193,30 +204,30 @@ def test_beside_a_bound(samples: Path) -> None:
     assert {site.tensor: site.scheme.dtype for site in result.plan.sites if site.rule == "size-budget"} == {
         site.tensor: "int4" for site in result.search.plan.sites if site.rule == "size-budget"
     }
-    assert result.size_budget.plan.sites != result.plan.sites
-    site_by_use = {site.uses[0]: site for site in result.size_budget.plan.sites}
-    assert {site_by_use[use] for use in result.size_budget.weights} <= set(result.plan.sites)
+    sized = gq.insert(model, data=data, size_budget="24%")
+    assert sized.plan.sites != result.plan.sites
+    first_uses = {site.uses[0] for site in result.plan.sites}
+    assert result.search.sized_weights
+    assert result.search.sized_weights <= first_uses
 
 
 def test_what_cannot_be(samples: Path) -> None:
     """A budget that 4 bits exceed tells the least; of families that keep weights float there is none."""
-    with pytest.raises(
-        UsageError, match=r"5,\d+ bytes with the fewest bits.* Give --size-budget 5\d+ or more"
-    ) as raised:
+    with pytest.raises(UsageError, match=r"at least 5,\d+ bytes.* --size-budget 5\d+ or more") as raised:
         gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10%")
     least = str(raised.value).split("--size-budget ")[1].split()[0]
-    assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).size_budget.size == int(least)
-    with pytest.raises(UsageError, match="round weights that stay float in the file"):
+    assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).search.size == int(least)
+    with pytest.raises(UsageError, match="keeps float weights in the file"):
         gq.insert(samples / "digits_cnn.pb", rules="weight_only", size_budget="50%")
     for budget in ("much", "nan", "%", "-2MB"):
-        with pytest.raises(UsageError, match=f"'{budget}' is no size budget.* 2MB, or as a share .*, 25%"):
+        with pytest.raises(UsageError, match=f"'{budget}' is not a size budget"):
             gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=budget)
 
 
 def test_a_budget_and_latency_are_not_had_together(samples: Path) -> None:
     """The fastest plan may be float, which is larger than the budget: that is refused, not written."""
     options = {"data": str(samples / "digits_cnn_calib.npz"), "size_budget": "30%", "optimize": "latency"}
-    with pytest.raises(UsageError, match="A size budget and latency pull apart"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         gq.insert(samples / "digits_cnn.onnx", **options)
 
 
@@ -228,13 +239,14 @@ def test_the_fewest_bytes_that_meet_a_bound(samples: Path) -> None:
         inserted_result = gq.insert(model, **options, min_sqnr=bound)
         sizes[bound] = model_constant_bytes(inserted_result.model)
         assert inserted_result.validation.comparison.sqnr >= bound
-        assert (inserted_result.size_budget is None) == (bound == 38)
-        if inserted_result.size_budget is not None:
-            assert (inserted_result.size_budget.size, inserted_result.size_budget.max_size) == (sizes[bound], None)
-            assert set(inserted_result.size_budget.candidates.values()) == {"4-bit weights"}
+        trace = inserted_result.search
+        assert (trace.size is None) == (bound == 38)
+        if trace.size is not None:
+            assert (trace.size, trace.max_size) == (sizes[bound], None)
+            assert set(trace.changed_tensors.values()) == {"4-bit weights"}
             assert all(skip.rule != "search" for skip in inserted_result.skips)
-    assert sizes[15] == int(gq.insert(model, size_budget=str(sizes[15]), **{**options, "optimize": "macs"}).size_budget.size)
-    with pytest.raises(UsageError, match="with the fewest bits"):
+    assert sizes[15] == int(gq.insert(model, size_budget=str(sizes[15]), **{**options, "optimize": "macs"}).search.size)
+    with pytest.raises(UsageError, match="at least"):
         gq.insert(model, data=options["data"], size_budget=str(sizes[15] - 1))
     assert sizes[15] < sizes[27] < sizes[38]
 
@@ -244,4 +256,4 @@ def test_a_format_that_keeps_weights_float_gets_no_smaller(samples: Path) -> Non
     """There the least size is that of the rules, and nothing is refused."""
     data = str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(samples / "digits_cnn.pb", data=data, samples=40, min_sqnr=20, optimize="size")
-    assert (inserted_result.size_budget, inserted_result.search.search_validation.confirmed) == (None, True)
+    assert (inserted_result.search.size, inserted_result.search.confirmed) == (None, True)

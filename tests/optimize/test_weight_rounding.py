@@ -8,18 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphquant.formats.onnx import load
+from graphquant.optimize.adaround import round_matrix_adaround
+from graphquant.optimize.gptq import round_matrix_gptq
 from graphquant.optimize.gram_matrices import (
     UNSEEN_POWER_SHARE,
+    RoundingGrid,
+    _squared_output_errors,
     add_gram_product,
     matrix_form,
     matrix_input_rows,
     shrink_gram_matrix,
-)
-from graphquant.optimize.weight_rounding import (
-    RoundingGrid,
-    _round_matrix_adaround,
-    _round_matrix_gptq,
-    _squared_output_errors,
 )
 
 RNG = np.random.default_rng(5)
@@ -70,13 +68,13 @@ def drawn(seed, outputs, inputs):
 def test_adaptive_rounding_never_costs(seed, outputs, inputs):
     """No output's error is larger than that of nearest rounding, and each weight is at a step beside it."""
     matrix, hessian, grid = drawn(seed, outputs, inputs)
-    rounded = _round_matrix_adaround(matrix, hessian, grid)
+    rounded = round_matrix_adaround(matrix, hessian, grid)
     costs = [_squared_output_errors(entry - matrix, hessian) for entry in (rounded, grid.nearest(matrix))]
     assert (costs[0] <= costs[1] * (1 + 1e-9) + 1e-12).all()
     steps = rounded / grid.scale
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
     assert (np.abs(rounded - matrix) <= grid.scale * (1 + 1e-9)).all()
-    assert np.array_equal(rounded, _round_matrix_adaround(matrix, hessian, grid))
+    assert np.array_equal(rounded, round_matrix_adaround(matrix, hessian, grid))
 
 
 def test_both_halve_the_error_of_correlated_inputs():
@@ -86,8 +84,8 @@ def test_both_halve_the_error_of_correlated_inputs():
         matrix, hessian, grid = drawn(seed, 8, 24)
         candidates = (
             grid.nearest(matrix),
-            _round_matrix_gptq(matrix, hessian, grid),
-            _round_matrix_adaround(matrix, hessian, grid),
+            round_matrix_gptq(matrix, hessian, grid),
+            round_matrix_adaround(matrix, hessian, grid),
         )
         total += [_squared_output_errors(entry - matrix, hessian).sum() for entry in candidates]
     assert (total[1:] < total[0] / 2).all()
@@ -96,7 +94,7 @@ def test_both_halve_the_error_of_correlated_inputs():
 def test_compensation_stays_on_the_grid():
     """Each weight is one of the integers' values, ends included."""
     matrix, hessian, grid = drawn(1, 4, 9)
-    steps = _round_matrix_gptq(matrix, hessian, grid) / grid.scale
+    steps = round_matrix_gptq(matrix, hessian, grid) / grid.scale
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
     assert np.abs(steps).max() <= 7 + 1e-9
 
@@ -132,10 +130,7 @@ def test_rounding_helps_samples_that_were_not_looked_at():
         grid = RoundingGrid(scale=scale, zero=np.zeros(matrix.shape), low=-7, high=7)
         nearest, *alternatives = (
             grid.nearest(matrix),
-            *(
-                make(matrix, shrink_gram_matrix(total)[0], grid)
-                for make in (_round_matrix_gptq, _round_matrix_adaround)
-            ),
+            *(make(matrix, shrink_gram_matrix(total)[0], grid) for make in (round_matrix_gptq, round_matrix_adaround)),
         )
         fresh = rng.normal(size=(200, 6)) @ mix + 0.3 * rng.normal(size=(200, 24))
         costs = [np.square(fresh @ (entry - matrix).T).sum() for entry in (nearest, *alternatives)]
