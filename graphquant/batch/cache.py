@@ -279,7 +279,7 @@ def parse_prune_limit(limit: str) -> tuple[int, int | None]:
     Raises:
         UsageError: `limit` is neither.
     """
-    from graphquant.utils.sizes import parse_size
+    from graphquant.utils.text import parse_size
 
     age = _AGE_PATTERN.fullmatch(limit.strip())
     return (int(age[1]) * _UNIT_SECONDS[age[2].lower()], None) if age else (_DEFAULT_AGE, parse_size(limit))

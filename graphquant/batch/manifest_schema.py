@@ -18,7 +18,7 @@ from graphquant.qdq import FAMILIES
 from graphquant.rules import DocumentKind, describe_table_schema
 from graphquant.utils.option_types import Count, Decibels, Share
 from graphquant.utils.options import InsertOptions, OptionField, option_fields
-from graphquant.utils.sizes import parse_size
+from graphquant.utils.text import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

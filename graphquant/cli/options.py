@@ -124,7 +124,7 @@ def require_finite(_ctx: click.Context, param: click.Parameter, number: float | 
 
 def parse_max_memory(text: str | None) -> int | None:
     """Return the bytes of --max-memory, or None."""
-    from graphquant.utils.sizes import parse_size
+    from graphquant.utils.text import parse_size
 
     return parse_size(text) if text is not None else None
 

@@ -1,6 +1,5 @@
 """The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
-from graphquant.ir.format_traits import FormatTraits
 from graphquant.ir.function_clones import FunctionClones
 from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, paused_gc
 from graphquant.ir.invariants import check_invariants
@@ -27,6 +26,7 @@ from graphquant.ir.types import (
     NO_ATTRS,
     Call,
     DataType,
+    FormatTraits,
     Op,
     OpKey,
     Output,

@@ -16,9 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.ir.format_traits import FORMAT_TRAITS, FormatTraits
 from graphquant.ir.traversal import reachable, unique_name
-from graphquant.ir.types import Op, Output, Shape, TensorRef, Use
+from graphquant.ir.types import FORMAT_TRAITS, FormatTraits, Op, Output, Shape, TensorRef, Use
 from graphquant.utils.notebook_html import HtmlRepresentation
 from graphquant.utils.text import join_limited
 

@@ -178,3 +178,52 @@ class Op:
             f"Op {self.name!r} has the attribute {attr} = {str(value)[:60]!r}, which is not a number."
             " Export the model again."
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatTraits:
+    """Properties of one model format. Outside `formats`, code asks for these instead of the name of a format.
+
+    Attributes:
+        runtime: Framework that runs the models.
+        rewritable: True if models can be changed, written and run.
+        predictable: True if the backends of `check` predict how they run the models.
+        acyclic: True if no graph has cycles. The loop frames of TensorFlow 1 are cycles.
+        named_values: True if values have names of their own, so that removing an op keeps the name of an output.
+        removable_arguments: True if unused arguments of functions can be removed.
+        stacked_matmul: True if matrix products also multiply stacks of matrices, along any axis.
+        type_attrs: True if ops store their data types in attributes.
+        constant_type: Op type of a constant.
+        select_type: Op type that selects one of two tensors by a condition.
+        data_format: Default data format of convolutions.
+    """
+
+    runtime: str
+    rewritable: bool = True
+    predictable: bool = False
+    acyclic: bool = False
+    named_values: bool = False
+    removable_arguments: bool = False
+    stacked_matmul: bool = False
+    type_attrs: bool = False
+    constant_type: str = ""
+    select_type: str = ""
+    data_format: str = "NHWC"
+
+
+FORMAT_TRAITS: dict[str, FormatTraits] = {
+    "onnx": FormatTraits(
+        runtime="onnxruntime",
+        predictable=True,
+        acyclic=True,
+        named_values=True,
+        removable_arguments=True,
+        stacked_matmul=True,
+        constant_type="Constant",
+        select_type="Where",
+        data_format="NCHW",
+    ),
+    "tensorflow": FormatTraits(runtime="TensorFlow", type_attrs=True, constant_type="Const", select_type="SelectV2"),
+    "tflite": FormatTraits(runtime="TFLite", rewritable=False, stacked_matmul=True, data_format="NCHW"),
+}
+"""Traits by the keys of the format table."""

@@ -21,7 +21,7 @@ from graphquant.optimize.candidates import (
 )
 from graphquant.optimize.selection import allocate_weight_bits
 from graphquant.qdq import FAMILIES
-from graphquant.utils.sizes import parse_size
+from graphquant.utils.text import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from graphquant import formats
-from graphquant.ir.format_traits import FORMAT_TRAITS
+from graphquant.ir.types import FORMAT_TRAITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

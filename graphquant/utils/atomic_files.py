@@ -20,7 +20,8 @@ def atomic_file(path: Path, final_path: Callable[[], Path] | None = None) -> Ite
     """Open a temporary file next to `path`, and rename it to `path` if the block ends without an error.
 
     Args:
-        path: The final path. The temporary name begins with its name, so that files of killed processes can be recognized.
+        path: The final path. The temporary name begins with its name, so that files of killed processes can be
+            recognized.
         final_path: Returns the final path, in the same folder, if it is known only at the end.
 
     Raises:
@@ -51,8 +52,8 @@ def make_staging_folder(path: Path) -> Path:
 def replace_folder(new: Path, path: Path, staging: Path) -> None:
     """Move the folder `new` to `path`. A folder that exists there moves into `staging`.
 
-    Linux exchanges the two in one step. On other systems there is a moment without a folder at `path`, when the old one is
-    `old` in `staging`.
+    Linux exchanges the two in one step. On other systems there is a moment without a folder at `path`, when the old
+    one is `old` in `staging`.
 
     Raises:
         OSError: The folder cannot be moved; the old one stays.

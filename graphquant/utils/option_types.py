@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from graphquant.errors import UsageError, escape_unprintable
-from graphquant.utils.sizes import parse_size
+from graphquant.utils.text import parse_size
 
 
 def parse_share(value: Any) -> float:

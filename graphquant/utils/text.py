@@ -1,13 +1,18 @@
-"""Text helpers that messages and reports share."""
+"""Text helpers that messages, reports and options share."""
 
 from __future__ import annotations
 
 import math
+import re
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from graphquant.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
+SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
 def join_limited(items: Collection[object], limit: int = 5, *, separator: str = ", ") -> str:
@@ -35,3 +40,16 @@ def percent(share: float, digits: int = 1) -> str:
     """Format a share from 0 to 1 in percent. Rounds down, so that only a share of 1 is shown as 100%."""
     factor = 10**digits
     return f"{math.floor(round(100 * factor * share, 6)) / factor:g}%"
+
+
+def parse_size(text: str) -> int:
+    """Parse a size into bytes: "512MB", "2GB", "1.5 GiB", "300000000".
+
+    Raises:
+        UsageError: `text` is not a size.
+    """
+    matched = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]I?|)B?\s*", text, re.IGNORECASE)
+    size = int(float(matched[1]) * SIZE_UNITS[matched[2].upper()]) if matched else 0
+    if not size:
+        raise UsageError(f"{text[:40]!r} is not a size. Write it as 512MB or 2GB.")
+    return size
