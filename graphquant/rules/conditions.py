@@ -301,9 +301,6 @@ def _skip_optional_links(links: tuple[ChainLink, ...], index: int, step: int) ->
 
 # Match patterns, small graphs written as text, against the ops above each op.
 
-ORDER_FREE_KINDS = COMMUTATIVE_KINDS | {"concat"}
-"""Kinds whose operands are matched in both orders. The order of a Concat never matters to a rule."""
-
 MAX_BINDING_STEPS = 2000
 """Operands that are tried for one match of a pattern: commuted operands of a hostile model would never end."""
 
@@ -416,7 +413,7 @@ class _PatternSearch:
         if len(filled) < len(operands):
             return []
         operand_orders: list[Sequence[str]] = [operands]
-        if model.op(tensor).kind in ORDER_FREE_KINDS and len(operands) == 2:  # noqa: PLR2004  # two operands can be swapped
+        if model.op(tensor).kind in COMMUTATIVE_KINDS and len(operands) == 2:  # noqa: PLR2004  # two operands can be swapped
             operand_orders.append(operands[::-1])
         return [tuple(zip(operand_order, filled, strict=True)) for operand_order in operand_orders]
 

@@ -152,6 +152,7 @@ SPELLINGS: dict[str, int | None] = {
     "rsqrt": 1,
     "squared_difference": 2,
     "divide_by_sqrt": 2,
+    "join": 2,
     "product": None,
 }
 """Functions that frameworks write in several ways, usable as kinds in a pattern, with their number of operands."""
@@ -173,7 +174,7 @@ def expand_spellings(ops: tuple[PatternOp, ...]) -> tuple[tuple[PatternOp, ...],
     return tuple(tuple(op for part in parts for op in part) for parts in product(*choices))
 
 
-def _spellings_of(op: PatternOp) -> list[list[PatternOp]]:
+def _spellings_of(op: PatternOp) -> list[list[PatternOp]]:  # noqa: PLR0911  # one case for each function
     """Return the spellings of one line. Helper ops have names with an apostrophe, which no rule can refer to."""
     name = next(iter(op.kinds)) if len(op.kinds) == 1 else ""
     if name not in SPELLINGS:
@@ -202,6 +203,8 @@ def _spellings_of(op: PatternOp) -> list[list[PatternOp]]:
                 [line("rsqrt", y, to=helper), line("mul", x, helper)],
                 [root, inverse, line("mul", x, inverse.name)],
             ]
+        case "join":
+            return [[line("concat", *operands)], [line("concat", *operands[::-1])]]
         case "squared_difference":
             types = ("SquaredDifference", "SQUARED_DIFFERENCE")
             squares = _spellings_of(PatternOp(op.name, frozenset({"square"}), (helper,)))

@@ -154,7 +154,8 @@ class Pattern:
     Attributes:
         ops: One op a line, `name = kind(operand, ...)`. The last op is the pattern's result. An operand is a name, a
             number that a constant must have, or `_` for any input. Kinds may also be functions with several spellings:
-            square(x), rsqrt(x), divide_by_sqrt(x, y), squared_difference(x, y), product(x, y, z).
+            square(x), rsqrt(x), divide_by_sqrt(x, y), squared_difference(x, y), product(x, y, z),
+            join(x, y).
     """
 
     ops: Annotated[tuple[ShortText, ...], Field(min_length=1, max_length=32)]

@@ -468,7 +468,7 @@ def test_values_along_other_axes_are_not_folded(tmp_path, shapes):
 
 REASONS = {
     "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, v)\n z = Neg (c)": "c:0 has other consumers, or is",
-    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, r)": "its values, or the weight of c, are only known at run time",
+    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, r)": "its values, or the weight of c, are only known",
     "c = Conv (x, w)\n a = Relu (c)\n n = BatchNormalization (a, s, o, m, v)": "its input comes from a, a Relu,",
     "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, neg)": "its variance is negative or its",
     "c = Conv (x, w, b1)\n n = BatchNormalization (c, s, o, m, v)": None,

@@ -143,8 +143,8 @@ def test_a_fixed_range_that_a_tie_breaks(net, low, kept):
     assert conflict.rules == ("softmax", "join")
     assert conflict.tensors == (TensorRef("", "s"), TensorRef("", "x"))
     assert str(conflict) == (
-        "rule 'softmax' for s:0 requires the range [0, 1], and rule 'join' for x:0 requires one scale with it and the range"
-        " [-3, 0.5]: all tied tensors get [-3, 1]"
+        "rule 'softmax' for s:0 requires the range [0, 1], and rule 'join' for x:0 requires one scale with it and the"
+        " range [-3, 0.5]: all tied tensors get [-3, 1]"
     )
     assert str(conflict) in reasons["s"]
 
@@ -159,8 +159,8 @@ def test_a_tie_of_schemes_that_differ(net):
     solution, _ = solve_and_explain(net, replace(plan, sites=tuple(symmetric)), x=(0.0, 0.2), y=(-1.0, 0.9))
     assert [str(conflict) for conflict in solution.conflicts] == [
         (
-            "rule 'input' for x:0 requires uint8 asymmetric per tensor, and rule 'join' for y:0 requires uint8 symmetric per"
-            " tensor, and rule 'join' one scale for both: each has its own scale"
+            "rule 'input' for x:0 requires uint8 asymmetric per tensor, and rule 'join' for y:0 requires uint8 symmetric"
+            " per tensor, and rule 'join' one scale for both: each has its own scale"
         )
     ]
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from graphquant.errors import ModelError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
+from graphquant.numerics import IntType, qparams_from_scale
 from graphquant.observers import EMPTY_SKETCH, sketch_values
-from graphquant.quantize import Plan, Site, solve_scales
+from graphquant.quantize import Plan, Site, saturates_like_clip, solve_scales
 from graphquant.rules import ObserverConfig, Scheme
 from graphquant.visualize.json_export import params_json
 
@@ -360,8 +361,8 @@ def test_dictated_scales_reach_what_is_tied():
     assert solution.notes[1] == ("it is tied to t0:0, for which the plan gives another scale",)
     [conflict] = solution.conflicts
     assert str(conflict) == (
-        "the plan for t1:0 requires the scale 0.25, and the plan for t0:0 requires 0.5 for both: each keeps what the plan"
-        " gives it"
+        "the plan for t1:0 requires the scale 0.25, and the plan for t0:0 requires 0.5 for both: each keeps its scale"
+        " from the plan"
     )
 
 
@@ -419,3 +420,19 @@ def test_as_json(tmp_path):
         "low": -4.0,
         "high": 123.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("zero_point", "limits", "expected"),
+    [
+        (0, (0.0, np.inf), True),
+        (1, (0.0, np.inf), False),
+        (0, (0.0, 6.0), True),
+        (1, (0.0, 6.0), False),
+        (0, (0.0, 5.9), False),
+    ],
+)
+def test_saturation_of_a_clip(zero_point, limits, expected):
+    """Integers replace a Relu only if the smallest one is exactly 0, and a Clip only if they end at its limits."""
+    params = qparams_from_scale(np.float32(6 / 255), zero_point, IntType.parse("uint8"))
+    assert saturates_like_clip(params, limits) == expected

@@ -93,7 +93,7 @@ def test_weights_that_calls_passed_stay_in_their_function(samples: Path, tmp_pat
     source = samples / "digits_nested.onnx"
     stripped = gq.strip(inserted(samples, "digits_nested.onnx", tmp_path))
     (note,) = stripped.notes
-    assert note.endswith("are constants in it now, as they were stored: sample_models:Block/matrix:0.")
+    assert note.endswith("sample_models:Block/matrix:0.")
     assert not summarize_model(stripped.model).quantization_ops
     proof = api.prove_stripped(stripped, source)
     assert proof.rounded_weights == len(stripped.weights) - 1
@@ -116,12 +116,11 @@ def test_it_says_what_stays(samples: Path, tmp_path: Path, cli: Callable[..., An
     data = str(samples / "digits_cnn_calib.npz")
     path = gq.insert(source, data=data, samples=4).save(tmp_path / "digits_cnn_bn.onnx")
     output = cli("strip", path, "-o", tmp_path / "back.onnx", "--check", source).stdout.replace("\n", " ")
-    assert "It stays prepared as it was for quantization: opset (1), initializer-inputs" in output
-    assert "11 weights dequantized, with the rounding they had" in output
-    assert "but for the rounding of 11 weights." in output
+    assert "opset (1), initializer-inputs" in output
+    assert output.count("11 weights") == 2
     assert gq.load(tmp_path / "back.onnx").opset == 13
     mismatch = cli("strip", path, "--check", samples / "digits_cnn.onnx", code=1)
-    assert "nor that but for its weights' rounding" in mismatch.stderr.replace("\n", " ")
+    assert "digits_cnn.onnx" in mismatch.stderr.replace("\n", "")
 
 
 def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
@@ -130,9 +129,9 @@ def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> 
     path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
     output = cli("strip", path, "-o", tmp_path / "back.onnx", "--check", source).stdout.replace("\n", " ")
     assert "The source model, bit for bit." in output
-    assert "message for message." in output
-    assert "no quantization ops that graphquant inserted" in cli("strip", source, "-o", "x.onnx", code=2).stderr
-    assert "There is nowhere to write" in cli("strip", path, code=2).stderr
+    assert "Verified" in output
+    assert "no quantization ops" in cli("strip", source, "-o", "x.onnx", code=2).stderr
+    assert "There is no output" in cli("strip", path, code=2).stderr
     assert "exists already" in cli("strip", path, "-o", tmp_path / "back.onnx", code=2).stderr
 
 
@@ -159,7 +158,7 @@ def test_a_graph_that_was_changed_since(samples: Path, tmp_path: Path) -> None:
     onnx.save(model, path)
     stripped = gq.strip(path)
     assert not stripped.exact
-    assert "The graph was changed since graphquant wrote it" in stripped.notes[0]
+    assert "The graph was changed" in stripped.notes[0]
     assert "negate" in stripped.model.main
     counts = gq.diff(samples / "digits_cnn.onnx", stripped.model).counts
     assert counts.keys().isdisjoint({"weight", "site-added", "scale", "attribute"})
@@ -206,9 +205,9 @@ def test_quantization_of_other_tools(samples: Path, tmp_path: Path) -> None:
 
     path = tmp_path / "theirs.onnx"
     quantize_static(str(samples / "digits_cnn.onnx"), str(path), Reader())
-    with pytest.raises(gq.GraphQuantError, match="--all takes out"):
+    with pytest.raises(gq.GraphQuantError, match="--all"):
         gq.strip(path)
-    with pytest.raises(gq.GraphQuantError, match="no pairs of quantization and dequantization"):
+    with pytest.raises(gq.GraphQuantError, match="no Q/DQ pairs"):
         gq.strip(samples / "digits_cnn.onnx", everything=True)
     stripped = gq.strip(path, everything=True)
     assert not stripped.remaining

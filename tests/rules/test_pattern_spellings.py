@@ -1,0 +1,104 @@
+"""Patterns match by meaning: every spelling of a function, and the shared pattern libraries."""
+
+import onnx
+import onnx.parser
+import pytest
+
+from graphquant.errors import RuleError
+from graphquant.formats.onnx import load
+from graphquant.rules import RuleMatcher, load_ruleset
+from graphquant.rules.pattern_syntax import expand_spellings, parse_pattern
+
+HEAD = '<ir_version: 10, opset_import: ["" : 18]>'
+
+
+def matched_ops(tmp_path, pattern, body, constants=""):
+    """Return the ops with a role in the pattern, by name."""
+    text = f"{HEAD} g (float[2,4] x, float[2,4] z) => (float[2,4] y) <{constants}> {{ {body} }}"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    rules = f"""
+[scheme.s]
+dtype = "int8"
+[pattern.p]
+ops = {pattern!r}
+[[rule]]
+name = "r"
+producer = {{ pattern = "p.*" }}
+quantize = "s"
+"""
+    model = load(tmp_path / "model.onnx")
+    return sorted({match.tensor.op for match in RuleMatcher(model, load_ruleset([rules])).matches()})
+
+
+@pytest.mark.parametrize(
+    ("body", "constants", "expected"),
+    [
+        ("y = Mul (x, x)", "", ["y"]),
+        ("y = Pow (x, k)", "float k = {2.0}", ["y"]),
+        ("y = Pow (x, k)", "float k = {3.0}", []),
+        ("y = Mul (x, z)", "", []),
+    ],
+)
+def test_square(tmp_path, body, constants, expected):
+    """Mul(x, x) and Pow(x, 2) are squares; other products and powers are not."""
+    assert matched_ops(tmp_path, ["s = square(a)"], body, constants) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "constants"),
+    [
+        ("r = Sqrt (z) y = Div (x, r)", ""),
+        ("r = Sqrt (z) i = Div (k, r) y = Mul (x, i)", "float k = {1.0}"),
+        ("r = Sqrt (z) i = Div (k, r) y = Mul (i, x)", "float k = {1.0}"),
+    ],
+)
+def test_divide_by_sqrt(tmp_path, body, constants):
+    """A quotient by a root and a product with the inverse root are the same."""
+    assert "y" in matched_ops(tmp_path, ["y = divide_by_sqrt(a, b)"], body, constants)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = Mul (x, k) t = Tanh (z) y = Mul (a, t)",
+        "t = Tanh (z) a = Mul (t, k) y = Mul (x, a)",
+        "t = Tanh (z) a = Mul (x, t) y = Mul (k, a)",
+    ],
+)
+def test_products_in_any_order(tmp_path, body):
+    """Three factors match in every order and association, and the helper product belongs to the pattern."""
+    assert matched_ops(tmp_path, ["t = tanh(_)", "y = product(f, t, _)"], body, "float k = {0.5}") == ["a", "t", "y"]
+
+
+def test_number_of_spellings():
+    """Products of three factors have 3 trees, of four 15; a pattern with too many spellings is refused."""
+    assert [len(expand_spellings(parse_pattern([f"y = product({names})"]))) for names in ("a, b, c", "a, b, c, d")] == [
+        3,
+        15,
+    ]
+    with pytest.raises(ValueError, match="takes 1 operands"):
+        expand_spellings(parse_pattern(["y = square(a, b)"]))
+    lines = [f"p{k} = product(a, b, c, d)" for k in range(2)]
+    with pytest.raises(ValueError, match="225 spellings"):
+        expand_spellings(parse_pattern([*lines, "y = add(p0, p1)"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('use = ["nothing"]\n[[rule]]\nname = "r"\nproducer = { kind = "conv" }\nquantize = "float"\n', 1),
+        ('use = ["transformers"]\n[pattern.gelu]\nops = ["y = relu(x)"]\n', 2),
+        ('[[rule]]\nname = "r"\nproducer = { pattern = "gelu" }\nquantize = "float"\n', 3),
+    ],
+)
+def test_mistakes_in_libraries(text, line):
+    """Unknown libraries, repeated names, and patterns of a library that is not used are mistakes."""
+    with pytest.raises(RuleError, match=rf"^rules\[0\]:{line}: "):
+        load_ruleset([text])
+
+
+def test_library():
+    """The patterns of a library are available by name, and change the digest of the rules."""
+    rule = '[[rule]]\nname = "r"\nproducer = { pattern = "gelu.*" }\nquantize = "float"\n'
+    ruleset = load_ruleset([f'use = ["transformers"]\n{rule}'])
+    assert "gelu" in ruleset.rules[0].patterns
