@@ -3,7 +3,8 @@
 Each op comes from the case generator of the onnx package as a model of one node. All its float inputs are quantized, as
 feeds and, in a second model, as initializers. The float model is fed with the inputs quantized by numpy. The outputs of
 the emitted QDQ ops must have the same bits, and the outputs of the models must agree. onnxruntime runs both models
-without its optimizer, which would replace float ops by integer ops. onnx's reference evaluator runs ops without a kernel.
+without its optimizer, which would replace float ops by integer ops. Ops without a kernel run in onnx's reference
+evaluator.
 """
 
 from __future__ import annotations
