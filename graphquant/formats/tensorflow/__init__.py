@@ -9,18 +9,20 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from graphquant.formats import KERAS_SUFFIXES
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.from_tensorflow import from_tensorflow
-from graphquant.formats.tensorflow.load import build_model, load
+from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.runner import create_runner, input_specs
 from graphquant.formats.tensorflow.save import save
-from graphquant.formats.tensorflow.source import node_metadata, original_record
+from graphquant.formats.tensorflow.source import node_metadata, original_record, read_source
 from graphquant.formats.tensorflow.to_tensorflow import to_tensorflow
 from graphquant.quantize import RECORD_KEY, restore_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from graphquant.formats import Feeds
     from graphquant.ir import Model
@@ -45,6 +47,20 @@ __all__ = [
 
 DEFAULT_RULES = "tflite"
 DEFAULT_FAMILY = "fake-quant"
+
+
+def load(path: Path) -> Model:
+    """Load the GraphDef, MetaGraphDef, SavedModel or Keras file at `path`, whatever its suffix.
+
+    Raises:
+        MissingDependencyError: It is a Keras file, and tensorflow is not installed.
+        ModelError: There is no such model there, it is damaged, or it is not supported.
+    """
+    if path.suffix in KERAS_SUFFIXES and path.is_file():
+        from graphquant.formats.tensorflow.keras import load_keras
+
+        return load_keras(path)
+    return build_model(read_source(path), path)
 
 
 def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:

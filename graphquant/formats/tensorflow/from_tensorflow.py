@@ -8,7 +8,6 @@ are removed from function names, so that the same code gives the same model.
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ import numpy as np
 
 from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.function_names import drop_traced_gradients, normalize_function_names
 from graphquant.formats.tensorflow.learned_ranges import unique_node_name
 from graphquant.formats.tensorflow.load import add_output, build_model
 from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
@@ -27,7 +27,7 @@ from graphquant.formats.tensorflow.values import Array, encode_tensor
 from graphquant.ir import reachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from graphquant.ir import Graph, Model
 
@@ -42,17 +42,6 @@ ESSENTIAL_KINDS: Final = frozenset({"constant", "variable", "input", "output", "
 """Kinds that an op keeps even if no output depends on it."""
 
 _HANDLE_DTYPES: Final = frozenset({"resource", "variant"})
-_TRACED_NAME: Final = re.compile(r"(?:__inference_)?(.+?)(?:_\d+)?")
-GRADIENT_ATTR: Final = "_gradient_op_type"
-"""The attribute of a node that names its registered gradient."""
-
-_UNUSED_ARGUMENT: Final = "___redundant_placeholder"
-_NUMBER_SUFFIX: Final = re.compile(r"_\d+")
-_USER_NAME_ATTR: Final = "_user_specified_name"
-"""The attribute of a function's argument with the caller's name for it; for captures it is a number."""
-
-_CALL_GRADIENT_PREFIX: Final = b"PartitionedCall-"
-"""The prefix of the gradient that was registered when the function was traced. It belongs to the unedited function."""
 
 
 def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
@@ -258,78 +247,6 @@ def _eager_value(variable: Any) -> Array:
 
     with eager_mode():  # the caller may be building a graph
         return np.asarray(variable.numpy())
-
-
-def normalize_function_names(graph_def: Any) -> dict[str, str]:
-    """Remove trace numbers from the function names and sort the functions; return new names by old ones."""
-    used_names: set[str] = set()
-    names = {}
-    library = graph_def.library
-    for name in sorted((function.signature.name for function in library.function), key=_trace_order):
-        match = _TRACED_NAME.fullmatch(name)
-        names[name] = unique_node_name(used_names, match[1] if match else name)
-    for nodes in (graph_def.node, *(function.node_def for function in library.function)):
-        rename_functions(nodes, names)
-    for function in library.function:
-        function.signature.name = names[function.signature.name]
-        _normalize_resource_names(function)
-    for gradient in library.gradient:
-        gradient.function_name = names.get(gradient.function_name, gradient.function_name)
-        gradient.gradient_func = names.get(gradient.gradient_func, gradient.gradient_func)
-    for registration in library.registered_gradients:
-        registration.gradient_func = names.get(registration.gradient_func, registration.gradient_func)
-    library.function.sort(key=lambda function: str(function.signature.name))
-    return names
-
-
-def _normalize_resource_names(function: Any) -> None:
-    """Remove tensor numbers from the names of a function's resource arguments and results."""
-    input_args, output_args = function.signature.input_arg, function.signature.output_arg
-    used = {node.name for node in function.node_def} | {arg.name for arg in input_args if not _is_resource(arg)}
-    names = {
-        arg.name: unique_node_name(used, _NUMBER_SUFFIX.sub("", arg.name)) for arg in input_args if _is_resource(arg)
-    }
-    for index, arg in enumerate(input_args):
-        arg.name = names.get(arg.name, arg.name)
-        if index in function.arg_attr and _USER_NAME_ATTR in function.arg_attr[index].attr:
-            del function.arg_attr[index].attr[_USER_NAME_ATTR]
-    for node in function.node_def if names else ():
-        for index, tensor in enumerate(node.input):
-            node.input[index] = names.get(tensor, tensor)
-    results = [function.ret[arg.name] for arg in output_args]
-    function.ret.clear()
-    used = {arg.name for arg in output_args if not _is_resource(arg)}
-    for arg, tensor in zip(output_args, results, strict=True):
-        if _is_resource(arg):
-            arg.name = unique_node_name(used, _NUMBER_SUFFIX.sub("", arg.name))
-        function.ret[arg.name] = names.get(tensor, tensor)
-
-
-def _is_resource(arg: Any) -> bool:
-    """Return True for a resource argument, or the unused placeholder of one in a loop's condition."""
-    return proto.dtype_name(arg.type) == "resource" or _UNUSED_ARGUMENT in arg.name
-
-
-def drop_traced_gradients(library: Any) -> None:
-    """Remove references to the gradients of the functions as they were traced."""
-    for function in library.function:
-        for node in function.node_def:
-            if GRADIENT_ATTR in node.attr and node.attr[GRADIENT_ATTR].s.startswith(_CALL_GRADIENT_PREFIX):
-                del node.attr[GRADIENT_ATTR]
-
-
-def _trace_order(name: str) -> tuple[str, int, str]:
-    """Sort key of a function: its name, then the order of tracing."""
-    base, _, number = name.rpartition("_")
-    return (base, int(number), name) if number.isdecimal() else (name, -1, name)
-
-
-def rename_functions(nodes: Iterable[Any], names: Mapping[str, str]) -> None:
-    """Let nodes call functions by their new names."""
-    for node in nodes:
-        node.op = names.get(node.op, node.op)
-        for _, function in proto.function_attrs(node):
-            function.name = names.get(function.name, function.name)
 
 
 # -- graphs and functions --------------------------------------------------------------------------

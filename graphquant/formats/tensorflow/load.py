@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
-from graphquant.formats import KERAS_SUFFIXES
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, stored_initial_values
 from graphquant.formats.tensorflow.object_graph import CheckpointVariables, add_saved_functions
 from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS, VARIABLE_OP_TYPES, describe_tf_op
 from graphquant.formats.tensorflow.proto import dtype_name
-from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource, read_source
+from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
 from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, decode_shape, evaluate_tf_op
 from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, paused_gc
 
@@ -38,20 +37,6 @@ _NON_SINK_KINDS: Final = frozenset(
 )
 _PLACEHOLDER_TYPES: Final = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _NON_RESULT_DTYPES: Final = frozenset({"string", "resource", "variant"})
-
-
-def load(path: Path) -> Model:
-    """Load the GraphDef, MetaGraphDef, SavedModel or Keras file at `path`, whatever its suffix.
-
-    Raises:
-        MissingDependencyError: It is a Keras file, and tensorflow is not installed.
-        ModelError: There is no such model there, it is damaged, or it is not supported.
-    """
-    if path.suffix in KERAS_SUFFIXES and path.is_file():
-        from graphquant.formats.tensorflow.keras import load_keras
-
-        return load_keras(path)
-    return build_model(read_source(path), path)
 
 
 def build_model(source: TensorFlowSource, path: Path) -> Model:

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.from_tensorflow import (
-    CALL_OP,
-    GRADIENT_ATTR,
-    drop_traced_gradients,
-    rename_functions,
-)
+from graphquant.formats.tensorflow.from_tensorflow import CALL_OP
+from graphquant.formats.tensorflow.function_names import GRADIENT_ATTR, drop_traced_gradients, rename_functions
 from graphquant.formats.tensorflow.learned_ranges import (
     INITIALIZER_OP,
     by_shared_name,

@@ -66,12 +66,12 @@ def test_scales_belong_to_tensors(build, sample):
     summary = summarize_model(parse_tflite(places_far_data(build(sample))))
     assert [tensor.stored.index for tensor in summary.tensors] == [0, 1, 2, 3, 4, 5, 6, 0]
     x, w = summary.tensors[:2]
-    assert (x.output.dtype, x.stored.scale.tolist(), x.quantization.zero_point.tolist()) == (
+    assert (x.output.dtype, x.stored.scale.tolist(), x.stored.zero_point.tolist()) == (
         "int8",
         [float(np.float32(0.1))],
         [-3],
     )
-    assert (w.stored.scale.tolist(), w.quantization.axis, w.quantization.low.tolist(), w.quantization.details) == (
+    assert (w.stored.scale.tolist(), w.stored.axis, w.stored.low.tolist(), w.stored.details) == (
         [0.5, 0.25],
         0,
         [-1.0, -2.0],
