@@ -195,7 +195,7 @@ def test_the_backend_of_a_plan(samples):
     )
     assert "insert -o MODEL.tflite" in frozen.verdicts[0].note
     assert api.explain(sample(samples, "digits_cnn.pb"), "image").verdicts == ()
-    with pytest.raises(UsageError, match="no backend 'onnxrt'"):
+    with pytest.raises(UsageError, match="'onnxrt' is unknown"):
         api.explain(sample(samples), "stem/conv", backend="onnxrt")
 
 

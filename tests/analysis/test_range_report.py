@@ -111,7 +111,7 @@ def test_statistics_without_a_model(stats: Stats) -> None:
 
 def test_statistics_of_another_model_are_rejected(samples: Path, stats: Stats) -> None:
     """They are refused as insert does it, for a float model as for a quantized one."""
-    with pytest.raises(DataError, match="of another model, or it was changed since"):
+    with pytest.raises(DataError, match="of another model"):
         api.inspect_stats(stats, samples / "digits_rnn.onnx")
     data, head = str(samples / "digits_rnn_calib.npz"), "logits/*"  # a name that both models have
     other_model = api.insert(samples / "digits_rnn.onnx", data=data, exclude=head).model

@@ -53,9 +53,8 @@ def test_random_data_is_reported(cli: Callable[..., Any], here: Path) -> None:
 
     cli("insert", "digits_cnn.onnx", "--data", "random:1", "--html", "random.html")
     packed = re.search(r'octet-stream">([^<]*)<', Path("random.html").read_text("utf-8"))[1]
-    assert json.loads(decompress(b64decode(packed)))["notes"] == [
-        "The data is RANDOM: use the statistics for tests only."
-    ]
+    (note,) = json.loads(decompress(b64decode(packed)))["notes"]
+    assert "RANDOM" in note
 
 
 @pytest.mark.parametrize("form", ["svg", "dot", "graphml", "graph-json"])
