@@ -122,7 +122,7 @@ def test_other_colors(compared: Path, opened: Callable[..., Any]) -> None:
     page.locator("#graph").focus()
     page.keyboard.press("h")
     assert page.locator("#by-color").input_value() == "quant"
-    assert "computes on quantized tensors" in page.locator("#panel").inner_text()
+    assert "inputs quantized" in page.locator("#panel").inner_text()
     page.keyboard.press("h")
     assert page.locator("#by-color").input_value() == "0"
 
@@ -192,7 +192,7 @@ def test_the_list_of_changes_jumps(differing: Path, opened: Callable[..., Any]) 
             page.locator("#panel .is-changed, #panel .is-added, #panel .is-removed").first.inner_text().startswith(kind)
         )
         x, y = page.evaluate(
-            "(() => { const op = opOf(viewer, viewer.selected); return [viewer.s.x[op] * viewer.view.k + viewer.view.x,"
+            "(() => { const op = targetOp(viewer, viewer.selected); return [viewer.s.x[op] * viewer.view.k + viewer.view.x,"
             " viewer.s.boxTop(viewer.m.layer[op]) * viewer.view.k + viewer.view.y]; })()"
         )
         assert 0 < x < page.locator("#graph").bounding_box()["width"]
@@ -214,7 +214,7 @@ def test_colors_of_changes(differing: Path, opened: Callable[..., Any], until: C
     assert "depthwise/relu6" in page.locator("#panel").inner_text()
     status = page.evaluate(
         "Array.from(viewer.m.side.op).flatMap((side, op) =>"
-        " (viewer.m.full(op) === 'stem/relu' ? [[side, viewer.m.type(op), statusOf(viewer, 'op', op)]] : []))"
+        " (viewer.m.full(op) === 'stem/relu' ? [[side, viewer.m.type(op), changeStatus(viewer, 'op', op)]] : []))"
     )
     assert sorted(status) == [[1, "Relu", "removed"], [2, "Sigmoid", "added"]]
 
@@ -251,7 +251,7 @@ def test_two_plans(tmp_path: Path, samples: Path, opened: Callable[..., Any], cl
     assert lost
     assert lost <= set(_listed(page))
     assert page.evaluate(
-        "viewer.m.annotations.flatMap((one, i) => (statusOf(viewer, 'annotation', i) === 'removed' ? [one.tensor] : []))"
+        "viewer.m.annotations.flatMap((one, i) => (changeStatus(viewer, 'annotation', i) === 'removed' ? [one.tensor] : []))"
     ) == [name for name in gone if name in lost]
 
 
@@ -273,6 +273,6 @@ def test_two_formats_show_the_quantized_side(
         html,
     )
     page = opened(html, scheme="dark")
-    assert "two formats" in page.locator("#panel").inner_text()
+    assert "different formats" in page.locator("#panel").inner_text()
     assert page.evaluate("viewer.panes.length") == 1
     assert len(_listed(page)) == page.evaluate("viewer.m.annotations.length")

@@ -161,7 +161,7 @@ def test_details_unfold(many: Path, opened: Callable[..., Any]) -> None:
     row = page.locator("tr[data-status=gate]")
     row.locator("summary").click()
     shown = row.inner_text()
-    for said in ("models/gated.onnx", "d" * 64, "GQ102 then/conv 1", "it runs in float. To mend it: mend it."):
+    for said in ("models/gated.onnx", "d" * 64, "GQ102 then/conv 1", "it runs in float. Remedy: mend it."):
         assert said in shown
 
 
