@@ -79,7 +79,7 @@ def test_static_models_of_onnxruntime_stay(form, rules, made_by_onnxruntime, tmp
     assert result.save(tmp_path / "again.onnx").read_bytes() == path.read_bytes()
 
 
-def test_dynamic_models_of_onnxruntime_keep_what_they_have(made_by_onnxruntime):
+def test_dynamic_models_of_onnxruntime_stay_unchanged(made_by_onnxruntime):
     """Ops that compute on integers, what scales their sums and what adds their bias are left; sums of maps are not."""
     result = gq.insert(made_by_onnxruntime / "dynamic.onnx", data=IMAGES, samples=2)
     readers = {result.source.graphs[use.graph].op(use.op).type for pair in result.inserted for use in pair.site.uses}
@@ -198,7 +198,7 @@ quantize = "passthrough"
         ),
     ],
 )
-def test_what_only_a_body_reads(rules, sites, skipped, tmp_path):
+def test_tensors_that_only_a_subgraph_reads(rules, sites, skipped, tmp_path):
     """A runtime would end at once if it moved a pair to where a body reads it; there is another pair, or none."""
     message = onnx.parser.parse_model(IN_BODIES)
     message.graph.initializer.append(numpy_helper.from_array(np.array([2, 8]), "sizes"))
@@ -223,7 +223,7 @@ def run(model, image):
     return onnxruntime.InferenceSession(onnx_format.emit(model).SerializeToString()).run(None, {"image": image})[0]
 
 
-def test_pairs_of_onnxruntime_are_taken_out(made_by_onnxruntime):
+def test_pairs_of_onnxruntime_are_removed(made_by_onnxruntime):
     """Without its pairs a model computes what the float one does, Relus included; and it is quantized as that is."""
     image = np.load(MODELS / "digits_cnn_eval.npz")["image"]
     bare, steps = prepare(gq.load(made_by_onnxruntime / "QDQ.onnx"), ["requantize"])
@@ -243,7 +243,7 @@ def test_pairs_of_onnxruntime_are_taken_out(made_by_onnxruntime):
     assert (run(anew.model, image).argmax(1) == expected.argmax(1)).mean() > 0.98
 
 
-def test_integer_ops_cannot_be_taken_out(made_by_onnxruntime):
+def test_integer_ops_cannot_be_removed(made_by_onnxruntime):
     """QLinear ops are left, each with its reason, and the model as it was."""
     result = gq.insert(made_by_onnxruntime / "QOperator.onnx", data=IMAGES, samples=2, requantize=True)
     assert result.inserted == ()
@@ -257,7 +257,7 @@ def test_integer_ops_cannot_be_taken_out(made_by_onnxruntime):
 
 
 @pytest.mark.parametrize("name", ["digits_cnn.onnx", "digits_rnn.onnx", "digits_nested.onnx", "digits_cnn.pb"])
-def test_our_own_are_placed_as_before(name, tmp_path):
+def test_own_pairs_are_placed_again(name, tmp_path):
     """What graphquant inserted is taken out and comes back at the same places; weights are what their integers say."""
     first = gq.insert(MODELS / name, rules="fixed_point")
     path = first.save(tmp_path / f"once{Path(name).suffix}")

@@ -82,7 +82,7 @@ def plan(*sites):
         (replace(WEIGHT, scheme=CHANNEL, axis=1, scale=(1.0, 2.0)), "it has 3 channels, but the plan gives 2 scales"),
     ],
 )
-def test_what_cannot_be(model, site, said):
+def test_invalid_sites(model, site, said):
     """Each mistake is a UsageError of solve and of rewrite that names the tensor."""
     for act in (
         lambda: check_plan(model, plan(site)),

@@ -91,7 +91,7 @@ def test_constant_nodes(tmp_path):
     assert find_skipped_steps(prepared, NODES) == ()
 
 
-def test_large_constants_are_told_by_reference(tmp_path):
+def test_large_constants_are_stored_by_reference(tmp_path):
     """The record of a large one has its digest in the place of its value."""
     message = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 13]> g (float[1] x) => (float y) {y = Add(x, k)}'
@@ -129,7 +129,7 @@ def test_large_constants_are_told_by_reference(tmp_path):
     ],
     ids=["output", "function"],
 )
-def test_what_stays_a_node(tmp_path, text, functions, reasons):
+def test_nodes_that_stay(tmp_path, text, functions, reasons):
     """What makes an output stays and that is said; functions have no initializers."""
     model = load(tmp_path, text, functions=functions)
     assert prepare(model, NODES) == (model, ())

@@ -80,7 +80,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_folding_keeps_what_the_model_computes(tmp_path, case):
+def test_folding_preserves_outputs(tmp_path, case):
     """The folded model has no BatchNorm, no constants of it, and the same outputs."""
     x, y, op, shapes = CASES[case]
     data = "d" if "Add" in op else "c"
@@ -131,7 +131,7 @@ def test_the_formula(tmp_path):
     ],
     ids=["output", "reader", "variance", "weight", "bias", "no conv", "negative variance"],
 )
-def test_what_is_not_folded(tmp_path, text):
+def test_skipped_batchnorms(tmp_path, text):
     """Another reader between them, or a value that is not constant or not finite: the model stays as it is."""
     values = {**constants(w=(4, 3, 1, 1), **STATS), "neg": np.full(4, -1.0, np.float32)}
     model = load(tmp_path, text, values)
@@ -328,7 +328,7 @@ def test_training_mode_is_rewritten_on_request(tmp_path):
     assert Parameters(folded).value(TensorRef("", "c/bias_folded")).tolist() == [-11.0, -46.0]
 
 
-def test_training_mode_without_moving_statistics_is_left(tmp_path):
+def test_training_mode_without_moving_statistics_is_skipped(tmp_path):
     """What has no moving mean and variance cannot be rewritten, and that is said."""
     model = tensorflow(tmp_path, train="true", moving=False)
     assert prepare(model, INFERENCE) == (model, ())
@@ -337,7 +337,7 @@ def test_training_mode_without_moving_statistics_is_left(tmp_path):
         assert skipped.reason.endswith("(is_training); its moving mean and variance are not in the graph")
 
 
-def test_the_plan_says_what_was_not_prepared(tmp_path):
+def test_plan_lists_skipped_steps(tmp_path):
     """A plan's skips name BatchNorms in training mode, and a rule file with the step has them rewritten."""
     tensorflow(tmp_path, train="true")
     plan = gq.plan(tmp_path / "model.pbtxt", rules=["weight_only"])
@@ -374,7 +374,7 @@ def spelled_out(monkeypatch, data, factor):
 
 @pytest.mark.parametrize("operands", [("DATA", "f"), ("f", "DATA")])
 @pytest.mark.parametrize("bias", [False, True])
-def test_what_keras_spells_out_is_folded(tmp_path, monkeypatch, operands, bias):
+def test_multiply_add_of_keras_is_folded(tmp_path, monkeypatch, operands, bias):
     """A Mul and an Add of one value per channel behind a conv are folded as the BatchNorm that they are."""
     spelled_out(monkeypatch, *operands)
     model = tensorflow(tmp_path, bias=bias)
@@ -479,7 +479,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("text", REASONS)
-def test_the_plan_says_why_not(tmp_path, text):
+def test_plan_has_reasons_of_skipped_folds(tmp_path, text):
     """Each BatchNorm that is left has its reason."""
     values = constants(w=(4, 3, 1, 1), b1=(1,), mw=(5, 5), s1=(1,), s3=(3,), **STATS)
     values |= {"neg": np.full(4, -1.0, np.float32), "s3": np.abs(values["s3"])}
@@ -545,7 +545,7 @@ def test_a_plan_file_makes_the_same_steps(tmp_path):
     assert onnx_format.emit(first.model) == onnx_format.emit(second.model)
 
 
-def test_half_floats_are_left(tmp_path):
+def test_half_floats_are_skipped(tmp_path):
     """Weights of another type than float32 are not folded, and that is said."""
     text = """<ir_version: 8, opset_import: ["": 15]> g (float16[1,3,5,5] x) => (float16[1,4,5,5] y) {
         c = Conv (x, w)  y = BatchNormalization (c, s, o, m, v)

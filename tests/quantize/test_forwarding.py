@@ -26,7 +26,7 @@ def run(message, **feeds):
     return session.run(None, feeds)
 
 
-def test_they_are_taken_out(tmp_path):
+def test_identity_and_dropout_are_removed(tmp_path):
     """Chains of them too; who read them reads what they read, and the outputs are the same to the bit."""
     text = """(float[2,3] x) => (float[2,3] y, float[2,3] z) {
         a = Identity (x)  b = Dropout (a)  c = Identity (b)
@@ -110,7 +110,7 @@ def test_bodies_read_on(tmp_path):
         ),
     ],
 )
-def test_what_stays(tmp_path, text, opset, step, reason):
+def test_forwarding_ops_that_stay(tmp_path, text, opset, step, reason):
     """What makes an output, whose mask is read, or what trains is left, and the plan says why."""
     model = load(tmp_path, text, opset)
     assert prepare(model, DROP_STEPS) == (model, ())

@@ -192,7 +192,7 @@ def test_ties_follow_chains(tmp_path):
     )
 
 
-def test_arithmetic_of_weights_is_left(tmp_path):
+def test_arithmetic_of_weights_stays_float(tmp_path):
     """What makes a weight of weights reads them as they are, or the weight would be rounded twice; a name insists."""
     text = (
         "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1, 2, 3, 4}, float[2] s = {1, 2}>"
@@ -216,7 +216,7 @@ def test_a_tie_to_nothing_is_skipped(tmp_path):
     assert list(reasons(plan).values()) == ["the rule ties it to its producer's input, but the producer has none"]
 
 
-def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
+def test_tie_without_effect_goes_to_the_next_rule(tmp_path):
     """Where nothing feeds a tie the next rule that holds has the use, and ties behind that follow it."""
     plan = make_rule_plan(tmp_path, TIED, PASS + rule("in", consumer='{ kind = "concat" }'))
     assert skip_reasons(plan) == ["y:0 q -> c[1]", "b:0 q -> c[0]", "c:0 q -> d[0] = c[0] c[1]", "d:0 q -> z[0] = d[0]"]
@@ -228,7 +228,7 @@ def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
     assert skip_reasons(plan) == ["d:0 q -> z[0]"]
 
 
-def test_what_is_passed_on_gets_nothing(tmp_path):
+def test_passthrough_tensors_get_no_pair(tmp_path):
     """Behind an op that hands integers on nothing is inserted, and ties reach through to where they come from."""
     passed = rule("pass", "passthrough", '{ kind = "reshape|transpose" }') + rule(
         "tie", "same-as-input", kind("concat")

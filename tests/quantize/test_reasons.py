@@ -114,7 +114,7 @@ def test_each_scale_is_explained(net):
     assert solution.conflicts == ()
 
 
-def test_a_smallest_range_is_told(net):
+def test_smallest_range_is_explained(net):
     """A range that had to be raised says to what."""
     plan = gq.plan(net, rules="rules.toml")
     single_site_plan = replace(plan, sites=tuple(site for site in plan.sites if site.tensor.op == "x"))
@@ -159,13 +159,13 @@ def test_a_tie_of_schemes_that_differ(net):
     solution, _ = solve_and_explain(net, replace(plan, sites=tuple(symmetric)), x=(0.0, 0.2), y=(-1.0, 0.9))
     assert [str(conflict) for conflict in solution.conflicts] == [
         (
-            "rule 'input' for x:0 requires uint8 asymmetric per tensor, and rule 'join' for y:0 requires uint8 symmetric"
-            " per tensor, and rule 'join' one scale for both: each has its own scale"
+            "rule 'input' for x:0 requires uint8 asymmetric per tensor, and rule 'join' for y:0 requires uint8"
+            " symmetric per tensor, and rule 'join' one scale for both: each has its own scale"
         )
     ]
 
 
-def test_without_data_the_plan_tells_what_it_can(net):
+def test_explanation_without_data(net):
     """Fixed ranges and ties are known before any sample was run."""
     plan = gq.plan(net, rules="rules.toml")
     reasons = {site.tensor.op: explain_scale(net, plan, k) for k, site in enumerate(plan.sites)}
@@ -176,7 +176,7 @@ def test_without_data_the_plan_tells_what_it_can(net):
     )
 
 
-def test_given_and_copied(net):
+def test_explanation_of_edited_plans_and_clones(net):
     """What an edited plan gives, and what is a copy, is said."""
     plan = gq.plan(net, rules="rules.toml")
     site = plan.sites[0]
@@ -234,7 +234,7 @@ def test_the_report_has_choices_and_conflicts(net):
     assert choices["w"] == ["its range [-1, 1] is absmax of its values", "scale 0.00787402, range [-1.00787, 1]"]
 
 
-def test_absorbed_is_kept_in_a_plan_file(tmp_path):
+def test_fused_skips_survive_a_plan_file(tmp_path):
     """A plan that was written and read again still knows what holds only as long as a Relu can be absorbed."""
     text = """<ir_version: 8, opset_import: ["": 13]>
     g (float[1,1,4,4] x) => (float[1,1,4,4] y) <float[1,1,1,1] w = {2}> { c = Conv (x, w) y = Relu (c) }"""

@@ -168,7 +168,7 @@ def test_without_the_solver_that_bias_is_lost(tmp_path):
     ]
 
 
-def test_a_weight_scale_that_is_given_is_not_touched(tmp_path):
+def test_weight_scale_of_the_plan_is_not_changed(tmp_path):
     """Where a plan gives the weight's scale, an int32 bias that does not fit stays float, and both are named."""
     case = Case(tmp_path, f"({IN}) => ({OUT} y) {{ y = Conv(x, w, b) }}", "qnn", {"x": X}, w=small_channel(), b=B)
     data = plan_to_json(gq.plan(tmp_path / "model.onnx", rules="qnn"))
@@ -328,7 +328,7 @@ def onnxruntime_value(case, name):
     return case.run(OFF, case.folder / "inside.onnx")[-1]
 
 
-def test_a_relu_that_nothing_breaks_is_absorbed(tmp_path):
+def test_relu_without_a_tie_is_fused(tmp_path):
     """No pair is put between an op and its Relu where integers end at 0."""
     case = Case(tmp_path, f"({IN}) => ({OUT} y) {{ c = Conv(x, w, b) y = Relu(c) }}", "onnxruntime", {"x": X}, w=W, b=B)
     assert [pair.site.tensor.op for pair in case.result.inserted] == ["x", "w", "y"]
@@ -359,7 +359,7 @@ def test_a_clip_whose_ends_no_integer_has(tmp_path):
 
 
 @pytest.mark.parametrize("high", np.float32([0.1, 0.7, 1.3, 5.3, 6.0, 7.7, 21.3, 36.6]).tolist())
-def test_a_clip_is_absorbed_whatever_its_upper_end(tmp_path, high):
+def test_clip_is_fused_for_any_upper_limit(tmp_path, high):
     """Rounding the scale to float32 never makes the integers reach beyond a Clip that has all the range."""
     case = Case(
         tmp_path,

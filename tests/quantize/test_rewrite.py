@@ -92,7 +92,7 @@ def test_exactly_the_planned_uses_are_rerouted(tmp_path):
     assert z.tolist() == [np.float32(0.3), 0.0]
 
 
-def test_sites_without_params_are_left_out(tmp_path):
+def test_sites_without_params_are_ignored(tmp_path):
     """What the solver skipped is not inserted, and does not count for names."""
     model = load(tmp_path, FAN)
     _, pairs = rewrite(model, plan(site("x", ("y", 0)), site("x", ("z", 0))), {1: scale(0.5)})

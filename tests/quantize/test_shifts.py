@@ -63,7 +63,7 @@ def excess(loaded, solution):
     return wrong
 
 
-def test_shifts_that_hold_are_left_alone(tmp_path):
+def test_met_shift_limits_change_nothing(tmp_path):
     """Scales are the smallest powers of two that cover the ranges, and nothing is said."""
     solution = solve_for(model(tmp_path, CONV, w=W, b=B), x=1.0, y=8.0)
     assert positions(solution) == {"x": 7, "w": 7, "b": 6, "y": 4}
@@ -152,7 +152,7 @@ def test_copies_that_are_alike_are_one(tmp_path):
     assert excess(loaded, solution) == []
 
 
-def test_what_was_done_for_nothing_is_taken_back(tmp_path):
+def test_useless_raises_are_undone(tmp_path):
     """The product would need 9 doublings and has 7: it keeps its scale, and the conflict says so."""
     loaded = model(tmp_path, "(float[4] x, float[4] t) => (float[4] y, float[4] m) { y = Add(x, t) m = Mul(t, t) }")
     solution = solve_for(loaded, x=1.0, t=2.0**-12, y=1.0, m=2.0**-30)
@@ -163,7 +163,7 @@ def test_what_was_done_for_nothing_is_taken_back(tmp_path):
     assert conflict.resolution.endswith("by 9")
 
 
-def test_what_cannot_be_met_is_told_and_left(tmp_path):
+def test_unmet_limits_become_conflicts(tmp_path):
     """A fixed weight and a product far beyond the output: the conflict names both, and nothing else was changed."""
     loaded = model(tmp_path, CONV, w=W * 2.0**-12, b=B)
     plan = gq.plan(loaded, rules="vitis_ai")

@@ -57,7 +57,7 @@ def numbers(params):
 X, W = site("x"), site("w", 1, scheme=CHANNEL, axis=0, parameter=True)
 
 
-def test_denormal_weights_are_taken_as_zeros(tmp_path):
+def test_denormal_weights_are_treated_as_zeros(tmp_path):
     """A tensor of denormals gets what zeros get, with a word on it; one with a normal value in it its own scale."""
     solution = solve_scales(gemm(tmp_path, np.full((2, 3), 1e-42, np.float32)), plan(W), {})
     assert (numbers(solution.params[0]), solution.skips) == (([1.0, 1.0], [0, 0]), {})
@@ -73,7 +73,7 @@ def clipped(tmp_path, *sites, weight=WEIGHT, opset=13):
     return list(map(str, solve_scales(gemm(tmp_path, weight, opset=opset), plan(*sites), {}).changes))
 
 
-def test_weights_outside_a_fixed_range_are_told(tmp_path):
+def test_weights_outside_a_fixed_range_are_reported(tmp_path):
     """How many values of a weight the range that a rule fixes clips, beyond half a step; none where all fit."""
     fixed = replace(W, scheme=replace(INT8, observe=FIXED), axis=None, rule="mine")  # up to 127 / 16 = 7.9375
     message = "w:0: 1 of 6 values lies outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and is clipped"
@@ -86,7 +86,7 @@ def test_weights_outside_a_fixed_range_are_told(tmp_path):
     assert clipped(tmp_path, blocks, weight=edge, opset=21) == [message]
 
 
-def test_weights_outside_a_given_range_are_told(tmp_path):
+def test_weights_outside_the_range_of_the_plan_are_reported(tmp_path):
     """The plan's own range or scales clip too; scales of channels are held against their channels."""
     tensor = replace(W, scheme=INT8, axis=None, range=(-1.27, 1.27), rule="mine")
     message = "w:0: 2 of 6 values lie outside [-1.27, 1.27], the range that the plan gives, and are clipped"
@@ -136,7 +136,7 @@ def test_activations_have_the_range_of_their_sketch(tmp_path):
     assert numbers(solution.params[0]) == (pytest.approx(0.01), 0)
 
 
-def test_what_no_sample_reached_is_skipped(tmp_path):
+def test_tensors_without_samples_are_skipped(tmp_path):
     """No sketch, or an empty one, is a skip with its reason; only NaN another."""
     model, reached = gemm(tmp_path), "no calibration sample reached it"
     assert solve_scales(model, plan(X), {}).skips[0].reason == reached
@@ -170,7 +170,7 @@ def test_weights_with_nan(tmp_path, value):
         solve_scales(gemm(tmp_path, bias=(value, 0.0)), plan(replace(X, range=(0.0, 1.0)), W, bias), {})
 
 
-def test_constants_with_infinity_are_left(tmp_path):
+def test_constants_with_infinity_are_skipped(tmp_path):
     """A constant that holds infinity, as masks do, is left with that reason, as an activation would be."""
     solution = solve_scales(gemm(tmp_path, np.full((2, 3), -np.inf, np.float32)), plan(W), {})
     assert solution.params == {}
@@ -180,7 +180,7 @@ def test_constants_with_infinity_are_left(tmp_path):
 @pytest.mark.parametrize(
     "given", [{"range": (-1.0, 1.0)}, {"scale": (0.5, 0.5)}, {"scheme": replace(CHANNEL, observe=FIXED)}]
 )
-def test_given_ranges_hide_no_nan(tmp_path, given):
+def test_explicit_ranges_do_not_hide_nan(tmp_path, given):
     """A range or scale that is given makes no number of a weight's NaN, and leaves one with infinity float."""
     nan, infinite = (np.array([[value, 0, 0], [1, 1, 1]], np.float32) for value in (np.nan, np.inf))
     with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
@@ -206,7 +206,7 @@ def test_empty_weights(tmp_path):
     assert solution.skips[0].reason == "it has no elements"
 
 
-def test_what_the_plan_dictates(tmp_path):
+def test_scales_of_the_plan(tmp_path):
     """A range wins over statistics, a scale over everything; per channel one range stands for all."""
     model, sketches = gemm(tmp_path), {TensorRef("", "x"): sketch_values(np.array([-9.0, 9.0]))}
     assert numbers(solve_scales(model, plan(replace(X, range=(0.0, 2.55))), sketches).params[0]) == (
@@ -344,7 +344,7 @@ def test_rings_of_ties():
     assert solve_scales(chain(2, ring=True), tied(2, ring=True), everywhere).params == {}
 
 
-def test_dictated_scales_reach_what_is_tied():
+def test_scales_of_the_plan_reach_tied_sites():
     """One scale in an edited plan is that of the whole group, without any data; two of them say so."""
     tied_plan = tied(2)
     solution = solve_scales(

@@ -47,7 +47,7 @@ def test_float_weights_give_back_the_source(samples: Path, tmp_path: Path, name:
     ("name", "data"),
     [("ultraface/version-RFB-320.onnx", ""), ("silero_vad_16k_op15.onnx", ""), ("kws/saved_model", "")],
 )
-def test_real_models_come_back(shared: Path, tmp_path: Path, name: str, data: str) -> None:
+def test_real_models_are_restored(shared: Path, tmp_path: Path, name: str, data: str) -> None:
     """The same for the face detector, whose opset and BatchNorms are undone, and for sound."""
     result = gq.insert(shared / name, rules=["fixed_point"], float_weights=True)
     stripped = gq.strip(result.save(tmp_path / f"out{(shared / name).suffix}"))
@@ -68,7 +68,7 @@ def test_rounded_weights_of_real_models(shared: Path, tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", ONNX)
-def test_rounded_weights_are_said_to_be(samples: Path, tmp_path: Path, name: str) -> None:
+def test_rounded_weights_are_reported(samples: Path, tmp_path: Path, name: str) -> None:
     """Without float weights it is the prepared model; weights are the integers' values under their old names."""
     path = inserted(samples, name, tmp_path)
     quantized = {reading.tensor for reading in summarize_model(gq.load(path)).quantization_ops}
@@ -110,7 +110,7 @@ def test_weights_that_calls_passed_stay_in_their_function(samples: Path, tmp_pat
         np.testing.assert_allclose(first, second, atol=0.25)
 
 
-def test_it_says_what_stays(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_output_lists_remaining_changes(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """The command says that weights are rounded and how the graph stays prepared, and proves it."""
     source = samples / "digits_cnn_bn.onnx"
     data = str(samples / "digits_cnn_calib.npz")
@@ -234,7 +234,7 @@ def test_ops_say_rule_and_anchor(samples: Path, tmp_path: Path) -> None:
         assert {op.rule for op in quantization_ops} == rules
 
 
-def test_a_model_says_where_it_came_from(samples: Path, tmp_path: Path) -> None:
+def test_provenance_metadata(samples: Path, tmp_path: Path) -> None:
     """Digests of source, rules, plan and data, the method and the version; no time and no path of this machine."""
     data = str(samples / "digits_cnn_calib.npz")
     for name in ("digits_cnn.onnx", "digits_cnn_bn.onnx"):

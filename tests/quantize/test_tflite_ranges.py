@@ -42,7 +42,7 @@ def site(plan: gq.Plan, op: str) -> Any:
     return next(planned_site for planned_site in plan.sites if planned_site.tensor.op == op)
 
 
-def test_scales_are_taken_as_they_are(planned):
+def test_exact_scales(planned):
     """By plain name, by fused names in any order, and behind a function's prefix."""
     source = tflite(
         ("stem/conv;stem/batch_norm;stem/relu", 0.5, -128),
@@ -65,7 +65,7 @@ def test_scales_are_taken_as_they_are(planned):
     assert TensorRef("", "image") not in transfer.missing
 
 
-def test_what_is_still_without_a_range(samples):
+def test_missing_ranges_are_reported(samples):
     """Where the file has not all of the plan's activations, the message counts both and names the way to the rest."""
     with pytest.raises(gq.GraphQuantError) as error:
         gq.insert(samples / "digits_cnn.pb", rules="tflite", ranges=tflite(("stem/relu", 0.5, -128)))
@@ -101,7 +101,7 @@ def test_constants_and_foreign_parts_are_no_match(planned):
     assert site(plan, "stem/relu").scale is None
 
 
-def test_two_opinions_are_none(planned):
+def test_conflicting_names_match_nothing(planned):
     """Where two tensors of the file claim one of the model and differ, it gets neither."""
     double = ("stem/batch_norm;stem/conv;stem/relu", 0.25, -128)
     source = tflite(("stem/relu:0", 0.5, -128), double, ("max_pool", 1, 0))
@@ -110,7 +110,7 @@ def test_two_opinions_are_none(planned):
     assert transfer.unused == ("stem/relu:0", double[0])
 
 
-def test_a_part_that_may_come_last_leaves_the_name_open(planned):
+def test_ambiguous_last_part_matches_nothing(planned):
     """`batch_norm;relu` is not what the BatchNorm makes, also where a convolution's name lists the Relu."""
     source = tflite(("stem/relu;stem/batch_norm", 0.5, 0), ("stem/relu;depthwise/conv", 0.25, 0), ("max_pool", 1, 0))
     _, transfer = transfer_ranges(*planned, source, {})
@@ -120,7 +120,7 @@ def test_a_part_that_may_come_last_leaves_the_name_open(planned):
     ]
 
 
-def test_a_map_says_which_is_which(planned, tmp_path):
+def test_name_map(planned, tmp_path):
     """Mapped names win; a weight takes its scales only by being mapped."""
     model, rule_plan = planned
     weight = next(

@@ -168,7 +168,7 @@ def test_weights_are_not_copied(tmp_path):
     assert not decoded(onnx.TensorProto, weight).raw_data
 
 
-def test_weights_that_were_rounded_since_come_back_nearly(tmp_path):
+def test_rounded_weights_are_restored_approximately(tmp_path):
     """From other values than those written a weight is a quotient, and that it is no more is told."""
     model = gq.load(source(tmp_path))
     step = folded(prepare(model, tuple(PREPARATION_STEPS))[1])
@@ -197,7 +197,7 @@ def test_a_damaged_record(tmp_path, damage):
 @given(
     arrays.arrays(np.float32, 9, elements=st.floats(width=32, allow_nan=False)), st.floats(width=64, allow_nan=False)
 )
-def test_every_weight_comes_back(weight, factor):
+def test_every_weight_is_restored(weight, factor):
     """Whatever the weight and the factor, zeros of either sign and numbers too small to be normal among them."""
     from graphquant.quantize import preparation_undo
 
@@ -228,7 +228,7 @@ def test_arrays_as_json():
 
 
 @pytest.mark.parametrize("float_weights", [True, False])
-def test_weights_come_back_from_what_was_written(tmp_path, float_weights):
+def test_weights_are_restored_from_the_written_model(tmp_path, float_weights):
     """With float weights in the file each one is exact; with integers it is within their rounding, and said to be."""
     samples = Path(__file__).parents[2] / "sample_models"
     source = gq.load(samples / "digits_cnn_bn.onnx")

@@ -189,8 +189,10 @@ def test_unreadable_files(write, monkeypatch):
         ("a = 1\na = 2\n", "rules.toml:2: this is not valid TOML: Cannot overwrite a value at column 6."),
         (
             "kind = conv",
-            "rules.toml:1: this is not valid TOML: Invalid value at column 8. Strings need quotes, as in"
-            " kind = 'conv'.",
+            (
+                "rules.toml:1: this is not valid TOML: Invalid value at column 8. Strings need quotes, as in"
+                " kind = 'conv'."
+            ),
         ),
         ("[a]\n[a]\n", "rules.toml:2: this is not valid TOML: Cannot declare ('a',) twice at column 3."),
         ("a = " + "1" * 5000, "rules.toml:1: this is not valid TOML: Exceeds the limit"),
@@ -206,8 +208,10 @@ def test_mistakes_of_all_files_in_order(write):
     bad = write("b = 1\n\n[[rule]]\nname = 'x'\n", "b.toml")
     second = write("\na = ", "a.toml")
     assert message(bad, write(GOOD), second, bad).splitlines() == [
-        "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, algorithms, use, scheme, pattern,"
-        " rule.",
+        (
+            "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, algorithms, use, scheme,"
+            " pattern, rule."
+        ),
         (
             "b.toml:3: a rule lacks the key 'quantize'."
             ' Its meaning: A scheme, "same-as-input", "passthrough", "fused" or "float".'

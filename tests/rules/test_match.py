@@ -351,7 +351,7 @@ def test_patterns_on_consumers(tmp_path):
     assert claimed_uses(model_of(tmp_path, GELU), rules_of(tmp_path, text)) == [("y:0 > t[0]", "r")]
 
 
-def test_a_choice_of_order_is_taken_back_when_a_later_operand_needs_it(tmp_path):
+def test_operand_order_is_backtracked(tmp_path):
     """Which operand is which may show only further on."""
     text = """
 g (float[2] x, float[2] w) => (float[2] y)

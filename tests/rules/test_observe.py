@@ -11,7 +11,7 @@ from graphquant.observers import OBSERVERS
 from graphquant.rules import ObserverConfig, rule_file_schema
 
 
-def test_arguments_as_given_and_by_default() -> None:
+def test_explicit_and_default_arguments() -> None:
     """What is given wins; what has a default may be left out; numbers come as floats."""
     assert ObserverConfig(name="percentile").arguments == {"percentile": 99.999}
     assert ObserverConfig(name="percentile", percentile=99).arguments == {"percentile": 99.0}

@@ -141,7 +141,7 @@ def test_time_is_linear(part):
     assert time.perf_counter() - start < 20
 
 
-def test_lines_are_located_lazily(monkeypatch) -> None:
+def test_lines_are_computed_on_first_access(monkeypatch) -> None:
     """A text in which nothing is wrong is not gone through for them; asked, they are those of `locate`."""
     text = "[scheme.a]\nbits = 8\n\n[[rule]]\nname = 'x'\n"
     located: list[str] = []
