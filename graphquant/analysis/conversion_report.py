@@ -91,7 +91,7 @@ def compare_conversion(
             if op.kind in {"constant", "variable"}:
                 axis = _weight_channel_axis(converted.main, TensorRef("", op.name, port))
                 names_of_output = output.name.split(";")  # the converter joins the names of merged tensors
-                constants.update((part, (output, axis)) for part in names_of_output if part.endswith("quant"))
+                constants.update((name, (output, axis)) for name in names_of_output if name.endswith("quant"))
             elif output.quantization.scale.size:
                 activations[output.name] = output
     names_by_tensor = match_tensor_names(model, activations, names)

@@ -102,7 +102,7 @@ def explain_uses(
         outcomes.update({(skip.tensor, use): (skip.rule, f"not quantized: {skip.reason}") for use in skip.uses})
     for index, site in enumerate(plan.sites):
         site_indices.update({(site.tensor, use): index for use in site.uses})
-        tie_note = f", with the scale of what {', '.join(map(str, site.tie))} reads" if site.tie else ""
+        tie_note = f", with the scale at {', '.join(map(str, site.tie))}" if site.tie else ""
         outcome_text = f"quantized to {site.scheme.type.name} {site.scheme.zero} per {site.scheme.per}{tie_note}"
         outcomes.update({(site.tensor, use): (site.rule, outcome_text) for use in site.uses})
     explanations = []
@@ -130,7 +130,10 @@ def _outcome_without_plan(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> 
     """Rule and outcome of a use that is neither in a site nor skipped."""
     first = next((rule for rule in matcher.ruleset.rules if not matcher.miss_reason(rule, tensor, use)), None)
     if first is not None and first.rule.quantize == "passthrough":
-        return first.rule.name, "quantized already: what makes it hands quantized values on, so nothing is inserted"
+        return (
+            first.rule.name,
+            "quantized already: the producer passes quantized values through",
+        )
     return "", "not quantized: no rule matches"
 
 
@@ -177,7 +180,7 @@ def _rule_misses(matcher: RuleMatcher, tensor: TensorRef, use: Use, winner: str)
 
 NO_RULES = RuleSet(files=(), descriptions=(), digest="", prepare=(), rules=())
 
-FLOAT_OUTCOME = "stays float: nothing quantizes it in this model. Explain the model that it was made of for the reason"
+FLOAT_OUTCOME = "stays float: no op quantizes it in this model. To see the reason, explain the float model"
 
 MAX_LISTED = 4
 """Maximum number of listed tensors that share a scale."""

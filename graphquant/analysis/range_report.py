@@ -197,8 +197,8 @@ def model_range_report(
         )
     if not tensor_ranges:
         raise DataError(
-            "The statistics are of another model, and this one quantizes none of their tensors. Give the model that"
-            " they were made of, or one that insert made from it."
+            "The statistics are of another model, and this one quantizes none of their tensors. Pass the calibrated"
+            " model, or a model that insert quantized from it."
         )
     model_name = str(summary.model.path or "the model")
     return RangeReport(

@@ -31,7 +31,7 @@ class HoldOut:
 
     Attributes:
         spec: Data spec of the samples.
-        max_samples: Number of samples of the spec that are used at all, or None for all.
+        max_samples: Maximum number of samples of the spec, or None for all.
         batches: The opened data.
         start: Index of the first reserved sample.
         reuses_samples: True if calibration uses the reserved samples too.
@@ -84,7 +84,7 @@ def split_search_set(spec: str, max_samples: int | None, batches: Dataset, calib
 
     Args:
         spec: Data spec.
-        max_samples: Number of samples of the spec that are used at all, or None for all.
+        max_samples: Maximum number of samples of the spec, or None for all.
         batches: The opened data.
         calibration_count: Number of leading samples from which the ranges were computed.
     """
@@ -129,7 +129,7 @@ def holdout_for_stats(
 
     Args:
         spec: Data spec.
-        max_samples: Number of samples of the spec that are used at all, or None for all.
+        max_samples: Maximum number of samples of the spec, or None for all.
         batches: The opened data.
         calibration_count: Number of leading samples from which the ranges were computed.
         has_search: True if a search measured plans on the data.

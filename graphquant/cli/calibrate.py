@@ -28,11 +28,17 @@ if TYPE_CHECKING:
 @click.option("--data", metavar="SPEC", help="Calibration data, as for insert.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Statistics file, NAME.gqs.")
 @options_of(CalibrateOptions)
-@click.option("--shard", "part", metavar="I/N", help="Run only part I of N. --merge merges the parts.")
+@click.option("--shard", "shard_text", metavar="I/N", help="Run only part I of N. --merge merges the parts.")
 @click.option("--merge", "merging", is_flag=True, help="Merge statistics files, which replace MODEL.")
 @FORCE
 def calibrate_command(
-    paths: tuple[Path, ...], output: Path, data: str | None, part: str | None, merging: bool, force: bool, **values: Any
+    paths: tuple[Path, ...],
+    output: Path,
+    data: str | None,
+    shard_text: str | None,
+    merging: bool,
+    force: bool,
+    **values: Any,
 ) -> None:
     """Run MODEL on data and write statistics for insert --stats.
 
@@ -42,7 +48,7 @@ def calibrate_command(
     from graphquant.api.models import check_output
 
     if merging:
-        if len(paths) == 1 or data or part or any(values.values()):
+        if len(paths) == 1 or data or shard_text or any(values.values()):
             raise UsageError("--merge needs two or more statistics files and -o, and no other options.")
         check_output(output, force=force)
         _check_stats_name(output)
@@ -50,7 +56,7 @@ def calibrate_command(
         return
     if len(paths) > 1:
         raise UsageError(f"calibrate takes one model, so {paths[1]} is unexpected. --merge takes statistics files.")
-    settings = collect_options(CalibrateOptions, values, shard=parse_shard(part))
+    settings = collect_options(CalibrateOptions, values, shard=parse_shard(shard_text))
     partial_stats = _load_partial_stats(paths[0], output, force=force)
     _check_stats_name(output)
     with _stop_on_interrupt() as stop_request, progress_bar() as progress, _name_stats_in_errors(output):

@@ -73,11 +73,11 @@ class Options:
         Raises:
             UsageError: A value is invalid.
         """
-        for each in option_fields(type(self)):
-            value = getattr(self, each.name)
+        for entry in option_fields(type(self)):
+            value = getattr(self, entry.name)
             # Defaults are valid, and skipping them avoids the import of pydantic.
-            if value is not each.default:
-                object.__setattr__(self, each.name, each.parse(value))
+            if value is not entry.default:
+                object.__setattr__(self, entry.name, entry.parse(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,11 +308,11 @@ def option_fields(options_class: type[Any]) -> tuple[OptionField, ...]:
     return tuple(
         OptionField(
             owner=options_class,
-            name=each.name,
-            default={} if each.default is MISSING else each.default,
-            form=each.metadata["form"],
+            name=entry.name,
+            default={} if entry.default is MISSING else entry.default,
+            form=entry.metadata["form"],
         )
-        for each in fields(options_class)
+        for entry in fields(options_class)
     )
 
 
@@ -325,7 +325,7 @@ def resolve_options(
         TypeError: There is no such option.
         UsageError: The value of an option is invalid.
     """
-    names = [each.name for each in fields(options_class)]  # type: ignore[arg-type]  # a dataclass
+    names = [entry.name for entry in fields(options_class)]  # type: ignore[arg-type]  # a dataclass
     unknown = next((name for name in values if name not in names), None)
     if unknown is not None:
         raise TypeError(f"There is no option {unknown!r}.{did_you_mean(unknown, names)}")
@@ -339,17 +339,17 @@ def takes_options(options_class: type[Any]) -> Callable[[AnyFunction], AnyFuncti
     def document(function: AnyFunction) -> AnyFunction:
         options = option_fields(options_class)
         signature = inspect.signature(function)
-        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        named = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
         keywords = [
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default) for each in options
+            inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=entry.default) for entry in options
         ]
         parameters = [
-            *(each for each in named if each.kind is not each.KEYWORD_ONLY),
+            *(entry for entry in named if entry.kind is not entry.KEYWORD_ONLY),
             *keywords,
-            *(each for each in named if each.kind is each.KEYWORD_ONLY),
+            *(entry for entry in named if entry.kind is entry.KEYWORD_ONLY),
         ]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        lines = "\n".join(f"    {each.name}: {each.description}" for each in options)
+        lines = "\n".join(f"    {entry.name}: {entry.description}" for entry in options)
         function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{lines}\n"
         return function
 
@@ -359,9 +359,9 @@ def takes_options(options_class: type[Any]) -> Callable[[AnyFunction], AnyFuncti
 def options_table(options_class: type[Any]) -> str:
     """Return a Markdown table of the options, for the documentation."""
     rows = ["| Python | command line | default | meaning |", "| --- | --- | --- | --- |"]
-    for each in option_fields(options_class):
-        value = f" {each.form.metavar}" if each.form.metavar else ""
-        flag = "" if each.form.python_only else f"`{each.flag}{value}`".replace("|", "\\|")
-        default = "" if each.default in (None, (), {}) else f"`{each.default!r}`"
-        rows.append(f"| `{each.name}` | {flag} | {default} | {each.description} |")
+    for entry in option_fields(options_class):
+        value = f" {entry.form.metavar}" if entry.form.metavar else ""
+        flag = "" if entry.form.python_only else f"`{entry.flag}{value}`".replace("|", "\\|")
+        default = "" if entry.default in (None, (), {}) else f"`{entry.default!r}`"
+        rows.append(f"| `{entry.name}` | {flag} | {default} | {entry.description} |")
     return "\n".join(rows)

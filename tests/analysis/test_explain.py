@@ -97,7 +97,7 @@ def test_names_that_explain_accepts(asked, what, expected):
 def test_ties_and_no_rule(asked):
     """A tie names its tensor; without a matching rule the outcome is that."""
     assert outcomes(asked("v:0")) == [
-        ("v:0", "@v[0]", "pass", "quantized to uint8 asymmetric per tensor, with the scale of what v[0] reads")
+        ("v:0", "@v[0]", "pass", "quantized to uint8 asymmetric per tensor, with the scale at v[0]")
     ]
     assert outcomes(asked("x:0"))[0] == ("x:0", "r[0]", "", "not quantized: no rule matches")
 
@@ -262,4 +262,4 @@ def test_passthrough_tensors_have_an_outcome(samples):
         if entry.use.op == "residual/add" and entry.tensor.op == "max_pool"
     ]
     assert (explanation.winner, explanation.quantized) == ("passed-on", True)
-    assert explanation.outcome.startswith("quantized already: what makes it hands quantized values on")
+    assert explanation.outcome.startswith("quantized already")
