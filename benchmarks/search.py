@@ -28,7 +28,7 @@ from peers_models import REAL
 
 import graphquant as gq
 from graphquant.optimize import search_cheapest_plan
-from graphquant.optimize.search import selection_cost
+from graphquant.optimize.selection import selection_cost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +100,7 @@ def every(folder: Path) -> float:
         plain = min(one.sqnr_lower_bound for one in first.comparison.outputs)
         for more in (1, 2, 3, 5, 8):
             tried = Every()
-            with mock.patch("graphquant.api.search.search_cheapest_plan", tried):
+            with mock.patch("graphquant.optimize.search.search_cheapest_plan", tried):
                 gq.insert(path, data=str(folder / "data.npz"), min_sqnr=plain + more)
             ratio = tried.found / tried.least if tried.least else (1.0 if not tried.found else np.inf)
             worst = max(worst, ratio)
@@ -189,12 +189,12 @@ def unseen(models: Path, folder: Path, draws: range, only: list[str]) -> int:
             (option, wanted), found = next(iter(bound.items())), result.search
             figures = gq.compare(case.path, result.model, str(others), sites=False).outputs
             worst, here = (
-                min(beyond(one, option, wanted) for one in some) for some in (figures, found.tried.comparison.outputs)
+                min(beyond(one, option, wanted) for one in some) for some in (figures, found.search_validation.comparison.outputs)
             )
             shown = found.met and result.validation is not None and not result.validation.failures
             said = "yes" if shown else ("not surely" if result.validation and not result.validation.failures else "no")
             met, broken = met + shown, broken + (shown and worst < 0)
-            cells = f"{said} | {here:+.3g} | {100 * found.found.cost:.0f}% | {worst:+.3g}"
+            cells = f"{said} | {here:+.3g} | {100 * found.cost:.0f}% | {worst:+.3g}"
             print(f"| {case.name} | {option} {wanted:g} | {draw} | {cells} |", flush=True)
     print(f"{met} bounds were said to be met; {met - broken} of them are met on unseen samples.")
     return broken

@@ -24,7 +24,7 @@ from graphquant.optimize import (
     attach_sensitivity,
     build_model,
     run_precalibration_algorithms,
-    search,
+    search_plan,
 )
 from graphquant.quantize import (
     Plan,
@@ -98,7 +98,7 @@ def insert(
         calibration_data=data.calibration,
         float_weights=settings.float_weights,
     )
-    built, trace = search(source, precalibration.model, precalibration.plan, build, objective, data, progress)
+    built, trace = search_plan(source, precalibration.model, precalibration.plan, build, objective, data, progress)
     return _make_result(source, precalibration, data, stats, settings, objective, transfer, built, trace, progress)
 
 

@@ -22,7 +22,7 @@ from graphquant.optimize.candidates import (
     make_scale_groups,
 )
 from graphquant.optimize.latency import FusionMap, LatencyProfile, make_latency_groups, minimize_latency
-from graphquant.optimize.search import Objective, SearchTrace, attach_sensitivity, search
+from graphquant.optimize.search import Objective, SearchTrace, attach_sensitivity, search_plan
 from graphquant.optimize.selection import PlanQuality, SelectionResult, allocate_weight_bits, search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity, measure_sensitivity
 from graphquant.optimize.timing import TimeRatio, measure_time_ratio
@@ -64,6 +64,6 @@ __all__ = [
     "measure_time_ratio",
     "minimize_latency",
     "run_precalibration_algorithms",
-    "search",
     "search_cheapest_plan",
+    "search_plan",
 ]

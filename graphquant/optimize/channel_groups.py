@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, qualified_op_name
+from graphquant.ir import (
+    WEIGHTED_KINDS,
+    DataType,
+    Graph,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    TensorRef,
+    Use,
+    qualified_op_name,
+)
 from graphquant.optimize.algorithm import AlgorithmResult
 from graphquant.optimize.channel_layout import (
     ChannelLayout,
@@ -39,8 +50,6 @@ HOMOGENEOUS_KINDS: Final = frozenset(
 
 NORM_KINDS: Final = frozenset({"batchnorm", "layernorm", "instancenorm"})
 """Kinds that end with a scale and an offset per channel."""
-
-WEIGHT_PRODUCT_KINDS: Final = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
 
 
 class ChannelConstant(NamedTuple):
@@ -118,7 +127,7 @@ class _ChannelGroupFinder:
 
     def produced_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
         """Output tensor, layout and channel count of a weighted op; None if unknown."""
-        if op.kind not in WEIGHT_PRODUCT_KINDS or "weight" not in op.roles or op.type.startswith("_Fused"):
+        if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles or op.type.startswith("_Fused"):
             return None
         weight_ref = graph.source_of(Use(graph.name, op.name, op.roles.index("weight")))
         shape = None if weight_ref is None else self._parameter_shape(weight_ref)
@@ -131,7 +140,7 @@ class _ChannelGroupFinder:
 
     def consumed_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
         """Input tensor, layout and channel count of a weighted op; None if unknown."""
-        if op.kind not in WEIGHT_PRODUCT_KINDS or "weight" not in op.roles or "input" not in op.roles:
+        if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles or "input" not in op.roles:
             return None
         slots = graph.slots(op.name)
         data, weight = op.roles.index("input"), op.roles.index("weight")
@@ -189,7 +198,7 @@ class _ChannelGroupFinder:
         graph, op = self.model.graphs[tensor.graph], self.model.op(tensor)
         if tensor.port:
             return "an op with several outputs makes it"
-        if op.kind in WEIGHT_PRODUCT_KINDS:
+        if op.kind in WEIGHTED_KINDS:
             return self._join_product(group, graph, op, layout)
         if op.kind in NORM_KINDS and "scale" in op.roles:
             return self._join_vectors(group, graph, op, ("scale", "offset"), layout)
@@ -236,11 +245,11 @@ class _ChannelGroupFinder:
         shape = None if tensor is None else self._parameter_shape(tensor)
         if shape is None:
             return "what is added or multiplied is not known before the model runs"
-        is_per_channel = op.kind in NORM_KINDS | WEIGHT_PRODUCT_KINDS | {"bias_add"}
+        is_per_channel = op.kind in NORM_KINDS | WEIGHTED_KINDS | {"bias_add"}
         output_shape = self.model.output(TensorRef(use.graph, op.name)).shape
         if (
             is_per_channel
-            and op.kind not in WEIGHT_PRODUCT_KINDS
+            and op.kind not in WEIGHTED_KINDS
             and normalization_layout(op, None if output_shape is None else len(output_shape)) != layout
         ):
             return f"a {op.type} has its channels along another axis"
@@ -285,7 +294,7 @@ class _ChannelGroupFinder:
                 outcome = []
             elif use.graph != tensor.graph or op.kind == "output":
                 outcome = "it is an output, or read in another graph"
-            elif op.kind in WEIGHT_PRODUCT_KINDS:
+            elif op.kind in WEIGHTED_KINDS:
                 outcome = self._join_weighted_reader(group, graph, op, use, layout)
             else:
                 outcome = self._join_through_op(group, graph, op, layout, forward=True)

@@ -190,7 +190,7 @@ class SearchTrace:
         )
 
 
-def search(
+def search_plan(
     source: Model,
     prepared: Model,
     plan: Plan,

@@ -162,19 +162,19 @@ def test_scaled_tensors_are_not_compared(tmp_path):
     assert sites["k"].local is None
 
 
-def test_what_is_left_without_data_that_fits(tmp_path):
-    """With statistics, or made-up data, nothing is scaled; where only weights are quantized, it needs none."""
+def test_algorithms_without_suitable_data(tmp_path):
+    """Statistics and random data scale nothing. If only weights are quantized, no data is needed."""
     path = saved(tmp_path, *DEPTHWISE)
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[PER_TENSOR])
     algorithms = ("cross-layer-equalization", "smoothquant")
-    for options, reason in (({"stats": stats}, "statistics"), ({"data": "random:16"}, "made-up")):
+    for options, reason in (({"stats": stats}, "statistics"), ({"data": "random:16"}, "random data")):
         result = gq.insert(path, rules=[PER_TENSOR], algorithms=algorithms, **options)
         assert [entry.applied for entry in result.algorithm_results] == [False, False]
         assert all(reason in entry.detail for entry in result.algorithm_results)
     result = gq.insert(path, rules=[RULES.replace("PER", "")], algorithms=algorithms)
     assert applied_targets(result) == ["r", "s"]
     assert [entry.detail for entry in result.algorithm_results if entry.algorithm == "smoothquant"] == [
-        "left out: it needs data"
+        "skipped: it needs data"
     ]
 
 

@@ -120,8 +120,8 @@ def test_the_same_bytes_again(tmp_path):
     assert files[0] == files[1]
 
 
-def test_what_is_left_is_told(tmp_path, monkeypatch):
-    """A product without a bias; statistics alone, made-up and few samples."""
+def test_skipped_ops_have_reasons(tmp_path, monkeypatch):
+    """A product without a bias is skipped, and so is everything with statistics alone, random data and few samples."""
     body = f"c = Conv (x, v)\n {FLAT} y = MatMul (z, w)"
     path = model(tmp_path, body, {"v": (4, 3, 1, 1), "w": (4, 5)})
     with monkeypatch.context() as patch:
@@ -131,14 +131,12 @@ def test_what_is_left_is_told(tmp_path, monkeypatch):
     assert details == {"it has no bias, and no op that adds one follows"}
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[RULES])
     from_stats = gq.insert(path, rules=[RULES], stats=stats)
-    assert [entry.detail for entry in from_stats.algorithm_results] == [
-        "left out: it needs samples, and statistics keep none"
-    ]
+    assert [(entry.applied, "samples" in entry.detail) for entry in from_stats.algorithm_results] == [(False, True)]
     random = gq.insert(path, rules=[RULES], data="random:8")
-    assert [entry.detail for entry in random.algorithm_results] == ["left out: made-up data says nothing of means"]
+    assert [(entry.applied, "random data" in entry.detail) for entry in random.algorithm_results] == [(False, True)]
     few = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), samples=4)
-    assert [entry.detail for entry in few.algorithm_results] == [
-        "left out: there are 2 samples to check it with, and 3 are the least"
+    assert [(entry.applied, "2 validation samples" in entry.detail) for entry in few.algorithm_results] == [
+        (False, True)
     ]
 
 
@@ -174,35 +172,31 @@ def test_shrunk_goes_towards_zero(column):
     assert 0 <= shrunken * np.sign(mean) <= abs(mean) * (1 + 1e-12)
 
 
-def test_kept_only_if_more_than_chance():
-    """Errors of samples: all fall; one falls by a bit more than the others grow; one output falls, the other grows."""
+def test_algorithms_need_more_gain_than_chance():
+    """Errors of all samples fall; one falls more than the others grow; one output falls and the other grows."""
     before = np.ones((4, 2))
     assert not rejection_reason(before, np.full((4, 2), 0.5) + np.arange(8).reshape(4, 2) / 100)
     assert "more than chance" in rejection_reason(before, np.array([[0.2, 1], [1, 1], [1, 1], [0.9, 1]]))
-    assert rejection_reason(before, np.tile([0.1, 2.0], (4, 1))) == "an output is off by 1.41 times as much"
+    assert "1.41" in rejection_reason(before, np.tile([0.1, 2.0], (4, 1)))
     assert rejection_reason(before, np.full((4, 2), 0.95)) == "no output gains 0.5 dB (the most is 0.2 dB)"
 
 
 def test_a_few_samples_do_not_decide():
-    """Three of 16 samples that had most of the error lose it: not kept if the others lose, unless most of them gain."""
+    """Three of 16 samples have most of the error and gain. That is not enough if most of the others lose."""
     before = np.ones((16, 1))
     before[:3] = 40
     after = before * 0.9
     after[:3] = 1
     assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == ""
     after[3:] *= 1.2
-    message = "without the 3 samples that gain most an output is off by 1.04 times as much"
-    assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == message
+    assert "without the 3 samples" in rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS)
     after[4:] = 0.99
     assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == ""
     after[4] = 3.2
     assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == ""
     after[3:] = 1.08
-    assert (
-        rejection_reason(
-            before[:, [0, 0]], np.concatenate([before * 0.5, after], axis=1), MIN_TARGETED_GAIN_STANDARD_ERRORS
-        )
-        == message
+    assert "without the 3 samples" in rejection_reason(
+        before[:, [0, 0]], np.concatenate([before * 0.5, after], axis=1), MIN_TARGETED_GAIN_STANDARD_ERRORS
     )
 
 

@@ -176,7 +176,7 @@ def test_factors_that_are_not_exact_are_refused(tmp_path):
     """Weights that would be no normal float32 any more stay, all of them."""
     source = model(tmp_path, *NETS["relu"][:2])
     tiny = source.copy()
-    tiny.main.replace_op(replace(source.main.op("w"), value=lambda: np.full((6, 3, 3, 3), 2e-38, np.float32)))
+    tiny.main.replace_op(replace(source.main.op("w"), read_value=lambda: np.full((6, 3, 3, 3), 2e-38, np.float32)))
     (stream,) = (entry for entry in find_channel_groups(tiny) if not entry.obstacle)
     assert not rescale_group(tiny, stream, np.full(6, 4.0))
     assert np.array_equal(tiny.main.op("v").read_value(), source.main.op("v").read_value())

@@ -256,9 +256,9 @@ def test_nothing_to_time(samples: Path, tmp_path: Path, cli: Callable[..., Any])
     assert "Latency was not measured: there is nothing to quantize." in output
 
 
-def test_what_is_asked_for_wrongly(samples: Path) -> None:
-    """Time without a sample to run, and words that mean nothing, are refused at once."""
+def test_invalid_objectives(samples: Path) -> None:
+    """Optimizing latency without samples and unknown objectives are usage errors."""
     with pytest.raises(UsageError, match="Pass data"):
         gq.insert(samples / "digits_cnn.onnx", rules="weight_only", optimize="latency")
-    with pytest.raises(UsageError, match="nothing to optimize for"):
+    with pytest.raises(UsageError, match="optimize"):
         gq.insert(samples / "digits_cnn.onnx", rules="weight_only", optimize="speed")

@@ -181,6 +181,6 @@ def test_the_worst_is_first(tmp_path: Path, cli: Callable[..., Any]) -> None:
 
 
 def test_usage(cli: Callable[..., Any], tmp_path: Path) -> None:
-    """Blame is of quantized tensors."""
+    """Sensitivity without quantized tensors is a usage error."""
     output = cli("compare", "a.onnx", "b.onnx", "--data", "random:1", "--sensitivity", "--outputs-only", code=2).stderr
-    assert output.startswith("error: --blame is of quantized tensors.")
+    assert output.startswith("error: --sensitivity")
