@@ -6,13 +6,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from graphquant.ir import qualified_op_name
+from graphquant.ir import QUANTIZATION_KINDS, qualified_op_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from graphquant.ir import Model
 
+
+UNJUDGED_KINDS = QUANTIZATION_KINDS | {
+    *("input", "output", "constant", "variable", "shape", "if", "loop", "scan", "call", "identity", "dropout", "cast")
+}
+"""Kinds that compute nothing on floats, or whose bodies have verdicts of their own."""
 
 RunStatus = Literal["int8", "fused", "float"]
 """"int8" runs on integers. "fused" does not run, because another op does its work. "float" runs in float."""

@@ -12,20 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.backends.findings import NOT_QUANTIZED, BrokenRule, Verdict
+from graphquant.backends.findings import NOT_QUANTIZED, UNJUDGED_KINDS, BrokenRule, Verdict
 from graphquant.backends.op_sides import QuantizationReader, QuantizedInput, same_quantization
-from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS
+from graphquant.ir import FLOAT_TYPES
 from graphquant.numerics import IntType, QParams
 
 if TYPE_CHECKING:
     from graphquant.backends.findings import RunStatus
     from graphquant.ir import Graph, Model, Op, TensorRef, Use
-
-
-UNJUDGED_KINDS = QUANTIZATION_KINDS | {
-    *("input", "output", "constant", "variable", "shape", "if", "loop", "scan", "call", "identity", "dropout", "cast")
-}
-"""Kinds that compute nothing on floats, or whose bodies have verdicts of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,25 +10,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphquant.backends.findings import Backend, BrokenRule, Verdict
+from graphquant.backends.findings import UNJUDGED_KINDS, Backend, BrokenRule, Verdict
 from graphquant.backends.onnxruntime.context import op_context
 from graphquant.backends.onnxruntime.passes import convert_pairs_to_uint8, simplify_graph
 from graphquant.backends.onnxruntime.selectors import ORT_SELECTORS
 from graphquant.backends.onnxruntime.work import RemovedOps, WorkingCopy
-from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, paused_gc
+from graphquant.ir import FLOAT_TYPES, paused_gc
 
 if TYPE_CHECKING:
     from graphquant.backends.findings import RunStatus
-    from graphquant.ir import Graph, Model, Op
+    from graphquant.ir import Graph, Model, Op, OpKey
 
-
-OpKey = tuple[str, str]
-"""Graph and name of an op."""
-
-ORT_UNJUDGED_KINDS = QUANTIZATION_KINDS | {
-    *("input", "output", "constant", "variable", "shape", "if", "loop", "scan", "call", "identity", "dropout", "cast")
-}
-"""Kinds that compute nothing on floats, or whose bodies have verdicts of their own."""
 
 INTEGER_OP_TYPES = frozenset(
     {"ConvInteger", "MatMulInteger", "QGemm", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul"}
@@ -74,7 +66,7 @@ def _predict_outcomes(work: WorkingCopy, removed: RemovedOps, *, int8: bool) -> 
     for name in work.model.reachable_graphs():
         graph = work.model.graphs[name]
         for op in graph.ops():
-            if op.kind in ORT_UNJUDGED_KINDS:
+            if op.kind in UNJUDGED_KINDS:
                 continue
             outcomes[name, op.name] = _predict_outcome(work, removed, graph, op, int8=int8)
     return outcomes
@@ -110,7 +102,7 @@ def _integer_input_dtype(graph: Graph, op: Op) -> str:
 
 def _ort_needs_verdict(work: WorkingCopy, graph: Graph, op: Op) -> bool:
     """Return whether an op gets a verdict: an integer op, or an op other than a quantization that uses floats."""
-    if op.kind in ORT_UNJUDGED_KINDS:
+    if op.kind in UNJUDGED_KINDS:
         return False
     if _is_integer_op(op) or _integer_input_dtype(graph, op):
         return True

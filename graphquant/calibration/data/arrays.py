@@ -26,12 +26,12 @@ from graphquant.calibration.data.fit import (
     check_dtype_range,
     common_sample_count,
     fit_array,
-    format_input_shape,
     match_input_keys,
     non_finite_mask,
     non_finite_message,
 )
 from graphquant.errors import DataError
+from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,8 +188,7 @@ def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model
     data_bytes = size - (data_offset - header_offset)
     if any(axis < 0 for axis in shape) or math.prod(shape) * stored_dtype.itemsize != data_bytes:
         raise DataError(
-            f"{label} claims to be {stored_dtype} {format_input_shape(shape)}, but {data_bytes} bytes follow. Save it"
-            " again."
+            f"{label} claims to be {stored_dtype} {format_shape(shape)}, but {data_bytes} bytes follow. Save it again."
         )
     if fortran_order and size > MAX_FEED_BYTES:
         raise DataError(f"{label} has {size} bytes in Fortran order. Save it in C order: numpy.ascontiguousarray.")

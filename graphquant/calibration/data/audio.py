@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.calibration.data.files import DataFile, hash_files, wrap_read_errors
-from graphquant.calibration.data.fit import dtype_kind, format_input_shape, numpy_dtype
+from graphquant.calibration.data.fit import dtype_kind, numpy_dtype
 from graphquant.calibration.data.images import parse_number
 from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size, sole_input
 from graphquant.errors import DataError, did_you_mean
+from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,7 +122,7 @@ def _time_axis(label: str, name: str, input_shape: Shape | None) -> tuple[tuple[
         if len(time_axes) == 1:
             shape = [-1 if axis == time_axes[0] else 1 for axis in range(len(sample_shape))]
             return (tuple(shape) if len(input_shape) == 1 else (1, *shape)), sample_shape[time_axes[0]]
-    accepted = "any shape" if input_shape is None else format_input_shape(input_shape)
+    accepted = "any shape" if input_shape is None else format_shape(input_shape)
     raise DataError(f"{label}: input {name!r} takes {accepted}, but a wave has only a time axis. Use an .npz file.")
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.calibration.data.fit import dtype_kind, format_input_shape, non_finite_mask, numpy_dtype
+from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
+from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -282,9 +283,9 @@ def _input_findings(model_input: ModelInput, stats: _InputStats, dataset: Datase
         yield DataFinding(
             kind="stacked",
             input=model_input.name,
-            message=f"{model_input.name} has open axes, and an item of {format_input_shape(item_shape)} was split into"
+            message=f"{model_input.name} has open axes, and an item of {format_shape(item_shape)} was split into"
             f" {count}"
-            f" samples of {format_input_shape((input_shape[0] or 1, *item_shape[1:]))}. If it is one sample, return"
+            f" samples of {format_shape((input_shape[0] or 1, *item_shape[1:]))}. If it is one sample, return"
             " array[None].",
         )
 

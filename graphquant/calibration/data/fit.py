@@ -11,6 +11,7 @@ import numpy as np
 
 from graphquant.calibration.data.base import MAX_FEED_BYTES
 from graphquant.errors import DataError, did_you_mean
+from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,11 +75,6 @@ def dtype_kind(dtype: np.dtype[Any]) -> str:
     if dtype.kind in "iu":
         return "int"
     return "float" if dtype.kind == "f" or dtype == ml_dtypes.bfloat16 else dtype.name
-
-
-def format_input_shape(shape: Shape) -> str:
-    """Format `shape` for messages, with "?" for unknown sizes."""
-    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
 
 
 def match_input_keys(label: str, available_keys: Sequence[str], request: DataRequest) -> list[str]:
@@ -246,8 +242,8 @@ def _stacking_layout(label: str, model_input: ModelInput, shape: tuple[int, ...]
                 )
             return rows_per_feed, False
     raise DataError(
-        f"{label} is {format_input_shape(shape)}, but input {model_input.name!r} takes"
-        f" {format_input_shape(input_shape)}, samples stacked along"
+        f"{label} is {format_shape(shape)}, but input {model_input.name!r} takes"
+        f" {format_shape(input_shape)}, samples stacked along"
         " the first axis."
         f" {_suggest_shape_fix(shape, input_shape)}"
     )
@@ -305,8 +301,8 @@ def make_feed(label: str, model_input: ModelInput, values: Array, *, require_fin
     input_shape = model_input.shape
     if input_shape is not None and not _fits_input_shape(values.shape, input_shape):
         raise DataError(
-            f"{label} is {format_input_shape(values.shape)}, but input {model_input.name!r} takes"
-            f" {format_input_shape(input_shape)}."
+            f"{label} is {format_shape(values.shape)}, but input {model_input.name!r} takes"
+            f" {format_shape(input_shape)}."
             " Give each sample this shape."
         )
     stored_dtype = values.dtype

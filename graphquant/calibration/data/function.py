@@ -26,11 +26,11 @@ from graphquant.calibration.data.fit import (
     common_sample_count,
     dtype_kind,
     fit_array,
-    format_input_shape,
     match_input_keys,
     numpy_dtype,
 )
 from graphquant.errors import DataError, GraphQuantError
+from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -250,7 +250,7 @@ def open_random(source: DataSource, request: DataRequest) -> Dataset:
 def _random_shape(model_input: ModelInput) -> tuple[int, ...]:
     if model_input.shape is None or None in model_input.shape[1:]:
         shape_description = (
-            "no known rank" if model_input.shape is None else f"the shape {format_input_shape(model_input.shape)}"
+            "no known rank" if model_input.shape is None else f"the shape {format_shape(model_input.shape)}"
         )
         raise DataError(
             f"Random data is not supported for input {model_input.name!r}, which has {shape_description}. Use an .npz"
@@ -259,7 +259,7 @@ def _random_shape(model_input: ModelInput) -> tuple[int, ...]:
     shape = tuple(1 if size is None else size for size in model_input.shape)
     if math.prod(shape) * 8 > MAX_FEED_BYTES:
         raise DataError(
-            f"Input {model_input.name!r} of {format_input_shape(shape)} is too large for random data. Use an .npz file."
+            f"Input {model_input.name!r} of {format_shape(shape)} is too large for random data. Use an .npz file."
         )
     return shape
 

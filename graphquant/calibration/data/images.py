@@ -12,9 +12,10 @@ import numpy as np
 
 from graphquant.calibration.data.base import MAX_FEED_BYTES
 from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, FILE_READ_ERRORS, hash_files, wrap_read_errors
-from graphquant.calibration.data.fit import dtype_kind, format_input_shape, numpy_dtype
+from graphquant.calibration.data.fit import dtype_kind, numpy_dtype
 from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size, sole_input
 from graphquant.errors import DataError, MissingDependencyError, did_you_mean
+from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -143,7 +144,7 @@ def pixel_settings(label: str, model_input: ModelInput, keys: Mapping[str, str])
     if model_input.shape is not None and len(model_input.shape) != len(layout):
         raise DataError(
             f"{label}: layout={layout} has {len(layout)} axes, but input {model_input.name!r} takes"
-            f" {format_input_shape(model_input.shape)}. Use the layout of the input."
+            f" {format_shape(model_input.shape)}. Use the layout of the input."
         )
     axis_sizes = dict(zip(layout, model_input.shape or [None] * len(layout), strict=True))
     channels = 1 if "c" not in layout else axis_sizes["c"] or 3
@@ -218,7 +219,7 @@ def _layout_from_shape(label: str, model_input: ModelInput) -> str:
             return layouts[0] if channels_first else layouts[1]
         if not channels_first and shape[0] is None and None not in shape[1:] and layouts[2]:
             return layouts[2]
-    accepted = "any shape" if shape is None else format_input_shape(shape)
+    accepted = "any shape" if shape is None else format_shape(shape)
     raise DataError(
         f"{label}: input {model_input.name!r} takes {accepted}, which matches several layouts. Add layout=nchw or nhwc."
     )
@@ -237,7 +238,7 @@ def _target_size(
                 raise DataError(
                     f"{label}: size={keys['size']} is {width} wide and {height} high, but input {model_input.name!r}"
                     " takes"
-                    f" {format_input_shape(model_input.shape or ())}, {input_size[0] or '?'} wide and"
+                    f" {format_shape(model_input.shape or ())}, {input_size[0] or '?'} wide and"
                     f" {input_size[1] or '?'} high. Remove size."
                 )
     elif input_size[0] is not None and input_size[1] is not None:
@@ -246,7 +247,7 @@ def _target_size(
         return None
     else:
         raise DataError(
-            f"{label}: input {model_input.name!r} takes {format_input_shape(model_input.shape or ())}, which leaves"
+            f"{label}: input {model_input.name!r} takes {format_shape(model_input.shape or ())}, which leaves"
             " the size open."
             " Add size=WIDTHxHEIGHT, or resize=none to keep the size of the images."
         )

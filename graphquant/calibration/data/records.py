@@ -23,10 +23,11 @@ from google.protobuf.message import DecodeError
 
 from graphquant.calibration.data.base import MAX_FEED_BYTES
 from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, DataFile, hash_files, wrap_read_errors
-from graphquant.calibration.data.fit import STRING_DTYPES, format_input_shape, match_input_keys, numpy_dtype
+from graphquant.calibration.data.fit import STRING_DTYPES, match_input_keys, numpy_dtype
 from graphquant.calibration.data.images import Pixels, pixel_settings
 from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size
 from graphquant.errors import DataError, MissingDependencyError
+from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,14 +110,14 @@ def _reshape_to_input(label: str, model_input: ModelInput, values: Array) -> Arr
     if target_shape.count(-1) > 1:
         raise DataError(
             f"{label} is a list of {values.size} values, but input {model_input.name!r} takes"
-            f" {format_input_shape(input_shape)}, which leaves its"
+            f" {format_shape(input_shape)}, which leaves its"
             " shape open. Use an .npz file, which stores shapes."
         )
     fits = values.size == math.prod(sizes) if -1 not in target_shape else not values.size % max(math.prod(sizes), 1)
     if not input_shape or not fits:
         raise DataError(
             f"{label} has {values.size} values, but input {model_input.name!r} takes"
-            f" {format_input_shape(input_shape)}. Provide as many."
+            f" {format_shape(input_shape)}. Provide as many."
         )
     return values.reshape(target_shape)
 

@@ -181,7 +181,7 @@ class TensorFlowRunner:
             if not _shape_matches(spec, value.shape):
                 raise DataError(
                     f"The data for {spec.name!r} has shape {value.shape}, but the model needs"
-                    f" {_format_input_shape(spec)}. Reshape the data."
+                    f" {_format_shape(spec)}. Reshape the data."
                 )
             feed_dict[f"{spec.name}:0"] = value
         missing = [spec.name for spec in self.inputs if f"{spec.name}:0" not in feed_dict]
@@ -249,5 +249,5 @@ def _shape_matches(spec: InputSpec, shape: tuple[int, ...]) -> bool:
     return len(shape) == len(spec.shape) and all(size in {None, n} for size, n in zip(spec.shape, shape, strict=True))
 
 
-def _format_input_shape(spec: InputSpec) -> str:
+def _format_shape(spec: InputSpec) -> str:
     return "[" + ", ".join("any" if size is None else str(size) for size in spec.shape or ()) + "]"
