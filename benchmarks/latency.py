@@ -98,7 +98,7 @@ class Row:
 
     def optimized(self, made: gq.Result, start: Callable[[], Start], plain: Start, samples: int = 1) -> None:
         """Times what was optimized, unless it is the float model itself."""
-        left = len(made.latency.left) if made.latency else 0
+        left = len(made.search.float_tensors) if made.search else 0
         self.sites = f"{len(made.inserted)} of {len(made.inserted) + left}"
         if made.inserted:
             self.judge("optimized", start(), plain, samples)

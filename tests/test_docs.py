@@ -170,8 +170,8 @@ def test_preparation_has_a_row_for_each_step():
 
 
 def test_corrections_have_a_row_each():
-    """The page's table names every correction, in the order in which they are made."""
-    page = ROOT.joinpath("docs", "corrections.md").read_text("utf-8")
+    """The page's table names every optimization algorithm, in the order in which they run."""
+    page = ROOT.joinpath("docs", "algorithms.md").read_text("utf-8")
     assert re.findall(r"^\| `([a-z-]+)` \| .*\|$", page, re.MULTILINE) == [
         *PRE_CALIBRATION_ALGORITHMS,
         *POST_CALIBRATION_ALGORITHMS,

@@ -108,7 +108,7 @@ class PlanOptions(Options):
     algorithms: Names = option(
         (),
         "Optimization algorithms in addition to those of the rules, or 'not NAME' to disable one; see"
-        " docs/corrections.md.",
+        " docs/algorithms.md.",
         metavar="NAME",
         flag="--algorithm",
     )
