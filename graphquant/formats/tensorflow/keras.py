@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_CONFIG_BYTES: Final = 1 << 26
 MAX_EXPANSION: Final = 100
-"""Keras stores zip members uncompressed. A member that expands further is meant to fill memory."""
+"""Keras stores zip members uncompressed. A larger expansion indicates an attack on memory."""
 
 _CONFIG_FILE: Final = "config.json"
 _WEIGHTS_FILE: Final = "model.weights.h5"

@@ -61,7 +61,7 @@ class RuntimeTensor:
 
 
 _SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")
-"""The converter's reference to a line of the calling program, which says nothing about the model."""
+"""The converter's reference to a line of the calling program, which is irrelevant for the model."""
 
 
 def run_tflite_converter(model: Model) -> bytes:
