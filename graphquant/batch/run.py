@@ -77,12 +77,12 @@ def run_batch(
         UsageError: The batch runs already, or the cache folder cannot be used.
     """
     started, start = time.time(), time.monotonic()
-    with FileHashes(options.folder / "hashes.sqlite") as memo:
+    with FileHashes(options.folder / "hashes.sqlite") as file_hashes:
         path = journal_path(options.folder, entries)
         with Journal(path, resume=options.resume) as journal:
             remove_stale_files(entry.output for entry in entries if not is_remote(entry.output))
             warn_once = cache(on_warning or (lambda _message: None))
-            batch = _BatchRun(entries, options, memo, journal, warn_once)
+            batch = _BatchRun(entries, options, file_hashes, journal, warn_once)
             with closing(batch.outcomes(execute)) as outcomes, suppress(KeyboardInterrupt):
                 for outcome in outcomes:
                     if on_outcome is not None:
@@ -121,13 +121,8 @@ class _BatchRun:
         journal: Journal,
         on_warning: Callable[[str], None],
     ) -> None:
-        self._entries, self._options, self._file_hashes, self._journal, self._on_warning = (
-            entries,
-            options,
-            file_hashes,
-            journal,
-            on_warning,
-        )
+        self._entries, self._options, self._file_hashes = entries, options, file_hashes
+        self._journal, self._on_warning = journal, on_warning
         self._cache = OutcomeCache(options.folder) if options.cache else None
         self._inputs: dict[str, CacheInputs | None] = {}
         self._program_digest, self._data_digest = (

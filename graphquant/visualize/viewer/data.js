@@ -15,7 +15,7 @@ const FIRST = 1, SECOND = 2; // bits of the sides of a page of two models; parts
 const STATES = ["no float inputs", "float", "partly quantized", "quantized"];
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const pluralize = (number, what, several = `${what}s`) => `${number.toLocaleString("en")} ${number === 1 ? what : several}`;
+const pluralize = (number, noun, plural = `${noun}s`) => `${number.toLocaleString("en")} ${number === 1 ? noun : plural}`;
 
 /** Creates an element with properties, listeners ("onclick") and children; strings become text. */
 function el(tag, props = {}, ...children) {

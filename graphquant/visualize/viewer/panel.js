@@ -307,5 +307,5 @@ function histogram(annotation) {
     svg("svg", { viewBox: `0 0 ${width} ${height + 18}`, role: "img", "aria-label": "histogram of the values, with the range", class: "plot" },
       svg("rect", { x: first * step, y: 0, width: (last - first) * step, height: height, class: "band" }),
       svg("path", { d: path(0, first) + path(last), class: "out" }), svg("path", { d: path(first, last), class: "in" }), ...ticks),
-    el("figcaption", {}, "counts on a log scale; the band is the range, selection is outside is clipped"));
+    el("figcaption", {}, "counts on a log scale; the band is the range; values outside are clipped"));
 }

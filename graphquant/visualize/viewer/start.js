@@ -44,7 +44,7 @@ function bar(app) {
     button("+", "Zoom in (+)", () => zoom(app, 1.3)),
     button("all", "Show all (0)", () => fitView(app, true)),
     button("◐", "Light or dark", () => setTheme(app, isDark() ? "light" : "dark")),
-    button("?", "About this model, and keys (?)", () => select(app, null)),
+    button("?", "About this model and keys (?)", () => select(app, null)),
   );
 }
 
