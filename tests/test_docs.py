@@ -105,10 +105,10 @@ def test_data(folder):
     """Each snippet runs, what the page says it prints is printed, and the description makes a model."""
     printed = run_page("data.md")
     page = ROOT.joinpath("docs", "data.md").read_text("utf-8")
-    (promised,) = re.findall(r"^    input  dtype.*?found\.$", page, re.MULTILINE | re.DOTALL)
+    (promised,) = re.findall(r"^    input  dtype.*?findings\.$", page, re.MULTILINE | re.DOTALL)
     assert all(line.strip() in printed for line in promised.splitlines())
-    assert printed.count("100 samples, nothing found.") == 2
-    assert printed.count("40 samples, nothing found.") == 2
+    assert printed.count("100 samples, no findings.") == 2
+    assert printed.count("40 samples, no findings.") == 2
     assert folder.joinpath("digits.onnx").is_file()
 
 
@@ -198,7 +198,7 @@ def test_data_tables():
     assert rows.keys() == {*DATA_KINDS, *PIXEL_KEYS, *PIXEL_PRESETS}
     for name, keys in PIXEL_PRESETS.items():
         said = ",".join(f"{key}={value}" for key, value in keys.items())
-        assert rows[name].endswith(f"| `{said}`" if said else "| nothing")
+        assert rows[name].endswith(f"| `{said}`" if said else "| none")
 
 
 @pytest.mark.slow
