@@ -130,10 +130,10 @@ def test_plan_has_the_merged_channel_shape(tmp_path) -> None:
     again = gq.insert(result.source, plan=plan_from_json(data))
     np.testing.assert_array_equal(again.inserted[0].params.scale, result.inserted[0].params.scale)
     data["sites"][0]["scale"] = [0.5] * 4
-    with pytest.raises(UsageError, match="it has 8 channels and the plan gives 4 scales"):
+    with pytest.raises(UsageError, match="it has 8 channels"):
         gq.insert(result.source, plan=plan_from_json(data))
     data["sites"][0]["view"] = [9, 2, 4]
-    with pytest.raises(UsageError, match=r"do not see channels in the view \[9, 2, 4\]"):
+    with pytest.raises(UsageError, match=r"in the view \[9, 2, 4\]"):
         gq.insert(result.source, plan=plan_from_json(data))
 
 

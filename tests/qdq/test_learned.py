@@ -228,7 +228,7 @@ def test_learned_ranges_freeze_to_constants(tmp_path) -> None:
         assert not [op.name for op in plain.main.ops() if op.kind in {"variable", "read_variable"}]
         (reading,) = summarize_model(plain).quantization_ops
         assert (reading.params.scale, reading.learned) == (result.inserted[0].params.scale, False)
-    with pytest.raises(UsageError, match=r"which TFLite has not; take range = \"observed\""):
+    with pytest.raises(UsageError, match=r"range = \"observed\""):
         convert_to_tflite(result, tmp_path / "made.tflite")
 
 
