@@ -2,8 +2,7 @@
 
 from graphquant.calibration.calibrate import ResumeError, RunFootprint, collect_stats, estimate_footprint
 from graphquant.calibration.fingerprints import preserved_fingerprints
-from graphquant.calibration.stats import DataRun, Stats, combine_stats, select_stats
-from graphquant.calibration.stats_file import load_stats, save_stats
+from graphquant.calibration.stats import DataRun, Stats, combine_stats, load_stats, save_stats, select_stats
 from graphquant.calibration.targets import (
     CALIBRATION_METHODS,
     ObservationTarget,

@@ -1,19 +1,33 @@
-"""Calibration statistics of a model; combining shards, and selecting the statistics that a plan needs."""
+"""Calibration statistics of a model: combining shards, selecting the statistics of a plan, and statistics files.
+
+A statistics file (`.gqs`) is a zip archive with `header.json` and one array for each field of the sketches. The arrays
+of all tensors are concatenated, in little-endian order. The header gives the number of entries of each tensor. Equal
+statistics give equal bytes. A file may be hostile: nothing is unpickled, sizes are bounded by the header and by
+`MAX_STATS_BYTES`, and inconsistent content raises a DataError.
+"""
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from graphquant.errors import DataError
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from graphquant.calibration.targets import COARSE_BITS, FINE_BITS, ObservationTarget
+from graphquant.errors import DataError, UsageError
+from graphquant.ir import TensorRef
 from graphquant.observers import EMPTY_SKETCH, Sketch, merge_sketches
+from graphquant.utils.atomic_files import atomic_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from graphquant.calibration.targets import ObservationTarget
-    from graphquant.ir import TensorRef
+    from graphquant.numerics import Array
 
 
 MAX_LISTED_TENSORS = 5
@@ -112,8 +126,6 @@ class Stats:
         Raises:
             UsageError: The file cannot be written.
         """
-        from graphquant.calibration.stats_file import save_stats
-
         save_stats(self, Path(path))
 
 
@@ -246,3 +258,327 @@ def uncovered_ranges(covered: Iterable[tuple[int, int]], start: int, stop: int) 
     if position < stop:
         gaps.append((position, stop))
     return [(low, high) for low, high in gaps if low < high]
+
+
+# -- statistics files ------------------------------------------------------------------------------
+
+STATS_FORMAT = "graphquant statistics"
+STATS_VERSION = 3
+
+HEADER_MEMBER = "header.json"
+ARRAY_DTYPES = {"low": "<f8", "high": "<f8", "bins": "<u4", "counts": "<i8", "sums": "<u8"}
+"""Arrays and their dtypes. `low` and `high` have one entry per channel, the others one per bin."""
+
+MAX_STATS_BYTES = 1 << 31
+"""Maximum number of bytes of all arrays of a file. The header may have a sixteenth of it."""
+
+MAX_CHANNELS = 1 << 24
+MEMBER_DATE = (1980, 1, 1, 0, 0, 0)
+
+_STATS_READ_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    NotImplementedError,  # zipfile: unknown compression
+    RuntimeError,  # zipfile: encrypted
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+_HexText = Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
+_HexSum = Annotated[str, Field(pattern=r"^-?[0-9a-f]{1,600}$")]
+_BoundedText = Annotated[str, Field(max_length=1 << 20)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_MAX_BIN_COUNT = 1 << 40
+"""Maximum number of values in one bin, so that the sum of their dropped bits fits into 64 bits."""
+
+_FORBID = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StatsTensorEntry:
+    """Header entry of a tensor.
+
+    `channels` and `bins` are its numbers of entries in the arrays. `low_sum` and `high_sum` are hexadecimal.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    graph: _BoundedText
+    op: _BoundedText
+    port: Annotated[int, Field(ge=0, lt=1 << 20)]
+    fingerprint: _HexText
+    axis: Annotated[int, Field(ge=-64, le=64)] | None
+    bits: Annotated[int, Field(ge=0, le=FINE_BITS)]
+    channels: Annotated[int, Field(ge=0, le=MAX_CHANNELS)] | None
+    bins: Annotated[int, Field(ge=0, le=1 << (9 + FINE_BITS))]
+    count: _Count
+    nan: _Count
+    inf: _Count
+    empty_arrays: _Count
+    blocks: _Count
+    low_sum: _HexSum
+    high_sum: _HexSum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnobservableEntry:
+    """Header entry of a target that cannot be observed; `tensor` is its index."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    tensor: _Count
+    reason: _BoundedText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DataRunEntry:
+    """Header entry with the fields of a `DataRun`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    data: _HexText
+    samples: _Count
+    block_size: Annotated[int, Field(ge=1, lt=1 << 20)]
+    block_ranges: tuple[tuple[_Count, _Count], ...]
+    random: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StatsHeader:
+    """Content of `header.json`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    format: str
+    version: int
+    model: _HexText
+    runs: tuple[_DataRunEntry, ...]
+    tensors: tuple[_StatsTensorEntry, ...]
+    unobservable: tuple[_UnobservableEntry, ...]
+
+
+def save_stats(stats: Stats, path: Path) -> None:
+    """Write statistics to `path` atomically.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    try:
+        with atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+            for name, data in _archive_members(stats):
+                info = zipfile.ZipInfo(name, MEMBER_DATE)
+                info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                archive.writestr(info, data, compresslevel=6)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
+
+
+def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
+    sketches = [stats.sketches[tensor] for tensor in stats.targets if tensor in stats.sketches]
+    positions = {tensor: position for position, tensor in enumerate(stats.targets)}
+    header = _StatsHeader(
+        format=STATS_FORMAT,
+        version=STATS_VERSION,
+        model=stats.model_digest,
+        runs=tuple(
+            _DataRunEntry(
+                data=run.data_digest,
+                samples=run.samples,
+                block_size=run.block_size,
+                block_ranges=run.block_ranges,
+                random=run.random,
+            )
+            for run in stats.runs
+        ),
+        tensors=tuple(
+            _make_tensor_entry(tensor, target, stats.sketches.get(tensor)) for tensor, target in stats.targets.items()
+        ),
+        unobservable=tuple(
+            _UnobservableEntry(tensor=positions[tensor_ref], reason=reason)
+            for tensor_ref, reason in stats.unobservable.items()
+        ),
+    )
+    yield HEADER_MEMBER, _stats_header_adapter().dump_json(header)
+    for name, dtype in ARRAY_DTYPES.items():
+        arrays = [np.asarray(getattr(sketch, name)).reshape(-1) for sketch in sketches]
+        yield name, np.concatenate(arrays or [np.zeros(0)]).astype(dtype).tobytes()
+
+
+def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Sketch | None) -> _StatsTensorEntry:
+    """Return the header entry of a tensor. `sketch` is None if no sample reached it; it then has no array entries."""
+    channels = 0 if sketch is None else sketch.low.size if sketch.low.ndim else None
+    return _StatsTensorEntry(
+        graph=tensor.graph,
+        op=tensor.op,
+        port=tensor.port,
+        fingerprint=target.fingerprint,
+        axis=target.axis,
+        bits=target.bits,
+        channels=channels,
+        bins=sketch.bins.size if sketch else 0,
+        count=sketch.count if sketch else 0,
+        nan=sketch.nan if sketch else 0,
+        inf=sketch.inf if sketch else 0,
+        empty_arrays=sketch.empty_arrays if sketch else 0,
+        blocks=sketch.blocks if sketch else 0,
+        low_sum=f"{sketch.low_sum if sketch else 0:x}",
+        high_sum=f"{sketch.high_sum if sketch else 0:x}",
+    )
+
+
+def load_stats(path: Path) -> Stats:
+    """Read the statistics file at `path`.
+
+    Raises:
+        DataError: The file is missing, damaged, or not a statistics file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            header = _read_stats_header(archive)
+            end_count = sum(1 if entry.channels is None else entry.channels for entry in header.tensors)
+            bin_count = sum(entry.bins for entry in header.tensors)
+            sizes = {name: end_count if name in {"low", "high"} else bin_count for name in ARRAY_DTYPES}
+            if sum(np.dtype(ARRAY_DTYPES[name]).itemsize * size for name, size in sizes.items()) > MAX_STATS_BYTES:
+                raise ValueError("its arrays are too large for a statistics file")
+            arrays = {name: _read_stats_array(archive, name, size) for name, size in sizes.items()}
+        return _build_stats(header, arrays)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        location = ".".join(map(str, first["loc"]))
+        raise _damaged_stats_error(path, f"{HEADER_MEMBER}: {location}: {first['msg']}") from error
+    except FileNotFoundError as error:
+        raise DataError(
+            f"The file {path} does not exist. Create it with `graphquant calibrate MODEL --data SPEC -o {path}`."
+        ) from error
+    except _STATS_READ_ERRORS as error:
+        raise _damaged_stats_error(path, str(error)) from error
+
+
+def _damaged_stats_error(path: Path, reason: str) -> DataError:
+    return DataError(
+        f"{path} cannot be read as a statistics file: {reason}. Create it again with `graphquant calibrate MODEL"
+        " --data SPEC"
+        f" -o {path}`."
+    )
+
+
+def _read_stats_header(archive: zipfile.ZipFile) -> _StatsHeader:
+    size = archive.getinfo(HEADER_MEMBER).file_size if HEADER_MEMBER in archive.namelist() else 0
+    if not 0 < size <= MAX_STATS_BYTES >> 4:
+        raise ValueError(f"it has no readable {HEADER_MEMBER}")
+    header: _StatsHeader = _stats_header_adapter().validate_json(
+        _read_member(archive, HEADER_MEMBER, size), strict=True
+    )
+    if header.format != STATS_FORMAT or header.version != STATS_VERSION:
+        raise ValueError(f"its version is {header.version}, but only version {STATS_VERSION} is supported")
+    return header
+
+
+def _read_stats_array(archive: zipfile.ZipFile, name: str, size: int) -> Array:
+    dtype = np.dtype(ARRAY_DTYPES[name])
+    if name not in archive.namelist() or archive.getinfo(name).file_size != size * dtype.itemsize:
+        raise ValueError(f"its {name!r} does not have the {size} numbers that the header declares")
+    return np.frombuffer(_read_member(archive, name, size * dtype.itemsize), dtype).astype(dtype.newbyteorder("="))
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, size: int) -> bytes:
+    with archive.open(name) as stream:
+        data = stream.read(size + 1)
+    if len(data) != size:
+        raise EOFError(f"{name!r} is truncated")
+    return data
+
+
+def _build_stats(header: _StatsHeader, arrays: Mapping[str, Array]) -> Stats:
+    """Build the statistics and check that their numbers are consistent."""
+    targets: dict[TensorRef, ObservationTarget] = {}
+    sketches: dict[TensorRef, Sketch] = {}
+    first_end = first_bin = 0
+    for entry in header.tensors:
+        tensor = TensorRef(entry.graph, entry.op, entry.port)
+        if tensor in targets or entry.bits not in {0, COARSE_BITS, FINE_BITS}:
+            raise ValueError(f"it contains {tensor} twice, or with unsupported bins of {entry.bits} bits")
+        targets[tensor] = ObservationTarget(entry.fingerprint, entry.axis, entry.bits)
+        end_count = 1 if entry.channels is None else entry.channels
+        if entry.count or entry.empty_arrays:
+            sketches[tensor] = _build_sketch(
+                entry,
+                {
+                    **{name: arrays[name][first_end : first_end + end_count] for name in ("low", "high")},
+                    **{name: arrays[name][first_bin : first_bin + entry.bins] for name in ("bins", "counts", "sums")},
+                },
+            )
+        first_end, first_bin = first_end + end_count, first_bin + entry.bins
+    runs = tuple(
+        DataRun(
+            data_digest=run_entry.data,
+            samples=run_entry.samples,
+            block_size=run_entry.block_size,
+            block_ranges=_check_block_ranges(run_entry),
+            random=run_entry.random,
+        )
+        for run_entry in header.runs
+    )
+    tensors = list(targets)
+    if len({run.data_digest for run in runs}) != len(runs) or any(
+        unobservable_entry.tensor >= len(tensors) for unobservable_entry in header.unobservable
+    ):
+        raise ValueError("its header lists a data set twice, or refers to a missing tensor")
+    unwatchable = {
+        tensors[unobservable_entry.tensor]: unobservable_entry.reason for unobservable_entry in header.unobservable
+    }
+    return Stats(model_digest=header.model, targets=targets, sketches=sketches, runs=runs, unobservable=unwatchable)
+
+
+def _build_sketch(entry: _StatsTensorEntry, arrays: dict[str, Array]) -> Sketch:
+    low, high, bins, counts, sums = (arrays[name] for name in ARRAY_DTYPES)
+    dropped_values = np.uint64(1 << (23 - entry.bits)) if entry.bits else np.uint64(1)
+    finite = entry.count - entry.nan - entry.inf
+    per_tensor = entry.channels is None
+    consistent = (
+        finite >= 0
+        and (per_tensor or (not entry.bins and low.size > 0))
+        and not (np.isnan(low).any() or np.isnan(high).any())
+        and not ((low > high) & ~((low == np.inf) & (high == -np.inf))).any()
+        and bool((np.diff(bins.astype(np.int64)) > 0).all())
+        and bool((counts > 0).all() and (counts < _MAX_BIN_COUNT).all())
+        and (not bins.size or int(bins[-1]) < 1 << (9 + entry.bits))
+        and bool((sums <= counts.astype(np.uint64) * (dropped_values - np.uint64(1))).all())
+        and sum(map(int, counts)) == (finite if entry.bits and entry.axis is None else 0)
+    )
+    if not consistent:
+        raise ValueError(f"the numbers of {entry.op!r} are inconsistent")
+    return Sketch(
+        low=low.reshape(()) if per_tensor else low,
+        high=high.reshape(()) if per_tensor else high,
+        count=entry.count,
+        nan=entry.nan,
+        inf=entry.inf,
+        empty_arrays=entry.empty_arrays,
+        bits=entry.bits if entry.axis is None else 0,
+        bins=bins.astype(np.uint32),
+        counts=counts,
+        sums=sums,
+        blocks=entry.blocks,
+        low_sum=int(entry.low_sum, 16),
+        high_sum=int(entry.high_sum, 16),
+    )
+
+
+def _check_block_ranges(run: _DataRunEntry) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of finished blocks after checking that they ascend and do not overlap."""
+    previous_stop = -1
+    for start, stop in run.block_ranges:
+        if not previous_stop < start < stop:
+            raise ValueError("its header counts blocks of samples twice")
+        previous_stop = stop
+    if previous_stop > -(-run.samples // run.block_size):
+        raise ValueError("its header counts more blocks than the data has")
+    return run.block_ranges
+
+
+@cache
+def _stats_header_adapter() -> TypeAdapter[Any]:
+    return TypeAdapter(_StatsHeader)
