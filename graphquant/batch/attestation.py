@@ -226,7 +226,7 @@ def _possible_causes(previous: Outcome, built: Outcome) -> str:
         version_before, version_after = previous.versions.get(package, "none"), built.versions.get(package, "none")
         if version_before != version_after:
             causes.append(f"{package} ({version_before}, now {version_after})")
-    return f"; so do {', '.join(causes)}" if causes else ""
+    return f"; other differences: {', '.join(causes)}" if causes else ""
 
 
 def _digest_or_none(path: Path) -> str | None:

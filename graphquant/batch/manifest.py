@@ -527,7 +527,7 @@ def _valid_table(
 
 
 def _ambiguous_entries(tables: Iterable[int], invalid_keys: set[KeyPath]) -> frozenset[int]:
-    """Return the entries with a mistake in a key that selects files, or in one that may be meant to."""
+    """Return the entries with a mistake in a key that selects files, or in a misspelled one."""
     file_keys = [key for key in invalid_keys if _may_name_files(str(key[-1]))]
     affects_all = any(key[0] != "model" for key in file_keys)
     return frozenset(index for index in tables if affects_all or any(key[:2] == ("model", index) for key in file_keys))
