@@ -43,7 +43,7 @@ def test_an_interrupted_folder_replacement(tmp_path):
 
 
 def test_a_folder_of_a_live_process(tmp_path):
-    """It is being made ready, and stays; other differences: the names that are given to files and folders now."""
+    """A staging folder of a live process stays, as do its current file names."""
     room = make_staging_folder(tmp_path / "a.quant")
     with atomic_file(room / "saved_model.pb") as file, atomic_file(tmp_path / "a.quant") as other:
         before = sorted(tmp_path.rglob("*"))
