@@ -55,9 +55,10 @@ def test_a_folder_of_a_live_process(tmp_path):
 
 
 def test_names_of_partial_files_match(tmp_path):
-    """The names that another process gave are those that are looked for."""
+    """Stale files of another process are found by their names."""
     text = (
-        "import os, sys; from pathlib import Path; from graphquant.utils.atomic_files import atomic_file, make_staging_folder\n"
+        "import os, sys; from pathlib import Path\n"
+        "from graphquant.utils.atomic_files import atomic_file, make_staging_folder\n"
         "path = Path(sys.argv[1]); make_staging_folder(path); held = atomic_file(path); held.__enter__(); os._exit(0)"
     )
     subprocess.run(
