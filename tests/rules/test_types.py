@@ -84,6 +84,6 @@ def test_type_of_a_scheme(scheme, name):
 
 @pytest.mark.slow
 def test_import_is_light():
-    """Importing the room loads neither networkx nor a framework."""
-    code = "import sys, graphquant.ruleset; print([m for m in ('networkx', 'onnx', 'tensorflow') if m in sys.modules])"
+    """Importing the package loads neither networkx nor a framework."""
+    code = "import sys, graphquant.rules; print([m for m in ('networkx', 'onnx', 'tensorflow') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

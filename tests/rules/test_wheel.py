@@ -16,8 +16,9 @@ ROOT = Path(graphquant.__file__).parent.parent
 CODE = """
 import sys
 import graphquant
-from graphquant.ruleset import find, load_ruleset, shipped
-print(graphquant.__file__, find("onnxruntime"), load_ruleset(["onnxruntime"]).digest, *shipped(), sep="\\n")
+from graphquant.rules import find_rule_file, load_ruleset, shipped_rule_files
+paths = (graphquant.__file__, find_rule_file("onnxruntime"))
+print(*paths, load_ruleset(["onnxruntime"]).digest, *shipped_rule_files(), sep="\\n")
 """
 
 
@@ -25,8 +26,10 @@ DATA = [
     "formats/tensorflow/opdefs.txt",
     "formats/tensorflow/schema.txt",
     "py.typed",
-    "view/viewer/data.js",
-    "view/viewer/style.css",
+    "rules/patterns/detection.toml",
+    "rules/patterns/transformers.toml",
+    "visualize/viewer/data.js",
+    "visualize/viewer/style.css",
 ]
 
 
