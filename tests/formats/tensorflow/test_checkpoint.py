@@ -626,7 +626,7 @@ theirs, ours = tf.train.load_checkpoint(sys.argv[1]), Checkpoint.open(Path(sys.a
 shapes = theirs.get_variable_to_shape_map()
 assert sorted(shapes) == ours.names(), (sorted(shapes), ours.names())
 for name in ours.names():
-    dtype, shape = ours.entry(name)
+    dtype, shape = ours.dtype_and_shape(name)
     assert list(shape) == shapes[name], name
     if dtype == "string":
         continue

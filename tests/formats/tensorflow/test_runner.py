@@ -526,7 +526,7 @@ from graphquant.formats import tensorflow
 model = tensorflow.load(Path({str(SAMPLES / "digits_rnn_saved_model")!r}))
 tensorflow.emit(model)
 assert "tensorflow" not in sys.modules
-result = tensorflow.runner(model).run({{"image": np.zeros((1, 8, 8), np.float32)}})
+result = tensorflow.create_runner(model).run({{"image": np.zeros((1, 8, 8), np.float32)}})
 print(result["probabilities"].shape)
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
@@ -540,7 +540,7 @@ def test_runs_are_deterministic(given: str | None) -> None:
 import sys
 import graphquant
 from graphquant.formats.tensorflow import session
-session.tensorflow()
+session.import_tensorflow()
 from tensorflow.python.util import _pywrap_util_port
 print(_pywrap_util_port.IsMklEnabled())
 space = bytearray(int(sys.argv[1]))
