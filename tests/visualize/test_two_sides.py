@@ -131,7 +131,10 @@ def test_filter_by_figure(compared: Path, opened: Callable[..., Any]) -> None:
     """What is worse than so many dB is found, the worst first, by the figure that is shown."""
     page = opened(compared)
     told = json.loads(compared.with_suffix(".json").read_text("utf-8"))["sites"]
-    figures = "viewer.matches.filter((one) => one.kind === 'annotation').map((one) => viewer.m.heat.values[one.annotation][viewer.column])"
+    figures = (
+        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) =>"
+        " viewer.m.heat.values[one.annotation][viewer.column])"
+    )
     for column, name in enumerate(("local", "accumulated")):
         page.locator("#by-color").select_option(str(column))
         page.locator("#by-sqnr").fill("42")
@@ -192,7 +195,8 @@ def test_the_list_of_changes_jumps(differing: Path, opened: Callable[..., Any]) 
             page.locator("#panel .is-changed, #panel .is-added, #panel .is-removed").first.inner_text().startswith(kind)
         )
         x, y = page.evaluate(
-            "(() => { const op = targetOp(viewer, viewer.selected); return [viewer.s.x[op] * viewer.view.k + viewer.view.x,"
+            "(() => { const op = targetOp(viewer, viewer.selected); "
+            "return [viewer.s.x[op] * viewer.view.k + viewer.view.x,"
             " viewer.s.boxTop(viewer.m.layer[op]) * viewer.view.k + viewer.view.y]; })()"
         )
         assert 0 < x < page.locator("#graph").bounding_box()["width"]
@@ -223,7 +227,8 @@ def test_scales_old_to_new(differing: Path, opened: Callable[..., Any]) -> None:
     """The annotation of a scale that changed shows both numbers on the second side, and so does the panel."""
     page = opened(differing, PLANTED)
     (number,) = page.evaluate(
-        f"viewer.m.annotations.flatMap((one, i) => (i >= viewer.m.sides.split && one.tensor === '{PLANTED}' ? [i] : []))"
+        "viewer.m.annotations.flatMap((one, i) => (i >= viewer.m.sides.split && one.tensor ==="
+        f" '{PLANTED}' ? [i] : []))"
     )
     old, new = page.evaluate(
         f"[viewer.m.counterparts[{number}], {number}].map((one) => Math.fround(viewer.m.annotations[one].scale[0]))"
@@ -251,7 +256,8 @@ def test_two_plans(tmp_path: Path, samples: Path, opened: Callable[..., Any], cl
     assert lost
     assert lost <= set(_listed(page))
     assert page.evaluate(
-        "viewer.m.annotations.flatMap((one, i) => (changeStatus(viewer, 'annotation', i) === 'removed' ? [one.tensor] : []))"
+        "viewer.m.annotations.flatMap((one, i) => (changeStatus(viewer, 'annotation', i) ==="
+        " 'removed' ? [one.tensor] : []))"
     ) == [name for name in gone if name in lost]
 
 

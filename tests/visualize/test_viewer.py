@@ -293,13 +293,15 @@ def test_filters(digits: Path, opened: Callable[..., Any]) -> None:
     rule = page.evaluate("viewer.m.annotations.find((annotation) => annotation.rule).rule")
     page.locator("#by-rule").select_option(rule)
     annotations = page.evaluate(
-        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) => viewer.m.annotations[one.annotation].rule)"
+        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) =>"
+        " viewer.m.annotations[one.annotation].rule)"
     )
     assert set(annotations) == {rule}
     page.keyboard.press("Escape")
     page.locator("#by-sqnr").fill("45")
     sqnr = page.evaluate(
-        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) => viewer.m.annotations[one.annotation].sqnr)"
+        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) =>"
+        " viewer.m.annotations[one.annotation].sqnr)"
     )
     assert sqnr == sorted(sqnr)
     assert sqnr
@@ -412,7 +414,7 @@ def test_annotations_and_frame_labels_do_not_overlap(digits: Path, opened: Calla
 
 
 def test_clicks_on_the_drawing(digits: Path, opened: Callable[..., Any]) -> None:
-    """A click on a box, an annotation, a wire and beside all of them selects that; two on a frame's name collapse it."""
+    """A click selects a box, an annotation, a wire or nothing; a double click on a frame's label collapses it."""
     page = opened(digits, "stem/conv")
     page.mouse.click(*_at(page, _op("stem/relu")))
     assert _selected(page) == "stem/relu"

@@ -132,8 +132,8 @@ def test_attest_and_verify(batch, tmp_path):
     assert "digits_rnn.onnx: the output differs from the rebuilt one: digits_rnn.quant.onnx\n" in told
     assert "digits_cnn.onnx: the attestation differs from the rebuilt output: digits_cnn.quant.onnx\n" in told
     assert (
-        "digits_cnn.onnx: the report differs from the rebuilt output: digits_cnn.quant.onnx; other differences: the model, onnx (1.0"
-        in (told)
+        "digits_cnn.onnx: the report differs from the rebuilt output: digits_cnn.quant.onnx; other"
+        " differences: the model, onnx (1.0" in (told)
     )
     assert "2 done, 3 differences;" in told
     output.unlink()

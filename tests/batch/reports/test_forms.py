@@ -242,7 +242,8 @@ def test_text(report, capsys):
     assert "gated: SQNR is 12.0 dB, and 30 were asked for" in lines
     assert "net: SQNR is 38.2 dB, and was 42.0 dB" in lines
     assert lines[-1] == (
-        "8 models: 1 done, 1 unchanged, 1 failed, 1 gate missed, 1 timed out, 1 crashed, 1 out of memory, 1 not started,"
+        "8 models: 1 done, 1 unchanged, 1 failed, 1 gate missed, 1 timed out, 1 crashed, 1 out of"
+        " memory, 1 not started,"
         " 2 regressions; 2 min 4 s."
     )
 
