@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from graphquant.analysis.model_summary import DATA_MOVEMENT_KINDS
 from graphquant.calibration import sites_needing_data
-from graphquant.ir import CONVOLUTION_KINDS, Parameters, TensorRef, Use, channel_axis, merged_channel_shape
+from graphquant.ir import (
+    CONVOLUTION_KINDS,
+    Parameters,
+    TensorRef,
+    Use,
+    channel_axis,
+    connected_groups,
+    merged_channel_shape,
+)
 from graphquant.ir.macs import MAC_KINDS, count_macs
 from graphquant.numerics import IntType
 from graphquant.qdq import FAMILIES
@@ -17,10 +25,8 @@ from graphquant.rules import ObserverConfig
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Mapping, Sequence
 
-    from graphquant.ir import Model
+    from graphquant.ir import Model, OpKey
     from graphquant.quantize import Plan, Site
-
-    OpKey = tuple[str, str]
 
 
 RULE_CANDIDATE, FLOAT_CANDIDATE = "as the rules say", "float"
@@ -246,25 +252,14 @@ def make_scale_groups(
 
 def group_shared_scales(plan: Plan, site_indices: Collection[int]) -> list[list[int]]:
     """Group the sites that must share one scale."""
-    roots = {index: index for index in site_indices}
-
-    def find_root(index: int) -> int:
-        while roots[index] != index:
-            roots[index] = roots[roots[index]]
-            index = roots[index]
-        return index
-
-    index_by_use = {use: index for index in roots for use in plan.sites[index].uses}
-    for index in roots:
-        site = plan.sites[index]
-        for use in (*site.tie, *((site.clone_of,) if site.clone_of is not None else ())):
-            if use in index_by_use:
-                first, second = sorted((find_root(index), find_root(index_by_use[use])))
-                roots[second] = first
-    members: dict[int, list[int]] = {}
-    for index in sorted(roots):
-        members.setdefault(find_root(index), []).append(index)
-    return list(members.values())
+    index_by_use = {use: index for index in site_indices for use in plan.sites[index].uses}
+    ties = [
+        (index, index_by_use[use])
+        for index in site_indices
+        for use in (*plan.sites[index].tie, *filter(None, (plan.sites[index].clone_of,)))
+        if use in index_by_use
+    ]
+    return connected_groups(sorted(site_indices), ties)
 
 
 def _group_candidates(errors: Sequence[Mapping[str, float]]) -> tuple[Candidate, ...]:

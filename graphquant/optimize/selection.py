@@ -14,9 +14,9 @@ from graphquant.optimize.candidates import FLOAT_GROUP_COST
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from graphquant.ir import OpKey
     from graphquant.optimize.candidates import ScaleGroup
 
-    OpKey = tuple[str, str]
     Selection = tuple[int, ...]
 
 

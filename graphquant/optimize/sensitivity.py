@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from graphquant.analysis import ComparedSites
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds
-    from graphquant.ir import Model
+    from graphquant.ir import Model, OpKey
     from graphquant.numerics import Array
-
-    OpKey = tuple[str, str]
 
 
 # Switches make the analysis fast: one session serves many quantizations, each enabled by a boolean input of the model.
