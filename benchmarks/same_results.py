@@ -1,6 +1,6 @@
 """Record each result of `insert` over many models and rule files, and compare two records of two checkouts.
 
-A refactoring must not change what is placed or written. Record with the old code, record with the new code, compare::
+A refactoring must not change the plans or the written files. Record with both versions and compare::
 
     PYTHONPATH=OLD_CHECKOUT python benchmarks/same_results.py record old.json
     PYTHONPATH=NEW_CHECKOUT python benchmarks/same_results.py record new.json
@@ -8,7 +8,7 @@ A refactoring must not change what is placed or written. Record with the old cod
 
 The record of one case holds the plan as JSON and digests of the written file: one of all bytes, and one without the
 metadata that graphquant itself stores in the model (its texts and its keys may be renamed on purpose).
-`compare` renames the plan's old keys and values by the tables below first, then prints each difference and exits with 1.
+`compare` first renames the plan's old keys and values by the tables below, then prints each difference.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "models"
 
 RULES = (
-    "fixed_point", "generic", "onnxruntime", "openvino", "qnn", "qnn16", "tables_int4", "tensorrt", "tflite", "vitis_ai",
-    "weight_only", "weight_only_int4", "weight_only_int8",
+    "fixed_point", "generic", "onnxruntime", "openvino", "qnn", "qnn16", "tables_int4", "tensorrt", "tflite",
+    "vitis_ai", "weight_only", "weight_only_int4", "weight_only_int8",
 )  # fmt: skip
 
 MODELS = {
@@ -72,8 +72,8 @@ VALUES: dict[str, str] = {
 }
 """Values of the plan that were renamed, old to new."""
 
-IGNORED = frozenset({"schema", "reason", "message", "why", "digest", "detail", "code"})
-"""Keys of the plan that hold prose, or a digest of a file that holds prose."""
+IGNORED = frozenset({"schema", "unused", "reason", "message", "why", "digest", "detail", "code"})
+"""Keys of the plan that hold prose, a digest of a file that holds prose, or names of rules that matched nothing."""
 
 
 def find_model(name: str) -> Path:
@@ -225,7 +225,11 @@ def differences(old: Any, new: Any, where: str = "") -> list[str]:
             found += differences(old.get(key), new.get(key), f"{where}/{key}")
         return found
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [line for index, pair in enumerate(zip(old, new, strict=True)) for line in differences(*pair, f"{where}/{index}")]
+        return [
+            line
+            for index, pair in enumerate(zip(old, new, strict=True))
+            for line in differences(*pair, f"{where}/{index}")
+        ]
     return [] if old == new else [f"{where}: {str(old)[:80]} -> {str(new)[:80]}"]
 
 

@@ -189,7 +189,8 @@ def unseen(models: Path, folder: Path, draws: range, only: list[str]) -> int:
             (option, wanted), found = next(iter(bound.items())), result.search
             figures = gq.compare(case.path, result.model, str(others), sites=False).outputs
             worst, here = (
-                min(beyond(one, option, wanted) for one in some) for some in (figures, found.search_validation.comparison.outputs)
+                min(beyond(one, option, wanted) for one in some)
+                for some in (figures, found.search_validation.comparison.outputs)
             )
             shown = found.met and result.validation is not None and not result.validation.failures
             said = "yes" if shown else ("not surely" if result.validation and not result.validation.failures else "no")

@@ -145,9 +145,9 @@ def worst(folder: Path, weights: dict[str, Weight], out: Path) -> tuple[float, i
         source = np.memmap(folder / "big.data", np.float32, "r", weight.offset, weight.shape)
         integers = [op for op in model.main.ops() if op.name.startswith(f"{name}/quant/int8")]
         scales = [op for op in model.main.ops() if op.name == f"{name}/quant/scale"]
-        if len(integers) != 1 or integers[0].value is None or scales[0].value is None:
+        if len(integers) != 1 or integers[0].read_value is None or scales[0].read_value is None:
             raise SystemExit(f"{name} has {len(integers)} twins of int8 in the result")
-        held, scale = integers[0].value(), scales[0].value()
+        held, scale = integers[0].read_value(), scales[0].read_value()
         channels = [0, weight.shape[1] // 3, weight.shape[1] - 1]
         if not np.array_equal(scale[channels], (np.abs(source[:, channels]).max(axis=0) / 127).astype(np.float32)):
             raise SystemExit(f"the scales of {name} are others than its channels' largest magnitudes by 127")

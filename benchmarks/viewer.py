@@ -38,10 +38,10 @@ from graphquant.numerics import Range
 from graphquant.observers import Sketch
 from graphquant.quantize import solve_scales
 from graphquant.quantize.rewrite import rewrite
-from graphquant.visualize.viewer_data import viewer_page as made_page
-from graphquant.visualize.layout import layered_layout
 from graphquant.visualize.drawing import model_drawing
+from graphquant.visualize.layout import layered_layout
 from graphquant.visualize.viewer_data import box_width, viewer_data
+from graphquant.visualize.viewer_data import viewer_page as made_page
 
 if TYPE_CHECKING:
     from graphquant.ir import Model

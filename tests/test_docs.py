@@ -11,8 +11,7 @@ from typing import get_args
 
 import pytest
 
-from graphquant.batch.manifest import PLACEHOLDERS
-from graphquant.batch.manifest import ModelTable
+from graphquant.batch.manifest import PLACEHOLDERS, ModelTable
 from graphquant.calibration.data.images import PIXEL_PRESETS
 from graphquant.calibration.data.spec import DATA_KINDS, PIXEL_KEYS
 from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS

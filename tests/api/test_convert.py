@@ -194,7 +194,8 @@ def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, 
     before = float_answers(result.source, values)
     agreement = float((before.argmax(-1) == after.argmax(-1)).mean())
     print_measurement(
-        f"{make.__name__}: {len(conversion.tensors)} tensors agree, {conversion.op_count} ops, {len(differences)} simulated,"
+        f"{make.__name__}: {len(conversion.tensors)} tensors agree, {conversion.op_count} ops,"
+        f" {len(differences)} simulated,"
         f" agreement {agreement:.4f}, SQNR {sqnr(before, after):.1f} dB"
     )
     assert agreement >= 0.98

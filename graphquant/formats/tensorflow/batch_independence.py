@@ -1,7 +1,7 @@
 """Decide if samples may be joined along axis 0 of every input of a TensorFlow model.
 
-`graphquant.formats.batch_independence` proves it op by op, on a copy whose functions are inlined and whose weights and variables have
-no data. TensorFlow infers the shapes of that copy. Models with loops or branches are never joined.
+`graphquant.formats.batch_independence` proves it op by op, on a copy whose functions are inlined and whose weights and
+variables have no data. TensorFlow infers the shapes of that copy. Models with loops or branches are never joined.
 """
 
 from __future__ import annotations

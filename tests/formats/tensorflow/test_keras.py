@@ -126,7 +126,7 @@ def test_other_backend(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keras with another backend is refused."""
     network().save("net.keras")
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
-    with pytest.raises(UsageError, match="jax.*KERAS_BACKEND=tensorflow"):
+    with pytest.raises(UsageError, match=r"jax.*KERAS_BACKEND=tensorflow"):
         gq.load(here / "net.keras")
     with pytest.raises(UsageError, match="Keras runs on jax"):
         gq.load(network())
