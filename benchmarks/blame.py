@@ -72,8 +72,8 @@ def measure(model: str, data: str) -> None:
     mine, theirs = ([of[place] for place in places] for of in (found.errors, honest))
     rank = float(np.corrcoef(ranks(mine), ranks(theirs))[0, 1])
     print(
-        f"{Path(model).name:30} {len(places):4} tensors  rank correlation {rank:.3f}  {found.runs_per_op:4.1f} runs each"
-        f" on {found.samples} samples  {middle - start:6.1f} s, one by one {end - middle:6.1f} s"
+        f"{Path(model).name:30} {len(places):4} tensors  rank correlation {rank:.3f}  {found.runs_per_op:4.1f} runs"
+        f" each on {found.samples} samples  {middle - start:6.1f} s, one by one {end - middle:6.1f} s"
     )
 
 

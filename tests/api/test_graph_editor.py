@@ -510,7 +510,7 @@ def test_unsupported_formats_are_refused(samples, tmp_path, branch):
     old = onnx_message(CHAIN)
     old.opset_import[0].version = 9
     onnx.save(old, tmp_path / "old.onnx")
-    with pytest.raises(UsageError, match="opset 9.* onnx-qdq needs 11"):
+    with pytest.raises(UsageError, match=r"opset 9.* onnx-qdq needs 11"):
         gq.insert_quant_op(gq.load(tmp_path / "old.onnx"), "x", "y", gq.FixedPoint(8, -4))
 
 

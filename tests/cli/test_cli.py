@@ -131,9 +131,7 @@ def test_report_equals_inspect(cli: Callable[..., Any], here: Path, options: lis
 
 
 @pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_cnn_saved_model", "digits_rnn.pb", "digits_rnn.onnx"])
-def test_report_equals_inspect_without_data(
-    cli: Callable[..., Any], samples: Path, tmp_path: Path, name: str
-) -> None:
+def test_report_equals_inspect_without_data(cli: Callable[..., Any], samples: Path, tmp_path: Path, name: str) -> None:
     """The same for TensorFlow models and for bodies, with fixed-point ranges."""
     out, report = tmp_path / f"out{Path(name).suffix}", tmp_path / "report.json"
     cli("insert", samples / name, "--rules", "fixed_point", "-o", out, "--report", report)
