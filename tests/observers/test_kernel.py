@@ -217,7 +217,7 @@ def test_the_kernel_is_in_a_wheel(compiler: bool, compiled, build, tmp_path) -> 
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         kernels = [
-            name for name in archive.namelist() if name.startswith("graphquant/sketch/_fill.") and ".py" not in name
+            name for name in archive.namelist() if name.startswith("graphquant/observers/_fill.") and ".py" not in name
         ]
     assert len([name for name in kernels if not name.endswith(".c")]) == compiler
     assert ("cp311-abi3" in wheel.name, "py3-none-any" in wheel.name) == (compiler, not compiler)

@@ -106,7 +106,7 @@ def test_bits_of_v3_are_a_variable(tmp_path) -> None:
         read_frozen_graph(tmp_path / "net.pb"), rules=rules(tmp_path, family="quantize-and-dequantize-v3")
     )
     assert list(result.site_notes.values()) == [
-        "its range is in variables that no gradient reaches; FakeQuant alone has one"
+        "its range is in variables without a gradient; only FakeQuant ops have one"
     ]
     session = open_session(result.save(tmp_path / "made.pb"))
     ends = tf_ranges.range_for_quantize_and_dequantize(result.inserted[0].params)

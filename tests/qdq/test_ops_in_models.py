@@ -91,8 +91,8 @@ def bits_of(array):
 
 def ends_of(family, params, dtype):
     """Return the range that is written to the op."""
-    if params.given is not None:
-        return params.given
+    if params.op_range is not None:
+        return params.op_range
     if dtype == "float64":
         return params.range
     return (
