@@ -445,11 +445,11 @@ def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -
             tensor = next(iter(graph.slots(op.name)), None)
             if op.kind not in {"quantize", "qdq"} or tensor is None:
                 continue
-            known = [ref for ref in (tensor, quantizations.look_through(tensor)) if ref in stats.targets]
-            any_matched = any_matched or bool(known)
-            if known and not any(ref in stats.sketches and stats.sketches[ref].count for ref in known):
+            observable = [ref for ref in (tensor, quantizations.look_through(tensor)) if ref in stats.targets]
+            any_matched = any_matched or bool(observable)
+            if observable and not any(ref in stats.sketches and stats.sketches[ref].count for ref in observable):
                 fix = "calibrate with data that reaches it, or keep it in float"
-                problem = "GQ107", f"no calibration sample reached {known[0]}", fix
+                problem = "GQ107", f"no calibration sample reached {observable[0]}", fix
                 findings.append(_make_lint_finding(graph, op, problem))
     if not any_matched:
         raise DataError(

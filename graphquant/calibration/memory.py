@@ -64,7 +64,7 @@ def concurrent_run_count(elements: int, budget: int, max_runs: int) -> int:
 
 
 def group_tensors(element_counts: Mapping[TensorRef, int], budget: int) -> list[tuple[TensorRef, ...]]:
-    """Split tensors into groups whose values fit into `budget` bytes. A tensor that does not fit is a group by itself.
+    """Split tensors into groups whose values fit into `budget` bytes. A larger tensor forms its own group.
 
     Args:
         element_counts: Number of elements of each tensor in one run.
