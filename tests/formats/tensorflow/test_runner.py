@@ -544,8 +544,8 @@ session.import_tensorflow()
 from tensorflow.python.util import _pywrap_util_port
 print(_pywrap_util_port.IsMklEnabled())
 space = bytearray(int(sys.argv[1]))
-made = graphquant.insert({str(SAMPLES / "digits_cnn.pb")!r}, data={str(SAMPLES / "digits_cnn_calib.npz")!r})
-print([repr(one.sqnr) for one in made.check.comparison.outputs])
+result = graphquant.insert({str(SAMPLES / "digits_cnn.pb")!r}, data={str(SAMPLES / "digits_cnn_calib.npz")!r})
+print([repr(output.sqnr) for output in result.validation.comparison.outputs])
 """
     environment = {name: value for name, value in os.environ.items() if name != ONEDNN_VARIABLE}
     environment |= {ONEDNN_VARIABLE: given} if given else {}
