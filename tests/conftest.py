@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sqlite3
 from contextlib import closing
 from importlib.util import find_spec
@@ -27,6 +28,11 @@ disable_onednn()  # before any test imports TensorFlow
 
 settings.register_profile("any machine", deadline=None)  # a shared machine may be slow
 settings.load_profile("any machine")
+
+# Many CI systems start programs with SIGINT ignored, and every child process inherits that. The tests of Ctrl-C need a
+# handler; a function is replaced by the default action in children.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

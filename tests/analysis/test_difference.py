@@ -37,7 +37,7 @@ def test_sums_over_blocks_equal_one_sum() -> None:
     wide, off = expected.astype(float), actual.astype(float) - expected
     assert single.sqnr == pytest.approx(10 * np.log10(np.square(wide).sum() / np.square(off).sum()), abs=1e-4)
     assert single.cosine == pytest.approx(
-        np.vdot(wide, actual) / np.linalg.norm(wide) / np.linalg.norm(actual), abs=1e-7
+        np.vdot(wide, actual) / np.linalg.norm(wide) / np.linalg.norm(actual.astype(float)), abs=1e-7
     )
     assert single.max_error == pytest.approx(np.abs(off).max(), rel=1e-6)
 

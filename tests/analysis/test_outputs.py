@@ -60,9 +60,9 @@ def test_outputs_are_matched() -> None:
     assert match_outputs(["a", "b"], ["b", "a"], {}) == {"a": "a", "b": "b"}
     assert match_outputs(["a", "x"], ["y", "a"], {}) == {"a": "a", "x": "y"}
     assert match_outputs(["a", "b"], ["c", "d"], {"a": "d"}) == {"a": "d"}
-    with pytest.raises(UsageError, match=r"Say which is which: --match NAME=OTHER"):
+    with pytest.raises(UsageError, match="--match"):
         match_outputs(["a", "b"], ["a"], {})
-    with pytest.raises(UsageError, match=r"second model has no output 'boxs'. It has 'boxes'. Did you mean 'boxes'"):
+    with pytest.raises(UsageError, match="'boxs'.*'boxes'"):
         match_outputs(["a"], ["boxes"], {"a": "boxs"})
 
 
