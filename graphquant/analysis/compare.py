@@ -66,7 +66,7 @@ class OutputTally:
                 self._errors.problem = self._errors.problem or problem
             return
         if expected.dtype.kind in "OSU":
-            self._errors.problem = self._errors.problem or f"it holds {expected.dtype}, no numbers"
+            self._errors.problem = self._errors.problem or f"it contains {expected.dtype} instead of numbers"
             return
         self._errors.add(expected, actual, full=True)
         if self._errors.problem:

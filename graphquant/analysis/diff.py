@@ -391,11 +391,11 @@ def _weight_changes(location: str, first_op: Op, second_op: Op) -> Iterator[Mode
         yield ModelChange(kind="weight", location=location, message=message)
     elif before.dtype.kind in "OSUV":
         if before.tolist() != after.tolist():
-            yield ModelChange(kind="weight", location=location, message="holds other values")
+            yield ModelChange(kind="weight", location=location, message="has different values")
     elif before.tobytes() != after.tobytes():
         errors = np.abs(after.astype(np.float64) - before.astype(np.float64))
         largest = float(np.nan_to_num(errors, nan=np.inf).max())
-        message = f"{int((errors != 0).sum())} of {errors.size} values are others, by up to {largest:.4g}"
+        message = f"{int((errors != 0).sum())} of {errors.size} values differ, by up to {largest:.4g}"
         yield ModelChange(kind="weight", location=location, message=message, size=largest)
 
 

@@ -159,7 +159,7 @@ def uses_by_name(
                 yield tensor, use, (tensor.graph, tensor.op) if names_producer else (use.graph, use.op)
     if no_match:
         labels = matcher.all_labels()
-        hint = " It makes and reads no float tensor." if name in labels else did_you_mean(name, labels) or NAME_HINT
+        hint = " It has no float tensors." if name in labels else did_you_mean(name, labels) or NAME_HINT
         raise UsageError(f"No float tensor or op is called {name!r}.{hint}")
 
 

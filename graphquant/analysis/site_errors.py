@@ -276,7 +276,7 @@ def _reshaped_float_weight(float_weights: _FloatWeights, quantized_weight: Tenso
     """Read a float weight in the shape of the quantized one."""
     value = float_weights.matching_value(quantized_weight)
     if value is None:
-        raise InternalError(f"the weight that {quantized_weight} stands for is not there any more.")
+        raise InternalError(f"the float weight of {quantized_weight} no longer exists.")
     return value.reshape(shape)
 
 

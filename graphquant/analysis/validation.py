@@ -42,8 +42,8 @@ SITE_SAMPLES = 4
 
 CONFIDENCE = "with 95% confidence"
 
-NO_SQNR = "no output holds floats, so there is no SQNR"
-NO_AGREEMENT = "no output holds class scores or integers, so there is no agreement"
+NO_SQNR = "no output contains floats, so there is no SQNR"
+NO_AGREEMENT = "no output contains class scores or integers, so there is no agreement"
 NO_ACCURACY = "the data has no 'labels' that match an output with one class per row, so there is no accuracy"
 
 
@@ -181,7 +181,7 @@ class Validation:
         ]
         if self.reuses_samples and self.bounds:
             reuse = "calibration, an optimization algorithm or a search used these samples"
-            caveats.append((f"{reuse}, so the error on others may be larger", False))
+            caveats.append((f"{reuse}, so the error on other samples may be larger", False))
         return caveats
 
 

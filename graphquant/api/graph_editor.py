@@ -83,7 +83,7 @@ class Operation:
     def node(self) -> Op:
         """The op in the model, with attributes, roles and value."""
         if self.name not in self.graph:
-            raise UsageError(f"There is no op {self} any more. Select it again after removing ops.")
+            raise UsageError(f"Op {self} no longer exists. Select it again after removing ops.")
         return self.graph.op(self.name)
 
     @property

@@ -350,7 +350,7 @@ def _refusal_reason(entry: Entry, *, was_claimed: bool) -> str:
     if _recorded_source(entry.output) is None:
         return "exists already, and was not created by a batch."
     return (
-        f"exists already. graphquant made it, but not of {entry.model} in its current state, but from"
+        f"exists already. graphquant wrote it, but not from {entry.model} in its current state, but from"
         " another model, or from this one"
         " before it changed. The cache folder has no record of it."
     )

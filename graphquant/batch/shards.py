@@ -107,7 +107,7 @@ def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
     if len(deal_digests) > 1:
         first, second = list(deal_digests.values())[:2]
         raise UsageError(
-            f"{first} and {second} were dealt from different models or sizes, so a model may be in"
+            f"{first} and {second} have different models or sizes, so a model may be in"
             " neither. Give all shards the same files."
         )
     path_by_number: dict[int, Path] = {}

@@ -26,7 +26,7 @@ from graphquant.errors import FindingsError, UsageError
 def check_command(
     models: tuple[Path, ...], backend: str | None, stats: Path | None, form: str, output: Path | None, force: bool
 ) -> None:
-    """Find probable mistakes in quantized MODELs. With --for, also show which ops run in float there, and why.
+    """Find probable mistakes in quantized MODELs. With --for, also show which ops stay float on that backend.
 
     docs/check.md explains the codes. Exit code 1 if there are findings.
     """

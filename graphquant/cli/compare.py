@@ -95,7 +95,7 @@ def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
     if bounds.min_sqnr is not None and comparison.sqnr is None:
         raise UsageError("--min-sqnr applies to float outputs, and the models have none. Remove it.")
     if bounds.min_agreement is not None and comparison.agreement is None:
-        raise UsageError("--min-agreement applies to class scores and integers, which no output holds. Use --min-sqnr.")
+        raise UsageError("--min-agreement applies to class scores and integers, which no output has. Use --min-sqnr.")
     failures = []
     if bounds.min_sqnr is not None and comparison.sqnr is not None and not comparison.sqnr >= bounds.min_sqnr:
         failures.append(f"the worst output has {comparison.sqnr:.2f} dB, and --min-sqnr is {bounds.min_sqnr:g} dB")

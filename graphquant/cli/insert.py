@@ -68,7 +68,7 @@ def _check_combinations(settings: InsertOptions, *, strict: bool) -> None:
     if settings.plan is not None and (any(makes_plan) or settings.requantize):
         raise UsageError(
             "--plan applies a plan as it is, but --rules, --include, --exclude, --family, --requantize and --algorithm"
-            " create one. Use either."
+            " create one. Use one of them."
         )
     if settings.data is None and settings.samples is not None:
         raise UsageError("--samples limits the samples of --data. Add --data.")

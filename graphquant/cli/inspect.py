@@ -66,9 +66,9 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
     """
     settings = collect_options(ExplainOptions, values)
     if settings.data is not None and settings.stats is not None:
-        raise UsageError("--stats replaces --data. Use either.")
+        raise UsageError("--stats replaces --data. Use one of them.")
     if settings.plan is not None and settings.rules:
-        raise UsageError("--plan explains a plan as it is, but --rules creates one. Use either.")
+        raise UsageError("--plan explains a plan as it is, but --rules creates one. Use one of them.")
     from graphquant import api
     from graphquant.visualize.explain_report import explain_json, explain_view
 

@@ -304,7 +304,7 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     )
     if np.any(typical_gain < 0):
         factor = 10 ** (-typical_gain.min() / 20)
-        return f"without the {outlier_count} samples of most gain, an output's error grows by a factor of {factor:.2f}"
+        return f"without the {outlier_count} samples that gain most, an output has {factor:.2f} times the error"
     if not np.any(mean_gain > min_standard_errors * standard_error):
         return f"no output gains more than chance explains ({total_gain.max(initial=0):.1f} dB)"
     best_gain = total_gain.max(initial=0)

@@ -96,7 +96,7 @@ class BiasStore:
         moved = self._moved.get(use, np.zeros(len(shift))) + shift if adds_bias_itself else shift
         value = (original + moved).astype(np.float32)
         if not np.isfinite(value).all() or not self._fits_integers(use, value):
-            return "the corrected bias would be more than integers of 32 bits hold"
+            return "the corrected bias would not fit into 32-bit integers"
         self._values[use], self._moved[use] = original, moved
         self._write_bias(weighted, use, value)
         return ""

@@ -188,7 +188,7 @@ class _ChannelGroupFinder:
             return f"it is {output.dtype}"
         size = layout.axis_size(output.shape)
         if size is not None and size % (channels * layout.block):
-            return "a tensor of it has another number of channels"
+            return "one of its tensors has another number of channels"
         return ""
 
     def _join_producer(
@@ -197,7 +197,7 @@ class _ChannelGroupFinder:
         """Add the constants and tensors of the op that produces `tensor`."""
         graph, op = self.model.graphs[tensor.graph], self.model.op(tensor)
         if tensor.port:
-            return "an op with several outputs makes it"
+            return "its producer has several outputs"
         if op.kind in WEIGHTED_KINDS:
             return self._join_product(group, graph, op, layout)
         if op.kind in NORM_KINDS and "scale" in op.roles:
@@ -209,7 +209,7 @@ class _ChannelGroupFinder:
     ) -> list[tuple[TensorRef, ChannelLayout]] | str:
         """Add the weight and bias that produce a group."""
         if op.type.startswith("_Fused"):
-            return "an op that is fused with others makes it"
+            return "its producer is part of a fused op"
         use = Use(graph.name, op.name, op.roles.index("weight")) if "weight" in op.roles else None
         weight_ref = None if use is None else graph.source_of(use)
         shape = None if weight_ref is None else self._parameter_shape(weight_ref)
@@ -220,7 +220,7 @@ class _ChannelGroupFinder:
             or channels[1] != layout
             or channels[0].max(initial=-1) + 1 != group.channels
         ):
-            return f"how a {op.type} of this form makes its channels is not known"
+            return f"the channel layout of the output of this {op.type} is unknown"
         reason = self._add_constant(group, use, channels[0], reads_group=False, is_weight=True)
         return reason or self._join_vectors(group, graph, op, ("bias",), layout)
 
@@ -244,7 +244,7 @@ class _ChannelGroupFinder:
         tensor = self.model.graphs[use.graph].source_of(use)
         shape = None if tensor is None else self._parameter_shape(tensor)
         if shape is None:
-            return "what is added or multiplied is not known before the model runs"
+            return "the value that is added or multiplied is only known at run time"
         is_per_channel = op.kind in NORM_KINDS | WEIGHTED_KINDS | {"bias_add"}
         output_shape = self.model.output(TensorRef(use.graph, op.name)).shape
         if (
@@ -257,7 +257,7 @@ class _ChannelGroupFinder:
         channel_index = np.arange(group.channels).reshape(shape) if fits else None
         channel_index = channel_index if is_per_channel else layout.vector_channels(shape, group.channels)
         if channel_index is None:
-            return f"what a {op.type} adds or multiplies by is not one number per channel"
+            return f"the operand of a {op.type} is not one number per channel"
         is_scale = op.kind == "mul" or op.role(use.slot) == "scale"
         return self._add_constant(group, use, channel_index, reads_group=reads_group, is_scale=is_scale)
 
@@ -276,7 +276,7 @@ class _ChannelGroupFinder:
         shape = None if tensor is None else self._parameter_shape(tensor)
         constant = None if shape is None else find_unshared_constant(self.model, use, shape)
         if tensor is None or constant is None or self.model.output(constant).dtype not in {None, "float32"}:
-            return "a weight or bias beside it is a variable, or others read it too"
+            return "one of its weights or biases is a variable, or other ops read it too"
         group.constants.append(ChannelConstant(use, constant, channel_index, reads_group, is_weight, is_scale))
         return ""
 
@@ -309,7 +309,7 @@ class _ChannelGroupFinder:
     ) -> list[tuple[TensorRef, ChannelLayout]] | str:
         start = self.consumed_channels(graph, op) if op.role(use.slot) == "input" else None
         if start is None or start[1].axis != layout.axis:
-            return "it is multiplied by what is not known before the model runs"
+            return "it is multiplied by a value that is only known at run time"
         weight = Use(graph.name, op.name, op.roles.index("weight"))
         weight_ref = graph.source_of(weight)
         shape = None if weight_ref is None else self._parameter_shape(weight_ref)
@@ -331,7 +331,7 @@ class _ChannelGroupFinder:
         if op.kind in {"add", "bias_add", "sub", "mul", "div"}:
             return self._join_elementwise(group, graph, op, layout, forward=forward)
         if not slots or slots[0].graph != graph.name:
-            return "an input or constant makes it"
+            return "its producer is an input or a constant"
         if not forward and slots[0] in group.tensors:
             return []
         if op.kind in HOMOGENEOUS_KINDS:
@@ -340,7 +340,7 @@ class _ChannelGroupFinder:
         shapes = (self.model.output(slots[0]).shape, self.model.output(output).shape)
         other_layout = propagate_layout(op, layout, shapes, values, group.channels, forward=forward)
         if other_layout is None:
-            return f"it goes through a {op.type}, which hands no factors on"
+            return f"it passes through a {op.type}, which does not preserve channel factors"
         return [(output, other_layout), (slots[0], layout)] if forward else [(output, layout), (slots[0], other_layout)]
 
     def _join_elementwise(

@@ -202,7 +202,7 @@ def quantization_step_count(site: Site) -> float | None:
     return float(high - low)
 
 
-HAS_FIXED_RANGE: Final = "a tensor of it has a range that is given, not observed"
+HAS_FIXED_RANGE: Final = "one of its tensors has a given range instead of an observed one"
 
 MIN_FINE_BITS, FINE_MANTISSA_BITS, COARSE_MANTISSA_BITS = 8, 10, 7
 """Bit width above which histograms are fine, and mantissa bits of fine and coarse histograms."""

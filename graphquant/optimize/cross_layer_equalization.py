@@ -40,7 +40,7 @@ MAX_ROUNDS: Final = 20
 CONVERGED_CHANGE: Final = 0.01
 """Change of a factor, in powers of two, that counts as converged."""
 
-HAS_CHANNEL_SCALES: Final = "the weights that make it have a scale for each channel, which evens them out already"
+HAS_CHANNEL_SCALES: Final = "the weights that produce it have per-channel scales, so equalization has no effect"
 
 ALREADY_EQUALIZED: Final = "its weights are even already"
 

@@ -514,9 +514,9 @@ class _CandidatePlans:
         reason = "the search keeps it float" if candidate == FLOAT_CANDIDATE else f"the search chose {candidate}"
         reason = f"{reason} for {self.bounds}"
         if rules_db is not None:
-            reason += f"; alone it would leave {rules_db:.1f} dB at the outputs with the rules' settings"
+            reason += f"; quantized alone by the rules, it leaves {rules_db:.1f} dB at the outputs"
             if candidate != FLOAT_CANDIDATE and candidate_db is not None:
-                reason += f", and leaves {candidate_db:.1f} dB with these"
+                reason += f", and {candidate_db:.1f} dB with this candidate"
         return reason
 
 

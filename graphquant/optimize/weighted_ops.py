@@ -217,7 +217,7 @@ def _weight_tensor_shape(model: Model, parameters: Parameters, weight: Use) -> S
 def _find_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | str:
     """Use that reads or could read the bias of an op, or the reason why there is none."""
     if op.type.startswith("_Fused"):
-        return "the op is fused with others"
+        return "the op is part of a fused op"
     if op.kind == "gemm" and op.numeric_attr("beta", 1.0) != 1.0:
         return "it multiplies its bias by a number"
     if "bias" in op.roles:
@@ -231,7 +231,7 @@ def _find_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | str:
     use = Use(graph.name, adder.name, 1 - readers[0].slot)
     tensor = graph.source_of(use)
     if tensor is None or not parameters.is_parameter(tensor):
-        return "what is added to it is computed"
+        return "the value that is added to it is computed"
     return use
 
 

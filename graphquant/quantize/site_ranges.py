@@ -167,7 +167,7 @@ def _read_quantizable_weight(state: SolverState, index: int) -> Array:
             " pass different weights)"
         )
     if value.dtype.name not in FLOAT_TYPES:
-        raise DataError(f"its value has type {value.dtype.name}, which is no float type")
+        raise DataError(f"its value has type {value.dtype.name}, which is not a float type")
     if value.size == 0:
         raise DataError("it has no elements")
     if site.view is not None:

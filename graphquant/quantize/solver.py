@@ -120,7 +120,7 @@ def _bias_params(state: SolverState, index: int, use: Use) -> QParams:
     if scale.ndim and (axis is None or axis >= value.ndim or value.shape[axis] != scale.size):
         raise DataError(f"its shape {value.shape} does not match {scale.size} weight scales")
     if not (np.isfinite(scale).all() and (scale >= SMALLEST_SCALE).all()):
-        raise DataError("its scale, input scale times weight scale, is no normal float32")
+        raise DataError("its scale, input scale times weight scale, is not a normal float32")
     step_sizes = broadcast_along_axis(scale.astype(np.float64), axis, value.ndim)
     largest = float(np.max(np.abs(value) / step_sizes, initial=0.0))
     if largest > site.scheme.type.limits()[1]:
@@ -173,7 +173,7 @@ def _count_clipped_values(value: Array, params: QParams) -> int:
 
 
 FLOAT8_NOT_RUNNABLE = (
-    "onnxruntime's optimizer fuses float8 between quantized tensors into integer ops, which it then refuses; load the"
+    "onnxruntime's optimizer fuses float8 between quantized tensors into integer ops, which it then rejects; load the"
     " model with optimizations disabled, or quantize only weights"
 )
 

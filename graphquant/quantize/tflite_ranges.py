@@ -291,7 +291,7 @@ def read_name_map(path: Path) -> dict[str, str]:
         raise UsageError(f"{path} is not valid TOML ({str(error)[:200]}). {hint}") from error
     invalid_name = next((name for name, value in name_map.items() if not isinstance(value, str)), None)
     if invalid_name is not None:
-        raise UsageError(f"{path}: the value of {invalid_name!r} is no name. {hint}")
+        raise UsageError(f"{path}: the value of {invalid_name!r} is not a name. {hint}")
     return name_map
 
 

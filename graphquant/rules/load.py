@@ -108,14 +108,14 @@ def _reference_mistakes(data: dict[str, Any], library_patterns: Mapping[str, Pat
     yield from _library_mistakes(data.get("use"), patterns, library_patterns)
     for name, scheme in schemes.items():
         if name in BUILTIN_OUTCOMES or not name:
-            yield ("scheme", name), f"{name!r} is no valid name for a scheme. Choose another name."
+            yield ("scheme", name), f"{name!r} is not a valid name for a scheme. Choose another name."
         if "name" in scheme:
-            yield ("scheme", name, "name"), "'name' is no key of a scheme. The header [scheme.NAME] names it."
+            yield ("scheme", name, "name"), "'name' is not a key of a scheme. The header [scheme.NAME] names it."
     for name in patterns:
         if not re.fullmatch(r"[\w-]+", name):
             yield (
                 ("pattern", name),
-                f"{format_value(name)} is no valid name for a pattern. Use letters, digits, '_' and '-'.",
+                f"{format_value(name)} is not a valid name for a pattern. Use letters, digits, '_' and '-'.",
             )
     rules = data.get("rule")
     rules = [rule if isinstance(rule, dict) else {} for rule in rules] if isinstance(rules, list) else []

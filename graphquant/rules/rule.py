@@ -108,7 +108,7 @@ class Selector:
     @classmethod
     def _check_op_types(cls, value: str | None) -> str | None:
         if value is not None and not all(re.fullmatch(r"[\w.:>-]+", word) for word in value.split("|")):
-            raise ValueError(f"{value!r} is no op type; write 'Conv' or 'Conv|Gemm'")
+            raise ValueError(f"{value!r} is not an op type; write 'Conv' or 'Conv|Gemm'")
         return value
 
     @field_validator("name")

@@ -254,7 +254,7 @@ def _mistake_sentence(
             table_keys = kind.keys(kind.tables[table])
             close = did_you_mean(str(path[-1])[:MAX_VALUE_LENGTH], table_keys)
             hint = close or words_sentence("Its keys are", table_keys)
-            return f"{_describe_key(path)} is no key of {kind.table_labels[table]}.{hint}"
+            return f"{_describe_key(path)} is not a key of {kind.table_labels[table]}.{hint}"
         case "missing":
             meaning = field_descriptions(kind.tables[table]).get(str(path[-1]), "")
             hint = f" Its meaning: {meaning}" if meaning else ""

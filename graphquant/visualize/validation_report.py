@@ -67,7 +67,7 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
     choices = _choices_text(search)
     has_validated_changes = search.plans > 0 and not (search.plans == 1 and search.confirmed)
     if search.size is not None:
-        limit = f"of the limit {search.max_size:,}" if search.max_size is not None else "at least within the bounds"
+        limit = f"of the limit {search.max_size:,}" if search.max_size is not None else "within the bounds"
         message = f"Constants take {search.size:,} bytes {limit}; in float they took {search.float_size:,}"
         lines.append(plain_line(f"{message}{'' if has_validated_changes else choices}."))
         if search.estimated_weights:
@@ -77,7 +77,7 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
         return lines
     caveats = [plain_line(f"inconclusive: {caveat}", "yellow") for caveat in search.caveats]
     if not has_validated_changes:
-        qualifier = " on these samples, which do not show it of others" if caveats else ""
+        qualifier = " on these samples, but other samples may miss them" if caveats else ""
         return [*lines, plain_line(f"Searched: this plan meets the bounds{qualifier}."), *caveats]
     message = f"Searched {pluralize(search.plans, 'plan')}, {search.runs_per_site:.1f} runs for each site"
     message += f", float ops with {_floor_percent(search.cost)} of the cost{choices}"

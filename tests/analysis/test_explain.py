@@ -106,7 +106,7 @@ def test_unknown_names(asked):
     """An unknown name is an error with suggestions; an integer tensor has its own message."""
     with pytest.raises(UsageError, match=r"called 'layer\[0\]/tan'\. Did you mean '/layer\[0\]/tanh'"):
         asked("layer[0]/tan")
-    with pytest.raises(UsageError, match=r"called 'i'\. It makes and reads no float tensor\."):
+    with pytest.raises(UsageError, match=r"called 'i'\. It has no float tensors\."):
         asked("i")
     with pytest.raises(UsageError, match=r"called 'nothing_like_it'\. `graphquant plan` prints the names"):
         asked("nothing_like_it")

@@ -142,7 +142,7 @@ def test_a_weight(samples: Path, tmp_path: Path, name: str) -> None:
     change = only(path, changed(path, edit))
     assert (change.kind, change.location) == ("weight", large.name)
     assert change.size == pytest.approx(0.25, abs=1e-6)
-    assert change.message.startswith(f"1 of {numpy_helper.to_array(large).size} values are others, by up to 0.25")
+    assert change.message.startswith(f"1 of {numpy_helper.to_array(large).size} values differ, by up to 0.25")
 
 
 def test_quantization_is_reported_as_sites(samples: Path, tmp_path: Path) -> None:

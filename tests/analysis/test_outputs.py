@@ -45,7 +45,7 @@ def test_problems() -> None:
     for expected, actual, problem in (
         (SCORES, None, "only the float model gives it for some sample"),
         (None, SCORES, "only the quantized model gives it for some sample"),
-        (np.array(["a"], object), np.array(["a"], object), "it holds object, no numbers"),
+        (np.array(["a"], object), np.array(["a"], object), "it contains object instead of numbers"),
         (SCORES, SCORES[:1], "shapes differ: [2, 2] and [1, 2]"),
         (SCORES, np.full_like(SCORES, np.nan), "4 values are NaN or infinite"),
     ):

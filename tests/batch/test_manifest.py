@@ -207,7 +207,7 @@ def test_a_pyproject(here):
     Path(PROJECT_FILE).write_text(text, "utf-8")
     assert [one.model for one in load_entries()] == ["models/b.pb"]
     assert mistakes(f"{text}rule = 'x'\n", PROJECT_FILE) == [
-        "pyproject.toml:7: 'rule' is no key of a model's entry. Did you mean 'rules'?"
+        "pyproject.toml:7: 'rule' is not a key of a model's entry. Did you mean 'rules'?"
     ]
     Path(MANIFEST_NAME).write_text('[[model]]\npath = "models/a.onnx"\n', "utf-8")
     assert [one.model for one in load_entries()] == ["models/a.onnx"]

@@ -70,7 +70,7 @@ def test_merging_drops_changes():
         (lambda one, two: (one, replace(two, shard=(2, 3))), "is one of 2 shards and"),
         (
             lambda one, two: (replace(one, deal_digest="a"), replace(two, deal_digest="b")),
-            "were dealt from different models",
+            "have different models",
         ),
         (
             lambda one, two: (one, replace(two, outcomes=(replace(_outcome("a"), sites=3),))),

@@ -344,7 +344,7 @@ def test_added_ops_are_read_back(family, bits, signed, narrow, high, dynamic, ha
         ('family = "quantize-and-dequantize-v2"\nargs = {form = "args"}', "has no 'form'"),
         ('family = "fake-quant"\nrange = "dynamic"', "needs a range"),
         ('family = "fake-quant"\nargs = {form = "arg"}', "it must be 'vars' or 'args'"),
-        ('family = "fake-quant"\nargs = {from = "args"}', "'from' is no key of the arguments of a family"),
+        ('family = "fake-quant"\nargs = {from = "args"}', "'from' is not a key of the arguments of a family"),
         ('args = {form = "args"}', "'family'"),
         (
             'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nargs = {input_min = 2.0, input_max = 1.0}',

@@ -213,7 +213,7 @@ def test_explain_on_the_command_line(net):
     assert same.output == full.output
     failure = run(main, ["explain", "model.onnx", "s", "--data", "data.npz", "--stats", "stats.gqs"])
     assert failure.exit_code == 2
-    assert "--stats replaces --data. Use either." in failure.output
+    assert "--stats replaces --data. Use one of them." in failure.output
 
 
 def test_the_report_has_choices_and_conflicts(net):

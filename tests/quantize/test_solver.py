@@ -197,7 +197,7 @@ def test_weights_whose_value_is_no_float(tmp_path, monkeypatch):
     model = gemm(tmp_path)
     monkeypatch.setattr(Parameters, "value", lambda *_: np.array(["a", "b"], object))
     solution = solve_scales(model, plan(replace(W, axis=None, scheme=INT8)), {})
-    assert solution.skips[0].reason == "its value has type object, which is no float type"
+    assert solution.skips[0].reason == "its value has type object, which is not a float type"
 
 
 def test_empty_weights(tmp_path):
@@ -280,7 +280,7 @@ def test_biases_that_do_not_fit(tmp_path):
     solution = solve_scales(
         gemm(tmp_path), plan(replace(X, scale=(1e-30,)), replace(tensor, scale=(1e-30,)), bias_site), {}
     )
-    assert "no normal float32" in solution.skips[2].reason
+    assert "not a normal float32" in solution.skips[2].reason
 
 
 def chain(count, ring=False):

@@ -175,7 +175,7 @@ def test_mapped_names_must_exist(planned, names, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [("a = 1", "the value of 'a' is no name"), ("a =", "is not valid TOML")])
+@pytest.mark.parametrize(("text", "said"), [("a = 1", "the value of 'a' is not a name"), ("a =", "is not valid TOML")])
 def test_a_map_is_toml_of_names(tmp_path, text, said):
     """Other things are refused with the form that is wanted."""
     (tmp_path / "map.toml").write_text(text)

@@ -209,7 +209,7 @@ def test_mistakes_of_all_files_in_order(write):
     second = write("\na = ", "a.toml")
     assert message(bad, write(GOOD), second, bad).splitlines() == [
         (
-            "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, algorithms, use, scheme,"
+            "b.toml:1: 'b' is not a key of a rule file. Its keys are description, prepare, algorithms, use, scheme,"
             " pattern, rule."
         ),
         (
@@ -229,7 +229,7 @@ def test_texts(write):
     ]
     sentence = message("rules.toml", "\n# a > b\nb = 1")
     keys = "description, prepare, algorithms, use, scheme, pattern, rule"
-    assert sentence == f"rules[1]:3: 'b' is no key of a rule file. Its keys are {keys}."
+    assert sentence == f"rules[1]:3: 'b' is not a key of a rule file. Its keys are {keys}."
     assert message("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes")
 
 

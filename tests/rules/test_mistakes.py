@@ -97,23 +97,23 @@ consumer = { kind = "conv", min_rank = 4, max_rank = 2, attr = { } }
 EXPECTED_MESSAGES = """\
 bad.toml:1: 'description' is 3; it must be a string.
 bad.toml:2: there is no step 'fold-batchnrm'. Did you mean 'fold-batchnorm' or 'inference-batchnorm'?
-bad.toml:3: 'rules' is no key of a rule file. Did you mean 'rule' or 'use'?
+bad.toml:3: 'rules' is not a key of a rule file. Did you mean 'rule' or 'use'?
 bad.toml:5: 'dtype' replaces 'bits' and 'signed'; give one or the other.
 bad.toml:11: 'per' is 'chanel'; it must be 'tensor', 'channel' or 'block'. Did you mean 'channel'?
 bad.toml:12: 'zero' is true; it must be 'symmetric' or 'asymmetric'.
-bad.toml:13: 'obsrve' is no key of a scheme. Did you mean 'observe'?
+bad.toml:13: 'obsrve' is not a key of a scheme. Did you mean 'observe'?
 bad.toml:14: 'bits' is 64; it must be at most 32.
 bad.toml:15: 'narrow' is 1; it must be true or false.
 bad.toml:18: 'itn8' is no data type; use int2 to int32, uint2 to uint32, float8_e4m3fn and float8_e5m2. Did you mean \\
 'int8' or 'uint8' or 'int28'?
 bad.toml:19: there is no observer 'minmx'. Did you mean 'minmax' or 'mean-minmax'?
 bad.toml:20: there is no family 'fake-quants'. Did you mean 'fake-quant'?
-bad.toml:23: 'name' is no key of a scheme. The header [scheme.NAME] names it.
+bad.toml:23: 'name' is not a key of a scheme. The header [scheme.NAME] names it.
 bad.toml:24: the observer 'fixed' needs 'high'; give it a number.
-bad.toml:26: 'float' is no valid name for a scheme. Choose another name.
+bad.toml:26: 'float' is not a valid name for a scheme. Choose another name.
 bad.toml:27: 'signed' is 'yes'; it must be true or false.
 bad.toml:30: there is no kind 'mull'. Did you mean 'mul' or 'matmul' or 'call'?
-bad.toml:38: 'a.b' is no valid name for a pattern. Use letters, digits, '_' and '-'.
+bad.toml:38: 'a.b' is not a valid name for a pattern. Use letters, digits, '_' and '-'.
 bad.toml:39: 'ops' is empty. Remove it or fill it.
 bad.toml:43: there is no kind 'cnov'. Did you mean 'conv' or 'scan'?
 bad.toml:44: there is no input role 'wieght'. Did you mean 'weight'?
@@ -187,7 +187,7 @@ RULE = "[[rule]]\nname = 'a'\nquantize = 'float'\n"
         ),
         (RULE + "producer = 'conv'", "4: 'producer' is 'conv'; it must be a table."),
         (RULE + "consumer = {kind = ''}", "4: 'kind' is empty. Remove it or fill it."),
-        (RULE + "consumer = {type = 'Conv,Gemm'}", "4: 'Conv,Gemm' is no op type; write 'Conv' or 'Conv|Gemm'."),
+        (RULE + "consumer = {type = 'Conv,Gemm'}", "4: 'Conv,Gemm' is not an op type; write 'Conv' or 'Conv|Gemm'."),
         (RULE + "consumer = {name = '" + "a" * 501 + "'}", "4: 'name' has more than 500 characters. Make it shorter."),
         (
             RULE + "consumer = {pattern = 'silu'}",

@@ -90,7 +90,7 @@ def check_report_path(path: Path) -> None:
 
     if path.suffix not in REPORTS:
         raise UsageError(
-            f"{path} has the suffix {path.suffix!r}, which is no report format. Use one of"
+            f"{path} has the suffix {path.suffix!r}, which is not a report format. Use one of"
             f" {', '.join(REPORTS)}.{did_you_mean(path.suffix, REPORTS)}"
         )
     models.check_output(path, force=True)

@@ -75,7 +75,7 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     try:
         converted = version_converter.convert_version(light, opset)
     except CONVERTER_ERRORS as error:
-        raise fail(f"onnx's converter says: {first_line(error)}") from error
+        raise fail(f"onnx's converter reports: {first_line(error)}") from error
     for field in ("functions", "training_info"):
         if not getattr(converted, field):
             getattr(converted, field).extend(getattr(source, field))

@@ -180,7 +180,7 @@ def link_external_data(message: Any, source: Path | None, path: Path) -> None:
         source_file, target = external_path(tensor, source), path.parent / location
         if target.exists():
             if not target.samefile(source_file) and not filecmp.cmp(source_file, target, shallow=False):
-                raise UsageError(f"{target} already exists and holds other data. Write to another folder.")
+                raise UsageError(f"{target} already exists and contains other data. Write to another folder.")
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         try:  # a hard link costs neither time nor space

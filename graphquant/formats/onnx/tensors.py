@@ -157,7 +157,7 @@ def constant_value(node: Any, folder: Path | None) -> Array:
         if attr.name in _CONSTANT_VALUE_DTYPES:
             value = attribute_value(attr, folder)
             return value if isinstance(value, np.ndarray) else np.array(value, _CONSTANT_VALUE_DTYPES[attr.name])
-    raise ModelError(f"The Constant node that makes {list(node.output)} has no value. Export the model again.")
+    raise ModelError(f"The Constant node that produces {list(node.output)} has no value. Export the model again.")
 
 
 def external_path(tensor: Any, folder: Path | None) -> Path:
@@ -221,7 +221,7 @@ def _external_array(tensor: Any, folder: Path | None) -> Array:
     name, shape, count = DTYPE_NAMES[tensor.data_type], tuple(tensor.dims), math.prod(tensor.dims)
     if name == "string":
         raise ModelError(
-            f"The tensor {tensor.name!r} holds text in an external file, which ONNX does not allow: export it again."
+            f"The tensor {tensor.name!r} contains text in an external file, which ONNX does not allow: export it again."
         )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
     expected_bytes = stored_bytes(name, count)

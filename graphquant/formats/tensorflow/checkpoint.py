@@ -333,7 +333,7 @@ def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_g
         )
     if header.endianness == header.BIG:
         raise ModelError(
-            f"{index_path} holds big-endian numbers, and values cannot be added to it. Save the model again first."
+            f"{index_path} contains big-endian numbers, and values cannot be added to it. Save the model again first."
         )
     old_shards, header.num_shards = header.num_shards, header.num_shards + 1
     data = bytearray()

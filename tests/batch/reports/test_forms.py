@@ -265,7 +265,7 @@ def test_formats_are_deterministic(report):
 
 def test_an_unknown_suffix(tmp_path):
     """It is refused with what there is."""
-    with pytest.raises(UsageError, match=r"'\.htm', which is no report format\. Use one of \.json, \.xml,"):
+    with pytest.raises(UsageError, match=r"'\.htm', which is not a report format\. Use one of \.json, \.xml,"):
         check_report_path(tmp_path / "report.htm")
 
 
