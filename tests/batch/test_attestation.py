@@ -1,4 +1,4 @@
-"""in-toto statements on outputs."""
+"""in-toto attestations of outputs."""
 
 import json
 from dataclasses import replace
@@ -11,8 +11,8 @@ from graphquant.errors import UsageError
 
 
 @pytest.fixture
-def made(tmp_path):
-    """An entry and what became of it: a model of one file, an output of two."""
+def entry_and_outcome(tmp_path):
+    """Return an entry with one model file and its outcome with two output files."""
     model = tmp_path / "net.onnx"
     model.write_bytes(b"model")
     output = str(tmp_path / "net.quant.onnx")
@@ -38,9 +38,9 @@ def made(tmp_path):
     return entry, outcome
 
 
-def test_an_attestation(made):
-    """It has every file of the output, what that was made of, and with which parameters; no bounds, no times."""
-    entry, outcome = made
+def test_attestation_content(entry_and_outcome):
+    """The attestation lists output files, materials and parameters. It has no gates and no times."""
+    entry, outcome = entry_and_outcome
     assert attestation(entry, outcome) == {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [
@@ -88,29 +88,29 @@ def test_an_attestation(made):
     }
 
 
-def test_a_model_of_several_files(made, samples):
-    """The digest over them is no file's SHA-256, and does not say it is; without data there is no such material."""
-    entry, outcome = made
+def test_model_of_several_files(entry_and_outcome, samples):
+    """The digest of a folder is not labelled sha256. Without data there is no data material."""
+    entry, outcome = entry_and_outcome
     folder = str(samples / "digits_cnn_saved_model")
-    bare = replace(outcome, digests=replace(outcome.digests, data=""))
-    materials = attestation(replace(entry, model=folder, data=None), bare)["predicate"]["buildDefinition"]
-    assert [(one["name"], [*one["digest"]]) for one in materials["resolvedDependencies"]] == [
+    without_data = replace(outcome, digests=replace(outcome.digests, data=""))
+    materials = attestation(replace(entry, model=folder, data=None), without_data)["predicate"]["buildDefinition"]
+    assert [(material["name"], [*material["digest"]]) for material in materials["resolvedDependencies"]] == [
         ("model", ["graphquantSha256"]),
         ("rules", ["graphquantSha256"]),
     ]
 
 
-def test_attestations_repeat(made):
-    """Whatever the time, the tries, or the order of the files."""
-    entry, outcome = made
+def test_attestation_is_reproducible(entry_and_outcome):
+    """The attestation's bytes depend neither on times and attempts nor on the order of the files."""
+    entry, outcome = entry_and_outcome
     write_attestation(entry, outcome)
     path = attestation_path(outcome.output)
-    first = path.read_bytes()
-    other = replace(
+    expected = path.read_bytes()
+    rerun = replace(
         outcome, seconds=9.0, attempts=2, status="unchanged", products=dict(sorted(outcome.products.items()))
     )
-    write_attestation(entry, other)
-    assert path.read_bytes() == first
+    write_attestation(entry, rerun)
+    assert path.read_bytes() == expected
     assert attested_digests(path) == outcome.products
 
 
@@ -128,16 +128,16 @@ def test_attestations_repeat(made):
         json.dumps({"_type": "another", "subject": [{"name": "a", "digest": {"sha256": "1"}}]}),
     ],
 )
-def test_files_that_are_not_attestations(tmp_path, text):
-    """It is refused in words."""
+def test_reading_an_invalid_attestation(tmp_path, text):
+    """Reading a file that is not an attestation raises UsageError."""
     path = tmp_path / "x.intoto.json"
     path.write_text(text, "utf-8")
     with pytest.raises(UsageError, match="is not an in-toto statement on files"):
         attested_digests(path)
 
 
-def test_an_attestation_that_cannot_be_written(made, tmp_path):
-    """It is refused in words."""
-    entry, outcome = made
+def test_writing_to_a_missing_folder(entry_and_outcome, tmp_path):
+    """Writing to a missing folder raises UsageError."""
+    entry, outcome = entry_and_outcome
     with pytest.raises(UsageError, match="cannot be written"):
         write_attestation(entry, replace(outcome, output=str(tmp_path / "nowhere" / "net.onnx")))

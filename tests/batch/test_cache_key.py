@@ -1,4 +1,4 @@
-"""What the key of an output is made of beside its entry: the program, and what that runs on."""
+"""Parts of the cache key that are not in the entry: the program, its packages and its environment."""
 
 from importlib.metadata import PackageNotFoundError
 
@@ -11,8 +11,8 @@ from graphquant.utils.tf_determinism import ONEDNN_VARIABLE
 
 
 @pytest.mark.parametrize("name", ["onnxruntime-gpu", "onnxruntime-openvino", "tensorflow-cpu", "keras", "h5py"])
-def test_a_framework_under_another_name(monkeypatch, name):
-    """Its version is known."""
+def test_versions_of_alternative_distributions(monkeypatch, name):
+    """Alternative distributions of a framework are listed with their versions."""
 
     def version(package):
         if package != name:
@@ -25,25 +25,25 @@ def test_a_framework_under_another_name(monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["part.py", "_fill.abi3.so", "rules/mine.toml"])
 def test_the_program_digest_covers_its_files(tmp_path, monkeypatch, name):
-    """Another file of code, compiled code or rules is another program; one of something else is not."""
+    """The digest depends on source, compiled code and rule files, and on no other file."""
     (tmp_path / "rules").mkdir()
     monkeypatch.setattr(graphquant, "__file__", str(tmp_path / "__init__.py"))
-    with FileHashes(tmp_path / "hashes.sqlite") as memo:
+    with FileHashes(tmp_path / "hashes.sqlite") as file_hashes:
         (tmp_path / name).write_bytes(b"1")
-        before = cache_key.program_digest(memo)
+        before = cache_key.program_digest(file_hashes)
         (tmp_path / "notes.md").write_bytes(b"1")
-        assert cache_key.program_digest(memo) == before
+        assert cache_key.program_digest(file_hashes) == before
         (tmp_path / name).write_bytes(b"other")
-        assert cache_key.program_digest(memo) != before
+        assert cache_key.program_digest(file_hashes) != before
 
 
-def test_how_tensorflow_is_run(tmp_path, monkeypatch):
-    """Kernels that somebody switched on make other outputs; off is what is done anyway."""
-    with FileHashes(tmp_path / "hashes.sqlite") as memo:
-        made = {}
-        for given in (None, "0", "1"):
+def test_program_digest_depends_on_onednn(tmp_path, monkeypatch):
+    """Enabling oneDNN changes the program digest. Disabling it does not, because that is the default."""
+    with FileHashes(tmp_path / "hashes.sqlite") as file_hashes:
+        digests = {}
+        for setting in (None, "0", "1"):
             monkeypatch.delenv(ONEDNN_VARIABLE, raising=False)
-            if given is not None:
-                monkeypatch.setenv(ONEDNN_VARIABLE, given)
-            made[given] = cache_key.program_digest(memo)
-    assert made[None] == made["0"] != made["1"]
+            if setting is not None:
+                monkeypatch.setenv(ONEDNN_VARIABLE, setting)
+            digests[setting] = cache_key.program_digest(file_hashes)
+    assert digests[None] == digests["0"] != digests["1"]

@@ -1,4 +1,4 @@
-"""What graphquant offers to CI systems runs here as there: the action, the hooks, the container, docs/ci.md."""
+"""CI integrations run as on a CI system: the action, the hooks, the container and docs/ci.md."""
 
 import json
 import os
@@ -22,57 +22,57 @@ HOOKS = yaml.safe_load(ROOT.joinpath(".pre-commit-hooks.yaml").read_text("utf-8"
 PAGE = ROOT.joinpath("docs", "ci.md").read_text("utf-8")
 
 
-def blocks(language):
-    """The code blocks of the page in a language."""
+def code_blocks(language):
+    """Return the page's code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
 def tools(tmp_path):
-    """A folder with a `graphquant` that is this checkout's, and a `pip` and a `python` that install nothing."""
+    """Return a folder with this checkout's `graphquant`, and a `pip` and `python` that only record their arguments."""
     folder = tmp_path / "tools"
     folder.mkdir()
     pip = f'echo "$*" >> "{tmp_path}/installed"'
-    for name, does in {
+    for name, command in {
         "graphquant": f'PYTHONPATH="{ROOT}" exec "{sys.executable}" -m graphquant "$@"',
         "pip": pip,
         "python": pip,
     }.items():
         path = folder / name
-        path.write_text(f"#!/bin/bash\n{does}\n", "utf-8")
+        path.write_text(f"#!/bin/bash\n{command}\n", "utf-8")
         path.chmod(0o755)
     return folder
 
 
 @pytest.fixture
 def workspace(tmp_path):
-    """A repository's folder: the sample models and the manifest of the page."""
+    """Return a repository folder with sample models and the page's manifest."""
     folder = tmp_path / "work"
     folder.joinpath("sample_models").mkdir(parents=True)
     for name in ("digits_cnn.onnx", "digits_rnn.onnx", "digits_cnn_calib.npz", "digits_rnn_calib.npz"):
         shutil.copy(ROOT / "sample_models" / name, folder / "sample_models")
-    (manifest,) = blocks("toml")
+    (manifest,) = code_blocks("toml")
     folder.joinpath("graphquant.toml").write_text(manifest, "utf-8")
     return folder
 
 
-def bash(script, folder, tools, *options, **environment):
-    """Runs a script as a runner would."""
+def run_bash(script, folder, tools, *options, **environment):
+    """Run a script as a CI runner does."""
     path = os.pathsep.join([str(tools), os.environ.get("PATH", os.defpath)])
-    given = {"PATH": path, "HOME": str(folder.parent), **environment}
+    variables = {"PATH": path, "HOME": str(folder.parent), **environment}
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", *options, "-c", script]
-    return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
 
 
-def filled(text, inputs):
-    """The action's expressions with their values, none of which may stand in a script itself."""
+def expand_expressions(text, inputs):
+    """Replace the action's expressions by their values."""
     values = {f"inputs.{name}": value for name, value in inputs.items()} | {"github.action_path": str(ROOT)}
-    return re.sub(r"\$\{\{ *(.*?) *\}\}", lambda found: values[found[1]], text)
+    return re.sub(r"\$\{\{ *(.*?) *\}\}", lambda match: values[match[1]], text)
 
 
-def run_action(folder, tools, **given):
-    """The steps of the action that are scripts, with inputs; their results and what they handed on."""
-    inputs = {name: one["default"] for name, one in ACTION["inputs"].items()} | given
+def run_action(folder, tools, **values):
+    """Run the action's scripts with some inputs. Return the results, the step summary and the step outputs."""
+    inputs = {name: declaration["default"] for name, declaration in ACTION["inputs"].items()} | values
     files = {name: folder.parent / name for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
     for path in files.values():
         path.write_text("", "utf-8")
@@ -81,48 +81,48 @@ def run_action(folder, tools, **given):
         if "run" not in step:
             continue
         assert "${{" not in step["run"]
-        environment = {name: filled(value, inputs) for name, value in step["env"].items()}
+        environment = {name: expand_expressions(value, inputs) for name, value in step["env"].items()}
         environment |= {name: str(path) for name, path in files.items()} | {"GITHUB_ACTIONS": "true", "CI": "true"}
-        results.append(bash(step["run"], folder, tools, **environment))
+        results.append(run_bash(step["run"], folder, tools, **environment))
         if results[-1].returncode:
             break
     return results, *(path.read_text("utf-8") for path in files.values())
 
 
-def test_the_action_is_as_its_schema_says(published):
-    """By the schema that editors use for actions."""
+def test_action_matches_its_schema(published):
+    """action.yml matches the published JSON schema of GitHub actions."""
     jsonschema.validate(ACTION, published("https://json.schemastore.org/github-action.json"))
 
 
 @pytest.mark.slow
-def test_the_action(workspace, tools, tmp_path):
-    """Its steps install, quantize what the manifest says, write the summary and all reports, and hand the report on."""
+def test_action_quantizes_and_reports(workspace, tools, tmp_path):
+    """The action installs, quantizes the manifest's models, writes the summary and reports, and sets its output."""
     results, summary, output = run_action(workspace, tools, extras="data")
-    assert [one.returncode for one in results] == [0, 0], results[-1].stderr
+    assert [result.returncode for result in results] == [0, 0], results[-1].stderr
     assert tmp_path.joinpath("installed").read_text("utf-8") == f"-m pip install {ROOT}[data]\n"
     assert "2 models&#58; 2 done;" in summary
     assert output == "report=graphquant-reports/report.json\n"
     report = read_report(workspace / "graphquant-reports" / "report.json")
-    assert [one.status for one in report.outcomes] == ["done", "done"]
+    assert [outcome.status for outcome in report.outcomes] == ["done", "done"]
     assert {path.suffix for path in workspace.joinpath("graphquant-reports").iterdir() if path.is_file()} == {*REPORTS}
     assert workspace.joinpath("build", "digits_cnn.quant.onnx").is_file()
 
     shutil.rmtree(workspace / "build")  # as in the next checkout, with the cache of this one
     results, summary, _ = run_action(workspace, tools)
-    assert [one.returncode for one in results] == [0, 0]
+    assert [result.returncode for result in results] == [0, 0]
     assert "2 models&#58; 2 unchanged;" in summary
     assert workspace.joinpath("build", "digits_cnn.quant.onnx").is_file()
 
 
 @pytest.mark.slow
-def test_the_action_fails_where_a_model_fails(workspace, tools):
-    """Odd names are taken as they are, the failure is annotated, and the summary is written all the same."""
+def test_action_fails_if_a_model_fails(workspace, tools):
+    """A failing model is annotated and the summary is written. File names are not run as shell code."""
     workspace.joinpath("it's $(touch here); broken.onnx").write_bytes(b"no model")
     models = "\nit's $(touch here); broken.onnx\nsample_models/digits_rnn.onnx\n"
     results, summary, output = run_action(
         workspace, tools, models=models, options="--rules weight_only -j 1", reports="the reports"
     )
-    assert [one.returncode for one in results] == [0, 1]
+    assert [result.returncode for result in results] == [0, 1]
     assert "::error file=it's $(touch here); broken.onnx,title=GQ201::" in results[-1].stdout
     assert summary.startswith("### ❌")
     assert output == "report=the reports/report.json\n"
@@ -131,16 +131,16 @@ def test_the_action_fails_where_a_model_fails(workspace, tools):
     data = json.loads(baseline.read_text("utf-8"))
     data["outcomes"][1]["size_after"] //= 2
     baseline.with_name("last.json").write_text(json.dumps(data), "utf-8")
-    given = {"models": "sample_models/digits_rnn.onnx", "options": "--rules weight_only", "reports": "the reports"}
+    arguments = {"models": "sample_models/digits_rnn.onnx", "options": "--rules weight_only", "reports": "the reports"}
     results, summary, _ = run_action(
-        workspace, tools, **given, compare="the reports/last.json", **{"fail-on": "regression"}
+        workspace, tools, **arguments, compare="the reports/last.json", **{"fail-on": "regression"}
     )
     assert results[-1].returncode == 1
     assert "regressed: the output has" in summary
 
 
-def test_the_action_keeps_what_was_finished():
-    """The cache is saved after a red run as well, under a key of each job's own."""
+def test_action_caches_after_a_failure():
+    """The cache is saved after a failed run too. Each job of a matrix has its own cache key."""
     steps = {step["uses"].partition("@")[0]: step for step in ACTION["runs"]["steps"] if "uses" in step}
     assert "actions/cache" not in steps  # which saves only if the job succeeds
     restore, save = steps["actions/cache/restore"], steps["actions/cache/save"]
@@ -149,13 +149,13 @@ def test_the_action_keeps_what_was_finished():
         name: restore["with"][name] for name in ("key", "path")
     }
     assert "strategy.job-index" in save["with"]["key"]
-    named = steps["actions/upload-artifact"]["with"]["name"]
-    assert "strategy.job-total > 1 && format('-{0}', strategy.job-index)" in named
+    artifact_name = steps["actions/upload-artifact"]["with"]["name"]
+    assert "strategy.job-total > 1 && format('-{0}', strategy.job-index)" in artifact_name
 
 
 @pytest.mark.slow
-def test_the_action_takes_options_on_several_lines(workspace, tools):
-    """Each counts, and the reports of an earlier run are gone if this one writes none."""
+def test_action_accepts_multiline_options(workspace, tools):
+    """Every line of options is passed on. Reports of an earlier run are removed if this run fails early."""
     reports = workspace / "graphquant-reports"
     reports.mkdir()
     reports.joinpath("report.json").write_text("old", "utf-8")
@@ -169,8 +169,8 @@ def test_the_action_takes_options_on_several_lines(workspace, tools):
     assert list(workspace.joinpath(".graphquant-cache", "files").glob("*/*")) == []
 
 
-def test_the_action_without_a_manifest(workspace, tools):
-    """A usage error is the step's, with its code and words, and there is no summary of an earlier run."""
+def test_action_without_a_manifest(workspace, tools):
+    """Without a manifest the step exits with code 2. The summary of an earlier run is not shown."""
     workspace.joinpath("graphquant.toml").unlink()
     reports = workspace / "graphquant-reports"
     reports.mkdir()
@@ -181,107 +181,110 @@ def test_the_action_without_a_manifest(workspace, tools):
     assert summary == ""
 
 
-def test_the_page_names_the_inputs_of_the_action():
-    """Each of them."""
-    (said,) = re.findall(r"Its inputs are (.*?);", PAGE, re.DOTALL)
-    assert re.findall(r"`([^`]+)`", said) == list(ACTION["inputs"])
+def test_page_names_every_action_input():
+    """docs/ci.md lists every input of the action, in order."""
+    (inputs_sentence,) = re.findall(r"Its inputs are (.*?);", PAGE, re.DOTALL)
+    assert re.findall(r"`([^`]+)`", inputs_sentence) == list(ACTION["inputs"])
 
 
-def test_the_page_has_every_code():
-    """A row for each, in order; the reports' table has each suffix."""
+def test_page_lists_every_code_and_report():
+    """docs/ci.md has a row for each finding code and for each report suffix, in order."""
     assert re.findall(r"^\| (GQ\d+) \|", PAGE, re.MULTILINE) == list(BATCH_CODES)
     assert re.findall(r"^\| `(\.\w+)` \|", PAGE, re.MULTILINE) == list(REPORTS)
 
 
-def test_the_pipelines_of_the_page_are_as_their_schemas_say(published):
-    """GitHub's workflow, GitLab's jobs and the hooks' configuration."""
-    workflow, jobs, hooks = map(yaml.safe_load, blocks("yaml"))
-    workflow["on"] = workflow.pop(True)  # which is what YAML 1.1 takes that key for
+def test_pipelines_of_the_page_match_their_schemas(published):
+    """The GitHub workflow, the GitLab jobs and the pre-commit configuration match their schemas."""
+    workflow, jobs, hooks = map(yaml.safe_load, code_blocks("yaml"))
+    workflow["on"] = workflow.pop(True)  # YAML 1.1 parses the key `on` as true
     jsonschema.validate(workflow, published("https://json.schemastore.org/github-workflow.json"))
     gitlab = "https://gitlab.com/gitlab-org/gitlab/-/raw/master/app/assets/javascripts/editor/schema/ci.json"
     jsonschema.validate(jobs, published(gitlab))
     jsonschema.validate(hooks, published("https://json.schemastore.org/pre-commit-config.json"))
-    assert {one["id"] for one in hooks["repos"][0]["hooks"]} == {one["id"] for one in HOOKS}
-    (step,) = (one for one in workflow["jobs"]["quantize"]["steps"] if "graphquant" in one["uses"])
+    assert {hook["id"] for hook in hooks["repos"][0]["hooks"]} == {hook["id"] for hook in HOOKS}
+    (step,) = (step for step in workflow["jobs"]["quantize"]["steps"] if "graphquant" in step["uses"])
     assert set(step["with"]) <= set(ACTION["inputs"])
     assert set(jobs) == {"quantize", "report"}
-    rights = workflow["jobs"]["report"]["permissions"]  # what is not named there is none
-    assert rights == {"actions": "read", "contents": "read", "security-events": "write"}
+    permissions = workflow["jobs"]["report"]["permissions"]  # permissions that are not listed are not granted
+    assert permissions == {"actions": "read", "contents": "read", "security-events": "write"}
 
 
 @pytest.mark.slow
-def test_gitlab(workspace, tools):
-    """The scripts of the jobs run in the shell of a runner, one for each shard, then the one that merges."""
-    jobs = yaml.safe_load(blocks("yaml")[1])
+def test_gitlab_jobs(workspace, tools):
+    """The GitLab scripts run in the runner's shell: a job per shard, then the job that merges reports."""
+    jobs = yaml.safe_load(code_blocks("yaml")[1])
     total = str(jobs["quantize"]["parallel"])
     for index in range(1, int(total) + 1):
-        ran = bash(
+        process = run_bash(
             "\n".join(jobs["quantize"]["script"]), workspace, tools, CI_NODE_INDEX=str(index), CI_NODE_TOTAL=total
         )
-        assert ran.returncode == 0, ran.stderr
+        assert process.returncode == 0, process.stderr
     assert sorted(path.name for path in workspace.glob(jobs["quantize"]["artifacts"]["reports"]["junit"])) == [
         "junit-1.xml",
         "junit-2.xml",
     ]
-    ran = bash("\n".join(jobs["report"]["script"]), workspace, tools)
-    assert ran.returncode == 0, ran.stderr
+    process = run_bash("\n".join(jobs["report"]["script"]), workspace, tools)
+    assert process.returncode == 0, process.stderr
     merged = read_report(workspace / "report.json")
-    assert [one.name for one in merged.outcomes] == ["sample_models/digits_cnn.onnx", "sample_models/digits_rnn.onnx"]
+    assert [outcome.name for outcome in merged.outcomes] == [
+        "sample_models/digits_cnn.onnx",
+        "sample_models/digits_rnn.onnx",
+    ]
     assert all(workspace.joinpath(path).exists() for path in jobs["report"]["artifacts"]["paths"])
 
 
 @pytest.mark.slow
-def test_github_merges(workspace, tools):
-    """The workflow's scripts, with the reports of two shards where the artifacts come to be."""
-    workflow = yaml.safe_load(blocks("yaml")[0])
-    for place, shard in enumerate(workflow["jobs"]["quantize"]["strategy"]["matrix"]["shard"]):
+def test_github_workflow_merges_shards(workspace, tools):
+    """The GitHub workflow merges the reports of two shards from the artifact folders."""
+    workflow = yaml.safe_load(code_blocks("yaml")[0])
+    for number, shard in enumerate(workflow["jobs"]["quantize"]["strategy"]["matrix"]["shard"]):
         results, *_ = run_action(
-            workspace, tools, shard=shard, options="--timeout 600", reports=f"reports/graphquant-reports-{place}"
+            workspace, tools, shard=shard, options="--timeout 600", reports=f"reports/graphquant-reports-{number}"
         )
         assert results[-1].returncode == 0, results[-1].stderr
     shutil.copy(workspace / "reports/graphquant-reports-0/report.json", workspace / "baseline.json")
     summary = workspace / "step"
     for step in workflow["jobs"]["report"]["steps"]:
         if "run" in step:
-            ran = bash(step["run"], workspace, tools, GITHUB_STEP_SUMMARY=str(summary))
-            assert ran.returncode == 0, ran.stderr
+            process = run_bash(step["run"], workspace, tools, GITHUB_STEP_SUMMARY=str(summary))
+            assert process.returncode == 0, process.stderr
     assert "2 models&#58; 2 done;" in summary.read_text("utf-8")
     assert json.loads(workspace.joinpath("models.sarif").read_text("utf-8"))["runs"][0]["results"] == []
 
 
 @pytest.mark.slow
-def test_make(workspace, tools):
-    """The makefile makes the report once, and again after a model changed."""
+def test_makefile(workspace, tools):
+    """The makefile creates the report once, and again after a model changed."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    (makefile,) = blocks("make")
+    (makefile,) = code_blocks("make")
     workspace.joinpath("Makefile").write_text(makefile, "utf-8")
-    assert bash("make accept", workspace, tools).returncode == 0
+    assert run_bash("make accept", workspace, tools).returncode == 0
     assert workspace.joinpath("baseline.json").is_file()
-    assert bash("make", workspace, tools).stdout == "make: 'build/report.json' is up to date.\n"
+    assert run_bash("make", workspace, tools).stdout == "make: 'build/report.json' is up to date.\n"
     workspace.joinpath("sample_models", "digits_rnn.onnx").touch()
-    assert "graphquant batch" in bash("make -n", workspace, tools).stdout
+    assert "graphquant batch" in run_bash("make -n", workspace, tools).stdout
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page(workspace, tools):
-    """They run in order, as they stand."""
+def test_commands_of_the_page(workspace, tools):
+    """The page's shell commands run in order."""
     workspace.joinpath("build").mkdir()
-    ran = bash("\n".join(blocks("bash")), workspace, tools, "-u")
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("2 models: 2 unchanged;") == 2
+    process = run_bash("\n".join(code_blocks("bash")), workspace, tools, "-u")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("2 models: 2 unchanged;") == 2
     assert workspace.joinpath("build", "digits_cnn.quant.onnx.intoto.json").is_file()
 
 
-def test_links_lead_somewhere():
-    """Links to files name files that exist."""
+def test_links_are_valid():
+    """Relative links of the page name existing files."""
     targets = re.findall(r"\]\(([^)#]+)", PAGE)
-    assert [one for one in targets if "://" not in one and not ROOT.joinpath("docs", one).exists()] == []
+    assert [target for target in targets if "://" not in target and not ROOT.joinpath("docs", target).exists()] == []
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A git repository with models and rule files, good and bad, in which pre-commit has a home of its own."""
+    """Return a git repository with valid and invalid models and rule files. pre-commit's home is temporary."""
     folder = tmp_path / "repository"
     folder.joinpath("rules").mkdir(parents=True)
     shutil.copy(ROOT / "rules" / "generic.toml", folder / "rules")
@@ -295,7 +298,7 @@ def repository(tmp_path, monkeypatch):
 
 
 def run_hooks(folder, tools, **changes):
-    """What pre-commit says of all files: the hooks as they are offered, but that this checkout's graphquant runs."""
+    """Run pre-commit on all files with the project's hooks and this checkout's graphquant."""
     hooks = [{**hook, "language": "system", **changes.get(hook["id"], {})} for hook in HOOKS]
     config = folder.parent / "config.yaml"
     config.write_text(yaml.safe_dump({"repos": [{"repo": "local", "hooks": hooks}]}), "utf-8")
@@ -305,47 +308,47 @@ def run_hooks(folder, tools, **changes):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_hooks_are_as_pre_commit_wants_them():
-    """Its own check of the file passes."""
+def test_hooks_manifest_is_valid():
+    """`pre-commit validate-manifest` accepts the hooks. They run graphquant from a Python environment."""
     command = [sys.executable, "-m", "pre_commit", "validate-manifest", str(ROOT / ".pre-commit-hooks.yaml")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
     assert {hook["language"] for hook in HOOKS} == {"python"}
     assert {hook["entry"].split()[0] for hook in HOOKS} == {"graphquant"}
 
 
 @pytest.mark.slow
-def test_the_hooks(repository, tools, cli):
-    """They pass over what is good, and fail with the words of the command at what is not."""
+def test_hooks(repository, tools, cli):
+    """The hooks pass for valid files, and fail with the command's message for invalid ones."""
     model = repository / "net.quant.onnx"
     cli("insert", ROOT / "sample_models" / "digits_cnn.onnx", "--rules", "weight_only", "-o", model)
-    ran = run_hooks(repository, tools)
-    assert ran.returncode == 0, ran.stdout
-    assert re.search(r"net\.quant\.onnx: \d+ quantization ops, 0 findings\.", ran.stdout)
-    assert "rules/generic.toml: no mistakes in" in ran.stdout
+    process = run_hooks(repository, tools)
+    assert process.returncode == 0, process.stdout
+    assert re.search(r"net\.quant\.onnx: \d+ quantization ops, 0 findings\.", process.stdout)
+    assert "rules/generic.toml: no mistakes in" in process.stdout
 
     repository.joinpath("mine.rules.toml").write_text('[[rule]]\nname = "a"\nquantise = "b"\n', "utf-8")
     repository.joinpath("not.onnx").write_bytes(b"no model")
-    ran = run_hooks(repository, tools)
-    assert ran.returncode == 1
-    assert "mine.rules.toml:3:" in ran.stdout
-    assert "not.onnx" in ran.stdout
-    assert "broken.toml" not in ran.stdout
+    process = run_hooks(repository, tools)
+    assert process.returncode == 1
+    assert "mine.rules.toml:3:" in process.stdout
+    assert "not.onnx" in process.stdout
+    assert "broken.toml" not in process.stdout
 
     repository.joinpath("mine.rules.toml").unlink()
     repository.joinpath("not.onnx").unlink()
-    ran = run_hooks(repository, tools, **{"graphquant-check": {"args": ["--for", "onnxruntime"]}})
-    assert "net.quant.onnx for onnxruntime:" in ran.stdout
+    process = run_hooks(repository, tools, **{"graphquant-check": {"args": ["--for", "onnxruntime"]}})
+    assert "net.quant.onnx for onnxruntime:" in process.stdout
 
 
 @pytest.mark.slow
-def test_the_container_has_all_that_is_built(tmp_path):
-    """What the recipe copies, and the ignore file lets through, is enough for a wheel with rules and pages' parts."""
+def test_container_copies_all_sources(tmp_path):
+    """The files that the Containerfile copies are sufficient to build a wheel with rules and templates."""
     recipe = ROOT.joinpath("Containerfile").read_text("utf-8")
     copied = [words.split()[:-1] for words in re.findall(r"^COPY (?!--from)(.*)$", recipe, re.MULTILINE)]
-    let_in = re.findall(r"^!(.*)$", ROOT.joinpath(".dockerignore").read_text("utf-8"), re.MULTILINE)
-    names = [name for some in copied for name in some]
-    assert sorted(names) == sorted(let_in)
+    allowed = re.findall(r"^!(.*)$", ROOT.joinpath(".dockerignore").read_text("utf-8"), re.MULTILINE)
+    names = [name for sources in copied for name in sources]
+    assert sorted(names) == sorted(allowed)
     source = tmp_path / "source"
     source.mkdir()
     for name in names:
@@ -358,18 +361,20 @@ def test_the_container_has_all_that_is_built(tmp_path):
     (wheel,) = tmp_path.glob("graphquant-*.whl")
     from zipfile import ZipFile
 
-    inside = set(ZipFile(wheel).namelist())
-    assert "graphquant/rules/generic.toml" in inside
-    there = {path.relative_to(source).as_posix() for path in source.joinpath("graphquant").rglob("*") if path.is_file()}
-    assert there - inside == set()
-    assert "graphquant/batch/reports/report.schema.json" in there
+    wheel_files = set(ZipFile(wheel).namelist())
+    assert "graphquant/rules/generic.toml" in wheel_files
+    source_files = {
+        path.relative_to(source).as_posix() for path in source.joinpath("graphquant").rglob("*") if path.is_file()
+    }
+    assert source_files - wheel_files == set()
+    assert "graphquant/batch/reports/report.schema.json" in source_files
 
 
-def test_the_container_runs_without_rights():
-    """A pinned slim image, and a user that is not root when the command is run."""
+def test_container_does_not_run_as_root():
+    """The base image is a pinned slim image, and the entry point runs as an ordinary user."""
     recipe = ROOT.joinpath("Containerfile").read_text("utf-8")
     assert re.search(r"^ARG PYTHON=3\.\d+\.\d+-slim-\w+$", recipe, re.MULTILINE)
-    last = recipe[recipe.rindex("\nFROM") :]
-    users = re.findall(r"^USER (\w+)$", last, re.MULTILINE)
+    last_stage = recipe[recipe.rindex("\nFROM") :]
+    users = re.findall(r"^USER (\w+)$", last_stage, re.MULTILINE)
     assert users == ["graphquant"]
-    assert last.index("USER") < last.index('ENTRYPOINT ["graphquant"]')
+    assert last_stage.index("USER") < last_stage.index('ENTRYPOINT ["graphquant"]')

@@ -1,4 +1,4 @@
-"""`graphquant batch` with manifests, shards and a scheduler, as on the command line."""
+"""`graphquant batch` on the command line with manifests, shards and a scheduler."""
 
 import json
 import shutil
@@ -16,23 +16,23 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def batch(tmp_path, monkeypatch):
-    """Runs the command in a folder with three models and a manifest; gives exit code, output and complaints."""
+    """Return a function that runs the command on three models, and returns exit code, stdout and stderr."""
     for name in ("digits_cnn", "digits_rnn", "digits_nested"):
         shutil.copy(ROOT / "sample_models" / f"{name}.onnx", tmp_path)
     tmp_path.joinpath("graphquant.toml").write_text('[defaults]\nrules = "weight_only"\n[[model]]\npath = "*.onnx"\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def run(*words):
-        ran = CliRunner().invoke(main, ["batch", *words])
-        return ran.exit_code, ran.stdout, ran.stderr
+    def run(*arguments):
+        result = CliRunner().invoke(main, ["batch", *arguments])
+        return result.exit_code, result.stdout, result.stderr
 
     return run
 
 
 @pytest.mark.slow
-def test_shards_are_one_batch(batch):
-    """The merged report of all shards is that of the whole, and so are the outputs."""
+def test_shards_equal_the_whole_batch(batch):
+    """Outputs and merged report of all shards equal those of the whole batch."""
     code, _, _ = batch("--report", "whole.json", "-j", "1")
     assert code == 0
     whole = {path.name: path.read_bytes() for path in Path().glob("*.quant.onnx")}
@@ -51,14 +51,14 @@ def test_shards_are_one_batch(batch):
     assert merged == plain
 
 
-def test_the_schema(batch):
-    """--schema prints the schema of manifests."""
-    code, said, _ = batch("--schema")
-    assert (code, json.loads(said)) == (0, manifest_schema())
+def test_schema_option(batch):
+    """--schema prints the JSON schema of manifests."""
+    code, output, _ = batch("--schema")
+    assert (code, json.loads(output)) == (0, manifest_schema())
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("arguments", "name"),
     [
         (["--shard", "3/2"], "--shard 3/2"),
         (["--scheduler", "tcp://127.0.0.1:9", "-j", "2"], "--scheduler"),
@@ -68,29 +68,29 @@ def test_the_schema(batch):
         (["--min-sqnr", "0"], "graphquant.toml:3: 'min_sqnr'"),
     ],
 )
-def test_refusals(batch, words, name):
+def test_invalid_arguments(batch, arguments, name):
     """Invalid arguments are rejected before any work starts, with the name or value in the message."""
-    code, output, message = batch(*words)
+    code, output, message = batch(*arguments)
     assert (code, output) == (2, "")
     assert name in message
 
 
-def test_mistakes_of_a_manifest(batch):
-    """All mistakes of a manifest are told, with exit code 2."""
+def test_manifest_mistakes_are_usage_errors(batch):
+    """Every mistake of a manifest is printed, and the exit code is 2."""
     Path("graphquant.toml").write_text("[[model]]\npath = 'x.onnx'\nrule = 'a'\nsamples = 0\n", "utf-8")
-    code, _, told = batch()
+    code, _, message = batch()
     assert code == 2
     lines = [f"graphquant.toml:{number}" for number in (2, 3, 4)]
-    assert [line.removeprefix("error: ").split(": ")[0] for line in told.strip().split("\n")] == lines
+    assert [line.removeprefix("error: ").split(": ")[0] for line in message.strip().split("\n")] == lines
 
 
 @pytest.mark.slow
-def test_prune_does_not_run_the_batch(batch):
-    """Beside a manifest the batch is done, and then the cache pruned; alone it is only where nothing else is asked."""
+def test_prune_cache_with_and_without_a_batch(batch):
+    """--prune-cache prunes after the batch if there is one. Alone it only prunes, without options of a batch."""
     Path("graphquant.toml").write_text('[defaults]\nrules = "weight_only"\n[[model]]\npath = "digits_cnn.onnx"\n')
     code, out, err = batch("--prune-cache", "0d", "--report", "r.json", "-j", "1", "--format", "json")
     assert code == 0
-    assert [one.status for one in read_report(Path("r.json")).outcomes] == ["done"]
+    assert [outcome.status for outcome in read_report(Path("r.json")).outcomes] == ["done"]
     assert json.loads(out)["outcomes"][0]["status"] == "done"
     assert "Removed 1 outputs from the cache" in err
     assert list(Path("cache/graphquant/batches").iterdir()) == []

@@ -1,4 +1,4 @@
-"""What goes wrong around a batch: it is killed, the disk is full, a folder is read-only."""
+"""Faults around a batch: it is killed, the disk is full, a folder is read-only."""
 
 import json
 import os
@@ -19,30 +19,30 @@ pytestmark = pytest.mark.slow  # each starts the program and its workers
 KILLS = 20
 
 
-def command(*arguments):
-    """The program, to be run here."""
+def batch_command(*arguments):
+    """Return the command line of a batch with arguments."""
     return [sys.executable, "-m", "graphquant", "batch", "--cache-dir", "cache", "--report", "report.json", *arguments]
 
 
-def run(*arguments):
-    """Runs it to its end."""
-    return subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
+def run_batch_command(*arguments):
+    """Run a batch to its end."""
+    return subprocess.run(batch_command(*arguments), capture_output=True, text=True, check=False)
 
 
-def told():
-    """What the report tells, without times."""
+def read_json_report():
+    """Return the report without times."""
     return batch_report_json(read_report(Path("report.json")), times=False)
 
 
 @contextmanager
-def mounted(folder, *options):
-    """A small file system of its own at `folder`; the test is skipped where that cannot be had."""
+def mount_tmpfs(folder, *options):
+    """Mount a small file system at `folder`. Skip the test if mounting is not permitted."""
     folder.mkdir()
     if shutil.which("mount") is None or os.geteuid() != 0:
         pytest.skip("mounting needs root")
-    made = subprocess.run(["mount", "-t", "tmpfs", *options, "none", folder], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("nothing may be mounted here")
+    mount = subprocess.run(["mount", "-t", "tmpfs", *options, "none", folder], capture_output=True, check=False)
+    if mount.returncode:
+        pytest.skip("mounting is not permitted")
     try:
         yield
     finally:
@@ -50,119 +50,121 @@ def mounted(folder, *options):
 
 
 @pytest.fixture
-def here(tmp_path, samples, monkeypatch):
-    """A folder with a manifest of twelve entries for two models."""
+def workspace(tmp_path, samples, monkeypatch):
+    """Return a folder with a manifest of twelve entries for two models."""
     lines = ["[defaults]", "samples = 2"]
     for stem in ("digits_cnn", "digits_rnn"):
         shutil.copy(samples / f"{stem}.onnx", tmp_path)
         shutil.copy(samples / f"{stem}_calib.npz", tmp_path)
-        for place in range(6):
-            lines += ["[[model]]", f"path = '{stem}.onnx'", f"variant = 'v{place}'", f"data = '{stem}_calib.npz'"]
-            lines += [f"output = 'out/{stem}_{place}.onnx'", f"samples = {place + 1}"]
+        for number in range(6):
+            lines += ["[[model]]", f"path = '{stem}.onnx'", f"variant = 'v{number}'", f"data = '{stem}_calib.npz'"]
+            lines += [f"output = 'out/{stem}_{number}.onnx'", f"samples = {number + 1}"]
     tmp_path.joinpath("graphquant.toml").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def outputs():
-    """Names and bytes of what is in the folder of outputs; a name that ends with a suffix of a model is whole."""
+def read_outputs():
+    """Return the content of each file in the output folder, by name."""
     return {path.name: path.read_bytes() for path in Path("out").iterdir()} if Path("out").is_dir() else {}
 
 
-def journaled():
-    """The names in the journal, in its order; a last line that was cut off is none."""
+def journal_names():
+    """Return the names in the journal, in order, without a truncated last line."""
     lines = [line for path in Path("cache/batches").glob("*.jsonl") for line in path.read_bytes().split(b"\n")[:-1]]
     return [json.loads(line)["name"] for line in lines]
 
 
-def _killed(finished, chance, *arguments):
-    """Runs the batch and kills it: soon, or soon after it has finished one more, however fast the machine is."""
-    more = chance.choice([0, 1])
+def _run_and_kill(finished, rng, *arguments):
+    """Run the batch and kill it at once, or after one more entry is finished."""
+    wait_for_one = rng.choice([0, 1])
     process = subprocess.Popen(
-        command("-j", "2", "--no-cache", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        batch_command("-j", "2", "--no-cache", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    while more and process.poll() is None and len(journaled()) <= finished:
+    while wait_for_one and process.poll() is None and len(journal_names()) <= finished:
         time.sleep(0.01)
     with suppress(subprocess.TimeoutExpired):
-        process.wait(chance.uniform(0, 0.3 if more else 2.0))
+        process.wait(rng.uniform(0, 0.3 if wait_for_one else 2.0))
     process.kill()
     process.wait()
 
 
-def test_killed_and_resumed(here):
-    """Killed at any moment, twenty times over, it goes on where it was: nothing is done twice, nothing is ever half."""
-    assert run("-j", "2", "--no-cache").returncode == 0
-    expected, report = outputs(), told()
+def test_resume_after_kills(workspace):
+    """A batch that is killed twenty times resumes each time. No entry is done twice and no output is partial."""
+    assert run_batch_command("-j", "2", "--no-cache").returncode == 0
+    expected, report = read_outputs(), read_json_report()
     assert len(expected) == 12
     shutil.rmtree("out")
     shutil.rmtree("cache")
-    chance = random.Random(7)  # noqa: S311  # moments to kill at, no secrets
-    finished, lengths = [], set()
+    rng = random.Random(7)  # noqa: S311  # not for cryptography
+    finished, journal_lengths = [], set()
     for kill in range(KILLS):
-        _killed(len(finished), chance, *(["--resume"] if kill else []))
-        now = journaled()
-        assert now[: len(finished)] == finished
-        assert len(set(now)) == len(now)
-        finished = now
-        lengths.add(len(now))
-        for name, data in outputs().items():
+        _run_and_kill(len(finished), rng, *(["--resume"] if kill else []))
+        journal = journal_names()
+        assert journal[: len(finished)] == finished
+        assert len(set(journal)) == len(journal)
+        finished = journal
+        journal_lengths.add(len(journal))
+        for name, data in read_outputs().items():
             assert name.startswith(".") or data == expected[name]
-    assert len(lengths) > KILLS // 4, "hardly a kill came in the midst of the work"
-    last = run("-j", "2", "--no-cache", "--resume")
-    assert last.returncode == 0
-    assert outputs() == expected
-    assert told() == report
-    assert sorted(journaled()) == sorted(one["name"] for one in report["outcomes"])
-    assert run("-j", "2", "--no-cache", "--resume").returncode == 0
-    assert len(journaled()) == 12
+    assert len(journal_lengths) > KILLS // 4, "too few kills happened during the work"
+    final_run = run_batch_command("-j", "2", "--no-cache", "--resume")
+    assert final_run.returncode == 0
+    assert read_outputs() == expected
+    assert read_json_report() == report
+    assert sorted(journal_names()) == sorted(outcome["name"] for outcome in report["outcomes"])
+    assert run_batch_command("-j", "2", "--no-cache", "--resume").returncode == 0
+    assert len(journal_names()) == 12
 
 
-def test_a_full_disk(here):
-    """What does not fit is told of its model, nothing half is left, and the rest is done."""
-    with mounted(here / "full", "-o", "size=48k"):
+def test_full_disk(workspace):
+    """Entries that do not fit on the disk fail without partial files. The other entries are done."""
+    with mount_tmpfs(workspace / "full", "-o", "size=48k"):
         text = Path("graphquant.toml").read_text().replace("out/digits_cnn", "full/digits_cnn")
         Path("graphquant.toml").write_text(text)
-        result = run("-j", "2")
+        result = run_batch_command("-j", "2")
         assert result.returncode == 1, result.stderr
-        statuses = {one["output"]: (one["status"], one["problem"]) for one in told()["outcomes"]}
+        statuses = {
+            outcome["output"]: (outcome["status"], outcome["problem"]) for outcome in read_json_report()["outcomes"]
+        }
         failed = {path: problem for path, (status, problem) in statuses.items() if status == "failed"}
         assert len(failed) == 5  # each takes 28 kB
         assert all(path.startswith("full/") for path in failed)
         assert {problem["kind"] for problem in failed.values()} == {"UsageError"}
         assert all("No space left on device" in problem["message"] for problem in failed.values())
         assert len(list(Path("full").iterdir())) == 1
-    assert len(outputs()) == 6
+    assert len(read_outputs()) == 6
 
 
-def test_a_read_only_folder(here):
-    """Each model that was to be written there is told; the rest is done."""
-    with mounted(here / "fixed", "-o", "ro"):
+def test_read_only_folder(workspace):
+    """Entries whose output folder is read-only fail. The other entries are done."""
+    with mount_tmpfs(workspace / "fixed", "-o", "ro"):
         text = Path("graphquant.toml").read_text().replace("out/digits_cnn", "fixed/digits_cnn")
         Path("graphquant.toml").write_text(text)
-        result = run("-j", "2")
+        result = run_batch_command("-j", "2")
         assert result.returncode == 1, result.stderr
-        failed = [one for one in told()["outcomes"] if one["status"] == "failed"]
+        failed = [outcome for outcome in read_json_report()["outcomes"] if outcome["status"] == "failed"]
         assert len(failed) == 6
-        assert all("Read-only file system" in one["problem"]["message"] for one in failed)
-    assert len(outputs()) == 6
+        assert all("Read-only file system" in outcome["problem"]["message"] for outcome in failed)
+    assert len(read_outputs()) == 6
 
 
-def test_a_cache_that_is_full(here):
-    """Models are made all the same, and it is said that they are not kept."""
-    with mounted(here / "cache", "-o", "size=400k"):
-        result = run("-j", "2")
+def test_full_cache(workspace):
+    """All entries are done without the cache, with a warning."""
+    with mount_tmpfs(workspace / "cache", "-o", "size=400k"):
+        result = run_batch_command("-j", "2")
         assert result.returncode == 0, result.stderr
         assert "The cache in cache takes no more: No space left on device" in result.stderr
-    assert len(outputs()) == 12
+    assert len(read_outputs()) == 12
 
 
-def test_every_fault_at_once(here):
-    """A model that hangs, one that crashes, one that eats memory, a corrupt one, a missing one: the rest finish."""
+def test_many_faults_in_one_batch(workspace):
+    """Entries that hang, crash, use too much memory or are corrupt do not affect the others."""
     Path("faults.py").write_text(
         "import os, time\n"
         "def hang():\n    time.sleep(1000)\n"
         "def crash():\n    os.abort()\n"
-        "def eat():\n    held = []\n    while True:\n        held.append(bytearray(b'x' * (8 << 20)))\n"
+        "def eat():\n    blocks = []\n    while True:\n        blocks.append(bytearray(b'x' * (8 << 20)))\n"
     )
     Path("corrupt.onnx").write_bytes(Path("digits_cnn.onnx").read_bytes()[:20000])
     lines = [Path("graphquant.toml").read_text()]
@@ -171,15 +173,15 @@ def test_every_fault_at_once(here):
         lines += [f"output = 'out/{fault}.onnx'"]
     lines += ["[[model]]", "path = 'corrupt.onnx'", "output = 'out/corrupt.onnx'", "data = 'digits_cnn_calib.npz'"]
     Path("graphquant.toml").write_text("\n".join(lines))
-    result = run("-j", "2", "--timeout", "45", "--max-memory", "1GB")
+    result = run_batch_command("-j", "2", "--timeout", "45", "--max-memory", "1GB")
     assert result.returncode == 1, result.stderr
-    statuses = [one["status"] for one in told()["outcomes"]]
+    statuses = [outcome["status"] for outcome in read_json_report()["outcomes"]]
     assert statuses == ["done"] * 12 + ["timeout", "crashed", "memory", "failed"]
     hung, crashed, heavy = read_report(Path("report.json")).outcomes[-4:-1]
-    assert [one.attempts for one in (hung, crashed, heavy)] == [1, 2, 2]
+    assert [outcome.attempts for outcome in (hung, crashed, heavy)] == [1, 2, 2]
     assert hung.seconds >= 45
     assert "not done after 45 s" in hung.problem.message
-    corrupt = told()["outcomes"][-1]["problem"]
+    corrupt = read_json_report()["outcomes"][-1]["problem"]
     assert (corrupt["kind"], corrupt["exit_code"]) == ("ModelError", 3)
     assert "corrupt.onnx" in corrupt["message"]
-    assert len(outputs()) == 12
+    assert len(read_outputs()) == 12

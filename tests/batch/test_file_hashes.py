@@ -1,4 +1,4 @@
-"""Digests of files, remembered as long as the files look the same."""
+"""Cached digests of files."""
 
 import hashlib
 import os
@@ -6,87 +6,87 @@ import time
 
 import pytest
 
-from graphquant.batch import cache_key as module
+from graphquant.batch import cache_key
 from graphquant.batch.cache_key import FileHashes
 from graphquant.errors import UsageError
 
 
-def test_a_file_is_hashed_once(tmp_path, monkeypatch):
-    """A file that looks the same is not read again; another time, size or file is."""
+def test_unchanged_file_is_hashed_once(tmp_path, monkeypatch):
+    """An unchanged file is not read again. A new modification time, size or inode causes a new read."""
     path = tmp_path / "a"
     path.write_bytes(b"one")
-    old = time.time_ns() - 10 * module.TIMESTAMP_GRAIN
-    monkeypatch.setattr(module, "TIMESTAMP_GRAIN", 0)  # that it was written just now shows as well
+    old = time.time_ns() - 10 * cache_key.TIMESTAMP_GRAIN
+    monkeypatch.setattr(cache_key, "TIMESTAMP_GRAIN", 0)  # recently written files are cached too
     os.utime(path, ns=(old, old))
     reads = []
-    digest = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda *given: reads.append(1) or digest(*given))
-    with FileHashes(tmp_path / "m.sqlite") as memo:
+    file_digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *arguments: reads.append(1) or file_digest(*arguments))
+    with FileHashes(tmp_path / "m.sqlite") as file_hashes:
         time.sleep(0.02)  # longer than the grain of the kernel's clock
-        assert memo.digest(path) == hashlib.sha256(b"one").hexdigest()
-    with FileHashes(tmp_path / "m.sqlite") as memo:
-        assert memo.digest(path) == hashlib.sha256(b"one").hexdigest()
+        assert file_hashes.digest(path) == hashlib.sha256(b"one").hexdigest()
+    with FileHashes(tmp_path / "m.sqlite") as file_hashes:
+        assert file_hashes.digest(path) == hashlib.sha256(b"one").hexdigest()
         assert len(reads) == 1
         time.sleep(0.02)
         path.write_bytes(b"two")
         os.utime(path, ns=(old + 1, old + 1))
-        assert memo.digest(path) == hashlib.sha256(b"two").hexdigest()
+        assert file_hashes.digest(path) == hashlib.sha256(b"two").hexdigest()
         other = tmp_path / "b"
         other.write_bytes(b"six")
         os.utime(other, ns=(old + 1, old + 1))
         other.replace(path)
-        assert memo.digest(path) == hashlib.sha256(b"six").hexdigest()
+        assert file_hashes.digest(path) == hashlib.sha256(b"six").hexdigest()
     assert len(reads) == 3
 
 
-def test_a_reset_modification_time(tmp_path, monkeypatch):
-    """Other bytes of the same size, written in place, are read though the file has its old time again."""
+def test_reset_modification_time(tmp_path, monkeypatch):
+    """A file that is rewritten in place with its old size and modification time is hashed again."""
     path = tmp_path / "a"
     path.write_bytes(b"one")
-    old = time.time_ns() - 10 * module.TIMESTAMP_GRAIN
+    old = time.time_ns() - 10 * cache_key.TIMESTAMP_GRAIN
     os.utime(path, ns=(old, old))
-    monkeypatch.setattr(module, "TIMESTAMP_GRAIN", 0)
-    with FileHashes(tmp_path / "m.sqlite") as memo:
+    monkeypatch.setattr(cache_key, "TIMESTAMP_GRAIN", 0)
+    with FileHashes(tmp_path / "m.sqlite") as file_hashes:
         time.sleep(0.02)  # longer than the grain of the kernel's clock
-        assert memo.digest(path) == hashlib.sha256(b"one").hexdigest()
+        assert file_hashes.digest(path) == hashlib.sha256(b"one").hexdigest()
         inode = path.stat().st_ino
         path.write_bytes(b"two")
         os.utime(path, ns=(old, old))
         assert path.stat().st_ino == inode
-        assert memo.digest(path) == hashlib.sha256(b"two").hexdigest()
+        assert file_hashes.digest(path) == hashlib.sha256(b"two").hexdigest()
 
 
-def test_a_recently_changed_file_is_hashed_again(tmp_path):
-    """Its time is now, and the next change may have the same."""
+def test_recently_changed_file_is_hashed_again(tmp_path):
+    """A file changed moments ago is hashed again, because a further change may have the same time."""
     path = tmp_path / "a"
-    with FileHashes(tmp_path / "m.sqlite") as memo:
+    with FileHashes(tmp_path / "m.sqlite") as file_hashes:
         path.write_bytes(b"one")
         now = path.stat().st_mtime_ns
-        memo.digest(path)
+        file_hashes.digest(path)
         path.write_bytes(b"two")
         os.utime(path, ns=(now, now))
-        assert memo.digest(path) == hashlib.sha256(b"two").hexdigest()
+        assert file_hashes.digest(path) == hashlib.sha256(b"two").hexdigest()
 
 
 def test_claimed_outputs(tmp_path, monkeypatch):
-    """Known by its place however it is named; forgotten when it is said, or when it is gone."""
+    """A claimed output is known by any spelling of its path. It is forgotten if released or missing."""
     monkeypatch.chdir(tmp_path)
-    with FileHashes(tmp_path / "m.sqlite") as memo:
-        assert memo.output_digest("out.onnx") is None
-        memo.claim_output("out.onnx")
-        memo.claim_output(tmp_path / "other.onnx", "ab")
-        memo.claim_output("s3://bucket/out.onnx", "cd")
-        assert memo.output_digest(tmp_path / "out.onnx") == ""
-        assert memo.output_digest("other.onnx") == "ab"
-        memo.claim_output("out.onnx", None)
-        assert memo.output_digest("out.onnx") is None
-        memo.remove_missing()
-        assert memo.output_digest("other.onnx") is None
-        assert memo.output_digest("s3://bucket/out.onnx") == "cd"
+    with FileHashes(tmp_path / "m.sqlite") as file_hashes:
+        assert file_hashes.output_digest("out.onnx") is None
+        file_hashes.claim_output("out.onnx")
+        file_hashes.claim_output(tmp_path / "other.onnx", "ab")
+        file_hashes.claim_output("s3://bucket/out.onnx", "cd")
+        assert file_hashes.output_digest(tmp_path / "out.onnx") == ""
+        assert file_hashes.output_digest("other.onnx") == "ab"
+        file_hashes.claim_output("out.onnx", None)
+        assert file_hashes.output_digest("out.onnx") is None
+        file_hashes.remove_missing()
+        assert file_hashes.output_digest("other.onnx") is None
+        assert file_hashes.output_digest("s3://bucket/out.onnx") == "cd"
 
 
-def test_a_file_that_is_not_a_database(tmp_path):
-    """It is told what to do."""
+def test_invalid_database(tmp_path):
+    """A cache file that is no database raises UsageError with the way to repair it."""
     (tmp_path / "m.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(UsageError, match=r"cannot be used: .*Remove it, or give another folder with --cache-dir"):
         FileHashes(tmp_path / "m.sqlite")

@@ -22,7 +22,7 @@ def missed_gates(gates, metrics=METRICS, size=1000, findings=()):
         ({"max_size": 1000}, {"max_size": 999}, ("1000", "999")),
     ],
 )
-def test_each_bound(met, missed, numbers):
+def test_each_gate(met, missed, numbers):
     """A value at the bound passes. A value beyond it is a miss, and the message has both numbers."""
     assert missed_gates(Gates(**met)) == {}
     ((gate, message),) = missed_gates(Gates(**missed)).items()
@@ -30,7 +30,7 @@ def test_each_bound(met, missed, numbers):
     assert all(number in message for number in numbers)
 
 
-def test_lint_findings():
+def test_findings_miss_the_check_gate():
     """Findings are a miss if the gates include a check."""
     findings = (BatchFinding(code="GQ101", level="warning", graph="", op="a", message="x", fix="y"),) * 2
     (message,) = missed_gates(Gates(check="onnxruntime"), findings=findings).values()
@@ -38,7 +38,7 @@ def test_lint_findings():
     assert missed_gates(Gates(), findings=findings) == {}
 
 
-def test_bounds_without_data():
+def test_unmeasured_gates_are_missed():
     """A bound that cannot be measured is a miss, with the reason."""
     gates = Gates(min_sqnr=1, min_agreement=1, max_accuracy_drop=1)
     names = {"min_sqnr", "min_agreement", "max_accuracy_drop"}
@@ -48,6 +48,6 @@ def test_bounds_without_data():
     assert missed_gates(Gates(), None) == {}
 
 
-def test_an_exact_model():
+def test_exact_model_meets_every_gate():
     """An exact model meets every bound."""
     assert missed_gates(Gates(min_sqnr=500, min_agreement=1, max_accuracy_drop=0), OutcomeMetrics(exact=True)) == {}

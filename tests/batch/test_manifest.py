@@ -1,4 +1,4 @@
-"""What a manifest, or paths and globs, make of the models that there are."""
+"""Entries of a batch from a manifest, or from paths and globs."""
 
 import dataclasses
 import json
@@ -40,8 +40,8 @@ MODELS = {
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder with models that nobody reads, and the current one."""
+def workspace(tmp_path, monkeypatch):
+    """Create empty model files, and make their folder the current one."""
     for name in MODELS:
         path = tmp_path / "models" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +50,8 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def manifest(text, path=MANIFEST_NAME):
-    """Writes a manifest and gives its entries."""
+def load_manifest_text(text, path=MANIFEST_NAME):
+    """Write a manifest and return its entries."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, "utf-8")
     return load_entries([path])
@@ -63,36 +63,38 @@ def assert_mistakes(lines, expected):
     assert [(line, name) for line, (_, name) in zip(lines, expected, strict=True) if name not in line] == []
 
 
-def mistakes(text, path=MANIFEST_NAME):
-    """The lines that a manifest with mistakes is answered."""
+def manifest_mistakes(text, path=MANIFEST_NAME):
+    """Return the lines of the ManifestError that a manifest raises."""
     with pytest.raises(ManifestError) as caught:
-        manifest(text, path)
+        load_manifest_text(text, path)
     return str(caught.value).split("\n")
 
 
-def test_a_glob_takes_models_only(here):
-    """Files beside models, outputs of earlier runs and what is inside a SavedModel are none."""
-    assert [one.model for one in load_entries(["models/*"])] == ["models/a.onnx", "models/b.pb", "models/net"]
-    assert [one.model for one in load_entries(["models/**/*"])] == [
+def test_glob_matches_models_only(workspace):
+    """A glob matches no other files, outputs of earlier runs or files inside a SavedModel."""
+    assert [entry.model for entry in load_entries(["models/*"])] == ["models/a.onnx", "models/b.pb", "models/net"]
+    assert [entry.model for entry in load_entries(["models/**/*"])] == [
         "models/a.onnx",
         "models/b.pb",
         "models/deep/c.onnx",
         "models/deep/keras.keras",
         "models/net",
     ]
-    assert [one.model for one in load_entries(["models/**"])] == [one.model for one in load_entries(["models/**/*"])]
+    assert [entry.model for entry in load_entries(["models/**"])] == [
+        entry.model for entry in load_entries(["models/**/*"])
+    ]
 
 
-def test_a_glob_with_an_explicit_suffix(here):
-    """A suffix or a .quant in the glob itself is taken at its word."""
-    assert [one.model for one in load_entries(["models/*.json"])] == ["models/labels.json"]
-    assert [one.model for one in load_entries(["models/*.quant.onnx"])] == ["models/a.quant.onnx"]
+def test_glob_with_an_explicit_suffix(workspace):
+    """A glob that contains a suffix or .quant matches such files."""
+    assert [entry.model for entry in load_entries(["models/*.json"])] == ["models/labels.json"]
+    assert [entry.model for entry in load_entries(["models/*.quant.onnx"])] == ["models/a.quant.onnx"]
 
 
-def test_outputs_by_default(here):
-    """An output stands beside its model, a SavedModel's and a Keras file's as a folder."""
-    made = {one.model: one.output for one in load_entries(["models/**/*"])}
-    assert made == {
+def test_default_outputs(workspace):
+    """An output is next to its model. The output of a SavedModel or a Keras file is a folder."""
+    outputs = {entry.model: entry.output for entry in load_entries(["models/**/*"])}
+    assert outputs == {
         "models/a.onnx": "models/a.quant.onnx",
         "models/b.pb": "models/b.quant.pb",
         "models/deep/c.onnx": "models/deep/c.quant.onnx",
@@ -101,22 +103,22 @@ def test_outputs_by_default(here):
     }
 
 
-def test_paths_in_the_order_given(here):
-    """Paths keep their order; one that a glob names too stands where it was named, once."""
+def test_paths_keep_their_order(workspace):
+    """Paths keep their order. A path that a glob matches too appears once, at its own position."""
     names = ["models/b.pb", "models/*.onnx", "models/a.onnx", "./models//b.pb"]
-    assert [one.name for one in load_entries(names)] == ["models/b.pb", "models/a.onnx"]
+    assert [entry.name for entry in load_entries(names)] == ["models/b.pb", "models/a.onnx"]
 
 
-def test_options_reach_every_entry(here):
-    """What the command line says is in each entry, and wins over a manifest."""
+def test_options_override_the_manifest(workspace):
+    """Options of the command line are in every entry and override the manifest."""
     options = {"rules": ("fixed_point",), "samples": 3, "max_size": "2MB", "check": True, "min_sqnr": None}
     expected = {"rules": ("fixed_point",), "samples": 3, "gates": Gates(max_size=2_000_000, check="")}
     Path(MANIFEST_NAME).write_text(
         '[defaults]\nsamples = 9\n[[model]]\npath = "models/a.onnx"\nrules = "generic"\n', "utf-8"
     )
     for names in ([], ["models/a.onnx"]):
-        (one,) = load_entries(names, options)
-        assert one == Entry(name="models/a.onnx", model="models/a.onnx", output="models/a.quant.onnx", **expected)
+        (entry,) = load_entries(names, options)
+        assert entry == Entry(name="models/a.onnx", model="models/a.onnx", output="models/a.quant.onnx", **expected)
 
 
 FULL = """
@@ -152,11 +154,11 @@ float_weights = true
 
 
 @pytest.mark.parametrize("folder", ["", "up/", "up/down/../"])
-def test_a_whole_manifest(here, folder):
-    """Defaults are filled in, paths are those of the manifest's folder, a path wins over a glob before or after it."""
-    home = here / folder
+def test_full_manifest(workspace, folder):
+    """Defaults apply, paths are relative to the manifest, and a path overrides a glob before or after it."""
+    home = workspace / folder
     home.mkdir(parents=True, exist_ok=True)
-    for path in (here / "models").iterdir():
+    for path in (workspace / "models").iterdir():
         path.rename(home / path.name)
     for stem in ("a", "b", "c"):
         (home / "calib").mkdir(exist_ok=True)
@@ -166,55 +168,57 @@ def test_a_whole_manifest(here, folder):
     text = FULL.replace("min_sqnr = -3\n", 'data = "calib/a.npz"\nmin_sqnr = -3\n').replace(
         'stats = "{name}.gqs"\n', ""
     )
-    at = posixpath.normpath(folder) + "/" if folder else ""
-    found = manifest(text, f"{folder}{MANIFEST_NAME}")
+    prefix = posixpath.normpath(folder) + "/" if folder else ""
+    entries = load_manifest_text(text, f"{folder}{MANIFEST_NAME}")
     common = {"rules": (f"{folder.rstrip('/')}/mine.toml" if folder else "mine.toml", "onnxruntime")}
-    assert [one.name for one in found] == ["a.onnx", "b.pb", "deep/c.onnx", "a.onnx [trt]"]
-    assert [one.model for one in found] == [f"{at}{name}" for name in ("a.onnx", "b.pb", "deep/c.onnx", "a.onnx")]
-    assert [one.output for one in found] == [
-        f"{at}out/{name}" for name in ("a.quant.onnx", "b.quant.pb", "c.quant.onnx", "trt/a.quant.onnx")
+    assert [entry.name for entry in entries] == ["a.onnx", "b.pb", "deep/c.onnx", "a.onnx [trt]"]
+    assert [entry.model for entry in entries] == [
+        f"{prefix}{name}" for name in ("a.onnx", "b.pb", "deep/c.onnx", "a.onnx")
     ]
-    assert [PurePosixPath(os.path.normpath(one.data)).as_posix() for one in found] == [
-        f"{at}calib/{stem}.npz" for stem in ("a", "b", "c", "a")
+    assert [entry.output for entry in entries] == [
+        f"{prefix}out/{name}" for name in ("a.quant.onnx", "b.quant.pb", "c.quant.onnx", "trt/a.quant.onnx")
     ]
-    assert [one.rules for one in found] == [common["rules"]] * 3 + [("tensorrt",)]
-    assert [one.gates for one in found] == [
+    assert [PurePosixPath(os.path.normpath(entry.data)).as_posix() for entry in entries] == [
+        f"{prefix}calib/{stem}.npz" for stem in ("a", "b", "c", "a")
+    ]
+    assert [entry.rules for entry in entries] == [common["rules"]] * 3 + [("tensorrt",)]
+    assert [entry.gates for entry in entries] == [
         Gates(min_sqnr=30.5),
         Gates(min_sqnr=20, min_agreement=0.98, check="onnxruntime"),
         Gates(min_sqnr=20, min_agreement=0.98, check="onnxruntime"),
         Gates(min_sqnr=-3, check="onnxruntime"),
     ]
-    assert [(one.include, one.exclude) for one in found[1:]] == [
+    assert [(entry.include, entry.exclude) for entry in entries[1:]] == [
         (("x", "/y/"), ("head/*",)),
         (("x", "/y/"), ("head/*",)),
         ((), ("head/*",)),
     ]
-    assert [(one.method, one.float_weights) for one in found] == [(None, False)] * 3 + [("mse", True)]
+    assert [(entry.method, entry.float_weights) for entry in entries] == [(None, False)] * 3 + [("mse", True)]
 
 
-def test_data_overrides_statistics(here):
-    """An entry's data replaces the defaults' statistics; its own statistics stand beside the defaults' data."""
+def test_data_overrides_statistics(workspace):
+    """An entry's data replaces default statistics. An entry's statistics are combined with default data."""
     Path("s.gqs").touch()
-    (one,) = manifest('[defaults]\nstats = "s.gqs"\n[[model]]\npath = "models/a.onnx"\ndata = "random:3"\n')
-    assert (one.data, one.stats) == ("random:3", None)
-    (one,) = manifest('[defaults]\ndata = "random:3"\n[[model]]\npath = "models/a.onnx"\nstats = "s.gqs"\n')
-    assert (one.data, one.stats) == ("random:3", "s.gqs")
+    (entry,) = load_manifest_text('[defaults]\nstats = "s.gqs"\n[[model]]\npath = "models/a.onnx"\ndata = "random:3"\n')
+    assert (entry.data, entry.stats) == ("random:3", None)
+    (entry,) = load_manifest_text('[defaults]\ndata = "random:3"\n[[model]]\npath = "models/a.onnx"\nstats = "s.gqs"\n')
+    assert (entry.data, entry.stats) == ("random:3", "s.gqs")
 
 
-def test_a_pyproject(here):
-    """[tool.graphquant] of a pyproject.toml is a manifest where there is no graphquant.toml; lines are the file's."""
+def test_pyproject_manifest(workspace):
+    """[tool.graphquant] of pyproject.toml is used without a graphquant.toml. Line numbers are of the file."""
     text = '[project]\nname = "x"\n[tool.other]\na = 1\n[[tool.graphquant.model]]\npath = "models/*.pb"\n'
     Path(PROJECT_FILE).write_text(text, "utf-8")
-    assert [one.model for one in load_entries()] == ["models/b.pb"]
-    assert mistakes(f"{text}rule = 'x'\n", PROJECT_FILE) == [
+    assert [entry.model for entry in load_entries()] == ["models/b.pb"]
+    assert manifest_mistakes(f"{text}rule = 'x'\n", PROJECT_FILE) == [
         "pyproject.toml:7: 'rule' is not a key of a model's entry. Did you mean 'rules'?"
     ]
     Path(MANIFEST_NAME).write_text('[[model]]\npath = "models/a.onnx"\n', "utf-8")
-    assert [one.model for one in load_entries()] == ["models/a.onnx"]
+    assert [entry.model for entry in load_entries()] == ["models/a.onnx"]
 
 
-def test_no_manifest(here):
-    """Without a manifest, or with a pyproject.toml of others, it is said what to name."""
+def test_missing_manifest(workspace):
+    """A missing manifest, or a pyproject.toml without the table, raises UsageError with the file's name."""
     with pytest.raises(UsageError, match=r"graphquant\.toml or pyproject\.toml"):
         load_entries()
     Path(PROJECT_FILE).write_text("[project]\n", "utf-8")
@@ -226,9 +230,9 @@ def test_no_manifest(here):
         load_entries(["no.toml"])
 
 
-def test_all_mistakes_of_values_at_once(here):
-    """Each wrong key and value has its line, and the nearest of what was meant."""
-    lines = mistakes(
+def test_all_invalid_values_are_reported(workspace):
+    """Every invalid key and value is reported with its line and the nearest valid name."""
+    lines = manifest_mistakes(
         """[default]
 [defaults]
 check = "onnxruntme"
@@ -261,10 +265,10 @@ variant = "a b"
     )
 
 
-def test_all_mistakes_of_models_at_once(here):
-    """Names that name nothing, data, statistics and rules that are not there, and clashes come together, by line."""
+def test_all_invalid_models_are_reported(workspace):
+    """Missing models, data, statistics and rules, and clashing outputs are reported together, by line."""
     Path("bad.toml").write_text("a = 1\nb = 2\n", "utf-8")
-    told = mistakes(
+    lines = manifest_mistakes(
         """[defaults]
 data = "nowhere.npz"
 rules = ["onnxruntme"]
@@ -298,14 +302,14 @@ path = "./models/a.onnx"
         ("bad.toml:1", "'a'"),
         ("bad.toml:2", "'b'"),
     ]
-    assert_mistakes(told, expected)
-    assert told[6].endswith("Did you mean 'stem'?")
+    assert_mistakes(lines, expected)
+    assert lines[6].endswith("Did you mean 'stem'?")
 
 
-def test_key_mistakes_do_not_hide_others(here):
-    """Wrong keys, globs that name nothing, data and rules that are not there: all of it is told the first time."""
+def test_invalid_keys_do_not_hide_other_mistakes(workspace):
+    """Invalid keys, globs without matches, and missing data and rules are reported in one run."""
     Path("bad.toml").write_text("a = 1\n", "utf-8")
-    told = mistakes(
+    lines = manifest_mistakes(
         """[defaults]
 sampels = 5
 max_size = "5 apples"
@@ -345,7 +349,7 @@ data = "there.npz"
         ("graphquant.toml:20", "there.npz"),
         ("bad.toml:1", "'a'"),
     ]
-    assert_mistakes(told, expected)
+    assert_mistakes(lines, expected)
 
 
 @pytest.mark.parametrize(
@@ -362,16 +366,16 @@ data = "there.npz"
         ("model = [3, {path = 'models/a.onnx'}]", 1),
     ],
 )
-def test_consequences_of_a_mistake_are_not_reported(here, text, line):
-    """Who misspells a key is told that alone, and not what would be wrong without it."""
-    (told,) = mistakes(text)
-    assert told.startswith(f"graphquant.toml:{line}: ")
+def test_consequences_of_a_mistake_are_not_reported(workspace, text, line):
+    """A misspelled key is the only mistake reported, without its consequences."""
+    (message,) = manifest_mistakes(text)
+    assert message.startswith(f"graphquant.toml:{line}: ")
 
 
-def test_outputs_that_clash(here):
-    """Two entries cannot write one output, nor one into a SavedModel's folder, however the paths are spelled."""
+def test_clashing_outputs(workspace):
+    """Two entries cannot have one output, nor one inside a SavedModel's folder, in any spelling of the path."""
     Path("link").symlink_to("models")
-    assert mistakes(
+    assert manifest_mistakes(
         """
 [[model]]
 path = ["models/*.onnx", "models/deep/*.onnx"]
@@ -413,26 +417,26 @@ output = "models/net.quant"
     ]
 
 
-def test_a_gate_without_data(here):
-    """A gate that is measured wants data, told where the gate is."""
-    assert mistakes('[defaults]\nmin_sqnr = 20\n[[model]]\npath = "models/a.onnx"\n') == [
+def test_gate_without_data(workspace):
+    """A measured gate without data is reported at the gate's line."""
+    assert manifest_mistakes('[defaults]\nmin_sqnr = 20\n[[model]]\npath = "models/a.onnx"\n') == [
         "graphquant.toml:2: 'min_sqnr' needs data, and there is none for models/a.onnx. Add 'data'."
     ]
 
 
-def test_no_models_and_no_toml(here):
-    """An empty manifest, and what is none, are told as such."""
-    assert mistakes("[defaults]\n") == [
+def test_empty_and_invalid_manifests(workspace):
+    """A manifest without models, invalid TOML, and a table instead of an array are reported."""
+    assert manifest_mistakes("[defaults]\n") == [
         "graphquant.toml:1: the manifest has no models. Add some: [[model]] and path = 'models/*.onnx'."
     ]
-    assert_mistakes(mistakes("path = models"), [("graphquant.toml:1", "column 8")])
-    assert mistakes("[model]\npath = 'x'") == [
+    assert_mistakes(manifest_mistakes("path = models"), [("graphquant.toml:1", "column 8")])
+    assert manifest_mistakes("[model]\npath = 'x'") == [
         "graphquant.toml:1: 'model' is a table; it must be an array. The heading of an entry is [[model]]."
     ]
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "message"),
     [
         (["models/x.onnx"], "There is no model 'models/x.onnx'."),
         (["modls/*"], "'modls/*' names nothing. Did you mean 'models'?"),
@@ -443,75 +447,77 @@ def test_no_models_and_no_toml(here):
         (["models/a.onx"], "There is no model 'models/a.onx'. Did you mean 'a.onnx'"),
     ],
 )
-def test_patterns_without_matches(here, names, says):
-    """The command line is answered without a file's name, with what is nearest."""
+def test_patterns_without_matches(workspace, names, message):
+    """Errors for command-line patterns have no file name, and suggest the nearest model."""
     with pytest.raises(ManifestError) as caught:
         load_entries(names)
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(("name", "says"), [("", "'path' is empty."), ("x" * 5000, "entry 2 of 'path' has more than")])
-def test_invalid_names(here, name, says):
-    """What cannot be a name at all is told too."""
+@pytest.mark.parametrize(
+    ("name", "message"), [("", "'path' is empty."), ("x" * 5000, "entry 2 of 'path' has more than")]
+)
+def test_invalid_names(workspace, name, message):
+    """Empty and too long names raise UsageError."""
     with pytest.raises(UsageError) as caught:
         load_entries(["models/a.onnx", name])
-    assert says.removeprefix("'path'") in str(caught.value)
+    assert message.removeprefix("'path'") in str(caught.value)
 
 
-def test_the_character_nul(here):
-    """It is told where it stands, whatever it is in."""
-    assert mistakes('[defaults]\noutput = "a\\u0000b"\n[[model]]\npath = "models/a\\u0000*"\n') == [
+def test_nul_in_names(workspace):
+    """The character NUL is reported at its line, in paths and in outputs."""
+    assert manifest_mistakes('[defaults]\noutput = "a\\u0000b"\n[[model]]\npath = "models/a\\u0000*"\n') == [
         "graphquant.toml:2: a name cannot contain the character NUL.",
         "graphquant.toml:4: a name cannot contain the character NUL.",
     ]
 
 
-def test_invalid_options(here):
-    """An option's value is told as a manifest's would be."""
+def test_invalid_options(workspace):
+    """An invalid option value raises UsageError as in a manifest."""
     with pytest.raises(UsageError, match="there is no method 'minmx'"):
         load_entries(["models/*"], {"method": "minmx"})
 
 
-def test_addresses(here):
-    """Models elsewhere are found through fsspec, with outputs beside them."""
+def test_remote_globs(workspace):
+    """Globs match remote models through fsspec, with outputs next to them."""
     fsspec = pytest.importorskip("fsspec")
     system = fsspec.filesystem("memory")
     try:
         for name in MODELS:
             system.pipe(f"/zoo/{name}", b"")
-        found = load_entries(["memory://zoo/**/*"])
-        assert [one.model for one in found] == [
+        entries = load_entries(["memory://zoo/**/*"])
+        assert [entry.model for entry in entries] == [
             f"memory:///zoo/{name}" for name in ("a.onnx", "b.pb", "deep/c.onnx", "deep/keras.keras", "net")
         ]
-        assert [one.output for one in found][-2:] == ["memory:///zoo/deep/keras.quant", "memory:///zoo/net.quant"]
-        (one,) = load_entries(["memory://zoo/a.onnx"], {"output": "memory://out/{name}"})
-        assert (one.model, one.output) == ("memory://zoo/a.onnx", "memory://out/a.onnx")
+        assert [entry.output for entry in entries][-2:] == ["memory:///zoo/deep/keras.quant", "memory:///zoo/net.quant"]
+        (entry,) = load_entries(["memory://zoo/a.onnx"], {"output": "memory://out/{name}"})
+        assert (entry.model, entry.output) == ("memory://zoo/a.onnx", "memory://out/a.onnx")
         with pytest.raises(ManifestError, match=r"There is no model 'memory://zoo/aa\.onnx'\. Did you mean 'a\.onnx'"):
             load_entries(["memory://zoo/aa.onnx"])
     finally:
         system.rm("/zoo", recursive=True)
 
 
-def test_the_schema(here):
-    """Editors are told the same: what is a manifest fits the schema, with all keys described."""
-    made = manifest_schema()
-    Draft202012Validator.check_schema(made)
-    validator = Draft202012Validator(made)
+def test_schema(workspace):
+    """Valid manifests match the JSON schema, invalid ones do not, and every key has a description."""
+    schema = manifest_schema()
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
     assert list(validator.iter_errors(tomllib.loads(FULL))) == []
-    for wrong in (
+    for invalid in (
         '[defaults]\nmethod = "x"',
         "[[model]]\nrules = 'x'",
         "[[model]]\npath = 3",
         "[defaults]\nmin_sqnr = 'x'",
     ):
-        assert len(list(validator.iter_errors(tomllib.loads(wrong)))) == 1
+        assert len(list(validator.iter_errors(tomllib.loads(invalid)))) == 1
     for name in ("EntrySettings", "ModelTable"):
-        assert all(len(entry["description"]) > 10 for entry in made["$defs"][name]["properties"].values())
-    json.dumps(made)
+        assert all(len(entry["description"]) > 10 for entry in schema["$defs"][name]["properties"].values())
+    json.dumps(schema)
 
 
 def test_docstrings_name_every_key():
-    """Each key has its sentence."""
+    """Every key of a manifest table has a description."""
     for table in MANIFEST_FORM.tables.values():
         assert field_descriptions(table).keys() >= set(table_keys(table))
 
@@ -531,25 +537,25 @@ _VALUES = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, deadline=None)
-@given(defaults=_VALUES, own=_VALUES, over=_VALUES)
-def test_layers(tmp_path_factory, defaults, own, over):
-    """Each value comes from the command line, else the entry, else the defaults, else it is what it always is."""
+@given(defaults=_VALUES, of_entry=_VALUES, of_options=_VALUES)
+def test_precedence_of_settings(tmp_path_factory, defaults, of_entry, of_options):
+    """A value comes from the command line, else the entry, else the defaults, else the built-in default."""
     folder = tmp_path_factory.getbasetemp() / "layers"
     folder.mkdir(exist_ok=True)
     (folder / "a.onnx").touch()
     path = folder / MANIFEST_NAME
-    rows = ["[defaults]", *_rows(defaults), "[[model]]", 'path = "a.onnx"', *_rows(own)]
+    rows = ["[defaults]", *_toml_lines(defaults), "[[model]]", 'path = "a.onnx"', *_toml_lines(of_entry)]
     path.write_text("\n".join(rows), "utf-8")
-    (one,) = load_entries([str(path)], over)
-    wanted = {"samples": None, "method": None, "family": None, "include": (), "float_weights": False}
-    wanted |= {"max_size": None, "check": False, **defaults, **own, **over}
-    check = {True: "", False: None}.get(wanted.pop("check"), "onnxruntime")
-    gates = Gates(max_size=wanted.pop("max_size"), check=check)
-    assert {key: getattr(one, key) for key in wanted} == wanted
-    assert one.gates == gates
+    (entry,) = load_entries([str(path)], of_options)
+    expected = {"samples": None, "method": None, "family": None, "include": (), "float_weights": False}
+    expected |= {"max_size": None, "check": False, **defaults, **of_entry, **of_options}
+    check = {True: "", False: None}.get(expected.pop("check"), "onnxruntime")
+    gates = Gates(max_size=expected.pop("max_size"), check=check)
+    assert {key: getattr(entry, key) for key in expected} == expected
+    assert entry.gates == gates
 
 
-def _rows(values):
+def _toml_lines(values):
     return [f"{key} = {json.dumps(value)}" for key, value in values.items()]
 
 
@@ -557,33 +563,33 @@ def _rows(values):
 @given(
     files=st.lists(st.text("ab.", min_size=1, max_size=3).map(lambda text: f"x{text}x.onnx"), max_size=6, unique=True),
     globs=st.lists(st.sampled_from(["x*", "*.onnx", "xa*", "**/*", "xab*x.onnx", "x[ab]*"]), min_size=1, max_size=3),
-    picked=st.randoms(use_true_random=False),
+    rng=st.randoms(use_true_random=False),
 )
-def test_globs(tmp_path_factory, files, globs, picked):
-    """Every model that one of the tables names is there once: with the first path's settings, else the first glob's."""
+def test_paths_override_globs(tmp_path_factory, files, globs, rng):
+    """Every matched model has one entry. It has the settings of the first path, else of the first glob."""
     folder = Path(tmp_path_factory.mktemp("globs"))
     for name in files:
         (folder / name).touch()
-    named = [*globs, *picked.sample(files, min(2, len(files)))]
-    picked.shuffle(named)
-    tables = [f"[[model]]\npath = {json.dumps(name)}\nsamples = {place + 1}" for place, name in enumerate(named)]
+    patterns = [*globs, *rng.sample(files, min(2, len(files)))]
+    rng.shuffle(patterns)
+    tables = [f"[[model]]\npath = {json.dumps(name)}\nsamples = {number + 1}" for number, name in enumerate(patterns)]
     path = folder / MANIFEST_NAME
     path.write_text("\n".join(tables), "utf-8")
     expected = {}
     for exact in (True, False):
-        for place, name in enumerate(named):
+        for number, name in enumerate(patterns):
             for file in files:
                 if exact == (name in files) and (PurePosixPath(file).match(name.replace("**/", ""))):
-                    expected.setdefault(file, place + 1)
+                    expected.setdefault(file, number + 1)
     unmatched = [
-        name for name in named if not any(PurePosixPath(file).match(name.replace("**/", "")) for file in files)
+        name for name in patterns if not any(PurePosixPath(file).match(name.replace("**/", "")) for file in files)
     ]
     if unmatched:
         with pytest.raises(ManifestError) as caught:
             load_entries([str(path)])
         assert len(str(caught.value).split("\n")) == len(unmatched)
     else:
-        assert [(one.name, one.samples) for one in load_entries([str(path)])] == sorted(
+        assert [(entry.name, entry.samples) for entry in load_entries([str(path)])] == sorted(
             expected.items(), key=lambda item: (item[1], item[0])
         )
 
@@ -599,27 +605,27 @@ def test_globs(tmp_path_factory, files, globs, picked):
     ).map("\n".join)
 )
 def test_any_manifest_gives_entries_or_mistakes(tmp_path_factory, text):
-    """Whatever stands in a manifest, it is entries or a list of mistakes, each a line with its place."""
+    """Any text gives entries or a list of mistakes with file and line."""
     path = tmp_path_factory.getbasetemp() / f"any-{random.Random(text).getrandbits(32)}.toml"  # noqa: S311  # a name
     path.write_text(text, "utf-8")
     try:
-        told = load_entries([str(path)]) and []
+        lines = load_entries([str(path)]) and []
     except ManifestError as error:
-        told = str(error).split("\n")
+        lines = str(error).split("\n")
     path.unlink()
-    assert [line for line in told if not line.startswith(f"{path}:")] == []
+    assert [line for line in lines if not line.startswith(f"{path}:")] == []
 
 
 def test_only_set_keys_are_returned():
-    """Only keys that were given are settings."""
+    """set_keys returns only the keys that were set."""
     assert set_keys(EntrySettings(samples=3, check=False)) == {"samples": 3, "check": False}
 
 
 def test_every_option_of_insert_exists():
-    """A manifest and its entries have each option of `insert`, or a reason why not."""
+    """Manifests and entries have every option of `insert` that is not in OMITTED_OPTIONS with a reason."""
     options = {option.name for option in option_fields(InsertOptions)}
-    settings = {setting.name for setting in dataclasses.fields(EntrySettings)}
-    entry = {setting.name for kind in (Entry, Gates) for setting in dataclasses.fields(kind)}
-    assert options - settings == OMITTED_OPTIONS.keys()
-    assert settings <= entry
+    setting_names = {setting.name for setting in dataclasses.fields(EntrySettings)}
+    entry_fields = {setting.name for kind in (Entry, Gates) for setting in dataclasses.fields(kind)}
+    assert options - setting_names == OMITTED_OPTIONS.keys()
+    assert setting_names <= entry_fields
     assert all(OMITTED_OPTIONS.values())

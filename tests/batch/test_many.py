@@ -1,4 +1,4 @@
-"""A batch of many models: the same for any number of workers, and nothing is done twice."""
+"""A batch of many models gives the same results for any number of workers, and repeats no work."""
 
 import resource
 import shutil
@@ -14,27 +14,27 @@ from graphquant.batch.types import batch_report_json, read_report
 pytestmark = pytest.mark.slow  # more than a hundred models, twice
 
 SECONDS = 3.0
-"""What a run may take that has nothing to do, of a processor that does nothing else."""
+"""Limit of the CPU time of a run without work."""
 
 
-def run(*arguments):
-    """Runs a batch to its end; its report without times, and seconds of a processor that it took with its workers."""
+def run_batch_command(*arguments):
+    """Run a batch to its end. Return its report without times, and the CPU seconds of all its processes."""
     command = [sys.executable, "-m", "graphquant", "batch", "models.toml", "--cache-dir", "cache", "--report", "r.json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    made = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    process = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert made.returncode in {0, 1}, made.stderr
-    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return batch_report_json(read_report(Path("r.json")), times=False), took
+    assert process.returncode in {0, 1}, process.stderr
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return batch_report_json(read_report(Path("r.json")), times=False), seconds
 
 
-def written():
-    """Names and bytes of all outputs."""
+def read_outputs():
+    """Return the content of each output by name."""
     return {path.name: path.read_bytes() for path in Path("out").iterdir()}
 
 
 def test_many_models(tmp_path, samples, monkeypatch):
-    """One worker and two make the same bytes and the same report; a second run works on nothing and takes no time."""
+    """One worker and two give the same bytes and report. A further run finds all outputs unchanged, in little time."""
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
     cases = sorted(Path(onnx.__file__).parent.joinpath("backend/test/data").glob("*/*/model.onnx"))
@@ -45,22 +45,26 @@ def test_many_models(tmp_path, samples, monkeypatch):
     Path("models.toml").write_text(
         "[defaults]\ndata = 'random:8'\noutput = 'out/{stem}.quant.onnx'\n[[model]]\npath = 'models/*.onnx'\n"
     )
-    report, _ = run("-j", "1", "--no-cache")
-    outputs = written()
+    report, _ = run_batch_command("-j", "1", "--no-cache")
+    outputs = read_outputs()
     shutil.rmtree("out")
-    again, _ = run("-j", "2")
-    assert again == report
-    assert written() == outputs
+    parallel, _ = run_batch_command("-j", "2")
+    assert parallel == report
+    assert read_outputs() == outputs
     assert len(report["outcomes"]) > len(cases) >= 100
-    unfit = {one["name"]: one["problem"]["message"] for one in report["outcomes"] if one["status"] == "failed"}
-    assert all("random data" in said or "onnxruntime" in said for said in unfit.values()), unfit
-    assert len(unfit) < 10
-    assert len(outputs) == len(report["outcomes"]) - len(unfit)
-    for name in unfit:
+    failures = {
+        outcome["name"]: outcome["problem"]["message"]
+        for outcome in report["outcomes"]
+        if outcome["status"] == "failed"
+    }
+    assert all("random data" in message or "onnxruntime" in message for message in failures.values()), failures
+    assert len(failures) < 10
+    assert len(outputs) == len(report["outcomes"]) - len(failures)
+    for name in failures:
         Path(name).unlink()
-    report["outcomes"] = [one for one in report["outcomes"] if one["name"] not in unfit]
-    second, took = min((run("-j", "2") for _ in range(2)), key=lambda pair: pair[1])
-    assert {one["status"] for one in second["outcomes"]} == {"unchanged"}
-    assert [one | {"status": "done"} for one in second["outcomes"]] == report["outcomes"]
-    assert written() == outputs
-    assert took < SECONDS
+    report["outcomes"] = [outcome for outcome in report["outcomes"] if outcome["name"] not in failures]
+    second, seconds = min((run_batch_command("-j", "2") for _ in range(2)), key=lambda pair: pair[1])
+    assert {outcome["status"] for outcome in second["outcomes"]} == {"unchanged"}
+    assert [outcome | {"status": "done"} for outcome in second["outcomes"]] == report["outcomes"]
+    assert read_outputs() == outputs
+    assert seconds < SECONDS

@@ -1,4 +1,4 @@
-"""Reports of shards as one report."""
+"""Merging the reports of shards."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,68 +18,68 @@ NAMES = "abcde"
 
 
 def _shards(number, skipped):
-    """The reports of so many shards: each has its own entries, and those of others as skipped, or not at all."""
-    made = {}
+    """Return the reports of shards. Each has its own entries, and those of other shards as skipped or not at all."""
+    reports = {}
     for shard in range(number):
         outcomes = [
-            _outcome(name, "done" if place % number == shard else "skipped")
-            for place, name in enumerate(NAMES)
-            if skipped or place % number == shard
+            _outcome(name, "done" if index % number == shard else "skipped")
+            for index, name in enumerate(NAMES)
+            if skipped or index % number == shard
         ]
         path = Path(f"{shard}.json")
-        made[path] = BatchReport(
+        reports[path] = BatchReport(
             version="1", outcomes=tuple(outcomes), shard=(shard + 1, number), started=50.0 - shard, seconds=5.0 + shard
         )
-    return made
+    return reports
 
 
 @pytest.mark.parametrize("skipped", [True, False])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_shards_merge_to_the_full_report(number, skipped):
-    """In the manifest's order, however the reports are given, with the time from the first start and the longest."""
+    """The merged report is in the manifest's order, with the first start and the longest duration."""
     shards = _shards(number, skipped)
-    whole = BatchReport(version="1", outcomes=tuple(map(_outcome, NAMES)))
+    full = BatchReport(version="1", outcomes=tuple(map(_outcome, NAMES)))
     for reports in (shards, dict(reversed(shards.items()))):
         merged = merge_reports(reports)
-        assert batch_report_json(merged, times=False) == batch_report_json(whole, times=False)
+        assert batch_report_json(merged, times=False) == batch_report_json(full, times=False)
         assert (merged.started, merged.seconds) == (51.0 - number, 4.0 + number)
 
 
 def test_skipped_models_stay_skipped():
-    """An entry that was not begun anywhere is not begun."""
+    """An entry that every shard skipped is skipped in the merged report."""
     shards = {
-        path: replace(one, outcomes=tuple(replace(each, status="skipped") for each in one.outcomes))
-        for path, one in _shards(2, skipped=True).items()
+        path: replace(report, outcomes=tuple(replace(outcome, status="skipped") for outcome in report.outcomes))
+        for path, report in _shards(2, skipped=True).items()
     }
-    assert {one.status for one in merge_reports(shards).outcomes} == {"skipped"}
+    assert {outcome.status for outcome in merge_reports(shards).outcomes} == {"skipped"}
 
 
 def test_merging_drops_changes():
-    """What a shard said of an earlier report is no word on the whole."""
+    """Changes of a shard are not part of the merged report."""
     change = OutcomeChange(name="a", kind="missing", level="error", message="missing")
-    shards = {path: replace(one, changes=(change,)) for path, one in _shards(2, skipped=True).items()}
+    shards = {path: replace(report, changes=(change,)) for path, report in _shards(2, skipped=True).items()}
     assert merge_reports(shards).changes == ()
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("alter", "message"),
     [
-        (lambda one, two: (one,), "There is no report of shard 2/2"),
-        (lambda one, two: (one, one), "both belong to shard 1"),
-        (lambda one, two: (one, replace(two, version="2")), "is of graphquant 1 and"),
-        (lambda one, two: (one, replace(two, shard=(2, 3))), "is one of 2 shards and"),
+        (lambda first, second: (first,), "There is no report of shard 2/2"),
+        (lambda first, second: (first, first), "both belong to shard 1"),
+        (lambda first, second: (first, replace(second, version="2")), "is of graphquant 1 and"),
+        (lambda first, second: (first, replace(second, shard=(2, 3))), "is one of 2 shards and"),
         (
-            lambda one, two: (replace(one, deal_digest="a"), replace(two, deal_digest="b")),
+            lambda first, second: (replace(first, deal_digest="a"), replace(second, deal_digest="b")),
             "have different models",
         ),
         (
-            lambda one, two: (one, replace(two, outcomes=(replace(_outcome("a"), sites=3),))),
+            lambda first, second: (first, replace(second, outcomes=(replace(_outcome("a"), sites=3),))),
             "Two shards have different outcomes of a",
         ),
     ],
 )
-def test_incompatible_shards(spoil, says):
-    """It is refused: a result of a part must not pass for one of all."""
-    given = spoil(*_shards(2, skipped=True).values())
-    with pytest.raises(UsageError, match=says):
-        merge_reports({Path(f"{place}.json"): report for place, report in enumerate(given)})
+def test_incompatible_shards(alter, message):
+    """Reports that are not of one complete batch cannot be merged."""
+    reports = alter(*_shards(2, skipped=True).values())
+    with pytest.raises(UsageError, match=message):
+        merge_reports({Path(f"{index}.json"): report for index, report in enumerate(reports)})

@@ -1,4 +1,4 @@
-"""What counts as a regression against an earlier report."""
+"""Regressions against an earlier report."""
 
 from dataclasses import replace
 
@@ -8,8 +8,9 @@ from graphquant.batch.regressions import compare_reports, has_regressions
 from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics, Problem
 
 
-def _outcome(name="net", **changed):
-    made = {
+def make_outcome(name="net", **fields):
+    """Return a successful outcome with changed fields."""
+    defaults = {
         "model": f"{name}.onnx",
         "output": f"{name}.quant.onnx",
         "status": "done",
@@ -19,22 +20,23 @@ def _outcome(name="net", **changed):
         "metrics": OutcomeMetrics(sqnr=40.0, samples=8),
         "seconds": 2.0,
     }
-    return Outcome(name=name, **{**made, **changed})
+    return Outcome(name=name, **{**defaults, **fields})
 
 
-def _changes(was, now, **options):
-    old = BatchReport(version="1", outcomes=(was,) if was else ())
-    new = BatchReport(version="1", outcomes=(now,) if now else ())
-    return [(one.kind, one.level, one.message) for one in compare_reports(new, old, **options).changes]
+def compare_outcomes(before, after, **options):
+    """Return kind, level and message of each change between two outcomes."""
+    old = BatchReport(version="1", outcomes=(before,) if before else ())
+    new = BatchReport(version="1", outcomes=(after,) if after else ())
+    return [(change.kind, change.level, change.message) for change in compare_reports(new, old, **options).changes]
 
 
-FAILED = _outcome(
+FAILED = make_outcome(
     status="failed", problem=Problem(kind="ModelError", message="no"), size_after=None, metrics=None, int8_ops=None
 )
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("fields", "changes"),
     [
         ({}, []),
         ({"status": "unchanged"}, []),
@@ -63,20 +65,20 @@ FAILED = _outcome(
         ({"status": "timeout"}, [("status", "warning", "timed out, and was done")]),
     ],
 )
-def test_reported_changes(now, told):
-    """Each figure by itself: what is worse by more than its step is a regression; slower is only told."""
-    assert _changes(_outcome(), _outcome(**now)) == told
+def test_reported_changes(fields, changes):
+    """A figure that gets worse by more than its step is a regression. More time is only a note."""
+    assert compare_outcomes(make_outcome(), make_outcome(**fields)) == changes
 
 
 def test_previously_exact_outputs():
-    """An output that did not differ and now does has lost more than any step."""
-    assert _changes(_outcome(metrics=OutcomeMetrics(exact=True)), _outcome(), sqnr_step=100.0) == [
+    """Any error of a previously exact output is a regression, whatever the step."""
+    assert compare_outcomes(make_outcome(metrics=OutcomeMetrics(exact=True)), make_outcome(), sqnr_step=100.0) == [
         ("sqnr", "warning", "SQNR is 40.0 dB, and was exact")
     ]
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("metrics", "changes"),
     [
         (OutcomeMetrics(agreement=0.991, accuracy=(0.98, 0.97), samples=1000), []),
         (
@@ -94,52 +96,55 @@ def test_previously_exact_outputs():
         ),
     ],
 )
-def test_shares_of_samples(now, told):
-    """Agreement and accuracy may fall by a hundredth, or one sample; one that is gone has fallen."""
-    was = _outcome(metrics=OutcomeMetrics(agreement=1.0, accuracy=(0.98, 0.98), samples=1000))
-    assert _changes(was, _outcome(metrics=now)) == told
+def test_shares_of_samples(metrics, changes):
+    """Agreement and accuracy may fall by one percent or one sample. A missing figure is a regression."""
+    before = make_outcome(metrics=OutcomeMetrics(agreement=1.0, accuracy=(0.98, 0.98), samples=1000))
+    assert compare_outcomes(before, make_outcome(metrics=metrics)) == changes
 
 
 def test_previously_exact_shares():
-    """Integers that did not differ and now do are told by their agreement."""
-    told = [("agreement", "warning", "agreement is 50.0 %, and was 100.0 %")]
+    """Lower agreement of a previously exact integer output is a regression."""
+    changes = [("agreement", "warning", "agreement is 50.0 %, and was 100.0 %")]
     assert (
-        _changes(
-            _outcome(metrics=OutcomeMetrics(exact=True)), _outcome(metrics=OutcomeMetrics(agreement=0.5, samples=8))
+        compare_outcomes(
+            make_outcome(metrics=OutcomeMetrics(exact=True)),
+            make_outcome(metrics=OutcomeMetrics(agreement=0.5, samples=8)),
         )
-        == told
+        == changes
     )
 
 
-def test_the_sqnr_step_is_an_option():
-    """How much SQNR may go is for the caller to say."""
-    assert _changes(_outcome(), _outcome(metrics=OutcomeMetrics(sqnr=35.0)), sqnr_step=5.0) == []
-    assert len(_changes(_outcome(), _outcome(metrics=OutcomeMetrics(sqnr=39.9)), sqnr_step=0.05)) == 1
+def test_sqnr_step():
+    """The caller sets the tolerated loss of SQNR."""
+    assert compare_outcomes(make_outcome(), make_outcome(metrics=OutcomeMetrics(sqnr=35.0)), sqnr_step=5.0) == []
+    assert len(compare_outcomes(make_outcome(), make_outcome(metrics=OutcomeMetrics(sqnr=39.9)), sqnr_step=0.05)) == 1
 
 
 def test_failing_models():
-    """A new failure is a regression, an old one is none, and a mended one is told."""
-    assert [one[:2] for one in _changes(_outcome(), FAILED)] == [("status", "warning")]
-    assert _changes(FAILED, FAILED) == []
-    assert _changes(FAILED, _outcome()) == [("status", "note", "done, and was failed")]
+    """A new failure is a regression, a repeated one is not, and a fixed one is a note."""
+    assert [change[:2] for change in compare_outcomes(make_outcome(), FAILED)] == [("status", "warning")]
+    assert compare_outcomes(FAILED, FAILED) == []
+    assert compare_outcomes(FAILED, make_outcome()) == [("status", "note", "done, and was failed")]
 
 
 def test_added_and_missing_models():
-    """A model that is gone is a regression, a new one and one of another shard are none."""
-    assert _changes(None, _outcome()) == []
-    assert _changes(_outcome(), None) == [("missing", "warning", "the last report has it, and this batch does not")]
-    assert _changes(_outcome(), _outcome(status="skipped")) == []
-    assert _changes(_outcome(status="skipped"), _outcome()) == []
+    """A missing model is a regression. New models and models of other shards are not."""
+    assert compare_outcomes(None, make_outcome()) == []
+    assert compare_outcomes(make_outcome(), None) == [
+        ("missing", "warning", "the last report has it, and this batch does not")
+    ]
+    assert compare_outcomes(make_outcome(), make_outcome(status="skipped")) == []
+    assert compare_outcomes(make_outcome(status="skipped"), make_outcome()) == []
 
 
 def test_fail_on_regression():
-    """Only then a regression is an error, and what is only told never is."""
-    old = BatchReport(version="1", outcomes=(_outcome("a"), _outcome("b")))
-    new = BatchReport(version="1", outcomes=(_outcome("a", size_after=20_000), _outcome("b", seconds=9.0)))
+    """With `fail`, regressions are errors. Notes never are."""
+    old = BatchReport(version="1", outcomes=(make_outcome("a"), make_outcome("b")))
+    new = BatchReport(version="1", outcomes=(make_outcome("a", size_after=20_000), make_outcome("b", seconds=9.0)))
     assert not has_regressions(compare_reports(new, old))
     failing = compare_reports(new, old, fail=True)
     assert has_regressions(failing)
-    assert [one.level for one in failing.changes] == ["error", "note"]
+    assert [change.level for change in failing.changes] == ["error", "note"]
     slower = compare_reports(
         replace(new, outcomes=new.outcomes[1:]), replace(old, outcomes=old.outcomes[1:]), fail=True
     )

@@ -1,4 +1,4 @@
-"""Models and outputs that fsspec reads and writes, here in the memory of this process."""
+"""Remote models and outputs, read and written by fsspec's in-memory file system."""
 
 import posixpath
 import shutil
@@ -24,7 +24,7 @@ SAMPLES = ROOT / "sample_models"
 
 @pytest.fixture
 def zoo():
-    """A file system in memory with an ONNX model, a SavedModel and a broken file at memory://zoo."""
+    """Return an in-memory file system with an ONNX model and a SavedModel at memory://zoo."""
     system = fsspec.filesystem("memory")
     system.put_file(str(SAMPLES / "digits_cnn.onnx"), "/zoo/cnn.onnx")
     for path in (SAMPLES / "digits_rnn_saved_model").rglob("*"):
@@ -36,17 +36,17 @@ def zoo():
             system.rm(name, recursive=True)
 
 
-def run(tmp_path, names, *, force=False, **given):
-    """Runs a batch in this process, since no other sees this memory; gives the outcomes."""
-    asked = load_entries(names, {"rules": ("weight_only",), **given})
+def run_in_process(tmp_path, names, *, force=False, **settings):
+    """Run a batch in this process, because others do not see its memory. Return the outcomes."""
+    entries = load_entries(names, {"rules": ("weight_only",), **settings})
     options = BatchOptions(folder=tmp_path / "cache", force=force)
-    return list(run_batch(asked, options, partial(map, quantize_entry)).outcomes)
+    return list(run_batch(entries, options, partial(map, quantize_entry)).outcomes)
 
 
 def test_remote_models_and_outputs(tmp_path, zoo):
-    """What is written is what a file would become; again nothing is done; a changed model or output is made anew."""
-    found = run(tmp_path, ["memory://zoo/*"], output="memory://out/{name}")
-    assert [(one.model, one.output, one.status) for one in found] == [
+    """Remote outputs equal local ones. Only changed models and outputs are rebuilt."""
+    outcomes = run_in_process(tmp_path, ["memory://zoo/*"], output="memory://out/{name}")
+    assert [(outcome.model, outcome.output, outcome.status) for outcome in outcomes] == [
         ("memory:///zoo/cnn.onnx", "memory://out/cnn.onnx", "done"),
         ("memory:///zoo/net", "memory://out/net", "done"),
     ]
@@ -56,104 +56,108 @@ def test_remote_models_and_outputs(tmp_path, zoo):
     files = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "net").rglob("*") if path.is_file()}
     assert {name: zoo.cat(f"/out/{name}") for name in files} == {name: (tmp_path / name).read_bytes() for name in files}
     assert {name.removeprefix("/out/") for name in zoo.find("/out")} == {*files, "cnn.onnx"}
-    again = partial(run, tmp_path, ["memory://zoo/*"], output="memory://out/{name}")
-    assert [one.status for one in again()] == ["unchanged", "unchanged"]
+    rerun = partial(run_in_process, tmp_path, ["memory://zoo/*"], output="memory://out/{name}")
+    assert [outcome.status for outcome in rerun()] == ["unchanged", "unchanged"]
     zoo.pipe("/out/cnn.onnx", b"other")
     zoo.pipe("/out/net/variables/stale", b"")
     zoo.pipe("/zoo/net/assets/new.txt", b"new")
-    assert [one.status for one in again()] == ["done", "done"]
+    assert [outcome.status for outcome in rerun()] == ["done", "done"]
     assert zoo.cat("/out/cnn.onnx") == (tmp_path / "cnn.onnx").read_bytes()
     assert zoo.cat("/out/net/assets/new.txt") == b"new"
     assert not zoo.exists("/out/net/variables/stale")
 
 
 def test_unclaimed_remote_outputs(tmp_path, zoo):
-    """What somebody else put at an output is not replaced, unless that is asked for."""
+    """A remote file that no batch wrote is replaced only with --force."""
     zoo.pipe("/out/cnn.onnx", b"other")
-    asked = partial(run, tmp_path, ["memory://zoo/cnn.onnx"], output="memory://out/cnn.onnx")
-    (one,) = asked()
-    assert one.problem.message.startswith("memory://out/cnn.onnx exists already, and was not created by a batch.")
+    run_again = partial(run_in_process, tmp_path, ["memory://zoo/cnn.onnx"], output="memory://out/cnn.onnx")
+    (outcome,) = run_again()
+    assert outcome.problem.message.startswith("memory://out/cnn.onnx exists already, and was not created by a batch.")
     assert zoo.cat("/out/cnn.onnx") == b"other"
-    assert asked(force=True)[0].status == "done"
-    assert asked()[0].status == "unchanged"
+    assert run_again(force=True)[0].status == "done"
+    assert run_again()[0].status == "unchanged"
 
 
 def test_remote_models_with_local_outputs(tmp_path, zoo):
-    """A model from elsewhere can be written here, with the cache."""
-    asked = partial(run, tmp_path, ["memory://zoo/cnn.onnx"], output=str(tmp_path / "out" / "{name}"))
-    assert asked()[0].status == "done"
+    """A remote model has a local output, which the cache restores."""
+    run_again = partial(run_in_process, tmp_path, ["memory://zoo/cnn.onnx"], output=str(tmp_path / "out" / "{name}"))
+    assert run_again()[0].status == "done"
     (tmp_path / "out" / "cnn.onnx").unlink()
-    assert asked()[0].status == "unchanged"
+    assert run_again()[0].status == "unchanged"
     assert (tmp_path / "out" / "cnn.onnx").is_file()
 
 
 def test_external_data(tmp_path, zoo):
-    """A model's external data comes along; where it is missing, that is told by the model's address."""
+    """External data of a remote model is fetched. If it is missing, the message has the model's address."""
     weight = numpy_helper.from_array(np.arange(4096, dtype=np.float32).reshape(64, 64) / 4096, "w")
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 64]) for name in "xy"]
     model = helper.make_model(helper.make_graph([node], "g", tensors[:1], tensors[1:], [weight]))
     onnx.save(model, tmp_path / "big.onnx", save_as_external_data=True, location="big.bin", size_threshold=0)
     zoo.put_file(str(tmp_path / "big.onnx"), "/zoo/big.onnx")
-    asked = partial(run, tmp_path, ["memory://zoo/big.onnx"], output="memory://out/{name}")
-    (one,) = asked()
-    assert one.status == "failed"
-    assert "'big.bin'" in one.problem.message
-    assert str(tmp_path) not in one.problem.message
+    run_again = partial(run_in_process, tmp_path, ["memory://zoo/big.onnx"], output="memory://out/{name}")
+    (outcome,) = run_again()
+    assert outcome.status == "failed"
+    assert "'big.bin'" in outcome.problem.message
+    assert str(tmp_path) not in outcome.problem.message
     zoo.put_file(str(tmp_path / "big.bin"), "/zoo/big.bin")
-    assert asked()[0].status == "done"
+    assert run_again()[0].status == "done"
     api.insert(tmp_path / "big.onnx", rules="weight_only").save(tmp_path / "out.onnx")
     assert zoo.cat("/out/big.onnx") == (tmp_path / "out.onnx").read_bytes()
     zoo.pipe("/zoo/big.bin", (tmp_path / "big.bin").read_bytes()[::-1])
-    assert asked()[0].status != "unchanged"
+    assert run_again()[0].status != "unchanged"
 
 
 def test_external_weights_of_an_output(tmp_path, zoo, monkeypatch):
-    """They are written before the model; those of the model before go, but not what a copy of it reads."""
+    """External weights are written before the model. Old ones are removed unless another model uses them."""
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     model = onnx.load(SAMPLES / "digits_cnn.onnx")
     onnx.save(model, tmp_path / "big.onnx", save_as_external_data=True, location="big.bin")
     for name in ("big.onnx", "big.bin"):
         zoo.put_file(str(tmp_path / name), f"/zoo/{name}")
-    opened, ordinary = [], zoo.open
+    written, open_file = [], zoo.open
 
-    def noted(path, mode="rb", **more):
-        opened.extend([posixpath.basename(path)] if "w" in mode else [])
-        return ordinary(path, mode, **more)
+    def recording_open(path, mode="rb", **more):
+        written.extend([posixpath.basename(path)] if "w" in mode else [])
+        return open_file(path, mode, **more)
 
-    monkeypatch.setattr(zoo, "open", noted)
-    made = []
+    monkeypatch.setattr(zoo, "open", recording_open)
+    data_names = []
     for rules in ("weight_only", "weight_only_int4", "weight_only"):
-        opened.clear()
-        (one,) = run(tmp_path, ["memory://zoo/big.onnx"], output="memory://out/{name}", rules=(rules,), force=True)
-        (data,) = one.products.keys() - {"big.onnx"}
-        assert (one.status, opened) == ("done", [data, "big.onnx"])
-        made.append(data)
-        there = {posixpath.basename(name) for name in zoo.find("/out")}
-        assert there == {"big.onnx", data, *(("copy.onnx", made[0]) if len(made) > 1 else ())}
-        if len(made) == 1:
+        written.clear()
+        (outcome,) = run_in_process(
+            tmp_path, ["memory://zoo/big.onnx"], output="memory://out/{name}", rules=(rules,), force=True
+        )
+        (data,) = outcome.products.keys() - {"big.onnx"}
+        assert (outcome.status, written) == ("done", [data, "big.onnx"])
+        data_names.append(data)
+        names = {posixpath.basename(name) for name in zoo.find("/out")}
+        assert names == {"big.onnx", data, *(("copy.onnx", data_names[0]) if len(data_names) > 1 else ())}
+        if len(data_names) == 1:
             zoo.cp_file("/out/big.onnx", "/out/copy.onnx")
-    assert made[0] == made[2] != made[1]
+    assert data_names[0] == data_names[2] != data_names[1]
 
 
 def test_failures_name_addresses(tmp_path, zoo):
-    """What cannot be read or written is the model's own failure, and told by its address."""
+    """A model that cannot be read or written fails with its address in the message."""
     zoo.pipe("/zoo/broken.onnx", b"\x0a\x03abc")
-    found = run(tmp_path, ["memory://zoo/broken.onnx"], output="memory://out/{name}")
-    assert [one.status for one in found] == ["failed"]
-    assert found[0].problem.message.startswith("memory://zoo/broken.onnx: The model has no graph.")
-    assert str(tmp_path.parent.parent) not in found[0].problem.message
-    found = run(tmp_path, ["memory://zoo/cnn.onnx"], output="nowhere://out/{name}")
-    assert found[0].problem.message.startswith("nowhere://out/cnn.onnx cannot be written: Protocol not known: nowhere")
-    (asked,) = load_entries(["memory://zoo/cnn.onnx"], {"rules": ("weight_only",)})
+    outcomes = run_in_process(tmp_path, ["memory://zoo/broken.onnx"], output="memory://out/{name}")
+    assert [outcome.status for outcome in outcomes] == ["failed"]
+    assert outcomes[0].problem.message.startswith("memory://zoo/broken.onnx: The model has no graph.")
+    assert str(tmp_path.parent.parent) not in outcomes[0].problem.message
+    outcomes = run_in_process(tmp_path, ["memory://zoo/cnn.onnx"], output="nowhere://out/{name}")
+    assert outcomes[0].problem.message.startswith(
+        "nowhere://out/cnn.onnx cannot be written: Protocol not known: nowhere"
+    )
+    (entry,) = load_entries(["memory://zoo/cnn.onnx"], {"rules": ("weight_only",)})
     zoo.rm("/zoo/cnn.onnx")
-    outcome = quantize_entry(asked)
+    outcome = quantize_entry(entry)
     assert (outcome.status, outcome.problem.kind) == ("failed", "ModelError")
     assert outcome.problem.message.startswith("memory://zoo/cnn.onnx cannot be read")
 
 
 def test_names_outside_the_folder(tmp_path):
-    """A service whose names lead out of the folder does not get files written there."""
+    """A remote name that leads out of the model's folder raises ModelError and writes nothing."""
     from graphquant.batch import remote
     from graphquant.errors import ModelError
 
@@ -164,8 +168,10 @@ def test_names_outside_the_folder(tmp_path):
 
 
 def test_file_addresses(tmp_path):
-    """file:// is this machine."""
+    """file:// addresses are local paths."""
     shutil.copy(SAMPLES / "digits_cnn.onnx", tmp_path / "a.onnx")
-    (one,) = run(tmp_path, [f"file://{tmp_path}/a.onnx"], output=f"file://{tmp_path}/{{stem}}.quant.onnx")
-    assert (one.status, Path(one.output)) == ("done", tmp_path / "a.quant.onnx")
+    (outcome,) = run_in_process(
+        tmp_path, [f"file://{tmp_path}/a.onnx"], output=f"file://{tmp_path}/{{stem}}.quant.onnx"
+    )
+    assert (outcome.status, Path(outcome.output)) == ("done", tmp_path / "a.quant.onnx")
     assert (tmp_path / "a.quant.onnx").is_file()

@@ -1,4 +1,4 @@
-"""The story of a batch, done in this process: what is known, what is done, what is kept."""
+"""Runs of a batch in this process: the cache, the journal, outputs and failures."""
 
 import json
 import os
@@ -19,23 +19,23 @@ from graphquant.formats.onnx import file_writer
 
 
 class Executor:
-    """Does entries one after the other, and remembers which; stops as Ctrl-C does after so many."""
+    """Execute entries in order and record their names. Raise KeyboardInterrupt after `stop` entries."""
 
     def __init__(self, stop=None):
         self.done, self._stop = [], stop
 
     def __call__(self, entries):
-        """Gives their outcomes."""
-        for entry in entries:
+        """Yield the outcomes of entries."""
+        for sample_entry in entries:
             if len(self.done) == self._stop:
                 raise KeyboardInterrupt
-            self.done.append(entry.name)
-            yield quantize_entry(entry)
+            self.done.append(sample_entry.name)
+            yield quantize_entry(sample_entry)
 
 
 @pytest.fixture
-def here(tmp_path, samples, monkeypatch):
-    """A folder with three models, two of them with data."""
+def workspace(tmp_path, samples, monkeypatch):
+    """Return a folder with two models and their data."""
     for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
         shutil.copy(samples / name, tmp_path)
         data = f"{Path(name).stem}_calib.npz"
@@ -44,133 +44,133 @@ def here(tmp_path, samples, monkeypatch):
     return tmp_path
 
 
-def entry(stem, **options):
-    """The entry of a sample model."""
-    given = {"data": f"{stem}_calib.npz", "samples": 4} | options
-    return Entry(name=f"{stem}.onnx", model=f"{stem}.onnx", output=f"out/{stem}.onnx", **given)
+def sample_entry(stem, **batch_options):
+    """Return the entry of a sample model."""
+    settings = {"data": f"{stem}_calib.npz", "samples": 4} | batch_options
+    return Entry(name=f"{stem}.onnx", model=f"{stem}.onnx", output=f"out/{stem}.onnx", **settings)
 
 
-def options(**given):
-    """Where things are kept here."""
-    return BatchOptions(folder=Path("cache"), **given)
+def batch_options(**settings):
+    """Return options with a cache in the current folder."""
+    return BatchOptions(folder=Path("cache"), **settings)
 
 
 def two_entries():
-    """The two entries."""
-    return [entry("digits_cnn"), entry("digits_rnn", gates=Gates(min_sqnr=1, check=""))]
+    """Return the entries of both models."""
+    return [sample_entry("digits_cnn"), sample_entry("digits_rnn", gates=Gates(min_sqnr=1, check=""))]
 
 
-def run(entries, execute=None, **given):
-    """The outcomes of a batch, and what was worked on."""
+def run_entries(entries, execute=None, **settings):
+    """Run a batch. Return the outcomes and the names of the entries that were executed."""
     execute = execute or Executor()
-    report = run_batch(entries, options(**given), execute)
+    report = run_batch(entries, batch_options(**settings), execute)
     return list(report.outcomes), execute.done
 
 
-def test_a_batch(here):
-    """Models are made in the order of their size and reported in that of the manifest, with what they are made of."""
-    outcomes, done = run([*two_entries()][::-1])
-    assert [one.name for one in outcomes] == ["digits_rnn.onnx", "digits_cnn.onnx"]
+def test_batch(workspace):
+    """Models run by size, and are reported in the order of the entries with products, sizes and metrics."""
+    outcomes, done = run_entries([*two_entries()][::-1])
+    assert [outcome.name for outcome in outcomes] == ["digits_rnn.onnx", "digits_cnn.onnx"]
     assert done == ["digits_rnn.onnx", "digits_cnn.onnx"]  # 39 and 38 kB
-    assert [one.status for one in outcomes] == ["done", "done"]
-    one = outcomes[1]
-    assert one.products == {"digits_cnn.onnx": one.digests.output}
-    assert one.size_before == Path("digits_cnn.onnx").stat().st_size
-    assert one.size_after == Path("out/digits_cnn.onnx").stat().st_size
-    assert one.sites == 24
-    assert one.metrics.samples == 4
-    assert one.metrics.sqnr > 20
-    assert one.int8_ops[1] == 27
+    assert [outcome.status for outcome in outcomes] == ["done", "done"]
+    cnn = outcomes[1]
+    assert cnn.products == {"digits_cnn.onnx": cnn.digests.output}
+    assert cnn.size_before == Path("digits_cnn.onnx").stat().st_size
+    assert cnn.size_after == Path("out/digits_cnn.onnx").stat().st_size
+    assert cnn.sites == 24
+    assert cnn.metrics.samples == 4
+    assert cnn.metrics.sqnr > 20
+    assert cnn.int8_ops[1] == 27
 
 
-def test_finished_outputs_are_not_rebuilt(here):
-    """A second run works on nothing and tells the same but for the word "unchanged", and that it took no time."""
-    first, _ = run(two_entries())
-    second, done = run(two_entries())
+def test_finished_outputs_are_not_rebuilt(workspace):
+    """A second run executes nothing. Its outcomes are "unchanged" and take no time."""
+    first, _ = run_entries(two_entries())
+    second, done = run_entries(two_entries())
     assert done == []
-    assert second == [replace(one, status="unchanged", seconds=0.0) for one in first]
-    assert all(one.seconds for one in first)
+    assert second == [replace(outcome, status="unchanged", seconds=0.0) for outcome in first]
+    assert all(outcome.seconds for outcome in first)
 
 
-def test_a_removed_output_is_restored_from_the_cache(here):
-    """It has the same bytes; one that somebody changed is not touched without --force."""
-    run(two_entries())
+def test_a_removed_output_is_restored_from_the_cache(workspace):
+    """A removed output is restored. An output that was edited is replaced only with --force."""
+    run_entries(two_entries())
     outputs = [Path("out/digits_cnn.onnx"), Path("out/digits_rnn.onnx")]
     before = outputs[0].read_bytes()
     outputs[0].unlink()
     outputs[1].write_bytes(b"mine")
-    outcomes, done = run(two_entries())
+    outcomes, done = run_entries(two_entries())
     assert done == []
     assert outputs[0].read_bytes() == before
     assert outputs[1].read_bytes() == b"mine"
-    assert [one.status for one in outcomes] == ["unchanged", "failed"]
+    assert [outcome.status for outcome in outcomes] == ["unchanged", "failed"]
     assert "was changed after a batch wrote it." in outcomes[1].problem.message
     assert outcomes[1].problem.exit_code == 2
-    outcomes, done = run(two_entries(), force=True)
-    assert ([one.status for one in outcomes], done) == (["unchanged", "unchanged"], [])
+    outcomes, done = run_entries(two_entries(), force=True)
+    assert ([outcome.status for outcome in outcomes], done) == (["unchanged", "unchanged"], [])
     assert outputs[1].read_bytes() != b"mine"
 
 
-def test_outputs_with_external_weights(here, monkeypatch):
-    """Made or from the cache, an output has its own weights beside it, and those before are gone."""
+def test_outputs_with_external_weights(workspace, monkeypatch):
+    """Built or restored, an output has its own external weights, and earlier ones are removed."""
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     message = onnx.load("digits_cnn.onnx")
     onnx.save(message, "big.onnx", save_as_external_data=True, location="big.bin")
-    made = []
+    runs = []
     for rules in ("weight_only", "weight_only_int4", "weight_only", "weight_only_int4"):
-        outcomes, done = run([entry("big", data=None, samples=None, rules=(rules,))])
-        there = {path.name: file_digest(path) for path in Path("out").iterdir()}
-        assert outcomes[0].products == there
-        (data,) = there.keys() - {"big.onnx"}
-        assert data == f"big.onnx.{there[data][:16]}.data"
-        made.append((outcomes[0].status, len(done), there))
-    assert made[2:] == [("unchanged", 0, there) for _status, _done, there in made[:2]]
-    assert made[0][2] != made[1][2]
+        outcomes, done = run_entries([sample_entry("big", data=None, samples=None, rules=(rules,))])
+        digests = {path.name: file_digest(path) for path in Path("out").iterdir()}
+        assert outcomes[0].products == digests
+        (data,) = digests.keys() - {"big.onnx"}
+        assert data == f"big.onnx.{digests[data][:16]}.data"
+        runs.append((outcomes[0].status, len(done), digests))
+    assert runs[2:] == [("unchanged", 0, digests) for _status, _done, digests in runs[:2]]
+    assert runs[0][2] != runs[1][2]
 
 
-def test_a_lost_cache(here):
-    """Outputs that say they were made of their models are the batch's; other files and models are not."""
+def test_outputs_without_their_cache(workspace):
+    """Without the cache, outputs that name their model are replaced. Other files are not."""
     entries = [*two_entries(), replace(two_entries()[0], name="other", output="out/other.onnx")]
-    run(entries)
+    run_entries(entries)
     shutil.rmtree("cache")
     shutil.copy("out/digits_rnn.onnx", "out/other.onnx")
-    outcomes, done = run(entries)
-    assert [one.status for one in outcomes] == ["done", "done", "failed"]
-    assert "not of digits_cnn.onnx in its current state" in outcomes[2].problem.message
+    outcomes, done = run_entries(entries)
+    assert [outcome.status for outcome in outcomes] == ["done", "done", "failed"]
+    assert "digits_cnn.onnx in its current state" in outcomes[2].problem.message
     assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
     shutil.rmtree("cache")
     shutil.copy("digits_cnn.onnx", "out/digits_cnn.onnx")
-    assert "was not created by a batch" in run(entries)[0][0].problem.message
+    assert "was not created by a batch" in run_entries(entries)[0][0].problem.message
 
 
-def test_an_output_removed_at_once(here):
-    """It is not kept, without a word, and the others are."""
+def test_output_removed_during_the_run(workspace):
+    """An output that disappears during the run is not cached, without a warning."""
 
     def execute(entries):
-        for one in entries:
-            made = quantize_entry(one)
-            if one.name == "digits_rnn.onnx":  # the first
-                Path(one.output).unlink()
-            yield made
+        for entry in entries:
+            outcome = quantize_entry(entry)
+            if entry.name == "digits_rnn.onnx":  # the first
+                Path(entry.output).unlink()
+            yield outcome
 
-    warned = []
-    run_batch(two_entries(), options(), execute, on_warning=warned.append)
-    assert warned == []
-    outcomes, done = run(two_entries())
+    warnings = []
+    run_batch(two_entries(), batch_options(), execute, on_warning=warnings.append)
+    assert warnings == []
+    outcomes, done = run_entries(two_entries())
     assert done == ["digits_rnn.onnx"]
-    assert [one.status for one in outcomes] == ["unchanged", "done"]
+    assert [outcome.status for outcome in outcomes] == ["unchanged", "done"]
 
 
-def test_a_damaged_cache_is_not_used(here):
-    """A file in it that has other bytes than its name says is made anew."""
-    (first, _), _ = run(two_entries())
-    kept = next(Path("cache/files").glob(f"*/{first.digests.output}"))
-    kept.write_bytes(b"x" * kept.stat().st_size)
+def test_damaged_cache_file_is_rebuilt(workspace):
+    """A cached file whose content does not match its digest is rebuilt."""
+    (first, _), _ = run_entries(two_entries())
+    cached = next(Path("cache/files").glob(f"*/{first.digests.output}"))
+    cached.write_bytes(b"x" * cached.stat().st_size)
     Path("out/digits_cnn.onnx").unlink()
-    outcomes, done = run(two_entries())
+    outcomes, done = run_entries(two_entries())
     assert done == ["digits_cnn.onnx"]
     assert outcomes[0].digests.output == first.digests.output
-    assert kept.read_bytes() == Path("out/digits_cnn.onnx").read_bytes()
+    assert cached.read_bytes() == Path("out/digits_cnn.onnx").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -183,16 +183,16 @@ def test_a_damaged_cache_is_not_used(here):
         (None, ""),
     ],
 )
-def test_a_cache_filled_by_someone_else(here, name, digest):
-    """An outcome without files, or whose digests or names lead elsewhere, counts for nothing and removes nothing."""
-    (first, _), _ = run(two_entries())
+def test_forged_cache_entries_are_ignored(workspace, name, digest):
+    """A cached outcome without files, or with paths outside of the cache, is ignored and deletes nothing."""
+    (first, _), _ = run_entries(two_entries())
     Path("precious").write_bytes(b"mine")
-    kept = next(Path("cache/outcomes").glob(f"*/{first.digests.key}.json"))
-    told = json.loads(kept.read_bytes())
-    told["products"] = {} if name is None else {name: digest.format(folder=here)}
-    kept.write_text(json.dumps(told))
+    cached = next(Path("cache/outcomes").glob(f"*/{first.digests.key}.json"))
+    content = json.loads(cached.read_bytes())
+    content["products"] = {} if name is None else {name: digest.format(folder=workspace)}
+    cached.write_text(json.dumps(content))
     Path("out/digits_cnn.onnx").unlink()
-    outcomes, done = run(two_entries())
+    outcomes, done = run_entries(two_entries())
     assert done == ["digits_cnn.onnx"]
     assert outcomes[0].digests.output == first.digests.output
     assert Path("precious").read_bytes() == b"mine"
@@ -209,30 +209,30 @@ def test_a_cache_filled_by_someone_else(here, name, digest):
         {"gates": Gates(check="")},
     ],
 )
-def test_inputs_of_the_cache_key(here, change):
-    """Another option is another output."""
-    run([entry("digits_cnn")])
-    assert run([entry("digits_cnn", **change)])[1] == ["digits_cnn.onnx"]
+def test_inputs_of_the_cache_key(workspace, change):
+    """Changing an option rebuilds the output."""
+    run_entries([sample_entry("digits_cnn")])
+    assert run_entries([sample_entry("digits_cnn", **change)])[1] == ["digits_cnn.onnx"]
 
 
-def test_the_content_of_files_counts(here):
-    """A model, data or rules that changed are seen; the same content under another time is the same."""
+def test_file_contents_are_part_of_the_cache_key(workspace):
+    """Changed models, data or rules rebuild the output. A new modification time does not."""
     Path("mine.toml").write_text(Path(__file__).parents[2].joinpath("rules/tensorrt.toml").read_text())
-    made = entry("digits_cnn", rules=("mine.toml",))
-    run([made])
+    entry = sample_entry("digits_cnn", rules=("mine.toml",))
+    run_entries([entry])
     Path("digits_cnn.onnx").touch()
-    assert run([made])[1] == []
+    assert run_entries([entry])[1] == []
     with Path("mine.toml").open("a") as file:
         file.write("# more\n")
-    assert run([made])[1] == ["digits_cnn.onnx"]
+    assert run_entries([entry])[1] == ["digits_cnn.onnx"]
     shutil.copy("digits_rnn_calib.npz", "digits_cnn_calib.npz")
-    assert run([made])[1] == ["digits_cnn.onnx"]
+    assert run_entries([entry])[1] == ["digits_cnn.onnx"]
 
 
-def test_gates_apply_to_cached_outputs(here):
-    """Another size needs no work; another bound does, for the output is searched for by it."""
-    first, _ = run([entry("digits_cnn")])
-    outcomes, done = run([entry("digits_cnn", gates=Gates(max_size=10))])
+def test_gates_apply_to_cached_outputs(workspace):
+    """A size gate is checked on a cached output without rebuilding it."""
+    first, _ = run_entries([sample_entry("digits_cnn")])
+    outcomes, done = run_entries([sample_entry("digits_cnn", gates=Gates(max_size=10))])
     assert done == []
     assert outcomes[0].status == "gate"
     assert [miss.gate for miss in outcomes[0].misses] == ["max_size"]
@@ -240,63 +240,63 @@ def test_gates_apply_to_cached_outputs(here):
 
 
 @pytest.mark.parametrize("bounds", [(20, 56), (56, 20)])
-def test_bounds_are_part_of_the_cache_key(here, bounds):
-    """What was searched for by one bound is not taken from the cache for another, nor by --resume."""
-    made = []
+def test_bounds_are_part_of_the_cache_key(workspace, bounds):
+    """An output searched for with one bound is not reused for another, nor by --resume."""
+    contents = []
     for bound in bounds:
-        one = entry("digits_cnn", samples=40, gates=Gates(min_sqnr=bound))
-        _, done = run([one], resume=True)
+        entry = sample_entry("digits_cnn", samples=40, gates=Gates(min_sqnr=bound))
+        _, done = run_entries([entry], resume=True)
         assert done == ["digits_cnn.onnx"]
-        made.append(Path(one.output).read_bytes())
-        assert run([one])[1] == []
-    assert made[0] != made[1]
+        contents.append(Path(entry.output).read_bytes())
+        assert run_entries([entry])[1] == []
+    assert contents[0] != contents[1]
 
 
-def test_without_the_cache(here):
-    """Everything is made, and what a batch wrote may be replaced by it."""
-    run(two_entries(), cache=False)
+def test_without_the_cache(workspace):
+    """Without the cache every output is rebuilt, and replaces that of an earlier batch."""
+    run_entries(two_entries(), cache=False)
     assert not Path("cache/files").exists()
-    outcomes, done = run(two_entries(), cache=False)
+    outcomes, done = run_entries(two_entries(), cache=False)
     assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
-    assert [one.status for one in outcomes] == ["done", "done"]
+    assert [outcome.status for outcome in outcomes] == ["done", "done"]
 
 
-def test_a_failure_affects_one_model(here):
-    """A damaged or missing model, missing data, mistaken rules are told as insert tells them; the rest is done."""
+def test_failure_affects_one_entry(workspace):
+    """Invalid models, data and rules fail with the errors of `insert`. The other entries are done."""
     Path("broken.onnx").write_bytes(b"\xff" * 100)
     Path("bad.toml").write_text("[[rule]]\nname = 'x'\n")
     entries = [
         Entry(name="broken", model="broken.onnx", output="out/broken.onnx"),
         Entry(name="missing", model="missing.onnx", output="out/missing.onnx"),
-        replace(entry("digits_rnn"), name="no data", data="nothing.npz"),
-        replace(entry("digits_rnn"), name="rules", rules=("bad.toml",), output="out/2.onnx"),
-        replace(entry("digits_rnn"), name="needs", data=None, output="out/3.onnx"),
-        entry("digits_cnn"),
+        replace(sample_entry("digits_rnn"), name="no data", data="nothing.npz"),
+        replace(sample_entry("digits_rnn"), name="rules", rules=("bad.toml",), output="out/2.onnx"),
+        replace(sample_entry("digits_rnn"), name="needs", data=None, output="out/3.onnx"),
+        sample_entry("digits_cnn"),
     ]
-    outcomes, _ = run(entries)
-    assert [one.status for one in outcomes] == ["failed"] * 5 + ["done"]
+    outcomes, _ = run_entries(entries)
+    assert [outcome.status for outcome in outcomes] == ["failed"] * 5 + ["done"]
     kinds = ["ModelError", "ModelError", "DataError", "RuleError", "NeedsDataError"]
-    assert [one.problem.kind for one in outcomes[:5]] == kinds
-    assert [one.problem.exit_code for one in outcomes[:5]] == [3, 3, 2, 2, 2]
+    assert [outcome.problem.kind for outcome in outcomes[:5]] == kinds
+    assert [outcome.problem.exit_code for outcome in outcomes[:5]] == [3, 3, 2, 2, 2]
     assert "There is no file missing.onnx" in outcomes[1].problem.message
     assert sorted(path.name for path in Path("out").iterdir()) == ["digits_cnn.onnx"]
 
 
-def test_stopped_and_resumed(here):
-    """What was finished is kept and not done again; the report is that of a run that nobody stopped."""
-    expected = [replace(one, seconds=0.0) for one in run(two_entries())[0]]
+def test_stop_and_resume(workspace):
+    """A resumed batch executes only unfinished entries. Its report equals that of an uninterrupted one."""
+    expected = [replace(outcome, seconds=0.0) for outcome in run_entries(two_entries())[0]]
     shutil.rmtree("cache")
     shutil.rmtree("out")
-    outcomes, done = run(two_entries(), Executor(stop=1), cache=False)
-    assert [one.status for one in outcomes] == ["skipped", "done"]
+    outcomes, done = run_entries(two_entries(), Executor(stop=1), cache=False)
+    assert [outcome.status for outcome in outcomes] == ["skipped", "done"]
     assert done == ["digits_rnn.onnx"]
-    outcomes, done = run(two_entries(), cache=False, resume=True)
+    outcomes, done = run_entries(two_entries(), cache=False, resume=True)
     assert done == ["digits_cnn.onnx"]
-    assert [replace(one, seconds=0.0) for one in outcomes] == expected
+    assert [replace(outcome, seconds=0.0) for outcome in outcomes] == expected
 
 
-def test_outputs_written_while_stopping_are_claimed(here):
-    """An executor has ended all its work before it is said which outputs are not there."""
+def test_outputs_written_while_stopping_are_claimed(workspace):
+    """Outputs that the executor writes while it is stopped belong to the batch."""
 
     def execute(entries):
         try:
@@ -307,125 +307,128 @@ def test_outputs_written_while_stopping_are_claimed(here):
     def stop(_outcome):
         raise KeyboardInterrupt
 
-    report = run_batch(two_entries(), options(cache=False), execute, on_outcome=stop)
-    assert [one.status for one in report.outcomes] == ["skipped", "done"]
+    report = run_batch(two_entries(), batch_options(cache=False), execute, on_outcome=stop)
+    assert [outcome.status for outcome in report.outcomes] == ["skipped", "done"]
     assert Path("out/digits_cnn.onnx").exists()
-    assert [one.status for one in run(two_entries(), cache=False, resume=True)[0]] == ["done", "done"]
+    assert [outcome.status for outcome in run_entries(two_entries(), cache=False, resume=True)[0]] == ["done", "done"]
 
 
-def test_resume_verifies_existing_outputs(here):
-    """A finished model whose output is gone, or whose rules changed, is made again."""
-    run(two_entries(), cache=False)
+def test_resume_verifies_existing_outputs(workspace):
+    """--resume rebuilds outputs that are missing or whose settings changed."""
+    run_entries(two_entries(), cache=False)
     Path("out/digits_cnn.onnx").unlink()
-    assert run(two_entries(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
-    changed = [entry("digits_cnn"), replace(two_entries()[1], method="minmax")]
-    assert run(changed, cache=False, resume=True)[1] == ["digits_rnn.onnx"]
+    assert run_entries(two_entries(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
+    changed = [sample_entry("digits_cnn"), replace(two_entries()[1], method="minmax")]
+    assert run_entries(changed, cache=False, resume=True)[1] == ["digits_rnn.onnx"]
 
 
-def test_resume_retries_failures(here):
-    """What timed out, or had no package or no room, may go well with other limits, which the key has not."""
+def test_resume_retries_failures(workspace):
+    """--resume retries timeouts and failures, because limits and packages are not part of the key."""
 
     def execute(entries):
-        yield from (failed_outcome(one, "Timeout", "It took long.", 1, "timeout") for one in entries)
+        yield from (failed_outcome(entry, "Timeout", "It took long.", 1, "timeout") for entry in entries)
 
-    assert [one.status for one in run_batch(two_entries(), options(), execute).outcomes] == ["timeout", "timeout"]
-    outcomes, done = run(two_entries(), resume=True)
+    assert [outcome.status for outcome in run_batch(two_entries(), batch_options(), execute).outcomes] == [
+        "timeout",
+        "timeout",
+    ]
+    outcomes, done = run_entries(two_entries(), resume=True)
     assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
-    assert [one.status for one in outcomes] == ["done", "done"]
+    assert [outcome.status for outcome in outcomes] == ["done", "done"]
 
 
-def test_a_truncated_journal(here):
-    """A line that was not written to its end counts for nothing, and what is added later is read again."""
-    run(two_entries(), cache=False)
+def test_truncated_journal(workspace):
+    """A truncated line is ignored, and later lines are valid."""
+    run_entries(two_entries(), cache=False)
     path = journal_path(Path("cache"), two_entries())
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1][:50])
-    assert run(two_entries(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
-    assert run(two_entries(), cache=False, resume=True)[1] == []
+    assert run_entries(two_entries(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
+    assert run_entries(two_entries(), cache=False, resume=True)[1] == []
     assert [json.loads(line)["name"] for line in path.read_bytes().splitlines()] == [
         "digits_rnn.onnx",
         "digits_cnn.onnx",
     ]
 
 
-def test_an_output_is_on_the_disk_before_its_outcome(here, monkeypatch):
-    """Its bytes and its name, so that after a crash of the machine the journal knows nothing that is not there."""
-    synced, really = set(), os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), really(file)))
-    quantize_entry(entry("digits_cnn"))
+def test_output_is_synced_before_its_outcome(workspace, monkeypatch):
+    """File and folder are synced, so that the journal has no output that a crash of the machine lost."""
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), fsync(file)))
+    quantize_entry(sample_entry("digits_cnn"))
     assert {Path("out/digits_cnn.onnx").stat().st_ino, Path("out").stat().st_ino} <= synced
 
 
-def test_the_journal_of_remote_outputs(here, monkeypatch):
-    """It does not depend on the folder in which the batch was started."""
-    far = [replace(entry("digits_cnn"), output="s3://bucket/out.onnx")]
-    before = journal_path(Path("cache"), far)
+def test_journal_of_remote_outputs(workspace, monkeypatch):
+    """The journal's path does not depend on the current folder."""
+    entries = [replace(sample_entry("digits_cnn"), output="s3://bucket/out.onnx")]
+    expected = journal_path(Path("cache"), entries)
     monkeypatch.chdir("/")
-    assert journal_path(Path("cache"), far) == before
+    assert journal_path(Path("cache"), entries) == expected
 
 
-def test_a_batch_runs_once_at_a_time(here):
-    """A second run of the same outputs is refused while the first is at it."""
+def test_concurrent_batches(workspace):
+    """A second batch with the same outputs raises UsageError while the first one runs."""
 
     def execute(entries):
         with pytest.raises(UsageError, match="already running"):
-            run_batch(two_entries(), options(), Executor())
+            run_batch(two_entries(), batch_options(), Executor())
         yield from map(quantize_entry, entries)
 
-    report = run_batch(two_entries(), options(), execute)
-    assert [one.status for one in report.outcomes] == ["done", "done"]
+    report = run_batch(two_entries(), batch_options(), execute)
+    assert [outcome.status for outcome in report.outcomes] == ["done", "done"]
 
 
-def test_a_model_changed_during_the_run_is_not_cached(here):
-    """Nobody knows which of the two the output was made of."""
+def test_model_changed_during_the_run_is_not_cached(workspace):
+    """The output is not cached, because the version of the model it was built from is unknown."""
 
     def execute(entries):
-        for one in entries:
-            made = quantize_entry(one)
+        for entry in entries:
+            outcome = quantize_entry(entry)
             shutil.copy("digits_rnn.onnx", "digits_cnn.onnx")
-            yield made
+            yield outcome
 
-    outcomes = run_batch([entry("digits_cnn")], options(), execute).outcomes
+    outcomes = run_batch([sample_entry("digits_cnn")], batch_options(), execute).outcomes
     assert outcomes[0].status == "done"
     assert OutcomeCache(Path("cache")).load_outcome(outcomes[0].digests.key) is None
 
 
-def test_data_changed_during_the_run(here):
-    """What was made while it did is no more in the cache; what has other data is."""
+def test_data_changed_during_the_run(workspace):
+    """Outputs of data that changed during the run are not cached. Others are."""
 
     def execute(entries):
         yield from map(quantize_entry, entries)
         shutil.copy("digits_rnn_calib.npz", "digits_cnn_calib.npz")
 
-    outcomes = run_batch(two_entries(), options(), execute).outcomes
-    kept = [OutcomeCache(Path("cache")).load_outcome(one.digests.key) is not None for one in outcomes]
-    assert kept == [False, True]
+    outcomes = run_batch(two_entries(), batch_options(), execute).outcomes
+    cached = [OutcomeCache(Path("cache")).load_outcome(outcome.digests.key) is not None for outcome in outcomes]
+    assert cached == [False, True]
 
 
-def test_data_functions_are_run(here):
-    """What they give is known only then, so that nothing made with them comes from the cache; --resume trusts them."""
+def test_data_functions_are_not_cached(workspace):
+    """Outputs of a data function are rebuilt, because its data is unknown. --resume reuses them."""
     Path("feeds.py").write_text(
         "import numpy\n\ndef feeds():\n    data = numpy.load('digits_cnn_calib.npz')\n"
         "    return [{name: data[name][i : i + 1] for name in data.files} for i in range(4)]\n"
     )
-    made = entry("digits_cnn", data="feeds:feeds", samples=None)
-    assert run([made])[0][0].status == "done"
-    assert run([made])[1] == ["digits_cnn.onnx"]
-    assert run([made], resume=True)[1] == []
+    entry = sample_entry("digits_cnn", data="feeds:feeds", samples=None)
+    assert run_entries([entry])[0][0].status == "done"
+    assert run_entries([entry])[1] == ["digits_cnn.onnx"]
+    assert run_entries([entry], resume=True)[1] == []
 
 
-def test_a_report_without_times(here):
-    """Two runs give the same report but for times."""
-    made = [run_batch(two_entries(), options(cache=False), Executor()) for _ in range(2)]
-    reports = [batch_report_json(report, times=False) for report in made]
+def test_report_without_times(workspace):
+    """Two runs give the same report without times."""
+    runs = [run_batch(two_entries(), batch_options(cache=False), Executor()) for _ in range(2)]
+    reports = [batch_report_json(run, times=False) for run in runs]
     assert reports[0] == reports[1]
     assert isinstance(reports[0]["outcomes"][0]["sites"], int)
 
 
-def test_pruning_the_cache(here):
-    """What was not used longest goes first, and files that no outcome needs go with it."""
-    (rnn, cnn), _ = run(two_entries()[::-1])
-    run(two_entries()[1:])  # used once more
+def test_pruning_the_cache(workspace):
+    """The least recently used outcomes are removed first, with the files that no other outcome needs."""
+    (rnn, cnn), _ = run_entries(two_entries()[::-1])
+    run_entries(two_entries()[1:])  # used once more
     cache = OutcomeCache(Path("cache"))
     assert cache.prune("1d") == (0, 0)
     assert cache.prune(f"{rnn.size_after + 10}") == (1, cnn.size_after)
@@ -437,17 +440,17 @@ def test_pruning_the_cache(here):
         cache.prune("soon")
 
 
-def test_journals_are_pruned(here):
-    """Those that nothing was written to for so long, unless a batch holds it."""
+def test_journals_are_pruned(workspace):
+    """Old journals are removed unless a running batch uses them."""
     path = journal_path(Path("cache"), two_entries())
 
     def execute(entries):
         os.utime(path, (1, 1))
         OutcomeCache(Path("cache")).prune("2GB")
         assert path.exists()
-        yield from (failed_outcome(one, "Timeout", "It took long.", 1, "timeout") for one in entries)
+        yield from (failed_outcome(entry, "Timeout", "It took long.", 1, "timeout") for entry in entries)
 
-    run_batch(two_entries(), options(), execute)
+    run_batch(two_entries(), batch_options(), execute)
     OutcomeCache(Path("cache")).prune("2GB")
     assert path.exists()
     os.utime(path, (1, 1))
@@ -455,26 +458,29 @@ def test_journals_are_pruned(here):
     assert not path.exists()
 
 
-def test_a_failure_releases_the_output(here):
-    """A file that somebody puts where a model failed, or where a batch was stopped, is not replaced."""
-    wanting = replace(entry("digits_cnn"), data=None)
-    assert run([wanting])[0][0].problem.kind == "NeedsDataError"
-    assert run([entry("digits_rnn")], Executor(stop=0))[0][0].status == "skipped"
+def test_failure_releases_the_output(workspace):
+    """After a failure or a stop, a file that a user puts at the output is not replaced."""
+    without_data = replace(sample_entry("digits_cnn"), data=None)
+    assert run_entries([without_data])[0][0].problem.kind == "NeedsDataError"
+    assert run_entries([sample_entry("digits_rnn")], Executor(stop=0))[0][0].status == "skipped"
     for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
         Path("out", name).write_bytes(b"mine")
-    outcomes, done = run(two_entries())
+    outcomes, done = run_entries(two_entries())
     assert done == []
-    assert ["was not created by a batch" in one.problem.message for one in outcomes] == [True, True]
+    assert ["was not created by a batch" in outcome.problem.message for outcome in outcomes] == [True, True]
 
 
-def test_a_failure_keeps_an_earlier_output(here):
-    """It stays what it is and the batch's: the next run replaces it, and not what somebody put in its place."""
-    run([entry("digits_cnn")])
+def test_failure_keeps_an_earlier_output(workspace):
+    """A failure keeps the earlier output, which the next batch replaces unless a user edited it."""
+    run_entries([sample_entry("digits_cnn")])
     before = Path("out/digits_cnn.onnx").read_bytes()
-    wanting = replace(entry("digits_cnn"), data=None)
-    assert run([wanting])[0][0].status == "failed"
+    without_data = replace(sample_entry("digits_cnn"), data=None)
+    assert run_entries([without_data])[0][0].status == "failed"
     assert Path("out/digits_cnn.onnx").read_bytes() == before
-    assert run([entry("digits_cnn", samples=5)])[0][0].status == "done"
-    run([wanting])
+    assert run_entries([sample_entry("digits_cnn", samples=5)])[0][0].status == "done"
+    run_entries([without_data])
     Path("out/digits_cnn.onnx").write_bytes(b"mine")
-    assert "was changed after a batch wrote it." in run([entry("digits_cnn", samples=6)])[0][0].problem.message
+    assert (
+        "was changed after a batch wrote it."
+        in run_entries([sample_entry("digits_cnn", samples=6)])[0][0].problem.message
+    )

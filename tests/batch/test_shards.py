@@ -1,4 +1,4 @@
-"""Shards of a batch: each model is in one of them, and none has much more to do than another."""
+"""Shards of a batch: each model is in exactly one, and their sizes are balanced."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,37 +10,37 @@ from graphquant.batch.types import Entry
 from graphquant.errors import UsageError
 
 
-def entries(names):
-    """Entries of models by these names."""
+def make_entries(names):
+    """Return entries of models with these names."""
     return [Entry(name=name, model=name, output=f"{name}.out") for name in names]
 
 
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(0, 1000), max_size=30), total=st.integers(1, 8))
 def test_shards_are_a_partition(sizes, total):
-    """Together they have each entry once, in its order; the heaviest has no more than the lightest and one model."""
-    weights = {f"m{place}": size for place, size in enumerate(sizes)}
-    every = entries(weights)
+    """Each entry is in one shard, in order. Shard sizes differ by at most the largest model."""
+    weights = {f"m{index}": size for index, size in enumerate(sizes)}
+    entries = make_entries(weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "model_size", weights.__getitem__)
-        parts = [select_shard(every, (number, total)) for number in range(1, total + 1)]
-        again = [select_shard(list(reversed(every)), (number, total)) for number in range(1, total + 1)]
-    assert sorted(one.name for part in parts for one in part) == sorted(weights)
-    assert all(part == [one for one in every if one in part] for part in parts)
-    assert [part[::-1] for part in again] == parts
-    loads = [sum(weights[one.name] + 1 for one in part) for part in parts]
-    assert max(loads) - min(loads) <= max(sizes, default=0) + 1
+        parts = [select_shard(entries, (number, total)) for number in range(1, total + 1)]
+        reversed_parts = [select_shard(list(reversed(entries)), (number, total)) for number in range(1, total + 1)]
+    assert sorted(entry.name for part in parts for entry in part) == sorted(weights)
+    assert all(part == [entry for entry in entries if entry in part] for part in parts)
+    assert [part[::-1] for part in reversed_parts] == parts
+    sizes_of_parts = [sum(weights[entry.name] + 1 for entry in part) for part in parts]
+    assert max(sizes_of_parts) - min(sizes_of_parts) <= max(sizes, default=0) + 1
 
 
-def test_an_invalid_shard():
-    """Shards are counted from 1."""
+def test_invalid_shard():
+    """Shard numbers outside of 1 to the total raise UsageError."""
     for shard in ((0, 2), (3, 2), (1, 0)):
         with pytest.raises(UsageError, match="There is no shard"):
-            select_shard(entries("ab"), shard)
+            select_shard(make_entries("ab"), shard)
 
 
-def test_sizes(tmp_path):
-    """A folder counts with all its files, what cannot be read as nothing, what is elsewhere as its service says."""
+def test_model_size(tmp_path):
+    """A folder's size is that of all its files, a missing model's is 0, a remote model's is fsspec's."""
     (tmp_path / "net" / "variables").mkdir(parents=True)
     (tmp_path / "net" / "saved_model.pb").write_bytes(b"12345")
     (tmp_path / "net" / "variables" / "variables.index").write_bytes(b"123")
@@ -52,12 +52,12 @@ def test_sizes(tmp_path):
     assert model_size("memory://sizes/b.onnx") == 0
 
 
-def test_the_deal_digest(monkeypatch):
-    """The same models in any order are the same; another name or size is not."""
+def test_deal_digest(monkeypatch):
+    """The digest depends on names and sizes of the models and not on their order."""
     sizes = {"a": 3, "b": 2, "c": 1}
     monkeypatch.setattr(shards, "model_size", sizes.__getitem__)
-    first = deal_digest(entries("abc"))
-    assert deal_digest(entries("cab")) == first
-    assert deal_digest(entries("ab")) != first
+    expected = deal_digest(make_entries("abc"))
+    assert deal_digest(make_entries("cab")) == expected
+    assert deal_digest(make_entries("ab")) != expected
     sizes["b"] = 1
-    assert deal_digest(entries("abc")) != first
+    assert deal_digest(make_entries("abc")) != expected

@@ -1,4 +1,4 @@
-"""Outputs that are built again are what a batch made of the same."""
+"""Verification that a rebuild gives the outputs of a batch."""
 
 import shutil
 from pathlib import Path
@@ -10,11 +10,11 @@ from graphquant.batch.work import quantize_entry
 
 
 def test_verifying_outputs_with_bounds(tmp_path, samples, monkeypatch):
-    """What was searched for by a bound is built by it again; a gate that is missed is no difference."""
+    """Outputs that were searched for with a bound are reproduced. A missed gate is no difference."""
     for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
         shutil.copy(samples / name, tmp_path)
     monkeypatch.chdir(tmp_path)
-    made = [
+    sample_entries = [
         Entry(
             name=name,
             model="digits_cnn.onnx",
@@ -26,13 +26,13 @@ def test_verifying_outputs_with_bounds(tmp_path, samples, monkeypatch):
         for name, bound in (("met", 20), ("searched", 56))
     ]
 
-    def build(entries, room):
-        return run_batch(entries, BatchOptions(folder=room, cache=False), lambda todo: map(quantize_entry, todo))
+    def build(entries, folder):
+        return run_batch(entries, BatchOptions(folder=folder, cache=False), lambda todo: map(quantize_entry, todo))
 
-    last = build(made, tmp_path / "cache")
-    assert [[miss.gate for miss in one.misses] for one in last.outcomes] == [["max_size"], ["max_size"]]
-    report = verify_outputs(made, build, last)
+    expected = build(sample_entries, tmp_path / "cache")
+    assert [[miss.gate for miss in outcome.misses] for outcome in expected.outcomes] == [["max_size"], ["max_size"]]
+    report = verify_outputs(sample_entries, build, expected)
     assert report.changes == ()
-    assert [(one.status, one.misses) for one in report.outcomes] == [("done", ())] * 2
+    assert [(outcome.status, outcome.misses) for outcome in report.outcomes] == [("done", ())] * 2
     Path("met.onnx").write_bytes(Path("digits_cnn.onnx").read_bytes())
-    assert [change.name for change in verify_outputs(made[:1], build).changes] == ["met"]
+    assert [change.name for change in verify_outputs(sample_entries[:1], build).changes] == ["met"]

@@ -1,4 +1,4 @@
-"""Worker processes: what ends one of them is told of its model, and the others go on."""
+"""Worker processes: a fault ends one worker and is reported for its model, and the others go on."""
 
 import os
 import shutil
@@ -31,9 +31,9 @@ def fault():
     ctypes.string_at(0)
 
 def eat():
-    held = []
+    blocks = []
     while True:
-        held.append(bytearray(b"x" * (8 << 20)))
+        blocks.append(bytearray(b"x" * (8 << 20)))
 
 def once():
     if not os.path.exists("tried"):
@@ -55,8 +55,8 @@ def wait():
 
 
 @pytest.fixture
-def here(tmp_path, samples, monkeypatch):
-    """A folder with a model, its data, and functions for data that go wrong."""
+def workspace(tmp_path, samples, monkeypatch):
+    """Return a folder with a model, its data, and data functions with faults."""
     for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
         shutil.copy(samples / name, tmp_path)
     tmp_path.joinpath("faults.py").write_text(FAULTS)
@@ -64,115 +64,118 @@ def here(tmp_path, samples, monkeypatch):
     return tmp_path
 
 
-def entry(name, data="digits_cnn_calib.npz"):
-    """The model with some data."""
+def make_entry(name, data="digits_cnn_calib.npz"):
+    """Return an entry of the model with some data."""
     return Entry(name=name, model="digits_cnn.onnx", output=f"{name}.onnx", data=data)
 
 
-def outcomes(entries, **limits):
-    """What becomes of them, by name."""
+def run_and_collect(entries, **limits):
+    """Return the outcomes of entries by name."""
     return {
-        one.name: one
-        for one in run_workers(entries, partial(quantize_entry, max_memory=1 << 28), WorkerLimits(**limits))
+        outcome.name: outcome
+        for outcome in run_workers(entries, partial(quantize_entry, max_memory=1 << 28), WorkerLimits(**limits))
     }
 
 
-def test_a_dying_worker_does_not_affect_others(here):
-    """A worker that leaves, one that faults and one that eats memory: each is told, and the other models are done."""
+def test_dying_workers_do_not_affect_others(workspace):
+    """Entries that exit, fault or use too much memory are reported, and the others are done."""
     faulty = ("leave", "fault", "eat")
-    entries = [entry(name, f"faults:{name}") for name in faulty] + [entry("a"), entry("b")]
-    found = outcomes(entries, jobs=2, memory=1 << 30)
-    assert {name: one.status for name, one in found.items()} == {
+    entries = [make_entry(name, f"faults:{name}") for name in faulty] + [make_entry("a"), make_entry("b")]
+    outcomes = run_and_collect(entries, jobs=2, memory=1 << 30)
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {
         "leave": "crashed",
         "fault": "crashed",
         "eat": "memory",
         "a": "done",
         "b": "done",
     }
-    assert [found[name].attempts for name in (*faulty, "a", "b")] == [2, 2, 2, 1, 1]
-    assert "exit code 7. Its last output: so long" in found["leave"].problem.message
-    assert "was ended by SIGSEGV" in found["fault"].problem.message
-    assert "more than 1024 MiB" in found["eat"].problem.message
+    assert [outcomes[name].attempts for name in (*faulty, "a", "b")] == [2, 2, 2, 1, 1]
+    assert "exit code 7. Its last output: so long" in outcomes["leave"].problem.message
+    assert "was ended by SIGSEGV" in outcomes["fault"].problem.message
+    assert "more than 1024 MiB" in outcomes["eat"].problem.message
     assert Path("a.onnx").read_bytes() == Path("b.onnx").read_bytes()
-    assert sorted(path.name for path in here.glob("*.onnx")) == ["a.onnx", "b.onnx", "digits_cnn.onnx"]
+    assert sorted(path.name for path in workspace.glob("*.onnx")) == ["a.onnx", "b.onnx", "digits_cnn.onnx"]
 
 
-def test_a_dead_worker_with_a_child(here):
-    """What a worker forked and left behind does not hide that it is dead."""
-    begun = time.monotonic()
-    found = outcomes([entry("fork", "faults:fork")], retries=0)
-    assert found["fork"].status == "crashed"
-    assert "exit code 9" in found["fork"].problem.message
-    assert time.monotonic() - begun < 50
+def test_dead_worker_with_a_child(workspace):
+    """A child process of a dead worker does not hide its death."""
+    start = time.monotonic()
+    outcomes = run_and_collect([make_entry("fork", "faults:fork")], retries=0)
+    assert outcomes["fork"].status == "crashed"
+    assert "exit code 9" in outcomes["fork"].problem.message
+    assert time.monotonic() - start < 50
 
 
 def test_unmeasurable_memory(monkeypatch):
-    """A limit that would not hold is refused."""
+    """A memory limit raises UsageError if memory cannot be measured."""
     monkeypatch.setattr(workers, "process_memory", lambda _process: 0)
     assert WorkerLimits(jobs=2).memory is None
     with pytest.raises(UsageError, match="--max-memory"):
         WorkerLimits(memory=1 << 30)
 
 
-def test_retries(here):
-    """What goes well the second time is done; without retries it is not."""
-    found = outcomes([entry("once", "faults:once")])
-    assert (found["once"].status, found["once"].attempts) == ("done", 2)
+def test_retries(workspace):
+    """An entry that succeeds at the second attempt is done. Without retries it crashed."""
+    outcomes = run_and_collect([make_entry("once", "faults:once")])
+    assert (outcomes["once"].status, outcomes["once"].attempts) == ("done", 2)
     Path("tried").unlink()
-    found = outcomes([entry("once", "faults:once")], retries=0)
-    assert (found["once"].status, found["once"].attempts) == ("crashed", 1)
+    outcomes = run_and_collect([make_entry("once", "faults:once")], retries=0)
+    assert (outcomes["once"].status, outcomes["once"].attempts) == ("crashed", 1)
 
 
-def test_progress_and_warm_workers(here):
-    """Each model is told when it begins and how far it is; one worker does all of them."""
-    told = []
-    entries = [entry(name) for name in "abc"]
-    done = list(
+def test_progress_and_warm_workers(workspace):
+    """The callback gets the start and the progress of each model. One worker runs all of them."""
+    events = []
+    entries = [make_entry(name) for name in "abc"]
+    results = list(
         run_workers(
-            entries, quantize_entry, WorkerLimits(), lambda one, what, at, of: told.append((one.name, what, at, of))
+            entries,
+            quantize_entry,
+            WorkerLimits(),
+            lambda entry, stage, step, total: events.append((entry.name, stage, step, total)),
         )
     )
-    assert [one.name for one in done] == ["a", "b", "c"]
-    assert [each for each in told if not each[1]] == [(name, "", 0, 0) for name in "abc"]
-    assert ("a", "calibrating", 80, 80) in told
-    assert done[1].seconds < done[0].seconds + 5
+    assert [outcome.name for outcome in results] == ["a", "b", "c"]
+    assert [event for event in events if not event[1]] == [(name, "", 0, 0) for name in "abc"]
+    assert ("a", "calibrating", 80, 80) in events
+    assert results[1].seconds < results[0].seconds + 5
 
 
-def test_leaving_early_ends_the_workers(here):
-    """Nothing is left of them, and none goes on."""
-    going = run_workers([entry("a"), entry("wait", "faults:wait")], quantize_entry, WorkerLimits(jobs=2))
-    assert next(going).name == "a"
-    while not (started := list(here.glob("started-*"))):
+def test_closing_the_iterator_ends_the_workers(workspace):
+    """Closing the iterator ends all worker processes."""
+    results = run_workers([make_entry("a"), make_entry("wait", "faults:wait")], quantize_entry, WorkerLimits(jobs=2))
+    assert next(results).name == "a"
+    while not (started := list(workspace.glob("started-*"))):
         time.sleep(0.05)
-    going.close()
+    results.close()
     process = int(started[0].name.rpartition("-")[2])
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c(here, sent):
-    """It ends the batch and its workers with 130; what was done is kept and told, and --resume does the rest."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_the_batch(workspace, number):
+    """A signal ends batch and workers with exit code 130. --resume continues after finished entries."""
     Path("graphquant.toml").write_text(
         "[[model]]\npath = 'digits_cnn.onnx'\nvariant = 'a'\noutput = 'a.onnx'\ndata = 'digits_cnn_calib.npz'\n"
         "[[model]]\npath = 'digits_cnn.onnx'\nvariant = 'b'\noutput = 'b.onnx'\ndata = 'faults:wait'\n"
     )
     command = [sys.executable, "-m", "graphquant", "batch", "--cache-dir", "cache", "-j", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        guard = threading.Timer(120, process.kill)
-        guard.start()
-        while not (started := list(here.glob("started-*"))) and process.poll() is None:
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        while not (started := list(workspace.glob("started-*"))) and process.poll() is None:
             time.sleep(0.05)
-        process.send_signal(sent)
+        process.send_signal(number)
         out, err = process.communicate()
-        guard.cancel()
+        watchdog.cancel()
     assert process.returncode == 130, err
     assert "1 done" in out
     assert "--resume" in err
     assert process_memory(int(started[0].name.rpartition("-")[2])) == 0
     assert Path("a.onnx").exists()
     Path("faults.py").write_text("def wait():\n    return []\n")
-    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
-    assert again.returncode == 1
-    assert "1 done, 1 failed" in again.stdout
-    assert "a.onnx" not in again.stderr
+    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+    assert resumed.returncode == 1
+    assert "1 done, 1 failed" in resumed.stdout
+    assert "a.onnx" not in resumed.stderr

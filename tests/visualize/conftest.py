@@ -1,4 +1,4 @@
-"""Pages of the viewer in the browser."""
+"""Fixtures that open pages of the viewer in the browser."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def wait(page: Any, expression: str) -> None:
-    """Waits until the expression is true; playwright's own way evaluates text in the page, which its policy forbids."""
+def wait_until(page: Any, expression: str) -> None:
+    """Wait until the expression is true. Playwright's own function evaluates text, which the page's policy forbids."""
     end = time.monotonic() + 20
     while not page.evaluate(expression):
         assert time.monotonic() < end, expression
@@ -23,31 +23,33 @@ def wait(page: Any, expression: str) -> None:
 
 @pytest.fixture
 def until() -> Callable[[Any, str], None]:
-    """A function that waits until an expression is true in a page."""
-    return wait
+    """Return a function that waits until an expression is true in a page."""
+    return wait_until
 
 
 @pytest.fixture
-def opened(browser: Any) -> Iterator[Callable[..., Any]]:
-    """A function that opens a page of the viewer, at a link and in a color scheme; at the end nothing may be amiss.
+def open_viewer(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Return a function that opens a page of the viewer, and check at the end that no page had a problem.
 
-    Amiss is a message on the console, an error, a dialog, and anything that is fetched but the file itself.
+    Problems are messages on the console, errors, dialogs, and requests for anything but the file itself.
     """
-    contexts, amiss = [], []
+    contexts, problems = [], []
 
-    def show(path: Path, op: str = "", scheme: str = "light") -> Any:
+    def open_page(path: Path, op: str = "", scheme: str = "light") -> Any:
         context = browser.new_context(viewport={"width": 1300, "height": 820}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: amiss.append(message.text))
-        page.on("pageerror", lambda error: amiss.append(str(error)))
-        page.on("dialog", lambda dialog: (amiss.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda one: None if one.url.startswith(path.as_uri()) else amiss.append(one.url))
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
+        page.on(
+            "request", lambda request: None if request.url.startswith(path.as_uri()) else problems.append(request.url)
+        )
         page.goto(path.as_uri() + (f"#op={quote(op, safe='')}" if op else ""))
-        wait(page, "performance.getEntriesByName('drawn').length > 0")
+        wait_until(page, "performance.getEntriesByName('drawn').length > 0")
         return page
 
-    yield show
+    yield open_page
     for context in contexts:
         context.close()
-    assert not amiss
+    assert not problems

@@ -1,4 +1,4 @@
-"""Rails of the drawing in the terminal: the glyph at each column tells which rails end, continue, or pass by."""
+"""Rails of the ASCII graph: the glyph at each column shows which rails end, continue or pass."""
 
 from __future__ import annotations
 

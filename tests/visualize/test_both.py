@@ -1,4 +1,4 @@
-"""Two models as one drawing: what is on which side, what stands for what, where changes are, figures as heat."""
+"""Two models merged into one drawing: sides, counterparts, changes and heat maps."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _node(message: onnx.ModelProto, name: str) -> onnx.NodeProto:
     return next(node for node in message.graph.node if node.name == name)
 
 
-def _set(message: onnx.ModelProto, name: str, value: np.ndarray) -> None:
-    held = next(one for one in message.graph.initializer if one.name == name)
-    held.CopyFrom(numpy_helper.from_array(value, name))
+def _set_initializer(message: onnx.ModelProto, name: str, value: np.ndarray) -> None:
+    initializer = next(tensor for tensor in message.graph.initializer if tensor.name == name)
+    initializer.CopyFrom(numpy_helper.from_array(value, name))
 
 
 def _remove_quantization(message: onnx.ModelProto) -> None:
@@ -68,32 +68,32 @@ def _remove_quantization(message: onnx.ModelProto) -> None:
         message.graph.node.remove(_node(message, name))
 
 
-def _sides(merged: MergedDrawing) -> dict[str, int]:
+def _sides_by_name(merged: MergedDrawing) -> dict[str, int]:
     return {box.op.name: side for box, side in zip(merged.drawing.boxes, merged.box_sides, strict=True)}
 
 
 def test_merging_a_model_with_itself_keeps_each_box_once(tmp_path: Path) -> None:
-    """All boxes and wires are on both sides; each annotation has its twin; the layout is that of the model alone."""
+    """All boxes and wires are on both sides, annotations have counterparts, and the layout does not change."""
     model = _model(tmp_path / "m.onnx")
-    merged, one_sided = _merge(model, model), model_drawing(model)
+    merged, single = _merge(model, model), model_drawing(model)
     assert set(merged.box_sides) == set(merged.wire_sides) == {FIRST + SECOND}
-    assert [box.op.name for box in merged.drawing.boxes] == [box.op.name for box in one_sided.boxes]
+    assert [box.op.name for box in merged.drawing.boxes] == [box.op.name for box in single.boxes]
     assert merged.counterparts == {1: 0}
     assert merged.first_boxes == {}
-    data, node = viewer_data(merged.drawing, merged=merged), viewer_data(one_sided)
-    assert (data["ops"]["x"], data["ops"]["layer"]) == (node["ops"]["x"], node["ops"]["layer"])
+    data, single_data = viewer_data(merged.drawing, merged=merged), viewer_data(single)
+    assert (data["ops"]["x"], data["ops"]["layer"]) == (single_data["ops"]["x"], single_data["ops"]["layer"])
     assert data["sides"]["boxes"] == data["sides"]["wires"] == {}
 
 
 def test_boxes_of_one_model_are_on_its_side(tmp_path: Path) -> None:
-    """A removed op stands where it stood, before what followed it; wires to it and past it are of one side."""
+    """A removed op keeps its position. Its wires, and those that replace it, are on one side."""
 
-    def cut(message: onnx.ModelProto) -> None:
+    def remove_relu(message: onnx.ModelProto) -> None:
         _node(message, "a").input[0] = "h"
         message.graph.node.remove(_node(message, "r"))
 
-    merged = _merge(_model(tmp_path / "a.onnx"), _model(tmp_path / "b.onnx", cut))
-    assert _sides(merged) == {"x": 3, "m": 3, "r": FIRST, "a": 3, "@y": 3}
+    merged = _merge(_model(tmp_path / "a.onnx"), _model(tmp_path / "b.onnx", remove_relu))
+    assert _sides_by_name(merged) == {"x": 3, "m": 3, "r": FIRST, "a": 3, "@y": 3}
     name = [box.op.name for box in merged.drawing.boxes]
     wires = {
         (name[wire.source], name[wire.target]): side
@@ -111,7 +111,7 @@ def test_boxes_of_one_model_are_on_its_side(tmp_path: Path) -> None:
 
 
 def test_annotations_of_one_side(tmp_path: Path) -> None:
-    """An annotation that one side has is on that side's wire, which both have; the op looks otherwise on the other."""
+    """An annotation of one model is on a wire of both. Its op has another appearance on the other side."""
     merged = _merge(_model(tmp_path / "a.onnx", _remove_quantization), _model(tmp_path / "b.onnx"))
     assert set(merged.wire_sides) == {FIRST + SECOND}
     assert (merged.split, merged.counterparts) == (0, {})
@@ -123,13 +123,13 @@ def test_annotations_of_one_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "op", "annotations"),
     [
-        (lambda m: _set(m, "s", np.array([0.25], np.float32)), "scale", None, [1, 0]),
-        (lambda m: _set(m, "z", np.array([4], np.uint8)), "site-changed", None, [1, 0]),
+        (lambda m: _set_initializer(m, "s", np.array([0.25], np.float32)), "scale", None, [1, 0]),
+        (lambda m: _set_initializer(m, "z", np.array([4], np.uint8)), "site-changed", None, [1, 0]),
         (_remove_quantization, "site-removed", None, [0]),
         (lambda m: setattr(_node(m, "r"), "name", "other"), "op-renamed", "other", []),
         (lambda m: setattr(_node(m, "r"), "op_type", "Sigmoid"), "op-added", "r", []),
         (lambda m: setattr(_node(m, "r"), "op_type", "Sigmoid"), "op-removed", "r", []),
-        (lambda m: _set(m, "w", np.zeros((4, 4), np.float32)), "weight", "m", []),
+        (lambda m: _set_initializer(m, "w", np.zeros((4, 4), np.float32)), "weight", "m", []),
         (lambda m: _node(m, "a").input.__setitem__(1, "h"), "wiring", "a", []),
         (lambda m: _node(m, "a").attribute.append(onnx.helper.make_attribute("k", 1)), "attribute", "a", []),
     ],
@@ -137,7 +137,7 @@ def test_annotations_of_one_side(tmp_path: Path) -> None:
 def test_changes_locate_their_boxes(
     tmp_path: Path, change: Callable[[onnx.ModelProto], object], kind: str, op: str | None, annotations: list[int]
 ) -> None:
-    """Each kind of change leads to the box or the annotations that it is about, on the side that has them."""
+    """Each kind of change refers to its boxes or annotations, on the side that has them."""
     first, second = _model(tmp_path / "a.onnx"), _model(tmp_path / "b.onnx", change)
     merged = _merge(first, second)
     differences = [
@@ -151,7 +151,7 @@ def test_changes_locate_their_boxes(
 
 
 def test_every_change_of_a_quantized_sample_is_located(samples: Path) -> None:
-    """What insert did to a sample model is all on the drawing: an annotation for each site that was added."""
+    """Every inserted site of a sample model is a change with annotations."""
     source = samples / "digits_cnn.onnx"
     result = api.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=8)
     before, after, _ = api.align_preparation(api.load(source), result.model)
@@ -169,7 +169,7 @@ def test_every_change_of_a_quantized_sample_is_located(samples: Path) -> None:
 
 
 def test_heatmap_values_are_keyed_by_op(tmp_path: Path) -> None:
-    """Any columns of figures by quantization op are data of the page, with no error and no figure told apart."""
+    """Heat map columns become JSON data. Exact and missing values are distinct."""
     drawing = model_drawing(_model(tmp_path / "m.onnx"))
     columns = tuple(HeatColumn(name=name, description="it", hot=3, cold=0) for name in "abcd")
     op_key = drawing.annotations[0].op_key

@@ -1,4 +1,4 @@
-"""The output of every verb, where it is no terminal, at 80 columns."""
+"""Output of every command without a terminal, at 80 columns."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ rules list
 
 @pytest.fixture
 def narrow(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 columns, in the folder of sample models."""
+    """Set 80 columns, and work in the folder of sample models."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.chdir(samples)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a quantized model and statistics."""
+    """Return a folder with a quantized model and statistics."""
     folder = tmp_path_factory.mktemp("out")
     samples = Path(__file__).resolve().parents[2] / "sample_models"
     data = str(samples / "digits_cnn_calib.npz")
@@ -73,32 +73,32 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return folder
 
 
-def too_long(text: str) -> list[str]:
-    """The lines of more than 80 columns that could be shorter: those that are more than one name."""
+def long_lines(text: str) -> list[str]:
+    """Return the lines over 80 columns that consist of more than one name."""
     return [line for line in text.splitlines() if len(line) > WIDTH and len(line.split()) > 1]
 
 
-def names_of_verbs() -> set[str]:
-    """What can be asked of graphquant: each command, and each of a group's."""
-    found = set()
+def command_names() -> set[str]:
+    """Return the name of each command, with those of command groups."""
+    names = set()
     for name, command in main.commands.items():
-        inner = command.commands if isinstance(command, click.Group) else {}
-        found |= {f"{name} {each}" for each in inner} or {name}
-    return found
+        subcommands = command.commands if isinstance(command, click.Group) else {}
+        names |= {f"{name} {subcommand}" for subcommand in subcommands} or {name}
+    return names
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS.splitlines() if line])
 def test_lines_are_short(command: str, narrow: None, out: Path, cli: Callable[..., Any]) -> None:
-    """No line is longer than 80 columns, none ends with spaces, and none has a color."""
+    """No line exceeds 80 columns, ends with spaces or has a color."""
     arguments = shlex.split(command.replace("OUT", str(out)), posix=False)
-    shown = main_output(cli, arguments).replace(str(out), "OUT")
-    assert shown.strip()
-    assert too_long(shown) == []
-    assert not re.search(r"[ \t]+$", shown, re.MULTILINE)
+    output = command_output(cli, arguments).replace(str(out), "OUT")
+    assert output.strip()
+    assert long_lines(output) == []
+    assert not re.search(r"[ \t]+$", output, re.MULTILINE)
 
 
-def main_output(cli: Callable[..., Any], arguments: list[str]) -> str:
-    """What a command prints, whatever it finds."""
+def command_output(cli: Callable[..., Any], arguments: list[str]) -> str:
+    """Return the output of a command with exit code 0 or 1."""
     for code in (0, 1):
         try:
             return str(cli(*arguments, code=code).stdout)
@@ -108,20 +108,20 @@ def main_output(cli: Callable[..., Any], arguments: list[str]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("verb", sorted(names_of_verbs()))
+@pytest.mark.parametrize("verb", sorted(command_names()))
 def test_help_is_short(verb: str, narrow: None, cli: Callable[..., Any]) -> None:
-    """What --help says of each verb fits too."""
-    assert too_long(cli(*verb.split(), "--help").stdout) == []
+    """The help of each command fits in 80 columns."""
+    assert long_lines(cli(*verb.split(), "--help").stdout) == []
 
 
-def test_every_verb_is_here() -> None:
-    """A verb that prints a table or findings is run above; the others print files or run the rest."""
-    run = {name for name in names_of_verbs() for line in COMMANDS.splitlines() if f"{line} ".startswith(f"{name} ")}
-    assert names_of_verbs() - run == {"batch", "rules check", "rules schema", "rules show"}
+def test_every_verb_is_covered() -> None:
+    """Each command that prints tables or findings is in COMMANDS."""
+    covered = {name for name in command_names() for line in COMMANDS.splitlines() if f"{line} ".startswith(f"{name} ")}
+    assert command_names() - covered == {"batch", "rules check", "rules schema", "rules show"}
 
 
-def test_the_real_models(narrow: None, shared: Path, cli: Callable[..., Any]) -> None:
-    """Deep names and TFLite's long ones stay whole, and all else is short."""
+def test_real_models(narrow: None, shared: Path, cli: Callable[..., Any]) -> None:
+    """Long names of real models are not wrapped, and all other lines are short."""
     for command, name in (
         ("inspect", "kws/kws_int8.tflite"),
         ("inspect", "mtcnn.pb"),
@@ -129,12 +129,12 @@ def test_the_real_models(narrow: None, shared: Path, cli: Callable[..., Any]) ->
         ("plan", "ultraface/version-RFB-320.onnx"),
         ("inspect", "qlstm_tract.onnx"),
     ):
-        shown = cli(command, shared / name).stdout.replace(str(shared), "SHARED")
-        assert too_long(shown) == []
+        output = cli(command, shared / name).stdout.replace(str(shared), "SHARED")
+        assert long_lines(output) == []
 
 
-def test_a_pipe_is_not_folded(samples: Path, cli: Callable[..., Any]) -> None:
-    """Without COLUMNS each site has a line of its own, for grep and diff."""
+def test_piped_output_is_not_wrapped(samples: Path, cli: Callable[..., Any]) -> None:
+    """Without COLUMNS each site has one line, for grep and diff."""
     lines = cli("plan", samples / "digits_cnn.onnx").stdout.splitlines()
     sites = gq.plan(samples / "digits_cnn.onnx").sites
     assert all(

@@ -1,4 +1,4 @@
-"""What is drawn of a model: boxes, wires, constants, annotations and groups."""
+"""Drawings of models: boxes, wires, constants, annotations and groups."""
 
 from __future__ import annotations
 
@@ -47,16 +47,19 @@ def _wires(drawing: Drawing) -> list[tuple[str, str, int, tuple[int, ...]]]:
     return [(name[wire.source], name[wire.target], wire.slot, wire.annotations) for wire in drawing.wires]
 
 
-def _annotation_texts(drawing: Drawing) -> set[int]:
-    """The annotations that something shows."""
-    texts = [annotation for wire in drawing.wires for annotation in wire.annotations]
+def _shown_annotations(drawing: Drawing) -> set[int]:
+    """Return the numbers of the annotations that a wire, box or constant shows."""
+    numbers = [annotation for wire in drawing.wires for annotation in wire.annotations]
     for box in drawing.boxes:
-        texts += [*box.annotations, *(annotation for one in box.constants for annotation in one.annotations)]
-    return set(texts)
+        numbers += [
+            *box.annotations,
+            *(annotation for constant in box.constants for annotation in constant.annotations),
+        ]
+    return set(numbers)
 
 
-def test_a_qdq_pair_is_an_annotation_on_the_wire(tmp_path: Path) -> None:
-    """The pair has no box; its wire goes from producer to reader, and its numbers are the annotation's."""
+def test_qdq_pair_is_an_annotation_on_the_wire(tmp_path: Path) -> None:
+    """A Q/DQ pair has no box. The wire from producer to consumer has an annotation with its parameters."""
     drawing = _draw_text(PAIR, tmp_path)
     assert [box.op.name for box in drawing.boxes] == ["x", "enc/m", "enc/r", "dec/a", "@y"]
     assert _wires(drawing) == [
@@ -75,25 +78,25 @@ def test_a_qdq_pair_is_an_annotation_on_the_wire(tmp_path: Path) -> None:
     assert drawing.folded_ops == [(("QuantizeLinear", "q"), ("DequantizeLinear", "d"))]
 
 
-def test_a_constant_is_drawn_on_its_op(tmp_path: Path) -> None:
-    """The weight is no box; slot, role, dtype and shape are told, and the op that reads it is partly quantized."""
+def test_constant_is_drawn_on_its_op(tmp_path: Path) -> None:
+    """A weight has no box. It is a constant of its op, which is partly quantized."""
     drawing = _draw_text(PAIR, tmp_path)
-    product = drawing.boxes[1]
-    (weight,) = product.constants
+    matmul = drawing.boxes[1]
+    (weight,) = matmul.constants
     assert (weight.slot, weight.role, weight.name, weight.dtype, weight.shape) == (1, "weight", "w", "float32", "4x4")
     assert [box.inputs for box in drawing.boxes] == ["", "some", "none", "none", ""]
-    assert product.reason == "its weight w:0 is float"
+    assert matmul.reason == "its weight w:0 is float"
 
 
 def test_scopes_with_several_ops_are_groups(tmp_path: Path) -> None:
-    """`enc` holds two ops and is a group; `dec` holds one and is none."""
+    """A scope with two ops is a group, and one with a single op is not."""
     drawing = _draw_text(PAIR, tmp_path)
     assert [(group.label, group.parent, group.graph) for group in drawing.groups] == [("enc", -1, "")]
     assert [box.group for box in drawing.boxes] == [-1, 0, 0, -1, -1]
 
 
-def test_a_quantization_op_with_parameter_readers_has_a_box(tmp_path: Path) -> None:
-    """A dequantize whose scale is computed while the model runs is drawn as the op that it is."""
+def test_dynamic_dequantize_has_a_box(tmp_path: Path) -> None:
+    """A dequantize op with a computed scale has a box."""
     drawing = _draw_text(
         """agraph (int8[4] x, float s) => (float[4] y)
         { [t] u = Abs (s)  [d] y = DequantizeLinear (x, u) }
@@ -106,10 +109,10 @@ def test_a_quantization_op_with_parameter_readers_has_a_box(tmp_path: Path) -> N
 
 
 def test_quantized_constants_and_fan_out(samples: Path) -> None:
-    """Of an inserted model every reading is shown somewhere, and no quantization op has a box of its own."""
+    """Every annotation of a quantized model is shown, and no quantization op has a box."""
     result = api.insert(samples / "digits_cnn.onnx", rules="fixed_point")
     drawing = model_drawing(result.model)
-    assert _annotation_texts(drawing) == set(range(len(drawing.annotations)))
+    assert _shown_annotations(drawing) == set(range(len(drawing.annotations)))
     assert not [box for box in drawing.boxes if box.op.kind in QUANTIZATION_KINDS]
     assert {box.inputs for box in drawing.boxes if box.op.kind == "conv"} == {"all"}
     names = {op.name for graph in result.model.graphs.values() for op in graph.ops() if op.kind in QUANTIZATION_KINDS}
@@ -117,7 +120,7 @@ def test_quantized_constants_and_fan_out(samples: Path) -> None:
 
 
 def test_insert_annotates_rule_reason_and_histogram(samples: Path) -> None:
-    """What insert made has the rule's reason, the scheme and what calibration saw; what it left has the reason."""
+    """Inserted sites show rule, reason, scheme and statistics. Skipped uses show the reason."""
     result = api.insert(
         samples / "digits_cnn.onnx", data=f"{samples / 'digits_cnn_calib.npz'}", samples=16, validate=False
     )
@@ -132,7 +135,7 @@ def test_insert_annotates_rule_reason_and_histogram(samples: Path) -> None:
             if annotation.tensor_range is not None:
                 assert annotation.tensor_range.cost is not None
                 assert annotation.tensor_range.sketch is result.stats.sketches[insertion.site.tensor]
-    reasons = {(box.op.name, one.slot): one.reason for box, one in _uses(drawing) if one.reason}
+    reasons = {(box.op.name, shown.slot): shown.reason for box, shown in _uses(drawing) if shown.reason}
     assert result.skips
     for skip in result.skips:
         for use in skip.uses:
@@ -141,24 +144,24 @@ def test_insert_annotates_rule_reason_and_histogram(samples: Path) -> None:
 
 def _uses(drawing: Drawing) -> list[tuple]:
     wires = [(drawing.boxes[wire.target], wire) for wire in drawing.wires]
-    return wires + [(box, one) for box in drawing.boxes for one in box.constants]
+    return wires + [(box, constant) for box in drawing.boxes for constant in box.constants]
 
 
-def test_a_plan_is_drawn_on_the_prepared_model(samples: Path) -> None:
-    """Each use of each site carries its annotation, with the scheme and no scale yet."""
+def test_plan_is_drawn_on_the_prepared_model(samples: Path) -> None:
+    """Each use of each site has its annotation, with the scheme and without a scale."""
     model = api.load(samples / "digits_cnn.onnx")
     plan = api.plan(model)
     drawing = plan_drawing(api.prepare_for_plan(model, plan), plan)
     assert drawing.planned
-    shown = {(box.op.name, one.slot): one.annotations for box, one in _uses(drawing)}
+    shown = {(box.op.name, shown.slot): shown.annotations for box, shown in _uses(drawing)}
     for number, site in enumerate(plan.sites):
         assert [shown[use.op, use.slot] for use in site.uses] == [(number,)] * len(site.uses)
     assert {annotation.dtype for annotation in drawing.annotations} == {site.scheme.type.name for site in plan.sites}
     assert all(annotation.scheme and annotation.params is None for annotation in drawing.annotations)
 
 
-def _with_if(path: Path) -> None:
-    """A model whose If reads `x` from inside of its branches."""
+def _save_model_with_if(path: Path) -> None:
+    """Save a model with an If whose branches capture `x`."""
 
     def branch(name: str, op: str) -> onnx.GraphProto:
         value = helper.make_tensor_value_info(f"{name}_out", 1, [4])
@@ -175,8 +178,8 @@ def _with_if(path: Path) -> None:
 
 
 def test_nested_graphs_are_groups_wired_to_their_owner(tmp_path: Path) -> None:
-    """Each branch is a group; what it captures and what it gives back are wires; the If says which it runs."""
-    _with_if(tmp_path / "if.onnx")
+    """Each branch is a group. Its captures and outputs are wires, and the If refers to both branches."""
+    _save_model_with_if(tmp_path / "if.onnx")
     drawing = model_drawing(api.load(tmp_path / "if.onnx"))
     graphs = [group.graph for group in drawing.groups]
     assert graphs == ["choice/else_branch", "choice/then_branch"]
@@ -195,14 +198,14 @@ def test_nested_graphs_are_groups_wired_to_their_owner(tmp_path: Path) -> None:
 
 
 def test_tflite_annotations_are_on_wires_and_constants(shared: Path) -> None:
-    """Tensors that keep their scales are annotations; each that the file has is shown."""
+    """Scales of TFLite tensors are annotations, and all of them are shown."""
     drawing = model_drawing(api.load(shared / "kws/kws_int8.tflite"))
-    assert _annotation_texts(drawing) == set(range(len(drawing.annotations)))
+    assert _shown_annotations(drawing) == set(range(len(drawing.annotations)))
     assert {box.inputs for box in drawing.boxes if box.op.kind in {"conv", "depthwise_conv"}} == {"all"}
 
 
 @pytest.mark.parametrize(
-    ("what", "hops", "shown"),
+    ("name", "hops", "shown"),
     [
         ("enc/r", 0, ["enc/r"]),
         ("enc/r:0", 1, ["enc/m", "enc/r", "dec/a"]),
@@ -211,17 +214,17 @@ def test_tflite_annotations_are_on_wires_and_constants(shared: Path) -> None:
         ("h", 9, ["x", "enc/m", "enc/r", "dec/a", "@y"]),
     ],
 )
-def test_a_neighborhood(tmp_path: Path, what: str, hops: int, shown: list[str]) -> None:
-    """An op, a tensor by either name, a folded op and a constant are starts; wires between what is kept stay."""
-    drawing, chosen = neighborhood(_draw_text(PAIR, tmp_path), what, hops)
+def test_neighborhood(tmp_path: Path, name: str, hops: int, shown: list[str]) -> None:
+    """A neighborhood starts at an op, tensor, folded op or constant, and has the wires between its boxes."""
+    drawing, chosen = neighborhood(_draw_text(PAIR, tmp_path), name, hops)
     assert [box.op.name for box in drawing.boxes] == shown
-    ends: list[Wire] = drawing.wires
-    assert all(max(wire.source, wire.target) < len(shown) for wire in ends)
+    wires: list[Wire] = drawing.wires
+    assert all(max(wire.source, wire.target) < len(shown) for wire in wires)
     assert {shown[box] for box in chosen} <= {"enc/r", "enc/m"}
 
 
-def test_a_neighborhood_of_an_unknown_name(tmp_path: Path) -> None:
-    """An unknown name is an error with close ones."""
+def test_neighborhood_of_an_unknown_name(tmp_path: Path) -> None:
+    """An unknown name raises UsageError with similar names."""
     with pytest.raises(UsageError, match=r"The drawing has nothing named 'enc/x'\. Did you mean 'enc/"):
         neighborhood(_draw_text(PAIR, tmp_path), "enc/x", 1)
 
@@ -235,7 +238,7 @@ node { name: "c" op: "Abs" input: "b" input: "^a" input: "^b" attr { key: "T" va
 
 
 def test_control_edges_are_not_wires(tmp_path: Path) -> None:
-    """What runs before an op without being read is told apart from wires; a part that is cut out keeps its own."""
+    """Control edges are separate from wires, and stay in a neighborhood."""
     (tmp_path / "m.pbtxt").write_text(PBTXT)
     drawing = model_drawing(api.load(tmp_path / "m.pbtxt"))
     name = [box.op.name for box in drawing.boxes]
@@ -243,6 +246,6 @@ def test_control_edges_are_not_wires(tmp_path: Path) -> None:
     assert edges == [("a", "b"), ("a", "c"), ("b", "c")]
     assert ("a", "c") not in {(source, target) for source, target, *_ in _wires(drawing)}
     subdrawing, _ = neighborhood(drawing, "c", 1)
-    kept = [box.op.name for box in subdrawing.boxes]
-    assert "a" not in kept
-    assert [(kept[source], kept[target]) for source, target in subdrawing.controls] == [("b", "c")]
+    names = [box.op.name for box in subdrawing.boxes]
+    assert "a" not in names
+    assert [(names[source], names[target]) for source, target in subdrawing.controls] == [("b", "c")]

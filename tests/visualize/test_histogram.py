@@ -1,4 +1,4 @@
-"""Axes, bars and lines of text that show a histogram."""
+"""Axis, bars and text of a histogram."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _params(low: float, high: float) -> QParams:
 
 @given(ENDS, ENDS, ENDS)
 def test_positions_and_values_are_inverse(low: float, high: float, knee: float) -> None:
-    """What stands at a place is drawn there, the ends at 0 and 1, and places keep the order of values."""
+    """Positions and values are inverse functions, increasing, with the ends at 0 and 1."""
     axis = HistogramAxis(-low, high, knee)
     positions = np.linspace(0, 1, 101)
     values = axis.values_at(positions)
@@ -37,7 +37,7 @@ def test_positions_and_values_are_inverse(low: float, high: float, knee: float) 
 
 
 def test_the_axis_is_linear_up_to_the_knee_and_then_bends() -> None:
-    """Up to the knee places are in proportion; beyond it as steeply, but far out a power of ten takes half."""
+    """The axis is linear up to the knee and continues with its slope. Far out it is logarithmic."""
     axis = HistogramAxis(0.0, 1e6, 1.0)
     zero, half, knee, next_, far, farther = axis.positions(np.array([0.0, 0.5, 1.0, 1.001, 1e5, 1e6]))
     assert (zero, half) == (0, pytest.approx(knee / 2))
@@ -48,7 +48,7 @@ def test_the_axis_is_linear_up_to_the_knee_and_then_bends() -> None:
 
 @given(ENDS, ENDS, ENDS)
 def test_ticks_are_on_the_axis_and_spaced(low: float, high: float, knee: float) -> None:
-    """Each label is between the ends, zero is one of them, and no two are nearer than asked for."""
+    """Ticks are between the ends, include zero, and have the minimum distance."""
     axis = HistogramAxis(-low, high, knee)
     positions = axis.positions(np.array(axis.ticks(0.1)))
     assert 0.0 in axis.ticks(0.1)
@@ -58,22 +58,24 @@ def test_ticks_are_on_the_axis_and_spaced(low: float, high: float, knee: float) 
 
 @pytest.mark.parametrize("values", [[0.0], [3.0], [-2.0, 5.0], [1e-40, 1e38], [-1e-3, -1e-3, -7.0]], ids=str)
 def test_every_value_is_under_a_bar(values: list[float]) -> None:
-    """Bars hold as many values as there are, those at the very ends too, with a range and without."""
-    seen = sketch_values(np.array(values, np.float32), bits=7)
+    """The bars count every value, with the extremes, with a range and without."""
+    sketch = sketch_values(np.array(values, np.float32), bits=7)
     for params in (None, _params(-1, 1), _params(0, 100)):
-        assert bar_counts(distribution_of(seen), histogram_axis(seen, params), 30).sum() == pytest.approx(len(values))
+        assert bar_counts(distribution_of(sketch), histogram_axis(sketch, params), 30).sum() == pytest.approx(
+            len(values)
+        )
 
 
 def test_one_value_in_a_million_is_visible() -> None:
-    """Heights are logarithmic: a single value is drawn beside a million others, and nothing is not."""
+    """Heights are logarithmic: one value next to a million has a visible bar, and zero has none."""
     heights = bar_heights(np.array([1e6, 1.0, 0.0]))
     assert heights[0] == 1
     assert heights[2] == 0
     assert heights[1] == pytest.approx(np.log(2) / np.log(1e6 + 1))
 
 
-def test_a_line_marks_the_range() -> None:
-    """The range stands in brackets, which are inside of the width; outside of them is what it clips."""
+def test_line_marks_the_range() -> None:
+    """Brackets within the width mark the range. Clipped values are outside of them."""
     values = np.concatenate([np.linspace(-0.9, 0.9, 1000), np.full(3, 50.0)]).astype(np.float32)
     left, middle, right = histogram_line(sketch_values(values, bits=7), _params(-1, 1), 32)
     assert (left, len(left + middle + right)) == ("", 32)
@@ -83,18 +85,18 @@ def test_a_line_marks_the_range() -> None:
     assert right.strip() == right[-1] == "▃"
 
 
-def test_a_line_without_a_range() -> None:
-    """Without a range there are no brackets; in ASCII bars are signs; without a histogram there is nothing."""
-    seen = sketch_values(np.linspace(0, 1, 1000, dtype=np.float32), bits=7)
-    assert histogram_line(seen, None, 10)[1] == "█" * 10
-    assert histogram_line(seen, None, 10, ascii_only=True) == ("", "@" * 10, "")
+def test_line_without_a_range() -> None:
+    """Without a range there are no brackets. Without a histogram the line is empty."""
+    sketch = sketch_values(np.linspace(0, 1, 1000, dtype=np.float32), bits=7)
+    assert histogram_line(sketch, None, 10)[1] == "█" * 10
+    assert histogram_line(sketch, None, 10, ascii_only=True) == ("", "@" * 10, "")
     assert histogram_line(sketch_values(np.ones(3)), None, 10) == ("", "", "")
 
 
-def test_a_range_narrower_than_a_bar_has_one() -> None:
-    """The brackets never cross or coincide, however small or far off the range is."""
-    seen = sketch_values(np.array([-1e9, 1e9], np.float32), bits=7)
+def test_narrow_range_has_distinct_brackets() -> None:
+    """The brackets of a very small or distant range never cross or coincide."""
+    sketch = sketch_values(np.array([-1e9, 1e9], np.float32), bits=7)
     for low, high in ((0, 1e-9), (-1e9, 0), (1e8, 1e9), (-1e-30, 1e-30)):
         params = _params(low, high)
-        first, last = range_marks(histogram_axis(seen, params), params, 20)
+        first, last = range_marks(histogram_axis(sketch, params), params, 20)
         assert 0 <= first < last <= 20

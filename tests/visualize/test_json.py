@@ -1,4 +1,4 @@
-"""docs/json.md beside what the verbs write."""
+"""docs/json.md against the JSON that the commands write."""
 
 from __future__ import annotations
 
@@ -84,51 +84,51 @@ def out(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def objects(data: Any, where: str = "") -> Iterator[tuple[str, set[str]]]:
+def objects(data: Any, path: str = "") -> Iterator[tuple[str, set[str]]]:
     """Yield the path and the keys of each object, without shared objects."""
     if isinstance(data, list):
         for item in data:
-            yield from objects(item, f"{where}[]")
+            yield from objects(item, f"{path}[]")
     elif (
         isinstance(data, dict)
         and set(data) - {"graph"} not in SHARED
-        and where not in OPAQUE | {"validation.comparison"}
+        and path not in OPAQUE | {"validation.comparison"}
     ):
-        if where not in MAPS:
-            yield where, set(data)
+        if path not in MAPS:
+            yield path, set(data)
         for key, value in data.items():
-            yield from objects(value, f"{where}{{}}" if where in MAPS else f"{where}.{key}".lstrip("."))
+            yield from objects(value, f"{path}{{}}" if path in MAPS else f"{path}.{key}".lstrip("."))
 
 
-def documented() -> dict[str, dict[str, set[str]]]:
+def documented_keys() -> dict[str, dict[str, set[str]]]:
     """Return the documented keys by verb and path of the object."""
-    found: dict[str, dict[str, set[str]]] = {}
+    verbs: dict[str, dict[str, set[str]]] = {}
     for section in (ROOT / "docs/json.md").read_text().split("\n## ")[1:]:
         title, _, text = section.partition("\n")
         rows = re.findall(r"^\| (`[^`|]*`|all) \| (.*) \|$", text, re.MULTILINE)
-        places = {
-            place.strip("`") if place != "all" else "": set(re.findall(r"`([^`]+)`", keys)) for place, keys in rows
+        rows_by_path = {
+            path.strip("`") if path != "all" else "": set(re.findall(r"`([^`]+)`", keys)) for path, keys in rows
         }
-        if places:
-            found[title.strip("`")] = places
-    return found
+        if rows_by_path:
+            verbs[title.strip("`")] = rows_by_path
+    return verbs
 
 
-def written(out: Path, cli: Callable[..., Any], verb: str) -> dict[str, set[str]]:
+def written_keys(out: Path, cli: Callable[..., Any], verb: str) -> dict[str, set[str]]:
     """Return the keys that the commands of a verb write, by path of the object."""
-    found: dict[str, set[str]] = {}
+    keys_by_path: dict[str, set[str]] = {}
     for command in COMMANDS[verb]:
         arguments = command.replace("OUT", str(out)).split()
         report = "--report" in arguments
-        text = call(cli, [*arguments, *(["--force"] if report else ["--format", "json"])])
+        text = command_output(cli, [*arguments, *(["--force"] if report else ["--format", "json"])])
         data = json.loads((out / "report.json").read_text() if report else text)
         assert data["schema"] == 2
-        for place, keys in objects(data):
-            found[place] = found.get(place, set()) | keys
-    return found
+        for path, keys in objects(data):
+            keys_by_path[path] = keys_by_path.get(path, set()) | keys
+    return keys_by_path
 
 
-def call(cli: Callable[..., Any], arguments: list[str]) -> str:
+def command_output(cli: Callable[..., Any], arguments: list[str]) -> str:
     """Return the output of a command with exit code 0 or 1."""
     try:
         return str(cli(*arguments).stdout)
@@ -139,15 +139,15 @@ def call(cli: Callable[..., Any], arguments: list[str]) -> str:
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_every_key_is_documented(verb: str, out: Path, cli: Callable[..., Any]) -> None:
     """docs/json.md has a row with exactly the keys of each written object."""
-    said, found = documented()[verb], written(out, cli, verb)
-    for place, keys in found.items():
-        assert place in said
-        assert keys <= said[place], place
-        if place not in OPTIONAL.get(verb, ()):
-            assert keys == said[place], place
-    assert said.keys() - found.keys() <= NOT_WRITTEN.get(verb, set())
+    documented, written = documented_keys()[verb], written_keys(out, cli, verb)
+    for path, keys in written.items():
+        assert path in documented
+        assert keys <= documented[path], path
+        if path not in OPTIONAL.get(verb, ()):
+            assert keys == documented[path], path
+    assert documented.keys() - written.keys() <= NOT_WRITTEN.get(verb, set())
 
 
 def test_every_verb_is_documented() -> None:
     """Every verb in docs/json.md is tested here."""
-    assert documented().keys() == COMMANDS.keys()
+    assert documented_keys().keys() == COMMANDS.keys()

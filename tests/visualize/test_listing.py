@@ -1,4 +1,4 @@
-"""Tables that never fold a name."""
+"""Tables that never wrap a name."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from graphquant.visualize.tables import NameTable, render_text
 NAMES = ("short:0", "a/name/that/is/longer/than/its/column:0")
 
 
-def listed(monkeypatch, width: int) -> list[str]:
-    """A listing at that many columns."""
+def render_lines(monkeypatch, width: int) -> list[str]:
+    """Return the lines of a table at a width."""
     monkeypatch.setenv("COLUMNS", str(width))
-    listing = NameTable("tensor", "dtype", "scale")
+    table = NameTable("tensor", "dtype", "scale")
     for name in NAMES:
-        listing.add_row(name, "int8", "0.0123..0.456")
-    return render_text(listing, folded=True).splitlines()
+        table.add_row(name, "int8", "0.0123..0.456")
+    return render_text(table, folded=True).splitlines()
 
 
-def test_what_fits_is_a_table(monkeypatch) -> None:
+def test_table_that_fits(monkeypatch) -> None:
     """Names and cells are in columns, and no line ends with spaces."""
-    assert listed(monkeypatch, 80) == [
+    assert render_lines(monkeypatch, 80) == [
         "tensor                                   dtype  scale",
         "short:0                                  int8   0.0123..0.456",
         "a/name/that/is/longer/than/its/column:0  int8   0.0123..0.456",
     ]
 
 
-def test_a_long_name_has_its_own_line(monkeypatch) -> None:
-    """What is told of it follows in the columns of the others."""
-    assert listed(monkeypatch, 40) == [
+def test_long_name_has_its_own_line(monkeypatch) -> None:
+    """The cells of a long name follow on the next line, in their columns."""
+    assert render_lines(monkeypatch, 40) == [
         "tensor              dtype  scale",
         "short:0             int8   0.0123..0.456",
         "a/name/that/is/longer/than/its/column:0",
@@ -36,8 +36,8 @@ def test_a_long_name_has_its_own_line(monkeypatch) -> None:
 
 
 def test_without_room_for_cells(monkeypatch) -> None:
-    """What is told of them follows on lines of its own, folded between cells; a name is as long as it is."""
-    assert listed(monkeypatch, 26) == [
+    """Without room for the columns, cells follow on indented lines that wrap between cells. Names never wrap."""
+    assert render_lines(monkeypatch, 26) == [
         "tensor",
         "    dtype  scale",
         "short:0",
@@ -45,25 +45,25 @@ def test_without_room_for_cells(monkeypatch) -> None:
         "a/name/that/is/longer/than/its/column:0",
         "    int8   0.0123..0.456",
     ]
-    assert listed(monkeypatch, 20)[3:5] == ["    int8", "    0.0123..0.456"]
+    assert render_lines(monkeypatch, 20)[3:5] == ["    int8", "    0.0123..0.456"]
 
 
 def test_double_width_letters(monkeypatch) -> None:
-    """Columns are counted as a terminal shows them."""
+    """Columns are aligned by the width that a terminal shows."""
     monkeypatch.setenv("COLUMNS", "80")
-    listing = NameTable("tensor", "dtype")
-    listing.add_row("加算:0", "int8")
-    listing.add_row("add:0", "int8")
-    assert render_text(listing, folded=True).splitlines()[1:] == ["加算:0  int8", "add:0   int8"]
+    table = NameTable("tensor", "dtype")
+    table.add_row("加算:0", "int8")
+    table.add_row("add:0", "int8")
+    assert render_text(table, folded=True).splitlines()[1:] == ["加算:0  int8", "add:0   int8"]
 
 
 def test_numbers_are_right_aligned(monkeypatch) -> None:
-    """Columns of numbers are aligned at their right; a note stands below its row, and a style is the whole row's."""
+    """Numbers are right-aligned, a note is below its row, and a style applies to the whole row."""
     monkeypatch.setenv("COLUMNS", "80")
-    listing = NameTable("tensor", "dB", right=["dB"])
-    listing.add_row("a:0", "7.25", note="of one sample")
-    listing.add_row("b:0", "41.00", style="red")
-    assert render_text(listing, folded=True).splitlines() == [
+    table = NameTable("tensor", "dB", right=["dB"])
+    table.add_row("a:0", "7.25", note="of one sample")
+    table.add_row("b:0", "41.00", style="red")
+    assert render_text(table, folded=True).splitlines() == [
         "tensor     dB",
         "a:0      7.25",
         "  of one sample",

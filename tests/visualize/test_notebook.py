@@ -1,4 +1,4 @@
-"""What models, plans and results show in a notebook."""
+"""HTML of models, plans and results in a notebook."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def result(samples: Path) -> gq.Result:
-    """A sample model, quantized."""
+    """Return the result of quantizing a sample model."""
     data = str(samples / "digits_cnn_calib.npz")
     return gq.insert(samples / "digits_cnn.onnx", data=data, samples=8, validate=False)
 
 
-def text(drawn: str) -> str:
-    """What its tables say."""
-    return unescape("\n".join(re.findall(r"<pre[^>]*>(.*?)</pre>", drawn, re.DOTALL)))
+def table_text(html: str) -> str:
+    """Return the text of the tables in HTML."""
+    return unescape("\n".join(re.findall(r"<pre[^>]*>(.*?)</pre>", html, re.DOTALL)))
 
 
-def test_a_model_is_drawn(samples: Path) -> None:
-    """Its format, inputs, outputs and ops as text, and the viewer in a frame that cannot reach the notebook."""
+def test_model_html(samples: Path) -> None:
+    """A model shows format, inputs, outputs and ops as text, and the viewer in a sandboxed frame."""
     drawn = gq.load(samples / "digits_cnn.onnx")._repr_html_()
-    lines = text(drawn).splitlines()
+    lines = table_text(drawn).splitlines()
     assert lines[0].endswith("digits_cnn.onnx: onnx, opset 13, 27 ops in 1 graph")
     assert lines[1:3] == ["  inputs  image float32[?, 8, 8, 1]", "  outputs probabilities float32[?, 10]"]
     (attributes,) = re.findall(r"<iframe ([^>]*)>", drawn)
@@ -44,42 +44,44 @@ def test_a_model_is_drawn(samples: Path) -> None:
     assert len(drawn) < 200_000
 
 
-def test_a_result_is_drawn(result: gq.Result) -> None:
-    """What was inserted, and the model with it."""
+def test_result_html(result: gq.Result) -> None:
+    """A result shows the number of inserted sites and one viewer."""
     drawn = result._repr_html_()
-    sites, uses = len(result.inserted), sum(len(done.site.uses) for done in result.inserted)
-    assert text(drawn).startswith(f"{sites} sites inserted, {uses} uses rerouted, calibrated on 8 samples. .save(PATH)")
+    sites, uses = len(result.inserted), sum(len(pair.site.uses) for pair in result.inserted)
+    assert table_text(drawn).startswith(
+        f"{sites} sites inserted, {uses} uses rerouted, calibrated on 8 samples. .save(PATH)"
+    )
     assert drawn.count("<iframe ") == 1
 
 
-def test_a_plan_and_a_comparison_are_tables(samples: Path, result: gq.Result) -> None:
-    """A plan tells its rules and sites, cut where it is long; a comparison its outputs and worst tensors."""
-    told = text(result.plan._repr_html_()).splitlines()
-    assert len(told) == notebook.CELL_LINES
-    assert f"{sum(site.rule == 'weight' for site in result.plan.sites)} by rule weight:" in "\n".join(told)
-    assert re.fullmatch(r"\.\.\. \d+ more lines \.\.\.", told[-2])
-    assert told[-1].startswith(f"{len(result.plan.sites)} sites, ")
-    found = gq.compare(samples / "digits_cnn.onnx", result.model, str(samples / "digits_cnn_eval.npz"), samples=20)
-    told = text(found._repr_html_()).splitlines()
-    assert told[0].split()[:3] == ["output", "SQNR", "dB"]
-    assert told[-1].endswith("over 20 samples.")
+def test_plan_and_comparison_html(samples: Path, result: gq.Result) -> None:
+    """A plan shows a truncated table of rules and sites, and a comparison its outputs and worst tensors."""
+    lines = table_text(result.plan._repr_html_()).splitlines()
+    assert len(lines) == notebook.CELL_LINES
+    assert f"{sum(site.rule == 'weight' for site in result.plan.sites)} by rule weight:" in "\n".join(lines)
+    assert re.fullmatch(r"\.\.\. \d+ more lines \.\.\.", lines[-2])
+    assert lines[-1].startswith(f"{len(result.plan.sites)} sites, ")
+    comparison = gq.compare(samples / "digits_cnn.onnx", result.model, str(samples / "digits_cnn_eval.npz"), samples=20)
+    lines = table_text(comparison._repr_html_()).splitlines()
+    assert lines[0].split()[:3] == ["output", "SQNR", "dB"]
+    assert lines[-1].endswith("over 20 samples.")
 
 
 def test_large_models_are_not_drawn_in_a_cell() -> None:
-    """Their page would be kept in the notebook's file; the command that draws them is told instead."""
+    """A large model shows the command that draws it, because its page would be stored in the notebook."""
     model = Model(format="onnx", graphs={})
     graph = model.graphs[""] = Graph("", model.graphs)
-    before = graph.add_op(Op(name="x", kind="input", type="Input", outputs=(Output("x", "float32", (1,)),)))
+    producer = graph.add_op(Op(name="x", kind="input", type="Input", outputs=(Output("x", "float32", (1,)),)))
     for number in range(notebook.MAX_DRAWN_OPS):
-        made = Op(name=f"r{number}", kind="relu", type="Relu", outputs=(Output(f"r{number}", "float32", (1,)),))
-        before = graph.add_op(made, [before])
+        op = Op(name=f"r{number}", kind="relu", type="Relu", outputs=(Output(f"r{number}", "float32", (1,)),))
+        producer = graph.add_op(op, [producer])
     drawn = model._repr_html_()
     assert "<iframe" not in drawn
-    assert "5001 ops are too many for a cell. Draw them: graphquant inspect MODEL --html page.html" in text(drawn)
+    assert "5001 ops are too many for a cell. Draw them: graphquant inspect MODEL --html page.html" in table_text(drawn)
 
 
-def test_names_cannot_act_on_the_notebook() -> None:
-    """What a model calls its ops is text."""
+def test_names_are_escaped() -> None:
+    """Markup in names is escaped."""
     model = Model(format="onnx", graphs={})
     graph = model.graphs[""] = Graph("", model.graphs)
     name = "</pre><script>alert(1)</script>"
@@ -87,28 +89,28 @@ def test_names_cannot_act_on_the_notebook() -> None:
     assert "<script>alert" not in model._repr_html_()
 
 
-def test_importing_the_package_draws_nothing() -> None:
-    """What draws is imported when something is drawn."""
+def test_import_does_not_load_drawing_modules() -> None:
+    """Importing the package imports no module for drawing."""
     code = "import graphquant, sys; assert not any('view' in name or name == 'rich' for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_ipython_shows_it(samples: Path) -> None:
-    """The formatter of a notebook finds the drawing by itself."""
+def test_ipython_formatter(samples: Path) -> None:
+    """IPython's formatter uses the HTML of a model."""
     formatters = pytest.importorskip("IPython.core.formatters")
-    found: dict[str, Any] = formatters.DisplayFormatter().format(gq.load(samples / "digits_cnn.onnx"))[0]
-    assert found["text/html"].count("<iframe ") == 1
+    formats: dict[str, Any] = formatters.DisplayFormatter().format(gq.load(samples / "digits_cnn.onnx"))[0]
+    assert formats["text/html"].count("<iframe ") == 1
 
 
 @pytest.mark.slow
-def test_the_frame_draws_in_a_browser(samples: Path, tmp_path: Path, browser: Any, until: Callable[..., None]) -> None:
-    """Inside a notebook's page the viewer draws, within its frame, without a word on the console."""
+def test_viewer_draws_inside_the_frame(samples: Path, tmp_path: Path, browser: Any, until: Callable[..., None]) -> None:
+    """The viewer draws in the notebook's frame without messages on the console."""
     (tmp_path / "cell.html").write_text(gq.load(samples / "digits_cnn.onnx")._repr_html_())
-    page, amiss = browser.new_page(), []
-    page.on("console", lambda message: amiss.append(message.text))
-    page.on("pageerror", lambda error: amiss.append(str(error)))
+    page, messages = browser.new_page(), []
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
     page.goto((tmp_path / "cell.html").as_uri())
     until(page.frames[1], "performance.getEntriesByName('drawn').length > 0")
     assert page.frames[1].evaluate("document.querySelectorAll('canvas').length") > 0
     page.close()
-    assert amiss == []
+    assert messages == []

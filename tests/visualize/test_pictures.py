@@ -1,4 +1,4 @@
-"""A drawing as a page, as SVG, GraphML, JSON and text."""
+"""Exports of a drawing: page, SVG, GraphML, JSON and ASCII graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOSTILE = "</script><script>alert(1)</script>\"'&amp;\x1b[31m\u2028\x00<!--"
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Drawing:
-    """A quantized model whose ops, tensors, constants and attributes have hostile names."""
+    """Return the drawing of a model with hostile names of ops, tensors, constants and attributes."""
     weight = numpy_helper.from_array(np.ones((4, 3, 1, 1), np.float32), f"{HOSTILE}w")
     nodes = [
         helper.make_node("Conv", ["x", f"{HOSTILE}w"], [f"{HOSTILE}y"], name=HOSTILE, auto_pad=HOSTILE),
@@ -54,55 +54,55 @@ def hostile(tmp_path: Path) -> Drawing:
 
 @pytest.fixture
 def quantized(samples: Path) -> Drawing:
-    """A quantized sample model."""
+    """Return the drawing of a quantized sample model."""
     data = str(samples / "digits_cnn_calib.npz")
     return model_drawing(api.insert(samples / "digits_cnn.onnx", data=data, samples=8, validate=False).model)
 
 
-def unpacked(text: str) -> dict[str, Any]:
-    """The data in a page."""
-    found = re.search(r'<script id="data"[^>]*>([^<]*)</script>', text)
-    return json.loads(zlib.decompress(base64.b64decode(found[1])))
+def unpack_data(text: str) -> dict[str, Any]:
+    """Return the data in a page."""
+    match = re.search(r'<script id="data"[^>]*>([^<]*)</script>', text)
+    return json.loads(zlib.decompress(base64.b64decode(match[1])))
 
 
 def test_names_are_only_in_the_packed_data(hostile: Drawing) -> None:
-    """The page has the two scripts it is made of and no other, whatever ops are called; the data has the names."""
+    """The page has only its own two scripts. Names are only in the packed data."""
     text = viewer_page(viewer_data(hostile))
     assert "alert" not in text
     assert text.count("<script") == text.count("</script") == 2
-    assert HOSTILE in unpacked(text)["texts"]
+    assert HOSTILE in unpack_data(text)["texts"]
 
 
-def test_the_title_is_escaped(quantized: Drawing) -> None:
-    """A file may be called anything too."""
+def test_title_is_escaped(quantized: Drawing) -> None:
+    """Markup in the title is escaped."""
     text = viewer_page({**viewer_data(quantized), "title": HOSTILE})
     assert "<script>alert" not in text
     assert text.count("<script") == 2
 
 
-def test_the_policy_allows_only_this_script(quantized: Drawing) -> None:
-    """The hashes in the policy are those of the script and the style in the page, and nothing else may be loaded."""
+def test_policy_allows_only_own_script_and_style(quantized: Drawing) -> None:
+    """The policy has the hashes of the page's script and style, and forbids everything else."""
     text = viewer_page(viewer_data(quantized))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
     for tag, name in (("script", "script-src"), ("style", "style-src")):
-        inner = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
-        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        content = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{name} 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'; ")
     assert not re.search(r"(src|href)\s*=", text.split("<script>")[0])
 
 
 def test_columns_are_consistent(quantized: Drawing) -> None:
-    """Every column has an entry for each op, wire or constant; numbers of texts, annotations and groups exist."""
-    data = unpacked(viewer_page(viewer_data(quantized, ["a note"])))
+    """Each column has an entry per op, wire or constant. References to texts and annotations are valid."""
+    data = unpack_data(viewer_page(viewer_data(quantized, ["a note"])))
     assert (data["version"], data["notes"], data["planned"]) == (2, ["a note"], False)
     for column, count in (("ops", len(quantized.boxes)), ("wires", len(quantized.wires))):
         columns = [column for column in data[column].values() if isinstance(column, list)]
         assert {len(column) for column in columns} == {count}
     names = [data["texts"][number] for number in data["ops"]["name"]]
     assert names == [box.op.name for box in quantized.boxes]
-    marked = [annotation for data in data["wires"]["annotations"].values() for annotation in data]
-    assert max(marked) < len(data["annotations"])
+    annotation_numbers = [annotation for data in data["wires"]["annotations"].values() for annotation in data]
+    assert max(annotation_numbers) < len(data["annotations"])
     scale = next(
         annotation
         for annotation in quantized.annotations
@@ -112,54 +112,54 @@ def test_columns_are_consistent(quantized: Drawing) -> None:
     assert np.array_equal(np.float32(annotations["scale"]), scale.params.scale)
 
 
-def test_the_same_drawing_gives_the_same_bytes(samples: Path) -> None:
-    """Loaded and drawn twice, the page and the picture are the same."""
-    drawn = [model_drawing(api.load(samples / "digits_rnn.onnx")) for _ in range(2)]
-    assert viewer_page(viewer_data(drawn[0])) == viewer_page(viewer_data(drawn[1]))
-    assert graph_svg(drawn[0]) == graph_svg(drawn[1])
+def test_exports_are_reproducible(samples: Path) -> None:
+    """Two drawings of one file give the same page and SVG."""
+    drawings = [model_drawing(api.load(samples / "digits_rnn.onnx")) for _ in range(2)]
+    assert viewer_page(viewer_data(drawings[0])) == viewer_page(viewer_data(drawings[1]))
+    assert graph_svg(drawings[0]) == graph_svg(drawings[1])
 
 
 def test_non_finite_numbers_are_omitted(quantized: Drawing) -> None:
-    """NaN and infinite scales, as a hostile TFLite file may have, become null."""
-    odd = next(
+    """NaN and infinite scales, possible in a hostile TFLite file, become null."""
+    non_finite = next(
         annotation
         for annotation in quantized.annotations
         if annotation.params is not None and annotation.params.scale.size > 1
     )
-    odd.params.scale[:2] = np.nan, np.inf
-    told = unpacked(viewer_page(viewer_data(quantized)))["annotations"][quantized.annotations.index(odd)]
-    assert told["scale"][:2] == [None, None]
-    assert None in told["ends"]
+    non_finite.params.scale[:2] = np.nan, np.inf
+    exported = unpack_data(viewer_page(viewer_data(quantized)))["annotations"][quantized.annotations.index(non_finite)]
+    assert exported["scale"][:2] == [None, None]
+    assert None in exported["ends"]
 
 
-@pytest.mark.parametrize("which", ["hostile", "quantized"])
-def test_svg_is_well_formed(which: str, request: pytest.FixtureRequest) -> None:
-    """It parses as XML, has a box for each op and a curve for each wire, and the annotations that the wires have."""
-    drawing = request.getfixturevalue(which)
+@pytest.mark.parametrize("drawing_fixture", ["hostile", "quantized"])
+def test_svg_is_well_formed(drawing_fixture: str, request: pytest.FixtureRequest) -> None:
+    """The SVG is XML with an element per box, wire and annotation, and has no script."""
+    drawing = request.getfixturevalue(drawing_fixture)
     root = ET.fromstring(graph_svg(drawing))  # noqa: S314  # our own output
     name = "{http://www.w3.org/2000/svg}"
-    classes = [one.get("class", "").split()[0] for one in root.iter() if one.get("class")]
+    classes = [element.get("class", "").split()[0] for element in root.iter() if element.get("class")]
     assert classes.count("box") == len(drawing.boxes)
     assert classes.count("wire") == len(drawing.wires)
     pills = sum(len(wire.annotations) for wire in drawing.wires)
-    pills += sum(bool(one.annotations) for box in drawing.boxes for one in box.constants)
+    pills += sum(bool(constant.annotations) for box in drawing.boxes for constant in box.constants)
     assert classes.count("annotation") == pills
     assert not list(root.iter(f"{name}script"))
 
 
-@pytest.mark.parametrize("which", ["hostile", "quantized"])
-def test_graphml_is_read_by_networkx(which: str, request: pytest.FixtureRequest) -> None:
-    """Nodes and edges come back, with type and quantization."""
-    drawing = request.getfixturevalue(which)
+@pytest.mark.parametrize("drawing_fixture", ["hostile", "quantized"])
+def test_graphml_is_read_by_networkx(drawing_fixture: str, request: pytest.FixtureRequest) -> None:
+    """NetworkX reads the nodes and edges with types and quantization."""
+    drawing = request.getfixturevalue(drawing_fixture)
     graph = nx.read_graphml(io.BytesIO(graph_graphml(drawing).encode()), force_multigraph=True)
     assert [data["type"] for _, data in graph.nodes(data=True)] == [box.op.type for box in drawing.boxes]
     assert graph.number_of_edges() == len(drawing.wires)
-    marked = sorted(data["quantization"] for *_, data in graph.edges(data=True) if data["quantization"])
-    assert len(marked) == sum(bool(wire.annotations) for wire in drawing.wires)
+    quantization = sorted(data["quantization"] for *_, data in graph.edges(data=True) if data["quantization"])
+    assert len(quantization) == sum(bool(wire.annotations) for wire in drawing.wires)
 
 
-def test_json_has_the_numbers(quantized: Drawing) -> None:
-    """Nodes, edges and quantization, by number."""
+def test_json_export(quantized: Drawing) -> None:
+    """The JSON has the drawing's nodes, edges and quantization parameters."""
     data = json.loads(json.dumps(graph_json(quantized)))
     assert [node["name"] for node in data["nodes"]] == [box.op.name for box in quantized.boxes]
     for edge, wire in zip(data["edges"], quantized.wires, strict=True):
@@ -168,11 +168,11 @@ def test_json_has_the_numbers(quantized: Drawing) -> None:
             wire.target,
             list(wire.annotations),
         )
-    for told, annotation in zip(data["quantization"], quantized.annotations, strict=True):
-        assert np.array_equal(np.float32(told["scale"]), annotation.params.scale)
+    for exported, annotation in zip(data["quantization"], quantized.annotations, strict=True):
+        assert np.array_equal(np.float32(exported["scale"]), annotation.params.scale)
 
 
-def _printed(drawing: Drawing, chosen: list[int], encoding: str = "utf-8") -> str:
+def _print_ascii_graph(drawing: Drawing, chosen: list[int], encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding)
     Console(file=stream, width=80, color_system=None, highlight=False, markup=False).print(ascii_graph(drawing, chosen))
@@ -180,11 +180,11 @@ def _printed(drawing: Drawing, chosen: list[int], encoding: str = "utf-8") -> st
     return raw.getvalue().decode(encoding)
 
 
-def test_a_neighborhood_as_text(samples: Path) -> None:
-    """An op a line, what passes as rails, quantized inputs below."""
+def test_ascii_graph(samples: Path) -> None:
+    """The ASCII graph has a line per op, rails for other tensors, and quantized constants below their op."""
     result = api.insert(samples / "digits_cnn.onnx", rules="fixed_point")
     drawing, chosen = neighborhood(model_drawing(result.model), "residual/add", 1)
-    assert _printed(drawing, chosen) == (
+    assert _print_ascii_graph(drawing, chosen) == (
         "● MaxPool  max_pool  ?x16x4x4\n"
         "│ ● Conv  residual_2/conv  ?x16x4x4\n"
         "│ │     weight: int8 0.0156 by rule kernel\n"
@@ -194,15 +194,15 @@ def test_a_neighborhood_as_text(samples: Path) -> None:
 
 
 def test_ascii_graph_with_hostile_names(hostile: Drawing) -> None:
-    """A terminal without more has signs that it knows; names cannot act on it."""
-    text = _printed(hostile, [1], "ascii")
+    """An ASCII terminal gets ASCII signs, and names cannot write control characters."""
+    text = _print_ascii_graph(hostile, [1], "ascii")
     assert text.splitlines()[0].startswith("* Input  x")
     assert "@ Conv" in text
     assert all(char.isprintable() or char == "\n" for char in text)
 
 
 def test_many_outputs_fork(tmp_path: Path, cli: Callable[..., Any]) -> None:
-    """Each output that is read has its rail, until its last reader."""
+    """Each output has a rail up to its last consumer."""
     nodes = [
         helper.make_node("Split", ["x"], ["a", "b", "c"], name="split", axis=0),
         helper.make_node("Neg", ["b"], ["n"], name="neg"),
@@ -213,8 +213,8 @@ def test_many_outputs_fork(tmp_path: Path, cli: Callable[..., Any]) -> None:
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
     graph = helper.make_graph(nodes, "fork", inputs, outputs)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]), tmp_path / "fork.onnx")
-    shown = cli("inspect", tmp_path / "fork.onnx", "--around", "split", "--hops", "9").stdout
-    assert [line.split("  ")[0] for line in shown.splitlines()] == [
+    output = cli("inspect", tmp_path / "fork.onnx", "--around", "split", "--hops", "9").stdout
+    assert [line.split("  ")[0] for line in output.splitlines()] == [
         "● Input",
         "◉ Split",
         "├─┼─╮",
@@ -226,13 +226,13 @@ def test_many_outputs_fork(tmp_path: Path, cli: Callable[..., Any]) -> None:
 
 
 def test_many_scales_are_sampled(quantized: Drawing) -> None:
-    """A weight in blocks may have a million scales: the page has two thousand, their number, and the ends."""
-    place, annotation = next((at, one) for at, one in enumerate(quantized.annotations) if one.params is not None)
+    """The page has at most 2048 of many scales, with their number and extremes."""
+    number, annotation = next(item for item in enumerate(quantized.annotations) if item[1].params is not None)
     scale = np.linspace(1, 2, 100_000, dtype=np.float32)
     zero = np.arange(100_000) % 7
-    quantized.annotations[place] = replace(
+    quantized.annotations[number] = replace(
         annotation, params=replace(annotation.params, scale=scale, zero_point=zero, axis=0)
     )
-    told = unpacked(viewer_page(viewer_data(quantized)))["annotations"][place]
-    assert 1000 < len(told["scale"]) <= 2048
-    assert (told["count"], told["ends"], told["zero"]) == (100_000, [1.0, 2.0], [0, 6])
+    exported = unpack_data(viewer_page(viewer_data(quantized)))["annotations"][number]
+    assert 1000 < len(exported["scale"]) <= 2048
+    assert (exported["count"], exported["ends"], exported["zero"]) == (100_000, [1.0, 2.0], [0, 6])

@@ -1,4 +1,4 @@
-"""Statistics as a table in the terminal, as a page and as JSON data."""
+"""Range reports as a table in the terminal, as a page and as JSON."""
 
 from __future__ import annotations
 
@@ -26,99 +26,109 @@ def _params(low: float, high: float, dtype: IntType = UINT8) -> QParams:
     return choose_qparams(Range(np.array(low), np.array(high)), dtype, symmetric=False)
 
 
-def _pick(name: str, values: np.ndarray, params: QParams, **more: object) -> TensorRange:
-    seen = sketch_values(values.astype(np.float32), bits=7)
-    cost = estimate_cost(seen, params)
-    others = (
+def _tensor_range(name: str, values: np.ndarray, params: QParams, **fields: object) -> TensorRange:
+    sketch = sketch_values(values.astype(np.float32), bits=7)
+    cost = estimate_cost(sketch, params)
+    alternatives = (
         MethodRange(method="mse", params=params, cost=cost),
         MethodRange(method="minmax", params=_params(-9, 9), cost=cost),
     )
-    found = TensorRange(
-        tensor=TensorRef("", name), sketch=seen, params=params, cost=cost, alternatives=others, rule="some-rule"
+    tensor_range = TensorRange(
+        tensor=TensorRef("", name), sketch=sketch, params=params, cost=cost, alternatives=alternatives, rule="some-rule"
     )
-    return replace(found, **more)
+    return replace(tensor_range, **fields)
 
 
 @pytest.fixture
-def picks() -> RangeReport:
-    """Four tensors: one that is clipped, one called hostilely, one per channel, one that was not reached."""
+def range_report() -> RangeReport:
+    """Return a report of four tensors: clipped, with a hostile name, per channel, and without samples."""
     random = np.random.default_rng(3)
     values = np.concatenate([random.normal(size=5000), [1000.0, np.nan, np.nan]])
     channels = sketch_values(random.normal(size=(50, 6)).astype(np.float32), axis=1)
-    each = choose_qparams(Range(-np.ones(6), np.ones(6)), UINT8, symmetric=False, axis=1)
-    found = (
-        _pick("block_1/a_long_name/of/an/activation/relu", values, _params(-3, 3), method="auto", auto_method="mse"),
-        _pick(HOSTILE, np.abs(values[:50]), _params(0, 5), method="percentile 99.9", rule=HOSTILE, note=HOSTILE),
-        TensorRange(tensor=TensorRef("body", "each"), sketch=channels, params=each, method="minmax", rule="r"),
+    channel_params = choose_qparams(Range(-np.ones(6), np.ones(6)), UINT8, symmetric=False, axis=1)
+    tensor_ranges = (
+        _tensor_range(
+            "block_1/a_long_name/of/an/activation/relu", values, _params(-3, 3), method="auto", auto_method="mse"
+        ),
+        _tensor_range(
+            HOSTILE, np.abs(values[:50]), _params(0, 5), method="percentile 99.9", rule=HOSTILE, note=HOSTILE
+        ),
+        TensorRange(
+            tensor=TensorRef("body", "each"), sketch=channels, params=channel_params, method="minmax", rule="r"
+        ),
         TensorRange(tensor=TensorRef("", "left"), sketch=None, note="no sample of the data reached it"),
     )
     run = DataRun(data_digest="ab", samples=9, block_size=4, block_ranges=((0, 2),), random=True)
-    sketches = {one.tensor: one.sketch for one in found if one.sketch}
-    targets = {one.tensor: ObservationTarget("cd", None, 7) for one in found}
+    sketches = {entry.tensor: entry.sketch for entry in tensor_ranges if entry.sketch}
+    targets = {entry.tensor: ObservationTarget("cd", None, 7) for entry in tensor_ranges}
     return RangeReport(
         stats=Stats(model_digest="ef", targets=targets, sketches=sketches, runs=(run,)),
         model="m.onnx",
-        tensor_ranges=found,
+        tensor_ranges=tensor_ranges,
     )
 
 
-def _printed(picks: RangeReport, width: int, encoding: str = "utf-8") -> list[str]:
+def _print_report(range_report: RangeReport, width: int, encoding: str = "utf-8") -> list[str]:
     raw = BytesIO()
     stream = TextIOWrapper(raw, encoding)
-    Console(file=stream, width=width, color_system=None, markup=False, highlight=False).print(range_report_view(picks))
+    Console(file=stream, width=width, color_system=None, markup=False, highlight=False).print(
+        range_report_view(range_report)
+    )
     stream.flush()
     return raw.getvalue().decode(encoding).splitlines()
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_fits(picks: RangeReport, width: int) -> None:
-    """No line is longer than the terminal is wide; what has no room is named, and with more room more is shown."""
-    lines = _printed(picks, width)
+def test_table_fits_the_width(range_report: RangeReport, width: int) -> None:
+    """No line exceeds the width, hidden columns are named, and a wider table shows more columns."""
+    lines = _print_report(range_report, width)
     assert max(map(len, lines)) <= width
-    shown = next(line for line in lines if line.startswith("tensor"))
-    assert ("SQNR" in shown, "range" in shown, "method" in shown) == (True, width > 60, width > 80)
-    told = [line for line in lines if line.startswith("For more columns")]
-    assert len(told) == 1
-    assert ("range" in told[0]) == (width <= 60)
+    header = next(line for line in lines if line.startswith("tensor"))
+    assert ("SQNR" in header, "range" in header, "method" in header) == (True, width > 60, width > 80)
+    hint_lines = [line for line in lines if line.startswith("For more columns")]
+    assert len(hint_lines) == 1
+    assert ("range" in hint_lines[0]) == (width <= 60)
 
 
-def test_the_table_has_everything_where_there_is_room(picks: RangeReport) -> None:
-    """A line holds cost, clipped shares, range, method, what was seen, type and rule; the histogram marks the range."""
-    lines = _printed(picks, 300)
+def test_wide_table_has_every_column(range_report: RangeReport) -> None:
+    """A wide row has cost, range, method, type and rule. The histogram marks the range."""
+    lines = _print_report(range_report, 300)
     first = next(line for line in lines if line.startswith("block_1"))
     for cell in ("auto: mse", "[-2.988, 3.012]", "uint8", "some-rule", "1000]"):
         assert cell in first
-    cost = picks.tensor_ranges[0].cost
+    cost = range_report.tensor_ranges[0].cost
     assert cost is not None
     assert f"{cost.sqnr:.1f}" in first
-    drawn = first.partition("[")[2].partition("]")
-    assert drawn[0].count("█") > 3
-    assert drawn[2].lstrip().startswith("▂")
+    bars = first.partition("[")[2].partition("]")
+    assert bars[0].count("█") > 3
+    assert bars[2].lstrip().startswith("▂")
     assert any("samples" in line and "RANDOM" not in line for line in lines)
     assert "The data is RANDOM: use the statistics for tests only." in lines
     assert "The statistics are of 8 of 9 samples of the data. calibrate --merge adds other parts." in lines
     assert "left:0: no sample of the data reached it" in lines
 
 
-def test_many_notes_are_counted(picks: RangeReport) -> None:
-    """A dozen notes are printed, and the rest of them told of."""
-    many = tuple(replace(picks.tensor_ranges[3], note=f"note {number}") for number in range(20))
-    lines = _printed(replace(picks, tensor_ranges=many), 100)
+def test_many_notes_are_counted(range_report: RangeReport) -> None:
+    """The table prints twelve notes and the number of the others."""
+    tensor_ranges = tuple(replace(range_report.tensor_ranges[3], note=f"note {number}") for number in range(20))
+    lines = _print_report(replace(range_report, tensor_ranges=tensor_ranges), 100)
     assert sum(line.startswith("left:0: note") for line in lines) == 12
     assert "8 more notes are in --format json." in lines
 
 
-def test_ascii_terminals(picks: RangeReport) -> None:
-    """Where the terminal's encoding has no blocks, bars are signs; names act on no terminal."""
-    lines = _printed(replace(picks, tensor_ranges=picks.tensor_ranges[:1]), 100, "ascii")
+def test_ascii_terminals(range_report: RangeReport) -> None:
+    """Bars are ASCII signs on an ASCII terminal, and names cannot write escape sequences."""
+    lines = _print_report(replace(range_report, tensor_ranges=range_report.tensor_ranges[:1]), 100, "ascii")
     assert any("[" in line and "@" in line for line in lines)
-    assert not any("\x1b" in line for line in _printed(picks, 100))
+    assert not any("\x1b" in line for line in _print_report(range_report, 100))
 
 
-def test_statistics_without_a_model(picks: RangeReport) -> None:
-    """Without a model there are the ends, how many values were seen, and how many NaN."""
-    alone = tuple(TensorRange(tensor=one.tensor, sketch=one.sketch, note=one.note) for one in picks.tensor_ranges)
-    lines = _printed(replace(picks, model="", tensor_ranges=alone), 100)
+def test_statistics_without_a_model(range_report: RangeReport) -> None:
+    """Without a model the table has the extremes, the number of values, and the number of NaN."""
+    tensor_ranges = tuple(
+        TensorRange(tensor=entry.tensor, sketch=entry.sketch, note=entry.note) for entry in range_report.tensor_ranges
+    )
+    lines = _print_report(replace(range_report, model="", tensor_ranges=tensor_ranges), 100)
     assert lines[0].endswith("4 tensors on 8 samples in 2 blocks")
     assert next(line for line in lines if "5,003" in line).split()[-2:] == ["5,003", "2"]
     assert "body/each:0" in "".join(lines)
@@ -149,10 +159,10 @@ class _Reader(HTMLParser):
         self.text += data
 
 
-def test_the_page_is_self_contained(picks: RangeReport) -> None:
-    """Tags are closed, nothing is fetched or run, hostile names are text, and the same bytes come out each time."""
-    html = stats_page(picks)
-    assert html == stats_page(picks)
+def test_page_is_self_contained(range_report: RangeReport) -> None:
+    """The page is well-formed and reproducible, has no external resource or script, and escapes names."""
+    html = stats_page(range_report)
+    assert html == stats_page(range_report)
     reader = _Reader()
     reader.feed(html)
     assert reader.open == []
@@ -168,18 +178,18 @@ def test_the_page_is_self_contained(picks: RangeReport) -> None:
     assert "default-src 'none'" in html
 
 
-def test_the_page_shows_each_tensor(picks: RangeReport) -> None:
-    """Each tensor has a picture, of its values or of its channels, and counts; the table links to it."""
-    html = stats_page(picks)
+def test_page_shows_each_tensor(range_report: RangeReport) -> None:
+    """Each tensor has a histogram or a plot of its channels, counts, and a link in the table."""
+    html = stats_page(range_report)
     for part in ("channels 0 to 5", "log beyond ±", "RANDOM", "2 NaN", "5,003"):
         assert part in html
     assert [f'id="t{number}"' in html and f'href="#t{number}"' in html for number in range(4)] == [True] * 4
     assert "no sample of the data reached it" in html
 
 
-def test_the_data(picks: RangeReport) -> None:
-    """JSON is strict, and has what was seen, the range, its cost and what others would pick."""
-    data = json.loads(json.dumps(range_report_json(picks), allow_nan=False))
+def test_json_export(range_report: RangeReport) -> None:
+    """The JSON is strict, and has statistics, range, cost and alternatives."""
+    data = json.loads(json.dumps(range_report_json(range_report), allow_nan=False))
     first = data["tensors"][0]
     assert (first["statistics"]["count"], first["statistics"]["nan"], first["statistics"]["inf"]) == (5003, 2, 0)
     assert sum(first["statistics"]["histogram"]["counts"]) == pytest.approx(5001)
@@ -197,18 +207,18 @@ def _values() -> np.ndarray:
     return np.random.default_rng(3).normal(size=5000)
 
 
-def test_values_that_are_not_finite() -> None:
-    """A tensor of NaN alone is drawn nowhere and breaks nothing."""
-    seen = sketch_values(np.full(3, np.nan, np.float32), bits=7)
-    found = (
-        TensorRange(tensor=TensorRef("", "a"), sketch=seen),
+def test_non_finite_values() -> None:
+    """Tensors of NaN or infinity have no histogram, and every output works."""
+    sketch = sketch_values(np.full(3, np.nan, np.float32), bits=7)
+    tensor_ranges = (
+        TensorRange(tensor=TensorRef("", "a"), sketch=sketch),
         TensorRange(tensor=TensorRef("", "b"), sketch=_infinite()),
     )
-    picks = RangeReport(stats=Stats(model_digest="ef", targets={}, sketches={}), tensor_ranges=found)
-    assert json.loads(json.dumps(range_report_json(picks), allow_nan=False))["tensors"][0]["statistics"]["low"] is None
-    assert "3 NaN" in stats_page(picks)
-    assert "2 infinite" in stats_page(picks)
-    assert any("b:0" in line for line in _printed(picks, 80))
+    report = RangeReport(stats=Stats(model_digest="ef", targets={}, sketches={}), tensor_ranges=tensor_ranges)
+    assert json.loads(json.dumps(range_report_json(report), allow_nan=False))["tensors"][0]["statistics"]["low"] is None
+    assert "3 NaN" in stats_page(report)
+    assert "2 infinite" in stats_page(report)
+    assert any("b:0" in line for line in _print_report(report, 80))
 
 
 def _infinite() -> Sketch:
@@ -216,8 +226,8 @@ def _infinite() -> Sketch:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"), [(0, "0"), (1e-9, "<0.001%"), (1e-5, "0.001%"), (0.0123, "1.2%"), (0.257, "25.7%"), (1, "100%")]
+    ("share", "text"), [(0, "0"), (1e-9, "<0.001%"), (1e-5, "0.001%"), (0.0123, "1.2%"), (0.257, "25.7%"), (1, "100%")]
 )
-def test_shares(part: float, said: str) -> None:
-    """Shares are percent with two digits, and none that is above zero reads as zero."""
-    assert share_text(part) == said
+def test_shares(share: float, text: str) -> None:
+    """Shares are percentages with two digits, and no positive share is printed as zero."""
+    assert share_text(share) == text
