@@ -1,4 +1,4 @@
-"""The `rules` commands: the included rule files, and checks of others."""
+"""The `rules` commands: the shipped rule files, and checks of other files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rules_group() -> None:
 
 @rules_group.command("list")
 def rules_list_command() -> None:
-    """List the included rule files."""
+    """List the shipped rule files."""
     from rich.table import Table
 
     from graphquant.rules import load_ruleset, shipped_rule_files

@@ -341,9 +341,9 @@ def _explain_scheme(model: Model, site: Site, own_range_text: str, *, has_soluti
         return f"{rule} gives it the product of its consumer's input scale and weight scale"
     if has_solution and not own_range_text:
         return ""
-    values_text = "of its values" if site.parameter else "of the calibration data"
+    values_text = "from its values" if site.parameter else "from the calibration data"
     return (
-        f"its range {own_range_text} is {name} {values_text}"
+        f"its range {own_range_text} is computed by {name} {values_text}"
         if own_range_text
-        else f"its range will be {name} {values_text}"
+        else f"its range will be computed by {name} {values_text}"
     )

@@ -90,19 +90,19 @@ def test_each_scale_is_explained(net):
     plan = gq.plan(net, rules="rules.toml")
     solution, reasons = solve_and_explain(net, plan, x=(0.1, 0.2), y=(0.0, 0.9))
     assert reasons == {
-        "w": ("its range [-1, 1] is absmax of its values", "scale 0.00787402, range [-1.00787, 1]"),
+        "w": ("its range [-1, 1] is computed by absmax from its values", "scale 0.00787402, range [-1.00787, 1]"),
         "s": (
             "its range is fixed by rule 'softmax': [0, 1]; Softmax outputs stay in [0, 1]",
             "it shares scale and zero point with x:0, as rule 'join' ties it to y:0",
             "scale 0.00392157, range [0, 1]",
         ),
         "x": (
-            "its range [0.1, 0.2] is minmax of the calibration data",
+            "its range [0.1, 0.2] is computed by minmax from the calibration data",
             "it shares scale and zero point with s:0, as rule 'join' ties it to y:0",
             "scale 0.00392157, range [0, 1]",
         ),
         "y": (
-            "its range [0, 0.9] is minmax of the calibration data",
+            "its range [0, 0.9] is computed by minmax from the calibration data",
             "it shares scale and zero point with x:0, by rule 'join'",
             "scale 0.00392157, range [0, 1]",
         ),
@@ -119,7 +119,7 @@ def test_smallest_range_is_explained(net):
     plan = gq.plan(net, rules="rules.toml")
     single_site_plan = replace(plan, sites=tuple(site for site in plan.sites if site.tensor.op == "x"))
     assert solve_and_explain(net, single_site_plan, x=(0.1, 0.2))[1]["x"] == (
-        "its range [0.1, 0.2] is minmax of the calibration data",
+        "its range [0.1, 0.2] is computed by minmax from the calibration data",
         "its range was widened to the scheme's smallest, 0.5",
         "scale 0.00196078, range [0, 0.5]",
     )
@@ -171,7 +171,7 @@ def test_explanation_without_data(net):
     reasons = {site.tensor.op: explain_scale(net, plan, k) for k, site in enumerate(plan.sites)}
     assert reasons["s"] == ("its range is fixed by rule 'softmax': [0, 1]; Softmax outputs stay in [0, 1]",)
     assert reasons["y"] == (
-        "its range will be minmax of the calibration data",
+        "its range will be computed by minmax from the calibration data",
         "rule 'join' ties it to the input of y[0], y[1]: both share one scale",
     )
 
@@ -231,7 +231,10 @@ def test_the_report_has_choices_and_conflicts(net):
     assert report["changes"] == []
     assert [conflict["rules"] for conflict in report["conflicts"]] == [["softmax", "join"]]
     choices = {site["tensor"]["op"]: site["choices"] for site in report["sites"]}
-    assert choices["w"] == ["its range [-1, 1] is absmax of its values", "scale 0.00787402, range [-1.00787, 1]"]
+    assert choices["w"] == [
+        "its range [-1, 1] is computed by absmax from its values",
+        "scale 0.00787402, range [-1.00787, 1]",
+    ]
 
 
 def test_fused_skips_survive_a_plan_file(tmp_path):
