@@ -1,4 +1,4 @@
-"""The pages under docs/ keep their word: their snippets run as they stand, in order."""
+"""Code blocks of the pages under docs/ run in order, and tables and links are up to date."""
 
 import json
 import os
@@ -34,109 +34,107 @@ PAGES = [
 ]
 
 
-def snippets(page):
-    """Each code block of a page: what is behind its fence, and its text."""
+def code_blocks(page):
+    """Return language and text of each code block of a page."""
     text = ROOT.joinpath("docs", page).read_text("utf-8")
     return re.findall(r"^```(\S[^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder with the sample models, in which snippets run."""
-    made = shutil.ignore_patterns("*.quant*")  # by README's commands
-    shutil.copytree(ROOT / "sample_models", tmp_path / "sample_models", ignore=made)
+    """Return an empty folder with the sample models, and make it the current one."""
+    ignore_outputs = shutil.ignore_patterns("*.quant*")  # outputs of README's commands
+    shutil.copytree(ROOT / "sample_models", tmp_path / "sample_models", ignore=ignore_outputs)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run_page(page):
-    """Runs the snippets in order, Python in one namespace; gives what they printed, shell commands too."""
+    """Run a page's code blocks in order, Python in one namespace. Return what they printed."""
     names = {}
     printed = []
-    for language, text in snippets(page):
+    for language, text in code_blocks(page):
         match language:
             case "python":
-                code = (
-                    f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n{indented(text)}"
-                )
+                code = f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n{indent(text)}"
                 exec(compile(code, page, "exec"), names)  # noqa: S102  # our own page
                 printed.append(names["out"].getvalue())
             case "bash":
-                printed.append(shell(text))
+                printed.append(run_shell(text))
             case "python tf1":
-                compile(text, page, "exec")  # what it calls is gone
+                compile(text, page, "exec")  # TensorFlow 2 cannot run it
             case _:
-                pytest.fail(f"{page} has a block of {language!r}, which nothing runs")
+                pytest.fail(f"{page} has a block of {language!r}, which this test cannot run")
     return "".join(printed)
 
 
-def indented(text):
-    """Python as the body of a block."""
+def indent(text):
+    """Return Python code as the body of a block."""
     return "".join(f"    {line}" for line in text.splitlines(keepends=True))
 
 
-def shell(text):
-    """What bash prints for the commands, `graphquant` being this checkout's, `python` the one that runs the tests."""
+def run_shell(text):
+    """Return the output of shell commands. graphquant is this checkout's, python is the one of the tests."""
     python = f'python() {{ "{sys.executable}" "$@"; }}'
     command = f'{python}\ngraphquant() {{ python -m graphquant "$@"; }}\n{text}'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
+    process = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command], capture_output=True, text=True, check=False, env=environment
     )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_from_graph_editor(folder):
-    """Each snippet runs, the files it names appear, and what the page says it prints is printed."""
+    """The page's code blocks run, print the documented output, and create the files."""
     printed = run_page("from-graph-editor.md")
     page = ROOT.joinpath("docs", "from-graph-editor.md").read_text("utf-8")
-    promised = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
-    assert len(promised) == 2
-    for line in promised:
+    expected = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert len(expected) == 2
+    for line in expected:
         assert f"{line}\n" in printed
     assert "No op whose name contains 'residual_7' reads max_pool:0." in printed
-    written = {path.name for path in folder.iterdir()}
-    assert written >= {"recipe.pb", "recipe.onnx", "by_rules.pb", "by_line.pb", "by_line.onnx"}
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"recipe.pb", "recipe.onnx", "by_rules.pb", "by_line.pb", "by_line.onnx"}
 
 
 def test_data(folder):
-    """Each snippet runs, what the page says it prints is printed, and the description makes a model."""
+    """The page's code blocks run, print the documented output, and the data description is valid."""
     printed = run_page("data.md")
     page = ROOT.joinpath("docs", "data.md").read_text("utf-8")
-    (promised,) = re.findall(r"^    input  dtype.*?findings\.$", page, re.MULTILINE | re.DOTALL)
-    assert all(line.strip() in printed for line in promised.splitlines())
+    (expected,) = re.findall(r"^    input  dtype.*?findings\.$", page, re.MULTILINE | re.DOTALL)
+    assert all(line.strip() in printed for line in expected.splitlines())
     assert printed.count("100 samples, no findings.") == 2
     assert printed.count("40 samples, no findings.") == 2
     assert folder.joinpath("digits.onnx").is_file()
 
 
 def test_compare(folder):
-    """Each snippet runs, and the page names every key of the JSON data."""
+    """The page's code blocks run, and the page names every key of the JSON."""
     printed = run_page("compare.md")
     assert "worst output" in printed
     page = ROOT.joinpath("docs", "compare.md").read_text("utf-8")
-    data = json.loads(shell("graphquant compare quant.onnx quant.onnx --data random:2 --format json"))
+    data = json.loads(run_shell("graphquant compare quant.onnx quant.onnx --data random:2 --format json"))
     for key in {*data, *data["outputs"][0], *data["sites"][0]}:
         assert f"`{key}`" in page, key
 
 
 @pytest.mark.slow
 def test_batch(folder, monkeypatch):
-    """Each snippet runs, what the page says it prints is printed, and the outputs that it names appear."""
+    """The page's code blocks run, print the documented output, and create the outputs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     printed = run_page("batch.md")
     page = ROOT.joinpath("docs", "batch.md").read_text("utf-8")
-    (promised,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
-    assert f"{promised}\n" in printed
+    (expected,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert f"{expected}\n" in printed
     names = {path.relative_to(folder / "out").as_posix() for path in (folder / "out").rglob("*.onnx")}
-    made = {f"digits_{name}.quant.onnx" for name in ("cnn", "cnn_bn", "rnn", "nested")}
-    assert names == {*made, "trt/digits_cnn.onnx"}
+    outputs = {f"digits_{name}.quant.onnx" for name in ("cnn", "cnn_bn", "rnn", "nested")}
+    assert names == {*outputs, "trt/digits_cnn.onnx"}
     assert folder.joinpath("whole.html").is_file()
 
 
 def test_batch_tables():
-    """The page has a row for each key of a manifest, and for each part that may stand in braces."""
+    """The page has a row for each key of a manifest and each placeholder."""
     page = ROOT.joinpath("docs", "batch.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\S+)` \| .* \|$", page, re.MULTILINE)
     assert sorted(rows) == sorted([*keys_of(ModelTable), *(f"{{{part}}}" for part in PLACEHOLDERS)])
@@ -144,15 +142,15 @@ def test_batch_tables():
 
 @pytest.mark.parametrize("page", ["diff.md", "strip.md"])
 def test_undoing(folder, page):
-    """Each snippet runs, and what the page says it prints is printed."""
+    """The page's code blocks run and print the documented output."""
     printed = " ".join(run_page(page).split())
     text = ROOT.joinpath("docs", page).read_text("utf-8")
-    (promised,) = re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE)
-    assert promised in printed
+    (expected,) = re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE)
+    assert expected in printed
 
 
 def test_preparation(folder):
-    """The steps of a plan are printed as the page says, with and without the file that takes them out."""
+    """The page's code blocks print the documented steps, and none with the file that disables them."""
     printed = run_page("preparation.md")
     page = " ".join(ROOT.joinpath("docs", "preparation.md").read_text("utf-8").split())
     folded, unfolded = printed.splitlines()
@@ -161,15 +159,15 @@ def test_preparation(folder):
 
 
 def test_preparation_has_a_row_for_each_step():
-    """The page's table names every step, in the order in which they are made, after the one that is made unasked."""
+    """The page's table lists every step in order, after the opset conversion."""
     rows = re.findall(
         r"^\| `([a-z-]+)` \| .*\|$", ROOT.joinpath("docs", "preparation.md").read_text("utf-8"), re.MULTILINE
     )
     assert rows[: 1 + len(PREPARATION_STEPS)] == ["opset", *PREPARATION_STEPS]
 
 
-def test_corrections_have_a_row_each():
-    """The page's table names every optimization algorithm, in the order in which they run."""
+def test_algorithms_have_a_row_each():
+    """The page's table lists every optimization algorithm in the order in which they run."""
     page = ROOT.joinpath("docs", "algorithms.md").read_text("utf-8")
     assert re.findall(r"^\| `([a-z-]+)` \| .*\|$", page, re.MULTILINE) == [
         *PRE_CALIBRATION_ALGORITHMS,
@@ -179,36 +177,36 @@ def test_corrections_have_a_row_each():
 
 @pytest.mark.slow
 def test_tensorflow(folder):
-    """Each snippet runs, and what the page says it prints is printed."""
+    """The page's code blocks run, print the documented output, and create the files."""
     pytest.importorskip("tensorflow")
     printed = run_page("tensorflow.md")
     page = ROOT.joinpath("docs", "tensorflow.md").read_text("utf-8")
-    (promised,) = re.findall(r"^It prints (`.*?`)\.$", page, re.MULTILINE | re.DOTALL)
-    for line in re.findall(r"`([^`]+)`", promised):
+    (expected,) = re.findall(r"^It prints (`.*?`)\.$", page, re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"`([^`]+)`", expected):
         assert f"{line}\n" in printed
     assert "[] ['it is not folded: its values are variables" in printed
     assert {path.name for path in folder.iterdir()} >= {"digits", "trained", "digits.pb"}
 
 
 def test_data_tables():
-    """The page has a row for each kind, key and preset, and presets set what it says."""
+    """The page has a row for each data kind, pixel key and preset, with the keys that a preset sets."""
     page = ROOT.joinpath("docs", "data.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `(\S+)` \| (.*) \|$", page, re.MULTILINE))
     assert rows.keys() == {*DATA_KINDS, *PIXEL_KEYS, *PIXEL_PRESETS}
     for name, keys in PIXEL_PRESETS.items():
-        said = ",".join(f"{key}={value}" for key, value in keys.items())
-        assert rows[name].endswith(f"| `{said}`" if said else "| none")
+        settings = ",".join(f"{key}={value}" for key, value in keys.items())
+        assert rows[name].endswith(f"| `{settings}`" if settings else "| none")
 
 
 @pytest.mark.slow
 def test_live_objects(folder):
-    """Each snippet runs, what the page says it prints is printed, and the files it names appear."""
+    """The page's code blocks run, print the documented output, and create the files."""
     pytest.importorskip("tensorflow")
     printed = run_page("live-objects.md")
     page = ROOT.joinpath("docs", "live-objects.md").read_text("utf-8")
-    promised = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
-    assert len(promised) == 4
-    for line in promised:
+    expected = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert len(expected) == 4
+    for line in expected:
         assert f"{line}\n" in printed
     assert {path.name for path in folder.iterdir()} >= {"model.tflite", "model.keras", "model.quant"}
 
@@ -216,29 +214,29 @@ def test_live_objects(folder):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_families(folder):
-    """Each snippet runs, and what the page says it prints is printed."""
+    """The page's code blocks run, print the documented output, and create the files."""
     pytest.importorskip("tensorflow")
     printed = run_page("families.md")
     page = ROOT.joinpath("docs", "families.md").read_text("utf-8")
-    (promised,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
-    assert f"{promised}\n" in printed
+    (expected,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert f"{expected}\n" in printed
     assert {path.name for path in folder.iterdir()} >= {"learned", "learned_later", "learned.pb"}
 
 
 def test_families_tables():
-    """The page has a column or row for each family of TensorFlow and each source of ranges."""
+    """The page has a column for each TensorFlow family and a row for each source of ranges."""
     page = ROOT.joinpath("docs", "families.md").read_text("utf-8")
-    named = [name for name, family in FAMILIES.items() if family.format == "tensorflow"]
+    names = [name for name, family in FAMILIES.items() if family.format == "tensorflow"]
     (head,) = re.findall(r"^\| \| (.*) \|$", page, re.MULTILINE)
     assert [word.strip("`") for word in head.split(" | ")] == [
-        name.removeprefix("quantize-and-dequantize") for name in named
+        name.removeprefix("quantize-and-dequantize") for name in names
     ]
     assert re.findall(r'^\| `"(\w+)"` \|', page, re.MULTILINE) == list(get_args(RangeSource))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    """Links to files name files that exist."""
+def test_links_are_valid(page):
+    """Relative links name existing files."""
     text = ROOT.joinpath("docs", page).read_text("utf-8")
     targets = re.findall(r'(?:\]\(|src=")([^)"#]+)', text)
-    assert [one for one in targets if "://" not in one and not ROOT.joinpath("docs", one).exists()] == []
+    assert [target for target in targets if "://" not in target and not ROOT.joinpath("docs", target).exists()] == []

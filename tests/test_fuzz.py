@@ -1,7 +1,7 @@
-"""Mutated models, data, rule files and plans end in success or in a GraphQuantError, in bounded time and memory.
+"""Mutated models, data, rule files and plans cause success or GraphQuantError, in bounded time and memory.
 
-The mutations run in a child process of their own (this very file), so that a crash of a library written in C++, a hang
-or a lack of memory is seen, with the seed that caused it.
+Mutations run in a child process, which executes this file. So the parent reports crashes, hangs and memory errors
+with the seed that caused them.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ Bytes = bytes | bytearray
 # -- mutations of bytes ----------------------------------------------------------------------------
 
 
-def flip(rng: random.Random, data: Bytes) -> Bytes:
-    """A few bits inverted."""
+def flip_bits(rng: random.Random, data: Bytes) -> Bytes:
+    """Invert a few bits."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8, 64))):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
     return changed
 
 
-def truncate(rng: random.Random, data: Bytes) -> Bytes:
-    """The end cut off."""
+def truncate_bytes(rng: random.Random, data: Bytes) -> Bytes:
+    """Cut off the end."""
     return data[: rng.randrange(len(data))]
 
 
-def splice(rng: random.Random, data: Bytes) -> Bytes:
-    """A piece deleted, doubled, or put where another was."""
+def splice_bytes(rng: random.Random, data: Bytes) -> Bytes:
+    """Delete, duplicate or replace a piece."""
     start, end = sorted(rng.randrange(len(data)) for _ in range(2))
     end = min(end, start + rng.choice((1, 8, 200, 5000)))
-    where = rng.randrange(len(data))
-    middle = rng.choice((b"", data[start:end] * 2, data[where : where + end - start]))
+    source = rng.randrange(len(data))
+    middle = rng.choice((b"", data[start:end] * 2, data[source : source + end - start]))
     return bytes(data[:start]) + bytes(middle) + bytes(data[end:])
 
 
@@ -94,35 +94,35 @@ FLOATS = (0.0, -1.0, float("nan"), float("inf"), 1e38, 1e-45)
 WORDS = ("", "a", "../x", "/etc/passwd", "\x00", "\u202e", "x" * 5000, "a/b:0", "^a", "a:1", "a:999999999999", "@in")
 
 
-def mutate(rng: random.Random, message: Any, times: int) -> None:
-    """Changes random fields, at any depth; strings often become other strings of the message, which makes cycles."""
-    places = list(fields(message))
-    strings = sorted({value for _, field, value in places if isinstance(value, str)})
+def mutate_message(rng: random.Random, message: Any, times: int) -> None:
+    """Change random fields at any depth. Strings often become other strings of the message, which makes cycles."""
+    set_fields = list(iterate_fields(message))
+    strings = sorted({value for _, field, value in set_fields if isinstance(value, str)})
     for _ in range(times):
-        holder, field, _ = rng.choice(places)
+        holder, field, _ = rng.choice(set_fields)
         with contextlib.suppress(ValueError, TypeError):  # a value that the field cannot hold: no mutation
-            change(rng, holder, field, strings)
+            change_field(rng, holder, field, strings)
 
 
-def fields(message: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield each field that is set, as message, descriptor and value or one value of it."""
-    todo = [message]
-    while todo:
-        here = todo.pop()
-        for field, value in here.ListFields():
+def iterate_fields(message: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield each set field as message, descriptor and one of its values."""
+    pending = [message]
+    while pending:
+        current = pending.pop()
+        for field, value in current.ListFields():
             if field.message_type is not None and field.message_type.GetOptions().map_entry:
-                yield here, field, None
+                yield current, field, None
                 parts = (value[key] for key in sorted(value))  # a map's own order differs from run to run
-                todo += [part for part in parts if isinstance(part, Message)]
+                pending += [part for part in parts if isinstance(part, Message)]
             elif field.message_type is not None:
-                yield here, field, None
-                todo += value if field.is_repeated else [value]
+                yield current, field, None
+                pending += value if field.is_repeated else [value]
             else:
-                yield here, field, value[0] if field.is_repeated else value
+                yield current, field, value[0] if field.is_repeated else value
 
 
-def change(rng: random.Random, holder: Any, field: Any, strings: list[str]) -> None:
-    """Changes one field: to nothing, to other values, or its parts to fewer, more or another order."""
+def change_field(rng: random.Random, holder: Any, field: Any, strings: list[str]) -> None:
+    """Clear a field, replace its value, or delete, duplicate or reorder its elements."""
     value = getattr(holder, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         keys = sorted(value)
@@ -138,28 +138,28 @@ def change(rng: random.Random, holder: Any, field: Any, strings: list[str]) -> N
         elif action == 2:  # the third action
             parts = list(value)
             rng.shuffle(parts)
-            copies = [type(part).FromString(wire(part)) if isinstance(part, Message) else part for part in parts]
+            copies = [type(part).FromString(serialize(part)) if isinstance(part, Message) else part for part in parts]
             del value[:]
             value.extend(copies)
         elif field.message_type is None:
-            value[index] = scalar(rng, value[index], strings)
+            value[index] = mutate_scalar(rng, value[index], strings)
     elif field.message_type is not None or rng.random() < 0.2:  # one in five
         holder.ClearField(field.name)
     else:
-        setattr(holder, field.name, scalar(rng, value, strings))
+        setattr(holder, field.name, mutate_scalar(rng, value, strings))
 
 
-def wire(message: Any) -> bytes:
-    """The message's bytes, maps in the order of their keys."""
+def serialize(message: Any) -> bytes:
+    """Return the message's bytes, with maps in the order of their keys."""
     return bytes(message.SerializeToString(deterministic=True))
 
 
-def scalar(rng: random.Random, value: Any, strings: list[str]) -> Any:
-    """Another value of the same type."""
+def mutate_scalar(rng: random.Random, value: Any, strings: list[str]) -> Any:
+    """Return another value of the same type."""
     if isinstance(value, str):
         return rng.choice(WORDS) if rng.random() < 0.3 else rng.choice(strings)  # three in ten
     if isinstance(value, bytes):
-        return bytes(rng.choice((flip, truncate, splice))(rng, value)) if value else b"\xff\x00"
+        return bytes(rng.choice((flip_bits, truncate_bytes, splice_bytes))(rng, value)) if value else b"\xff\x00"
     if isinstance(value, float):
         return rng.choice(FLOATS)
     if isinstance(value, bool):
@@ -169,86 +169,86 @@ def scalar(rng: random.Random, value: Any, strings: list[str]) -> Any:
 
 # -- mutated files ---------------------------------------------------------------------------------
 
-BYTES: tuple[Callable[[random.Random, Bytes], Bytes], ...] = (flip, truncate, splice)
+BYTES: tuple[Callable[[random.Random, Bytes], Bytes], ...] = (flip_bits, truncate_bytes, splice_bytes)
 
 
-def mutated_bytes(rng: random.Random, path: Path) -> None:
-    """Spoils the bytes of a file."""
+def mutate_file_bytes(rng: random.Random, path: Path) -> None:
+    """Mutate the bytes of a file."""
     path.write_bytes(rng.choice(BYTES)(rng, path.read_bytes()))
 
 
-def mutated_message(rng: random.Random, path: Path, kind: Any) -> None:
-    """Spoils the message in a file, in text form if the file is."""
+def mutate_file_message(rng: random.Random, path: Path, kind: Any) -> None:
+    """Mutate the message in a file, which may be in text format."""
     message = kind()
     text = path.suffix == ".pbtxt"
     if text:
         proto.parse_text(path.read_text(), message)
     else:
         message.ParseFromString(path.read_bytes())
-    mutate(rng, message, rng.choice((1, 1, 1, 2, 4, 16)))
+    mutate_message(rng, message, rng.choice((1, 1, 1, 2, 4, 16)))
     with contextlib.suppress(ValueError):  # text that is no UTF-8 cannot be serialized; the file stays as it was
-        path.write_bytes(proto.to_text(message).encode() if text else wire(message))
+        path.write_bytes(proto.to_text(message).encode() if text else serialize(message))
 
 
 @cache
-def quantized(name: str) -> Path:
-    """The sample model with quantize-dequantize ops, in a folder of this process."""
+def quantized_sample(name: str) -> Path:
+    """Return a sample model with quantize-dequantize ops, in a temporary folder."""
     folder = TemporaryDirectory()
     atexit.register(folder.cleanup)
     result = api.insert(SAMPLES / name, rules=["fixed_point"], float_weights=name == "digits_rnn.onnx")
     return result.save(Path(folder.name) / name)
 
 
-def mutated_model(rng: random.Random, folder: Path) -> Path:
-    """A sample model, spoilt."""
+def write_mutated_model(rng: random.Random, folder: Path) -> Path:
+    """Write a mutated sample model and return its path."""
     name = rng.choice((*ONNX, *ONNX, *GRAPHS, *FOLDERS))
     target = folder / name
     if rng.random() < 0.15:  # models that are quantized already have more to read
         name = rng.choice(("digits_cnn.onnx", "digits_rnn.onnx", "digits_cnn.pb"))
         target = folder / name
-        shutil.copy(quantized(name), target)
-        mutated_message(rng, target, ModelProto if name in ONNX else proto.GraphDef)
+        shutil.copy(quantized_sample(name), target)
+        mutate_file_message(rng, target, ModelProto if name in ONNX else proto.GraphDef)
         return target
     if name in FOLDERS:
         shutil.copytree(SAMPLES / name, target)
         part = rng.choice(("saved_model.pb",) * 4 + ("variables/variables.index",) * 2)
         part = "variables/variables.data-00000-of-00001" if rng.random() < 0.1 else part  # one in ten
         if part == "saved_model.pb" and rng.random() < 0.7:  # most
-            mutated_message(rng, target / part, proto.SavedModel)
+            mutate_file_message(rng, target / part, proto.SavedModel)
         else:
-            mutated_bytes(rng, target / part)
+            mutate_file_bytes(rng, target / part)
         return target
     shutil.copy(SAMPLES / name, target)
     if rng.random() < 0.3:  # the rest are messages again, which get further
-        mutated_bytes(rng, target)
+        mutate_file_bytes(rng, target)
     else:
-        mutated_message(rng, target, ModelProto if name in ONNX else proto.GraphDef)
+        mutate_file_message(rng, target, ModelProto if name in ONNX else proto.GraphDef)
     return target
 
 
-# -- what is tried ---------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 def model_case(rng: random.Random, folder: Path) -> str:
-    """A spoilt model is inspected, and quantized where no data is needed."""
-    path = mutated_model(rng, folder)
+    """Inspect a mutated model, and quantize it by rules that need no data."""
+    path = write_mutated_model(rng, folder)
     model = api.load(path)
-    look(model)
+    inspect_model(model)
     rules = rng.choice(("fixed_point", "weight_only"))
     result = api.insert(model, rules=[rules], float_weights=rng.random() < 0.2)  # one in five
     view_data.result_json(result, None)
     out = result.save(folder / f"out{path.suffix}")
-    again = api.load(out)
-    check_invariants(again, "the fuzz test")
-    assert path.suffix != ".onnx" or complaint(path) or not complaint(out), complaint(out)
-    added = len(summarize_model(again).quantization_ops) - len(summarize_model(model).quantization_ops)
-    made = sum(len({use.graph for use in done.site.uses}) for done in result.inserted)  # a dequantization each
-    assert added <= made, f"{added} quantization ops came from {len(result.inserted)} sites in {made} graphs"
+    reloaded = api.load(out)
+    check_invariants(reloaded, "the fuzz test")
+    assert path.suffix != ".onnx" or checker_error(path) or not checker_error(out), checker_error(out)
+    added = len(summarize_model(reloaded).quantization_ops) - len(summarize_model(model).quantization_ops)
+    expected = sum(len({use.graph for use in pair.site.uses}) for pair in result.inserted)  # a dequantization each
+    assert added <= expected, f"{added} quantization ops came from {len(result.inserted)} sites in {expected} graphs"
     return "inserted" if result.inserted else "nothing to insert"
 
 
-def complaint(path: Path) -> str:
-    """What onnx's checker has against the model; "" if nothing."""
+def checker_error(path: Path) -> str:
+    """Return the error of onnx's checker, or "" if the model is valid."""
     try:
         checker.check_model(onnx.load(path))
     except (checker.ValidationError, ValueError, RuntimeError) as error:
@@ -256,43 +256,43 @@ def complaint(path: Path) -> str:
     return ""
 
 
-def look(model: Model) -> None:
-    """Everything that `inspect` shows."""
-    found = summarize_model(model)
-    json.dumps(view_data.summary_json(found))
+def inspect_model(model: Model) -> None:
+    """Create every view that `inspect` offers."""
+    summary = summarize_model(model)
+    json.dumps(view_data.summary_json(summary))
     graphviz_dot(model)
     drawing = model_drawing(model)
     viewer_page(viewer_data(drawing))
     graph_svg(drawing)
     graph_graphml(drawing)
     console = Console(file=io.StringIO(), width=80)
-    console.print(view_text.summary_view(found))
+    console.print(view_text.summary_view(summary))
 
 
 def data_case(rng: random.Random, folder: Path) -> str:
-    """A sound model is calibrated on a spoilt file."""
+    """Calibrate a valid model on mutated data."""
     path = folder / "data.npz"
     shutil.copy(SAMPLES / "digits_cnn_calib.npz", path)
-    mutated_bytes(rng, path)
+    mutate_file_bytes(rng, path)
     return "inserted" if api.insert(SAMPLES / "digits_cnn.onnx", data=str(path), samples=3).inserted else "nothing"
 
 
-def ran_case(rng: random.Random, folder: Path) -> str:
-    """A spoilt ONNX model runs on random data: onnxruntime gets to see it."""
+def runtime_case(rng: random.Random, folder: Path) -> str:
+    """Quantize a mutated ONNX model on random data, which runs it in ONNX Runtime."""
     path = folder / "model.onnx"
     shutil.copy(SAMPLES / rng.choice(ONNX), path)
-    mutated_message(rng, path, ModelProto)
+    mutate_file_message(rng, path, ModelProto)
     result = api.insert(path, data="random:1")
     out = result.save(folder / "out.onnx")
     if not result.inserted:
         return "nothing to insert"
     feed = next(iter(open_data("random:1", create_runner(result.source).inputs)))
-    assert refusal(path, feed) or not refusal(out, feed), refusal(out, feed)
+    assert runtime_error(path, feed) or not runtime_error(out, feed), runtime_error(out, feed)
     return "inserted"
 
 
-def refusal(path: Path, feed: Any) -> str:
-    """Why onnxruntime does not run the model; "" if it does."""
+def runtime_error(path: Path, feed: Any) -> str:
+    """Return the error of ONNX Runtime, or "" if the model runs."""
     try:
         create_runner(api.load(path)).run(feed)
     except GraphQuantError as error:
@@ -301,16 +301,16 @@ def refusal(path: Path, feed: Any) -> str:
 
 
 def rules_case(rng: random.Random, folder: Path) -> str:
-    """A sound model is quantized by a spoilt rule file."""
+    """Quantize a valid model by a mutated rule file."""
     path = folder / "rules.toml"
     shutil.copy(SAMPLES.parent / "rules" / rng.choice(("fixed_point.toml", "onnxruntime.toml", "tflite.toml")), path)
-    mutated_bytes(rng, path)
+    mutate_file_bytes(rng, path)
     model = SAMPLES / rng.choice(("digits_cnn.onnx", "digits_cnn.pb"))
     return f"{min(len(api.plan(model, rules=[str(path)]).sites), 1)} or more sites"
 
 
 def plan_case(rng: random.Random, folder: Path) -> str:
-    """A spoilt plan is applied to its model."""
+    """Apply a mutated plan to its model."""
     model = api.load(SAMPLES / rng.choice(("digits_cnn_bn.onnx", "digits_rnn.onnx", "digits_rnn.pb")))
     data = plan_to_json(api.plan(model, rules=["fixed_point"]))
     path = folder / "plan.json"
@@ -326,10 +326,10 @@ def plan_case(rng: random.Random, folder: Path) -> str:
 
 
 def mutate_json(rng: random.Random, data: Any) -> None:
-    """Changes one value anywhere in `data`."""
-    places = list(json_places(data))
-    holder, key = rng.choice(places)
-    others = [other[where] for other, where in rng.sample(places, min(8, len(places)))]
+    """Change one value anywhere in `data`."""
+    values = list(json_values(data))
+    holder, key = rng.choice(values)
+    others = [other[index] for other, index in rng.sample(values, min(8, len(values)))]
     value = rng.choice((None, -1, 0, 10**30, 0.5, -2.5, "", "x", [], {}, True, [1e-9], [0.1, 0.2], *others))
     if rng.random() < 0.2:  # one in five
         del holder[key]
@@ -337,19 +337,20 @@ def mutate_json(rng: random.Random, data: Any) -> None:
         holder[key] = json.loads(json.dumps(value))
 
 
-def json_places(data: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each value in `data` as what holds it and its key."""
+def json_values(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield container and key of each value in `data`."""
     keys = list(data) if isinstance(data, dict) else list(range(len(data)))
     for key in keys:
         yield data, key
         if isinstance(data[key], dict | list):
-            yield from json_places(data[key])
+            yield from json_values(data[key])
 
 
+# The names seed the mutations: a new name changes what is tested.
 CASES: dict[str, Callable[[random.Random, Path], str]] = {
     "model": model_case,
     "data": data_case,
-    "ran": ran_case,
+    "ran": runtime_case,
     "rules": rules_case,
     "plan": plan_case,
 }
@@ -358,61 +359,61 @@ CASES: dict[str, Callable[[random.Random, Path], str]] = {
 # -- the child -------------------------------------------------------------------------------------
 
 
-def child(kind: str, start: int, stop: int) -> None:
-    """Tries the seeds; prints each before it is tried, and the endings as JSON at the end."""
+def run_seeds(kind: str, start: int, stop: int) -> None:
+    """Run the seeds. Print each seed before it runs, and the outcomes as JSON at the end."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGALRM, _late)
-    endings: Counter[str] = Counter()
-    bad: list[str] = []
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    outcomes: Counter[str] = Counter()
+    failures: list[str] = []
     slowest = 0.0
     for seed in range(start, stop):
         sys.stderr.write(f"seed {seed}\n")
         sys.stderr.flush()
-        began = time.monotonic()
+        start_time = time.monotonic()
         signal.alarm(SECONDS)
         with TemporaryDirectory() as folder:
             try:
-                endings[CASES[kind](random.Random(f"{kind} {seed}"), Path(folder))] += 1  # noqa: S311  # not a secret
+                outcomes[CASES[kind](random.Random(f"{kind} {seed}"), Path(folder))] += 1  # noqa: S311  # not a secret
             except InternalError as error:
-                bad.append(f"{kind} {seed}: {error}")
+                failures.append(f"{kind} {seed}: {error}")
             except GraphQuantError as error:
-                endings[type(error).__name__] += 1
-            except BaseException:  # noqa: BLE001  # what the test is about
-                bad.append(f"{kind} {seed}: {traceback.format_exc()}")
-            left = [file.name for file in Path(folder).iterdir() if file.name.endswith((".part", ".tmp"))]
-            bad += [f"{kind} {seed}: left {left}"] if left else []
+                outcomes[type(error).__name__] += 1
+            except BaseException:  # noqa: BLE001  # any other exception is a failure
+                failures.append(f"{kind} {seed}: {traceback.format_exc()}")
+            leftovers = [file.name for file in Path(folder).iterdir() if file.name.endswith((".part", ".tmp"))]
+            failures += [f"{kind} {seed}: temporary files {leftovers}"] if leftovers else []
         signal.alarm(0)
-        slowest = max(slowest, time.monotonic() - began)
-    sys.stdout.write(json.dumps({"endings": endings, "bad": bad, "slowest": slowest}))
+        slowest = max(slowest, time.monotonic() - start_time)
+    sys.stdout.write(json.dumps({"outcomes": outcomes, "failures": failures, "slowest": slowest}))
 
 
-def _late(signum: int, frame: Any) -> None:
+def _raise_timeout(signum: int, frame: Any) -> None:
     raise TimeoutError(f"more than {SECONDS} seconds")
 
 
-def attempt(kind: str, start: int, stop: int) -> Counter[str]:
-    """The endings of these seeds; a failure names the seed."""
-    done = subprocess.run(
+def run_child(kind: str, start: int, stop: int) -> Counter[str]:
+    """Run seeds in a child process, assert that none failed, and return the outcomes."""
+    process = subprocess.run(
         [sys.executable, "-X", "faulthandler", __file__, kind, str(start), str(stop)],
         capture_output=True,
         text=True,
         check=False,
         timeout=1800,
     )
-    assert done.returncode == 0, f"the child ended with {done.returncode}: {done.stderr[-3000:]}"
-    found = json.loads(done.stdout)
-    assert found["bad"] == [], "\n".join(found["bad"][:5])
-    return Counter(found["endings"])
+    assert process.returncode == 0, f"the child ended with {process.returncode}: {process.stderr[-3000:]}"
+    report = json.loads(process.stdout)
+    assert report["failures"] == [], "\n".join(report["failures"][:5])
+    return Counter(report["outcomes"])
 
 
 @pytest.mark.parametrize(("kind", "count"), [("model", 200), ("data", 25), ("ran", 25), ("rules", 25), ("plan", 25)])
-def test_some_mutations_end_well(kind: str, count: int) -> None:
-    """Nothing but success and GraphQuantErrors, and both of them happen."""
-    endings = attempt(kind, 0, count)
-    assert sum(endings.values()) == count
-    assert sum(number for name, number in endings.items() if name.endswith("Error")) > 0
+def test_some_mutations(kind: str, count: int) -> None:
+    """Mutations cause only success and GraphQuantError, and both occur."""
+    outcomes = run_child(kind, 0, count)
+    assert sum(outcomes.values()) == count
+    assert sum(number for name, number in outcomes.items() if name.endswith("Error")) > 0
     if kind != "data":
-        assert sum(number for name, number in endings.items() if not name.endswith("Error")) > 0
+        assert sum(number for name, number in outcomes.items() if not name.endswith("Error")) > 0
 
 
 @pytest.mark.slow
@@ -426,10 +427,10 @@ def test_some_mutations_end_well(kind: str, count: int) -> None:
         ("plan", 1000, 1500),
     ],
 )
-def test_thousands_of_mutations_end_well(kind: str, start: int, stop: int) -> None:
-    """Nothing but success and GraphQuantErrors."""
-    assert sum(attempt(kind, start, stop).values()) == stop - start
+def test_thousands_of_mutations(kind: str, start: int, stop: int) -> None:
+    """Thousands of mutations cause only success and GraphQuantError."""
+    assert sum(run_child(kind, start, stop).values()) == stop - start
 
 
 if __name__ == "__main__":
-    child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    run_seeds(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""What is imported when: no TensorFlow but to run its models, nothing heavy for the help, all lazily."""
+"""Imports are lazy: TensorFlow is imported only to run its models, and heavy packages never for the help."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"numpy", "networkx", "onnx", "onnxruntime", "rich", "pydantic", "google", "tensorflow", "ml_dtypes"}
 
 
-def imported(*arguments: object) -> set[str]:
-    """The top-level packages that `python ARGUMENTS` imports, as -X importtime tells them."""
+def imported_packages(*arguments: object) -> set[str]:
+    """Return the top-level packages that `python ARGUMENTS` imports, from -X importtime."""
     command = [sys.executable, "-X", "importtime", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     return {line.split("|")[2].strip().split(".")[0] for line in result.stderr.splitlines() if line.count("|") == 2}
 
 
-def verbs(model: Path, folder: Path) -> list[list[object]]:
-    """Calls of each verb that needs no data."""
+def command_lines(model: Path, folder: Path) -> list[list[object]]:
+    """Return command lines of each command that needs no data."""
     return [
         ["plan", model],
         ["plan", model, "--format", "json"],
@@ -37,41 +37,44 @@ def verbs(model: Path, folder: Path) -> list[list[object]]:
 
 
 def test_no_tensorflow_for_saved_models(samples: Path, tmp_path: Path) -> None:
-    """Reading, planning and rewriting a SavedModel import neither tensorflow nor onnx, nor what data alone needs."""
+    """Reading, planning and rewriting a SavedModel import no TensorFlow, ONNX or ONNX Runtime."""
     unwanted = {"tensorflow", "keras", "onnx", "onnxruntime"}
-    for arguments in verbs(samples / "digits_cnn_saved_model", tmp_path):
-        assert imported("-m", "graphquant", *arguments) & unwanted == set()
+    for arguments in command_lines(samples / "digits_cnn_saved_model", tmp_path):
+        assert imported_packages("-m", "graphquant", *arguments) & unwanted == set()
 
 
 def test_no_tensorflow_for_a_real_saved_model(shared: Path, tmp_path: Path) -> None:
-    """The same for one of 197 functions."""
-    for arguments in verbs(shared / "kws/saved_model", tmp_path)[:6]:
-        assert imported("-m", "graphquant", *arguments) & {"tensorflow", "keras", "onnx", "onnxruntime"} == set()
+    """A real SavedModel with 197 functions needs no TensorFlow, ONNX or ONNX Runtime."""
+    for arguments in command_lines(shared / "kws/saved_model", tmp_path)[:6]:
+        assert (
+            imported_packages("-m", "graphquant", *arguments) & {"tensorflow", "keras", "onnx", "onnxruntime"} == set()
+        )
 
 
 def test_no_tensorflow_for_onnx(samples: Path, tmp_path: Path) -> None:
-    """An ONNX model is quantized on data without tensorflow."""
+    """Quantizing an ONNX model on data imports no TensorFlow."""
     data = ["--data", samples / "digits_cnn_calib.npz", "-o", tmp_path / "out.onnx"]
-    seen = imported("-m", "graphquant", "insert", samples / "digits_cnn.onnx", *data)
-    assert "tensorflow" not in seen
+    packages = imported_packages("-m", "graphquant", "insert", samples / "digits_cnn.onnx", *data)
+    assert "tensorflow" not in packages
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["insert", "--help"], ["--version"], ["rules", "--help"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    """The help of each command needs click alone."""
-    assert imported("-m", "graphquant", *arguments) & HEAVY == set()
+def test_help_imports_no_heavy_package(arguments: list[str]) -> None:
+    """The help of each command imports no heavy package."""
+    assert imported_packages("-m", "graphquant", *arguments) & HEAVY == set()
 
 
-def test_the_package_is_lazy() -> None:
-    """`import graphquant` imports nothing but the standard library; its verbs come when they are used."""
-    assert imported("-c", "import graphquant") & (HEAVY | {"click"}) == set()
+def test_package_is_lazy() -> None:
+    """`import graphquant` imports only the standard library. Its functions import others on first use."""
+    assert imported_packages("-c", "import graphquant") & (HEAVY | {"click"}) == set()
     assert (
-        imported("-c", "import graphquant as gq; gq.load; gq.insert") & {"onnx", "tensorflow", "rich", "click"} == set()
+        imported_packages("-c", "import graphquant as gq; gq.load; gq.insert") & {"onnx", "tensorflow", "rich", "click"}
+        == set()
     )
 
 
 def test_verbs_stay_callable_after_every_module_is_imported() -> None:
-    """No module of the package hides a verb of the same name."""
+    """No module of the package hides a function of the same name."""
     script = """
 import importlib, pkgutil, types
 import graphquant as gq
@@ -94,7 +97,7 @@ else:
 
 @pytest.mark.slow
 def test_help_starts_fast() -> None:
-    """`graphquant --help` takes at most twice the time of importing click, as the benchmark measures it."""
+    """`graphquant --help` takes at most twice the time of importing click, by the benchmark."""
     script = ROOT / "benchmarks" / "startup.py"
     result = subprocess.run([sys.executable, str(script), "15"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout

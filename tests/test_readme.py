@@ -1,4 +1,4 @@
-"""README.md keeps its word; .ci/run runs its shell commands."""
+"""README.md: Python examples run, and outputs, tables and links are up to date."""
 
 import re
 from pathlib import Path
@@ -13,16 +13,16 @@ ROOT = Path(__file__).parent.parent
 TEXT = ROOT.joinpath("README.md").read_text("utf-8")
 
 
-def blocks(language):
-    """The code blocks of one language."""
+def code_blocks(language):
+    """Return the code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 
 
 def test_python_runs(tmp_path, monkeypatch, capsys):
-    """The Python example runs as it stands, and leaves what it excludes."""
+    """The Python example runs, and does not quantize the ops that it excludes."""
     tmp_path.joinpath("sample_models").symlink_to(ROOT / "sample_models")
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("python")
+    (code,) = code_blocks("python")
     exec(compile(code, "README.md", "exec"), {})  # noqa: S102  # README's own code
     printed = capsys.readouterr().out
     assert "residual/relu:0 joint-output" in printed
@@ -31,25 +31,25 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_first_command_ends_as_shown(tmp_path):
-    """The first set-up command prints the line that README shows."""
+    """The first command prints the line that README shows."""
     model, data = (str(ROOT / "sample_models" / name) for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"))
-    ran = CliRunner().invoke(main, ["insert", model, "--data", data, "-o", str(tmp_path / "out.onnx")])
+    result = CliRunner().invoke(main, ["insert", model, "--data", data, "-o", str(tmp_path / "out.onnx")])
     (summary_line,) = re.findall(r"^ {4}(\d+ sites inserted.*?) Written to", TEXT, re.MULTILINE)
-    assert ran.stdout.splitlines()[-1].startswith(f"{summary_line} Written to")
+    assert result.stdout.splitlines()[-1].startswith(f"{summary_line} Written to")
 
 
 def test_check_ends_as_shown(tmp_path):
-    """What the check command prints of its model is the line that README shows."""
+    """The check command prints the line that README shows."""
     model, data = (str(ROOT / "sample_models" / name) for name in ("digits_cnn_bn.onnx", "digits_cnn_calib.npz"))
     quantized = str(tmp_path / "out.onnx")
     assert CliRunner().invoke(main, ["insert", model, "--data", data, "-o", quantized]).exit_code == 0
-    ran = CliRunner().invoke(main, ["check", quantized, "--for", "onnxruntime"])
+    result = CliRunner().invoke(main, ["check", quantized, "--for", "onnxruntime"])
     (summary_line,) = re.findall(r"^ {4}(\d+ of \d+ ops run in low precision.*)$", TEXT, re.MULTILINE)
-    assert ran.stdout.splitlines()[0].endswith(f" for onnxruntime: {summary_line}")
+    assert result.stdout.splitlines()[0].endswith(f" for onnxruntime: {summary_line}")
 
 
 def test_rule_file_has_eight_lines(tmp_path):
-    """The rule file that README shows has eight lines and no mistakes."""
+    """README's rule file has eight lines and is valid."""
     (text,) = re.findall(r"<<'END'\n(.*?)^END$", TEXT, re.DOTALL | re.MULTILINE)
     assert len(text.splitlines()) == 8
     file = tmp_path / "mine.toml"
@@ -58,26 +58,26 @@ def test_rule_file_has_eight_lines(tmp_path):
 
 
 def test_targets_are_the_shipped_rules():
-    """The target table has a row for each rule file that ships."""
+    """The target table has a row for each shipped rule file."""
     table = TEXT.partition("## Targets")[2].partition("## ")[0]
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(shipped_rule_files())
 
 
 def test_exit_codes_are_all_listed():
-    """The table of exit codes has those of every error."""
+    """The table of exit codes has the code of every error class."""
     table = TEXT.partition("## Exit codes")[2].partition("## ")[0]
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     assert listed == {kind.exit_code for kind in GraphQuantError.__subclasses__()} | {0, 130}
 
 
 def test_two_set_up_commands():
-    """There are exactly two set-up commands, a line each, before the heading "Commands"."""
+    """There are exactly two set-up commands, of one line each, before the heading "Commands"."""
     before = TEXT.partition("\n## Commands\n")[0]
-    blocks = re.findall(r"^```bash\n(.*?)^```$", before, re.DOTALL | re.MULTILINE)
-    assert [block.count("\n") for block in blocks] == [1, 1]
+    commands = re.findall(r"^```bash\n(.*?)^```$", before, re.DOTALL | re.MULTILINE)
+    assert [block.count("\n") for block in commands] == [1, 1]
 
 
-def test_links_lead_somewhere():
-    """Pictures and links to files name files that exist."""
+def test_links_are_valid():
+    """Pictures and relative links name existing files."""
     targets = re.findall(r'(?:\]\(|src=")([^)"#]+)', TEXT)
     assert [target for target in targets if "://" not in target and not ROOT.joinpath(target).exists()] == []

@@ -1,4 +1,4 @@
-"""Real models that are no part of the project: quantized, saved, run in their framework, and inspected."""
+"""Real models outside of the repository are quantized, saved, run in their framework, and inspected."""
 
 from __future__ import annotations
 
@@ -25,44 +25,46 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-def saved(result: gq.Result, path: Path) -> gq.Model:
-    """The result as it is read back, each of its sites with its very scale and zero point."""
-    again = gq.load(result.save(path))
-    check_invariants(again, "the test")
-    read = {(reading.graph, reading.op): reading.params for reading in summarize_model(again).quantization_ops}
+def save_and_reload(result: gq.Result, path: Path) -> gq.Model:
+    """Save and reload the result, and check the parameters of each site."""
+    reloaded = gq.load(result.save(path))
+    check_invariants(reloaded, "the test")
+    params_by_op = {
+        (reading.graph, reading.op): reading.params for reading in summarize_model(reloaded).quantization_ops
+    }
     assert result.inserted
-    for insertion in own_insertions(result):
-        graph = again.graphs[insertion.output.graph]
+    for insertion in live_insertions(result):
+        graph = reloaded.graphs[insertion.output.graph]
         op = insertion.output.op
-        if (graph.name, op) not in read:  # a reshape behind the quantization of a depthwise kernel
+        if (graph.name, op) not in params_by_op:  # a reshape behind the quantization of a depthwise kernel
             op = next(slot.op for slot in graph.slots(op) if slot is not None)
-        params = read[graph.name, op]
+        params = params_by_op[graph.name, op]
         assert params is not None
         np.testing.assert_array_equal(params.scale, insertion.params.scale)
         np.testing.assert_array_equal(params.zero_point, insertion.params.zero_point)
-    return again
+    return reloaded
 
 
-def own_insertions(result: gq.Result) -> list[InsertedPair]:
-    """What was inserted in what runs, and not in saved functions that no run reaches."""
+def live_insertions(result: gq.Result) -> list[InsertedPair]:
+    """Return the insertions outside of saved functions that no run calls."""
     return [insertion for insertion in result.inserted if insertion.site.clone_of is None]
 
 
-def outputs(model: gq.Model, feeds: list[dict[str, Array]]) -> dict[str, Array]:
-    """The model's outputs in its own framework, those of all feeds one after the other."""
+def run_model(model: gq.Model, feeds: list[dict[str, Array]]) -> dict[str, Array]:
+    """Return the model's outputs in its own framework, stacked over the feeds."""
     runner = formats.format_module(model.format).create_runner(model)
     runs = [runner.run(feed) for feed in feeds]
     return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
 
 
-def sqnr(before: Array, after: Array) -> float:
-    """Signal to quantization noise in dB."""
+def sqnr_db(before: Array, after: Array) -> float:
+    """Return the signal-to-quantization-noise ratio in dB."""
     noise = np.square(after.astype(np.float64) - before).sum()
     return float(10 * np.log10(np.square(before.astype(np.float64)).sum() / noise)) if noise else np.inf
 
 
-def report(text: str) -> None:
-    """Shows a measurement with `pytest -rP`."""
+def print_measurement(text: str) -> None:
+    """Print a measurement, which `pytest -rP` shows."""
     sys.stdout.write(f"{text}\n")
 
 
@@ -71,21 +73,23 @@ def report(text: str) -> None:
 
 @pytest.mark.slow
 def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
-    """Int8 top-1 is at most half a point below float on the labelled samples, and 98% of the answers are the same."""
+    """Int8 top-1 accuracy is at most 0.5 points below float, and 98% of the predictions agree."""
     pytest.importorskip("tensorflow")
     data = np.load(shared / "kws/eval.npz")
     result = gq.insert(shared / "kws/saved_model", data=str(shared / "kws/calib.npz"), validate=False)
-    again = saved(result, tmp_path / "kws")
+    reloaded = save_and_reload(result, tmp_path / "kws")
     name = next(key for key in data if key != "label")
     probabilities = []
-    for model in (result.source, again):
+    for model in (result.source, reloaded):
         runner = formats.format_module(model.format).create_runner(model)
-        outputs = runner.run({runner.inputs[0].name: data[name]})
-        probabilities.append(next(iter(outputs.values())))
-    answers = [outputs.argmax(1) for outputs in probabilities]
-    before, after = ((answer == data["label"]).mean() for answer in answers)
-    agreement = (answers[0] == answers[1]).mean()
-    report(f"KWS: {len(result.inserted)} sites, float {before:.4f}, int8 {after:.4f}, agreement {agreement:.4f}")
+        model_outputs = runner.run({runner.inputs[0].name: data[name]})
+        probabilities.append(next(iter(model_outputs.values())))
+    predictions = [model_outputs.argmax(1) for model_outputs in probabilities]
+    before, after = ((answer == data["label"]).mean() for answer in predictions)
+    agreement = (predictions[0] == predictions[1]).mean()
+    print_measurement(
+        f"KWS: {len(result.inserted)} sites, float {before:.4f}, int8 {after:.4f}, agreement {agreement:.4f}"
+    )
     assert 0 < np.abs(probabilities[0] - probabilities[1]).max() < 0.5  # another model, and no other answers
     assert after >= before - 0.005
     assert agreement >= 0.98
@@ -94,10 +98,10 @@ def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
 
 
 def test_kws_without_tensorflow(shared: Path, tmp_path: Path) -> None:
-    """Weights and fixed-point ranges need no data: the SavedModel is read, rewritten and inspected."""
+    """A SavedModel is quantized by rules that need no data, saved, and inspected."""
     result = gq.insert(shared / "kws/saved_model", rules=["fixed_point"])
-    saved(result, tmp_path / "kws")
-    assert len(own_insertions(result)) == 20
+    save_and_reload(result, tmp_path / "kws")
+    assert len(live_insertions(result)) == 20
     assert len(result.inserted) > 40
     assert {float(scale) for insertion in result.inserted for scale in np.ravel(insertion.params.scale)} == {
         2**-4,
@@ -110,7 +114,7 @@ def test_kws_without_tensorflow(shared: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def photographs(shared: Path, tmp_path: Path) -> list[Array]:
-    """The detector's demo photographs as it wants them, [1, 3, 240, 320]; `images.npz` has the first ten."""
+    """Return the face detector's photographs as [1, 3, 240, 320], and save the first ten as `images.npz`."""
     rgb = np.load(shared / "ultraface/images.npz")["rgb"]
     images = ((rgb.astype(np.float32) - 127) / 128).transpose(0, 3, 1, 2)
     np.savez(tmp_path / "images.npz", input=images[:10])
@@ -118,24 +122,25 @@ def photographs(shared: Path, tmp_path: Path) -> list[Array]:
 
 
 def test_ultraface_of_opset_9(shared: Path, tmp_path: Path, photographs: list[Array], cli: Callable[..., Any]) -> None:
-    """The upgraded detector finds the same faces; `inspect` shows the scale of each site of the report."""
+    """The upgraded detector finds the same faces, and `inspect` shows the scale of each reported site."""
     source, out = shared / "ultraface/version-RFB-320.onnx", tmp_path / "out.onnx"
     cli("insert", source, "--data", tmp_path / "images.npz", "-o", out, "--report", tmp_path / "report.json")
     reported = json.loads((tmp_path / "report.json").read_text())["sites"]
-    read = json.loads(cli("inspect", out, "--format", "json").stdout)
-    scales = {entry["op"]: entry["scale"] for entry in read["quantization"]}
+    inspected = json.loads(cli("inspect", out, "--format", "json").stdout)
+    scales = {entry["op"]: entry["scale"] for entry in inspected["quantization"]}
     assert {site["output"]["op"]: site["scale"] for site in reported} == scales
-    assert read["opset"] == 13
+    assert inspected["opset"] == 13
     feeds = [{"input": image} for image in photographs[10:]]
-    before, after = outputs(gq.load(source), feeds), outputs(gq.load(out), feeds)
+    before, after = run_model(gq.load(source), feeds), run_model(gq.load(out), feeds)
     for name in before:
         assert np.isfinite(after[name]).all()
-        report(f"ultraface {name}: {sqnr(before[name], after[name]):.1f} dB, {len(reported)} sites")
-        assert sqnr(before[name], after[name]) > 20
-    faces = [outputs["scores"][..., 1] > 0.7 for outputs in (before, after)]
-    in_both, in_either = (faces[0] & faces[1]).sum(), (faces[0] | faces[1]).sum()
-    report(
-        f"ultraface: boxes above 0.7 {faces[0].sum()} float, {faces[1].sum()} int8, {in_both / in_either:.3f} in common"
+        print_measurement(f"ultraface {name}: {sqnr_db(before[name], after[name]):.1f} dB, {len(reported)} sites")
+        assert sqnr_db(before[name], after[name]) > 20
+    detections = [model_outputs["scores"][..., 1] > 0.7 for model_outputs in (before, after)]
+    in_both, in_either = (detections[0] & detections[1]).sum(), (detections[0] | detections[1]).sum()
+    print_measurement(
+        f"ultraface: boxes above 0.7 {detections[0].sum()} float, {detections[1].sum()} int8,"
+        f" {in_both / in_either:.3f} in common"
     )
     assert in_both / in_either > 0.85
 
@@ -144,33 +149,33 @@ def test_ultraface_of_opset_9(shared: Path, tmp_path: Path, photographs: list[Ar
 
 
 def test_mtcnn_is_rewritten_without_data(shared: Path, tmp_path: Path) -> None:
-    """A frozen TF1 graph with loop frames: weights behind Enter and Switch, and fixed-point activations."""
+    """A frozen TF1 graph with loops gets weights behind Enter and Switch, and fixed-point activations."""
     result = gq.insert(shared / "mtcnn.pb", rules=["fixed_point"])
-    saved(result, tmp_path / "mtcnn.pb")
-    report(f"mtcnn: {len(result.inserted)} sites, {len(result.skips)} skips")
+    save_and_reload(result, tmp_path / "mtcnn.pb")
+    print_measurement(f"mtcnn: {len(result.inserted)} sites, {len(result.skips)} skips")
     assert sum(insertion.site.parameter for insertion in result.inserted) >= 19
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", ["fixed_point", "weight_only"])
 def test_mtcnn_runs(shared: Path, tmp_path: Path, rules: str) -> None:
-    """The rewritten graph loads and runs in TensorFlow; weights alone still find the faces."""
+    """The rewritten graph runs in TensorFlow with finite outputs."""
     pytest.importorskip("tensorflow")
-    again = saved(gq.insert(shared / "mtcnn.pb", rules=[rules]), tmp_path / "mtcnn.pb")
-    feeds, counts = faces(shared), []
-    for model in (gq.load(shared / "mtcnn.pb"), again):
-        outputs = formats.format_module("tensorflow").create_runner(model).run(feeds)
-        assert all(np.isfinite(value).all() for value in outputs.values())
-        counts.append({name: value.shape for name, value in outputs.items()})
-    report(f"mtcnn {rules}: float {counts[0]}, int8 {counts[1]}")
+    reloaded = save_and_reload(gq.insert(shared / "mtcnn.pb", rules=[rules]), tmp_path / "mtcnn.pb")
+    feeds, counts = mtcnn_feeds(shared), []
+    for model in (gq.load(shared / "mtcnn.pb"), reloaded):
+        model_outputs = formats.format_module("tensorflow").create_runner(model).run(feeds)
+        assert all(np.isfinite(value).all() for value in model_outputs.values())
+        counts.append({name: value.shape for name, value in model_outputs.items()})
+    print_measurement(f"mtcnn {rules}: float {counts[0]}, int8 {counts[1]}")
     assert counts[0].keys() == counts[1].keys()
 
 
 @pytest.mark.slow
 def test_mtcnn_inside_frames(shared: Path, tmp_path: Path) -> None:
-    """In every turn of its loops and every branch taken, the new op gives the bits of what it reads, quantized."""
+    """In every loop iteration and branch, the new op's output equals its quantized input exactly."""
     pytest.importorskip("tensorflow")
-    feeds = faces(shared)
+    feeds = mtcnn_feeds(shared)
     np.savez(tmp_path / "faces.npz", **{name: value[None] for name, value in feeds.items()})
     result = gq.insert(
         shared / "mtcnn.pb", rules=["onnxruntime"], data=str(tmp_path / "faces.npz"), method="minmax", validate=False
@@ -196,12 +201,14 @@ def test_mtcnn_inside_frames(shared: Path, tmp_path: Path) -> None:
                 value, written_range.low, written_range.high, num_bits=8, narrow_range=narrow
             )
             np.testing.assert_array_equal(quantized, expected)
-    report(f"mtcnn: {len(insertions)} activations in {len(kinds)} kinds of ops, {values} values as predicted")
+    print_measurement(
+        f"mtcnn: {len(insertions)} activations in {len(kinds)} kinds of ops, {values} values as predicted"
+    )
     assert values > 100_000
 
 
-def faces(shared: Path) -> dict[str, Array]:
-    """Feeds of MTCNN on which it finds faces."""
+def mtcnn_feeds(shared: Path) -> dict[str, Array]:
+    """Return feeds of MTCNN with faces."""
     return {
         "input": np.load(shared / "ultraface/images.npz")["rgb"][3].astype(np.float32)[..., ::-1],
         "min_size": np.float32(20),
@@ -214,24 +221,24 @@ def faces(shared: Path) -> dict[str, Array]:
 
 
 def test_silero_vad_with_bodies(shared: Path, tmp_path: Path) -> None:
-    """24 subgraphs under If; weights and activations on its own speech, state fed along."""
+    """A model with 24 If subgraphs is quantized, and agrees with the float model on speech."""
     source = shared / "silero_vad_16k_op15.onnx"
     data = np.load(shared / "silero_vad.npz")
     runner = formats.format_module("onnx").create_runner(gq.load(source))
     assert {spec.name for spec in runner.inputs} <= set(data)
     result = gq.insert(source, data=str(shared / "silero_vad.npz"), validate=False)
-    again = saved(result, tmp_path / "vad.onnx")
+    reloaded = save_and_reload(result, tmp_path / "vad.onnx")
     feeds = _vad_feeds(data)
-    before, after = outputs(result.source, feeds), outputs(again, feeds)
-    speech = [outputs["output"].ravel() > 0.5 for outputs in (before, after)]
-    report(
-        f"silero: {len(result.inserted)} sites, {sqnr(before['output'], after['output']):.1f} dB,"
+    before, after = run_model(result.source, feeds), run_model(reloaded, feeds)
+    speech = [model_outputs["output"].ravel() > 0.5 for model_outputs in (before, after)]
+    print_measurement(
+        f"silero: {len(result.inserted)} sites, {sqnr_db(before['output'], after['output']):.1f} dB,"
         f" {speech[0].sum()} of {len(speech[0])} are speech, {(speech[0] == speech[1]).mean():.3f} agree"
     )
     assert np.isfinite(after["output"]).all()
     assert (speech[0] == speech[1]).mean() > 0.9
-    assert sqnr(before["output"], after["output"]) >= 20
-    assert sqnr(before["stateN"], after["stateN"]) >= 20
+    assert sqnr_db(before["output"], after["output"]) >= 20
+    assert sqnr_db(before["stateN"], after["stateN"]) >= 20
     lstms = [
         (graph.name, op.name) for graph in result.source.graphs.values() for op in graph.ops() if op.kind == "lstm"
     ]
@@ -240,25 +247,25 @@ def test_silero_vad_with_bodies(shared: Path, tmp_path: Path) -> None:
         skips = [skip for skip in result.skips for use in skip.uses if use == Use(graph, name, 1)]
         assert [skip.rule for skip in skips] == ["recurrent-weight"]
         assert skips[0].reason == "onnxruntime always runs LSTM, GRU and RNN in float"
-        assert again.graphs[graph].op(name).type == "LSTM"
+        assert reloaded.graphs[graph].op(name).type == "LSTM"
 
 
 def test_silero_vad_reports_its_limits(shared: Path, tmp_path: Path) -> None:
-    """The tensor that the report names is what limits: with its op in float the output is better by decibels."""
+    """Excluding the op that the report ranks worst improves the output by more than 3 dB."""
     source, data = shared / "silero_vad_16k_op15.onnx", str(shared / "silero_vad.npz")
     result = gq.insert(source, data=data, validate=False)
     worst = result.activation_sqnr[0]
     assert worst.tensor == TensorRef("", "/model/stft/Sqrt")  # its spectrum stays float
     without = gq.insert(source, data=data, exclude=[worst.tensor.op], validate=False)
     feeds = _vad_feeds(np.load(data))
-    before, *after = (outputs(model, feeds)["output"] for model in (result.source, result.model, without.model))
-    with_it, without_it = (sqnr(before, outputs) for outputs in after)
-    report(f"silero: {with_it:.1f} dB, {without_it:.1f} with {worst.tensor.op} in float")
-    assert without_it > with_it + 3
+    before, *after = (run_model(model, feeds)["output"] for model in (result.source, result.model, without.model))
+    quantized_db, excluded_db = (sqnr_db(before, model_outputs) for model_outputs in after)
+    print_measurement(f"silero: {quantized_db:.1f} dB, {excluded_db:.1f} with {worst.tensor.op} in float")
+    assert excluded_db > quantized_db + 3
 
 
 def test_silero_vad_lstm_weights(shared: Path, tmp_path: Path) -> None:
-    """A rule quantizes the LSTMs' weights, slices of one initializer that are joined anew in each branch."""
+    """A rule quantizes LSTM weights that are joined from slices of one initializer in each branch."""
     rules = """
         [scheme.weight]
         dtype = "int8"
@@ -270,7 +277,7 @@ def test_silero_vad_lstm_weights(shared: Path, tmp_path: Path) -> None:
         quantize = "weight"
     """
     result = gq.insert(shared / "silero_vad_16k_op15.onnx", rules=[rules])
-    again = saved(result, tmp_path / "vad.onnx")
+    reloaded = save_and_reload(result, tmp_path / "vad.onnx")
     assert len(result.inserted) == 4
     parameters = Parameters(result.source)
     for insertion in result.inserted:
@@ -279,17 +286,17 @@ def test_silero_vad_lstm_weights(shared: Path, tmp_path: Path) -> None:
         value = parameters.value(insertion.site.tensor)
         assert value is not None
         assert value.shape == (1, 512, 128)
-        producer = again.graphs[use.graph].source_of(use)
+        producer = reloaded.graphs[use.graph].source_of(use)
         assert producer is not None
-        integers = again.graphs[producer.graph].source_of(Use(producer.graph, producer.op, 0))
+        integers = reloaded.graphs[producer.graph].source_of(Use(producer.graph, producer.op, 0))
         assert integers is not None
-        stored = Parameters(again).value(integers)
+        stored = Parameters(reloaded).value(integers)
         assert stored is not None
         assert isinstance(insertion.params, QParams)
         assert np.array_equal(stored, quantize(value, insertion.params))
     feeds = _vad_feeds(np.load(shared / "silero_vad.npz"), 20)
-    before, after = outputs(result.source, feeds), outputs(again, feeds)
-    assert sqnr(before["output"], after["output"]) > 30
+    before, after = run_model(result.source, feeds), run_model(reloaded, feeds)
+    assert sqnr_db(before["output"], after["output"]) > 30
 
 
 def _vad_feeds(data: Any, count: int = 100) -> list[dict[str, Array]]:
@@ -305,18 +312,18 @@ def _vad_feeds(data: Any, count: int = 100) -> list[dict[str, Array]]:
 
 @pytest.mark.parametrize("rules", ["onnxruntime", "fixed_point", "weight_only"])
 def test_quantized_model_is_not_quantized_again(shared: Path, tmp_path: Path, rules: str) -> None:
-    """An LSTM that is full of QDQ ops keeps its own, and gets no second pair before or behind one."""
+    """A quantized LSTM model retains its own QDQ pairs, and gets no second pair next to one."""
     model = gq.load(shared / "qlstm_tract.onnx")
     quantization_ops = summarize_model(model).quantization_ops
     assert quantization_ops
     result = gq.insert(model, rules=[rules], data="random:2", validate=False)
-    again = summarize_model(result.model)
-    assert [reading.op for reading in again.quantization_ops if not reading.rule] == [
+    reloaded = summarize_model(result.model)
+    assert [reading.op for reading in reloaded.quantization_ops if not reading.rule] == [
         reading.op for reading in quantization_ops
     ]
     for insertion in result.inserted:
         assert result.source.op(insertion.site.tensor).kind not in {"quantize", "dequantize", "qdq"}
     gq.save(result.model, tmp_path / "out.onnx")
-    report(
+    print_measurement(
         f"qlstm {rules}: {len(quantization_ops)} own pairs, {len(result.inserted)} inserted, {len(result.skips)} left"
     )

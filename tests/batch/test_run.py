@@ -26,11 +26,11 @@ class Executor:
 
     def __call__(self, entries):
         """Yield the outcomes of entries."""
-        for sample_entry in entries:
+        for entry in entries:
             if len(self.done) == self._stop:
                 raise KeyboardInterrupt
-            self.done.append(sample_entry.name)
-            yield quantize_entry(sample_entry)
+            self.done.append(entry.name)
+            yield quantize_entry(entry)
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def workspace(tmp_path, samples, monkeypatch):
     return tmp_path
 
 
-def sample_entry(stem, **batch_options):
+def sample_entry(stem, **changes):
     """Return the entry of a sample model."""
-    settings = {"data": f"{stem}_calib.npz", "samples": 4} | batch_options
+    settings = {"data": f"{stem}_calib.npz", "samples": 4} | changes
     return Entry(name=f"{stem}.onnx", model=f"{stem}.onnx", output=f"out/{stem}.onnx", **settings)
 
 
