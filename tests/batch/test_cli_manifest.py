@@ -92,10 +92,10 @@ def test_prune_cache_with_and_without_a_batch(batch):
     assert code == 0
     assert [outcome.status for outcome in read_report(Path("r.json")).outcomes] == ["done"]
     assert json.loads(out)["outcomes"][0]["status"] == "done"
-    assert "Removed 1 outputs from the cache" in err
+    assert "Removed 1 outputs (" in err
     assert list(Path("cache/graphquant/batches").iterdir()) == []
     assert batch("--prune-cache", "soon")[0] == 2
     Path("graphquant.toml").unlink()
     assert batch("--prune-cache", "30d", "--report", "s.json")[0] == 2
     code, out, _ = batch("--prune-cache", "30d")
-    assert (code, out) == (0, "Removed 0 outputs from the cache, 0 bytes.\n")
+    assert (code, out) == (0, "Removed 0 outputs (0 bytes) from the cache.\n")

@@ -320,7 +320,7 @@ def test_lost_scheduler(tmp_path, monkeypatch, cluster):
             yield outcome
             started[0].kill()
 
-    with pytest.raises(UsageError, match="The cluster's scheduler is gone"):
+    with pytest.raises(UsageError, match=r"scheduler is lost.* --resume"):
         run_batch(entries, BatchOptions(folder=tmp_path / "cache"), execute)
     report = run_batch(entries, BatchOptions(folder=tmp_path / "cache", resume=True), local_executor(1))
     assert [outcome.status for outcome in report.outcomes] == ["done"] * 4

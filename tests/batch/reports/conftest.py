@@ -1,4 +1,4 @@
-"""A report of made-up outcomes: one of each status, with names that want to be markup."""
+"""A report with an outcome of each status, and names that contain markup."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HOSTILE = "</script><script>alert(1)</script>\"'&amp;|`*[x](y)\x1b[31m\u2028%<!-
 
 @pytest.fixture
 def hostile() -> str:
-    """A name that means something in every form of report."""
+    """Return a name with special characters of every report format."""
     return HOSTILE
 
 
 @pytest.fixture
 def report() -> BatchReport:
-    """One outcome of each status, findings, gates and changes."""
-    fine = {
+    """Return a report with an outcome of each status, findings, gates and changes."""
+    successful = {
         "digests": Digests(model="a" * 64, rules="b" * 64, data="c" * 64, output="d" * 64, key="e" * 64),
         "products": {"net.quant.onnx": "d" * 64},
         "size_before": 52_143,
@@ -38,20 +38,20 @@ def report() -> BatchReport:
         "versions": {"graphquant": "0.1.0", "onnxruntime": "1.31.0"},
         "seconds": 1.25,
     }
-    found = BatchFinding(
+    finding = BatchFinding(
         code="GQ102", level="warning", graph="then", op="conv 1", message="it runs in float", fix="mend it"
     )
     outcomes = (
-        Outcome(name="net", model="models/net.onnx", output="models/net.quant.onnx", status="done", **fine),
-        Outcome(name="kept", model="models/kept.pb", output="models/kept.quant.pb", status="unchanged", **fine),
+        Outcome(name="net", model="models/net.onnx", output="models/net.quant.onnx", status="done", **successful),
+        Outcome(name="kept", model="models/kept.pb", output="models/kept.quant.pb", status="unchanged", **successful),
         Outcome(
             name="gated",
             model="models/gated.onnx",
             output="models/gated.quant.onnx",
             status="gate",
             misses=(GateMiss(gate="min_sqnr", message="SQNR is 12.0 dB, and 30 were asked for"),),
-            findings=(found,),
-            **{**fine, "metrics": OutcomeMetrics(sqnr=12.0, samples=8)},
+            findings=(finding,),
+            **{**successful, "metrics": OutcomeMetrics(sqnr=12.0, samples=8)},
         ),
         Outcome(
             name=HOSTILE,

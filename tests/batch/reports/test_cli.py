@@ -1,4 +1,4 @@
-"""`graphquant batch` with its options about reports, on models that need no data."""
+"""Report options of `graphquant batch`, on models that need no data."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from graphquant.errors import UsageError
 
 @pytest.fixture
 def batch(tmp_path, samples, cli, monkeypatch):
-    """A function that quantizes the weights of two sample models in an empty folder."""
+    """Return a function that quantizes the weights of two sample models in an empty folder."""
     for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
         shutil.copy(samples / name, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -26,12 +26,12 @@ def batch(tmp_path, samples, cli, monkeypatch):
 
 
 def test_reports(batch, tmp_path):
-    """A report of each kind is written, what is printed is the form asked for, and a second run tells the same."""
-    every = [option for suffix in REPORTS for option in ("--report", f"report{suffix}")]
-    printed = batch(*every, "--format", "json").stdout
+    """A report of each format is written, stdout has the selected one, and a second run reports the same."""
+    options = [option for suffix in REPORTS for option in ("--report", f"report{suffix}")]
+    printed = batch(*options, "--format", "json").stdout
     assert printed == tmp_path.joinpath("report.json").read_text("utf-8")
     first = read_report(tmp_path / "report.json")
-    assert [(one.name, one.status, one.sites > 0) for one in first.outcomes] == [
+    assert [(outcome.name, outcome.status, outcome.sites > 0) for outcome in first.outcomes] == [
         ("digits_cnn.onnx", "done", True),
         ("digits_rnn.onnx", "done", True),
     ]
@@ -40,16 +40,16 @@ def test_reports(batch, tmp_path):
     assert tmp_path.joinpath("report.html").read_text("utf-8").count('<a href="report_graphs/digits_') == 2
     assert batch("--report", "second.json", "--format", "github").stdout == ""
     second = batch_report_json(read_report(tmp_path / "second.json"), times=False)
-    for one in second["outcomes"]:
-        assert one.pop("status") == "unchanged"
-    wanted = batch_report_json(first, times=False)
-    for one in wanted["outcomes"]:
-        assert one.pop("status") == "done"
-    assert second == wanted
+    for outcome in second["outcomes"]:
+        assert outcome.pop("status") == "unchanged"
+    expected = batch_report_json(first, times=False)
+    for outcome in expected["outcomes"]:
+        assert outcome.pop("status") == "done"
+    assert second == expected
 
 
 def test_each_format_reports_failures(batch, cli, tmp_path):
-    """A broken model is the other's affair nowhere; the terminal and GitHub get its reason."""
+    """A failing model is reported on stdout for GitHub and in JUnit XML."""
     tmp_path.joinpath("broken.onnx").write_bytes(b"no model")
     result = batch("broken.onnx", "--format", "github", "--report", "report.xml", code=1)
     (line,) = result.stdout.splitlines()
@@ -57,20 +57,20 @@ def test_each_format_reports_failures(batch, cli, tmp_path):
     assert '<failure type="ModelError"' in tmp_path.joinpath("report.xml").read_text("utf-8")
 
 
-def test_a_report_that_cannot_be_written_in_the_end(batch, monkeypatch):
-    """The result is printed all the same, and the exit code is that of the output."""
+def test_unwritable_report(batch, monkeypatch):
+    """If a report cannot be written, the summary is printed and the exit code is 2."""
 
-    def full(path, report, progress):
+    def raise_disk_full(path, report, progress):
         raise UsageError(f"{path} cannot be written: No space left on device. Give another file.")
 
-    monkeypatch.setattr(reports, "write_report", full)
+    monkeypatch.setattr(reports, "write_report", raise_disk_full)
     result = batch("--report", "report.md", code=2)
     assert "2 models: 2 done;" in result.stdout
     assert "report.md cannot be written" in result.stderr
 
 
 def test_compare(batch, tmp_path):
-    """Only with --fail-on a regression fails the batch, and it is in the report."""
+    """A regression is in the report, and fails the batch only with --fail-on."""
     batch("--report", "last.json")
     assert "regression" not in batch("--compare", "last.json", "--fail-on", "regression").stdout
     data = json.loads(tmp_path.joinpath("last.json").read_text("utf-8"))
@@ -83,7 +83,7 @@ def test_compare(batch, tmp_path):
 
 
 def test_merge(batch, cli, tmp_path):
-    """Two shards' reports are one, and a missing one is named."""
+    """The reports of two shards merge into one. A missing shard is an error."""
     batch("--report", "whole.json")
     whole = json.loads(tmp_path.joinpath("whole.json").read_text("utf-8"))
     for shard, outcome in enumerate(whole["outcomes"]):
@@ -100,7 +100,7 @@ def test_merge(batch, cli, tmp_path):
 
 @pytest.mark.slow
 def test_attest_and_verify(batch, tmp_path):
-    """Statements are the same from the cache and anew; an output, statement or report that differs is told."""
+    """Attestations are reproducible with and without the cache. --verify reports every difference."""
     batch("--attest", "--report", "last.json")
     path = tmp_path / "digits_cnn.quant.onnx.intoto.json"
     text = path.read_text("utf-8")
@@ -116,9 +116,9 @@ def test_attest_and_verify(batch, tmp_path):
     assert path.read_text("utf-8") == text
     batch("--attest", "--no-cache")
     assert path.read_text("utf-8") == text
-    before = {one.name: one.read_bytes() for one in tmp_path.glob("*.onnx*")}
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.onnx*")}
     batch("--verify", "--compare", "last.json")
-    assert {one.name: one.read_bytes() for one in tmp_path.glob("*.onnx*")} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.onnx*")} == before
 
     output = tmp_path / "digits_rnn.quant.onnx"
     output.write_bytes(output.read_bytes() + b"\0")
@@ -128,14 +128,14 @@ def test_attest_and_verify(batch, tmp_path):
     data["outcomes"][0]["digests"]["model"] = "0" * 64
     data["outcomes"][0]["versions"]["onnx"] = "1.0"
     tmp_path.joinpath("last.json").write_text(json.dumps(data), "utf-8")
-    told = batch("--verify", "--compare", "last.json", code=1).stdout
-    assert "digits_rnn.onnx: the output differs from the rebuilt one: digits_rnn.quant.onnx\n" in told
-    assert "digits_cnn.onnx: the attestation differs from the rebuilt output: digits_cnn.quant.onnx\n" in told
+    output_text = batch("--verify", "--compare", "last.json", code=1).stdout
+    assert "digits_rnn.onnx: the output differs from the rebuilt one: digits_rnn.quant.onnx\n" in output_text
+    assert "digits_cnn.onnx: the attestation differs from the rebuilt output: digits_cnn.quant.onnx\n" in output_text
     assert (
         "digits_cnn.onnx: the report differs from the rebuilt output: digits_cnn.quant.onnx; other"
-        " differences: the model, onnx (1.0" in (told)
+        " differences: the model, onnx (1.0" in (output_text)
     )
-    assert "2 done, 3 differences;" in told
+    assert "2 done, 3 differences;" in output_text
     output.unlink()
     assert "digits_rnn.quant.onnx is missing" in batch("--verify", code=1).stdout
     path.write_text("{}", "utf-8")
@@ -144,19 +144,19 @@ def test_attest_and_verify(batch, tmp_path):
 
 @pytest.mark.slow
 def test_verifying_a_folder(cli, samples, tmp_path):
-    """A file too many in a SavedModel is told, and one too few."""
-    out, kept = tmp_path / "net", tmp_path / "kept"
-    call = ("batch", samples / "digits_rnn_saved_model", "--rules", "weight_only", "-o", out, "--cache-dir", kept)
-    cli(*call)
+    """--verify reports additional and missing files of a SavedModel."""
+    out, cache = tmp_path / "net", tmp_path / "kept"
+    command = ("batch", samples / "digits_rnn_saved_model", "--rules", "weight_only", "-o", out, "--cache-dir", cache)
+    cli(*command)
     out.joinpath("assets").mkdir(exist_ok=True)
     out.joinpath("assets", "more.txt").write_text("more", "utf-8")
     assert (
         "the output differs from the rebuilt one: net/assets/more.txt is no part of it\n"
-        in cli(*call, "--verify", code=1).stdout
+        in cli(*command, "--verify", code=1).stdout
     )
     out.joinpath("assets", "more.txt").unlink()
     out.joinpath("variables", "variables.index").unlink()
-    assert "net/variables/variables.index is missing" in cli(*call, "--verify", code=1).stdout
+    assert "net/variables/variables.index is missing" in cli(*command, "--verify", code=1).stdout
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def test_verifying_a_folder(cli, samples, tmp_path):
     ],
 )
 def test_conflicting_options(batch, options, name, tmp_path):
-    """The command rejects them before any work starts, and names the option."""
+    """The command rejects conflicting options before any work starts, and names the option."""
     shutil.copy(tmp_path / "digits_cnn.onnx", tmp_path / "net.json")
     assert name in batch(*options, code=2).stderr
     assert not tmp_path.joinpath("digits_cnn.quant.onnx").exists()
 
 
 def test_merge_without_reports(cli):
-    """The message names the option."""
+    """--merge without reports is an error that names the option."""
     assert "--merge" in cli("batch", "--merge", code=2).stderr

@@ -1,4 +1,4 @@
-"""Each form of a report is as its schema wants it, and says the same."""
+"""Formats of a batch report: schemas, content and escaping."""
 
 import json
 import re
@@ -34,8 +34,8 @@ XSD = xmlschema.XMLSchema(HERE / "junit.xsd")
 SHIPPED = HERE.parents[2] / "graphquant" / "batch" / "reports" / "report.schema.json"
 
 
-def test_json_is_as_its_schema_says(report, tmp_path):
-    """What is written has every key of the shipped schema and no other, and is read back as it was."""
+def test_json_matches_its_schema(report, tmp_path):
+    """JSON has exactly the keys of the shipped schema, and reading it returns the same report."""
     path = tmp_path / "report.json"
     write_report(path, report)
     data = json.loads(path.read_text("utf-8"))
@@ -48,21 +48,21 @@ def test_json_is_as_its_schema_says(report, tmp_path):
 
 
 def test_json_without_times(report):
-    """What differs from day to day is left out: also that a model took longer."""
-    other = replace(
+    """JSON without times has no field that differs between runs."""
+    later_report = replace(
         report,
         started=1.0,
         seconds=2.0,
-        outcomes=tuple(replace(one, seconds=3.0, attempts=4) for one in report.outcomes),
-        changes=tuple(one for one in report.changes if one.kind != "seconds"),
+        outcomes=tuple(replace(outcome, seconds=3.0, attempts=4) for outcome in report.outcomes),
+        changes=tuple(change for change in report.changes if change.kind != "seconds"),
     )
-    assert other.changes != report.changes
-    assert batch_report_json(report, times=False) == batch_report_json(other, times=False)
-    assert batch_report_json(report) != batch_report_json(other)
+    assert later_report.changes != report.changes
+    assert batch_report_json(report, times=False) == batch_report_json(later_report, times=False)
+    assert batch_report_json(report) != batch_report_json(later_report)
 
 
-def test_the_shipped_schema_is_up_to_date():
-    """It is what the types say; `python tests/batch/reports/write_schema.py` writes it."""
+def test_shipped_schema_is_up_to_date():
+    """The shipped schema equals that of the types. `python tests/batch/reports/write_schema.py` updates it."""
     assert json.loads(SHIPPED.read_text("utf-8")) == report_schema()
 
 
@@ -76,20 +76,22 @@ def _no_descriptions(node, where=""):
         yield from _no_descriptions(inner, name)
 
 
-def test_the_schema_explains_every_key():
-    """Each key has the words of the docstring."""
+def test_schema_describes_every_key():
+    """Every key of the schema has a description."""
     assert list(_no_descriptions(report_schema())) == []
 
 
-def test_junit_is_as_its_schemas_say(report):
-    """JUnit XML is valid, with a case for each model, and one for a model that is gone; counts are right."""
+def test_junit_matches_its_schemas(report):
+    """JUnit XML is valid, and has a case for each model and each missing model, with correct counts."""
     xml = REPORTS[".xml"](report)
     XSD.validate(xml)
     (suite,) = ET.fromstring(xml)  # noqa: S314  # our own
     cases = suite.findall("testcase")
     assert len(cases) == len(report.outcomes) + 1
-    found = {case.get("name"): [child.tag for child in case] for case in cases}
-    assert [found[name] for name in ("net", "kept", "gated", "timeout", "crashed", "memory", "later", "old")] == [
+    tags_by_name = {case.get("name"): [child.tag for child in case] for case in cases}
+    assert [
+        tags_by_name[name] for name in ("net", "kept", "gated", "timeout", "crashed", "memory", "later", "old")
+    ] == [
         ["failure"],
         [],
         ["failure"],
@@ -106,8 +108,8 @@ def test_junit_is_as_its_schemas_say(report):
     assert regression.get("message") == "SQNR is 38.2 dB, and was 42.0 dB"
 
 
-def test_an_output_that_differs_from_the_rebuild(report):
-    """It is a difference, not a regression, and fails."""
+def test_output_that_differs_from_the_rebuild(report):
+    """An output that differs from its rebuild is a difference, not a regression, and fails."""
     unlike = replace(report, changes=(replace(report.changes[0], kind="digest", message="it differs"),))
     (suite,) = ET.fromstring(REPORTS[".xml"](unlike))  # noqa: S314  # our own
     assert suite.find("testcase[@name='net']/failure").attrib == {"type": "difference", "message": "it differs"}
@@ -115,43 +117,43 @@ def test_an_output_that_differs_from_the_rebuild(report):
 
 
 @pytest.mark.parametrize("suffix", [".md", ".html", ".sarif", ".xml"])
-def test_an_output_that_cannot_be_compared(report, suffix):
-    """Each form says so though nothing fails; where a gate says it already, it is not said again."""
+def test_output_that_cannot_be_compared(report, suffix):
+    """Each format reports an output that cannot be compared, unless a gate reports it."""
     lost = OutcomeMetrics(samples=8, problem="values are NaN")
-    done, kept, gated = report.outcomes[:3]
+    done, unchanged, gated = report.outcomes[:3]
     missed = (GateMiss(gate="min_sqnr", message="values are NaN"),)
-    outcomes = (replace(done, metrics=lost), kept, replace(gated, metrics=lost, misses=missed))
-    said = REPORTS[suffix](replace(report, outcomes=outcomes, changes=()))
-    assert said.count("it cannot be compared with the float model") == 1
+    outcomes = (replace(done, metrics=lost), unchanged, replace(gated, metrics=lost, misses=missed))
+    text = REPORTS[suffix](replace(report, outcomes=outcomes, changes=()))
+    assert text.count("it cannot be compared with the float model") == 1
     assert "it cannot be compared" not in REPORTS[suffix](report)
 
 
 def test_markdown_distinguishes_differences_and_regressions(report):
-    """What --verify finds is no regression."""
+    """Differences found by --verify are not called regressions."""
     unlike = replace(report, changes=(replace(report.changes[0], kind="digest", message="it is unlike"),))
-    said = REPORTS[".md"](unlike)
-    assert "- **net** differs: it is unlike" in said
-    assert "regressed" not in said
+    text = REPORTS[".md"](unlike)
+    assert "- **net** differs: it is unlike" in text
+    assert "regressed" not in text
 
 
 def test_junit_of_regressions_that_do_not_fail(report):
-    """A case stays good where a regression is only a warning."""
-    mild = replace(report, changes=tuple(replace(one, level="warning") for one in report.changes))
+    """A regression with level warning does not fail its case."""
+    mild = replace(report, changes=tuple(replace(result, level="warning") for result in report.changes))
     (suite,) = ET.fromstring(REPORTS[".xml"](mild))  # noqa: S314  # our own
     assert suite.find("testcase[@name='net']").findall("*") == []
     assert suite.get("failures") == "2"
     assert "net: SQNR is 38.2 dB" in suite.findtext("system-err")
 
 
-def test_sarif_is_as_its_schema_says(report, published):
-    """SARIF is valid by the schema that OASIS publishes, and has each failure, finding and regression."""
+def test_sarif_matches_its_schema(report, published):
+    """SARIF matches the published schema, and has each failure, finding and regression."""
     log = json.loads(REPORTS[".sarif"](report))
     schema = published("https://json.schemastore.org/sarif-2.1.0.json")
     jsonschema.validate(log, schema, format_checker=jsonschema.FormatChecker())
     (run,) = log["runs"]
     assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == list(ALL_CODES)
-    told = [(one["ruleId"], one["level"]) for one in run["results"]]
-    assert told == [
+    levels = [(result["ruleId"], result["level"]) for result in run["results"]]
+    assert levels == [
         ("GQ205", "error"),
         ("GQ102", "warning"),
         ("GQ201", "error"),
@@ -162,21 +164,21 @@ def test_sarif_is_as_its_schema_says(report, published):
         ("GQ207", "error"),
         ("GQ207", "error"),
     ]
-    for one in run["results"]:
-        assert run["tool"]["driver"]["rules"][one["ruleIndex"]]["id"] == one["ruleId"]
+    for result in run["results"]:
+        assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
     finding = run["results"][1]["locations"][0]
     assert finding["physicalLocation"]["artifactLocation"]["uri"] == "models/gated.quant.onnx"
     assert finding["logicalLocations"][0]["fullyQualifiedName"] == "then/conv 1"
 
 
 def test_sarif_of_a_shard(report):
-    """Models of other shards are no findings."""
+    """SARIF has no results for skipped models of other shards."""
     log = json.loads(REPORTS[".sarif"](replace(report, shard=(1, 2))))
-    assert "GQ206" not in {one["ruleId"] for one in log["runs"][0]["results"]}
+    assert "GQ206" not in {result["ruleId"] for result in log["runs"][0]["results"]}
 
 
 def test_annotations(report):
-    """A command on a line of its own for each, with what would end it spelled out."""
+    """Each annotation is one line, with special characters escaped."""
     *lines, end = as_annotations(report).split("\n")
     assert end == ""
     assert len(lines) == 9
@@ -186,7 +188,7 @@ def test_annotations(report):
 
 
 def test_markdown(report, hostile):
-    """Failures come first, each model has one row of as many cells, and no name is markup."""
+    """Failures come first, each model has a complete row, and names are escaped."""
     text = REPORTS[".md"](report)
     assert text.startswith("### ❌ graphquant batch\n\n8 models&#58; 1 done, 1 unchanged, 1 failed, 1 gate missed,")
     assert "2 regressions" in text
@@ -201,25 +203,25 @@ def test_markdown(report, hostile):
 
 
 def test_markdown_fits_a_step_summary(report):
-    """GitHub drops a summary that is larger than 1 MiB; what is left out is counted."""
+    """Markdown is below GitHub's limit of 1 MiB, with the number of omitted rows."""
     failed = report.outcomes[3]
     many = tuple(replace(failed, name=f"{number}{'x' * 100}") for number in range(8_000))
     text = REPORTS[".md"](replace(report, outcomes=many))
     assert len(text.encode()) < 1 << 20
-    left = [int(one) for one in re.findall(r"^(\d+) more are in the other reports", text, re.MULTILINE)]
+    omitted = [int(count) for count in re.findall(r"^(\d+) more are in the other reports", text, re.MULTILINE)]
     rows = sum(line.startswith("| ") for line in text.splitlines()) - 2
-    assert left[1] + rows == len(many)
+    assert omitted[1] + rows == len(many)
 
 
 def test_markdown_of_a_good_report(report):
-    """It says so at once."""
+    """The heading of a report without failures shows success."""
     good = replace(report, outcomes=report.outcomes[:2], changes=())
     text = REPORTS[".md"](good)
     assert text.startswith("### ✅ graphquant batch\n\n2 models&#58; 1 done, 1 unchanged; 2 min 4 s.")
 
 
 def test_text(report, capsys):
-    """The terminal's table has a line for each model, then the reasons, then all in a line."""
+    """The terminal's table has a row for each model, followed by reasons and a summary line."""
     make_console().print(batch_report_view(report))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == [
@@ -248,8 +250,8 @@ def test_text(report, capsys):
     )
 
 
-def test_every_form_of_an_empty_report(report, tmp_path):
-    """A batch without models has a report of each kind."""
+def test_empty_report_in_every_format(report, tmp_path):
+    """A batch without models has a report in each format."""
     empty = replace(report, outcomes=(), changes=())
     for suffix in REPORTS:
         path = tmp_path / f"empty{suffix}"
@@ -258,47 +260,47 @@ def test_every_form_of_an_empty_report(report, tmp_path):
 
 
 def test_formats_are_deterministic(report):
-    """The same report gives the same text in each form."""
+    """Each format of one report is reproducible."""
     for form in REPORTS.values():
         assert form(report) == form(report)
 
 
-def test_an_unknown_suffix(tmp_path):
-    """It is refused with what there is."""
+def test_unknown_suffix(tmp_path):
+    """An unknown suffix raises UsageError with the known ones."""
     with pytest.raises(UsageError, match=r"'\.htm', which is not a report format\. Use one of \.json, \.xml,"):
         check_report_path(tmp_path / "report.htm")
 
 
-def test_a_report_that_cannot_be_written(report, tmp_path):
-    """It is refused in words."""
+def test_writing_to_a_missing_folder(report, tmp_path):
+    """Writing to a missing folder raises UsageError."""
     with pytest.raises(UsageError, match="cannot be written"):
         write_report(tmp_path / "nowhere" / "report.json", report)
 
 
 def test_statuses_have_labels_and_codes(report):
-    """Each status of an outcome that failed has its code, and each code is of one."""
+    """Every finding code appears in SARIF for some status."""
     unlike = replace(report, changes=(replace(report.changes[0], kind="digest"),))
     done = replace(report.outcomes[0], metrics=OutcomeMetrics(problem="values are NaN"))
     lost = replace(report, outcomes=(done,), changes=())
-    told = {
-        one["ruleId"]
-        for each in (report, unlike, lost)
-        for one in json.loads(REPORTS[".sarif"](each))["runs"][0]["results"]
+    codes = {
+        result["ruleId"]
+        for variant in (report, unlike, lost)
+        for result in json.loads(REPORTS[".sarif"](variant))["runs"][0]["results"]
     }
-    assert set(BATCH_CODES) <= told
+    assert set(BATCH_CODES) <= codes
 
 
 @pytest.mark.parametrize(
-    ("share", "said"),
+    ("share", "text"),
     [(None, ""), (0.0, "0 %"), (0.996, "99 %"), (1.0, "100 %"), (1.33, "133 %"), (9.99, "999 %"), (5874.9, "5875 x")],
 )
-def test_percents(share, said):
-    """All but all is not all, and what grew beyond measure is told in times."""
-    assert percent_text(share) == said
+def test_percents(share, text):
+    """Percentages are rounded down, and large growth is a factor."""
+    assert percent_text(share) == text
 
 
 @pytest.mark.parametrize(
-    ("count", "said"),
+    ("count", "text"),
     [
         (None, ""),
         (0, "0 B"),
@@ -309,52 +311,52 @@ def test_percents(share, said):
         (1 << 31, "2.15 GB"),
     ],
 )
-def test_sizes(count, said):
-    """Three figures, in the unit that needs no more."""
-    assert bytes_text(count) == said
+def test_sizes(count, text):
+    """Sizes have three digits and the fitting unit."""
+    assert bytes_text(count) == text
 
 
-def test_an_outcome_without_figures(report):
-    """Nothing is made up for what was not measured."""
+def test_outcome_without_figures(report):
+    """Missing figures are empty cells."""
     bare = Outcome(name="a", model="a.onnx", output="b.onnx", status="done", size_after=10)
     row = REPORTS[".md"](replace(report, outcomes=(bare,), changes=())).splitlines()[-1]
     assert row == "| a | done |  | 10 B |  | 0 |  |  |  |"
 
 
-def test_a_table_for_the_terminal(monkeypatch):
-    """At 80 columns no name is broken and no path told twice; what was not done takes no time."""
+def test_terminal_table(monkeypatch):
+    """At 80 columns names stay whole, a path is printed once per row, and unchanged models have no time."""
     monkeypatch.setenv("COLUMNS", "80")
-    long = "models/a_folder/with/a_name_that_is_longer_than/the_column.onnx"
-    problem = Problem(kind="ModelError", message=f"{long} is no ONNX model. Give one.", exit_code=3)
+    long_name = "models/a_folder/with/a_name_that_is_longer_than/the_column.onnx"
+    problem = Problem(kind="ModelError", message=f"{long_name} is no ONNX model. Give one.", exit_code=3)
     outcomes = (
-        Outcome(name=long, model=long, output="a", status="failed", problem=problem),
+        Outcome(name=long_name, model=long_name, output="a", status="failed", problem=problem),
         Outcome(
             name="b.onnx", model="b.onnx", output="b", status="unchanged", size_before=9, size_after=3, int8_ops=(3, 4)
         ),
     )
     lines = render_text(batch_report_view(BatchReport(version="1", outcomes=outcomes)), folded=True).splitlines()
-    assert long in lines
+    assert long_name in lines
     assert [line.split() for line in lines if line.startswith("b.onnx")] == [
         ["b.onnx", "unchanged", "9", "B", "3", "B", "33", "%", "0", "75", "%"]
     ]
-    assert f"{long} is no ONNX model. Give one." in " ".join(lines)
-    assert "".join(lines).count(long) == 2
+    assert f"{long_name} is no ONNX model. Give one." in " ".join(lines)
+    assert "".join(lines).count(long_name) == 2
     assert any(line.startswith("int8: ") for line in lines)
 
 
 @settings(max_examples=60)
-@given(name=st.text(st.characters(), min_size=1, max_size=40), says=st.text(st.characters(), max_size=60))
-def test_no_text_breaks_a_format(name, says):
-    """Whatever characters a name or a message has, surrogates too: each form is UTF-8, and as well-formed as ever."""
-    problem = Problem(kind="ModelError", message=says, exit_code=3)
-    one = Outcome(name=name, model=name, output=f"{name}.quant", status="failed", problem=problem)
-    change = OutcomeChange(name=name, kind="size", level="error", message=says)
-    made = BatchReport(version="1", outcomes=(one,), changes=(change,))
-    texts = {suffix: form(made).encode().decode() for suffix, form in REPORTS.items()}
+@given(name=st.text(st.characters(), min_size=1, max_size=40), message=st.text(st.characters(), max_size=60))
+def test_no_text_breaks_a_format(name, message):
+    """Any characters in names and messages, with surrogates, give valid UTF-8 and well-formed reports."""
+    problem = Problem(kind="ModelError", message=message, exit_code=3)
+    outcome = Outcome(name=name, model=name, output=f"{name}.quant", status="failed", problem=problem)
+    change = OutcomeChange(name=name, kind="size", level="error", message=message)
+    report = BatchReport(version="1", outcomes=(outcome,), changes=(change,))
+    texts = {suffix: form(report).encode().decode() for suffix, form in REPORTS.items()}
     XSD.validate(texts[".xml"])
     assert len(json.loads(texts[".sarif"])["runs"][0]["results"]) == 2
-    assert parse_report(json.loads(texts[".json"]), "it") == made
+    assert parse_report(json.loads(texts[".json"]), "it") == report
     assert len([line for line in texts[".md"].split("\n") if line.startswith("| ")]) == 3
     assert texts[".html"].count("<tr data-status=") == 1
     assert texts[".html"].count("<script") == 1
-    assert len(as_annotations(made).split("\n")) == 3
+    assert len(as_annotations(report).split("\n")) == 3

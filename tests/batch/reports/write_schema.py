@@ -1,4 +1,4 @@
-"""Writes the JSON Schema of reports anew, after graphquant/batch/types.py was changed."""
+"""Write the JSON schema of reports. Run it after a change of graphquant/batch/types.py."""
 
 import json
 from pathlib import Path
