@@ -151,7 +151,7 @@ def test_verifying_a_folder(cli, samples, tmp_path):
     out.joinpath("assets").mkdir(exist_ok=True)
     out.joinpath("assets", "more.txt").write_text("more", "utf-8")
     assert (
-        "the output differs from the rebuilt one: net/assets/more.txt is no part of it\n"
+        "the output differs from the rebuilt one: net/assets/more.txt is not part of it\n"
         in cli(*command, "--verify", code=1).stdout
     )
     out.joinpath("assets", "more.txt").unlink()
