@@ -37,8 +37,8 @@ def test_mutated_models(start, tmp_path):
         rng = random.Random(seed)  # noqa: S311  # not a secret
         message = oracle.build(rng.choice(NAMES))[0]
         message = oracle.inside_if(message) if rng.random() < 0.3 else message
-        fuzz.mutate(rng, message, rng.choice((1, 2, 4, 8)))
-        (tmp_path / "model.onnx").write_bytes(fuzz.wire(message))
+        fuzz.mutate_message(rng, message, rng.choice((1, 2, 4, 8)))
+        (tmp_path / "model.onnx").write_bytes(fuzz.serialize(message))
         try:
             model = gq.load(tmp_path / "model.onnx")
             reports = [check_quantized_model(model, backend) for backend in (None, *BACKENDS)]
