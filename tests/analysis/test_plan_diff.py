@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pytest
+
 import graphquant as gq
+from graphquant.analysis.diff import _attributes_equal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,3 +34,28 @@ def test_equal_plans_have_no_differences(samples: Path) -> None:
     reordered = replace(plan, sites=tuple(replace(site, uses=site.uses[::-1]) for site in plan.sites))
     differences = gq.diff(plan, reordered)
     assert (differences.changes, differences.rerouted) == ((), 0)
+
+
+@pytest.mark.parametrize(
+    ("second", "equal"),
+    [
+        (np.array([1, 2], np.int32), True),
+        (np.array([1, 2], np.uint32), False),
+        (np.array([[1, 2]], np.int32), False),
+        (np.array([1, 3], np.int32), False),
+        ([1, 2], False),
+    ],
+)
+def test_array_attributes_equal_in_type_shape_and_values(second: object, equal: bool) -> None:
+    """Arrays of another type or shape differ, even with the same bytes."""
+    assert _attributes_equal(np.array([1, 2], np.int32), second) is equal
+
+
+def test_preparation_steps_of_one_plan_are_reported(samples: Path) -> None:
+    """A step is prepared in the second plan or only in the first."""
+    plan = gq.plan(samples / "digits_cnn_bn.onnx", rules="fixed_point")
+    step = plan.steps[-1]
+    shorter = replace(plan, steps=plan.steps[:-1])
+    for first, second, message in ((shorter, plan, "is prepared"), (plan, shorter, "is not prepared")):
+        (change,) = gq.diff(first, second).changes
+        assert (change.kind, change.location, change.message) == ("plan", f"{step.step} {step.target}", message)

@@ -24,6 +24,9 @@ NETS = {
     "matmul": ("float[N, 7, 5] x", "y = MatMul(x, w)", (5, 3), 7 * 5 * 3),
     "gemm": ("float[1, 5] x", "y = Gemm<transB = 1>(x, w)", (3, 5), 5 * 3),
     "turned": ("float[5, 2] x", "y = Gemm<transA = 1>(x, w)", (5, 3), 2 * 5 * 3),
+    "unknown input": ("float[N, 7, K] x", "y = MatMul(x, w)", (5, 3), 7 * 5 * 3),
+    "unknown input, turned weight": ("float[1, K] x", "y = Gemm<transB = 1>(x, w)", (3, 5), 5 * 3),
+    "unknown input, vector": ("float[N, 7, K] x", "y = MatMul(x, w)", (5,), 7 * 5),
     "itself": ("float[N, 6, 5] x", "t = Transpose<perm = [0, 2, 1]>(x) y = MatMul(x, t)", (1,), 6 * 6 * 5),
 }
 

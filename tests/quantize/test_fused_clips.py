@@ -22,6 +22,13 @@ def test_a_relu_needs_the_smallest_integer_as_zero_point(dtype: IntType, zero_po
     assert saturates_like_clip(params, RELU) is fuses
 
 
+def test_the_tolerance_of_a_clip_does_not_apply_to_a_relu() -> None:
+    """A step below the tolerance still lets negative values through a Relu. A Clip tolerates it."""
+    params = qparams_from_scale(np.float32(1e-9), np.int32(1), UINT8)
+    assert not saturates_like_clip(params, RELU)
+    assert saturates_like_clip(params, (0.0, 6.0))
+
+
 @pytest.mark.parametrize(("scale", "fuses"), [(6 / 255, True), (5.9 / 255, True), (6.1 / 255, False)])
 def test_a_clip_needs_a_range_inside_its_limits(scale: float, fuses: bool) -> None:
     """A range beyond the upper limit is not clamped by the integers."""

@@ -14,7 +14,7 @@ from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
 from graphquant.numerics import IntType, qparams_from_scale
 from graphquant.observers import EMPTY_SKETCH, sketch_values
-from graphquant.quantize import Plan, Site, saturates_like_clip, solve_scales
+from graphquant.quantize import Plan, Site, Skip, saturates_like_clip, solve_scales
 from graphquant.rules import ObserverConfig, Scheme
 from graphquant.visualize.json_export import params_json
 
@@ -378,6 +378,26 @@ def test_ties_between_different_schemes():
     assert solution.notes == {1: ("it is tied to t0:0, whose scheme differs, so each has its own scale",)}
 
 
+def test_ties_of_equal_schemes_beside_another_are_no_conflict():
+    """Only the tie between the two schemes is a conflict. The sites of one scheme share their scale."""
+    tied_plan, scheme = tied(2), replace(INT8, observe=ObserverConfig(name="minmax"))
+    mixed = plan(tied_plan.sites[0], *(replace(tied_site, scheme=scheme) for tied_site in tied_plan.sites[1:]))
+    solution = solve_scales(chain(2), mixed, sketches_of(t0=(0.0, 2.55), t1=(-1.27, 1.0), t2=(-2.54, 1.0)))
+    assert [numbers(solution.params[k]) for k in range(3)] == [
+        (pytest.approx(scale), 0) for scale in (0.01, 0.02, 0.02)
+    ]
+    assert [conflict.tensors for conflict in solution.conflicts] == [(TensorRef("", "t0"), TensorRef("", "t1"))]
+
+
+def test_a_fused_op_without_a_scale_gets_no_pair():
+    """The reader of a fused tensor has no site, so there is no pair to add before it."""
+    skip = Skip(tensor=TensorRef("", "t0"), uses=(Use("", "t1", 0),), rule="fuse", reason="fused", fused=True)
+    fused = replace(plan(site("t2", reader="@y")), skips=(skip,))
+    solution = solve_scales(chain(2), fused, sketches_of(t2=(0.0, 2.55)))
+    assert {index: numbers(params) for index, params in solution.params.items()} == {0: (pytest.approx(0.01), 0)}
+    assert len(solution.plan.sites) == 1
+
+
 @given(st.lists(st.none() | st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=8))
 def test_every_site_has_params_or_a_skip(ranges):
     """Whatever was reached: each site has exactly one of both, and those with params share them."""
@@ -436,3 +456,43 @@ def test_saturation_of_a_clip(zero_point, limits, expected):
     """Integers replace a Relu only if the smallest one is exactly 0, and a Clip only if they end at its limits."""
     params = qparams_from_scale(np.float32(6 / 255), zero_point, IntType.parse("uint8"))
     assert saturates_like_clip(params, limits) == expected
+
+
+def test_each_block_has_the_range_of_its_values(tmp_path):
+    """Blocks of two along the second axis have scales of their own, also the shorter last block."""
+    blocks = replace(W, scheme=replace(INT8, per="block", block_size=2), axis=1)
+    solution = solve_scales(gemm(tmp_path, opset=21), plan(blocks), {})
+    assert solution.params[0].scale.tolist() == [[pytest.approx(2 / 127), 1.0], [1.0, 1.0]]
+    assert solution.skips == {}
+
+
+def test_channels_of_an_unknown_number_are_skipped(tmp_path):
+    """A range for each channel of an axis of unknown size has no shape; with a known size it has."""
+    text = '<ir_version: 8, opset_import: ["": 13]> g (float[N,3] x) => (float[N,3] y) { y = Relu (x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    model, scheme = load(tmp_path / "model.onnx"), replace(UINT8, per="channel")
+    unknown, known = (
+        solve_scales(model, plan(replace(X, scheme=scheme, axis=axis, range=(0.0, 2.55))), {}) for axis in (0, 1)
+    )
+    assert (unknown.params, unknown.skips[0].reason) == ({}, "the number of its channels is unknown")
+    assert numbers(known.params[0]) == ([pytest.approx(0.01)] * 3, [0] * 3)
+
+
+def test_a_bias_that_an_add_reads_has_the_scale_of_the_product(tmp_path):
+    """The scale is that of the product's input times that of its weight, on either side of the Add."""
+    for slot, operands in ((1, "t, b"), (0, "b, t")):
+        text = (
+            '<ir_version: 8, opset_import: ["": 13]> g (float[1,3] x) => (float[1,2] y)'
+            f" {{ t = MatMul (x, w) y = Add ({operands}) }}"
+        )
+        message = onnx.parser.parse_model(text)
+        for name, value in (("w", WEIGHT.T), ("b", np.ones(2, np.float32))):
+            message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+        onnx.save(message, tmp_path / "model.onnx")
+        sites = (
+            site("x", reader="t", range=(0.0, 2.55)),
+            site("w", 1, reader="t", scheme=CHANNEL, axis=1, parameter=True),
+            site("b", slot, scheme=replace(BIAS, per="channel"), axis=0, parameter=True),
+        )
+        params = solve_scales(load(tmp_path / "model.onnx"), plan(*sites), {}).params[2]
+        assert numbers(params) == ([pytest.approx(0.01 * 2 / 127), pytest.approx(0.01)], [0, 0])
