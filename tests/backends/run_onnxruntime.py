@@ -147,7 +147,7 @@ def differences(verdicts: Iterable[Any], actual: dict[str, str]) -> list[str]:
             "float": not is_low(seen),
         }[verdict.status]
         if not right:
-            wrong.append(f"{verdict.where} ({verdict.type}): {told} was told, {seen} came")
+            wrong.append(f"{verdict.location} ({verdict.type}): {told} was told, {seen} came")
     left = {name: kind for name, kind in actual.items() if name not in low and not name.startswith(ADDED)}
     return wrong + [f"{name}: {kind} came untold" for name, kind in left.items() if is_low(kind)]
 
