@@ -62,7 +62,7 @@ def test_outputs_are_matched() -> None:
     assert match_outputs(["a", "b"], ["c", "d"], {"a": "d"}) == {"a": "d"}
     with pytest.raises(UsageError, match="--match"):
         match_outputs(["a", "b"], ["a"], {})
-    with pytest.raises(UsageError, match="'boxs'.*'boxes'"):
+    with pytest.raises(UsageError, match=r"'boxs'.*'boxes'"):
         match_outputs(["a"], ["boxes"], {"a": "boxs"})
 
 
