@@ -303,7 +303,7 @@ def test_invalid_selections_are_refused(build):
     with pytest.raises(UsageError, match=r"no tensor 'foo/bar/ee'\. Did you mean 'foo/bar/e"):
         ge.get_tensor_by_name(model, "foo/bar/ee")
     gone = ops(model, "gone")[0]
-    with pytest.raises(UsageError, match="no op gone any more"):
+    with pytest.raises(UsageError, match="Op gone"):
         gone.inputs  # noqa: B018  # it raises
 
 

@@ -462,7 +462,7 @@ def test_external_data_is_not_overwritten(folder: Path) -> None:
     model = format_.load(write_external_model(folder, "data/w.bin"))
     (folder.parent / "other/data").mkdir(parents=True)
     (folder.parent / "other/data/w.bin").write_bytes(b"mine")
-    with pytest.raises(UsageError, match="holds other data"):
+    with pytest.raises(UsageError, match=r"w\.bin already exists"):
         format_.save(model, folder.parent / "other/n.onnx")
     assert (folder.parent / "other/data/w.bin").read_bytes() == b"mine"
     assert not (folder.parent / "other/n.onnx").exists()
