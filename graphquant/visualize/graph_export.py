@@ -249,7 +249,7 @@ def _dot_quoted(text: str) -> str:
 RailTensor = tuple[int, int]
 """Box number and output port."""
 
-ASCII_GLYPHS = str.maketrans("│─┼├┤╯╰╮●◉", "|-+++'`.*@")
+ASCII_GLYPHS = str.maketrans("│─┼├┤╯╮●◉", "|-+++'.*@")
 
 STATE_STYLES = {"all": "green", "some": "yellow", "none": ""}
 
@@ -350,11 +350,8 @@ def _op_line(
         if position == column:
             cell = glyph
         elif position in continues_by_column:
-            cell = (
-                ("├" if continues_by_column[position] else "╰")
-                if position < column
-                else ("┤" if continues_by_column[position] else "╯")
-            )
+            # The op takes the leftmost rail that ends, so every rail to the left of it continues.
+            cell = "├" if position < column else ("┤" if continues_by_column[position] else "╯")
             cell = "┼" if min(reach) < position < max(reach) else cell
         else:
             cell = " " if rail is None else "│"
