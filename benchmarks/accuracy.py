@@ -42,7 +42,7 @@ from graphquant import formats
 from graphquant.analysis import match_sites
 from graphquant.analysis.validation import measure_tensor_sizes
 from graphquant.calibration.data import open_data
-from graphquant.ir.macs import count_macs
+from graphquant.ir import count_macs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import RESHAPING_KINDS, Call, Graph, Model, Op, Output, TensorRef, Use
+from graphquant.ir import NON_COMPUTE_KINDS, RESHAPING_KINDS, Call, Graph, Model, Op, Output, TensorRef, Use
 from graphquant.numerics import DynamicQParams
 from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 SCALE_TOLERANCE = 1e-6
 """Relative tolerance for scales that are not powers of two: the range passed through float32."""
-
-NON_COMPUTE_KINDS = frozenset({"input", "output", "constant", "variable", "quantize", "dequantize"})
-"""Kinds that compute nothing of the model's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

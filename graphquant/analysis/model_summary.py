@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphquant.ir import (
+    DATA_MOVEMENT_KINDS,
     FLOAT_TYPES,
+    MAC_KINDS,
     QUANTIZATION_KINDS,
-    WEIGHTED_KINDS,
+    TRANSPARENT_KINDS,
     FunctionClones,
     Graph,
     Model,
@@ -29,15 +31,10 @@ if TYPE_CHECKING:
     from graphquant.numerics import DynamicQParams, QParams
 
 
-MULTIPLYING_KINDS = WEIGHTED_KINDS | {"lstm", "gru", "rnn", "einsum"}
+MULTIPLYING_KINDS = MAC_KINDS | {"einsum"}
 """Kinds that dominate the multiplications of a model."""
 
-DATA_MOVEMENT_KINDS = frozenset(
-    {
-        *("reshape", "identity", "transpose", "squeeze", "unsqueeze", "flatten", "split", "slice", "gather", "tile"),
-        *("expand", "pad", "dropout", "max_pool", "reduce_max", "depth_to_space", "space_to_depth"),
-    }
-)
+COPYING_KINDS = DATA_MOVEMENT_KINDS | TRANSPARENT_KINDS | {"pad", "reduce_max"}
 """Kinds whose outputs are copies of their inputs. They run quantized without Q/DQ pairs of their own."""
 
 MAX_MOVEMENT_OPS = 4
@@ -120,6 +117,17 @@ class ModelSummary:
     tensors: tuple[StoredScaleTensor, ...]
     unreachable_functions: tuple[str, ...]
     float_clone_ops: tuple[OpCoverage, ...]
+
+    @property
+    def inputs(self) -> tuple[Op, ...]:
+        """Inputs of the main graph."""
+        return tuple(map(self.model.main.op, self.model.main.inputs))
+
+    @property
+    def op_counts(self) -> dict[str, int]:
+        """Number of ops by graph, without saved functions."""
+        graphs, saved = self.model.graphs, self.model.saved_functions
+        return {name: len(graph) for name, graph in graphs.items() if name not in saved}
 
 
 def summarize_model(model: Model) -> ModelSummary:
@@ -240,7 +248,7 @@ def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
     def moved_input(current: TensorRef) -> TensorRef | None:
         home = graph.graphs[current.graph]
         op = home.op(current.op)
-        return home.source_of(Use(current.graph, current.op, op.main_slot)) if op.kind in DATA_MOVEMENT_KINDS else None
+        return home.source_of(Use(current.graph, current.op, op.main_slot)) if op.kind in COPYING_KINDS else None
 
     source = follow_to_end(tensor, moved_input, MAX_MOVEMENT_OPS)
     return graph.graphs[source.graph].op(source.op)

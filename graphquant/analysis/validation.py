@@ -10,10 +10,10 @@ from graphquant import formats
 from graphquant.analysis.compare import compare_runners, reference_runner
 from graphquant.analysis.comparison import rows_to_show_share
 from graphquant.analysis.site_errors import match_sites
-from graphquant.calibration import estimate_footprint
+from graphquant.calibration import measure_footprint
 from graphquant.calibration.holdout import open_optional_labels, sample_range
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
-from graphquant.ir.macs import count_macs, unsized_tensors
+from graphquant.ir import count_macs, unsized_tensors
 from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ def _compare_on_samples(
     progress: Progress | None,
 ) -> Comparison:
     """Run both models on the samples, and measure the quantized tensors on the first few."""
-    footprint = estimate_footprint(source, batch_independent=runner.batch_independent)
+    footprint = measure_footprint(runner, batches)
     return compare_runners(
         runner,
         formats.format_module(quantized.format).create_runner(quantized),

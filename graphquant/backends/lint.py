@@ -11,7 +11,7 @@ import numpy as np
 from graphquant.backends.findings import FindingLevel, LintFinding, Verdict
 from graphquant.backends.op_sides import QuantizationReader, QuantizedInput, same_quantization
 from graphquant.errors import DataError
-from graphquant.ir import QUANTIZATION_KINDS, WEIGHTED_KINDS, TensorRef
+from graphquant.ir import DATA_MOVEMENT_KINDS, QUANTIZATION_KINDS, WEIGHTED_KINDS, TensorRef
 from graphquant.numerics import SMALLEST_SCALE, IntType
 from graphquant.quantize import clip_limits, saturates_like_clip
 
@@ -53,14 +53,6 @@ LINT_CODES = {
     "GQ113": LintCode("note", "an op runs on integers and would be faster in float"),
 }
 """All codes."""
-
-DATA_MOVEMENT_KINDS = frozenset(
-    {
-        *("max_pool", "reshape", "flatten", "transpose", "squeeze", "unsqueeze", "slice", "expand", "tile", "gather"),
-        *("depth_to_space", "space_to_depth", "split"),
-    }
-)
-"""Kinds whose output values are input values."""
 
 KNOWN_OUTPUT_RANGES = {"sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "hard_sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
 """Kinds whose output range is known."""

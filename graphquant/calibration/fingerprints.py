@@ -14,7 +14,7 @@ import networkx as nx
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.ir import Model, Op, Parameters, TensorRef, Use, paused_gc
+from graphquant.ir import LOOP_KINDS, Model, Op, Parameters, TensorRef, Use, paused_gc
 from graphquant.quantize import look_through_dropped_ops
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ _FingerprintNode = tuple[str, str, str]
 
 FINGERPRINT_LENGTH = 32
 """Length of a fingerprint in hexadecimal characters."""
-
-FEEDBACK_KINDS = frozenset({"loop", "scan", "while"})
-"""Kinds of ops that feed the outputs of their body back to it."""
 
 
 @paused_gc()
@@ -176,7 +173,7 @@ class _FingerprintHasher:
             ]
             if use.graph:
                 dependencies.append(("entry", use.graph, ""))
-            if call.loop or caller.op(use.op).kind in FEEDBACK_KINDS:
+            if call.loop or caller.op(use.op).kind in LOOP_KINDS:
                 dependencies += [("op", name, output) for output in self._model.graphs[name].outputs]
         return dependencies
 

@@ -1,19 +1,20 @@
 """The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
 from graphquant.ir.function_clones import FunctionClones
-from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, paused_gc
-from graphquant.ir.invariants import check_invariants
+from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, check_invariants, paused_gc
 from graphquant.ir.kinds import (
     BIAS_ADD_KINDS,
     BOUNDARY_KINDS,
     CLAMPING_KINDS,
     COMMUTATIVE_KINDS,
     CONVOLUTION_KINDS,
+    DATA_MOVEMENT_KINDS,
     FORWARDING_KINDS,
     LOOP_KINDS,
+    MAC_KINDS,
     MATRIX_PRODUCT_KINDS,
+    NON_COMPUTE_KINDS,
     QUANTIZATION_KINDS,
-    RECURRENT_KINDS,
     RESHAPING_KINDS,
     STORED_KINDS,
     TRANSPARENT_KINDS,
@@ -26,7 +27,6 @@ from graphquant.ir.types import (
     NO_ATTRS,
     Call,
     DataType,
-    FormatTraits,
     Op,
     OpKey,
     Output,
@@ -39,12 +39,14 @@ from graphquant.ir.types import (
 )
 from graphquant.ir.weight_layout import (
     channel_axis,
+    count_macs,
     input_channels,
     kernel_size,
     matrix_rows,
     merged_channel_shape,
     output_channels,
     reduction_axis,
+    unsized_tensors,
 )
 
 __all__ = [
@@ -54,20 +56,21 @@ __all__ = [
     "COMMUTATIVE_KINDS",
     "CONTROL_EDGE",
     "CONVOLUTION_KINDS",
+    "DATA_MOVEMENT_KINDS",
     "FLOAT_TYPES",
     "FORWARDING_KINDS",
     "LOOP_KINDS",
+    "MAC_KINDS",
     "MATRIX_PRODUCT_KINDS",
+    "NON_COMPUTE_KINDS",
     "NO_ATTRS",
     "QUANTIZATION_KINDS",
-    "RECURRENT_KINDS",
     "RESHAPING_KINDS",
     "STORED_KINDS",
     "TRANSPARENT_KINDS",
     "WEIGHTED_KINDS",
     "Call",
     "DataType",
-    "FormatTraits",
     "FunctionClones",
     "Graph",
     "Model",
@@ -82,6 +85,7 @@ __all__ = [
     "channel_axis",
     "check_invariants",
     "connected_groups",
+    "count_macs",
     "follow",
     "follow_to_end",
     "fully_known_shape",
@@ -96,4 +100,5 @@ __all__ = [
     "reduction_axis",
     "require_finite_weight",
     "unique_name",
+    "unsized_tensors",
 ]

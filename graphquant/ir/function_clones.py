@@ -151,12 +151,9 @@ class FunctionClones:
             if sources[0] is not None and sources[1] is not None and sources[0].port == sources[1].port:
                 yield (sources[0].graph, sources[0].op), (sources[1].graph, sources[1].op)
         for port in range(len(self._op_of(clone).outputs)):
-            consumers = (
-                self._computing_consumers(TensorRef(*clone, port)),
-                self._computing_consumers(TensorRef(*original, port)),
-            )
-            for kind, clones in consumers[0].items():
-                yield from _pair_candidates(clones, consumers[1].get(kind, []))
+            originals_by_kind = self._computing_consumers(TensorRef(*original, port))
+            for kind, clones in self._computing_consumers(TensorRef(*clone, port)).items():
+                yield from _pair_candidates(clones, originals_by_kind.get(kind, []))
 
     def _computed_source(self, tensor: TensorRef | None) -> TensorRef | None:
         """Return the tensor that Identities, calls and arguments forward as `tensor`; None if there may be several."""
@@ -182,14 +179,10 @@ class FunctionClones:
         if graph_name not in self._input_positions:
             inputs = self._model.graphs[graph_name].inputs
             self._input_positions[graph_name] = {label: position for position, label in enumerate(inputs)}
-        position, operands = self._input_positions[graph_name].get(argument), []
-        for use, call in self._callers.get(graph_name, []) if position is not None else ():
-            slots = self._model.graphs[use.graph].slots(use.op)
-            slot = None if call.offset is None or call.loop else (position or 0) + call.offset
-            operand = slots[slot] if slot is not None and slot < len(slots) else None
-            if operand is not None:
-                operands.append(operand)
-        return list(dict.fromkeys(operands))
+        position = self._input_positions[graph_name].get(argument)
+        callers = [] if position is None else self._callers.get(graph_name, [])
+        operands = (self._model.passed_operand(use, call, position or 0) for use, call in callers if not call.loop)
+        return [operand for operand in dict.fromkeys(operands) if operand is not None]
 
     def _computing_consumers(self, tensor: TensorRef) -> dict[tuple[str, int], list[OpKey]]:
         """Return the ops that read `tensor`, directly or through Identities, calls and results, by type and slot."""

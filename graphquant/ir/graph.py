@@ -1,4 +1,4 @@
-"""`Graph` and `Model`: networkx graphs of ops, and the few edits that all passes use.
+"""`Graph` and `Model`: networkx graphs of ops, the few edits that all passes use, and the invariants after each stage.
 
 Ops are nodes. A filled input slot is an edge keyed by the slot's number. A control edge is keyed `CONTROL_EDGE`. A
 tensor that is read inside the body of an op (ONNX If, Loop, Scan) is a capture: an edge in the producer's graph, from
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir.traversal import reachable, unique_name
-from graphquant.ir.types import FORMAT_TRAITS, FormatTraits, Op, Output, Shape, TensorRef, Use
+from graphquant.ir.types import FORMAT_TRAITS, Call, FormatTraits, Op, Output, Shape, TensorRef, Use
 from graphquant.utils.notebook_html import HtmlRepresentation
 from graphquant.utils.text import join_limited
 
@@ -247,7 +247,11 @@ class Graph:
             raise InternalError(
                 f"Op {name!r} is still read by {join_limited(remaining_uses)}. Reroute these uses before removing it."
             )
-        owned_bodies = [call.graph for call in self.op(name).calls if self._owns_body(name, call.graph)]
+        owned_bodies = [
+            call.graph
+            for call in self.op(name).calls
+            if call.graph in self.graphs and self.graphs[call.graph].parent == (self.name, name)
+        ]
         if owned_bodies:
             raise InternalError(f"Op {name!r} still owns the body {owned_bodies[0]!r}. Remove the body before the op.")
         for slot, tensor in enumerate(self.slots(name)):
@@ -257,9 +261,6 @@ class Graph:
                 self._remove_data_edge(use, tensor)
         self.nx.remove_node(name)
         self.removed_ops.add(name)
-
-    def _owns_body(self, name: str, body: str) -> bool:
-        return body in self.graphs and self.graphs[body].parent == (self.name, name)
 
     def can_read(self, graph: str) -> bool:
         """Return True if ops of this graph may read tensors of `graph`: the graph itself or one that encloses it."""
@@ -369,14 +370,19 @@ class Model(HtmlRepresentation):
         """Return the `Output` of `tensor`."""
         return self.op(tensor).outputs[tensor.port]
 
-    def callers(self) -> dict[str, list[tuple[Use, Any]]]:
+    def callers(self) -> dict[str, list[tuple[Use, Call]]]:
         """Return the ops that run each graph, as (`Use` of the op with slot 0, `Call`)."""
-        callers_of: dict[str, list[tuple[Use, Any]]] = {}
+        callers_of: dict[str, list[tuple[Use, Call]]] = {}
         for graph in self.graphs.values():
             for op in graph.ops():
                 for call in op.calls:
                     callers_of.setdefault(call.graph, []).append((Use(graph.name, op.name, 0), call))
         return callers_of
+
+    def passed_operand(self, caller: Use, call: Call, position: int) -> TensorRef | None:
+        """Return the tensor that an op passes to a graph as input `position`; None if there is none."""
+        graph = self.graphs[caller.graph]
+        return None if call.offset is None else graph.source_of(caller._replace(slot=position + call.offset))
 
     def reachable_graphs(self) -> list[str]:
         """Return the graphs that a run can reach, the main one first."""
@@ -405,17 +411,7 @@ class Model(HtmlRepresentation):
                 copied_graph.inputs, copied_graph.outputs = list(graph.inputs), list(graph.outputs)
                 copied_graph.rerouted_uses, copied_graph.removed_ops = set(graph.rerouted_uses), set(graph.removed_ops)
                 graphs[name] = copied_graph
-        return Model(
-            format=self.format,
-            graphs=graphs,
-            source=self.source,
-            path=self.path,
-            digest=self.digest,
-            evaluate_op=self.evaluate_op,
-            opset=self.opset,
-            entry_graphs=self.entry_graphs,
-            saved_functions=self.saved_functions,
-        )
+        return replace(self, graphs=graphs, provenance=None, original_model=None)
 
 
 def _shapes_compatible(first: Shape | None, second: Shape | None) -> bool:
@@ -423,4 +419,90 @@ def _shapes_compatible(first: Shape | None, second: Shape | None) -> bool:
         return True
     return len(first) == len(second) and all(
         None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True)
+    )
+
+
+def check_invariants(model: Model, stage: str) -> None:
+    """Check that slots, edges and lists of `model` agree.
+
+    1. Each node has the op of its name, and the owner of each body exists.
+    2. Each slot reads an existing port of an existing op in scope, by exactly one edge. A capture's edge ends at the op
+       that owns the body.
+    3. There are no other data edges.
+    4. The listed inputs and outputs exist and have that kind.
+    5. An ONNX graph has no cycle.
+
+    Args:
+        model: The model.
+        stage: The stage that just ended, for the message.
+
+    Raises:
+        InternalError: An invariant is broken. The message names the stage, which caused it.
+    """
+    for graph in model.graphs.values():
+        _check_graph_ends(graph, stage)
+    for graph in model.graphs.values():
+        _check_slots(graph, stage)
+        if model.traits.acyclic and len(graph.topological_order()) < len(graph):
+            import networkx as nx  # imported for the message only; find_cycle is slow
+
+            cycle = " -> ".join(edge[0] for edge in nx.find_cycle(graph.nx))
+            raise _invariant_error(stage, graph, f"The ops {cycle} form a cycle.")
+
+
+def _check_slots(graph: Graph, stage: str) -> None:
+    unmatched_edges = 0
+    for name, data in graph.nx.nodes(data=True):
+        # Case 1: the node is its op.
+        if "op" not in data or data["op"].name != name:
+            raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
+        # Case 2: every slot is one edge.
+        for slot, tensor in enumerate(data["slots"]):
+            if tensor is not None:
+                _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
+                unmatched_edges += tensor.graph == graph.name
+    # Case 3: every data edge is a slot, every capture a slot of its body.
+    for source, target, key, edge in graph.nx.edges(keys=True, data=True):
+        if isinstance(key, int):
+            unmatched_edges -= 1
+        elif key != CONTROL_EDGE:
+            use: Use = key[1]
+            reader_graph = graph.graphs.get(use.graph)
+            source_tensor = reader_graph.source_of(use) if reader_graph is not None and use.op in reader_graph else None
+            if source_tensor != TensorRef(graph.name, source, edge["port"]):
+                raise _invariant_error(
+                    stage, graph, f"The capture edge {source} -> {target} is for {use}, which reads another tensor."
+                )
+    if unmatched_edges:
+        raise _invariant_error(stage, graph, f"{-unmatched_edges} data edges belong to no slot.")
+
+
+def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
+    source_graph = graph.graphs.get(tensor.graph)
+    if source_graph is None or tensor.op not in source_graph or not graph.can_read(tensor.graph):
+        raise _invariant_error(stage, graph, f"{use} reads {tensor}, which does not exist or is out of scope.")
+    outputs = len(source_graph.op(tensor.op).outputs)
+    if not 0 <= tensor.port < outputs:
+        raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
+    edge = graph.edge_data(use, tensor)
+    if edge is None or edge["port"] != tensor.port:
+        raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
+
+
+def _check_graph_ends(graph: Graph, stage: str) -> None:
+    # Case 4: inputs and outputs.
+    for kind, names in (("input", graph.inputs), ("output", graph.outputs)):
+        for name in names:
+            if name not in graph or (kind == "output" and graph.op(name).kind != kind):
+                raise _invariant_error(stage, graph, f"The {kind} {name!r} does not exist, or is not an {kind}.")
+    if graph.parent is not None:
+        owner_graph, owner = graph.parent
+        if owner_graph not in graph.graphs or owner not in graph.graphs[owner_graph]:
+            raise _invariant_error(stage, graph, f"Its owner {owner!r} does not exist.")
+
+
+def _invariant_error(stage: str, graph: Graph, problem: str) -> InternalError:
+    graph_label = f"graph {graph.name!r}" if graph.name else "the main graph"
+    return InternalError(
+        f"After {stage}, {graph_label} is invalid: {problem} This is an error in graphquant; please report it."
     )

@@ -134,8 +134,19 @@ COMMUTATIVE_KINDS = frozenset({"add", "mul", "max", "min"})
 WEIGHTED_KINDS = MATRIX_PRODUCT_KINDS | CONVOLUTION_KINDS | {"conv_transpose"}
 """Kinds that multiply by one weight and sum. Runtimes fuse later ops into them."""
 
+MAC_KINDS = WEIGHTED_KINDS | RECURRENT_KINDS
+"""Kinds whose multiply-adds are counted. The multiplications of all other kinds are negligible."""
+
+DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {
+    *("max_pool", "flatten", "slice", "expand", "tile", "gather", "depth_to_space", "space_to_depth", "split")
+}
+"""Kinds whose output values are input values."""
+
 QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
 """Kinds that are quantization. Their inputs and outputs are not quantized again."""
+
+NON_COMPUTE_KINDS = BOUNDARY_KINDS | STORED_KINDS | {"quantize", "dequantize"}
+"""Kinds that compute nothing of the model's own."""
 
 CLAMPING_KINDS = frozenset({"max", "min"})
 """Kinds that families add before a quantization whose type is narrower than its container."""

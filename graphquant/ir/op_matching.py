@@ -68,27 +68,23 @@ def is_inserted(op: Op) -> bool:
     return op.kind in QUANTIZATION_KINDS or (bool(op.anchor) and op.kind in INSERTED_HELPER_KINDS)
 
 
-def unquantized_source(model: Model, tensor: TensorRef) -> TensorRef:
-    """Return `tensor` before it is quantized and dequantized, or `tensor` itself if it is not."""
+def unquantized_source(model: Model, tensor: TensorRef, *, only_helpers: bool = False) -> TensorRef:
+    """Return `tensor` before it is quantized and dequantized, or `tensor` itself if it is not.
+
+    With `only_helpers`, return `tensor` before the reshapes and clamps that were inserted to quantize it.
+    """
 
     def source(current: TensorRef) -> TensorRef | None:
-        return _first_operand(model, current) if is_inserted(model.op(current)) else None
+        op = model.op(current)
+        skipped = is_inserted(op) and not (only_helpers and op.kind in QUANTIZATION_KINDS)
+        return model.graphs[current.graph].source_of(Use(current.graph, current.op, 0)) if skipped else None
 
     return follow_to_end(tensor, source, len(model.graphs[tensor.graph]))
 
 
 def unclipped_source(model: Model, tensor: TensorRef) -> TensorRef:
     """Return `tensor` before the reshapes and clamps that were inserted to quantize it."""
-
-    def source(current: TensorRef) -> TensorRef | None:
-        op = model.op(current)
-        return _first_operand(model, current) if is_inserted(op) and op.kind not in QUANTIZATION_KINDS else None
-
-    return follow_to_end(tensor, source, len(model.graphs[tensor.graph]))
-
-
-def _first_operand(model: Model, tensor: TensorRef) -> TensorRef | None:
-    return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
+    return unquantized_source(model, tensor, only_helpers=True)
 
 
 def consumers_through_qdq(model: Model, tensor: TensorRef) -> Iterator[Use]:
@@ -127,7 +123,9 @@ def _match_graphs(first: Graph, second: Graph, matching: OpMatching) -> None:
             op = first.graphs[first_neighbor[0]].op(first_neighbor[1])
             second_op = second.graphs[second_neighbor[0]].op(second_neighbor[1])
             unmatched = first_neighbor not in matching.forward and second_neighbor not in matching.backward
-            if unmatched and _may_be_same_op(op, second_op) and _same_output_dtype(op, second_op):
+            # A float weight does not match the integers in which it is stored.
+            dtypes = [[output.dtype for output in matched.outputs[:1]] for matched in (op, second_op)]
+            if unmatched and _may_be_same_op(op, second_op) and dtypes[0] == dtypes[1]:
                 link(first_neighbor, second_neighbor)
 
 
@@ -137,43 +135,33 @@ def _may_be_same_op(op: Op, candidate: Op) -> bool:
     return op.kind in STORED_KINDS and candidate.kind in STORED_KINDS
 
 
-def _same_output_dtype(op: Op, candidate: Op) -> bool:
-    """Compare output dtypes. A float weight does not match the integers in which it is stored."""
-    return [output.dtype for output in op.outputs[:1]] == [output.dtype for output in candidate.outputs[:1]]
-
-
 def _source_pairs(
     models: tuple[Model, Model], first_key: OpKey, second_key: OpKey, matching: OpMatching
 ) -> Iterator[tuple[OpKey, OpKey]]:
     """Yield the ops that the same slots of two matched ops read."""
-    slots = [models[index].graphs[graph].slots(op) for index, (graph, op) in enumerate((first_key, second_key))]
-    for first_operand, second_operand in zip(*slots, strict=False):
-        if first_operand is None or second_operand is None:
-            continue
-        first_source = unquantized_source(models[0], first_operand)
-        second_source = unquantized_source(models[1], second_operand)
-        if first_source.port == second_source.port and matching.graphs.get(first_source.graph) == second_source.graph:
-            yield (first_source.graph, first_source.op), (second_source.graph, second_source.op)
+    slots = [model.graphs[graph].slots(op) for model, (graph, op) in zip(models, (first_key, second_key), strict=True)]
+    for operands in zip(*slots, strict=False):
+        if None not in operands:
+            first, second = (unquantized_source(*pair) for pair in zip(models, operands, strict=True))
+            if first.port == second.port and matching.graphs.get(first.graph) == second.graph:
+                yield (first.graph, first.op), (second.graph, second.op)
 
 
 def _consumer_pairs(
     models: tuple[Model, Model], first_key: OpKey, second_key: OpKey, matching: OpMatching
 ) -> Iterator[tuple[OpKey, OpKey]]:
     """Yield the unmatched ops of the same graphs that read the same outputs of two matched ops with the same slots."""
+
+    def unmatched_readers(model: Model, tensor: TensorRef, matched: dict[OpKey, OpKey]) -> dict[object, list[OpKey]]:
+        by_slot_and_type = defaultdict(list)
+        for use in consumers_through_qdq(model, tensor):
+            if use.graph == tensor.graph and (use.graph, use.op) not in matched:
+                by_slot_and_type[use.slot, model.graphs[use.graph].op(use.op).type].append((use.graph, use.op))
+        return by_slot_and_type
+
     for port in range(len(models[0].graphs[first_key[0]].op(first_key[1]).outputs)):
-        first_readers = _unmatched_readers(models[0], TensorRef(*first_key, port), matching.forward)
+        first_readers = unmatched_readers(models[0], TensorRef(*first_key, port), matching.forward)
         if first_readers:
-            second_readers = _unmatched_readers(models[1], TensorRef(*second_key, port), matching.backward)
+            second_readers = unmatched_readers(models[1], TensorRef(*second_key, port), matching.backward)
             for key, op_keys in first_readers.items():
                 yield from zip(op_keys, second_readers.get(key, []), strict=False)
-
-
-def _unmatched_readers(
-    model: Model, tensor: TensorRef, matched: dict[OpKey, OpKey]
-) -> dict[tuple[int, str], list[OpKey]]:
-    """Return the ops that read `tensor` in its own graph and are not `matched`, by slot and type."""
-    by_slot_and_type: dict[tuple[int, str], list[OpKey]] = defaultdict(list)
-    for use in consumers_through_qdq(model, tensor):
-        if use.graph == tensor.graph and (use.graph, use.op) not in matched:
-            by_slot_and_type[use.slot, model.graphs[use.graph].op(use.op).type].append((use.graph, use.op))
-    return by_slot_and_type

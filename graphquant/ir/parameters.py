@@ -7,6 +7,7 @@ parameter, the results of pure ops on parameters only, and arguments of function
 from __future__ import annotations
 
 import math
+from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from graphquant.ir.traversal import follow_to_end, reachable
 from graphquant.ir.types import Op, Shape, TensorRef, Use
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from graphquant.ir.graph import Model
 
 IMPURE_KINDS = STORED_KINDS | QUANTIZATION_KINDS | {"input", "output", "call", "merge", "random", "stateful", "integer"}
@@ -101,23 +104,10 @@ class Parameters:
         forwarded = self._model.op(tensor).kind in FORWARDING_KINDS | {"input"}
         return self._known_sources(tensor) if forwarded else ()
 
-    def _topological_order(self, tensors: list[TensorRef]) -> list[TensorRef]:
+    def _topological_order(self, tensors: list[TensorRef]) -> Iterator[TensorRef]:
         members = set(tensors)
-        ordered: dict[TensorRef, None] = {}
-        for start in tensors:
-            stack = [(start, False)]
-            while stack:
-                current, expanded = stack.pop()
-                if expanded:
-                    ordered[current] = None
-                elif current not in ordered:
-                    stack.append((current, True))
-                    stack.extend(
-                        (source, False)
-                        for source in self._known_sources(current)
-                        if source in members and source not in ordered
-                    )
-        return list(ordered)
+        sources = {tensor: members.intersection(self._known_sources(tensor)) for tensor in tensors}
+        yield from TopologicalSorter(sources).static_order()
 
     def _compute(
         self, tensor: TensorRef, values: dict[TensorRef, np.ndarray[Any, Any] | None]
@@ -132,7 +122,8 @@ class Parameters:
         inputs = [value for value in (values[source] for source in sources) if value is not None]
         if self._model.evaluate_op is None or len(inputs) != len(sources):
             return None
-        elements = max(sum(value.size for value in inputs), _output_elements(op, tensor.port))
+        output_elements = math.prod(size or 1 for size in op.outputs[tensor.port].shape or ())
+        elements = max(sum(value.size for value in inputs), output_elements)
         outputs = None if elements > MAX_FOLDED_ELEMENTS else self._model.evaluate_op(op, inputs)
         return None if outputs is None or tensor.port >= len(outputs) else outputs[tensor.port]
 
@@ -190,9 +181,7 @@ class Parameters:
             return None
         operands: dict[TensorRef, None] = {}
         for caller, call in self._callers[tensor.graph]:
-            slots = self._model.graphs[caller.graph].slots(caller.op)
-            slot = None if call.offset is None else position + call.offset
-            operand = slots[slot] if slot is not None and slot < len(slots) else None
+            operand = self._model.passed_operand(caller, call, position)
             if operand is None or (call.loop and not self._is_passed_through(call.graph, position)):
                 return None
             operands[self._main_graph_tensor(operand)] = None
@@ -219,11 +208,6 @@ class Parameters:
             return graph.source_of(Use(body, tensor.op, 0)) if is_identity else None
 
         return follow_to_end(result, identity_source, len(graph)) == TensorRef(body, graph.inputs[position], 0)
-
-
-def _output_elements(op: Op, port: int) -> int:
-    """Return the number of elements of an output, with 1 for each unknown size."""
-    return math.prod(size or 1 for size in op.outputs[port].shape or ())
 
 
 def require_finite_weight(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.ndarray[Any, Any]:

@@ -6,18 +6,19 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from graphquant.analysis.model_summary import DATA_MOVEMENT_KINDS
+from graphquant.analysis.model_summary import COPYING_KINDS
 from graphquant.calibration import sites_needing_data
 from graphquant.ir import (
     CONVOLUTION_KINDS,
+    MAC_KINDS,
     Parameters,
     TensorRef,
     Use,
     channel_axis,
     connected_groups,
+    count_macs,
     merged_channel_shape,
 )
-from graphquant.ir.macs import MAC_KINDS, count_macs
 from graphquant.numerics import IntType
 from graphquant.qdq import FAMILIES
 from graphquant.rules import ObserverConfig
@@ -286,7 +287,7 @@ def _find_ops_by_site(
         for op in graph.ops():
             if op.kind in MAC_KINDS:
                 for slot in range(len(graph.slots(op.name))):
-                    index = find_site_read(model, Use(name, op.name, slot), index_by_use, DATA_MOVEMENT_KINDS)
+                    index = find_site_read(model, Use(name, op.name, slot), index_by_use, COPYING_KINDS)
                     if index is not None:
                         ops_by_site[index].add((name, op.name))
     for index in site_indices:
