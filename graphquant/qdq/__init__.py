@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphquant.qdq.fake_quant import FAKE_QUANT
 from graphquant.qdq.family import FamilyArguments, FamilyRequest, QDQFamily, QDQSite, RangeSource, RoundingMode
-from graphquant.qdq.onnx_qdq import ONNX_QDQ
-from graphquant.qdq.quantize_and_dequantize import (
-    QUANTIZE_AND_DEQUANTIZE_V2,
-    QUANTIZE_AND_DEQUANTIZE_V3,
-    QUANTIZE_AND_DEQUANTIZE_V4,
-)
+from graphquant.qdq.onnx_qdq import OnnxFamily
+from graphquant.qdq.tensorflow_qdq import FakeQuantFamily, QuantizeAndDequantizeFamily
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Op, Parameters
     from graphquant.numerics import DynamicQParams, QParams
-
 
 __all__ = [
     "FAMILIES",
@@ -31,11 +25,12 @@ __all__ = [
 ]
 
 FAMILIES: dict[str, QDQFamily] = {
-    "onnx-qdq": ONNX_QDQ,
-    "fake-quant": FAKE_QUANT,
-    "quantize-and-dequantize-v2": QUANTIZE_AND_DEQUANTIZE_V2,
-    "quantize-and-dequantize-v3": QUANTIZE_AND_DEQUANTIZE_V3,
-    "quantize-and-dequantize-v4": QUANTIZE_AND_DEQUANTIZE_V4,
+    family.name: family
+    for family in (
+        OnnxFamily(),
+        FakeQuantFamily(),
+        *(QuantizeAndDequantizeFamily(version) for version in (2, 3, 4)),
+    )
 }
 
 

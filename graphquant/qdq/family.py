@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, StrictFloat
 
 from graphquant.errors import InternalError
 from graphquant.ir import Graph, Op, Output, Parameters, Shape, TensorRef
-from graphquant.numerics import DynamicQParams, IntType
+from graphquant.numerics import DynamicQParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +87,15 @@ class QDQSite:
     args: FamilyArguments = field(default_factory=FamilyArguments)
     opset: int = 0
 
+    @property
+    def static_params(self) -> QParams:
+        """The params, for a family that needs a range before the model runs."""
+        if isinstance(self.params, DynamicQParams):
+            raise InternalError(
+                f"{self.tensor} has a dynamic range. `unsupported_reason` must reject it for this family."
+            )
+        return self.params
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyRequest:
@@ -123,71 +133,68 @@ class FamilyRequest:
         return self.range_source == "dynamic"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QDQFamily:
+class QDQFamily(ABC):
     """A kind of quantize-dequantize op.
 
     Attributes:
         name: Its name in rule files.
         format: The format whose models can contain it.
-        add_ops: Adds the ops to a graph and returns the dequantized tensor.
-        unsupported_reason: Returns the reason why the runtime does not support a request, or None.
-        minimum_opset: Returns the lowest opset that has the ops of a request; 0 in formats without opsets.
-        effective_params: Returns the scale and zero point that the ops compute for those of a plan, or from its
-            `op_range`. Ops compute a float32 scale, which may differ in its last place. Raises a UsageError with the
-            reason if the ops have no such scale.
         op_types: The op types that it reads back.
         stores_integer_weights: It can store a weight as integers.
         has_zero_points: 0.0 can be another integer than 0.
         supports_learned_range: Gradients reach the range, so that it can be learned.
         argument_names: The `FamilyArguments` of its ops.
-        read_params: Returns the quantization of an op of `op_types` from its parameters; None if they are unknown.
-        rounding_mode_of: Returns the rounding of such an op.
     """
 
     name: str
     format: str
-    add_ops: Callable[[Graph, QDQSite], TensorRef]
-    unsupported_reason: Callable[[FamilyRequest], str | None]
-    minimum_opset: Callable[[FamilyRequest], int]
-    effective_params: Callable[[QParams], QParams]
     op_types: frozenset[str]
-    stores_integer_weights: bool
-    has_zero_points: bool
-    argument_names: frozenset[str]
-    read_params: Callable[[Graph, Op, Parameters], QParams | DynamicQParams | None]
-    rounding_mode_of: Callable[[Op], RoundingMode]
+    stores_integer_weights: bool = False
+    has_zero_points: bool = True
     supports_learned_range: bool = False
+    argument_names: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def add_ops(self, graph: Graph, site: QDQSite) -> TensorRef:
+        """Add the ops to a graph and return the dequantized tensor."""
+
+    @abstractmethod
+    def unsupported_reason(self, request: FamilyRequest) -> str | None:
+        """Return the reason why the runtime does not support a request, or None."""
+
+    def minimum_opset(self, _request: FamilyRequest) -> int:
+        """Return the lowest opset that has the ops of a request; 0 in formats without opsets."""
+        return 0
+
+    def effective_params(self, params: QParams) -> QParams:
+        """Return the scale and zero point that the ops compute for those of a plan, or from its `op_range`.
+
+        Ops compute a float32 scale, which may differ in its last place.
+
+        Raises:
+            UsageError: The ops have no such scale. The message is the reason.
+        """
+        return params
+
+    @abstractmethod
+    def read_params(self, graph: Graph, op: Op, parameters: Parameters) -> QParams | DynamicQParams | None:
+        """Return the quantization of an op of `op_types` from its parameters; None if they are unknown."""
+
+    def rounding_mode_of(self, _op: Op) -> RoundingMode:
+        """Return the rounding of such an op."""
+        return "half-even"
+
+
+def new_op(graph: Graph, name: str, dtype: str | None, shape: Shape | None, **fields: Any) -> Op:
+    """Return an op with the `fields` of `Op`, named `name` or the next free name, and one output of that name."""
+    op_name = graph.unique_name(name)
+    return Op(name=op_name, outputs=(Output(op_name, dtype, shape),), **fields)
 
 
 def add_constant(
     graph: Graph, name: str, value: Array, *, op_type: str, rule: str, control_sources: tuple[str, ...] = ()
 ) -> TensorRef:
     """Add a constant with `value` and return its tensor."""
-    op_name = graph.unique_name(name)
-    output = Output(op_name, str(value.dtype), value.shape)
-    op = Op(
-        name=op_name, kind="constant", type=op_type, roles=(), outputs=(output,), read_value=lambda: value, rule=rule
-    )
+    fields: dict[str, Any] = {"kind": "constant", "type": op_type, "roles": (), "rule": rule}
+    op = new_op(graph, name, str(value.dtype), value.shape, read_value=lambda: value, **fields)
     return graph.add_op(op, control_sources=control_sources)
-
-
-def require_static_params(site: QDQSite) -> QParams:
-    """Return the params of a site whose family needs a range before the model runs."""
-    if isinstance(site.params, DynamicQParams):
-        raise InternalError(f"{site.tensor} has a dynamic range. `unsupported_reason` must reject it for this family.")
-    return site.params
-
-
-def integer_only_reason(request: FamilyRequest, op_type: str) -> str | None:
-    """Return the reason if a request is not for integers with scales per tensor or channel, else None."""
-    if not isinstance(request.type, IntType):
-        return f"{op_type} supports only integer types; {request.type.name} is for ONNX models; use int8"
-    if request.block is not None:
-        return f'{op_type} does not support blocks, which are for ONNX models; use per = "channel"'
-    return None
-
-
-def no_minimum_opset(_request: FamilyRequest) -> int:
-    """Return 0, since TensorFlow has no opsets."""
-    return 0
