@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from typing import TYPE_CHECKING, Any
 
 from click.testing import CliRunner
 
@@ -12,9 +13,13 @@ if TYPE_CHECKING:
     from click.testing import Result
 
 
+# Before click 8.2, standard error is only kept apart on request.
+SEPARATE: dict[str, Any] = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+
+
 def invoke_cli(*arguments: object) -> Result:
     """Call graphquant and return click's result, whatever the exit code."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return CliRunner(**SEPARATE).invoke(main, [str(argument) for argument in arguments])
 
 
 def run_cli(*arguments: object, code: int = 0) -> Result:

@@ -1,0 +1,180 @@
+"""Install graphquant with other versions of its dependencies, and run README's commands and the runtime tests.
+
+Each environment is new. `lowest` has the lowest version that pyproject.toml allows of each direct dependency, `pinned`
+those of constraints.txt, and `newest` the newest of everything. The others are `pinned` with another release of ONNX
+Runtime. A failure of `newest` is reported, but it only counts if all its releases are as old as the pinned ones::
+
+    python .ci/matrix.py                 # all environments, then a table in Markdown
+    python .ci/matrix.py lowest 1.24.4   # some of them
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+UV = "uv==0.13.9"
+RUNTIMES = ("1.22.1", "1.24.4", "1.26.0", "1.28.0", "1.30.0", "1.31.1", "1.32.0")
+EXTRAS = ("tensorflow", "data", "dask")
+TOOLS = ("pytest", "pytest-xdist", "hypothesis", "jsonschema", "pyyaml", "schemastore")
+"""Packages that the tests below need besides the product's own dependencies, at their pinned versions everywhere."""
+
+TESTS = ("tests/backends", "tests/formats/onnx", "tests/qdq", "tests/sample_models", "tests/api", "tests/cli")
+SHOWN = ("onnxruntime", "onnx", "tensorflow", "protobuf", "numpy", "click", "pydantic")
+
+
+def pinned() -> dict[str, str]:
+    """Versions in constraints.txt."""
+    text = ROOT.joinpath("constraints.txt").read_text("utf-8")
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+
+
+def requirements(environment: str) -> tuple[list[str], list[str]]:
+    """Arguments for uv's resolver, and lines that are added to the constraints."""
+    if environment == "lowest":
+        return ["--resolution", "lowest-direct"], []
+    if environment == "newest":
+        return ["--upgrade"], []
+    versions = pinned()
+    if environment != "pinned":
+        versions["onnxruntime"] = environment
+    return [], [f"{name}=={version}" for name, version in versions.items()]
+
+
+class Environment:
+    """One virtual environment with a copy of the source."""
+
+    def __init__(self, name: str, folder: Path, uv: Path) -> None:
+        self.name, self.folder, self.uv = name, folder / name, uv
+        self.python = self.folder / "venv" / "bin" / "python"
+        self.source = self.folder / "main"
+        self.log = self.folder / "log.txt"
+
+    def run(self, *command: object, script: str | None = None) -> bool:
+        """Run a command in the copy of the source, with its output in the log, and return its success."""
+        path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
+        variables = os.environ | {"PATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONDONTWRITEBYTECODE": "1"}
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(f"\n$ {' '.join(map(str, command))}\n")
+            log.flush()
+            return not subprocess.run(
+                [*map(str, command)], cwd=self.source, env=variables, stdout=log, stderr=log, input=script, text=True,
+                check=False,
+            ).returncode  # fmt: skip
+
+    def install(self) -> bool:
+        """Copy the checked-in files, resolve the versions and install them."""
+        self.source.mkdir(parents=True)
+        files = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split("\0")
+        for name in filter(None, files):
+            target = self.source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+        shared = ROOT.parent / "shared"
+        if shared.exists():
+            self.folder.joinpath("shared").symlink_to(shared)
+        arguments, lines = requirements(self.name)
+        constraints, chosen = self.folder / "constraints.txt", self.folder / "requirements.txt"
+        constraints.write_text("\n".join(lines), encoding="utf-8")
+        extras = [argument for extra in EXTRAS for argument in ("--extra", extra)]
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        tools = [f"{name}=={pinned()[name]}" for name in TOOLS]
+        return (
+            self.run(self.uv, "venv", "-q", "--python", sys.executable, self.folder / "venv")
+            and self.run(self.uv, "pip", "compile", "-q", "--no-header", *arguments, "--constraint", constraints,
+                         "--python-version", version, "pyproject.toml", *extras, "-o", chosen)
+            and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-r", chosen)
+            and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "--no-deps", "-e", ".")
+            and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-c", chosen, *tools)
+        )  # fmt: skip
+
+    def versions(self) -> dict[str, str]:
+        """Versions of all installed packages."""
+        listing = subprocess.run(
+            [self.uv, "pip", "freeze", "--python", self.python], capture_output=True, text=True, check=False
+        ).stdout
+        return dict(re.findall(r"^([\w.-]+)==(\S+)", listing, re.MULTILINE))
+
+    def commands(self) -> bool:
+        """Run the commands of README, and the main job of its set-up."""
+        texts = [
+            subprocess.run(
+                [sys.executable, ".ci/readme.py", kind], cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout
+            for kind in ("setup", "commands")
+        ]
+        first = re.search(r"graphquant insert [^\n&]*", texts[0])
+        return first is not None and self.run("bash", "-euo", "pipefail", script=f"{first[0]}\n{texts[1]}")
+
+    def tests(self) -> bool:
+        """Run the tests that use the runtimes."""
+        return self.run(self.python, "-m", "pytest", "-q", "-n", 2, "-p", "no:cacheprovider", *TESTS)
+
+    def summary(self) -> str:
+        """Last line of the tests' output."""
+        lines = self.log.read_text("utf-8").splitlines()
+        return next((line for line in reversed(lines) if re.search(r"\d (passed|failed|error)", line)), "")
+
+
+def is_newer(versions: dict[str, str]) -> list[str]:
+    """Names of packages whose installed release is newer than the pinned one."""
+
+    def key(version: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", version)]
+
+    return [
+        f"{name} {versions[name]}" for name, version in pinned().items() if key(versions.get(name, "0")) > key(version)
+    ]
+
+
+def main() -> None:
+    """Run the chosen environments one after another and print the table."""
+    names = sys.argv[1:] or [
+        "lowest",
+        "pinned",
+        "newest",
+        *(name for name in RUNTIMES if name != pinned()["onnxruntime"]),
+    ]
+    rows, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        boot = Path(folder) / "boot"
+        venv.create(boot, with_pip=True)
+        subprocess.run([boot / "bin" / "pip", "install", "-q", UV], check=True)
+        for name in names:
+            start = time.monotonic()
+            environment = Environment(name, Path(folder), boot / "bin" / "uv")
+            steps = {"install": environment.install()}
+            if steps["install"]:
+                steps |= {"README": environment.commands(), "tests": environment.tests()}
+            versions = environment.versions()
+            allowed = is_newer(versions) if name == "newest" else []
+            good = all(steps.values())
+            if not good:
+                print(environment.log.read_text("utf-8")[-20000:])
+                print(f"-- {name}: {', '.join(step for step, passed in steps.items() if not passed)} failed")
+                if allowed:
+                    print(f"-- newer than constraints.txt, so it does not count: {', '.join(allowed)}")
+                else:
+                    failed.append(name)
+            result = "passes" if good else "fails"
+            rows.append([name, *(versions.get(package, "-") for package in SHOWN), result])
+            print(f"{name}: {result}, {time.monotonic() - start:.0f} s, {environment.summary()}", flush=True)
+            shutil.rmtree(environment.folder)
+    header = ["environment", *SHOWN, "result"]
+    for row in (header, ["---"] * len(header), *rows):
+        print(f"| {' | '.join(row)} |")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
