@@ -236,7 +236,7 @@ def model_case(rng: random.Random, folder: Path) -> str:
     inspect_model(model)
     rules = rng.choice(("fixed_point", "weight_only"))
     result = api.insert(model, rules=[rules], float_weights=rng.random() < 0.2)  # one in five
-    view_data.result_json(result, None)
+    view_data.InsertResult.of(result).as_json()
     out = result.save(folder / f"out{path.suffix}")
     reloaded = api.load(out)
     check_invariants(reloaded, "the fuzz test")
@@ -259,7 +259,7 @@ def checker_error(path: Path) -> str:
 def inspect_model(model: Model) -> None:
     """Create every view that `inspect` offers."""
     summary = summarize_model(model)
-    json.dumps(view_data.summary_json(summary))
+    json.dumps(view_data.InspectResult.model_validate(summary).as_json())
     graphviz_dot(model)
     drawing = model_drawing(model)
     viewer_page(viewer_data(drawing))

@@ -59,6 +59,11 @@ class OutputFigures:
         """True if there were no values to compare."""
         return not self.values and not self.problem
 
+    @property
+    def equal(self) -> bool:
+        """True if there is no difference."""
+        return not self.problem and not self.empty and self.max_error == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFigures:
@@ -87,6 +92,11 @@ class SiteFigures:
     sensitivity: float | None = None
     bias: bool = False
     note: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """True if the quantization of its input loses nothing."""
+        return self.local == math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,17 @@ class Explanation:
     requested_op: tuple[str, str]
     fused: bool = False
 
+    def miss_reason(self, miss: RuleMiss) -> str:
+        """Return the reason why a rule did not claim the use, also if it matches."""
+        if miss.reason:
+            return miss.reason
+        return f"also matches, but {self.winner} has priority" if self.winner else "matches and inserts nothing"
+
+    @property
+    def other_rules(self) -> tuple[RuleMiss, ...]:
+        """The other rules in order, each with the reason why it did not claim the use."""
+        return tuple(replace(miss, reason=self.miss_reason(miss)) for miss in self.misses)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplanationReport:

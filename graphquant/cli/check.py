@@ -44,8 +44,10 @@ def check_command(
 
         print_view(Group(*map(view.check_view, reports)), output)
     elif form == "json":
-        reports_json = [view.check_json(report) for report in reports]
-        write_or_print(reports_json[0] if len(reports_json) == 1 else reports_json, output)
+        from graphquant.visualize.json_export import CheckResult
+
+        data = [CheckResult.model_validate(report).as_json() for report in reports]
+        write_or_print(data[0] if len(data) == 1 else data, output)
     elif form == "sarif":
         write_or_print(view.check_sarif(reports), output)
     else:

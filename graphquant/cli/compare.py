@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.cli.options import FORCE, HTML, OUTPUT, collect_options, format_option, options_of
-from graphquant.cli.output import print_view, progress_bar, write_or_print, write_page
+from graphquant.cli.output import print_view, progress_bar, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import CompareBounds, CompareOptions
 
@@ -47,7 +47,7 @@ def compare_command(
     """
     from graphquant import api
     from graphquant.api.models import check_output
-    from graphquant.visualize.compare_report import comparison_json, comparison_view
+    from graphquant.visualize.compare_report import comparison_view
 
     settings = collect_options(CompareOptions, values, outputs=_parse_matches(pairs))
     bounds = collect_options(CompareBounds, values)
@@ -62,7 +62,7 @@ def compare_command(
     with progress_bar() as progress:
         comparison = api.compare(*models, data, settings, progress=progress)
     if form == "json":
-        write_or_print(comparison_json(comparison), output)
+        write_result("compare", comparison, output)
     else:
         print_view(comparison_view(comparison, top=top or len(comparison.sites)), output)
     if html is not None:

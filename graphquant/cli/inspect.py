@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.cli.options import FORCE, HTML, OUTPUT, collect_options, format_option, options_of
-from graphquant.cli.output import print_view, write_drawing_page, write_or_print, write_page
+from graphquant.cli.output import print_view, write_drawing_page, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import ExplainOptions, PlanOptions
 
@@ -70,11 +70,11 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
     if settings.plan is not None and settings.rules:
         raise UsageError("--plan explains a plan as it is, but --rules creates one. Use one of them.")
     from graphquant import api
-    from graphquant.visualize.explain_report import explain_json, explain_view
+    from graphquant.visualize.explain_report import explain_view
 
     explanation = api.explain(api.load(model), name, settings)
     if form == "json":
-        write_or_print(explain_json(explanation), None)
+        write_result("explain", explanation)
     else:
         print_view(explain_view(explanation, all_rules=everything), None)
 
@@ -140,9 +140,7 @@ def inspect_command(
     if stats is not None:
         _print_stats(stats, source, rules, form, None, output)
     elif form == "json":
-        from graphquant.visualize.json_export import summary_json
-
-        write_or_print(summary_json(summarize_model(source)), output)
+        write_result("inspect", summarize_model(source), output)
     else:
         from graphquant.visualize import text
 
@@ -213,7 +211,7 @@ def _print_stats(
 ) -> None:
     """Show a statistics file, with the ranges for a model if there is one."""
     from graphquant import api
-    from graphquant.visualize.statistics_report import range_report_json, range_report_view, stats_page
+    from graphquant.visualize.statistics_report import range_report_view, stats_page
 
     if form in GRAPH_FORMATS:
         raise UsageError(f"--format {form} draws a model, not statistics. Use text, json or --html FILE.")
@@ -224,7 +222,7 @@ def _print_stats(
     if html is not None:
         write_page(html, stats_page(report))
     if form == "json":
-        write_or_print(range_report_json(report), output)
+        write_result("inspect --stats", report, output)
     else:
         print_view(range_report_view(report), output)
 
@@ -246,7 +244,7 @@ def data_check_command(model: Path, spec: str, samples: int | None, form: str) -
 
     report = api.check_data(model, spec, samples=samples)
     if form == "json":
-        write_or_print(view.data_check_json(report), None)
+        write_result("data check", report)
     else:
         print_view(view.data_check_view(report))
     if report.findings:

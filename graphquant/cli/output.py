@@ -32,6 +32,13 @@ def write_or_print(content: Any, output: Path | None) -> None:
         click.echo(json.dumps(content, indent=2))
 
 
+def write_result(command: str, result: object, output: Path | None = None) -> None:
+    """Write the result of a command as JSON to the file or to stdout."""
+    from graphquant.visualize.json_export import RESULTS
+
+    write_or_print(RESULTS[command].model_validate(result).as_json(), output)
+
+
 def print_view(view: Any, output: Path | None = None) -> None:
     """Print a rich renderable: with colors to a terminal, as plain text to a file or a pipe."""
     from graphquant.visualize import tables

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from graphquant.cli.options import FORCE, HTML, OUTPUT, format_option
-from graphquant.cli.output import print_view, write_or_print, write_page
+from graphquant.cli.output import print_view, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def diff_command(
     """
     from graphquant import api
     from graphquant.api.models import check_output
-    from graphquant.visualize.compare_report import diff_json, diff_view
+    from graphquant.visualize.compare_report import diff_view
 
     for path in filter(None, (first, second, model)):
         for output_path in filter(None, (output, html)):
@@ -91,7 +91,7 @@ def diff_command(
     differences = api.diff(*operands, quantization=ignore is None)
     page = _diff_page(operands, differences, model) if html is not None else ""
     if form == "json":
-        write_or_print(diff_json(differences), output)
+        write_result("diff", differences, output)
     else:
         print_view(diff_view(differences, summary_only=stat), output)
     if html is not None:

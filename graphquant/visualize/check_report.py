@@ -1,4 +1,4 @@
-"""Reports of `check` and of data checks: tables, JSON, SARIF and GitHub workflow commands."""
+"""Reports of `check` and of data checks: tables, SARIF and GitHub workflow commands."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from rich.text import Text
 from graphquant import __version__
 from graphquant.backends import LINT_CODES
 from graphquant.errors import escape_unprintable
-from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize, select_fields
+from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -86,32 +85,6 @@ def _finding_lines(finding: LintFinding) -> list[RenderableType]:
     return [line, Text(escape_unprintable(f"      {finding.fix}"), style="dim")]
 
 
-def check_json(report: CheckReport) -> dict[str, Any]:
-    """Return a check report as JSON data."""
-    return {
-        "schema": JSON_SCHEMA_VERSION,
-        "path": report.path,
-        "backend": report.backend,
-        "quantization_ops": report.quantization_ops,
-        "counts": report.counts,
-        "runs_as": report.runs_as,
-        "ops": [_verdict_json(verdict) for verdict in report.verdicts],
-        "findings": [
-            {
-                **select_fields(finding, "code", "graph", "op", "message", "fix"),
-                "level": LINT_CODES[finding.code].level,
-            }
-            for finding in report.findings
-        ],
-    }
-
-
-def _verdict_json(verdict: Verdict) -> dict[str, Any]:
-    broken = verdict.broken_rule
-    reason = None if broken is None else select_fields(broken, "rule", "message", "fix")
-    return {**select_fields(verdict, "graph", "op", "type", "status", "runs_as"), "broken_rule": reason}
-
-
 def check_notices(report: CheckReport) -> list[Notice]:
     """Return the findings as notices for SARIF and GitHub."""
     return [
@@ -156,25 +129,6 @@ def data_check_view(report: DataReport) -> RenderableType:
     finding_text = pluralize(len(report.findings), "finding") if report.findings else "no findings"
     sections.append(plain_line(f"{pluralize(report.samples, 'sample')}, {finding_text}.", "bold"))
     return Group(*sections)
-
-
-def data_check_json(report: DataReport) -> dict[str, Any]:
-    """Return a data check as JSON data."""
-    return {
-        "schema": JSON_SCHEMA_VERSION,
-        "samples": report.samples,
-        "digest": report.digest,
-        "inputs": [
-            {
-                **select_fields(input_summary, "name", "dtype", "low", "high", "mean", "nan", "inf"),
-                "shape": None if input_summary.shape is None else list(input_summary.shape),
-                "data_shape": None if input_summary.data_shape is None else list(input_summary.data_shape),
-            }
-            for input_summary in report.inputs
-        ],
-        "ignored": list(report.ignored),
-        "findings": [select_fields(finding, "kind", "input", "message") for finding in report.findings],
-    }
 
 
 def _input_cells(input_summary: InputSummary) -> tuple[str, ...]:

@@ -1,21 +1,20 @@
-"""Comparisons of two models as tables and JSON."""
+"""Comparisons of two models as tables."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from graphquant.errors import escape_unprintable
-from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.tables import NameTable, plain_line, pluralize, select_fields
+from graphquant.visualize.tables import NameTable, plain_line, pluralize
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from graphquant.analysis import Comparison, Differences, ModelChange, OutputFigures, SiteFigures
+    from graphquant.analysis import Comparison, Differences, ModelChange, SiteFigures
     from graphquant.api import Proof, StripResult
 
 
@@ -47,46 +46,6 @@ def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
     figures = ", ".join(filter(None, summary)) or ("Nothing compared" if comparison.all_empty else "Compared")
     sections.append(plain_line(f"{figures}, over {pluralize(comparison.samples, 'sample')}.", "bold"))
     return Group(*sections)
-
-
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON data; decibels are null if exact or not measured."""
-    return {
-        "schema": JSON_SCHEMA_VERSION,
-        "samples": comparison.samples,
-        "random": comparison.random,
-        "labels": comparison.labels or None,
-        "sqnr": _rounded_or_none(comparison.sqnr),
-        "agreement": comparison.agreement,
-        "outputs": [_output_figures_json(output) for output in comparison.outputs],
-        "sites": [_site_figures_json(site) for site in comparison.sites],
-    }
-
-
-def _output_figures_json(output: OutputFigures) -> dict[str, Any]:
-    return {
-        "name": output.name,
-        "other": output.quantized_name,
-        "equal": not output.problem and not output.empty and output.max_error == 0,
-        "sqnr": _rounded_or_none(output.sqnr),
-        "cosine": _rounded_or_none(output.cosine),
-        "largest_difference": _rounded_or_none(output.max_error),
-        **select_fields(output, "agreement", "rows", "values"),
-        "accuracy": None if output.accuracy is None else {"float": output.accuracy[0], "quantized": output.accuracy[1]},
-        "problem": output.problem or None,
-    }
-
-
-def _site_figures_json(site: SiteFigures) -> dict[str, Any]:
-    return {
-        **select_fields(site, "graph", "op", "tensor", "parameter"),
-        "rule": site.rule or None,
-        "local": _rounded_or_none(site.local),
-        "accumulated": _rounded_or_none(site.accumulated),
-        "sensitivity_db": _rounded_or_none(site.sensitivity),
-        "exact": site.local == math.inf,
-        "note": site.note or None,
-    }
 
 
 def _output_table(comparison: Comparison) -> NameTable:
@@ -128,11 +87,6 @@ def _decibel_text(value: float | None) -> str:
 
 def _percent_text(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.2f}%"
-
-
-def _rounded_or_none(value: float | None) -> float | None:
-    """Round a metric to six digits, because TensorFlow runs differ in the ninth."""
-    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 CHANGE_SIGNS = {"op-added": "+", "site-added": "+", "op-removed": "-", "site-removed": "-"}
@@ -185,24 +139,6 @@ def diff_summary(differences: Differences) -> str:
     if differences.rerouted:
         phrases.append(f"{pluralize(differences.rerouted, 'use')} rerouted")
     return f"{', '.join(phrases)}."
-
-
-def diff_json(differences: Differences) -> dict[str, Any]:
-    """Return differences as JSON data."""
-    return {
-        "schema": JSON_SCHEMA_VERSION,
-        "counts": differences.counts,
-        "rerouted": differences.rerouted,
-        "changes": [
-            {
-                "kind": change.kind,
-                "location": change.location,
-                "message": change.message,
-                "size": change.size if math.isfinite(change.size) else None,
-            }
-            for change in differences.changes
-        ],
-    }
 
 
 def _change_line(change: ModelChange) -> Text:

@@ -1,14 +1,13 @@
-"""Explanations of tensors and ops as text and JSON."""
+"""Explanations of tensors and ops as text."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
-from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.tables import plain_line, pluralize, select_fields
+from graphquant.visualize.tables import plain_line, pluralize
 
 if TYPE_CHECKING:
     from graphquant.analysis import Explanation, ExplanationReport
@@ -88,9 +87,7 @@ def _backend_line(verdict: Verdict, explanations: ExplanationReport) -> str:
 
 def _all_misses(explanation: Explanation) -> list[RenderableType]:
     """Render every other rule."""
-    return [
-        _indented(f"{miss.rule.rule.name}: {_miss_reason(explanation, miss)}", 4, "dim") for miss in explanation.misses
-    ]
+    return [_indented(f"{miss.rule.rule.name}: {miss.reason}", 4, "dim") for miss in explanation.other_rules]
 
 
 def _closest_misses(explanation: Explanation) -> list[RenderableType]:
@@ -100,7 +97,7 @@ def _closest_misses(explanation: Explanation) -> list[RenderableType]:
         key=_miss_rank,
     )[:NEAR_MISSES_SHOWN]
     lines: list[RenderableType] = [plain_line("  near misses:", style="dim")] if near_misses else []
-    lines += [_indented(f"{miss.rule.rule.name}: {_miss_reason(explanation, miss)}", 4, "dim") for miss in near_misses]
+    lines += [_indented(f"{miss.rule.rule.name}: {explanation.miss_reason(miss)}", 4, "dim") for miss in near_misses]
     remaining = [miss for miss in explanation.misses if miss not in near_misses]
     if remaining:
         producer_count = sum(miss.reason.startswith("producer") for miss in remaining)
@@ -118,50 +115,6 @@ def _miss_rank(miss: RuleMiss) -> tuple[bool, int]:
     return bool(miss.reason), -miss.closeness
 
 
-def _miss_reason(explanation: Explanation, miss: RuleMiss) -> str:
-    return miss.reason or (
-        f"also matches, but {explanation.winner} has priority" if explanation.winner else "matches and inserts nothing"
-    )
-
-
 def _indented(text: str, indent: int, style: str = "") -> RenderableType:
     """Return a line whose continuation lines are indented too."""
     return Padding(plain_line(text, style), (0, 0, 0, indent), expand=False)
-
-
-def explain_json(explanations: ExplanationReport) -> dict[str, Any]:
-    """Return an explanation as JSON data, with all rules."""
-    return {
-        "schema": JSON_SCHEMA_VERSION,
-        "written": explanations.already_quantized,
-        "backend": explanations.backend or None,
-        "assumed_ranges": explanations.placeholder_ranges,
-        "omitted_reason": explanations.omitted_reason or None,
-        "ops": [
-            {
-                **select_fields(verdict, "graph", "op", "type", "status", "runs_as"),
-                "reason": None if verdict.broken_rule is None else verdict.broken_rule.message,
-                "fix": None if verdict.broken_rule is None else verdict.broken_rule.fix,
-            }
-            for verdict in explanations.verdicts
-        ],
-        "uses": [
-            {
-                "tensor": str(explanation.tensor),
-                "use": str(explanation.use),
-                "quantized": explanation.quantized,
-                "rule": explanation.winner or None,
-                "outcome": explanation.outcome,
-                "choices": list(explanation.scale_reasons),
-                "other_rules": [
-                    {
-                        "rule": miss.rule.rule.name,
-                        "reason": _miss_reason(explanation, miss),
-                        "closeness": miss.closeness,
-                    }
-                    for miss in explanation.misses
-                ],
-            }
-            for explanation in explanations.uses
-        ],
-    }

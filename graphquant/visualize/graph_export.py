@@ -17,7 +17,6 @@ from graphquant.qdq import read_qparams
 from graphquant.visualize import JSON_SCHEMA_VERSION
 from graphquant.visualize.annotations import annotation_text
 from graphquant.visualize.drawing import drawn_shape
-from graphquant.visualize.json_export import tensor_json
 from graphquant.visualize.viewer_data import attributes_text, drawing_layout
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def _constant_json(constant: DrawnConstant) -> dict[str, Any]:
 def _annotation_json(annotation: Annotation, ops: Sequence[tuple[str, str]]) -> dict[str, Any]:
     params = annotation.params
     return {
-        "tensor": tensor_json(annotation.tensor),
+        "tensor": annotation.tensor._asdict(),
         "ops": [{"type": type_, "name": name} for type_, name in ops],
         "dtype": annotation.dtype or None,
         "dynamic": annotation.dynamic,

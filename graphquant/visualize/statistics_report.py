@@ -5,20 +5,16 @@ The page works from disk without scripts. With a model, the viewer shows the sta
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from rich.console import Group
 from rich.text import Text
 
 from graphquant.errors import escape_unprintable
-from graphquant.observers import distribution_of
-from graphquant.visualize import JSON_SCHEMA_VERSION, svg
-from graphquant.visualize.histogram_bars import bar_counts, histogram_axis, histogram_line
-from graphquant.visualize.json_export import params_json, tensor_json
+from graphquant.visualize import svg
+from graphquant.visualize.histogram_bars import histogram_line
 from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
 from graphquant.visualize.text import incomplete_stats
 
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
 
     from graphquant.analysis.range_report import RangeReport, TensorRange
     from graphquant.numerics import QParams
-    from graphquant.observers import QuantizationCost, Sketch
+    from graphquant.observers import QuantizationCost
 
 
 STATS_NAME_WIDTH, MIN_HISTOGRAM_WIDTH = 20, 16
@@ -190,80 +186,6 @@ def _histogram_text(tensor_range: TensorRange, width: int, *, ascii_only: bool) 
         return Text("")
     below, inside, above = histogram_line(tensor_range.sketch, tensor_range.params, width, ascii_only=ascii_only)
     return Text.assemble((below, "red"), inside, (above, "red"))
-
-
-JSON_BARS = 64
-"""Bars of a histogram. Their edges follow the drawn axis, so they are denser within the range."""
-
-
-def range_report_json(report: RangeReport) -> dict[str, Any]:
-    """Return statistics and chosen ranges as JSON data."""
-    stats = report.stats
-    return {
-        "schema": JSON_SCHEMA_VERSION,
-        "stats": str(report.path) if report.path else None,
-        "model": report.model or None,
-        "digest": stats.model_digest,
-        "by_name": report.matched_by_name,
-        "samples": stats.samples,
-        "blocks": stats.blocks,
-        "complete": stats.complete,
-        "random": stats.random,
-        "data": [run.data_digest for run in stats.runs],
-        "tensors": [_tensor_range_json(entry) for entry in report.tensor_ranges],
-    }
-
-
-def _tensor_range_json(tensor_range: TensorRange) -> dict[str, Any]:
-    return {
-        "tensor": tensor_json(tensor_range.tensor),
-        "note": tensor_range.note,
-        "statistics": None if tensor_range.sketch is None else _sketch_json(tensor_range.sketch, tensor_range.params),
-        "rule": tensor_range.rule,
-        "method": tensor_range.method,
-        "chosen_method": tensor_range.auto_method,
-        "params": None if tensor_range.params is None else params_json(tensor_range.params),
-        "cost": _cost_json(tensor_range.cost),
-        "alternatives": [
-            {"method": option.method, "params": params_json(option.params), "cost": _cost_json(option.cost)}
-            for option in tensor_range.alternatives
-        ],
-    }
-
-
-def _sketch_json(sketch: Sketch, params: QParams | None) -> dict[str, Any]:
-    histogram = None
-    if sketch.counts.size:
-        axis = histogram_axis(sketch, params)
-        edges = axis.values_at(np.linspace(0, 1, JSON_BARS + 1))
-        histogram = {"edges": edges.tolist(), "counts": bar_counts(distribution_of(sketch), axis, JSON_BARS).tolist()}
-    return {
-        "low": _finite_ends(sketch.low),
-        "high": _finite_ends(sketch.high),
-        "count": sketch.count,
-        "nan": sketch.nan,
-        "inf": sketch.inf,
-        "blank": sketch.empty_arrays,
-        "histogram": histogram,
-    }
-
-
-def _finite_ends(ends: Any) -> Any:
-    """Return the ends of a tensor or of its channels; null without finite values."""
-    values = [value if math.isfinite(value) else None for value in ends.reshape(-1).tolist()]
-    return values if ends.ndim else values[0]
-
-
-def _cost_json(cost: QuantizationCost | None) -> dict[str, Any] | None:
-    """Return the cost of a range; `sqnr` is null if exact or without a signal."""
-    if cost is None:
-        return None
-    return {
-        "below": cost.clipped_below,
-        "above": cost.clipped_above,
-        "squared_error": cost.squared_error,
-        "sqnr": cost.sqnr if math.isfinite(cost.sqnr) else None,
-    }
 
 
 STATS_STYLE = """

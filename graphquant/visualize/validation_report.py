@@ -1,12 +1,11 @@
-"""Result sections of `insert`: validation, search, size budget and latency, as text and JSON."""
+"""Result sections of `insert`: validation, search, size budget and latency, as text."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from graphquant.visualize.compare_report import comparison_json
 from graphquant.visualize.tables import join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
     from graphquant.analysis import Comparison, OutputFigures
     from graphquant.analysis.validation import Validation
-    from graphquant.optimize import SearchTrace, TimeRatio
+    from graphquant.optimize import SearchTrace
 
 
 WORST_SHOWN = 3
@@ -121,79 +120,6 @@ def _latency_lines(search: SearchTrace) -> list[RenderableType]:
     if search.interrupted and not search.plans:
         lines.append(plain_line("The measurement was interrupted; this is the fastest plan so far.", "yellow"))
     return lines
-
-
-def search_json(search: SearchTrace | None) -> dict[str, Any] | None:
-    """Return the search as JSON data; null without one."""
-    if search is None:
-        return None
-    return {
-        "minimize": search.minimize,
-        "interrupted": search.interrupted,
-        "plans": search.plans,
-        "cost": search.cost,
-        "runs": search.runs_per_site,
-        "met": search.bounds_met,
-        "missed": list(search.failures),
-        "caveats": list(search.caveats),
-        "float_tensors": [
-            {"tensor": str(tensor), "sensitivity_db": sensitivity}
-            for tensor, sensitivity in search.float_tensors.items()
-        ],
-        "changed": [
-            {"tensor": str(tensor), "candidate": candidate} for tensor, candidate in search.changed_tensors.items()
-        ],
-        "size": None
-        if search.size is None
-        else {
-            "bytes": search.size,
-            "budget": search.max_size,
-            "float_bytes": search.float_size,
-            "estimated": [str(tensor) for tensor in search.estimated_weights],
-        },
-        "latency": None
-        if not search.runtime
-        else {
-            "runtime": search.runtime,
-            "plans": search.timed_plans,
-            "quantized": not search.all_float,
-            "samples": search.timed_samples,
-            "rules": _latency_ratio_json(search.rules_ratio, search.timed_samples),
-            "outcome": _latency_ratio_json(search.outcome_ratio, search.timed_samples),
-        },
-    }
-
-
-def _latency_ratio_json(ratio: TimeRatio | None, samples: int) -> dict[str, float] | None:
-    """Return milliseconds per sample, and the ratio to float with its 95% interval."""
-    if ratio is None:
-        return None
-    return {
-        "ms": 1000 * ratio.first_seconds / samples,
-        "float_ms": 1000 * ratio.second_seconds / samples,
-        "ratio": ratio.median,
-        "low": ratio.low,
-        "high": ratio.high,
-    }
-
-
-def validation_json(validation: Validation | None) -> dict[str, Any] | None:
-    """Return the validation as JSON data; null if nothing was measured."""
-    if validation is None:
-        return None
-    return {
-        "met": not validation.failures,
-        "missed": list(validation.failures),
-        "reused": validation.reuses_samples,
-        "other_data": validation.calibrated_on_other_data,
-        "bounds": {
-            "sqnr": validation.bounds.min_sqnr,
-            "agreement": validation.bounds.min_agreement,
-            "accuracy_drop": validation.bounds.max_accuracy_drop,
-        },
-        "multiply_adds": {"quantized": validation.quantized_macs, "total": validation.total_macs},
-        "comparison": None if validation.comparison is None else comparison_json(validation.comparison),
-    }
 
 
 def _validation_summary(validation: Validation, comparison: Comparison) -> str:

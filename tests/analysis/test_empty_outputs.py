@@ -14,7 +14,8 @@ import graphquant as gq
 from graphquant.analysis.validation import Bounds
 from graphquant.batch.work import outcome_metrics
 from graphquant.errors import UsageError
-from graphquant.visualize.validation_report import validation_json, validation_view
+from graphquant.visualize.json_export import CompareResult
+from graphquant.visualize.validation_report import validation_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ def test_one_empty_output(net: Callable[..., tuple[Path, str]]) -> None:
     assert "empty for all 4 samples" in text_report(result)
     assert "equal" not in text_report(result)
     assert result.validation.failures == ()
-    outputs = validation_json(result.validation)["comparison"]["outputs"]
+    outputs = CompareResult.model_validate(result.validation.comparison).as_json()["outputs"]
     assert [output["equal"] for output in outputs[1:]] == [False, False]
     bound = replace(result.validation, bounds=Bounds(min_sqnr=20))
     assert any("'found'" in caveat for caveat in bound.caveats)

@@ -57,5 +57,5 @@ def test_mutated_models(start, tmp_path):
 def test_reports_are_reproducible(tmp_path):
     """Reports of a model are equal each time it is loaded."""
     onnx.save(oracle.build("silu")[0], tmp_path / "model.onnx")
-    told = [view.check_json(check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime")) for _ in range(2)]
-    assert told[0] == told[1]
+    first, second = (check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime") for _ in range(2))
+    assert first == second

@@ -9,7 +9,8 @@ import pytest
 import graphquant as gq
 from graphquant.analysis import Comparison, SiteFigures
 from graphquant.analysis.validation import Bounds, Validation
-from graphquant.visualize.validation_report import validation_json, validation_view
+from graphquant.visualize.json_export import InsertResult
+from graphquant.visualize.validation_report import validation_view
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ def test_the_validation_has_the_sensitivities(samples: Path, tmp_path: Path) -> 
     model, data, out = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz", tmp_path / "out.onnx"
     result = gq.insert(model, data=str(data), min_sqnr=55)
     result.save(out)
-    sites = validation_json(result.validation)["comparison"]["sites"]
+    sites = InsertResult.of(result).as_json()["validation"]["comparison"]["sites"]
     message = "\n".join(map(str, validation_view(result.validation)))
     sensitivities = [site["sensitivity_db"] for site in sites]
     assert len(sensitivities) > 3

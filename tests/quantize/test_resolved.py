@@ -13,7 +13,7 @@ import graphquant as gq
 from graphquant.ir import TensorRef, Use
 from graphquant.numerics import QParams, dequantize, qparams_from_scale, quantize
 from graphquant.quantize import plan_to_json
-from graphquant.visualize.json_export import result_json
+from graphquant.visualize.json_export import InsertResult
 from graphquant.visualize.tables import make_console
 from graphquant.visualize.text import result_view
 
@@ -184,7 +184,7 @@ def test_weight_scale_of_the_plan_is_not_changed(tmp_path):
     assert conflict.tensors == (TensorRef("", "w"), TensorRef("", "b"))
     assert conflict.resolution == "the bias stays float"
     assert "beyond int32" in inserted_result.skips[-1].reason
-    report = result_json(inserted_result, None)
+    report = InsertResult.of(inserted_result).as_json()
     assert report["conflicts"][0]["rules"] == ["conv-weight", "bias"]
     case.path = inserted_result.save(tmp_path / "dictated.onnx")
     expected = conv(case.rounded("x", X), case.rounded("w", small_channel()), B)

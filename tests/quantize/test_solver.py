@@ -1,6 +1,7 @@
 """Ranges, ties and biases to scales and zero points."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -16,7 +17,7 @@ from graphquant.numerics import IntType, qparams_from_scale
 from graphquant.observers import EMPTY_SKETCH, sketch_values
 from graphquant.quantize import Plan, Site, Skip, saturates_like_clip, solve_scales
 from graphquant.rules import ObserverConfig, Scheme
-from graphquant.visualize.json_export import params_json
+from graphquant.visualize.json_export import ParametersJson
 
 UINT8 = Scheme(name="act", dtype="uint8", zero="asymmetric", family="onnx-qdq")
 INT8 = Scheme(name="w", dtype="int8", narrow=True, observe=ObserverConfig(name="absmax"), family="onnx-qdq")
@@ -430,7 +431,7 @@ def test_each_weight_is_read_once(tmp_path, monkeypatch):
 def test_as_json(tmp_path):
     """Params as JSON data hold plain numbers."""
     params = solve_scales(gemm(tmp_path), plan(replace(X, scale=(0.5,), zero_point=(8,))), {}).params[0]
-    assert params_json(params) == {
+    assert ParametersJson.model_validate(SimpleNamespace(params=params)).model_dump(mode="json") == {
         "dtype": "uint8",
         "scale": 0.5,
         "zero_point": 8,
@@ -439,6 +440,7 @@ def test_as_json(tmp_path):
         "narrow": False,
         "low": -4.0,
         "high": 123.5,
+        "dynamic": False,
     }
 
 

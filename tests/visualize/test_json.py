@@ -1,4 +1,4 @@
-"""docs/json.md against the JSON that the commands write."""
+"""docs/json.md and results.schema.json against the JSON that the commands write."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 import graphquant as gq
+from graphquant.visualize.json_export import RESULTS, results_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,9 +40,6 @@ COMMANDS = {
 
 OPTIONAL = {
     "plan": {"schemes{}", "sites[]", "skips[]"},
-    "insert": {"sites[]"},
-    "inspect": {"quantization[]"},
-    "check": {"ops[]"},
 }
 """Objects with optional keys."""
 
@@ -62,7 +61,9 @@ NOT_WRITTEN = {
 }
 """Objects that the sample models need not have."""
 
-PARAMETERS = {"dtype", "scale", "zero_point", "axis", "block_size", "narrow", "low", "high"}
+SCHEMA = ROOT / "graphquant/visualize/results.schema.json"
+
+PARAMETERS = {"dtype", "scale", "zero_point", "axis", "block_size", "narrow", "low", "high", "dynamic"}
 
 SHARED = [{"op", "port"}, {"op", "slot"}, PARAMETERS]
 """Keys of shared objects, without the graph."""
@@ -123,9 +124,19 @@ def written_keys(out: Path, cli: Callable[..., Any], verb: str) -> dict[str, set
         text = command_output(cli, [*arguments, *(["--force"] if report else ["--format", "json"])])
         data = json.loads((out / "report.json").read_text() if report else text)
         assert data["schema"] == 2
+        if verb in RESULTS:
+            Draft202012Validator(schema_of(verb)).validate(data)
         for path, keys in objects(data):
             keys_by_path[path] = keys_by_path.get(path, set()) | keys
     return keys_by_path
+
+
+def schema_of(verb: str) -> dict[str, Any]:
+    """Return the shipped schema of a verb's result, in which unknown keys are mistakes."""
+    schema = json.loads(SCHEMA.read_text("utf-8"))
+    for definition in schema["$defs"].values():
+        definition["additionalProperties"] = False
+    return {**schema, "$ref": f"#/$defs/{RESULTS[verb].__name__}"}
 
 
 def command_output(cli: Callable[..., Any], arguments: list[str]) -> str:
@@ -149,5 +160,10 @@ def test_every_key_is_documented(verb: str, out: Path, cli: Callable[..., Any]) 
 
 
 def test_every_verb_is_documented() -> None:
-    """Every verb in docs/json.md is tested here."""
-    assert documented_keys().keys() == COMMANDS.keys()
+    """Every verb in docs/json.md is tested here, and has a schema except for plan, whose file is an input."""
+    assert documented_keys().keys() == COMMANDS.keys() == {"plan", *RESULTS}
+
+
+def test_shipped_schema_is_up_to_date() -> None:
+    """The shipped schema equals that of the models. `python tests/visualize/write_schema.py` updates it."""
+    assert json.loads(SCHEMA.read_text("utf-8")) == results_schema()

@@ -16,7 +16,8 @@ from graphquant.calibration import DataRun, ObservationTarget, Stats
 from graphquant.ir import TensorRef
 from graphquant.numerics import IntType, QParams, Range, choose_qparams
 from graphquant.observers import Sketch, estimate_cost, sketch_values
-from graphquant.visualize.statistics_report import range_report_json, range_report_view, share_text, stats_page
+from graphquant.visualize.json_export import InspectStatsResult
+from graphquant.visualize.statistics_report import range_report_view, share_text, stats_page
 
 HOSTILE = '</script><script>alert("1")</script><img src=x onerror=alert(1)>\x1b[31m&amp;'
 UINT8 = IntType(8, signed=False)
@@ -189,7 +190,7 @@ def test_page_shows_each_tensor(range_report: RangeReport) -> None:
 
 def test_json_export(range_report: RangeReport) -> None:
     """The JSON is strict, and has statistics, range, cost and alternatives."""
-    data = json.loads(json.dumps(range_report_json(range_report), allow_nan=False))
+    data = json.loads(json.dumps(InspectStatsResult.model_validate(range_report).as_json(), allow_nan=False))
     first = data["tensors"][0]
     assert (first["statistics"]["count"], first["statistics"]["nan"], first["statistics"]["inf"]) == (5003, 2, 0)
     assert sum(first["statistics"]["histogram"]["counts"]) == pytest.approx(5001)
@@ -215,7 +216,8 @@ def test_non_finite_values() -> None:
         TensorRange(tensor=TensorRef("", "b"), sketch=_infinite()),
     )
     report = RangeReport(stats=Stats(model_digest="ef", targets={}, sketches={}), tensor_ranges=tensor_ranges)
-    assert json.loads(json.dumps(range_report_json(report), allow_nan=False))["tensors"][0]["statistics"]["low"] is None
+    data = InspectStatsResult.model_validate(report).as_json()
+    assert json.loads(json.dumps(data, allow_nan=False))["tensors"][0]["statistics"]["low"] is None
     assert "3 NaN" in stats_page(report)
     assert "2 infinite" in stats_page(report)
     assert any("b:0" in line for line in _print_report(report, 80))

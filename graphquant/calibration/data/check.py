@@ -55,8 +55,8 @@ class InputSummary:
 
     name: str
     dtype: str
-    shape: Shape | None
-    data_shape: Shape | None
+    shape: tuple[int | None, ...] | None
+    data_shape: tuple[int | None, ...] | None
     low: float | None
     high: float | None
     mean: float | None

@@ -12,7 +12,7 @@ import pytest
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.formats.tflite import ops, parse_tflite
 from graphquant.formats.tflite.load import NON_NUMERIC_DTYPES
-from graphquant.visualize.json_export import stored_tensor_json
+from graphquant.visualize.json_export import InspectResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def compare(data: bytes) -> dict[str, int]:
     resolver = tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
     interpreter = tf.lite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
     model = parse_tflite(data)
-    ours = [stored_tensor_json(tensor) for tensor in summarize_model(model).tensors]
+    ours = InspectResult.model_validate(summarize_model(model)).as_json()["tensors"]
     counts = {"tensors": 0, "quantized": 0, "per channel": 0, "constants": 0}
     for number, graph in enumerate(model.graphs):
         listed = {entry["index"]: entry for entry in ours if entry["graph"] == graph}
