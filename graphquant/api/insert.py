@@ -78,9 +78,9 @@ def insert(
     """
     settings = resolve_options(InsertOptions, options, values)
     if settings.data is not None:
-        from graphquant.calibration.data import check_data_spec
+        from graphquant.calibration.data import parse_data_spec
 
-        check_data_spec(settings.data)
+        parse_data_spec(settings.data)
     source = as_model(model)
     prepared, plan = prepare_and_plan(source, settings, settings.plan)
     plan, transfer = _apply_tflite_ranges(prepared, plan, settings)

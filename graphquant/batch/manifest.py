@@ -21,8 +21,8 @@ from graphquant.batch.manifest_schema import (
     set_keys,
 )
 from graphquant.batch.remote import LOCAL_SCHEME, find_models, open_folder, suffix_of
-from graphquant.batch.types import Entry, Gates
-from graphquant.calibration.data import check_data_spec
+from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Entry, Gates
+from graphquant.calibration.data import parse_data_spec
 from graphquant.calibration.data.files import is_remote
 from graphquant.calibration.data.spec import rebase_data_spec
 from graphquant.errors import DataError, ManifestError, RuleError, UsageError, did_you_mean
@@ -43,18 +43,18 @@ class _SelectedModel:
     index: int
     is_folder: bool
 
-    def placeholder_value(self, key: str, variant: str | None) -> str:
-        """Return the value of the placeholder `{key}`."""
+    def expand_placeholders(self, text: str, variant: str | None) -> str:
+        """Replace the placeholders of a text; unknown ones by nothing."""
         parent, _, file_name = self.name.rpartition("/")
         suffix = "" if self.is_folder or suffix_of(file_name) not in SUFFIXES else suffix_of(file_name)
-        stem = file_name.removesuffix(suffix)
-        return {
-            "stem": stem,
+        values = {
+            "stem": file_name.removesuffix(suffix),
             "suffix": "" if suffix in KERAS_SUFFIXES else suffix,  # Keras models are written as SavedModels
             "name": file_name,
             "parent": parent or ".",
             "variant": variant or "",
-        }[key]
+        }
+        return _PLACEHOLDER.sub(lambda match: values.get(match[1], ""), text)
 
 
 PLACEHOLDERS = ("stem", "suffix", "name", "parent", "variant")
@@ -69,12 +69,6 @@ _FILE_OPTIONS = {
 
 TEMPLATE_KEYS = ("data", *_FILE_OPTIONS, "output")
 """Keys that may contain placeholders."""
-
-_PLAIN_OPTIONS = (
-    *("samples", "method", "family", "include", "exclude", "float_weights"),
-    *("requantize", "algorithms", "optimize", "size_budget"),
-)
-"""Options that an entry has without any change."""
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
@@ -151,18 +145,11 @@ def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_Sele
                     and request.path is not None
                     and not request.ambiguous & {index, earlier[0]}
                 ):
-                    mistakes.append(
-                        (
-                            ("model", index, "path"),
-                            f"{name!r} has its own entry above. Give one of them a 'variant', or remove it.",
-                        )
-                    )
-    order = sorted(table_by_model, key=lambda key: (table_by_model[key][0], key[1]))
+                    message = f"{name!r} has its own entry above. Give one of them a 'variant', or remove it."
+                    mistakes.append((("model", index, "path"), message))
     return [
-        _SelectedModel(
-            name=key[1], index=table_by_model[key][0], is_folder=open_folder(key[1], request.folder).is_folder(key[1])
-        )
-        for key in order
+        _SelectedModel(name=name, index=index, is_folder=open_folder(name, request.folder).is_folder(name))
+        for (_, name), (index, _) in sorted(table_by_model.items(), key=lambda item: (item[1][0], item[0][1]))
     ]
 
 
@@ -181,14 +168,13 @@ def _matching_models(
 
 
 class _FileChecks:
-    """Cached checks of rule files, data and statistics, and the errors in rule files."""
+    """Cached checks of rule files and data, and the errors in rule files. Each check returns a mistake, or ""."""
 
     def __init__(self) -> None:
         self.failures: dict[str, None] = {}
         self.rules, self.data = cache(self._check_rules), cache(self._check_data)
 
     def _check_rules(self, name: str) -> str:
-        """Return the mistake in a rule name, "" if valid."""
         try:
             load_ruleset([name])
         except RuleError as error:
@@ -199,22 +185,26 @@ class _FileChecks:
 
     @staticmethod
     def _check_data(spec: str) -> str:
-        """Return the mistake in a data spec, "" if valid."""
         try:
-            check_data_spec(spec)
+            parse_data_spec(spec)
         except DataError as error:
             return str(error)
         return ""
 
-    @staticmethod
-    def check_file(key: str, path: str) -> str:
-        """Return the mistake in the path of an option, "" if valid."""
-        return "" if Path(path).is_file() else _FILE_OPTIONS[key].format(path)
+
+def _check_file(key: str, path: str) -> str:
+    """Return the mistake in the path of an option, "" if valid."""
+    return "" if Path(path).is_file() else _FILE_OPTIONS[key].format(path)
 
 
 def _entry_settings(request: BatchRequest, index: int) -> dict[str, Any]:
-    """Return all settings of an entry, with defaults and overrides."""
-    return _merge_settings(request.defaults, set_keys(request.tables[index]), request.overrides)
+    """Return all settings of an entry, with defaults and overrides. Data replaces the statistics of earlier layers."""
+    merged: dict[str, Any] = {}
+    for layer in (request.defaults, set_keys(request.tables[index]), request.overrides):
+        if "data" in layer:
+            merged.pop("stats", None)
+        merged |= layer
+    return merged
 
 
 def _base_folder(request: BatchRequest, key: str) -> str:
@@ -228,23 +218,25 @@ def _entry_mistakes(request: BatchRequest, index: int, checks: _FileChecks) -> I
     for name in rebase_rule_paths(entry_settings.get("rules", ()), _base_folder(request, "rules")):
         yield request.key_path(index, "rules"), checks.rules(name)
     for key in TEMPLATE_KEYS:
-        yield from (
-            (request.key_path(index, key), message) for message in _placeholder_mistakes(entry_settings.get(key, ""))
-        )
+        for placeholder in _PLACEHOLDER.findall(entry_settings.get(key, "")):
+            if placeholder not in PLACEHOLDERS:
+                known = f" Known are {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}."
+                hint = did_you_mean(placeholder, PLACEHOLDERS) or known
+                yield request.key_path(index, key), f"there is no '{{{placeholder}}}'.{hint}"
     data = entry_settings.get("data")
     if data is not None and not _PLACEHOLDER.search(data):
         yield request.key_path(index, "data"), checks.data(rebase_data_spec(data, _base_folder(request, "data")))
     for key in _FILE_OPTIONS:
         path = entry_settings.get(key)
         if path is not None and not _PLACEHOLDER.search(path):
-            yield request.key_path(index, key), checks.check_file(key, _join_path(_base_folder(request, key), path))
+            yield request.key_path(index, key), _check_file(key, _join_path(_base_folder(request, key), path))
     if (
         data is None
         and _build_gates(entry_settings).needs_data
         and index not in request.ambiguous
         and isinstance(table, ModelTable)
     ):
-        key = next(key for key in ("min_sqnr", "min_agreement", "max_accuracy_drop") if key in entry_settings)
+        key = next(key for key in METRIC_GATES if key in entry_settings)
         message = f"{key!r} needs data, and there is none for {', '.join(table.path)}. Add 'data'."
         yield request.key_path(index, key), message
 
@@ -254,7 +246,7 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
     table, entry_settings = request.tables[model.index], _entry_settings(request, model.index)
     variant = table.variant if isinstance(table, ModelTable) else None
     expanded = {
-        key: _expand_placeholders(entry_settings[key], model, variant) for key in TEMPLATE_KEYS if key in entry_settings
+        key: model.expand_placeholders(entry_settings[key], variant) for key in TEMPLATE_KEYS if key in entry_settings
     }
     data = rebase_data_spec(expanded["data"], _base_folder(request, "data")) if "data" in expanded else None
     paths: dict[str, Any] = {
@@ -262,8 +254,8 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
     }
     if data is not None:
         mistakes.append((request.key_path(model.index, "data"), checks.data(data)))
-    mistakes += [(request.key_path(model.index, key), checks.check_file(key, path)) for key, path in paths.items()]
-    output = expanded["output"] if "output" in expanded else _expand_placeholders(DEFAULT_OUTPUT, model, variant)
+    mistakes += [(request.key_path(model.index, key), _check_file(key, path)) for key, path in paths.items()]
+    output = expanded["output"] if "output" in expanded else model.expand_placeholders(DEFAULT_OUTPUT, variant)
     return Entry(
         name=f"{model.name} [{variant}]" if variant else model.name,
         model=_join_path(request.folder, model.name),
@@ -271,48 +263,15 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
         rules=rebase_rule_paths(entry_settings.get("rules", ()), _base_folder(request, "rules")),
         data=data,
         **paths,
-        **{key: entry_settings[key] for key in _PLAIN_OPTIONS if key in entry_settings},
+        **{key: entry_settings[key] for key in PLAIN_OPTIONS if key in entry_settings},
         gates=_build_gates(entry_settings),
     )
 
 
-def _merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge layers, the last one first in priority; data replaces statistics of an earlier layer."""
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        if "data" in layer:
-            merged.pop("stats", None)
-        merged |= layer
-    return merged
-
-
 def _build_gates(entry_settings: Mapping[str, Any]) -> Gates:
     check = entry_settings.get("check", False)
-    return Gates(
-        min_sqnr=entry_settings.get("min_sqnr"),
-        min_agreement=entry_settings.get("min_agreement"),
-        max_accuracy_drop=entry_settings.get("max_accuracy_drop"),
-        max_size=entry_settings.get("max_size"),
-        check=check if isinstance(check, str) else "" if check else None,
-    )
-
-
-def _expand_placeholders(text: str, model: _SelectedModel, variant: str | None) -> str:
-    """Replace placeholders; unknown ones by nothing."""
-    return _PLACEHOLDER.sub(
-        lambda match: model.placeholder_value(match[1], variant) if match[1] in PLACEHOLDERS else "", text
-    )
-
-
-def _placeholder_mistakes(text: str) -> Iterator[str]:
-    """Yield the mistakes in placeholders of a text."""
-    for match in _PLACEHOLDER.finditer(text):
-        if match[1] not in PLACEHOLDERS:
-            hint = (
-                did_you_mean(match[1], PLACEHOLDERS)
-                or f" Known are {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}."
-            )
-            yield f"there is no {match[0]!r}.{hint}"
+    bounds = {name: entry_settings[name] for name in (*METRIC_GATES, "max_size") if name in entry_settings}
+    return Gates(**bounds, check=check if isinstance(check, str) else "" if check else None)
 
 
 def _join_path(folder: str, path: str) -> str:
@@ -332,25 +291,18 @@ def _output_clashes(request: BatchRequest, entries: Sequence[tuple[_SelectedMode
         output_path, key_path = _real_path(entry.output), request.key_path(selected.index, "output")
         if output_path in outputs:
             earlier = outputs[output_path]
-            advice = "{variant}" if earlier.model == entry.model else "{parent}"
-            yield (
-                key_path,
-                f"{entry.output} is the output of {earlier.name} and of {entry.name}. Put {advice} into 'output'.",
-            )
+            placeholder = "{variant}" if earlier.model == entry.model else "{parent}"
+            message = f"{entry.output} is the output of {earlier.name} and of {entry.name}."
+            yield key_path, f"{message} Put {placeholder} into 'output'."
         outputs.setdefault(output_path, entry)
-        overwritten = next(
-            (model for path in _path_and_parents(output_path) if (model := models.get(path)) is not None), None
-        )
+        overwritten = next((models[path] for path in _path_and_parents(output_path) if path in models), None)
         if overwritten is not None:
             relation = "over" if output_path == _real_path(overwritten) else "into the folder of"
-            yield (
-                key_path,
-                (
-                    f"the output of {entry.name} would be written {relation} {overwritten}, which is"
-                    " a model. Give another"
-                    " 'output', or exclude that model."
-                ),
+            message = (
+                f"the output of {entry.name} would be written {relation} {overwritten}, which is a model. Give another"
+                " 'output', or exclude that model."
             )
+            yield key_path, message
 
 
 def _real_path(path: str) -> str:
@@ -406,16 +358,11 @@ class BatchRequest:
         is_set = getattr(self.tables[index], key) is not None
         return ("model", index, key) if is_set or key not in self.defaults else ("defaults", key)
 
-    def manifest_error(self, mistakes: Iterable[Mistake], rule_errors: Iterable[str]) -> ManifestError:
+    def manifest_error(self, mistakes: Sequence[Mistake], rule_errors: Iterable[str]) -> ManifestError:
         """Return an error with all mistakes, and those of the rule files."""
-        if self.path is None:
-            messages = list(dict.fromkeys(sentence for _, sentence in mistakes))
-        else:
-            messages = (
-                [str(rules.mistakes_error(self.path, self.key_lines, mistakes, MANIFEST_FORM, self.table_path))]
-                if mistakes
-                else []
-            )
+        messages = list(dict.fromkeys(sentence for _, sentence in mistakes))
+        if self.path is not None and messages:
+            messages = [str(rules.mistakes_error(self.path, self.key_lines, mistakes, MANIFEST_FORM, self.table_path))]
         return ManifestError("\n".join([*messages, *rule_errors]))
 
 
@@ -506,12 +453,8 @@ def _read_model_table(data: Any, index: int, invalid_keys: set[KeyPath]) -> Entr
     table = _valid_table(data, location, invalid_keys, ModelTable)
     if table is not None or not isinstance(data, dict):
         return table
-    return _valid_table(
-        {key: value for key, value in data.items() if key in MANIFEST_FORM.keys(EntrySettings)},
-        location,
-        invalid_keys,
-        EntrySettings,
-    )
+    settings = {key: value for key, value in data.items() if key in MANIFEST_FORM.keys(EntrySettings)}
+    return _valid_table(settings, location, invalid_keys, EntrySettings)
 
 
 def _valid_table(
@@ -520,19 +463,16 @@ def _valid_table(
     """Return the table at `location` without invalid keys, None if it is not a table."""
     if location in invalid_keys or not isinstance(data, dict):
         return None
-    checked, _ = rules.validate_document(
-        {key: value for key, value in data.items() if (*location, key) not in invalid_keys}, table, MANIFEST_FORM
-    )
-    return checked
+    valid = {key: value for key, value in data.items() if (*location, key) not in invalid_keys}
+    return rules.validate_document(valid, table, MANIFEST_FORM)[0]
 
 
 def _ambiguous_entries(tables: Iterable[int], invalid_keys: set[KeyPath]) -> frozenset[int]:
     """Return the entries with a mistake in a key that selects files, or in a misspelled one."""
-    file_keys = [key for key in invalid_keys if _may_name_files(str(key[-1]))]
+    file_keys = []
+    for key in invalid_keys:
+        nearest = get_close_matches(str(key[-1])[:100], MANIFEST_FORM.keys(ModelTable), n=1, cutoff=0.5)
+        if not nearest or nearest[0] in _FILE_KEYS:
+            file_keys.append(key)
     affects_all = any(key[0] != "model" for key in file_keys)
     return frozenset(index for index in tables if affects_all or any(key[:2] == ("model", index) for key in file_keys))
-
-
-def _may_name_files(key: str) -> bool:
-    nearest = get_close_matches(key[:100], MANIFEST_FORM.keys(ModelTable), n=1, cutoff=0.5)
-    return not nearest or nearest[0] in _FILE_KEYS

@@ -12,23 +12,26 @@ import math
 import struct
 import tempfile
 import zipfile
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.data.base import MAX_FEED_BYTES, Dataset, run_in_background
-from graphquant.calibration.data.files import wrap_read_errors
+from graphquant.calibration.data.dataset import Dataset
+from graphquant.calibration.data.files import MAX_FEED_BYTES, wrap_read_errors
 from graphquant.calibration.data.fit import (
     ArrayFit,
     check_dtype_range,
     common_sample_count,
     fit_array,
     match_input_keys,
+    non_finite_error,
     non_finite_mask,
-    non_finite_message,
+    split_range,
 )
 from graphquant.errors import DataError
 from graphquant.utils.text import format_shape
@@ -36,21 +39,20 @@ from graphquant.utils.text import format_shape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from graphquant.calibration.data.base import DataRequest, Feed
+    from graphquant.calibration.data.dataset import DataRequest, Feed
     from graphquant.calibration.data.files import DataFile
-    from graphquant.calibration.data.spec import DataSource
+    from graphquant.formats import InputSpec
     from graphquant.numerics import Array
-
 
 SCAN_CHUNK_BYTES = 1 << 17
 """Approximate bytes per read while an array is checked and hashed."""
 
 _COPY_CHUNK_BYTES = 1 << 20
 
-ARRAY_ADVICE = "Save it again with numpy.save or numpy.savez."
+ZIP_LOCAL_HEADER_BYTES = 30
+"""Size of the fixed part of the local header before each entry of a zip file."""
 
-ArrayMembers = dict[str, tuple[int, "Callable[[], IO[bytes]]"]]
-"""For each key, the size of the npy form of the array in bytes and a function that opens it."""
+ZIP_ENCRYPTED_FLAG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +73,14 @@ class _StoredArray:
     stored_dtype: np.dtype[Any]
     fortran_order: bool
 
+    def native_values(self, block: Array) -> Array:
+        """Convert a block to the byte order of the machine, and to bfloat16 if NumPy saved it as raw bytes."""
+        if self.stored_dtype.kind == "V":
+            return np.ascontiguousarray(block).view(self.array_fit.stored_dtype)
+        return np.ascontiguousarray(block, self.array_fit.stored_dtype)
 
-def open_arrays(source: DataSource, request: DataRequest) -> Dataset:
+
+def open_arrays(request: DataRequest) -> Dataset:
     """Open npz or npy files, one after the other. All fed values are read once to check and hash them.
 
     Raises:
@@ -80,7 +88,7 @@ def open_arrays(source: DataSource, request: DataRequest) -> Dataset:
     """
     counts: list[int] = []
     ignored: dict[str, None] = {}
-    for file in source.files:
+    for file in request.source.files:
         with _read_file_arrays(file, request) as (arrays, unused_keys):
             sample_count = common_sample_count([array.array_fit for array in arrays])
         counts.append(sample_count if request.samples is None else min(sample_count, request.samples - sum(counts)))
@@ -88,20 +96,33 @@ def open_arrays(source: DataSource, request: DataRequest) -> Dataset:
         if sum(counts) == request.samples:
             break
     if not sum(counts):
-        raise DataError(f"{source.spec} contains no samples. Provide at least one.")
-    scan = partial(_scan_and_hash, source.files, request, counts)
+        raise DataError(f"{request.source.spec} contains no samples. Provide at least one.")
+    digest: str | Future[str]
+    if request.check_in_background:
+        digest = Future()
+        # A daemon thread, so that the program does not wait for it at exit.
+        Thread(target=_resolve_digest, args=(digest, request, counts), daemon=True).start()
+    else:
+        digest = _scan_and_hash(request, counts)
     return Dataset(
         count=sum(counts),
-        digest=run_in_background(scan) if request.check_in_background else scan(),
-        ignored=(*ignored, *source.ignored),
-        open_feeds=partial(_array_feeds, source.files, request, counts),
+        digest=digest,
+        ignored=(*ignored, *request.source.ignored),
+        open_feeds=partial(_array_feeds, request, counts),
     )
 
 
-def _scan_and_hash(files: Sequence[DataFile], request: DataRequest, counts: Sequence[int]) -> str:
+def _resolve_digest(digest: Future[str], request: DataRequest, counts: Sequence[int]) -> None:
+    try:
+        digest.set_result(_scan_and_hash(request, counts))
+    except BaseException as error:  # noqa: BLE001  # raised again by Future.result
+        digest.set_exception(error)
+
+
+def _scan_and_hash(request: DataRequest, counts: Sequence[int]) -> str:
     """Return the digest of the fed values after checking that they are finite and fit the dtype of the input."""
     digest = hashlib.sha256()
-    for file, count in zip(files, counts, strict=False):
+    for file, count in zip(request.source.files, counts, strict=False):
         with _read_file_arrays(file, request) as (arrays, _):
             for array in arrays:
                 array_fit = array.array_fit
@@ -120,39 +141,35 @@ def _read_file_arrays(
 
     Without `verify_checksums`, the checksums of uncompressed arrays are not computed.
     """
-    with wrap_read_errors(file, ARRAY_ADVICE), ExitStack() as stack:
+    # For each key, the size of the npy form of the array in bytes and a function that opens it.
+    members: dict[str, tuple[int, Callable[[], IO[bytes]]]]
+    with wrap_read_errors(file, "Save it again with numpy.save or numpy.savez."), ExitStack() as stack:
         if file.name.lower().endswith(".npy"):
-            members = _sole_npy_member(file, request)
+            if len(request.inputs) != 1:
+                raise DataError(
+                    f"{file.name} contains one array, but the model takes {', '.join(map(repr, request.input_names))}."
+                    " Save arrays under these names with numpy.savez."
+                )
+            with file.open() as stream:
+                members = {request.inputs[0].name: (stream.seek(0, 2), file.open)}
         else:
             archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(file.open())))
-            members = {
-                info.filename.removesuffix(".npy"): (
-                    info.file_size,
-                    partial(archive.open, info)
-                    if verify_checksums or not _is_uncompressed_entry(info)
-                    else partial(_open_uncompressed_entry, file, info),
+            members = {}
+            for info in archive.infolist():
+                unchanged = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & ZIP_ENCRYPTED_FLAG
+                opener = (
+                    partial(_open_uncompressed_entry, file, info)
+                    if unchanged and not verify_checksums
+                    else partial(archive.open, info)
                 )
-                for info in archive.infolist()
-                if info.filename.endswith(".npy")
-            }
+                if info.filename.endswith(".npy"):
+                    members[info.filename.removesuffix(".npy")] = info.file_size, opener
         keys = match_input_keys(file.name, list(members), request)
         arrays = [
             _inspect_array(f"{file.name}: array {key!r}", *members[key], model_input)
             for model_input, key in zip(request.inputs, keys, strict=True)
         ]
         yield arrays, [key for key in members if key not in keys]
-
-
-ZIP_LOCAL_HEADER_BYTES = 30
-"""Size of the fixed part of the local header before each entry of a zip file."""
-
-ZIP_ENCRYPTED_FLAG = 1
-"""Flag of an encrypted zip entry."""
-
-
-def _is_uncompressed_entry(info: zipfile.ZipInfo) -> bool:
-    """Return whether the bytes of an entry are stored unchanged in the file."""
-    return info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & ZIP_ENCRYPTED_FLAG
 
 
 def _open_uncompressed_entry(file: DataFile, info: zipfile.ZipInfo) -> IO[bytes]:
@@ -164,24 +181,15 @@ def _open_uncompressed_entry(file: DataFile, info: zipfile.ZipInfo) -> IO[bytes]
     return stream
 
 
-def _sole_npy_member(file: DataFile, request: DataRequest) -> ArrayMembers:
-    """Return the array of an npy file under the name of the only input."""
-    if len(request.inputs) != 1:
-        names = ", ".join(repr(model_input.name) for model_input in request.inputs)
-        raise DataError(
-            f"{file.name} contains one array, but the model takes {names}. Save arrays under these names with"
-            " numpy.savez."
-        )
-    with file.open() as stream:
-        size = stream.seek(0, 2)
-    return {request.inputs[0].name: (size, file.open)}
-
-
-def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model_input: Any) -> _StoredArray:
+def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model_input: InputSpec) -> _StoredArray:
     """Read the header of an array and check it against its input."""
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     with opener() as stream:
         header_offset = stream.tell()
-        shape, fortran_order, stored_dtype = _read_npy_header(stream)
+        version = np.lib.format.read_magic(stream)
+        if version not in readers:
+            raise ValueError(f"version {version} of the npy format is not supported")
+        shape, fortran_order, stored_dtype = readers[version](stream)
         data_offset = stream.tell()
     if stored_dtype.hasobject:
         raise DataError(f"{label} contains Python objects, which are never loaded. Save numbers instead.")
@@ -192,9 +200,8 @@ def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model
         )
     if fortran_order and size > MAX_FEED_BYTES:
         raise DataError(f"{label} has {size} bytes in Fortran order. Save it in C order: numpy.ascontiguousarray.")
-    array_fit = fit_array(label, model_input, shape, stored_dtype)
     return _StoredArray(
-        array_fit=array_fit,
+        array_fit=fit_array(label, model_input, shape, stored_dtype),
         open_stream=opener,
         data_offset=data_offset,
         stored_dtype=stored_dtype,
@@ -202,39 +209,26 @@ def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model
     )
 
 
-def _read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(stream)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(stream)
-    raise ValueError(f"version {version} of the npy format is not supported")
-
-
 def _array_blocks(array: _StoredArray, feeds_per_block: int, start: int, stop: int) -> Iterator[Array]:
     """Yield blocks of `feeds_per_block` feeds from feed `start` up to `stop`, in the dtype of the file."""
     array_fit = array.array_fit
-    shape, rows = (array_fit.shape, array_fit.rows_per_feed) if array_fit.rows_per_feed else ((1, *array_fit.shape), 1)
-    if not array_fit.rows_per_feed:
-        feeds_per_block, start, stop = 1, 0, 1
+    shape, rows = array_fit.shape, array_fit.rows_per_feed
+    if not rows:
+        shape, rows, feeds_per_block, start, stop = (1, *shape), 1, 1, 0, 1
     row_bytes = math.prod(shape[1:]) * array.stored_dtype.itemsize
-    with array.open_stream() as stream, ExitStack() as stack:
+    with array.open_stream() as stream, tempfile.TemporaryFile() if array.fortran_order else nullcontext() as copy:
         stream.seek(array.data_offset)
-        if array.fortran_order:
-            mapped = _map_fortran_array(
-                stack.enter_context(tempfile.TemporaryFile()), stream, array.stored_dtype, array_fit.shape
-            )
-            mapped = mapped.reshape(shape, copy=False)
+        if copy is not None:
+            mapped = _map_fortran_array(copy, stream, array.stored_dtype, array_fit.shape).reshape(shape, copy=False)
         else:
             stream.seek(start * rows * row_bytes, 1)
         for first_row in range(start * rows, stop * rows, rows * feeds_per_block):
             block_rows = min(rows * feeds_per_block, stop * rows - first_row)
-            if array.fortran_order:
+            if copy is not None:
                 yield mapped[first_row : first_row + block_rows]
             else:
-                yield np.frombuffer(_read_array_bytes(stream, block_rows * row_bytes), array.stored_dtype).reshape(
-                    (block_rows, *shape[1:])
-                )
+                data = _read_array_bytes(stream, block_rows * row_bytes)
+                yield np.frombuffer(data, array.stored_dtype).reshape((block_rows, *shape[1:]))
 
 
 def _array_chunks(array: _StoredArray, count: int) -> Iterator[Array]:
@@ -272,45 +266,26 @@ def _read_array_bytes(stream: IO[bytes], size: int) -> bytes:
 
 def _scan_array(array: _StoredArray, count: int, update: Callable[[bytes | memoryview], None], *, finite: bool) -> None:
     """Read all fed values once and pass them to `update`."""
-    array_fit = array.array_fit
     bad_count, first_bad, scanned_count = 0, 0, 0
     for block in _array_chunks(array, count):
-        values = _native_array_values(array, block)
+        values = array.native_values(block)
         update(values.reshape(-1).view(np.uint8).data)
         non_finite = non_finite_mask(values)
         if non_finite.any():
             first_bad = first_bad if bad_count else scanned_count + int(non_finite.argmax())
             bad_count += int(non_finite.sum())
-            check_dtype_range(array_fit, values[~non_finite])
+            check_dtype_range(array.array_fit, values[~non_finite])
         else:
-            check_dtype_range(array_fit, values)
+            check_dtype_range(array.array_fit, values)
         scanned_count += values.size
     if bad_count and finite:
-        index = [int(axis) for axis in np.unravel_index(first_bad, array_fit.shape)]
-        raise DataError(non_finite_message(array_fit.label, bad_count, index))
+        raise non_finite_error(array.array_fit.label, bad_count, first_bad, array.array_fit.shape)
 
 
-def _native_array_values(array: _StoredArray, block: Array) -> Array:
-    """Convert a block to the byte order of the machine, and to bfloat16 if NumPy saved it as raw bytes."""
-    array_fit = array.array_fit
-    if array.stored_dtype.kind == "V":
-        return np.ascontiguousarray(block).view(array_fit.stored_dtype)
-    return np.ascontiguousarray(block, array_fit.stored_dtype)
-
-
-def _array_feeds(
-    files: Sequence[DataFile], request: DataRequest, counts: Sequence[int], start: int, stop: int
-) -> Iterator[Feed]:
-    samples_before = 0
-    for file, count in zip(files, counts, strict=False):
-        first, last = max(start - samples_before, 0), min(stop - samples_before, count)
-        samples_before += count
-        if first >= last:
-            continue
-        with _read_file_arrays(file, request, verify_checksums=False) as (
-            arrays,
-            _,
-        ):  # the scan for the digest verifies them
+def _array_feeds(request: DataRequest, counts: Sequence[int], start: int, stop: int) -> Iterator[Feed]:
+    for file, first, last in split_range(request.source.files, counts, start, stop):
+        # The scan for the digest verifies the checksums.
+        with _read_file_arrays(file, request, verify_checksums=False) as (arrays, _):
             streams: Mapping[str, Iterator[Array]] = {
                 array.array_fit.input_name: _input_stream(array, first, last) for array in arrays
             }
@@ -321,7 +296,7 @@ def _array_feeds(
 def _input_stream(array: _StoredArray, start: int, stop: int) -> Iterator[Array]:
     """Yield the values that one input is fed."""
     for block in _array_blocks(array, 1, start, stop):
-        values = _native_array_values(array, block)
+        values = array.native_values(block)
         if array.array_fit.rows_per_feed:
             yield array.array_fit.feed(values)
         else:

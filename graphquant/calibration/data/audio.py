@@ -8,27 +8,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.calibration.data.files import DataFile, hash_files, wrap_read_errors
-from graphquant.calibration.data.fit import dtype_kind, numpy_dtype
+from graphquant.calibration.data.files import DataFile, wrap_read_errors
+from graphquant.calibration.data.fit import dataset_of_files, dtype_kind, numpy_dtype, sole_input
 from graphquant.calibration.data.images import parse_number
-from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size, sole_input
 from graphquant.errors import DataError, did_you_mean
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from graphquant.calibration.data.base import DataRequest, Dataset, Feed, ModelInput, Shape
-    from graphquant.calibration.data.spec import DataSource
+    from graphquant.calibration.data.dataset import DataRequest, Dataset
+    from graphquant.calibration.data.fit import Shape
+    from graphquant.formats import InputSpec
     from graphquant.numerics import Array
-
 
 MAX_WAV_BYTES = 1 << 28
 """Maximum size of a wav file: more than two hours of 16-bit mono at 16 kHz."""
 
 WAV_PADDINGS = ("end", "repeat", "none")
-
-WAV_ADVICE = "Convert it with: ffmpeg -i FILE -c:a pcm_s16le OUT.wav"
 
 _PCM_FORMAT, _FLOAT_FORMAT, _EXTENSIBLE_FORMAT = 1, 3, 0xFFFE
 _UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # streaming writers cannot fill in the size
@@ -55,37 +50,33 @@ class Waves:
     dtype: str
 
 
-def open_audio(source: DataSource, request: DataRequest) -> Dataset:
+def open_audio(request: DataRequest) -> Dataset:
     """Open wav files in the order of their names. The digest covers their bytes and the settings.
 
     Raises:
         DataError: The spec does not fit the input, or a file cannot be read or has another rate.
     """
-    model_input = sole_input(source, request)
-    settings = _wave_settings(source, model_input)
-    files = source.files
-    if request.samples is not None:
-        files = files[: request.samples * fixed_batch_size(model_input)]
-    expected = settings.rate, "required by the key rate"
-    if settings.rate is None and files:
-        expected = _read_wave(files[0])[0], f"the rate of {files[0].name}"
+    model_input = sole_input(request)
+    settings = _wave_settings(request, model_input)
+    expected_rate, origin = settings.rate, "required by the key rate"
+    if expected_rate is None:
+        first_file = request.source.files[0]
+        expected_rate, origin = _read_wave(first_file)[0], f"the rate of {first_file.name}"
 
-    def read_waves(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
-        for file in files[start:stop]:
-            rate, wave = _read_wave(file)
-            if rate != expected[0]:
-                raise DataError(
-                    f"{file.name} has a rate of {rate} Hz, but {expected[0]} Hz is {expected[1]}."
-                    f" Convert it with: ffmpeg -i FILE -ar {expected[0]} OUT.wav"
-                )
-            yield file.name, {model_input.name: _wave_to_feed(file, wave, settings)}
+    def read_file(file: DataFile) -> Array:
+        rate, wave = _read_wave(file)
+        if rate != expected_rate:
+            raise DataError(
+                f"{file.name} has a rate of {rate} Hz, but {expected_rate} Hz is {origin}."
+                f" Convert it with: ffmpeg -i FILE -ar {expected_rate} OUT.wav"
+            )
+        return _wave_to_feed(file, wave, settings)
 
-    digest = hash_files(f"{settings} {model_input.name}", files)
-    return dataset_of_samples(source, request, read_waves, count=len(files), digest=digest)
+    return dataset_of_files(request, f"{settings} {model_input.name}", read_file)
 
 
-def _wave_settings(source: DataSource, model_input: ModelInput) -> Waves:
-    label, keys = source.spec, source.keys
+def _wave_settings(request: DataRequest, model_input: InputSpec) -> Waves:
+    label, keys = request.source.spec, request.source.keys
     shape, fixed_length = _time_axis(label, model_input.name, model_input.shape)
     dtype = numpy_dtype(model_input.dtype)
     if dtype_kind(dtype) not in {"int", "float"} or dtype.kind == "u":
@@ -140,8 +131,7 @@ def _wave_to_feed(file: DataFile, wave: Array, settings: Waves) -> Array:
                 f"{file.name} has {wave.size} values, but {settings.length} are required. Remove the file, or add"
                 " pad=end."
             )
-        padding = (0, settings.length - wave.size)
-        wave = np.pad(wave, padding) if settings.pad == "end" else np.pad(wave, padding, mode="wrap")
+        wave = np.pad(wave, (0, settings.length - wave.size), mode="constant" if settings.pad == "end" else "wrap")
     values = wave[: settings.length] * settings.scale
     dtype = numpy_dtype(settings.dtype)
     if dtype_kind(dtype) == "int":
@@ -152,7 +142,7 @@ def _wave_to_feed(file: DataFile, wave: Array, settings: Waves) -> Array:
 
 def _read_wave(file: DataFile) -> tuple[int, Array]:
     """Return the samples per second and the mean of the channels, float64 (time,) in [-1, 1)."""
-    with wrap_read_errors(file, WAV_ADVICE):
+    with wrap_read_errors(file, "Convert it with: ffmpeg -i FILE -c:a pcm_s16le OUT.wav"):
         content = file.read(MAX_WAV_BYTES)
         if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
             raise ValueError("it is not a wav file")
@@ -167,9 +157,8 @@ def _read_wave(file: DataFile) -> tuple[int, Array]:
                 f"its header is inconsistent: {channels} channels of {bits} bits, {frame_bytes} bytes per frame, rate"
                 f" {rate}"
             )
-        values = _decode_wave_values(
-            chunks["data"][: len(chunks["data"]) // frame_bytes * frame_bytes], sample_format, bits
-        )
+        whole_frames = chunks["data"][: len(chunks["data"]) // frame_bytes * frame_bytes]
+        values = _decode_wave_values(whole_frames, sample_format, bits)
     return rate, values.reshape(-1, channels).mean(axis=1)
 
 

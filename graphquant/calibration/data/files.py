@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import struct
 import tokenize
@@ -13,17 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
-from graphquant.calibration.data.base import MAX_FEED_BYTES
 from graphquant.errors import DataError, GraphQuantError, MissingDependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+MAX_FEED_BYTES = 1 << 31
+"""Maximum size of one array of one feed. A file that claims more is considered broken or hostile."""
 
 MAX_FILES = 1_000_000
 """Maximum number of files in a folder. Calibration needs hundreds."""
-
-_CHUNK_BYTES = 1 << 20
 
 DATA_EXTRA_INSTALL = "pip install 'graphquant[data]'"
 
@@ -46,12 +46,7 @@ FILE_READ_ERRORS: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of the data.
-
-    Attributes:
-        name: Its path or address, for messages.
-        filesystem: fsspec file system that contains it; None for a local file.
-    """
+    """A file of the data: its path or address, and the fsspec file system of a remote file."""
 
     name: str
     filesystem: Any = None
@@ -72,6 +67,11 @@ class DataFile:
         return content
 
 
+def error_reason(error: Exception) -> str:
+    """Return the message of an error of another library without its period, or the name of its class."""
+    return str(error).strip().rstrip(".") or type(error).__name__
+
+
 @contextmanager
 def wrap_read_errors(file: DataFile, advice: str = "Replace the file.") -> Iterator[None]:
     """Turn errors while reading `file` into a DataError that ends with `advice`."""
@@ -82,8 +82,7 @@ def wrap_read_errors(file: DataFile, advice: str = "Replace the file.") -> Itera
     except GraphQuantError:
         raise
     except error_types as error:
-        reason = str(error).strip().rstrip(".") or type(error).__name__
-        raise DataError(f"{file.name} cannot be read: {reason}. {advice}") from error
+        raise DataError(f"{file.name} cannot be read: {error_reason(error)}. {advice}") from error
 
 
 def is_remote(path: str) -> bool:
@@ -109,8 +108,7 @@ def list_data_files(path: str) -> tuple[list[DataFile], bool]:
         return [DataFile(path)], False
     if not location.is_dir():
         raise DataError(f"The file {path} does not exist. Use the path of the calibration data.")
-    names = _limit_file_count(path, _walk_folder(location))
-    return [DataFile(str(location / name)) for name in names], True
+    return [DataFile(str(location / name)) for name in _sort_limited(path, _walk_folder(location))], True
 
 
 def _walk_folder(folder: Path) -> Iterator[str]:
@@ -127,14 +125,13 @@ def _walk_folder(folder: Path) -> Iterator[str]:
             yield path.relative_to(folder).as_posix()
 
 
-def _limit_file_count(location: str, names: Iterable[str]) -> list[str]:
-    collected = []
-    for name in names:
-        collected.append(name)
-        if len(collected) > MAX_FILES:
-            raise DataError(
-                f"{location} has more than {MAX_FILES} files. Use a folder with only the samples for calibration."
-            )
+def _sort_limited(location: str, names: Iterator[str]) -> list[str]:
+    """Sort at most `MAX_FILES` names."""
+    collected = list(itertools.islice(names, MAX_FILES + 1))
+    if len(collected) > MAX_FILES:
+        raise DataError(
+            f"{location} has more than {MAX_FILES} files. Use a folder with only the samples for calibration."
+        )
     return sorted(collected)
 
 
@@ -147,7 +144,12 @@ def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
         filesystem, root = fsspec.core.url_to_fs(path)
         if filesystem.isfile(root):
             return [DataFile(root, filesystem)], False
-        names = _limit_file_count(path, (name for name in filesystem.find(root) if not _is_hidden(name, root)))
+        visible = (
+            name
+            for name in filesystem.find(root)
+            if not any(component.startswith(".") for component in PurePosixPath(name.removeprefix(root)).parts)
+        )
+        names = _sort_limited(path, visible)
     except ImportError as error:
         scheme = path.partition("://")[0]
         raise MissingDependencyError(
@@ -157,17 +159,12 @@ def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
     except DataError:
         raise
     except Exception as error:
-        reason = str(error).strip().rstrip(".") or type(error).__name__
         raise DataError(
-            f"{path} cannot be listed: {reason}. Check that it exists and that you have access to it."
+            f"{path} cannot be listed: {error_reason(error)}. Check that it exists and that you have access to it."
         ) from error
     if not names:
         raise DataError(f"{path} is empty or does not exist. Use the address of the calibration data.")
     return [DataFile(name, filesystem) for name in names], True
-
-
-def _is_hidden(name: str, root: str) -> bool:
-    return any(component.startswith(".") for component in PurePosixPath(name.removeprefix(root)).parts)
 
 
 def hash_files(prefix: str, files: Iterable[DataFile]) -> str:
@@ -176,7 +173,7 @@ def hash_files(prefix: str, files: Iterable[DataFile]) -> str:
     for file in files:
         file_digest = hashlib.sha256()
         with wrap_read_errors(file), file.open() as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
+            while chunk := stream.read(1 << 20):
                 file_digest.update(chunk)
         digest.update(file_digest.digest())
     return digest.hexdigest()

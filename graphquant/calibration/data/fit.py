@@ -1,24 +1,29 @@
-"""Fit of an array to a model input: its key, stacking layout and dtype."""
+"""Fit of arrays to the inputs of a model (key, stacking layout and dtype), and datasets of single samples."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
-from graphquant.calibration.data.base import MAX_FEED_BYTES
+from graphquant.calibration.data.dataset import Dataset, Feed
+from graphquant.calibration.data.files import MAX_FEED_BYTES, DataFile, hash_files
 from graphquant.errors import DataError, did_you_mean
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from graphquant.calibration.data.base import DataRequest, ModelInput, Shape
+    from graphquant.calibration.data.dataset import DataRequest
+    from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
+    Shape = tuple[int | None, ...]
+
+Item = TypeVar("Item")
 
 STRING_DTYPES = frozenset({"string", "str", "object"})
 
@@ -83,53 +88,45 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
     Raises:
         DataError: An input has no key.
     """
-    names = {model_input.name for model_input in request.inputs}
-    for name in request.input_keys:
+    names, input_keys = request.input_names, request.source.input_keys
+    for name in input_keys:
         if name not in names:
             raise DataError(
-                f"inputs.{name}={request.input_keys[name]} does not match an input of the model, which takes"
+                f"inputs.{name}={input_keys[name]} does not match an input of the model, which takes"
                 f" {', '.join(map(repr, sorted(names)))}.{did_you_mean(name, names)} Use one of these names."
             )
     matched_keys = []
     for model_input in request.inputs:
-        requested_key = request.input_keys.get(model_input.name)
+        requested_key = input_keys.get(model_input.name)
         accepted_names = [model_input.name, *(alias for alias in model_input.aliases if alias not in names)]
-        key = next(
-            (
-                candidate
-                for candidate in ([requested_key] if requested_key else accepted_names)
-                if candidate in available_keys
-            ),
-            None,
-        )
+        candidates = [requested_key] if requested_key else accepted_names
+        key = next((candidate for candidate in candidates if candidate in available_keys), None)
         if key is None:
-            available_text = ", ".join(repr(key) for key in available_keys) or "no arrays"
-            needed_text = ", ".join(repr(model_input.name) for model_input in request.inputs)
+            available_text = ", ".join(map(repr, available_keys)) or "no arrays"
             raise DataError(
                 f"{label} has no array {requested_key!r} for input {model_input.name!r}. It contains {available_text}."
                 if requested_key
                 else f"{label} has no array for input {model_input.name!r}. It contains {available_text}; the model"
-                f" takes {needed_text}."
-                f"{did_you_mean(model_input.name, available_keys)} Save each array under the name of its input."
+                f" takes {', '.join(map(repr, names))}.{did_you_mean(model_input.name, available_keys)} Save each array"
+                " under the name of its input."
             )
         matched_keys.append(key)
     return matched_keys
 
 
-def fit_array(label: str, model_input: ModelInput, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayFit:
+def fit_array(label: str, model_input: InputSpec, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayFit:
     """Fit an array of `shape` and `dtype` to an input: a stack of samples, a stack of whole feeds, or one sample.
 
     Raises:
         DataError: The array does not fit.
     """
-    stored_dtype = _resolve_stored_dtype(model_input, dtype.newbyteorder("="))
+    input_dtype, stored_dtype = numpy_dtype(model_input.dtype), dtype.newbyteorder("=")
+    # NumPy saves bfloat16 and other small types as raw bytes, "V2" and "V1".
+    is_raw_bytes = stored_dtype.kind == "V" and stored_dtype.names is None and stored_dtype.subdtype is None
+    if is_raw_bytes and not input_dtype.hasobject and stored_dtype.itemsize == input_dtype.itemsize:
+        stored_dtype = input_dtype
     input_shape = model_input.shape
-    if (
-        input_shape
-        and len(shape) == len(input_shape) - 1
-        and input_shape[0] in {1, None}
-        and _fits_input_shape(shape, input_shape[1:])
-    ):
+    if input_shape and input_shape[0] in {1, None} and _fits_input_shape(shape, input_shape[1:]):
         shape = (1, *shape)
     rows_per_feed, whole_feeds = _stacking_layout(label, model_input, shape)
     array_fit = ArrayFit(
@@ -148,11 +145,7 @@ def fit_array(label: str, model_input: ModelInput, shape: tuple[int, ...], dtype
 
 
 def common_sample_count(array_fits: Sequence[ArrayFit]) -> int:
-    """Return the number of samples, which must be the same for all stacked arrays.
-
-    Raises:
-        DataError: The numbers differ.
-    """
+    """Return the number of samples, which must be the same for all stacked arrays."""
     stacked = [array_fit for array_fit in array_fits if array_fit.rows_per_feed]
     for array_fit in stacked:
         if array_fit.samples != stacked[0].samples:
@@ -171,33 +164,25 @@ def non_finite_mask(values: Array) -> Array:
 
 
 def check_feed_values(array_fit: ArrayFit, values: Array, *, require_finite: bool) -> None:
-    """Check that values fit the dtype of the input and, if `require_finite`, are finite.
-
-    Raises:
-        DataError: They are not.
-    """
+    """Check that values fit the dtype of the input and, if `require_finite`, are finite; raise a DataError if not."""
     non_finite = non_finite_mask(values)
     if non_finite.any():
         if require_finite:
-            index = [int(axis) for axis in np.unravel_index(int(non_finite.argmax()), values.shape)]
-            raise DataError(non_finite_message(array_fit.label, int(non_finite.sum()), index))
+            raise non_finite_error(array_fit.label, int(non_finite.sum()), int(non_finite.argmax()), values.shape)
         values = values[~non_finite]
     check_dtype_range(array_fit, values)
 
 
-def non_finite_message(label: str, count: int, index: list[int]) -> str:
-    """Return the message about NaN and infinite values."""
-    return (
+def non_finite_error(label: str, count: int, first: int, shape: tuple[int, ...]) -> DataError:
+    """Return the error for `count` NaN and infinite values, of which the first has the flat index `first`."""
+    index = [int(axis) for axis in np.unravel_index(first, shape)]
+    return DataError(
         f"{label} has {count} NaN or infinite values, the first at index {index}. Fix the data; its range is undefined."
     )
 
 
 def check_dtype_range(array_fit: ArrayFit, values: Array) -> None:
-    """Check that finite values are in the range of the dtype of the input.
-
-    Raises:
-        DataError: They are not.
-    """
+    """Raise a DataError if finite values are outside the range of the dtype of the input."""
     if values.size == 0 or array_fit.stored_dtype == array_fit.feed_dtype or array_fit.feed_dtype.hasobject:
         return
     low, high = values.min(), values.max()
@@ -210,30 +195,21 @@ def check_dtype_range(array_fit: ArrayFit, values: Array) -> None:
     if not in_range:
         raise DataError(
             f"{array_fit.label} contains values from {low} to {high}, outside the range of input"
-            f" {array_fit.input_name!r} of {array_fit.feed_dtype}."
-            " Use values in its range."
+            f" {array_fit.input_name!r} of {array_fit.feed_dtype}. Use values in its range."
         )
 
 
-def _resolve_stored_dtype(model_input: ModelInput, stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of stored values. NumPy saves bfloat16 and other small types as raw bytes, "V2" and "V1"."""
-    dtype = numpy_dtype(model_input.dtype)
-    is_raw_bytes = stored_dtype.kind == "V" and stored_dtype.names is None and stored_dtype.subdtype is None
-    return dtype if is_raw_bytes and not dtype.hasobject and stored_dtype.itemsize == dtype.itemsize else stored_dtype
-
-
-def _stacking_layout(label: str, model_input: ModelInput, shape: tuple[int, ...]) -> tuple[int, bool]:
+def _stacking_layout(label: str, model_input: InputSpec, shape: tuple[int, ...]) -> tuple[int, bool]:
     """Return `rows_per_feed` and `whole_feeds` of an `ArrayFit` for an array of `shape`."""
     input_shape = model_input.shape
     if input_shape is None:
         return (1, True) if shape else (0, False)
-    batch_size = input_shape[0] if input_shape else 1
-    if len(shape) == len(input_shape) + 1 and _fits_input_shape(shape[1:], input_shape):
+    if _fits_input_shape(shape[1:], input_shape) and len(shape) > len(input_shape):
         return 1, True
     if len(shape) == len(input_shape):
-        if not shape or (batch_size is not None and batch_size > 1 and _fits_input_shape(shape, input_shape)):
+        rows_per_feed = (input_shape[0] if input_shape else None) or 1
+        if not shape or (rows_per_feed > 1 and _fits_input_shape(shape, input_shape)):
             return 0, False
-        rows_per_feed = batch_size or 1
         if _fits_input_shape((rows_per_feed, *shape[1:]), input_shape):
             if shape[0] % rows_per_feed:
                 raise DataError(
@@ -242,16 +218,14 @@ def _stacking_layout(label: str, model_input: ModelInput, shape: tuple[int, ...]
                 )
             return rows_per_feed, False
     raise DataError(
-        f"{label} is {format_shape(shape)}, but input {model_input.name!r} takes"
-        f" {format_shape(input_shape)}, samples stacked along"
-        " the first axis."
-        f" {_suggest_shape_fix(shape, input_shape)}"
+        f"{label} is {format_shape(shape)}, but input {model_input.name!r} takes {format_shape(input_shape)}, samples"
+        f" stacked along the first axis. {_suggest_shape_fix(shape, input_shape)}"
     )
 
 
 def _fits_input_shape(shape: Sequence[int], input_shape: Shape) -> bool:
     return len(shape) == len(input_shape) and all(
-        expected is None or size == expected for size, expected in zip(shape, input_shape, strict=True)
+        expected in {None, size} for size, expected in zip(shape, input_shape, strict=True)
     )
 
 
@@ -270,12 +244,8 @@ def _suggest_shape_fix(shape: tuple[int, ...], input_shape: Shape) -> str:
     return "Give each sample this shape."
 
 
-def _feed_dtype(label: str, model_input: ModelInput, stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of the fed values.
-
-    Raises:
-        DataError: Values of `stored_dtype` are of another kind.
-    """
+def _feed_dtype(label: str, model_input: InputSpec, stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of the fed values. Raises a DataError if values of `stored_dtype` are of another kind."""
     if stored_dtype.hasobject and model_input.dtype not in STRING_DTYPES:
         raise DataError(f"{label} contains Python objects, which are never loaded. Save numbers instead.")
     if model_input.dtype in STRING_DTYPES and stored_dtype.kind in "SUO":
@@ -284,34 +254,124 @@ def _feed_dtype(label: str, model_input: ModelInput, stored_dtype: np.dtype[Any]
     kinds = (dtype_kind(stored_dtype), dtype_kind(dtype))
     if stored_dtype == dtype or kinds in {("float", "float"), ("int", "int")}:
         return dtype
-    mismatch = f"{label} is {stored_dtype}, but input {model_input.name!r} takes {model_input.dtype}."
+    advice = f"Save the array as {model_input.dtype}."
     if kinds == ("int", "float"):
-        raise DataError(
-            f"{mismatch} Convert it, and scale it as in training: (array / 255).astype('{model_input.dtype}')."
-        )
-    raise DataError(f"{mismatch} Save the array as {model_input.dtype}.")
+        advice = f"Convert it, and scale it as in training: (array / 255).astype('{model_input.dtype}')."
+    raise DataError(f"{label} is {stored_dtype}, but input {model_input.name!r} takes {model_input.dtype}. {advice}")
 
 
-def make_feed(label: str, model_input: ModelInput, values: Array, *, require_finite: bool) -> Array:
-    """Convert `values`, which must have the shape of the input, to its feed.
+# -- samples that are read one by one: images, audio, records and rows -----------------------------
+
+SampleReader = Callable[[int, int], Iterator[tuple[str, Feed]]]
+"""Function that yields the samples from one index up to another, each with a label and a first axis of 1 for the batch.
+"""
+
+
+def dataset_of_samples(
+    request: DataRequest, read_samples: SampleReader, *, count: int, digest: str, unused_keys: Iterable[str] = ()
+) -> Dataset:
+    """Create feeds of one sample each, or of as many as the fixed batch size of the model requires.
 
     Raises:
-        DataError: They have another shape, are of another kind, or are out of range.
+        DataError: There are no samples, the first one does not fit, or some are left over.
     """
-    input_shape = model_input.shape
-    if input_shape is not None and not _fits_input_shape(values.shape, input_shape):
+    spec = request.source.spec
+    if not count:
+        raise DataError(f"{spec} contains no samples. Provide at least one.")
+    _, first_sample = next(read_samples(0, 1), ("", None))
+    if first_sample is None:  # damaged metadata may declare samples that are not there
+        raise DataError(f"{spec} has fewer samples than it declares. Replace the file.")
+    # A sample without a first axis of 1 is a whole feed.
+    batched_inputs = [model_input for model_input in request.inputs if first_sample[model_input.name].shape[:1] == (1,)]
+    per_feed = max(map(fixed_batch_size, batched_inputs), default=1)
+    if count % per_feed and request.samples is None:
+        raise DataError(
+            f"{spec} has {count} samples, but the model takes {per_feed} at a time: {count % per_feed} are left over."
+            f" Provide a multiple of {per_feed}, or limit the number of feeds of {per_feed} with --samples."
+        )
+
+    def open_feeds(start: int, stop: int) -> Iterator[Feed]:
+        samples = read_samples(start * per_feed, stop * per_feed)
+        while group := list(islice(samples, per_feed)):
+            feed = {}
+            for model_input in request.inputs:
+                arrays = [sample[model_input.name] for _, sample in group]
+                values = arrays[0] if per_feed == 1 else np.concatenate(arrays)
+                feed[model_input.name] = _make_feed(group[0][0], model_input, values, request)
+            yield feed
+
+    next(open_feeds(0, 1))
+    ignored = (*unused_keys, *request.source.ignored)
+    return Dataset(count=request.limit_count(count // per_feed), digest=digest, ignored=ignored, open_feeds=open_feeds)
+
+
+def dataset_of_files(request: DataRequest, settings: str, read_file: Callable[[DataFile], Array]) -> Dataset:
+    """Create samples for the only input from one file each, in the order of their names.
+
+    Args:
+        request: The request.
+        settings: Description of the conversion, which enters the digest.
+        read_file: Returns the sample of a file.
+    """
+    model_input = sole_input(request)
+    files = request.source.files
+    if request.samples is not None:
+        files = files[: request.samples * fixed_batch_size(model_input)]
+
+    def read_samples(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
+        for file in files[start:stop]:
+            yield file.name, {model_input.name: read_file(file)}
+
+    return dataset_of_samples(request, read_samples, count=len(files), digest=hash_files(settings, files))
+
+
+def sole_input(request: DataRequest) -> InputSpec:
+    """Return the only input of the model, which each file feeds.
+
+    Raises:
+        DataError: The model has more inputs, or none.
+    """
+    if len(request.inputs) != 1:
+        names = ", ".join(map(repr, request.input_names)) or "no inputs"
+        raise DataError(
+            f"{request.source.spec} contains {request.source.kind}, which feed one input, but the model takes {names}."
+            " Use an .npz file with all inputs, or module:function."
+        )
+    return request.inputs[0]
+
+
+def fixed_batch_size(model_input: InputSpec) -> int:
+    """Return the fixed size of the first axis of `model_input`, or 1."""
+    return (model_input.shape[0] if model_input.shape else None) or 1
+
+
+def split_range(items: Iterable[Item], counts: Iterable[int], start: int, stop: int) -> Iterator[tuple[Item, int, int]]:
+    """Divide the samples from `start` up to `stop` among items that contain `counts` samples each.
+
+    Yields each item that contains some of them, with the range of its own samples.
+    """
+    for item, count in zip(items, counts, strict=False):
+        first, last = max(start, 0), min(stop, count)
+        if first < last:
+            yield item, first, last
+        start, stop = start - count, stop - count
+        if stop <= 0:
+            return
+
+
+def _make_feed(label: str, model_input: InputSpec, values: Array, request: DataRequest) -> Array:
+    """Convert `values`, which must have the shape of the input, to its feed."""
+    if model_input.shape is not None and not _fits_input_shape(values.shape, model_input.shape):
         raise DataError(
             f"{label} is {format_shape(values.shape)}, but input {model_input.name!r} takes"
-            f" {format_shape(input_shape)}."
-            " Give each sample this shape."
+            f" {format_shape(model_input.shape)}. Give each sample this shape."
         )
-    stored_dtype = values.dtype
     array_fit = ArrayFit(
         input_name=model_input.name,
         label=label,
-        stored_dtype=stored_dtype,
-        feed_dtype=_feed_dtype(label, model_input, stored_dtype),
+        stored_dtype=values.dtype,
+        feed_dtype=_feed_dtype(label, model_input, values.dtype),
         shape=values.shape,
     )
-    check_feed_values(array_fit, values, require_finite=require_finite)
+    check_feed_values(array_fit, values, require_finite=request.require_finite)
     return array_fit.feed(values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import math
 import os
 import sys
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.data.base import MAX_FEED_BYTES, Dataset
+from graphquant.calibration.data.dataset import Dataset
+from graphquant.calibration.data.files import MAX_FEED_BYTES
 from graphquant.calibration.data.fit import (
     ArrayFit,
     check_feed_values,
@@ -28,6 +30,7 @@ from graphquant.calibration.data.fit import (
     fit_array,
     match_input_keys,
     numpy_dtype,
+    split_range,
 )
 from graphquant.errors import DataError, GraphQuantError
 from graphquant.utils.text import format_shape
@@ -35,51 +38,47 @@ from graphquant.utils.text import format_shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphquant.calibration.data.base import DataRequest, Feed, ModelInput
-    from graphquant.calibration.data.spec import DataSource
+    from graphquant.calibration.data.dataset import DataRequest, Feed
+    from graphquant.formats import InputSpec
     from graphquant.numerics import Array
-
 
 MAX_ITEMS = 1_000_000
 """Number of items after which an iterable is considered endless."""
 
 
-def open_function(source: DataSource, request: DataRequest) -> Dataset:
+def open_function(request: DataRequest) -> Dataset:
     """Open the data of a function. One pass over all items counts and hashes them, so that all shards agree on them.
 
     Raises:
         DataError: The function is missing or fails, or its items do not fit the inputs.
     """
-    create_iterable = _import_factory(source.spec)
+    spec = request.source.spec
+    create_iterable = _import_factory(spec)
     digest = hashlib.sha256()
     counts: list[int] = []
     unused_keys: dict[str, None] = {}
     stacked: dict[str, tuple[int, ...]] = {}
-    for label, arrays in _iterate_items(source.spec, create_iterable, request):
-        fitted_arrays = _fit_item(label, arrays, request)
+    for label, arrays in _iterate_items(create_iterable, request):
+        fitted_arrays, item_unused_keys = _fit_item(label, arrays, request)
         for array_fit, values in fitted_arrays:
             digest.update(f"{array_fit.input_name} {array_fit.stored_dtype.str} {values.shape}\n".encode())
-            digest.update(_array_bytes(values))
-        for array_fit, values in fitted_arrays:
+            digest.update(repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes())
             if array_fit.rows_per_feed and array_fit.samples > 1:
                 stacked.setdefault(array_fit.input_name, values.shape)
         counts.append(common_sample_count([array_fit for array_fit, _ in fitted_arrays]))
-        unused_keys |= dict.fromkeys(_unused_item_keys(label, arrays, request))
+        unused_keys |= dict.fromkeys(item_unused_keys)
         if request.samples is not None and sum(counts) >= request.samples:
             break
         if len(counts) == MAX_ITEMS:
-            raise DataError(
-                f"{source.spec} returned {MAX_ITEMS} items without ending. Limit the number with --samples."
-            )
+            raise DataError(f"{spec} returned {MAX_ITEMS} items without ending. Limit the number with --samples.")
     if not sum(counts):
-        raise DataError(f"{source.spec} returned no samples. It must return at least one, each time it is called.")
-    feeds = partial(_function_feeds, source.spec, create_iterable, request, counts)
+        raise DataError(f"{spec} returned no samples. It must return at least one, each time it is called.")
     return Dataset(
         count=request.limit_count(sum(counts)),
         digest=digest.hexdigest(),
         ignored=tuple(unused_keys),
         stacked_shapes=stacked,
-        open_feeds=feeds,
+        open_feeds=partial(_function_feeds, create_iterable, request, counts),
     )
 
 
@@ -120,21 +119,20 @@ def _wrap_user_errors(spec: str, failure: str) -> Iterator[None]:
         ) from error
 
 
-def _iterate_items(
-    spec: str, create_iterable: Callable[[], Any], request: DataRequest
-) -> Iterator[tuple[str, dict[str, Array]]]:
+def _iterate_items(create_iterable: Callable[[], Any], request: DataRequest) -> Iterator[tuple[str, dict[str, Array]]]:
     """Yield the label of each item and its arrays by name."""
+    spec = request.source.spec
     with _wrap_user_errors(spec, "failed"):
         iterable = create_iterable()
         iterator = iter(iterable) if not hasattr(iterable, "get_next") else _iterate_reader(iterable.get_next)
-    for index in range(sys.maxsize):
+    for index in itertools.count():
         label = f"{spec}, item {index}"
         with _wrap_user_errors(spec, f"failed at item {index}"):
             try:
                 item = next(iterator)
             except StopIteration:
                 return
-            arrays = _item_arrays(label, item, request)
+            arrays = _item_arrays(label, item, request.input_names)
         yield label, arrays
 
 
@@ -144,13 +142,12 @@ def _iterate_reader(get_next: Callable[[], Any]) -> Iterator[Any]:
         yield item
 
 
-def _item_arrays(label: str, item: Any, request: DataRequest) -> dict[str, Array]:
+def _item_arrays(label: str, item: Any, names: list[str]) -> dict[str, Array]:
     """Return the arrays of an item: by name, by position, or the only one. A pair may be (features, labels)."""
     if isinstance(item, tuple | list) and item and isinstance(item[0], Mapping):
         item = item[0]
     if isinstance(item, Mapping):
         return {str(key): np.asarray(value) for key, value in item.items()}
-    names = [model_input.name for model_input in request.inputs]
     if not isinstance(item, tuple | list):
         item = (item,)
     if len(item) < len(names):
@@ -162,65 +159,48 @@ def _item_arrays(label: str, item: Any, request: DataRequest) -> dict[str, Array
     return {name: np.asarray(value) for name, value in zip([*names, *extra_names], item, strict=True)}
 
 
-def _match_item_keys(label: str, arrays: Mapping[str, Array], request: DataRequest) -> list[str]:
-    return match_input_keys(label, list(arrays), request)
-
-
-def _unused_item_keys(label: str, arrays: Mapping[str, Array], request: DataRequest) -> list[str]:
-    used = _match_item_keys(label, arrays, request)
-    return [key for key in arrays if key not in used]
-
-
-def _fit_item(label: str, arrays: Mapping[str, Array], request: DataRequest) -> list[tuple[ArrayFit, Array]]:
-    """Fit the arrays of an item to the inputs, and check every value."""
+def _fit_item(
+    label: str, arrays: Mapping[str, Array], request: DataRequest
+) -> tuple[list[tuple[ArrayFit, Array]], list[str]]:
+    """Fit the arrays of an item to the inputs and check every value. Also return the keys that no input takes."""
     fitted_arrays = []
-    for model_input, key in zip(request.inputs, _match_item_keys(label, arrays, request), strict=True):
+    keys = match_input_keys(label, list(arrays), request)
+    for model_input, key in zip(request.inputs, keys, strict=True):
         values = arrays[key]
         array_fit = fit_array(f"{label}: array {key!r}", model_input, values.shape, values.dtype)
         values = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("="), copy=False)
         values = (values.view(array_fit.stored_dtype) if values.dtype.kind == "V" else values).reshape(array_fit.shape)
         check_feed_values(array_fit, values, require_finite=request.require_finite)
         fitted_arrays.append((array_fit, values))
-    return fitted_arrays
-
-
-def _array_bytes(values: Array) -> bytes:
-    return repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes()
+    return fitted_arrays, [key for key in arrays if key not in keys]
 
 
 def _function_feeds(
-    spec: str, create_iterable: Callable[[], Any], request: DataRequest, counts: Sequence[int], start: int, stop: int
+    create_iterable: Callable[[], Any], request: DataRequest, counts: Sequence[int], start: int, stop: int
 ) -> Iterator[Feed]:
-    items = _iterate_items(spec, create_iterable, request)
-    samples_before = 0
-    for count in counts:
-        if samples_before >= stop:
-            return
-        label, arrays = next(items, ("", None))
+    items = _iterate_items(create_iterable, request)
+    position = 0
+    for index, first, last in split_range(range(len(counts)), counts, start, stop):
+        label, arrays = next(itertools.islice(items, index - position, None), ("", None))
+        position = index + 1
         if arrays is None:
             raise DataError(
-                f"{spec} returned {len(counts)} items in the first pass and fewer later."
+                f"{request.source.spec} returned {len(counts)} items in the first pass and fewer later."
                 " The function must create a new iterable each time."
             )
-        first, last = max(start - samples_before, 0), min(stop - samples_before, count)
-        samples_before += count
-        if first >= last:
-            continue
-        fitted_arrays = _fit_item(label, arrays, request)
-        if common_sample_count([array_fit for array_fit, _ in fitted_arrays]) != count:
+        fitted_arrays, _ = _fit_item(label, arrays, request)
+        if common_sample_count([array_fit for array_fit, _ in fitted_arrays]) != counts[index]:
             raise DataError(
-                f"{label} had {count} samples in the first pass and another number later. It must return the same"
-                " samples each time."
+                f"{label} had {counts[index]} samples in the first pass and another number later. It must return the"
+                " same samples each time."
             )
-        for index in range(first, last):
-            yield {
-                array_fit.input_name: array_fit.feed(
-                    values[index * array_fit.rows_per_feed : (index + 1) * array_fit.rows_per_feed]
-                    if array_fit.rows_per_feed
-                    else values
-                )
-                for array_fit, values in fitted_arrays
-            }
+        for sample in range(first, last):
+            feed = {}
+            for array_fit, values in fitted_arrays:
+                rows = array_fit.rows_per_feed
+                block = values[sample * rows : (sample + 1) * rows] if rows else values
+                feed[array_fit.input_name] = array_fit.feed(block)
+            yield feed
 
 
 # -- random data -----------------------------------------------------------------------------------
@@ -228,33 +208,38 @@ def _function_feeds(
 MAX_DIGITS = 10
 
 
-def open_random(source: DataSource, request: DataRequest) -> Dataset:
+def open_random(request: DataRequest) -> Dataset:
     """Create as many random feeds as the spec requests, for example "random:8".
 
     Raises:
         DataError: The spec has no number, or the shape or dtype of an input is not definite enough.
     """
-    text = source.spec.removeprefix("random:")
+    spec = request.source.spec
+    text = spec.removeprefix("random:")
     if not (text.isascii() and text.isdigit() and len(text) < MAX_DIGITS and int(text) > 0):
-        raise DataError(f"{source.spec!r} has no number of samples. Write random:8.")
+        raise DataError(f"{spec!r} has no number of samples. Write random:8.")
     count = request.limit_count(int(text))
     shapes = {model_input.name: _random_shape(model_input) for model_input in request.inputs}
     dtypes = {model_input.name: model_input.dtype for model_input in request.inputs}
     for name, dtype in dtypes.items():
         if dtype_kind(numpy_dtype(dtype)) not in {"int", "float", "bool"}:
             raise DataError(f"Random data is not supported for input {name!r} of {dtype}. Use an .npz file.")
+
+    def open_feeds(start: int, stop: int) -> Iterator[Feed]:
+        for index in range(start, stop):
+            yield {
+                name: _random_values(name, index, shape, numpy_dtype(dtypes[name])) for name, shape in shapes.items()
+            }
+
     digest = hashlib.sha256(f"random {count} {shapes} {dtypes}".encode()).hexdigest()
-    return Dataset(count=count, digest=digest, random=True, open_feeds=partial(_random_feeds, shapes, dtypes))
+    return Dataset(count=count, digest=digest, random=True, open_feeds=open_feeds)
 
 
-def _random_shape(model_input: ModelInput) -> tuple[int, ...]:
+def _random_shape(model_input: InputSpec) -> tuple[int, ...]:
     if model_input.shape is None or None in model_input.shape[1:]:
-        shape_description = (
-            "no known rank" if model_input.shape is None else f"the shape {format_shape(model_input.shape)}"
-        )
+        known = "no known rank" if model_input.shape is None else f"the shape {format_shape(model_input.shape)}"
         raise DataError(
-            f"Random data is not supported for input {model_input.name!r}, which has {shape_description}. Use an .npz"
-            " file."
+            f"Random data is not supported for input {model_input.name!r}, which has {known}. Use an .npz file."
         )
     shape = tuple(1 if size is None else size for size in model_input.shape)
     if math.prod(shape) * 8 > MAX_FEED_BYTES:
@@ -264,18 +249,12 @@ def _random_shape(model_input: ModelInput) -> tuple[int, ...]:
     return shape
 
 
-def _random_feeds(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], start: int, stop: int
-) -> Iterator[Feed]:
-    """Yield the samples from `start` up to `stop`, seeded by the sample index and the name of the input."""
-    for index in range(start, stop):
-        yield {name: _random_values(name, index, shape, dtypes[name]) for name, shape in shapes.items()}
+def _random_values(name: str, index: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return normal floats, 8-bit integers of the full range, or other integers (often indices) of 0 and 1.
 
-
-def _random_values(name: str, index: int, shape: tuple[int, ...], dtype_name: str) -> Array:
-    """Return normal floats, 8-bit integers of the full range, or other integers (often indices) of 0 and 1."""
+    The seed is the index of the sample and the name of the input.
+    """
     generator = np.random.default_rng([index, *name.encode()])
-    dtype = numpy_dtype(dtype_name)
     if dtype_kind(dtype) == "float":
         return np.asarray(generator.standard_normal(shape)).astype(dtype)
     is_byte = dtype_kind(dtype) == "int" and dtype.itemsize == 1

@@ -10,35 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.data.base import MAX_FEED_BYTES
-from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, FILE_READ_ERRORS, hash_files, wrap_read_errors
-from graphquant.calibration.data.fit import dtype_kind, numpy_dtype
-from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size, sole_input
+from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, FILE_READ_ERRORS, error_reason, wrap_read_errors
+from graphquant.calibration.data.fit import dataset_of_files, dtype_kind, numpy_dtype, sole_input
 from graphquant.errors import DataError, MissingDependencyError, did_you_mean
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from graphquant.calibration.data.base import DataRequest, Dataset, Feed, ModelInput
-    from graphquant.calibration.data.spec import DataSource
+    from graphquant.calibration.data.dataset import DataRequest, Dataset
+    from graphquant.calibration.data.files import DataFile
+    from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
+_IMAGENET_STATISTICS = {"scale": "1/255", "mean": "0.485:0.456:0.406", "std": "0.229:0.224:0.225"}
 
 PIXEL_PRESETS: dict[str, dict[str, str]] = {
     # Common names: caffe, tf and torch are modes of preprocess_input of Keras; the others are models.
     "raw": {},
     "unit": {"scale": "1/255"},
     "tf": {"mean": "127.5", "std": "127.5"},
-    "torch": {"scale": "1/255", "mean": "0.485:0.456:0.406", "std": "0.229:0.224:0.225"},
+    "torch": _IMAGENET_STATISTICS,
     "caffe": {"order": "bgr", "mean": "103.939:116.779:123.68"},
-    "imagenet": {
-        "scale": "1/255",
-        "mean": "0.485:0.456:0.406",
-        "std": "0.229:0.224:0.225",
-        "resize": "crop",
-        "crop_pct": "0.875",
-    },
+    "imagenet": {**_IMAGENET_STATISTICS, "resize": "crop", "crop_pct": "0.875"},
     "clip": {
         "scale": "1/255",
         "mean": "0.48145466:0.4578275:0.40821073",
@@ -104,13 +98,16 @@ class Pixels:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
-    def decode(self, content: bytes) -> Array:
+    def decode(self, label: str, content: bytes) -> Array:
         """Decode an image to the layout and dtype of the input, with a first axis of 1 for a batch.
 
         Raises:
             DataError: The content is not an image, or the image does not fit.
         """
-        return self.to_feed(_decode_image(content, self))
+        try:
+            return self.to_feed(_decode_image(content, self))
+        except DataError as error:
+            raise DataError(f"{label}: {error}") from error
 
     def to_feed(self, image: Array) -> Array:
         """Convert `image`, uint8 (height, width, channels), to a feed."""
@@ -129,7 +126,7 @@ class Pixels:
         return np.ascontiguousarray(batched.transpose([letters.index(letter) for letter in self.layout]))
 
 
-def pixel_settings(label: str, model_input: ModelInput, keys: Mapping[str, str]) -> Pixels:
+def pixel_settings(label: str, model_input: InputSpec, keys: Mapping[str, str]) -> Pixels:
     """Return the conversion of images to `model_input`, from `keys` and, for missing keys, from its shape.
 
     Raises:
@@ -187,7 +184,7 @@ def parse_number(label: str, key: str, text: str) -> float:
     return value
 
 
-def _apply_preset(label: str, model_input: ModelInput, keys: Mapping[str, str]) -> dict[str, str]:
+def _apply_preset(label: str, model_input: InputSpec, keys: Mapping[str, str]) -> dict[str, str]:
     preset = keys.get("preset")
     if preset is not None and preset not in PIXEL_PRESETS:
         suggestion = did_you_mean(preset, PIXEL_PRESETS)
@@ -196,8 +193,8 @@ def _apply_preset(label: str, model_input: ModelInput, keys: Mapping[str, str]) 
     if not specified and dtype_kind(numpy_dtype(model_input.dtype)) == "float":
         raise DataError(
             f"{label}: input {model_input.name!r} takes {model_input.dtype}, and the conversion of pixels is not"
-            " defined. Define it as in"
-            f" training: {label},preset=imagenet (or {', '.join(PIXEL_PRESETS)}), or {label},mean=127,std=128."
+            f" defined. Define it as in training: {label},preset=imagenet (or {', '.join(PIXEL_PRESETS)}), or"
+            f" {label},mean=127,std=128."
         )
     if dtype_kind(numpy_dtype(model_input.dtype)) not in {"int", "float"}:
         raise DataError(
@@ -206,7 +203,7 @@ def _apply_preset(label: str, model_input: ModelInput, keys: Mapping[str, str]) 
     return {**(PIXEL_PRESETS[preset] if preset else {}), **{key: text for key, text in keys.items() if key != "preset"}}
 
 
-def _layout_from_shape(label: str, model_input: ModelInput) -> str:
+def _layout_from_shape(label: str, model_input: InputSpec) -> str:
     """Return the layout of the input if its shape determines exactly one."""
     shape = model_input.shape
     if shape is not None and len(shape) == 2:  # noqa: PLR2004  # height and width
@@ -226,10 +223,10 @@ def _layout_from_shape(label: str, model_input: ModelInput) -> str:
 
 
 def _target_size(
-    label: str, model_input: ModelInput, keys: Mapping[str, str], axis_sizes: Mapping[str, int | None]
+    label: str, model_input: InputSpec, keys: Mapping[str, str], axis_sizes: Mapping[str, int | None]
 ) -> tuple[int, int] | None:
     """Return width and height, from the keys or from the shape of the input."""
-    input_size = axis_sizes["w"], axis_sizes["h"]
+    input_size, accepted = (axis_sizes["w"], axis_sizes["h"]), format_shape(model_input.shape or ())
     if "size" in keys:
         width_text, _, height_text = keys["size"].partition("x")
         width, height = (_parse_whole_number(label, "size", word) for word in (width_text, height_text or width_text))
@@ -237,9 +234,7 @@ def _target_size(
             if input_extent not in {None, requested}:
                 raise DataError(
                     f"{label}: size={keys['size']} is {width} wide and {height} high, but input {model_input.name!r}"
-                    " takes"
-                    f" {format_shape(model_input.shape or ())}, {input_size[0] or '?'} wide and"
-                    f" {input_size[1] or '?'} high. Remove size."
+                    f" takes {accepted}, {input_size[0] or '?'} wide and {input_size[1] or '?'} high. Remove size."
                 )
     elif input_size[0] is not None and input_size[1] is not None:
         width, height = input_size[0], input_size[1]
@@ -247,8 +242,7 @@ def _target_size(
         return None
     else:
         raise DataError(
-            f"{label}: input {model_input.name!r} takes {format_shape(model_input.shape or ())}, which leaves"
-            " the size open."
+            f"{label}: input {model_input.name!r} takes {accepted}, which leaves the size open."
             " Add size=WIDTHxHEIGHT, or resize=none to keep the size of the images."
         )
     if width * height > MAX_PIXELS:
@@ -256,21 +250,19 @@ def _target_size(
     return width, height
 
 
-def _check_pixel_settings(label: str, model_input: ModelInput, settings: Pixels, keys: Mapping[str, str]) -> None:
+def _check_pixel_settings(label: str, model_input: InputSpec, settings: Pixels, keys: Mapping[str, str]) -> None:
     """Reject settings that are certainly a mistake."""
     if 0.0 in settings.std:
         raise DataError(f"{label}: std={keys['std']} divides by zero. Use the value from training.")
     if dtype_kind(numpy_dtype(model_input.dtype)) == "int" and (settings.scale != 1 or settings.std != (1.0,)):
         raise DataError(
             f"{label}: input {model_input.name!r} takes {model_input.dtype}, so pixels stay integers. Remove preset,"
-            " scale and"
-            " std; mean=128 shifts pixels to -128 to 127."
+            " scale and std; mean=128 shifts pixels to -128 to 127."
         )
     if settings.scale == 1 and max(settings.std) < 1 and max(settings.mean) <= 1 and "std" in keys:
         raise DataError(
             f"{label}: mean={keys.get('mean', '0')} and std={keys['std']} are for pixels from 0 to 1, but these are 0"
-            " to"
-            " 255. Add scale=1/255."
+            " to 255. Add scale=1/255."
         )
     if settings.order == "bgr" and settings.channels != 3:  # noqa: PLR2004  # red, green, blue
         raise DataError(
@@ -318,8 +310,9 @@ def _decode_image(content: bytes, settings: Pixels) -> Array:
     except Image.DecompressionBombError as error:
         raise DataError(f"{error}. Make it smaller.") from error
     except FILE_READ_ERRORS as error:
-        reason = str(error).strip().rstrip(".") or type(error).__name__
-        raise DataError(f"it cannot be read as an image: {reason}. Save it again as PNG or JPEG.") from error
+        raise DataError(
+            f"it cannot be read as an image: {error_reason(error)}. Save it again as PNG or JPEG."
+        ) from error
     return np.asarray(image).reshape(image.height, image.width, settings.channels)
 
 
@@ -355,28 +348,19 @@ def _resize_image(image: Any, settings: Pixels) -> Any:
     return canvas
 
 
-def open_images(source: DataSource, request: DataRequest) -> Dataset:
+def open_images(request: DataRequest) -> Dataset:
     """Open image files in the order of their names. The digest covers the files and the settings.
 
     Raises:
         DataError: The spec is ambiguous, or an image cannot be read.
         MissingDependencyError: Pillow is not installed.
     """
-    model_input = sole_input(source, request)
-    settings = pixel_settings(source.spec, model_input, source.keys)
-    files = source.files
-    if request.samples is not None:
-        files = files[: request.samples * fixed_batch_size(model_input)]
+    model_input = sole_input(request)
+    settings = pixel_settings(request.source.spec, model_input, request.source.keys)
 
-    def read_images(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
-        for file in files[start:stop]:
-            with wrap_read_errors(file):
-                content = file.read(MAX_FEED_BYTES)
-            try:
-                values = settings.decode(content)
-            except DataError as error:
-                raise DataError(f"{file.name}: {error}") from error
-            yield file.name, {model_input.name: values}
+    def read_file(file: DataFile) -> Array:
+        with wrap_read_errors(file):
+            content = file.read()
+        return settings.decode(file.name, content)
 
-    digest = hash_files(f"{settings} {model_input.name} {model_input.shape}", files)
-    return dataset_of_samples(source, request, read_images, count=len(files), digest=digest)
+    return dataset_of_files(request, f"{settings} {model_input.name} {model_input.shape}", read_file)

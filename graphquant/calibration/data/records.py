@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import math
 import re
 import struct
 from contextlib import ExitStack
 from functools import cache
 from pathlib import PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import google_crc32c
 import ml_dtypes
@@ -21,21 +22,25 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from graphquant.calibration.data.base import MAX_FEED_BYTES
 from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, DataFile, hash_files, wrap_read_errors
-from graphquant.calibration.data.fit import STRING_DTYPES, match_input_keys, numpy_dtype
+from graphquant.calibration.data.fit import (
+    STRING_DTYPES,
+    dataset_of_samples,
+    fixed_batch_size,
+    match_input_keys,
+    numpy_dtype,
+    split_range,
+)
 from graphquant.calibration.data.images import Pixels, pixel_settings
-from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size
 from graphquant.errors import DataError, MissingDependencyError
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from graphquant.calibration.data.base import DataRequest, Dataset, Feed, ModelInput
-    from graphquant.calibration.data.spec import DataSource
+    from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
+    from graphquant.formats import InputSpec
     from graphquant.numerics import Array
-
 
 # -- conversion of values to feeds -----------------------------------------------------------------
 
@@ -43,36 +48,40 @@ IMAGE_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")
 """First bytes of encoded images."""
 
 
-def feed_converter(source: DataSource, model_input: ModelInput) -> Callable[[str, Any], Array]:
-    """Return a function that converts a labeled value to a feed with a first axis of 1 for the batch."""
+def _feed_converters(request: DataRequest) -> dict[str, Callable[[str, Any], Array]]:
+    """Return, for each input, a function that converts a labeled value to a feed with a first axis of 1."""
+    return {model_input.name: _feed_converter(request, model_input) for model_input in request.inputs}
+
+
+def _feed_converter(request: DataRequest, model_input: InputSpec) -> Callable[[str, Any], Array]:
+    source = request.source
 
     @cache
     def image_settings() -> Pixels:
         return pixel_settings(source.spec, model_input, source.keys)
 
     def convert_value(label: str, value: Any) -> Array:
+        if isinstance(value, bytes) and model_input.dtype in STRING_DTYPES:
+            try:
+                value = [value.decode()]
+            except UnicodeDecodeError:
+                value = [value]
+            value = np.array(value, object)
         if not isinstance(value, bytes):
             return _reshape_to_input(label, model_input, np.asarray(value))
-        if model_input.dtype in STRING_DTYPES:
-            return _reshape_to_input(label, model_input, np.array([_decode_or_keep_bytes(value)], object))
         if value.startswith(IMAGE_SIGNATURES):
-            settings = image_settings()
-            try:
-                return settings.decode(value)
-            except DataError as error:
-                raise DataError(f"{label}: {error}") from error
+            return image_settings().decode(label, value)
         if source.keys:
             return image_settings().to_feed(_raw_pixels(label, value, image_settings()))
-        return _raw_numbers(label, model_input, value)
+        dtype = numpy_dtype(model_input.dtype)
+        if dtype.hasobject or len(value) % dtype.itemsize:
+            raise DataError(
+                f"{label} has {len(value)} bytes, which are not numbers of {model_input.dtype}. Store the numbers of"
+                f" input {model_input.name!r} themselves, or their bytes."
+            )
+        return _reshape_to_input(label, model_input, np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype))
 
     return convert_value
-
-
-def _decode_or_keep_bytes(value: bytes) -> str | bytes:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value
 
 
 def _raw_pixels(label: str, value: bytes, settings: Pixels) -> Array:
@@ -86,18 +95,7 @@ def _raw_pixels(label: str, value: bytes, settings: Pixels) -> Array:
     return np.frombuffer(value, np.uint8).reshape(height, width, settings.channels)
 
 
-def _raw_numbers(label: str, model_input: ModelInput, value: bytes) -> Array:
-    """Return numbers of the dtype of the input from their little-endian bytes."""
-    dtype = numpy_dtype(model_input.dtype)
-    if dtype.hasobject or len(value) % dtype.itemsize:
-        raise DataError(
-            f"{label} has {len(value)} bytes, which are not numbers of {model_input.dtype}. Store the numbers of input"
-            f" {model_input.name!r} themselves, or their bytes."
-        )
-    return _reshape_to_input(label, model_input, np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype))
-
-
-def _reshape_to_input(label: str, model_input: ModelInput, values: Array) -> Array:
+def _reshape_to_input(label: str, model_input: InputSpec, values: Array) -> Array:
     """Reshape `values` to one sample. Records contain lists, which have no shape."""
     input_shape = model_input.shape
     if input_shape is None or values.shape == input_shape:
@@ -110,8 +108,7 @@ def _reshape_to_input(label: str, model_input: ModelInput, values: Array) -> Arr
     if target_shape.count(-1) > 1:
         raise DataError(
             f"{label} is a list of {values.size} values, but input {model_input.name!r} takes"
-            f" {format_shape(input_shape)}, which leaves its"
-            " shape open. Use an .npz file, which stores shapes."
+            f" {format_shape(input_shape)}, which leaves its shape open. Use an .npz file, which stores shapes."
         )
     fits = values.size == math.prod(sizes) if -1 not in target_shape else not values.size % max(math.prod(sizes), 1)
     if not input_shape or not fits:
@@ -128,13 +125,14 @@ ROWS_PER_BATCH = 16
 PARQUET_ADVICE = "Check that the Parquet file is complete."
 
 
-def open_parquet(source: DataSource, request: DataRequest) -> Dataset:
+def open_parquet(request: DataRequest) -> Dataset:
     """Open Parquet files: columns are inputs, and each row is one sample. The digest covers the files.
 
     Raises:
         DataError: A file is broken, or its columns do not fit the inputs.
         MissingDependencyError: pyarrow is not installed.
     """
+    source = request.source
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -149,21 +147,16 @@ def open_parquet(source: DataSource, request: DataRequest) -> Dataset:
             columns = table.schema_arrow.names
         used_keys = match_input_keys(file.name, columns, request)
         unused_columns |= dict.fromkeys(name for name in columns if name not in used_keys)
-    converters = {model_input.name: feed_converter(source, model_input) for model_input in request.inputs}
+    converters = _feed_converters(request)
 
     def read_samples(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
-        rows_before = 0
-        for file, count in zip(source.files, counts, strict=True):
-            first, last = max(start - rows_before, 0), min(stop - rows_before, count)
-            rows_before += count
-            for index, row in enumerate(_read_rows(file, request, first, last) if first < last else (), first):
+        for file, first, last in split_range(source.files, counts, start, stop):
+            for index, row in enumerate(_read_rows(file, request, first, last), first):
                 label = f"{file.name}: row {index}"
                 yield label, {name: converters[name](f"{label}: {name!r}", value) for name, value in row.items()}
 
     digest = hash_files(f"{source.keys} {source.input_keys} {request.samples}", source.files)
-    return dataset_of_samples(
-        source, request, read_samples, count=sum(counts), digest=digest, unused_keys=unused_columns
-    )
+    return dataset_of_samples(request, read_samples, count=sum(counts), digest=digest, unused_keys=unused_columns)
 
 
 def _read_rows(file: DataFile, request: DataRequest, start: int, stop: int) -> Iterator[dict[str, Any]]:
@@ -212,13 +205,9 @@ def _parquet_cell_value(label: str, cell: Any) -> Any:
         return values.to_numpy(zero_copy_only=False)
     if isinstance(cell, pa.StructScalar):
         raise DataError(f"{label} is a struct without image bytes. Use numbers, lists of numbers, or bytes.")
-    return cell.as_py() if isinstance(cell, pa.BinaryScalar | pa.LargeBinaryScalar) else _scalar_cell_value(cell)
-
-
-def _scalar_cell_value(cell: Any) -> Any:
-    """Return a number or text as an array of one element; numbers keep their dtype."""
-    import pyarrow as pa
-
+    if isinstance(cell, pa.BinaryScalar | pa.LargeBinaryScalar):
+        return cell.as_py()
+    # Numbers keep their dtype.
     return np.asarray(pa.array([cell.as_py()], cell.type).to_numpy(zero_copy_only=False))
 
 
@@ -284,67 +273,57 @@ TensorMessage: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTyp
 MAX_RECORD_BYTES = 1 << 28
 """Maximum size of a record; a compressed record may claim any size."""
 
-TFRECORD_ADVICE = "Check that the TFRecord file is complete."
-
 _CRC_MASK_DELTA = 0xA282EAD8
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-def open_tfrecord(source: DataSource, request: DataRequest) -> Dataset:
+def open_tfrecord(request: DataRequest) -> Dataset:
     """Open TFRecord files of tf.train.Example. One pass over the records counts and hashes them.
 
     Raises:
         DataError: A file is broken, a record is not an Example, or its features do not fit the inputs.
     """
+    source = request.source
+    digest = hashlib.sha256(f"{source.keys} {source.input_keys} {request.input_names}\n".encode())
     # If the model has a fixed batch size k, one feed consists of k records.
-    max_records = (
-        None if request.samples is None else request.samples * max(map(fixed_batch_size, request.inputs), default=1)
-    )
-    digest = hashlib.sha256(
-        f"{source.keys} {source.input_keys} {[model_input.name for model_input in request.inputs]}\n".encode()
-    )
+    batch_size = max(map(fixed_batch_size, request.inputs), default=1)
     counts: list[int] = []
     for file in source.files:
-        remaining = None if max_records is None else max_records - sum(counts)
+        remaining = None if request.samples is None else request.samples * batch_size - sum(counts)
         counts.append(0)
         for record in _read_records(file, 0, remaining):
             digest.update(hashlib.sha256(record).digest())
             counts[-1] += 1
-    converters = {model_input.name: feed_converter(source, model_input) for model_input in request.inputs}
+    converters = _feed_converters(request)
 
     def read_samples(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
-        records_before = 0
-        for file, count in zip(source.files, counts, strict=True):
-            first, last = max(start - records_before, 0), min(stop - records_before, count)
-            records_before += count
-            records = _read_records(file, first, last) if first < last else iter(())
-            for index, record in enumerate(records, first):
+        for file, first, last in split_range(source.files, counts, start, stop):
+            for index, record in enumerate(_read_records(file, first, last), first):
                 label = f"{file.name}: record {index}"
                 features = _parse_features(label, record)
                 keys = match_input_keys(label, list(features), request)
-                feed = {}
-                for model_input, key in zip(request.inputs, keys, strict=True):
-                    value = _feature_value(f"{label}: {key!r}", features[key])
-                    feed[model_input.name] = converters[model_input.name](f"{label}: {key!r}", value)
-                yield label, feed
+                yield (
+                    label,
+                    {
+                        name: converters[name](f"{label}: {key!r}", _feature_value(f"{label}: {key!r}", features[key]))
+                        for name, key in zip(request.input_names, keys, strict=True)
+                    },
+                )
 
     unused_features: list[str] = []
-    for file in source.files[:1]:
-        for record in _read_records(file, 0, 1):
-            feature_names = list(_parse_features(f"{file.name}: record 0", record))
-            unused_features = [
-                name
-                for name in feature_names
-                if name not in match_input_keys(f"{file.name}: record 0", feature_names, request)
-            ]
+    for record in _read_records(source.files[0], 0, 1):
+        label = f"{source.files[0].name}: record 0"
+        features = list(_parse_features(label, record))
+        used_features = match_input_keys(label, features, request)
+        unused_features = [name for name in features if name not in used_features]
     return dataset_of_samples(
-        source, request, read_samples, count=sum(counts), digest=digest.hexdigest(), unused_keys=unused_features
+        request, read_samples, count=sum(counts), digest=digest.hexdigest(), unused_keys=unused_features
     )
 
 
 def _read_records(file: DataFile, start: int, stop: int | None) -> Iterator[bytes]:
     """Yield the records from `start` up to `stop` and verify their checksums. Earlier records are skipped by length."""
-    with wrap_read_errors(file, TFRECORD_ADVICE), ExitStack() as stack:
+    with wrap_read_errors(file, "Check that the TFRecord file is complete."), ExitStack() as stack:
         stream: Any = stack.enter_context(file.open())
         compressed = stream.read(2) == _GZIP_MAGIC
         stream.seek(0)
@@ -352,39 +331,25 @@ def _read_records(file: DataFile, start: int, stop: int | None) -> Iterator[byte
             stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
         index = 0
         while (stop is None or index < stop) and (header := stream.read(12)):
-            length = _record_length(header)
+            (length,) = struct.unpack("<Q", _verify_checksum(header, 8))
+            if length > MAX_RECORD_BYTES:
+                raise ValueError(f"a record claims to have {length} bytes")
             if index < start:
                 stream.seek(length + 4, 1)
             else:
-                record = _read_record_bytes(stream, length)
-                _verify_record_checksum(record, _read_record_bytes(stream, 4))
-                yield record
+                yield _verify_checksum(stream.read(length + 4), length)
             index += 1
 
 
-def _record_length(header: bytes) -> int:
-    if len(header) < 12:  # noqa: PLR2004  # a length of 8 bytes and its checksum of 4
+def _verify_checksum(data: bytes, size: int) -> bytes:
+    """Return the first `size` bytes of `data` after verifying the masked CRC-32C that follows them."""
+    if len(data) != size + 4:
         raise EOFError("it ends inside a record")
-    _verify_record_checksum(header[:8], header[8:])
-    (length,) = struct.unpack("<Q", header[:8])
-    if length > MAX_RECORD_BYTES:
-        raise ValueError(f"a record claims to have {length} bytes")
-    return int(length)
-
-
-def _read_record_bytes(stream: IO[bytes], size: int) -> bytes:
-    data = stream.read(size)
-    if len(data) != size:
-        raise EOFError("it ends inside a record")
-    return data
-
-
-def _verify_record_checksum(data: bytes, checksum: bytes) -> None:
-    """Verify the masked CRC-32C that a TFRecord stores."""
-    crc = google_crc32c.value(data)
+    crc = google_crc32c.value(data[:size])
     masked = ((crc >> 15 | crc << 17) + _CRC_MASK_DELTA) & 0xFFFFFFFF
-    if struct.pack("<I", masked) != checksum:
+    if struct.pack("<I", masked) != data[size:]:
         raise ValueError("a checksum is wrong")
+    return data[:size]
 
 
 def _parse_features(label: str, record: bytes) -> dict[str, Any]:
@@ -433,33 +398,26 @@ _BIT_PATTERN_TENSORS = frozenset({10, 16})
 """Types whose values are stored in int32_data as bit patterns."""
 
 
-def open_onnx_sets(source: DataSource, request: DataRequest) -> Dataset:
+def open_onnx_sets(request: DataRequest) -> Dataset:
     """Open folders of ONNX test data, each one feed with a TensorProto per input. The digest covers the files.
 
     Raises:
         DataError: A file is not a tensor, or the tensors do not fit the inputs.
     """
-    test_sets = _group_test_sets(source.files)
-    if request.samples is not None:
-        test_sets = test_sets[: request.samples]
+    by_folder: dict[PurePosixPath, list[DataFile]] = {}
+    for file in request.source.files:
+        by_folder.setdefault(PurePosixPath(file.name).parent, []).append(file)
+    # In numeric order, input_2.pb before input_10.pb.
+    test_sets = [sorted(files, key=lambda file: (_file_number(file), file.name)) for files in by_folder.values()]
+    test_sets = test_sets[: request.samples]
 
     def read_test_sets(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
         for files in test_sets[start:stop]:
             label = str(PurePosixPath(files[0].name).parent)
-            yield label, _test_set_feed(label, files, request)
+            yield label, _test_set_feed(label, files, request.input_names)
 
-    digest = hash_files(
-        f"{[model_input.name for model_input in request.inputs]}", [file for files in test_sets for file in files]
-    )
-    return dataset_of_samples(source, request, read_test_sets, count=len(test_sets), digest=digest)
-
-
-def _group_test_sets(files: tuple[DataFile, ...]) -> list[list[DataFile]]:
-    """Return the files of each folder in numeric order, input_2.pb before input_10.pb."""
-    test_sets: dict[PurePosixPath, list[DataFile]] = {}
-    for file in files:
-        test_sets.setdefault(PurePosixPath(file.name).parent, []).append(file)
-    return [sorted(set_files, key=lambda file: (_file_number(file), file.name)) for set_files in test_sets.values()]
+    digest = hash_files(f"{request.input_names}", itertools.chain.from_iterable(test_sets))
+    return dataset_of_samples(request, read_test_sets, count=len(test_sets), digest=digest)
 
 
 def _file_number(file: DataFile) -> int:
@@ -467,10 +425,9 @@ def _file_number(file: DataFile) -> int:
     return int(matched[1]) if matched else 0
 
 
-def _test_set_feed(label: str, files: list[DataFile], request: DataRequest) -> Feed:
+def _test_set_feed(label: str, files: list[DataFile], names: list[str]) -> Feed:
     """Assign each tensor to the input of its name, or all by their numbers if a name is missing or unknown."""
     tensors = [_read_test_tensor(file) for file in files]
-    names = [model_input.name for model_input in request.inputs]
     if len(tensors) != len(names):
         raise DataError(
             f"{label} contains {len(tensors)} inputs, but the model takes {', '.join(map(repr, names))}."
@@ -483,7 +440,7 @@ def _test_set_feed(label: str, files: list[DataFile], request: DataRequest) -> F
 def _read_test_tensor(file: DataFile) -> tuple[str, Array]:
     """Return the name and values of the TensorProto in `file`."""
     with wrap_read_errors(file, "Use a TensorProto, as in ONNX test data."):
-        content = file.read(MAX_FEED_BYTES)
+        content = file.read()
         try:
             tensor = TensorMessage.FromString(content)
         except DecodeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 
 RANDOM_PREFIX = "random:"
-
 MAX_TOML_BYTES = 1 << 20
 
 PIXEL_KEYS = ("preset", "size", "resize", "crop_pct", "filter", "fill", "layout", "order", "scale", "mean", "std")
 """Keys that configure the conversion of images to numbers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DataKind:
     """A kind of data.
 
@@ -43,55 +42,48 @@ class DataKind:
     has_fields: bool = False
 
 
-DATA_KINDS: dict[str, DataKind] = {
+DATA_KINDS = {
     "npz": DataKind(
-        description="arrays named after the inputs, from numpy.savez",
-        opener="arrays:open_arrays",
-        file_pattern=r".*\.npz",
-        has_fields=True,
+        "arrays named after the inputs, from numpy.savez", "arrays:open_arrays", r".*\.npz", has_fields=True
     ),
-    "npy": DataKind(
-        description="one array, from numpy.save, for models with one input",
-        opener="arrays:open_arrays",
-        file_pattern=r".*\.npy",
-    ),
+    "npy": DataKind("one array, from numpy.save, for models with one input", "arrays:open_arrays", r".*\.npy"),
     "onnx-test-set": DataKind(
-        description="folders with input_0.pb, input_1.pb, ...; each folder is one run of the model",
-        opener="records:open_onnx_sets",
-        file_pattern=r"input_\d+\.pb",
+        "folders with input_0.pb, input_1.pb, ...; each folder is one run of the model",
+        "records:open_onnx_sets",
+        r"input_\d+\.pb",
     ),
     "images": DataKind(
-        description="one image per sample, for models with one input",
-        opener="images:open_images",
-        file_pattern=r".*\.(jpe?g|png|bmp|gif|webp|tiff?|ppm|pgm)",
-        keys=PIXEL_KEYS,
+        "one image per sample, for models with one input",
+        "images:open_images",
+        r".*\.(jpe?g|png|bmp|gif|webp|tiff?|ppm|pgm)",
+        PIXEL_KEYS,
     ),
     "audio": DataKind(
-        description="one wav file per sample, for models with one input",
-        opener="audio:open_audio",
-        file_pattern=r".*\.wav",
-        keys=("rate", "length", "pad", "scale"),
+        "one wav file per sample, for models with one input",
+        "audio:open_audio",
+        r".*\.wav",
+        ("rate", "length", "pad", "scale"),
     ),
     "tfrecord": DataKind(
-        description="records of tf.train.Example, one per sample",
-        opener="records:open_tfrecord",
-        file_pattern=r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?",
-        keys=PIXEL_KEYS,
+        "records of tf.train.Example, one per sample",
+        "records:open_tfrecord",
+        r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?",
+        PIXEL_KEYS,
         has_fields=True,
     ),
     "parquet": DataKind(
-        description="tables whose columns are inputs, one row per sample",
-        opener="records:open_parquet",
-        file_pattern=r".*\.(parquet|pq)",
-        keys=PIXEL_KEYS,
+        "tables whose columns are inputs, one row per sample",
+        "records:open_parquet",
+        r".*\.(parquet|pq)",
+        PIXEL_KEYS,
         has_fields=True,
     ),
     "function": DataKind(
-        description="module:function, Python code that returns any iterable; the code is executed",
-        opener="function:open_function",
+        "module:function, Python code that returns any iterable; the code is executed",
+        "function:open_function",
         has_fields=True,
     ),
-    "random": DataKind(description="random:N, N random samples for tests", opener="function:open_random"),
+    "random": DataKind("random:N, N random samples for tests", "function:open_random"),
 }
 
 _INLINE_SPEC = re.compile(r"(?P<path>.*?)(?P<keys>(,[a-z_]+(\.[^,=]+)?=[^,]*)*)", re.DOTALL)
@@ -113,10 +105,10 @@ class DataSource:
 
     spec: str
     kind: str
-    files: tuple[DataFile, ...] = ()
-    keys: Mapping[str, str] = field(default_factory=dict)
-    input_keys: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    files: tuple[DataFile, ...]
+    keys: Mapping[str, str]
+    input_keys: Mapping[str, str]
+    ignored: tuple[str, ...]
 
 
 def parse_data_spec(spec: str) -> DataSource:
@@ -154,6 +146,7 @@ def rebase_data_spec(spec: str, folder: str) -> str:
 
 
 def _parse_file_spec(path: str, keys: dict[str, str]) -> DataSource:
+    """Select the files at `path` of the kind in `keys`, or of the only kind that their names identify."""
     files, is_folder = list_data_files(path)
     kind = keys.pop("kind", None)
     if kind is not None and kind not in DATA_KINDS:
@@ -167,22 +160,24 @@ def _parse_file_spec(path: str, keys: dict[str, str]) -> DataSource:
     kinds = {file: _kind_of_file(file) for file in files}
     counts = Counter(name for name in kinds.values() if name)
     if not counts and kind is None:
-        examples = "an .npz, .npy, .wav, .tfrecord or .parquet file, images, or a folder of such files"
         raise DataError(
-            f"{path} is not a known kind of calibration data. Use {examples}. For a quick test, use random:8."
+            f"{path} is not a known kind of calibration data. Use an .npz, .npy, .wav, .tfrecord or .parquet file,"
+            " images, or a folder of such files. For a quick test, use random:8."
         )
     if len(counts) > 1 and kind is None:
         counted = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         raise DataError(f"{path} contains files of several kinds: {counted}. Select one with kind=, or separate them.")
-    chosen_kind = kind or next(iter(counts))
+    kind = kind or next(iter(counts))
     # With kind=, files whose names identify no kind are used if no file name identifies that kind.
-    names_match = counts[chosen_kind] > 0
-    used_files = [file for file, name in kinds.items() if (name == chosen_kind if names_match else name is None)]
+    used_kind = kind if counts[kind] else None
+    used_files = tuple(file for file, name in kinds.items() if name == used_kind)
     if not used_files:
-        raise DataError(f"{path} contains no files of kind {chosen_kind}. Use the folder that contains them.")
-    ignored = Counter(PurePosixPath(file.name).suffix or "no suffix" for file in files if file not in set(used_files))
+        raise DataError(f"{path} contains no files of kind {kind}. Use the folder that contains them.")
+    ignored = Counter(
+        PurePosixPath(file.name).suffix or "no suffix" for file, name in kinds.items() if name != used_kind
+    )
     ignored_files = tuple(f"files with {suffix} ({count})" for suffix, count in sorted(ignored.items()))
-    return _make_data_source(path, chosen_kind, keys, tuple(used_files), ignored_files)
+    return _make_data_source(path, kind, keys, used_files, ignored_files)
 
 
 def _make_data_source(
@@ -205,14 +200,7 @@ def _make_data_source(
 
 def _kind_of_file(file: DataFile) -> str | None:
     name = PurePosixPath(file.name).name.lower()
-    return next(
-        (
-            kind
-            for kind, data_kind in DATA_KINDS.items()
-            if data_kind.file_pattern and re.fullmatch(data_kind.file_pattern, name)
-        ),
-        None,
-    )
+    return next((kind for kind, known in DATA_KINDS.items() if re.fullmatch(known.file_pattern, name)), None)
 
 
 def _read_description(path: Path) -> tuple[str, dict[str, str]]:
@@ -229,15 +217,13 @@ def _read_description(path: Path) -> tuple[str, dict[str, str]]:
         raise DataError(
             f"{path}: path = {data_path!r} is not a data file. A description cannot execute code; use a file or folder."
         )
-    keys: dict[str, str] = {}
-    for key, value in table.items():
-        if key == "inputs" and isinstance(value, dict):
-            keys |= {
-                f"inputs.{name}": _toml_value_text(path, f"inputs.{name}", field_name)
-                for name, field_name in value.items()
-            }
-        else:
-            keys[key] = _toml_value_text(path, key, value)
+    inputs = table.pop("inputs", {})
+    fields = (
+        {f"inputs.{name}": name_of_field for name, name_of_field in inputs.items()}
+        if isinstance(inputs, dict)
+        else {"inputs": inputs}
+    )
+    keys = {key: _toml_value_text(path, key, value) for key, value in {**table, **fields}.items()}
     return (data_path if is_remote(data_path) else str(path.parent / data_path)), keys
 
 

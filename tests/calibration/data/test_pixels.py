@@ -37,7 +37,7 @@ def encoded(pixels, form: str = "PNG", **options) -> bytes:
 
 def fed(one: InputSpec, picture: bytes | None = None, **keys: str):
     """Return the values that an input receives from an image."""
-    return pixel_settings("photos", one, keys).decode(picture or encoded(PHOTO))
+    return pixel_settings("photos", one, keys).decode("photo", picture or encoded(PHOTO))
 
 
 def resized(width: int, height: int, how=Image.Resampling.BILINEAR) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from graphquant.calibration.data import check_data_spec, open_data
+from graphquant.calibration.data import open_data, parse_data_spec
 from graphquant.errors import DataError, MissingDependencyError
 from graphquant.formats import InputSpec
 
@@ -75,12 +75,12 @@ def test_folders(memory, tmp_path, stored) -> None:
 def test_missing_remote_data(memory, monkeypatch) -> None:
     """Missing data, an unknown service and a missing package are reported."""
     with pytest.raises(DataError, match=r"memory://nowhere"):
-        check_data_spec("memory://nowhere")
+        parse_data_spec("memory://nowhere")
     with pytest.raises(DataError, match="nosuch://a cannot be listed: Protocol not known: nosuch"):
-        check_data_spec("nosuch://a")
+        parse_data_spec("nosuch://a")
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(MissingDependencyError, match=r"needs the package fsspec. Install it: pip install 'graphquant"):
-        check_data_spec("memory://bucket")
+        parse_data_spec("memory://bucket")
 
 
 def test_failing_services(memory, tmp_path, monkeypatch) -> None:
@@ -99,7 +99,7 @@ def test_failing_services(memory, tmp_path, monkeypatch) -> None:
         open_data("memory://bucket/a.npz", [X])
     monkeypatch.setattr(MemoryFileSystem, "isfile", fails)
     with pytest.raises(DataError, match=r"cannot be listed: token expired"):
-        check_data_spec("memory://bucket/a.npz")
+        parse_data_spec("memory://bucket/a.npz")
 
 
 def test_no_pillow(tmp_path, stored, monkeypatch) -> None:

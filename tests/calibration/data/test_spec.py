@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphquant.calibration.data import check_data_spec, open_data
 from graphquant.calibration.data import files as data_files
+from graphquant.calibration.data import open_data
 from graphquant.calibration.data.spec import DATA_KINDS, parse_data_spec
 from graphquant.errors import DataError
 from graphquant.formats import InputSpec
@@ -108,7 +108,7 @@ def test_invalid_descriptions(folder, text: str, message: str) -> None:
 def test_invalid_specs(folder, spec: str, message: str) -> None:
     """Errors of a spec are reported before a model is run."""
     with pytest.raises(DataError, match=message):
-        check_data_spec(spec)
+        parse_data_spec(spec)
 
 
 def test_selected_files_of_a_folder(folder) -> None:
