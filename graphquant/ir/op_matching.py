@@ -152,7 +152,9 @@ def _consumer_pairs(
 ) -> Iterator[tuple[OpKey, OpKey]]:
     """Yield the unmatched ops of the same graphs that read the same outputs of two matched ops with the same slots."""
 
-    def unmatched_readers(model: Model, tensor: TensorRef, matched: dict[OpKey, OpKey]) -> dict[object, list[OpKey]]:
+    def unmatched_readers(
+        model: Model, tensor: TensorRef, matched: dict[OpKey, OpKey]
+    ) -> dict[tuple[int, str], list[OpKey]]:
         by_slot_and_type = defaultdict(list)
         for use in consumers_through_qdq(model, tensor):
             if use.graph == tensor.graph and (use.graph, use.op) not in matched:

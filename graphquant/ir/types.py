@@ -179,6 +179,11 @@ class Op:
             " Export the model again."
         )
 
+    def text_attr(self, attr: str, default: str) -> str:
+        """Return the attribute `attr` as text, or `default` if the op does not have it."""
+        value = self.attrs.get(attr, default)
+        return value.decode() if isinstance(value, bytes) else str(value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatTraits:

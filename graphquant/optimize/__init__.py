@@ -26,14 +26,12 @@ from graphquant.optimize.search import Objective, SearchTrace, attach_sensitivit
 from graphquant.optimize.selection import PlanQuality, SelectionResult, allocate_weight_bits, search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity, measure_sensitivity
 from graphquant.optimize.timing import TimeRatio, measure_time_ratio
-from graphquant.optimize.weight_clipping import WEIGHT_CLIPPING
 
 __all__ = [
     "FLOAT_CANDIDATE",
     "POST_CALIBRATION_ALGORITHMS",
     "PRE_CALIBRATION_ALGORITHMS",
     "RULE_CANDIDATE",
-    "WEIGHT_CLIPPING",
     "WIDE_ACTIVATION_BITS",
     "AlgorithmData",
     "AlgorithmResult",

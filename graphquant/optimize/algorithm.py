@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from graphquant.quantize.rewrite import rewrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Self
 
     from graphquant.formats import Feeds, Runner
     from graphquant.ir import Model, TensorRef, Use
@@ -83,16 +82,8 @@ class WeightEdits:
     integer_cache: IntegerCache | None = None
     results: tuple[AlgorithmResult, ...] = ()
 
-    def with_results(self, results: tuple[AlgorithmResult, ...]) -> WeightEdits:
-        """Return a copy with further results."""
-        return replace(self, results=results)
-
     def quantized_model(self) -> Model:
-        """Rewrite the model with all its Q/DQ pairs.
-
-        Raises:
-            UsageError: The plan does not fit the model.
-        """
+        """Rewrite the model with all its Q/DQ pairs. Raises a UsageError if the plan does not fit the model."""
         return rewrite(self.model, self.solution.plan, self.solution.params, integer_cache=self.integer_cache)[0]
 
 
@@ -114,42 +105,10 @@ class PreCalibrationState:
     factor_products: Mapping[TensorRef, TensorRef] = field(default_factory=dict)
     results: tuple[AlgorithmResult, ...] = ()
 
-    def with_results(self, results: tuple[AlgorithmResult, ...]) -> PreCalibrationState:
-        """Return a copy with further results."""
-        return replace(self, results=results)
-
     def plan_without_factors(self, plan: Plan) -> Plan:
         """Convert `plan` to a plan for the model without inserted products."""
         sites = (replace(site, tensor=self.factor_products.get(site.tensor, site.tensor)) for site in plan.sites)
         return replace(plan, sites=tuple(sites)) if self.factor_products else plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreCalibrationAlgorithm:
-    """Optimization algorithm that runs before calibration.
-
-    Attributes:
-        purpose: Benefit, for reports.
-        apply: Apply the algorithm to a model and its plan; samples may be None.
-    """
-
-    purpose: str
-    apply: Callable[[PreCalibrationState, AlgorithmData | None], PreCalibrationState]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PostCalibrationAlgorithm:
-    """Optimization algorithm that runs after calibration.
-
-    Attributes:
-        purpose: Benefit, for reports.
-        apply: Apply the algorithm to weight edits.
-        min_standard_errors: The gain of at least one output must exceed 0 by this number of standard errors.
-    """
-
-    purpose: str
-    apply: Callable[[WeightEdits, AlgorithmData], WeightEdits]
-    min_standard_errors: float
 
 
 # An algorithm is kept only if hold-out samples show a gain.
@@ -186,22 +145,7 @@ SampleOutputs = list[dict[str, "Array"]]
 """Outputs of a model by name, one dictionary per sample."""
 
 
-class AlgorithmState(Protocol):
-    """State of a model between optimization algorithms."""
-
-    @property
-    def model(self) -> Model:
-        """The model."""
-
-    @property
-    def results(self) -> tuple[AlgorithmResult, ...]:
-        """Results so far."""
-
-    def with_results(self, results: tuple[AlgorithmResult, ...]) -> Self:
-        """Return a copy with further results."""
-
-
-StateT = TypeVar("StateT", bound=AlgorithmState)
+StateT = TypeVar("StateT", WeightEdits, PreCalibrationState)
 
 
 def apply_validated(
@@ -224,67 +168,62 @@ def apply_validated(
     count = len(samples.validation_feeds)
     if count < MIN_VALIDATION_SAMPLES:
         too_few = f"there are {count} validation samples, and it needs at least {MIN_VALIDATION_SAMPLES}"
-        return state.with_results((*state.results, *(skipped_algorithm(name, too_few) for name, *_ in algorithms)))
+        all_skipped: list[AlgorithmResult] = [skipped_algorithm(name, too_few) for name, *_ in algorithms]
+        return replace(state, results=(*state.results, *all_skipped))
     float_outputs: SampleOutputs = []
     errors_before = None
     for name, apply, min_standard_errors in algorithms:
         candidate = apply(state, samples)
         check_invariants(candidate.model, name)
         if not any(result.applied for result in candidate.results[len(state.results) :]):
-            state = state.with_results(candidate.results)
+            state = replace(state, results=candidate.results)
             continue
         if errors_before is None:
             edits = solve_state(state)
-            float_outputs = run_float_model(edits, samples)
-            errors_before = measure_output_errors(edits, float_outputs, samples)
-        errors_after = measure_output_errors(solve_state(candidate), float_outputs, samples)
+            runner = samples.create_runner(edits.model)
+            float_outputs = [runner.run(feed) for feed in samples.validation_feeds]
+            errors_before = _measure_output_errors(edits, float_outputs, samples)
+        errors_after = _measure_output_errors(solve_state(candidate), float_outputs, samples)
         reason = rejection_reason(errors_before, errors_after, min_standard_errors)
         if reason:
-            detail = f"{reason}, measured on {count} validation samples"
-            state = state.with_results((*state.results, skipped_algorithm(name, detail)))
+            skipped = skipped_algorithm(name, f"{reason}, measured on {count} validation samples")
+            state = replace(state, results=(*state.results, skipped))
         else:
             state, errors_before = candidate, errors_after
     return state
 
 
-def run_float_model(edits: WeightEdits, samples: AlgorithmData) -> SampleOutputs:
-    """Run the float model on the validation samples.
-
-    Raises:
-        ModelError: The model cannot be run.
-    """
-    runner = samples.create_runner(edits.model)
-    return [runner.run(feed) for feed in samples.validation_feeds]
-
-
-def measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, samples: AlgorithmData) -> Array:
-    """Measure the squared error of each float output relative to its power: float64 (samples, outputs).
-
-    Raises:
-        ModelError: The model cannot be run.
-    """
+def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, samples: AlgorithmData) -> Array:
+    """Measure the squared error of each float output relative to its power: float64 (samples, outputs)."""
     runner = samples.create_runner(edits.quantized_model())
     names = [
         name
         for name, value in float_outputs[0].items()
-        if value.dtype.kind == "f" and all(name in sample_outputs for sample_outputs in float_outputs)
+        if value.dtype.kind == "f" and all(name in outputs for outputs in float_outputs)
     ]
-    power = {
-        name: float(np.mean([_signal_power(sample_outputs[name]) for sample_outputs in float_outputs])) or 1.0
+    powers = [
+        float(np.mean([np.square(outputs[name], dtype=np.float64).sum() for outputs in float_outputs])) or 1.0
         for name in names
-    }
+    ]
     rows = []
-    for sample_outputs, feed in zip(float_outputs, samples.validation_feeds, strict=True):
-        quantized_outputs = runner.run(feed)
-        rows.append([_squared_error(sample_outputs[name], quantized_outputs.get(name)) / power[name] for name in names])
-    return np.array(rows).reshape(len(rows), len(names))
+    for outputs, feed in zip(float_outputs, samples.validation_feeds, strict=True):
+        quantized = runner.run(feed)
+        rows.append([_squared_error(outputs[name], quantized.get(name)) for name in names])
+    return np.array(rows).reshape(len(rows), len(names)) / powers
+
+
+def _squared_error(expected: Array, actual: Array | None) -> float:
+    """Squared error of an output; infinite if it is missing or has another shape."""
+    if actual is None or actual.shape != expected.shape:
+        return float("inf")
+    return float(np.square(np.subtract(actual, expected, dtype=np.float64)).sum())
 
 
 def rejection_reason(before: Array, after: Array, min_standard_errors: float = MIN_GAIN_STANDARD_ERRORS) -> str:
     """Return the reason to reject an algorithm, or "".
 
     Args:
-        before: Result of `measure_output_errors` before the algorithm, float64 (samples, outputs).
+        before: Squared error of each output relative to its power before the algorithm, float64 (samples, outputs).
         after: The same after the algorithm.
         min_standard_errors: Standard errors by which the mean error reduction of some output must exceed 0.
     """
@@ -299,33 +238,19 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     typical_gain = _error_reduction_db(
         *(np.take_along_axis(sample_errors, typical_samples, 0).sum(0) for sample_errors in (before, after))
     )
-    typical_gain[2 * (after < before).sum(0) - len(gains) > MIN_GAIN_STANDARD_ERRORS * np.sqrt(len(gains))] = (
-        0  # most samples gain
-    )
+    most_samples_gain = 2 * (after < before).sum(0) - len(gains) > MIN_GAIN_STANDARD_ERRORS * np.sqrt(len(gains))
+    typical_gain[most_samples_gain] = 0
     if np.any(typical_gain < 0):
         factor = 10 ** (-typical_gain.min() / 20)
         return f"without the {outlier_count} samples that gain most, an output has {factor:.2f} times the error"
-    if not np.any(mean_gain > min_standard_errors * standard_error):
-        return f"no output gains more than chance explains ({total_gain.max(initial=0):.1f} dB)"
     best_gain = total_gain.max(initial=0)
-    return (
-        ""
-        if best_gain >= MIN_OUTPUT_GAIN_DB
-        else f"no output gains {MIN_OUTPUT_GAIN_DB:g} dB (the most is {best_gain:.1f} dB)"
-    )
+    if not np.any(mean_gain > min_standard_errors * standard_error):
+        return f"no output gains more than chance explains ({best_gain:.1f} dB)"
+    if best_gain < MIN_OUTPUT_GAIN_DB:
+        return f"no output gains {MIN_OUTPUT_GAIN_DB:g} dB (the most is {best_gain:.1f} dB)"
+    return ""
 
 
 def _error_reduction_db(before: Array, after: Array) -> Array:
     """Reduction of the squared error in dB."""
     return np.asarray(10 * np.log10((before + NEGLIGIBLE_ERROR) / (after + NEGLIGIBLE_ERROR)))
-
-
-def _signal_power(values: Array) -> float:
-    return float(np.square(values, dtype=np.float64).sum())
-
-
-def _squared_error(expected: Array, actual: Array | None) -> float:
-    """Squared error of an output; infinite if it is missing or has another shape."""
-    if actual is None or actual.shape != expected.shape:
-        return float("inf")
-    return float(np.square(np.subtract(actual, expected, dtype=np.float64)).sum())

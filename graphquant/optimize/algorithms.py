@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from graphquant import formats
 from graphquant.calibration import estimate_footprint
 from graphquant.errors import ModelError, UsageError, did_you_mean
-from graphquant.ir import check_invariants
-from graphquant.optimize.adaround import ADAROUND, apply_adaround
+from graphquant.ir import check_invariants, paused_gc
+from graphquant.numerics import IntType
 from graphquant.optimize.algorithm import (
     MIN_GAIN_STANDARD_ERRORS,
     MIN_TARGETED_GAIN_STANDARD_ERRORS,
     AlgorithmData,
-    PostCalibrationAlgorithm,
-    PreCalibrationAlgorithm,
+    AlgorithmResult,
     PreCalibrationState,
     WeightEdits,
     apply_validated,
@@ -31,58 +30,73 @@ from graphquant.optimize.algorithm import (
 from graphquant.optimize.bias_correction import BIAS_CORRECTION, apply_bias_correction
 from graphquant.optimize.channel_statistics import sketch_sample_ranges
 from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATION, apply_cross_layer_equalization
-from graphquant.optimize.gptq import GPTQ, apply_gptq
 from graphquant.optimize.smoothquant import SMOOTHQUANT, apply_smoothquant
-from graphquant.optimize.weight_clipping import WEIGHT_CLIPPING, apply_weight_clipping
+from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, apply_adaround, apply_gptq
 from graphquant.quantize import Skip, SkipCode, solve_scales
 from graphquant.quantize.rewrite import IntegerCache, rewrite
-from graphquant.rules import ALGORITHM_NAMES, NEGATION
+from graphquant.rules import ALGORITHM_NAMES, NEGATION, ObserverConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphquant.calibration import Stats
     from graphquant.calibration.data import Dataset
-    from graphquant.formats import Feeds, Runner
+    from graphquant.formats import Feeds
     from graphquant.ir import Model
     from graphquant.numerics import DynamicQParams, QParams
-    from graphquant.quantize import Plan, Solution
+    from graphquant.quantize import Plan, Site, Solution
     from graphquant.quantize.rewrite import InsertedPair
 
-PRE_CALIBRATION_ALGORITHMS: dict[str, PreCalibrationAlgorithm] = {
-    CROSS_LAYER_EQUALIZATION: PreCalibrationAlgorithm(
-        purpose="with one scale for all channels of a weight, channels with small weights lose precision",
-        apply=apply_cross_layer_equalization,
-    ),
-    SMOOTHQUANT: PreCalibrationAlgorithm(
-        purpose="a few large channels of an activation widen the range of all others, and the weights can absorb them",
-        apply=apply_smoothquant,
-    ),
-    WEIGHT_CLIPPING: PreCalibrationAlgorithm(
-        purpose="with few bits, a range up to the largest weight makes the steps of all others too wide",
-        apply=apply_weight_clipping,
-    ),
-}
-"""Algorithms that run before calibration, in order."""
+WEIGHT_CLIPPING: Final = "weight-clipping"
 
-POST_CALIBRATION_ALGORITHMS: dict[str, PostCalibrationAlgorithm] = {
-    GPTQ: PostCalibrationAlgorithm(
-        purpose="with few bits, other weights can compensate the rounding error of one weight",
-        apply=apply_gptq,
-        min_standard_errors=MIN_TARGETED_GAIN_STANDARD_ERRORS,
-    ),
-    ADAROUND: PostCalibrationAlgorithm(
-        purpose="with few bits, rounding each weight to nearest is not the best choice for all weights together",
-        apply=apply_adaround,
-        min_standard_errors=MIN_TARGETED_GAIN_STANDARD_ERRORS,
-    ),
-    BIAS_CORRECTION: PostCalibrationAlgorithm(
-        purpose="rounding shifts the mean of each output channel, and the bias can shift it back",
-        apply=apply_bias_correction,
-        min_standard_errors=MIN_GAIN_STANDARD_ERRORS,
-    ),
+UNCLIPPED_OBSERVERS: Final = frozenset({"absmax", "minmax"})
+"""Observers that clip nothing."""
+
+MAX_CLIPPED_BITS: Final = 8
+
+
+@paused_gc()
+def apply_weight_clipping(state: PreCalibrationState, _: AlgorithmData | None) -> PreCalibrationState:
+    """Give low-bit weights without an explicit range the range of least squared error. The function does not change.
+
+    Source: Banner et al. 2018, "Post Training 4-bit Quantization of Convolutional Networks for Rapid-Deployment",
+        section 3. The observer "mse" searches the range on the weight itself, so no distribution is assumed.
+    """
+
+    def is_clipped(site: Site) -> bool:
+        dtype = site.scheme.type
+        has_explicit_range = site.range is not None or site.scale is not None or site.clone_of is not None
+        has_few_bits = isinstance(dtype, IntType) and dtype.bits <= MAX_CLIPPED_BITS
+        can_change = site.parameter and has_few_bits and not has_explicit_range
+        return can_change and site.scheme.observe.name in UNCLIPPED_OBSERVERS
+
+    mse = ObserverConfig(name="mse")
+    sites = tuple(
+        replace(site, scheme=replace(site.scheme, observe=mse)) if is_clipped(site) else site
+        for site in state.plan.sites
+    )
+    detail = "its range has the least squared error"
+    results = (
+        AlgorithmResult(algorithm=WEIGHT_CLIPPING, target=str(site.tensor), detail=detail)
+        for site in state.plan.sites
+        if is_clipped(site)
+    )
+    return replace(state, plan=replace(state.plan, sites=sites), results=(*state.results, *results))
+
+
+PRE_CALIBRATION_ALGORITHMS = {
+    CROSS_LAYER_EQUALIZATION: apply_cross_layer_equalization,
+    SMOOTHQUANT: apply_smoothquant,
+    WEIGHT_CLIPPING: apply_weight_clipping,
 }
-"""Algorithms that run after calibration, in order."""
+"""Algorithms that run before calibration, in order. `docs/algorithms.md` states the purpose of each."""
+
+POST_CALIBRATION_ALGORITHMS = {
+    GPTQ: (apply_gptq, MIN_TARGETED_GAIN_STANDARD_ERRORS),
+    ADAROUND: (apply_adaround, MIN_TARGETED_GAIN_STANDARD_ERRORS),
+    BIAS_CORRECTION: (apply_bias_correction, MIN_GAIN_STANDARD_ERRORS),
+}
+"""Algorithms that run after calibration, in order, each with the standard errors by which its gain must exceed 0."""
 
 ALGORITHM_SAMPLES, MAX_ALGORITHM_SAMPLES = 32, 128
 """Number of samples, and its maximum for small models, where more samples cost little."""
@@ -173,14 +187,13 @@ def run_precalibration_algorithms(
     if reason:
         # Weight clipping reads only weights, so it runs nevertheless.
         skipped = tuple(skipped_algorithm(name, reason) for name in algorithms if name != WEIGHT_CLIPPING)
-        clipping = [name for name in algorithms if name == WEIGHT_CLIPPING]
-        state = apply_precalibration(prepared, plan, clipping, None)
-        return state.with_results((*skipped, *state.results))
+        clipped = apply_weight_clipping(unchanged, None) if WEIGHT_CLIPPING in algorithms else unchanged
+        return replace(clipped, results=(*skipped, *clipped.results))
     samples = None if calibration_data is None else _algorithm_samples(prepared, plan, calibration_data)
     try:
         return apply_precalibration(prepared, plan, algorithms, samples)
     except ModelError as error:
-        return unchanged.with_results(tuple(skipped_algorithm(name, str(error)) for name in algorithms))
+        return replace(unchanged, results=tuple(skipped_algorithm(name, str(error)) for name in algorithms))
 
 
 def apply_precalibration(
@@ -198,7 +211,7 @@ def apply_precalibration(
         ModelError: The model cannot be run.
     """
     state = PreCalibrationState(model=model, plan=plan)
-    ordered = [(name, entry.apply) for name, entry in PRE_CALIBRATION_ALGORITHMS.items() if name in requested]
+    ordered = [(name, apply) for name, apply in PRE_CALIBRATION_ALGORITHMS.items() if name in requested]
     if samples is None:
         for name, apply in ordered:
             state = apply(state, None)
@@ -230,8 +243,8 @@ def run_postcalibration_algorithms(
     """
     edits = WeightEdits(prepared_model=prepared, model=prepared, solution=solution)
     algorithms = [
-        (name, entry.apply, entry.min_standard_errors)
-        for name, entry in POST_CALIBRATION_ALGORITHMS.items()
+        (name, apply, min_standard_errors)
+        for name, (apply, min_standard_errors) in POST_CALIBRATION_ALGORITHMS.items()
         if name in plan.algorithms
     ]
     if not algorithms or not solution.params:
@@ -260,20 +273,16 @@ def _algorithm_samples(prepared: Model, plan: Plan, calibration_data: Dataset) -
     create_runner = formats.format_module(prepared.format).create_runner
     elements = estimate_footprint(prepared, batch_independent=False).elements_per_sample
     if elements is None and calibration_data.count > ALGORITHM_SAMPLES:
-        first_feed = next(iter(calibration_data.feeds_between(0, 1)))
-        elements = _measure_activation_elements(create_runner(prepared), plan, first_feed)
+        # Shapes that are unknown before a run: count the elements of the quantized activations in one.
+        runner, feed = create_runner(prepared), next(iter(calibration_data.feeds_between(0, 1)))
+        tensors = list(dict.fromkeys(site.tensor for site in plan.sites if not site.parameter))
+        hidden = runner.unobservable(tensors)
+        elements = sum(runner.element_counts([tensor for tensor in tensors if tensor not in hidden], feed).values())
     count = ALGORITHM_SAMPLES
     if elements is not None:
         count = min(max(MAX_ACTIVATION_ELEMENTS // max(elements, 1), ALGORITHM_SAMPLES), MAX_ALGORITHM_SAMPLES)
     feeds = list(_spread_samples(calibration_data, count))
     return AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=create_runner)
-
-
-def _measure_activation_elements(runner: Runner, plan: Plan, feed: Feeds) -> int:
-    """Count the elements of the quantized activations in one run, for shapes that are unknown before it."""
-    tensors = list(dict.fromkeys(site.tensor for site in plan.sites if not site.parameter))
-    hidden = runner.unobservable(tensors)
-    return sum(runner.element_counts([tensor for tensor in tensors if tensor not in hidden], feed).values())
 
 
 def _quantized_weight_elements(prepared: Model, plan: Plan) -> int:

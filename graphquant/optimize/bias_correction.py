@@ -115,7 +115,7 @@ class BiasStore:
         if tensor is None:
             return np.zeros(channels)
         value = self._parameters.value(tensor)
-        is_channel_last = weighted.axes is not None and weighted.axes.channel == weighted.axes.count - 1
+        is_channel_last = weighted.axes is not None and weighted.axes.channel == weighted.axes.rank - 1
         is_separate_add = self._original_model.graphs[use.graph].op(use.op).kind == "add"
         if value is None or value.dtype != np.float32 or (is_separate_add and not is_channel_last):
             return "its bias is not one number per channel"

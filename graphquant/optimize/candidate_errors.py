@@ -10,10 +10,10 @@ import numpy as np
 
 from graphquant import formats
 from graphquant.analysis import match_sites
-from graphquant.calibration import estimate_footprint
+from graphquant.calibration import estimate_footprint, is_batch_independent
 from graphquant.numerics import DynamicQParams
 from graphquant.optimize.candidates import RULE_CANDIDATE, WIDE_ACTIVATION_BITS, make_candidate_plans
-from graphquant.optimize.sensitivity import measure_sensitivity
+from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity
 from graphquant.quantize import Skip, SkipCode
 from graphquant.utils.progress import stage_progress
 
@@ -90,6 +90,9 @@ class CandidateTrials:
         """Analyze on `search_set`. `prepared` has the float weights that the plans quantize."""
         self._prepared, self._search_set, self._progress = prepared, search_set, progress
         self._runner = formats.format_module(prepared.format).create_runner(prepared)
+        self._batch_independent = estimate_footprint(
+            prepared, batch_independent=True
+        ).elements_per_sample is not None and is_batch_independent(self._runner, search_set.samples(), BATCH_SIZE)
         self._runs = 0.0
         self.interrupted = False
         self.measured_sites: frozenset[int] = frozenset()
@@ -159,8 +162,7 @@ class CandidateTrials:
             match_sites(self._prepared, quantized_model),
             self._search_set.samples(),
             inputs={input_spec.name: input_spec.name for input_spec in self._runner.inputs},
-            batch_independent=self._runner.batch_independent
-            and estimate_footprint(self._prepared, batch_independent=True).elements_per_sample is not None,
+            batch_independent=self._batch_independent,
             only=all_ops,
             progress=stage_progress(self._progress, "sensitivity"),
         )

@@ -67,9 +67,8 @@ def normalization_layout(op: Op, rank: int | None) -> ChannelLayout | None:
     """Channel layout of an op with one value per channel for a tensor of `rank` axes; None if unknown."""
     if op.kind == "layernorm":
         return ChannelLayout(-1) if op.numeric_attr("axis", -1) in {-1, (rank or 0) - 1} else None
-    data_format = op.attrs.get("data_format", "NCHW" if op.type.endswith("Normalization") else "NHWC")
-    text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
-    if not text.startswith("NC"):
+    default_format = "NCHW" if op.type.endswith("Normalization") else "NHWC"
+    if not op.text_attr("data_format", default_format).startswith("NC"):
         return ChannelLayout(-1)
     return None if rank is None else ChannelLayout(1 - rank)
 
@@ -95,9 +94,7 @@ def _onnx_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[A
 
 def _tensorflow_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
     """Channels of a TensorFlow kernel [height, width, input, output], or [..., multiplier] if depthwise."""
-    data_format = op.attrs.get("data_format", "NHWC")
-    text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
-    layout = ChannelLayout(-3 if text.startswith("NC") else -1)
+    layout = ChannelLayout(-3 if op.text_attr("data_format", "NHWC").startswith("NC") else -1)
     if op.type == "Conv2D":
         return _index_along_axis(shape, 2 if reads else 3), layout
     if reads:
@@ -153,9 +150,7 @@ def _is_relu_clip(op: Op, values: Sequence[Array | None]) -> bool:
 def _pad_preserves_factors(op: Op, values: Sequence[Array | None]) -> bool:
     if op.type == "Pad" and "mode" not in op.attrs and len(values) <= 1 and "value" not in op.attrs:
         return True
-    mode = op.attrs.get("mode", "constant")
-    text = mode.decode() if isinstance(mode, bytes) else str(mode)
-    if op.type == "MirrorPad" or text in {"reflect", "edge", "wrap"}:
+    if op.type == "MirrorPad" or op.text_attr("mode", "constant") in {"reflect", "edge", "wrap"}:
         return True
     pad_value = values[1] if len(values) > 1 else None
     return op.numeric_attr("value", 0) == 0 and (len(values) <= 1 or (pad_value is not None and not np.any(pad_value)))

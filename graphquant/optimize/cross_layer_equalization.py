@@ -23,13 +23,12 @@ from graphquant.optimize.channel_groups import (
 from graphquant.optimize.channel_statistics import collect_static_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from graphquant.ir import TensorRef
     from graphquant.numerics import Array
     from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
-    from graphquant.optimize.channel_groups import ChannelGroup
-    from graphquant.optimize.channel_statistics import GroupWeight
+    from graphquant.optimize.channel_statistics import ChannelStatistics, GroupWeight
 
 
 CROSS_LAYER_EQUALIZATION: Final = "cross-layer-equalization"
@@ -52,33 +51,21 @@ def apply_cross_layer_equalization(state: PreCalibrationState, _: AlgorithmData 
     results, chosen = [], []
     for number, group in enumerate(statistics.groups):
         reason = statistics.find_obstacle(group)
-        producing_weights = [
-            weight
+        if not reason and not any(
+            weight.axis is None and weight.integer_steps is not None and not weight.constant.reads_group
             for weight in statistics.weights[number]
-            if not weight.constant.reads_group and weight.integer_steps is not None
-        ]
-        if not reason and not any(weight.axis is None for weight in producing_weights):
+        ):
             reason = HAS_CHANNEL_SCALES
         if reason:
             results.append(skipped_target(CROSS_LAYER_EQUALIZATION, group.name, reason))
         else:
             chosen.append(number)
-    factors = equalization_factors(
-        [statistics.groups[number] for number in chosen],
-        {position: statistics.weights[number] for position, number in enumerate(chosen)},
-    )
-    edited_model = state.model.copy()
-    rescaled = set(state.rescaled_tensors)
-    for position, number in enumerate(chosen):
-        group, divisors = statistics.groups[number], nearest_powers_of_two(factors[position])
+    factors = _equalization_factors(statistics, chosen)
+    edited_model, rescaled = state.model.copy(), set(state.rescaled_tensors)
+    for number in chosen:
+        group, divisors = statistics.groups[number], nearest_powers_of_two(factors[number])
         if np.all(divisors == 1):
-            results.append(
-                skipped_target(
-                    CROSS_LAYER_EQUALIZATION,
-                    group.name,
-                    ALREADY_EQUALIZED,
-                )
-            )
+            results.append(skipped_target(CROSS_LAYER_EQUALIZATION, group.name, ALREADY_EQUALIZED))
         elif not rescale_group(edited_model, group, divisors):
             results.append(skipped_target(CROSS_LAYER_EQUALIZATION, group.name, INEXACT_SCALING))
         else:
@@ -87,47 +74,30 @@ def apply_cross_layer_equalization(state: PreCalibrationState, _: AlgorithmData 
     return replace(state, model=edited_model, rescaled_tensors=frozenset(rescaled), results=(*state.results, *results))
 
 
-def equalization_factors(
-    groups: Sequence[ChannelGroup], weights: Mapping[int, Sequence[GroupWeight]]
-) -> dict[int, Array]:
-    """Compute the divisors of each channel group, float64 (C,), by index of the group.
-
-    Args:
-        groups: The channel groups.
-        weights: Weights of each group, without those of norms and biases.
-    """
-    factors = {number: np.ones(group.channels) for number, group in enumerate(groups)}
+def _equalization_factors(statistics: ChannelStatistics, chosen: Sequence[int]) -> dict[int, Array]:
+    """Compute the divisors, float64 (C,), of the groups with the indices `chosen`."""
+    factors = {number: np.ones(statistics.groups[number].channels) for number in chosen}
     weights_by_constant: dict[TensorRef, list[tuple[int, GroupWeight]]] = {}
-    for number, group_weights in weights.items():
-        for weight in group_weights:
+    for number in chosen:
+        for weight in statistics.weights[number]:
             weights_by_constant.setdefault(weight.constant.tensor, []).append((number, weight))
     for _ in range(MAX_ROUNDS):
         largest_change = 0.0
-        for number, group in enumerate(groups):
-            side_ranges = [np.zeros(group.channels), np.zeros(group.channels)]
-            for weight in weights[number]:
-                side = int(weight.constant.reads_group)
-                weight_ranges = _channel_ranges(weight, weights_by_constant[weight.constant.tensor], factors, number)
-                side_ranges[side] = np.maximum(side_ranges[side], weight_ranges)
+        for number in chosen:
+            side_ranges = np.zeros((2, len(factors[number])))
+            for weight in statistics.weights[number]:
+                magnitudes = weight.magnitudes
+                for neighbor_number, neighbor in weights_by_constant[weight.constant.tensor]:
+                    if neighbor.magnitudes.shape == magnitudes.shape:
+                        magnitudes = magnitudes * neighbor.cell_factors(factors[neighbor_number])
+                index = np.broadcast_to(weight.constant.channel_index, magnitudes.shape)
+                np.maximum.at(side_ranges[int(weight.constant.reads_group)], index, magnitudes)
             divisors = _balancing_factors(*side_ranges)
             largest_change = max(largest_change, float(np.abs(np.log2(divisors)).max(initial=0)))
             factors[number] = factors[number] * divisors
         if largest_change < CONVERGED_CHANGE:
             break
     return factors
-
-
-def _channel_ranges(
-    weight: GroupWeight, neighbors: Sequence[tuple[int, GroupWeight]], factors: Mapping[int, Array], number: int
-) -> Array:
-    """Range of each channel's weights at the present scale, (C,)."""
-    magnitudes = weight.magnitudes
-    for neighbor_number, neighbor in neighbors:
-        if neighbor.magnitudes.shape == magnitudes.shape:
-            magnitudes = magnitudes * neighbor.cell_factors(factors[neighbor_number])
-    ranges = np.zeros(len(factors[number]))
-    np.maximum.at(ranges, np.broadcast_to(weight.constant.channel_index, magnitudes.shape), magnitudes)
-    return ranges
 
 
 def _balancing_factors(makes: Array, reads: Array) -> Array:

@@ -11,13 +11,13 @@ gain as well as transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from graphquant.ir import MATRIX_PRODUCT_KINDS, paused_gc
-from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState, skipped_algorithm, skipped_target
+from graphquant.optimize.algorithm import skipped_algorithm, skipped_target
 from graphquant.optimize.channel_groups import (
     INEXACT_SCALING,
     ChannelGroup,
@@ -31,10 +31,9 @@ from graphquant.optimize.weighted_ops import NOT_OBSERVED
 from graphquant.quantize.rewrite import FRAME_KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from graphquant.ir import TensorRef, Use
     from graphquant.numerics import Array
+    from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
     from graphquant.optimize.channel_statistics import ChannelStatistics, RoundingCosts
 
 
@@ -53,15 +52,8 @@ SMALL_GAIN: Final = "its errors are predicted to fall by less than {} dB"
 NO_TENSOR_SCALE: Final = "none of its tensors is quantized with one scale"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmoothQuantScaling:
-    """Scaling of a channel group.
-
-    Attributes:
-        divisors: float64 (C,), powers of two.
-        strength: Share of the scaling that the weights absorb.
-        gain: Predicted error reduction in dB.
-    """
+class SmoothQuantScaling(NamedTuple):
+    """Divisors of a channel group, float64 (C,) powers of two, their strength, and the predicted gain in dB."""
 
     divisors: Array
     strength: float
@@ -72,43 +64,41 @@ class SmoothQuantScaling:
 def apply_smoothquant(state: PreCalibrationState, samples: AlgorithmData | None) -> PreCalibrationState:
     """Scale channels so that activations use their common range evenly."""
     if samples is None:
-        return state.with_results((*state.results, skipped_algorithm(SMOOTHQUANT, "it needs data")))
+        return replace(state, results=(*state.results, skipped_algorithm(SMOOTHQUANT, "it needs data")))
     statistics = collect_static_statistics(state.model, state.plan)
-    scalable = {number: scalable_groups(statistics, number) for number in range(len(statistics.groups))}
-    observe_channels(statistics, [subgroup for subgroups in scalable.values() for subgroup in subgroups], samples)
+    scalable = [_scalable_groups(statistics, group) for group in statistics.groups]
+    observe_channels(statistics, [subgroup for subgroups in scalable for subgroup in subgroups], samples)
     edited_model, plan, rescaled, results = state.model.copy(), state.plan, set(state.rescaled_tensors), []
     factor_products = dict(state.factor_products)
-    for number, group in enumerate(statistics.groups):
-        reason = statistics.find_obstacle(group)
-        if not scalable[number]:
-            results.append(skipped_target(SMOOTHQUANT, group.name, reason))
-        for subgroup in scalable[number]:
-            min_gain = MIN_GAIN_WITH_FACTOR_OP_DB if reason else MIN_GAIN_DB
+    for number, (group, subgroups) in enumerate(zip(statistics.groups, scalable, strict=True)):
+        obstacle = statistics.find_obstacle(group)
+        min_gain = MIN_GAIN_WITH_FACTOR_OP_DB if obstacle else MIN_GAIN_DB
+        if not subgroups:
+            results.append(skipped_target(SMOOTHQUANT, group.name, obstacle))
+        for subgroup in subgroups:
             costs = statistics.rounding_costs(number, subgroup)
             scaling = None if costs is None or not costs.step_counts else find_best_scaling(costs)
+            reason = ""
             if scaling is None:
-                results.append(
-                    skipped_target(
-                        SMOOTHQUANT,
-                        subgroup.name,
-                        NOT_OBSERVED if costs is None else NO_TENSOR_SCALE,
-                    )
-                )
+                reason = NOT_OBSERVED if costs is None else NO_TENSOR_SCALE
             elif scaling.gain < min_gain:
-                results.append(skipped_target(SMOOTHQUANT, subgroup.name, SMALL_GAIN.format(f"{min_gain:.0f}")))
+                reason = SMALL_GAIN.format(f"{min_gain:.0f}")
             elif not rescale_group(edited_model, subgroup, scaling.divisors):
-                results.append(skipped_target(SMOOTHQUANT, subgroup.name, INEXACT_SCALING))
+                reason = INEXACT_SCALING
+            if scaling is None or reason:
+                results.append(skipped_target(SMOOTHQUANT, subgroup.name, reason))
+                continue
+            detail = f"strength {scaling.strength:.1f}, errors predicted to fall by {scaling.gain:.1f} dB"
+            if obstacle:
+                plan, product = insert_factor_op(edited_model, plan, subgroup, scaling.divisors)
+                factor_products[product] = subgroup.start
+                detail += ", by an inserted product"
             else:
-                detail = f"strength {scaling.strength:.1f}, errors predicted to fall by {scaling.gain:.1f} dB"
-                if reason:
-                    plan, product = insert_factor_op(edited_model, plan, subgroup, scaling.divisors)
-                    factor_products[product] = subgroup.start
-                    detail += ", by an inserted product"
-                else:
-                    rescaled.update(subgroup.tensors)
-                rescaled.update(constant.tensor for constant in subgroup.constants)
-                results.append(scaled_group_result(SMOOTHQUANT, subgroup.name, scaling.divisors, detail))
-    return PreCalibrationState(
+                rescaled.update(subgroup.tensors)
+            rescaled.update(constant.tensor for constant in subgroup.constants)
+            results.append(scaled_group_result(SMOOTHQUANT, subgroup.name, scaling.divisors, detail))
+    return replace(
+        state,
         model=edited_model,
         plan=plan,
         rescaled_tensors=frozenset(rescaled),
@@ -138,45 +128,34 @@ def find_best_scaling(costs: RoundingCosts) -> SmoothQuantScaling | None:
     return best
 
 
-def scalable_groups(statistics: ChannelStatistics, number: int) -> list[ChannelGroup]:
+def _scalable_groups(statistics: ChannelStatistics, group: ChannelGroup) -> list[ChannelGroup]:
     """Return the group if it can be scaled, or else the parts that an inserted product can scale."""
-    group = statistics.groups[number]
-    return list(_separable_branches(statistics, group)) if statistics.find_obstacle(group) else [group]
-
-
-def _separable_branches(statistics: ChannelStatistics, group: ChannelGroup) -> Iterator[ChannelGroup]:
+    if not statistics.find_obstacle(group):
+        return [group]
+    branches = []
     for tensor, uses in group.weight_uses.items():
         graph = statistics.model.graphs[tensor.graph]
-        ops = [statistics.model.graphs[use.graph].op(use.op) for use in uses]
         constants = [constant for constant in group.constants if constant.use in uses]
         if (
-            all(op.kind in MATRIX_PRODUCT_KINDS for op in ops)
-            and all(use.graph == tensor.graph for use in uses)
+            all(use.graph == tensor.graph and graph.op(use.op).kind in MATRIX_PRODUCT_KINDS for use in uses)
             and len(constants) == len(uses)
             and _has_own_scale(statistics, tensor, uses)
             and not any(op.kind in FRAME_KINDS for op in graph.ops())
         ):
             branch = ChannelGroup(start=tensor, channels=group.channels)
-            branch.tensors[tensor], branch.weight_uses[tensor], branch.constants = (
-                group.tensors[tensor],
-                uses,
-                constants,
-            )
-            yield branch
+            branch.tensors[tensor], branch.weight_uses[tensor] = group.tensors[tensor], uses
+            branch.constants = constants
+            branches.append(branch)
+    return branches
 
 
 def _has_own_scale(statistics: ChannelStatistics, tensor: TensorRef, uses: list[Use]) -> bool:
     """Return True if no other site shares the scale of these uses."""
-    input_uses = {
-        (use.graph, use.op, statistics.model.graphs[use.graph].op(use.op).roles.index("input")) for use in uses
-    }
-    tied_uses = {
-        use for site in statistics.plan.sites for use in (*site.tie, *([site.clone_of] if site.clone_of else []))
-    }
-    reading_sites = [
-        site for site in statistics.sites.get(tensor, ()) if any(tuple(use) in input_uses for use in site.uses)
-    ]
+    graphs, plan = statistics.model.graphs, statistics.plan
+    input_uses = {use._replace(slot=graphs[use.graph].op(use.op).main_slot) for use in uses}
+    tied_uses = {use for site in plan.sites for use in (*site.tie, *filter(None, (site.clone_of,)))}
+    reading_sites = [site for site in statistics.sites.get(tensor, ()) if input_uses.intersection(site.uses)]
     return bool(reading_sites) and not any(
-        site.tie or site.clone_of or site.range or site.scale or any(use in tied_uses for use in site.uses)
+        site.tie or site.clone_of or site.range or site.scale or tied_uses.intersection(site.uses)
         for site in reading_sites
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import networkx as nx
 import numpy as np
@@ -27,7 +27,7 @@ from graphquant.ir import (
 from graphquant.qdq.family import add_constant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from graphquant.ir import Shape
     from graphquant.numerics import Array
@@ -49,34 +49,22 @@ MAX_RUNS_IN_FLIGHT: Final = 2
 """Maximum number of concurrent runs, each on its own thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelMean:
-    """Observed tensor for the channel means of a tensor.
-
-    Attributes:
-        tensor: Tensor to average.
-        observed_tensor: Its means, (samples, C), or the tensor itself if it has no other axes.
-    """
+class ChannelMean(NamedTuple):
+    """A tensor, and the observed tensor of its channel means, (samples, C); the tensor itself without other axes."""
 
     tensor: TensorRef
     observed_tensor: TensorRef
 
 
-@dataclass(frozen=True, slots=True)
-class OutputAxes:
-    """Axes of the output of a weighted op.
+class OutputAxes(NamedTuple):
+    """Number of axes of the output of a weighted op, and its channel axis."""
 
-    Attributes:
-        count: Number of axes.
-        channel: Channel axis.
-    """
-
-    count: int
+    rank: int
     channel: int
 
 
 def find_output_axes(model: Model, op: Op, weight_shape: Shape) -> OutputAxes | None:
-    """Axes of the output of `op` for a weight of this shape; None if unknown."""
+    """Find the axes of the output of `op` for a weight of this shape; None if unknown."""
     shape = op.outputs[0].shape
     rank = len(shape) if shape is not None else None
     if rank is None and (
@@ -85,35 +73,38 @@ def find_output_axes(model: Model, op: Op, weight_shape: Shape) -> OutputAxes | 
         rank = len(weight_shape)
     if rank is None or rank < len(("sample", "channel")):
         return None
-    if op.kind in MATRIX_PRODUCT_KINDS:
-        return OutputAxes(rank, rank - 1)
-    data_format = op.attrs.get("data_format", model.traits.data_format)
-    text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
-    return OutputAxes(rank, 1 if text.startswith("NC") else rank - 1)
+    channels_first = op.text_attr("data_format", model.traits.data_format).startswith("NC")
+    return OutputAxes(rank, 1 if channels_first and op.kind not in MATRIX_PRODUCT_KINDS else rank - 1)
 
 
 def add_channel_mean(model: Model, graph: Graph, tensor: TensorRef, axes: OutputAxes) -> ChannelMean:
     """Add an op that averages `tensor` over all axes but samples and channels."""
-    averaged_axes = [axis for axis in range(1, axes.count) if axis != axes.channel]
+    averaged_axes = [axis for axis in range(1, axes.rank) if axis != axes.channel]
     if not averaged_axes:
         return ChannelMean(tensor, tensor)
-    name = graph.unique_name(f"{tensor.op}/mean")
-    outputs = (Output(name, "float32", None),)
+    name, inputs = graph.unique_name(f"{tensor.op}/mean"), [tensor]
+    attrs: dict[str, Any] = {"keepdims": 0}
+    axes_value = np.array(averaged_axes)
     if model.traits.type_attrs:
-        attrs: Mapping[str, Any] = {"T": DataType("float32"), "Tidx": DataType("int32"), "keep_dims": False}
-        mean_op = Op(name=name, kind="reduce_mean", type="Mean", outputs=outputs, attrs=attrs, rule=ALGORITHM_RULE)
+        attrs = {"T": DataType("float32"), "Tidx": DataType("int32"), "keep_dims": False}
         axes_value = np.array(averaged_axes, np.int32)
-        axes_constant = add_constant(
-            graph, f"{name}/axes", axes_value, op_type="Const", rule=ALGORITHM_RULE, control_sources=(tensor.op,)
-        )
-        return ChannelMean(tensor, graph.add_op(mean_op, [tensor, axes_constant]))
-    attrs = {"keepdims": 0, **({} if model.opset >= AXES_INPUT_OPSET else {"axes": averaged_axes})}
-    mean_op = Op(name=name, kind="reduce_mean", type="ReduceMean", outputs=outputs, attrs=attrs, rule=ALGORITHM_RULE)
-    inputs = [tensor]
-    if model.opset >= AXES_INPUT_OPSET:
+    if model.traits.type_attrs or model.opset >= AXES_INPUT_OPSET:
+        control_sources = (tensor.op,) if model.traits.type_attrs else ()
         inputs.append(
-            add_constant(graph, f"{name}/axes", np.array(averaged_axes), op_type="Const", rule=ALGORITHM_RULE)
+            add_constant(
+                graph, f"{name}/axes", axes_value, op_type="Const", rule=ALGORITHM_RULE, control_sources=control_sources
+            )
         )
+    else:
+        attrs["axes"] = averaged_axes
+    mean_op = Op(
+        name=name,
+        kind="reduce_mean",
+        type="Mean" if model.traits.type_attrs else "ReduceMean",
+        outputs=(Output(name, "float32", None),),
+        attrs=attrs,
+        rule=ALGORITHM_RULE,
+    )
     return ChannelMean(tensor, graph.add_op(mean_op, inputs))
 
 
@@ -164,6 +155,11 @@ class WeightedOp:
     no_bias_reason: str = ""
 
     @property
+    def data_input(self) -> Use:
+        """The use that reads the data that the weight multiplies."""
+        return Use(self.graph, self.op.name, self.op.main_slot)
+
+    @property
     def output(self) -> TensorRef:
         """Output of the op."""
         return TensorRef(self.graph, self.op.name)
@@ -190,27 +186,20 @@ def find_weighted_ops(model: Model, solution: Solution) -> Iterator[WeightedOp]:
                 continue
             weight = Use(name, op.name, op.roles.index("weight"))
             if weight in quantized:
-                bias, axes = (
-                    _find_bias(graph, op, parameters),
-                    find_output_axes(model, op, _weight_tensor_shape(model, parameters, weight)),
-                )
+                axes = find_output_axes(model, op, _weight_tensor_shape(model, parameters, weight))
+                bias = _find_bias(graph, op, parameters)
                 if op.outputs[0].dtype not in {None, "float32"}:
                     bias = f"it computes in {op.outputs[0].dtype}"
                 if axes is None:
                     bias = RANK_UNKNOWN
-                if isinstance(bias, Use):
-                    yield WeightedOp(graph=name, op=op, weight=weight, bias=bias, axes=axes)
-                else:
-                    yield WeightedOp(graph=name, op=op, weight=weight, axes=axes, no_bias_reason=bias)
+                use, reason = (bias, "") if isinstance(bias, Use) else (None, bias)
+                yield WeightedOp(graph=name, op=op, weight=weight, bias=use, axes=axes, no_bias_reason=reason)
 
 
 def _weight_tensor_shape(model: Model, parameters: Parameters, weight: Use) -> Shape:
-    """Shape of a weight."""
     tensor = model.graphs[weight.graph].source_of(weight)
-    if tensor is None:
-        return ()
-    shape: Shape | None = model.output(tensor).shape or model.output(parameters.root_tensor(tensor)).shape
-    value = parameters.value(tensor) if shape is None else None
+    shape = None if tensor is None else parameters.shape(tensor)
+    value = parameters.value(tensor) if tensor is not None and shape is None else None
     return shape or (() if value is None else value.shape)
 
 

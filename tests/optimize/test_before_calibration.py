@@ -11,9 +11,9 @@ import pytest
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
 from graphquant.optimize import PRE_CALIBRATION_ALGORITHMS, AlgorithmData, algorithm
-from graphquant.optimize.algorithms import apply_precalibration
+from graphquant.optimize.algorithm import PreCalibrationState
+from graphquant.optimize.algorithms import apply_precalibration, apply_weight_clipping
 from graphquant.optimize.cross_layer_equalization import HAS_CHANNEL_SCALES
-from graphquant.optimize.weight_clipping import clip_weights_in_plan
 from graphquant.rules import ALGORITHM_NAMES
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>\n'
@@ -199,7 +199,8 @@ def test_weights_are_clipped(tmp_path):
     assert after > before + 0.5
     plan = gq.plan(path, rules=[rules])
     plan_with_ranges = replace(plan, sites=tuple(replace(site, range=(-1.0, 1.0)) for site in plan.sites))
-    assert clip_weights_in_plan(plan_with_ranges) == (plan_with_ranges, [])
+    state = PreCalibrationState(model=gq.load(path), plan=plan_with_ranges)
+    assert apply_weight_clipping(state, None) == state
 
 
 def test_the_table_is_the_rule_files():

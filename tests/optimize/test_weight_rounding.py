@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphquant.formats.onnx import load
-from graphquant.optimize.adaround import round_matrix_adaround
-from graphquant.optimize.gptq import round_matrix_gptq
-from graphquant.optimize.gram_matrices import (
+from graphquant.optimize.weight_rounding import (
     UNSEEN_POWER_SHARE,
     RoundingGrid,
     _squared_output_errors,
     add_gram_product,
     matrix_form,
     matrix_input_rows,
+    round_matrix_adaround,
+    round_matrix_gptq,
     shrink_gram_matrix,
 )
 

@@ -1,7 +1,12 @@
-"""Gram matrices X^T X of the inputs of weighted ops, and rounding of low-bit weights by their output error.
+"""GPTQ and AdaRound: round low-bit weights so that the output error of their op is small.
 
-The squared output error of an op is e H e^T for a row e of rounding errors, with H = X^T X of its inputs. Rounding to
-nearest minimizes only the diagonal part. With 4 bits, the rest is worth several decibels.
+The squared output error of an op is e H e^T for a row e of rounding errors, with the Gram matrix H = X^T X of its
+inputs. Rounding to nearest minimizes only the diagonal part. With 4 bits, the rest is worth several decibels.
+
+Sources: Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers".
+Nagel et al. 2020, "Up or Down? Adaptive Rounding for Post-Training Quantization" (AdaRound). Its local objective
+(equation 13) is minimized by coordinate descent from rounding to nearest, instead of gradients on a relaxation.
+Coordinate descent needs no step size, terminates, and is deterministic.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graphquant.ir import Parameters, TensorRef, Use
+from graphquant.ir import Parameters, TensorRef, paused_gc
 from graphquant.numerics import IntType, QParams, broadcast_to_tensor
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits, skipped_target
 from graphquant.optimize.weighted_ops import NOT_OBSERVED, find_unshared_constant, find_weighted_ops
@@ -25,6 +30,15 @@ if TYPE_CHECKING:
     from graphquant.optimize.weighted_ops import WeightedOp
 
     RoundMatrix = Callable[[Array, Array, "RoundingGrid"], Array]
+
+GPTQ: Final = "gptq"
+ADAROUND: Final = "adaround"
+
+GPTQ_DAMPING: Final = 0.01
+"""Share of the mean of H's diagonal that GPTQ adds to the diagonal, as in the paper."""
+
+MAX_SWEEPS: Final = 8
+"""Maximum number of passes of AdaRound over all weights."""
 
 MAX_ROUNDED_BITS: Final = 4
 """Bit width above which rounding to nearest is good enough."""
@@ -40,6 +54,83 @@ UNSEEN_POWER_SHARE: Final = 0.3
 
 MATRIX_OP_TYPES: Final = frozenset({"Conv", "Conv2D", "DepthwiseConv2dNative", "Gemm", "MatMul"})
 """Op types with a known matrix form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingGrid:
+    """Integer grid of a weight.
+
+    Attributes:
+        scale: float64, of the weight's shape, real units per step.
+        zero: float64, likewise, steps.
+        low: Smallest integer.
+        high: Largest integer.
+    """
+
+    scale: Array
+    zero: Array
+    low: int
+    high: int
+
+    def nearest(self, weight: Array) -> Array:
+        """Round to the nearest grid value."""
+        steps = np.clip(np.rint(weight / self.scale + self.zero), self.low, self.high)
+        return np.asarray((steps - self.zero) * self.scale)
+
+    def select(self, index: tuple[slice | int, ...]) -> RoundingGrid:
+        """Return the grid of a part of the weight."""
+        return replace(self, scale=self.scale[index], zero=self.zero[index])
+
+
+@paused_gc()
+def apply_gptq(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
+    """Round low-bit weights by GPTQ. The float function changes: weights become the values of their integers."""
+    return round_low_bit_weights(edits, samples, GPTQ, round_matrix_gptq)
+
+
+def round_matrix_gptq(matrix: Array, hessian: Array, grid: RoundingGrid) -> Array:
+    """Round the matrix (outputs, inputs) of one group, input by input."""
+    count = len(hessian)
+    mean = float(np.trace(hessian)) / max(count, 1) or 1.0
+    damped = hessian + np.eye(count) * (GPTQ_DAMPING * mean)
+    inverse = np.linalg.cholesky(np.linalg.inv(damped)).T
+    remaining, result = matrix.copy(), np.empty_like(matrix)
+    for column in range(count):
+        result[:, column] = grid.select((slice(None), column)).nearest(remaining[:, column])
+        error = (remaining[:, column] - result[:, column]) / inverse[column, column]
+        remaining[:, column + 1 :] -= np.outer(error, inverse[column, column + 1 :])
+    return result
+
+
+@paused_gc()
+def apply_adaround(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
+    """Round low-bit weights by AdaRound. The float function changes: weights become the values of their integers."""
+    return round_low_bit_weights(edits, samples, ADAROUND, round_matrix_adaround)
+
+
+def round_matrix_adaround(matrix: Array, hessian: Array, grid: RoundingGrid) -> Array:
+    """Round the matrix (outputs, inputs) of one group to one of the two adjacent steps per weight."""
+    steps = matrix / grid.scale + grid.zero
+    floors = np.clip(np.floor(steps), grid.low, grid.high)
+    ceilings = np.clip(np.floor(steps) + 1, grid.low, grid.high)
+    below, above = ((grid_steps - grid.zero) * grid.scale for grid_steps in (floors, ceilings))
+    result = grid.nearest(matrix)
+    slope = (result - matrix) @ hessian
+    for _ in range(MAX_SWEEPS):
+        has_changed = False
+        for column in range(len(hessian)):
+            current = result[:, column]
+            opposite = np.where(current == below[:, column], above[:, column], below[:, column])
+            change = opposite - current
+            better = 2 * change * slope[:, column] + change * change * hessian[column, column] < 0
+            if better.any():
+                change = np.where(better, change, 0.0)
+                result[:, column] = np.where(better, opposite, current)
+                slope += np.outer(change, hessian[column])
+                has_changed = True
+        if not has_changed:
+            break
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,55 +269,42 @@ def matrix_input_rows(op: Op, form: MatrixForm, value: Array) -> Array | None:
         return rows[:: max(len(rows) // MAX_GRAM_ROWS, 1)][None]
     if value.ndim != len(form.kernel) + 2:
         return None
-    data_format = op.attrs.get("data_format", b"NHWC" if op.type != "Conv" else b"NCHW")
-    text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
-    channels_first = text.startswith("NC")
+    channels_first = op.text_attr("data_format", "NCHW" if op.type == "Conv" else "NHWC").startswith("NC")
     if not channels_first:
         value = np.moveaxis(value, -1, 1)
     strides, dilations, pads = _window_geometry(op, form.kernel, value.shape[2:], channels_first=channels_first)
     padded = np.pad(value, [(0, 0), (0, 0), *pads])
     window_sizes = [(size - 1) * dilation + 1 for size, dilation in zip(form.kernel, dilations, strict=True)]
-    axes = tuple(range(2, value.ndim))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, window_sizes, axis=axes)
-    everything = slice(None)
-    outer: list[slice] = [everything, everything, *(slice(None, None, stride) for stride in strides)]
-    inner = [slice(None, None, dilation) for dilation in dilations]
-    windows = windows[tuple(outer + inner)]
-    return _sample_window_rows(windows, form)
-
-
-def _sample_window_rows(windows: Array, form: MatrixForm) -> Array:
-    """Convert windows (samples, channels, positions..., kernel...) to (groups, rows, inputs)."""
+    windows = np.lib.stride_tricks.sliding_window_view(padded, window_sizes, axis=tuple(range(2, value.ndim)))
+    steps = (1, 1, *strides, *dilations)
+    windows = windows[tuple(slice(None, None, step) for step in steps)]
     positions = np.moveaxis(windows, 1, -1 - len(form.kernel))  # samples, positions, channels, kernel
     leading_shape = positions.shape[: 1 + len(form.kernel)]
     count = int(np.prod(leading_shape))
     chosen = np.unravel_index(np.arange(0, count, max(count // MAX_GRAM_ROWS, 1)), leading_shape)
-    sampled = positions[chosen]
-    rows = sampled.reshape(len(sampled), form.groups, -1)
-    return np.ascontiguousarray(rows.transpose(1, 0, 2))
+    window_rows = positions[chosen].reshape(len(chosen[0]), form.groups, -1)
+    return np.ascontiguousarray(window_rows.transpose(1, 0, 2))
 
 
 def _window_geometry(
     op: Op, kernel: Sequence[int], sizes: Sequence[int], *, channels_first: bool
 ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
     """Strides, dilations and padding of a convolution."""
-    spatial_rank = len(kernel)
+    rank = len(kernel)
 
     def spatial_attribute(name: str) -> list[int]:
         values = [int(value) for value in op.attrs.get(name, ()) or ()]
-        if len(values) == spatial_rank + 2:
+        if len(values) == rank + 2:
             return values[2:] if channels_first else values[1:-1]
-        return values or [1] * spatial_rank
+        return values or [1] * rank
 
     strides, dilations = spatial_attribute("strides"), spatial_attribute("dilations")
-    padding = op.attrs.get("auto_pad" if op.type == "Conv" else "padding", "")
-    mode = padding.decode() if isinstance(padding, bytes) else str(padding)
-    explicit_pads = [int(pad) for pad in op.attrs.get("pads", ()) or ()]
+    mode = op.text_attr("auto_pad" if op.type == "Conv" else "padding", "")
     if not mode.startswith("SAME"):
-        pad_sizes = (
-            explicit_pads if len(explicit_pads) == 2 * spatial_rank and mode != "VALID" else [0] * (2 * spatial_rank)
-        )
-        return strides, dilations, list(zip(pad_sizes[:spatial_rank], pad_sizes[spatial_rank:], strict=True))
+        pad_sizes = [int(pad) for pad in op.attrs.get("pads", ()) or ()]
+        if len(pad_sizes) != 2 * rank or mode == "VALID":
+            pad_sizes = [0] * (2 * rank)
+        return strides, dilations, list(zip(pad_sizes[:rank], pad_sizes[rank:], strict=True))
     pads = []
     for size, window, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
         total_pad = max((-(-size // stride) - 1) * stride + (window - 1) * dilation + 1 - size, 0)
@@ -235,42 +313,23 @@ def _window_geometry(
     return strides, dilations, pads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundingGrid:
-    """Integer grid of a weight.
-
-    Attributes:
-        scale: float64, of the weight's shape, real units per step.
-        zero: float64, likewise, steps.
-        low: Smallest integer.
-        high: Largest integer.
-    """
-
-    scale: Array
-    zero: Array
-    low: int
-    high: int
-
-    def nearest(self, weight: Array) -> Array:
-        """Round to the nearest grid value."""
-        steps = np.clip(np.rint(weight / self.scale + self.zero), self.low, self.high)
-        return np.asarray((steps - self.zero) * self.scale)
-
-    def select(self, index: tuple[slice | int, ...]) -> RoundingGrid:
-        """Return the grid of a part of the weight."""
-        return replace(self, scale=self.scale[index], zero=self.zero[index])
-
-
 def round_low_bit_weights(
     edits: WeightEdits, samples: AlgorithmData, name: str, round_matrix: RoundMatrix
 ) -> WeightEdits:
     """Replace low-bit weights by the result of `round_matrix` for matrix, H and grid."""
-    model = edits.model.copy()
-    parameters = Parameters(edits.prepared_model)
+    model, prepared, solution = edits.model.copy(), edits.prepared_model, edits.solution
+    parameters = Parameters(prepared)
+    index_by_use = {use: index for index, site in enumerate(solution.plan.sites) for use in site.uses}
     results: list[AlgorithmResult] = []
     tasks: list[tuple[WeightedOp, TensorRef, Array, QParams, MatrixForm]] = []
-    for weighted, params in _find_low_bit_ops(edits):
-        tensor = edits.prepared_model.graphs[weighted.graph].source_of(weighted.weight)
+    for weighted in find_weighted_ops(prepared, solution):
+        index = index_by_use[weighted.weight]
+        params = solution.params.get(index)
+        if solution.plan.sites[index].view is not None or not isinstance(params, QParams):
+            continue
+        if not isinstance(params.type, IntType) or params.type.bits > MAX_ROUNDED_BITS:
+            continue
+        tensor = prepared.graphs[weighted.graph].source_of(weighted.weight)
         value = None if tensor is None else parameters.value(tensor)
         constant = None if value is None else find_unshared_constant(edits.model, weighted.weight, value.shape)
         form = None if value is None else matrix_form(weighted.op, value.shape)
@@ -280,11 +339,13 @@ def round_low_bit_weights(
             results.append(skipped_target(name, weighted.name, f"a {weighted.op.type} of this form has no matrix form"))
         else:
             tasks.append((weighted, constant, value, params, form))
-    matrix_inputs = [(_find_data_input(edits, weighted), weighted.op, form) for weighted, _, _, _, form in tasks]
+    inputs = [
+        (prepared.graphs[weighted.graph].source_of(weighted.data_input) or weighted.output, weighted.op, form)
+        for weighted, *_, form in tasks
+    ]
+    gram_matrices = measure_gram_matrices(prepared, inputs, samples)
     weights = dict(edits.edited_weights)
-    for (weighted, constant, value, params, form), gram_matrix in zip(
-        tasks, measure_gram_matrices(edits.prepared_model, matrix_inputs, samples), strict=True
-    ):
+    for (weighted, constant, value, params, form), gram_matrix in zip(tasks, gram_matrices, strict=True):
         if gram_matrix is None:
             results.append(skipped_target(name, weighted.name, NOT_OBSERVED))
             continue
@@ -297,46 +358,17 @@ def round_low_bit_weights(
     return replace(edits, model=model, edited_weights=weights, results=(*edits.results, *results))
 
 
-def _find_low_bit_ops(edits: WeightEdits) -> list[tuple[WeightedOp, QParams]]:
-    """Find the ops whose weights have few enough bits."""
-    solution = edits.solution
-    by_use = {use: index for index, site in enumerate(solution.plan.sites) for use in site.uses}
-    low_bit_ops = []
-    for weighted in find_weighted_ops(edits.prepared_model, solution):
-        params = solution.params.get(by_use[weighted.weight])
-        has_no_view = solution.plan.sites[by_use[weighted.weight]].view is None
-        if (
-            has_no_view
-            and isinstance(params, QParams)
-            and isinstance(params.type, IntType)
-            and params.type.bits <= MAX_ROUNDED_BITS
-        ):
-            low_bit_ops.append((weighted, params))
-    return low_bit_ops
-
-
-def _find_data_input(edits: WeightEdits, weighted: WeightedOp) -> TensorRef:
-    """Input that the weight multiplies."""
-    tensor = edits.prepared_model.graphs[weighted.graph].source_of(
-        Use(weighted.graph, weighted.op.name, weighted.op.roles.index("input"))
-    )
-    return tensor or weighted.output
-
-
 def _round_if_better(
-    value: Array,
-    params: QParams,
-    form: MatrixForm,
-    gram_matrices: Array,
-    round_matrix: RoundMatrix,
+    value: Array, params: QParams, form: MatrixForm, gram_matrices: Array, round_matrix: RoundMatrix
 ) -> tuple[Array, float]:
     """Return the rounded float32 weight, and its squared error relative to rounding to nearest."""
     low, high = params.type.limits(narrow=params.narrow)
-    expanded = [
-        broadcast_to_tensor(param_values.astype(np.float64), params, value.shape)
-        for param_values in (params.scale, params.zero_point)
-    ]
-    scale, zero = (form.to_matrices(np.broadcast_to(expanded_value, value.shape)) for expanded_value in expanded)
+    scale, zero = (
+        form.to_matrices(
+            np.broadcast_to(broadcast_to_tensor(values.astype(np.float64), params, value.shape), value.shape)
+        )
+        for values in (params.scale, params.zero_point)
+    )
     grid = RoundingGrid(scale=scale, zero=zero, low=int(low), high=int(high))
     matrices = form.to_matrices(value.astype(np.float64))
     result = grid.nearest(matrices)
