@@ -19,8 +19,9 @@ import graphquant as gq
 from graphquant import formats
 from graphquant.analysis import match_sites
 from graphquant.api import prepare_for_plan
+from graphquant.calibration import is_batch_independent
 from graphquant.calibration.data import open_data
-from graphquant.optimize import measure_sensitivity
+from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity
 from graphquant.quantize.rewrite import rewrite
 
 MODELS = Path(__file__).resolve().parents[1] / "sample_models"
@@ -64,7 +65,8 @@ def measure(model: str, data: str) -> None:
     sites = match_sites(result.source, result.model)
     inputs = {one.name: one.name for one in runner.inputs}
     start = time.perf_counter()
-    found = measure_sensitivity(result.model, sites, batches, inputs=inputs, batch_independent=runner.batch_independent)
+    independent = is_batch_independent(runner, batches, BATCH_SIZE)
+    found = measure_sensitivity(result.model, sites, batches, inputs=inputs, batch_independent=independent)
     middle = time.perf_counter()
     honest = alone(result, list(batches))
     end = time.perf_counter()

@@ -19,7 +19,7 @@ import numpy as np
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.calibration import estimate_footprint
+from graphquant.calibration import is_batch_independent, measure_footprint
 from graphquant.calibration.calibrate import block_feeds
 from graphquant.calibration.data import open_data
 
@@ -57,11 +57,10 @@ def fitting(data: Path, folder: Path) -> str:
 def line(source: gq.Model, quantized: gq.Model, data: str, repeat: int) -> str:
     """The figures of one model."""
     runners = [formats.format_module(model.format).create_runner(model) for model in (source, quantized)]
-    batches, block = (
-        open_data(data, runners[0].inputs),
-        estimate_footprint(source, batch_independent=runners[0].batch_independent).block_size,
-    )
-    batched = all(runner.batch_independent for runner in runners)
+    batches = open_data(data, runners[0].inputs)
+    footprint = measure_footprint(runners[0], batches)
+    block = footprint.block_size
+    batched = footprint.join_samples and is_batch_independent(runners[1], batches, block)
     feeds = [feed for feed, _ in block_feeds(batches, [(0, -(-batches.count // block))], block, join_samples=batched)]
     for runner in runners:
         passed(runner, feeds)  # sessions are started

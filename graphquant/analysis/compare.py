@@ -19,6 +19,7 @@ from graphquant.analysis.comparison import (
     ignore_overflow,
     lost_share_upper_bound,
 )
+from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent
 from graphquant.calibration.calibrate import block_feeds, tee_items
 from graphquant.calibration.memory import concurrent_run_count, observation_budget
 from graphquant.errors import UsageError, did_you_mean
@@ -197,9 +198,6 @@ MAX_PREFETCHED_RUNS = 2
 MEASURE_BATCH_VALUES = 1 << 16
 """Number of values that is worth a thread. Smaller arrays are collected until they reach it."""
 
-ROUNDING_SQNR = 80.0
-"""SQNR in dB above which outputs differ only by float rounding in another order."""
-
 
 def compare_runners(
     float_runner: Runner,
@@ -238,9 +236,14 @@ def compare_runners(
     """
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
     output_names = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
-    batched = (
-        float_runner.batch_independent and quantized_runner.batch_independent and load.elements_per_sample is not None
-    )
+    batched = load.elements_per_sample is not None and load.join_samples
+    batched = batched and is_batch_independent(quantized_runner, batches, load.block_size, inputs=inputs)
+    if batched and sites is not None and site_runner is not None:
+        quantized_tensors, float_tensors = sites.tensors_to_observe()
+        elements = 2 * (load.elements_per_sample or 0) * load.block_size
+        batched = is_batch_independent(
+            quantized_runner, batches, load.block_size, quantized_tensors, inputs=inputs, max_elements=elements
+        ) and is_batch_independent(site_runner, batches, load.block_size, float_tensors, max_elements=elements)
     tallies = [OutputTally(name, quantized_name, batched=batched) for name, quantized_name in output_names.items()]
     blocks = -(-batches.count // load.block_size)
     site_samples = batches.count if max_site_samples is None else max_site_samples
@@ -301,18 +304,9 @@ def _feeds_until(max_samples: int, block_size: int, feeds: Iterable[tuple[Feeds,
 
 def outputs_equal(expected: Mapping[str, Array], actual: Mapping[str, Array]) -> bool:
     """Return True if outputs differ only by float rounding."""
-    if expected.keys() != actual.keys():
-        return False
-    for name, value in expected.items():
-        errors = ErrorSums()
-        if value.dtype.kind == "f" and value.shape == actual[name].shape:
-            with ignore_overflow():
-                errors.add(value, actual[name], full=True)
-            if errors.sqnr < ROUNDING_SQNR:
-                return False
-        elif not np.array_equal(value, actual[name]):
-            return False
-    return True
+    return expected.keys() == actual.keys() and all(
+        equal_within_rounding(value, actual[name]) for name, value in expected.items()
+    )
 
 
 class ModelPairRunner:

@@ -14,9 +14,9 @@ from graphquant.calibration import (
     all_float_targets,
     collect_stats,
     combine_stats,
-    estimate_footprint,
     finest_histogram_bits,
     load_stats,
+    measure_footprint,
     plan_targets,
     preserved_fingerprints,
 )
@@ -133,7 +133,7 @@ def run_calibration(
     batches = (
         open_data(data, runner.inputs, samples=samples, check_in_background=True) if isinstance(data, str) else data
     )
-    footprint = estimate_footprint(prepared, batch_independent=runner.batch_independent)
+    footprint = measure_footprint(runner, batches, tuple(targets), max_memory=options.get("max_memory"))
     report = stage_progress(progress, "calibrating")
     return collect_stats(targets, runner, batches, footprint=footprint, progress=report, **options)
 

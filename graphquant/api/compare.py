@@ -8,7 +8,7 @@ from graphquant import formats
 from graphquant.analysis import compare_runners, match_sites
 from graphquant.analysis.compare import match_inputs, reference_runner, with_sensitivity
 from graphquant.api.models import as_model
-from graphquant.calibration import estimate_footprint
+from graphquant.calibration import is_batch_independent, measure_footprint
 from graphquant.calibration.holdout import open_optional_labels
 from graphquant.errors import UsageError
 from graphquant.utils.options import CompareOptions, resolve_options, takes_options
@@ -73,7 +73,7 @@ def compare(
         float_runner,
         quantized_runner,
         batches,
-        load=estimate_footprint(float_ir, batch_independent=float_runner.batch_independent),
+        load=measure_footprint(float_runner, batches),
         sites=sites,
         site_runner=reference_runner(float_ir, sites, float_runner),
         outputs=settings.outputs,
@@ -92,14 +92,16 @@ def _measure_sensitivity(
     progress: Progress | None,
 ) -> Sensitivity:
     """Measure the effect of each quantization alone on the outputs."""
-    from graphquant.optimize import measure_sensitivity
+    from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity
 
+    inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
     sensitivity = measure_sensitivity(
         quantized_model,
         sites,
         batches,
-        inputs=match_inputs(float_runner.inputs, quantized_runner.inputs),
-        batch_independent=float_runner.batch_independent and quantized_runner.batch_independent,
+        inputs=inputs,
+        batch_independent=is_batch_independent(float_runner, batches, BATCH_SIZE)
+        and is_batch_independent(quantized_runner, batches, BATCH_SIZE, inputs=inputs),
         progress=stage_progress(progress, "measuring sensitivity"),
     )
     if sensitivity.interrupted:

@@ -1,5 +1,6 @@
 """Calibration: run data through a model and collect one sketch for each tensor whose range depends on data."""
 
+from graphquant.calibration.batch_independence import is_batch_independent, measure_footprint
 from graphquant.calibration.calibrate import ResumeError, RunFootprint, collect_stats, estimate_footprint
 from graphquant.calibration.fingerprints import preserved_fingerprints
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, load_stats, save_stats, select_stats
@@ -27,7 +28,9 @@ __all__ = [
     "combine_stats",
     "estimate_footprint",
     "finest_histogram_bits",
+    "is_batch_independent",
     "load_stats",
+    "measure_footprint",
     "plan_targets",
     "preserved_fingerprints",
     "save_stats",

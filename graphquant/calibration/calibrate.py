@@ -1,7 +1,7 @@
 """Run data through a model in blocks of samples, and fill one sketch for each target.
 
-Blocks are numbered over all samples of the data. Their size depends on the model alone, so statistics do not depend on
-the machine or shard that ran a block.
+Blocks are numbered over all samples of the data. Their size depends on the model and on the first samples of the data,
+so statistics do not depend on the machine or shard that ran a block.
 
 With enough memory, several runs are in progress at once, each on its own thread. This is faster than one run on several
 threads, and a run gives the same bits on any machine. With little memory, each feed is run several times, once for each
@@ -45,10 +45,6 @@ Item = TypeVar("Item")
 
 class ObservableRunner(Protocol):
     """Protocol of objects that run a model and return the values of its tensors."""
-
-    @property
-    def batch_independent(self) -> bool:
-        """True if samples may be concatenated along axis 0 of every input without changing the result of any sample."""
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the tensors that cannot be observed, with the reason."""
@@ -117,11 +113,7 @@ def observe_feeds(
     first = next(feeds, None)
     if first is None:
         return
-    if max_elements is None or not fits_in_budget(max_elements, budget):
-        element_counts = runner.element_counts(tensors, first[0])
-        max_elements, groups = sum(element_counts.values()), group_tensors(element_counts, budget)
-    else:
-        groups = [tuple(tensors)]
+    groups, max_elements = group_observed_tensors(runner, tensors, first[0], max_elements, budget)
     feed_branches = tee_items(itertools.chain([first], feeds), 2 * len(groups))
     del first
     with ExitStack() as stack:
@@ -148,6 +140,19 @@ def observe_feeds(
                 if next(observations, None) is None:
                     return
                 yield
+
+
+def group_observed_tensors(
+    runner: ObservableRunner, tensors: Sequence[TensorRef], feed: Feeds, max_elements: int | None, budget: int
+) -> tuple[list[tuple[TensorRef, ...]], int]:
+    """Return groups of tensors whose values fit into `budget` bytes, and an upper bound of the elements of all.
+
+    The elements are counted in a run of `feed` if `max_elements` is None or too much for one group.
+    """
+    if max_elements is not None and fits_in_budget(max_elements, budget):
+        return [tuple(tensors)], max_elements
+    element_counts = runner.element_counts(tensors, feed)
+    return group_tensors(element_counts, budget), sum(element_counts.values())
 
 
 def _report_block_result(
@@ -231,15 +236,17 @@ TENSORS_PER_TASK = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFootprint:
-    """Block size and memory footprint of running a model, derived from the model alone.
+    """Block size and memory footprint of running a model.
 
     Attributes:
         block_size: Samples in a block.
         elements_per_sample: Elements of all float activations for one sample; None if unknown.
+        join_samples: True if a block may run as one batch.
     """
 
     block_size: int
     elements_per_sample: int | None
+    join_samples: bool = False
 
 
 class ResumeError(DataError):
@@ -265,7 +272,7 @@ def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint
     block_size = DEFAULT_BLOCK_SIZE
     if batch_independent and total_elements is not None:
         block_size = max(min(MAX_BATCH_SIZE, 1 << (MAX_BATCH_ELEMENTS // max(total_elements, 1)).bit_length() >> 1), 1)
-    return RunFootprint(block_size=block_size, elements_per_sample=total_elements)
+    return RunFootprint(block_size=block_size, elements_per_sample=total_elements, join_samples=batch_independent)
 
 
 def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | None]:
@@ -341,9 +348,9 @@ def collect_stats(
     finished: list[tuple[int, int]] = []
     samples_before = stats.samples
     feeds = block_feeds(
-        dataset, block_ranges if observed_targets else (), footprint.block_size, join_samples=runner.batch_independent
+        dataset, block_ranges if observed_targets else (), footprint.block_size, join_samples=footprint.join_samples
     )
-    samples_per_run = footprint.block_size if runner.batch_independent else 1
+    samples_per_run = footprint.block_size if footprint.join_samples else 1
     max_elements = (
         None if footprint.elements_per_sample is None else 2 * footprint.elements_per_sample * samples_per_run
     )  # static shapes are too small for some models

@@ -72,15 +72,9 @@ class OpProfile:
 class Runner(Protocol):
     """Runs a model in its framework."""
 
+    model: Model
     inputs: Sequence[InputSpec]
     outputs: Sequence[str]
-
-    @property
-    def batch_independent(self) -> bool:
-        """True if samples may be concatenated along axis 0 of every input without changing any sample's result.
-
-        The answer comes from the model alone. It is False if independence cannot be shown.
-        """
 
     @property
     def output_tensors(self) -> Mapping[str, TensorRef]:

@@ -27,6 +27,7 @@ A, B, C = (TensorRef("", name) for name in "abc")
 TARGETS = {tensor: ObservationTarget(tensor.op * 32, None, 7) for tensor in (A, B, C)}
 LOAD = RunFootprint(block_size=4, elements_per_sample=None)
 
+JOINED = replace(LOAD, join_samples=True)
 calibrate = partial(calibrate_, model_digest="source", footprint=LOAD)
 
 
@@ -42,9 +43,9 @@ def batches(count: int, shape: Callable[[int], int] = lambda _: 1) -> Dataset:
 class Runner:
     """Runner that computes tensors from the fed numbers by functions; an empty list means not reached."""
 
-    def __init__(self, *, batchable: bool = False, sizes: int = 1, **tensors) -> None:
+    def __init__(self, *, sizes: int = 1, **tensors) -> None:
         """Create a runner; `sizes` is the number of elements of each tensor."""
-        self.tensors, self.batch_independent, self.size = tensors, batchable, sizes
+        self.tensors, self.size = tensors, sizes
         self.fed: list[list[float]] = []
         self.asked: list[tuple[TensorRef, ...]] = []
 
@@ -122,8 +123,8 @@ def test_no_targets() -> None:
 
 def test_blocks_as_batches() -> None:
     """Blocks are concatenated if the model is batch independent and shapes agree."""
-    runner = three_tensor_runner(batchable=True)
-    calibrate(TARGETS, runner, batches(6, lambda i: 2 if i == 5 else 1))
+    runner = three_tensor_runner()
+    calibrate(TARGETS, runner, batches(6, lambda i: 2 if i == 5 else 1), footprint=JOINED)
     assert runner.fed == [[0, 1, 2, 3], [4], [5, 5]]
     runner = three_tensor_runner()
     calibrate(TARGETS, runner, batches(3))
@@ -135,22 +136,23 @@ def test_inputs_with_different_rows() -> None:
 
     def run(rows: int) -> list:
         feeds = [{"x": np.full(1, i), "z": np.full(rows, i)} for i in range(2)]
-        runner = three_tensor_runner(batchable=True)
-        calibrate(
-            TARGETS, runner, Dataset(count=2, digest="da7a", open_feeds=lambda start, stop: iter(feeds[start:stop]))
-        )
+        runner = three_tensor_runner()
+        data = Dataset(count=2, digest="da7a", open_feeds=lambda start, stop: iter(feeds[start:stop]))
+        calibrate(TARGETS, runner, data, footprint=JOINED)
         return runner.fed
 
     assert (run(1), run(2)) == ([[0, 1]], [[0], [1]])
 
 
-@pytest.mark.parametrize("batchable", [False, True])
+@pytest.mark.parametrize("footprint", [LOAD, JOINED])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_shards(parts: int, *, batchable: bool) -> None:
+def test_shards(parts: int, footprint: RunFootprint) -> None:
     """Shards, merged in any order, equal one call, and each block is run once."""
-    whole = calibrate(TARGETS, three_tensor_runner(batchable=batchable), batches(22))
-    runner = three_tensor_runner(batchable=batchable)
-    shards = [calibrate(TARGETS, runner, batches(22), shard=(part + 1, parts)) for part in range(parts)]
+    whole = calibrate(TARGETS, three_tensor_runner(), batches(22), footprint=footprint)
+    runner = three_tensor_runner()
+    shards = [
+        calibrate(TARGETS, runner, batches(22), shard=(part + 1, parts), footprint=footprint) for part in range(parts)
+    ]
     assert sorted(number for fed in runner.fed for number in fed) == list(range(22))
     assert combine_stats(shards) == combine_stats(shards[::-1]) == combine_stats([*shards[1::2], *shards[::2]]) == whole
     assert whole.runs[0].block_ranges == ((0, 6),)

@@ -21,7 +21,7 @@ import re, sys
 from pathlib import Path
 import numpy as np
 from graphquant import formats
-from graphquant.calibration import all_float_targets, collect_stats, estimate_footprint, save_stats
+from graphquant.calibration import all_float_targets, collect_stats, measure_footprint, save_stats
 from graphquant.calibration.data import Dataset
 
 onnx_format = formats.format_module("onnx")
@@ -36,9 +36,9 @@ if sys.argv[2] == "plain":
     for feed in feeds(0, 2):
         runner.run(feed)
 else:
-    footprint = estimate_footprint(model, batch_independent=runner.batch_independent)
     data = Dataset(count=2, digest="da", open_feeds=feeds)
     budget, targets = int(sys.argv[2]) or None, all_float_targets(model)
+    footprint = measure_footprint(runner, data, tuple(targets), max_memory=budget)
     stats = collect_stats(targets, runner, data, model_digest="ab", footprint=footprint, max_memory=budget)
     save_stats(stats, Path(sys.argv[3]))
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -23,12 +23,11 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 from graphquant.errors import ModelError
 from graphquant.formats import OpProfile
 from graphquant.formats.onnx import input_specs
-from graphquant.formats.onnx.batch_independence import is_batch_independent
-from graphquant.formats.onnx.emitter import emit_message
+from graphquant.formats.onnx.emitter import emit_message, node_bodies
 from graphquant.formats.onnx.external_data import EXTERNAL_MIN_BYTES, constant_bytes, take_session_weights
 from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
 from graphquant.formats.onnx.observe import Probe, outputs_to_fetch, watch_tensors
-from graphquant.formats.onnx.reader import model_from_message
+from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.tensors import first_line, tensor_bytes
 from graphquant.formats.prefetch import prefetch
 from graphquant.ir import TensorRef, Use
@@ -76,13 +75,14 @@ class OnnxRunner:
     """Runs a model with onnxruntime on the CPU.
 
     Attributes:
+        model: The model.
         inputs: The graph's inputs without a default value, which must be fed.
         outputs: Names of the graph's outputs that are tensors.
     """
 
     def __init__(self, model: Model) -> None:
         """Raise ModelError if the model cannot be emitted."""
-        self._model = model
+        self.model = model
         self._emission = emit_message(model, defer_weights=True)
         read_names = _read_weight_names(model, self._emission)
         self._external_weights = take_session_weights(self._emission.message, self._emission.deferred, read_names)
@@ -106,21 +106,16 @@ class OnnxRunner:
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
         nested = [tensor for tensor in tensors if tensor.graph]
-        rejected = watch_tensors(self._model, self._emission, nested).rejected if nested else {}
+        rejected = watch_tensors(self.model, self._emission, nested).rejected if nested else {}
         return {tensor: str(error) for tensor, error in rejected.items()}
 
     @property
     def output_tensors(self) -> Mapping[str, TensorRef]:
         """Tensor of each entry of `outputs`."""
-        main, output_names = self._model.main, set(self.outputs)
+        main, output_names = self.model.main, set(self.outputs)
         infos = zip(self._emission.message.graph.output, main.outputs, strict=True)
         producers = {info.name: main.source_of(Use("", label, 0)) for info, label in infos if info.name in output_names}
         return {name: tensor for name, tensor in producers.items() if tensor is not None}
-
-    @cached_property
-    def batch_independent(self) -> bool:
-        """True if samples may be concatenated along axis 0 of every input without changing any sample's result."""
-        return is_batch_independent(self._model, self._emission, [spec.name for spec in self.inputs])
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
         """Return the number of elements of each tensor in one run, over all iterations; 0 if it is not reached.
@@ -196,7 +191,7 @@ class OnnxRunner:
 
     def _create_watch(self, tensors: Sequence[TensorRef], mode: WatchMode = "values") -> _WatchSession:
         """Return a session that watches `tensors`."""
-        watched_message = watch_tensors(self._model, self._emission, sorted(set(tensors)), mode)
+        watched_message = watch_tensors(self.model, self._emission, sorted(set(tensors)), mode)
         for error in watched_message.rejected.values():
             raise error
         probes, flags = {tensor: watched_message.probes[tensor] for tensor in tensors}, watched_message.flags
@@ -207,7 +202,7 @@ class OnnxRunner:
     def _open_session(self, message: Any, *, watched: bool = False) -> Any:
         """Return a session for a variant of the model; all sessions share the weights that are not in the message."""
         data, external = serialize_for_session(message, self._external_weights)
-        return create_session(data, self._model.source.folder, external, self._weights, watched=watched)
+        return create_session(data, self.model.source.folder, external, self._weights, watched=watched)
 
     @cached_property
     def _weights(self) -> dict[str, Array]:
@@ -285,6 +280,8 @@ def create_session(
     watched: bool = False,
     timed: bool = False,
     profile: Path | None = None,
+    extra_options: Mapping[str, str] | None = None,
+    optimized: Path | None = None,
 ) -> Any:
     """Return an onnxruntime session for a ModelProto.
 
@@ -300,6 +297,8 @@ def create_session(
         timed: True to measure time: weights are packed however much memory that takes, and a run uses one thread, so
             that it depends least on the load of the machine.
         profile: Prefix of the file to which the time of each op is written.
+        optimized: File to which the optimized model is written, before the steps that only change layouts.
+        extra_options: Further configuration entries of the session.
 
     Raises:
         ModelError: onnxruntime rejects the model.
@@ -313,6 +312,11 @@ def create_session(
     if profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    for key, value in (extra_options or {}).items():
+        options.add_session_config_entry(key, value)
     if external_bytes >= MEMORY_MAPPED_BYTES and not timed:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if folder is not None and external_bytes:
@@ -355,6 +359,72 @@ def run_session(session: Any, names: Sequence[str] | None, feeds: Feeds, flags: 
     return results
 
 
+MAX_INLINE_OPTIMIZED_BYTES = 1 << 18
+"""Size from which a weight of an optimized model goes to a file of its own, which nobody reads. Scales are smaller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizedModel:
+    """A model after the optimizations of onnxruntime.
+
+    Attributes:
+        model: The optimized model. Values of large weights cannot be read.
+        origins: The op of the given model after which each optimized op is named.
+        tensors: The tensor of the given model that each tensor computes, for those whose names survive.
+    """
+
+    model: Model
+    origins: Mapping[OpKey, OpKey]
+    tensors: Mapping[TensorRef, TensorRef]
+
+
+def optimize_model(model: Model, *, int8_activations: bool = False) -> OptimizedModel:
+    """Return the model as onnxruntime optimizes it for the CPU, without changes of layout.
+
+    Args:
+        model: The model.
+        int8_activations: Optimize for kernels that accept int8 activations, as on ARM.
+
+    Raises:
+        ModelError: The model cannot be emitted, or onnxruntime rejects it.
+    """
+    emission = emit_message(model, defer_weights=True)
+    lookup = _number_nodes(model, emission)
+    external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(model, emission))
+    data, external_bytes = serialize_for_session(emission.message, external_weights)
+    options = {
+        "session.disable_prepacking": "1",
+        "session.optimized_model_external_initializers_file_name": "weights",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(MAX_INLINE_OPTIMIZED_BYTES),
+        **({"session.qdqisint8allowed": "1"} if int8_activations else {}),
+    }
+    weights = {name: value() for name, value in external_weights.items()}
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "optimized.onnx")
+        create_session(data, model.source.folder, external_bytes, weights, extra_options=options, optimized=path)
+        optimized = load(path)
+    return _trace_optimized(model, optimized, lookup)
+
+
+def _trace_optimized(model: Model, optimized: Model, lookup: _OpLookup) -> OptimizedModel:
+    """Trace the ops and tensors of an optimized model back to those of `model`."""
+    origins: dict[OpKey, OpKey] = {}
+    tensors: dict[TensorRef, TensorRef] = {}
+    graph_names = {"": ""}
+    for name in optimized.reachable_graphs():
+        for op in optimized.graphs[name].ops():
+            origin = lookup.numbered_op(op.source.name) if isinstance(op.source, NodeProto) else None
+            for port, output in enumerate(op.outputs):
+                tensor = lookup.tensors.get((graph_names.get(name, name), output.name)) if output.name else None
+                if tensor is not None:
+                    tensors[TensorRef(name, op.name, port)] = tensor
+            if origin is not None:
+                origins[name, op.name] = origin
+                bodies = {call.attr: call.graph for call in model.graphs[origin[0]].op(origin[1]).calls}
+                graph_names.update((call.graph, bodies[call.attr]) for call in op.calls if call.attr in bodies)
+    return OptimizedModel(model=optimized, origins=origins, tensors=tensors)
+
+
 MAX_PROFILED_RUNS, MAX_PROFILED_SECONDS = 100, 0.4
 """Maximum number and time of profiled runs; there are at least `MIN_PROFILED_RUNS`."""
 
@@ -394,9 +464,9 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     Raises:
         ModelError: onnxruntime rejects the model, or a run failed.
     """
-    message = emit_message(model).message
-    lookup = _number_nodes(message, model.path)
-    data, external_bytes = serialize_for_session(message)
+    emission = emit_message(model)
+    lookup = _number_nodes(model, emission)
+    data, external_bytes = serialize_for_session(emission.message)
     with TemporaryDirectory() as folder:
         profile = Path(folder, "run")
         session = create_session(data, model.source.folder, external_bytes, timed=True, profile=profile)
@@ -413,30 +483,40 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpLookup:
-    """Ops of a message's nodes, by node number and by output name."""
+    """Ops of a message's nodes by node number, and tensors by graph and value name."""
 
     numbered: Sequence[OpKey]
-    producers: Mapping[str, OpKey]
+    tensors: Mapping[tuple[str, str], TensorRef]
 
-    def find_op(self, name: str) -> OpKey | None:
-        """Return the op of onnxruntime's op called `name`, None if it is unknown."""
+    def numbered_op(self, name: str) -> OpKey | None:
+        """Return the op whose number is in the name of onnxruntime's op, None if there is none."""
         number_match = NODE_NUMBER.search(name)
-        if number_match is not None and int(number_match[1]) < len(self.numbered):
-            return self.numbered[int(number_match[1])]
-        return self.producers.get(GENERATED_SUFFIX.sub("", name)) or self.producers.get(name)
+        known = number_match is not None and int(number_match[1]) < len(self.numbered)
+        return self.numbered[int(number_match[1])] if number_match is not None and known else None
 
 
-def _number_nodes(message: Any, path: Path | None) -> _OpLookup:
-    """Rename each node of the message to a number."""
+def _number_nodes(model: Model, emission: Emission) -> _OpLookup:
+    """Rename each node of an emitted model to a number."""
     numbered: list[OpKey] = []
-    producers: dict[str, OpKey] = {info.name: ("", info.name) for info in message.graph.input}
-    for graph in model_from_message(message, path=path).graphs.values():
+    tensors: dict[tuple[str, str], TensorRef] = {}
+    functions = [name for name, graph in model.graphs.items() if graph.is_function]
+    pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
+    for name, proto in pending:  # grows while bodies are visited
+        graph = model.graphs[name]
         for op in graph.ops():
-            if isinstance(op.source, NodeProto):
-                op.source.name = f"@{len(numbered)}@"
-                numbered.append((graph.name, op.name))
-                producers.update(dict.fromkeys(filter(None, op.source.output), (graph.name, op.name)))
-    return _OpLookup(numbered=numbered, producers=producers)
+            for port in range(len(op.outputs)):
+                tensor = TensorRef(name, op.name, port)
+                tensors[name, emission.value_name(model, tensor)] = tensor
+        for node in proto.node:
+            value = next(filter(None, node.output), None)
+            if value is None:
+                continue
+            op_name = tensors[name, value].op
+            node.name = f"@{len(numbered)}@"
+            numbered.append((name, op_name))
+            calls = {call.attr: call.graph for call in graph.op(op_name).calls}
+            pending += [(calls[label], body) for label, body in node_bodies(node).items()]
+    return _OpLookup(numbered=numbered, tensors=tensors)
 
 
 def _op_durations(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[float]]:
@@ -453,11 +533,12 @@ def _op_durations(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], 
 def _sum_by_op(durations: Mapping[tuple[str, str], list[float]], lookup: _OpLookup, runs: int) -> OpProfile:
     """Attribute the time of onnxruntime's ops to those of the model, without the overhead of the profiler."""
     means = {key: _fast_half_mean(seconds) for key, seconds in durations.items()}
+    producers = {value: (tensor.graph, tensor.op) for (_, value), tensor in lookup.tensors.items()}
     overhead = min(min(means.values(), default=0.0), MAX_PROFILER_OVERHEAD)
     ops: dict[OpKey, float] = {}
     conversions: dict[OpKey, float] = {}
     for (name, kind), mean_seconds in means.items():
-        op_key = lookup.find_op(name)
+        op_key = lookup.numbered_op(name) or producers.get(GENERATED_SUFFIX.sub("", name)) or producers.get(name)
         if op_key is not None:
             totals = conversions if kind in CONVERSION_OPS else ops
             count = len(durations[name, kind]) / runs

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import DataError, ModelError, did_you_mean
 from graphquant.formats import Feeds, InputSpec
 from graphquant.formats.prefetch import prefetch
-from graphquant.formats.tensorflow.batch_independence import is_tf_batch_independent
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.session import (
     INIT_SIGNATURE,
@@ -49,13 +48,14 @@ class TensorFlowRunner:
     """Runs one signature of a model or, without signatures, all tensors without readers.
 
     Attributes:
+        model: The model.
         inputs: The required inputs, by the placeholder's name.
         outputs: The signature's keys, or the names of the tensors.
     """
 
     def __init__(self, model: Model, module: Any) -> None:
         self._tf = module
-        self._model = model
+        self.model = model
         message = emit(model)
         self.inputs = _message_input_specs(model, message)
         self._fetches = output_fetches(model, message)
@@ -69,7 +69,7 @@ class TensorFlowRunner:
 
     @cached_property
     def _session(self) -> TensorFlowSession:
-        return TensorFlowSession.start(self._tf, self._model)
+        return TensorFlowSession.start(self._tf, self.model)
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """Return the model's outputs by name, for one feed. Inputs may be given by name or alias.
@@ -91,7 +91,7 @@ class TensorFlowRunner:
 
     def prepare_timed_run(self, feeds: Sequence[Feeds]) -> Callable[[], object]:
         """Prepare a run on each of `feeds`, on one thread, with all of TensorFlow's optimizations."""
-        session = TensorFlowSession.start(self._tf, self._model, for_timing=True)
+        session = TensorFlowSession.start(self._tf, self.model, for_timing=True)
         feed_dicts = [self._make_feed_dict(feed) for feed in feeds]
         target_ops = [session.operation(name) for name in self._fetches.values()]
         for feed_dict in feed_dicts:
@@ -107,11 +107,6 @@ class TensorFlowRunner:
     def unobservable(_tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return no tensors: queues can observe every function and frame."""
         return {}
-
-    @cached_property
-    def batch_independent(self) -> bool:
-        """True if samples may be joined along axis 0 of every input without changing their outputs."""
-        return is_tf_batch_independent(self._tf, self._model, self.inputs, list(self.output_tensors.values()))
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
         """Return the element count of each tensor in one run of `feed`, over all iterations; 0 if it does not run."""
@@ -151,12 +146,12 @@ class TensorFlowRunner:
         watched = dict.fromkeys([*tensors, *other_tensors])
         counted = frozenset(watched if count_elements else other_tensors)
         direct = [tensor for tensor in watched if not tensor.graph and tensor.op not in self._unfetchable]
-        live_graphs = set(self._model.reachable_graphs())
+        live_graphs = set(self.model.reachable_graphs())
         hidden = self._unfetchable
         queued = [ref for ref in watched if ref.graph in live_graphs and (ref.graph or ref.op in hidden)]
-        instrumented = instrument_with_queues(self._model, queued, counted) if queued else self._model
+        instrumented = instrument_with_queues(self.model, queued, counted) if queued else self.model
         session = TensorFlowSession.start(self._tf, instrumented) if queued else self._session
-        dtypes = ["int64" if tensor in counted else self._model.output(tensor).dtype or "float32" for tensor in queued]
+        dtypes = ["int64" if tensor in counted else self.model.output(tensor).dtype or "float32" for tensor in queued]
         names = {tensor: f"{tensor.op}:{tensor.port}" for tensor in direct}
         sizes = session.add_size_tensors({tensor: names[tensor] for tensor in direct if tensor in counted})
         return TensorWatch(

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from graphquant.formats.tensorflow.learned_ranges import LearnedRange
     from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource
-    from graphquant.ir import Shape
 
 
 # Copy a model so that queues record the values of tensors inside functions and TF1 frames.
@@ -338,19 +337,6 @@ def _add_assign_op(tensorflow: Any, variable: Any, value: Any) -> Any:
         if variable.type == "VarHandleOp":
             return raw_ops.AssignVariableOp(resource=handle, value=placeholder)
         return raw_ops.Assign(ref=handle, value=placeholder, validate_shape=False).op
-
-
-def infer_static_shapes(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | None]:
-    """Return the static shapes that TensorFlow infers, by op and port."""
-    v1 = tensorflow.compat.v1
-    graph = tensorflow.Graph()
-    with graph.as_default(), translate_tf_errors(tensorflow):
-        tensorflow.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
-    return {
-        (operation.name, port): None if output.shape.rank is None else tuple(output.shape.as_list())
-        for operation in graph.get_operations()
-        for port, output in enumerate(operation.outputs)
-    }
 
 
 def _without_xla(graph_def: Any) -> Any:

@@ -1,0 +1,174 @@
+"""Batch independence: measure that a run of several samples gives the values of one run for each sample."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphquant.calibration.calibrate import estimate_footprint, group_observed_tensors
+from graphquant.calibration.memory import observation_budget
+from graphquant.errors import ModelError
+from graphquant.ir import LOOP_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from graphquant.calibration.calibrate import RunFootprint
+    from graphquant.calibration.data import Dataset
+    from graphquant.formats import Feeds, Runner
+    from graphquant.ir import TensorRef
+    from graphquant.numerics import Array
+
+
+PROBE_SCALES = (1, -1, 4, 0.25)
+"""Factors of the samples that are compared, as far as they are floats. Samples of one data set may have one maximum,
+with which a range or a branch that depends on the whole batch would not show."""
+
+ROUNDING_ERROR = 1e-4
+"""Relative error up to which values differ only by float rounding in another order."""
+
+DEPENDENT_KINDS = LOOP_KINDS | {"enter", "exit", "if", "loop_cond", "merge", "next_iteration", "random", "switch"}
+"""Kinds that rule batches out, because other samples may take another path than those that are compared."""
+
+
+def measure_footprint(
+    runner: Runner, dataset: Dataset, tensors: Sequence[TensorRef] = (), *, max_memory: int | None = None
+) -> RunFootprint:
+    """Return the footprint of calibrating `tensors`, or of the outputs; samples are joined if they are independent.
+
+    Args:
+        runner: Runs the model.
+        dataset: Its first samples are run. All shards of a data set must get the same ones.
+        tensors: The tensors to observe; none for the outputs.
+        max_memory: Bytes for observed values; half of the free memory by default.
+    """
+    footprint = estimate_footprint(runner.model, batch_independent=True)
+    elements, batch_size = footprint.elements_per_sample, footprint.block_size
+    independent = is_batch_independent(
+        runner,
+        dataset,
+        batch_size,
+        tensors,
+        max_elements=None if elements is None else 2 * elements * batch_size,
+        max_memory=max_memory,
+    )
+    return footprint if independent else estimate_footprint(runner.model, batch_independent=False)
+
+
+def is_batch_independent(
+    runner: Runner,
+    dataset: Dataset,
+    batch_size: int,
+    tensors: Sequence[TensorRef] = (),
+    *,
+    inputs: Mapping[str, str] | None = None,
+    max_elements: int | None = None,
+    max_memory: int | None = None,
+) -> bool:
+    """Run the first samples as a full batch and one by one; return True if all values agree, except for rounding.
+
+    An observed tensor may also have the same value in all runs. Each output must have one row or more for each sample.
+    The answer is False if a kind of op or a fixed size rules batches out, or if the runtime rejects the batch.
+
+    Args:
+        runner: Runs the model.
+        dataset: The samples.
+        batch_size: Samples in a batch.
+        tensors: The tensors to observe; none for the outputs. Those that cannot be observed are ignored.
+        inputs: Key in the samples by input of the model; the same name by default.
+        max_elements: Upper bound of the elements of all tensors in a run of the batch; None to measure it.
+        max_memory: Bytes for observed values; half of the free memory by default.
+    """
+    model = runner.model
+    if not runner.inputs or any(not spec.shape or spec.shape[0] is not None for spec in runner.inputs):
+        return False
+    if any(op.kind in DEPENDENT_KINDS for name in model.reachable_graphs() for op in model.graphs[name].ops()):
+        return False
+    keys = {spec.name: spec.name for spec in runner.inputs} | dict(inputs or {})
+    samples = _probe_samples(dataset, keys)
+    if not samples or batch_size == 1:
+        return bool(samples)
+    batch = {name: np.concatenate([samples[i % len(samples)][name] for i in range(batch_size)]) for name in keys}
+    hidden = runner.unobservable(tensors)
+    observed = [tensor for tensor in tensors if tensor not in hidden]
+    try:
+        if not observed:
+            outputs = runner.run(batch)
+            return all(
+                outputs.keys() == values.keys()
+                and all(
+                    _rows_agree(outputs[name], value, batch_size, first, len(samples)) for name, value in values.items()
+                )
+                for first, values in enumerate(map(runner.run, samples))
+            )
+        budget = observation_budget(max_memory, ())
+        groups, _ = group_observed_tensors(runner, observed, batch, max_elements, budget)
+        return all(
+            _observed_tensors_agree(runner, group, set(observed).difference(group), [batch, *samples], batch_size)
+            for group in groups
+        )
+    except ModelError:
+        return False
+
+
+def _probe_samples(dataset: Dataset, keys: Mapping[str, str]) -> list[Feeds]:
+    """Return scaled samples of equal shapes, one for each scale; none if the first sample has no rows."""
+    feeds = [
+        {name: np.asarray(feed[key]) for name, key in keys.items()}
+        for feed in islice(dataset.feeds_between(0, len(PROBE_SCALES)), len(PROBE_SCALES))
+    ]
+    shapes = [{name: value.shape for name, value in feed.items()} for feed in feeds]
+    row_counts = {shape[:1] for shape in shapes[0].values()} if shapes else set()
+    if len(row_counts) != 1 or row_counts & {(), (0,)}:
+        return []
+    feeds = [feed for feed, feed_shapes in zip(feeds, shapes, strict=True) if feed_shapes == shapes[0]]
+    with np.errstate(over="ignore"):
+        return [
+            {
+                name: value * value.dtype.type(scale) if value.dtype.kind == "f" else value
+                for name, value in feeds[index % len(feeds)].items()
+            }
+            for index, scale in enumerate(PROBE_SCALES)
+        ]
+
+
+def _observed_tensors_agree(
+    runner: Runner, group: Sequence[TensorRef], others: Collection[TensorRef], feeds: Sequence[Feeds], batch_size: int
+) -> bool:
+    """Return True if the values of the tensors in `group` in the first of `feeds`, a batch, are those of all others."""
+    with closing(runner.observe(group, feeds, other_tensors=sorted(others))) as observations:
+        batch = next(observations)
+        for first, values in enumerate(observations):
+            for tensor in group:
+                if len(batch[tensor]) != 1 or len(values[tensor]) != 1:
+                    return False
+                (joined,), (value,) = batch[tensor], values[tensor]
+                if not (
+                    equal_within_rounding(value, joined)
+                    or _rows_agree(joined, value, batch_size, first, len(feeds) - 1)
+                ):
+                    return False
+    return True
+
+
+def _rows_agree(joined: Array, value: Array, count: int, first: int, step: int) -> bool:
+    """Return True if the values of the samples `first`, `first` + `step` ... of a batch of `count` equal `value`."""
+    if not value.ndim or not value.size or joined.shape != (count * len(value), *value.shape[1:]):
+        return False
+    parts = joined.reshape(count, *value.shape)[first::step]
+    return all(equal_within_rounding(value, part) for part in parts)
+
+
+def equal_within_rounding(expected: Array, actual: Array) -> bool:
+    """Return True if two arrays are equal or, if they contain floats, differ only by rounding in another order."""
+    if expected.dtype.kind != "f" or expected.shape != actual.shape:
+        return bool(np.array_equal(expected, actual))
+    finite = np.isfinite(expected)
+    if not np.array_equal(expected[~finite], actual[~finite], equal_nan=True):
+        return False
+    reference: Any = expected[finite].astype(np.float64)
+    error = np.linalg.norm(actual[finite] - reference)
+    return bool(error <= ROUNDING_ERROR * np.linalg.norm(reference))
