@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant.batch.cache_key import file_digest
-from graphquant.batch.types import OutcomeChange
+from graphquant.batch.types import ENTRY_OPTIONS, OutcomeChange
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
@@ -24,7 +25,7 @@ from graphquant.visualize.tables import join_names
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from graphquant.batch.types import BatchReport, Entry, Gates, Outcome
+    from graphquant.batch.types import BatchReport, Entry, Outcome
 
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
@@ -42,9 +43,6 @@ ATTESTATION_SUFFIX = ".intoto.json"
 MAX_ATTESTATION_BYTES = 64 << 20
 """Maximum size of an attestation."""
 
-_OMITTED_FIELDS = frozenset({"name", "model", "output", "gates"})
-"""Entry fields that do not influence the output."""
-
 
 def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
     """Return the attestation of an existing output.
@@ -53,11 +51,12 @@ def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
     graphquant's own and have another name, as in-toto requires.
     """
     digests = outcome.digests
-    parameters = {name: value for name, value in asdict(entry).items() if name not in _OMITTED_FIELDS}
+    parameters = {name: value for name, value in asdict(entry).items() if name in ENTRY_OPTIONS}
+    is_single_file = not is_remote(entry.model) and len(model_files(Path(entry.model))) == 1
     materials = [
-        _dependency("model", entry.model, "sha256" if _is_single_file(entry.model) else DIGEST_NAME, digests.model),
-        _dependency("rules", ", ".join(entry.rules), DIGEST_NAME, digests.rules),
-        _dependency("data", entry.stats or entry.data or "", DIGEST_NAME, digests.data),
+        ("model", entry.model, "sha256" if is_single_file else DIGEST_NAME, digests.model),
+        ("rules", ", ".join(entry.rules), DIGEST_NAME, digests.rules),
+        ("data", entry.stats or entry.data or "", DIGEST_NAME, digests.data),
     ]
     return {
         "_type": STATEMENT_TYPE,
@@ -68,24 +67,15 @@ def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
                 "buildType": BUILD_TYPE,
                 "externalParameters": parameters,
                 "internalParameters": {"key": digests.key},
-                "resolvedDependencies": [material for material in materials if material],
+                "resolvedDependencies": [
+                    {"name": name, "digest": {algorithm: digest}, "annotations": {"path": path}}
+                    for name, path, algorithm, digest in materials
+                    if digest
+                ],
             },
             "runDetails": {"builder": {"id": BUILDER_ID, "version": outcome.versions}},
         },
     }
-
-
-def _dependency(name: str, path: str, algorithm: str, digest: str) -> dict[str, Any]:
-    if not digest:
-        return {}
-    return {"name": name, "digest": {algorithm: digest}, "annotations": {"path": path}}
-
-
-def _is_single_file(model: str) -> bool:
-    from graphquant.calibration.data.files import is_remote
-    from graphquant.formats.model_files import model_files
-
-    return not is_remote(model) and len(model_files(Path(model))) == 1
 
 
 def attestation_path(output: str) -> Path:
@@ -128,7 +118,7 @@ def attested_digests(path: Path) -> dict[str, str]:
         digests = {subject["name"]: subject["digest"]["sha256"] for subject in subjects or ()}
     except (KeyError, TypeError):
         digests = {}
-    if not digests or not all(isinstance(text_, str) for entry in digests.items() for text_ in entry):
+    if not digests or not all(isinstance(text, str) for item in digests.items() for text in item):
         raise UsageError(f"{path} is not an in-toto statement on files. Create it again with --attest.")
     return digests
 
@@ -148,7 +138,9 @@ def verify_outputs(
     with tempfile.TemporaryDirectory(prefix="graphquant-") as temp_folder:
         rebuilt_entries = [
             replace(
-                entry, output=str(Path(temp_folder, str(number), Path(entry.output).name)), gates=_search_gates(entry)
+                entry,
+                output=str(Path(temp_folder, str(number), Path(entry.output).name)),
+                gates=replace(entry.gates, max_size=None, check=None),  # those that remain steer the search
             )
             for number, entry in enumerate(entries)
         ]
@@ -164,11 +156,6 @@ def verify_outputs(
                 OutcomeChange(name=entry.name, kind="digest", level="error", message=message) for message in differences
             ]
     return replace(report, outcomes=tuple(outcomes), changes=tuple(changes))
-
-
-def _search_gates(entry: Entry) -> Gates:
-    """Return the gates that steer the search; the others are not checked again."""
-    return replace(entry.gates, max_size=None, check=None)
 
 
 def _rebuild_differences(entry: Entry, built: Outcome, previous: Outcome | None) -> Iterator[str]:
@@ -195,42 +182,34 @@ def _rebuild_differences(entry: Entry, built: Outcome, previous: Outcome | None)
 
 def _current_digests(output: Path, built: Outcome) -> dict[str, str | None]:
     """Return the digests of the output's files and of rebuilt ones; None if missing."""
-    try:
-        names = {file.relative_to(output.parent).as_posix() for file in model_files(output)}
-    except (GraphQuantError, OSError):  # no longer a model; the digests of its files show that
-        names = set()
-    return {name: _digest_or_none(output.parent / name) for name in {*names, *built.products}}
+    digests: dict[str, str | None] = dict.fromkeys(built.products)
+    with suppress(GraphQuantError, OSError):  # no longer a model; the digests of its files show that
+        digests |= dict.fromkeys(file.relative_to(output.parent).as_posix() for file in model_files(output))
+    for name in digests:
+        with suppress(OSError):
+            digests[name] = file_digest(output.parent / name)
+    return digests
 
 
 def _differing_files(built: Mapping[str, str], current: Mapping[str, str | None]) -> str:
     """Return the names of differing files, "" if all are equal."""
-    names = [name for name in sorted({*built, *current}) if built.get(name) != current.get(name)]
-    return join_names([f"{name}{_difference_suffix(name, built, current)}" for name in names])
-
-
-def _difference_suffix(name: str, built: Mapping[str, str], current: Mapping[str, str | None]) -> str:
-    if name not in built:
-        return " is not part of it"
-    return "" if current.get(name) else " is missing"
+    differing = []
+    for name in sorted({*built, *current}):
+        if built.get(name) != current.get(name):
+            problem = " is not part of it" if name not in built else " is missing"
+            differing.append(name if name in built and current.get(name) else name + problem)
+    return join_names(differing)
 
 
 def _possible_causes(previous: Outcome, built: Outcome) -> str:
     """Return other differences, which may be the cause."""
-    inputs = ("model", "rules", "data")
     causes = [
-        f"the {input_name}"
-        for input_name in inputs
-        if getattr(previous.digests, input_name) != getattr(built.digests, input_name)
+        f"the {name}"
+        for name in ("model", "rules", "data")
+        if getattr(previous.digests, name) != getattr(built.digests, name)
     ]
     for package in sorted({*previous.versions, *built.versions}):
         version_before, version_after = previous.versions.get(package, "none"), built.versions.get(package, "none")
         if version_before != version_after:
             causes.append(f"{package} ({version_before}, now {version_after})")
     return f"; other differences: {', '.join(causes)}" if causes else ""
-
-
-def _digest_or_none(path: Path) -> str | None:
-    try:
-        return file_digest(path)
-    except OSError:
-        return None

@@ -18,15 +18,14 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Self
 
 from graphquant.batch.cache_key import canonical_output, file_digest
-from graphquant.batch.types import Entry, Outcome, outcome_json, parse_outcome
+from graphquant.batch.types import Entry, Outcome, outcome_json, parse_json
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import UsageError
 from graphquant.formats.external_weights import replacing_model
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Sequence
 
 
 def journal_path(folder: Path, entries: Sequence[Entry]) -> Path:
@@ -34,14 +33,6 @@ def journal_path(folder: Path, entries: Sequence[Entry]) -> Path:
     outputs = sorted(canonical_output(entry.output) for entry in entries)
     encoded = json.dumps(outputs).encode(errors="surrogatepass")
     return folder / "batches" / f"{hashlib.sha256(encoded).hexdigest()[:32]}.jsonl"
-
-
-def remove_journals(folder: Path, age: float) -> None:
-    """Remove journals older than `age` seconds that no running batch has locked."""
-    for path in (folder / "batches").glob("*.jsonl"):
-        with suppress(OSError), path.open("ab") as file:
-            if path.stat().st_mtime < time.time() - age and _lock_journal(file):
-                path.unlink()
 
 
 def _lock_journal(file: IO[bytes]) -> bool:
@@ -93,9 +84,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def add(self, outcome: Outcome) -> None:
@@ -119,7 +108,7 @@ class Journal:
             try:
                 if not line.endswith(b"\n"):
                     break
-                outcome = parse_outcome(json.loads(line), str(self._path))
+                outcome: Outcome = parse_json(Outcome, json.loads(line), str(self._path))
             except (ValueError, RecursionError, UsageError):
                 break
             self.finished[outcome.name] = outcome
@@ -225,7 +214,8 @@ class OutcomeCache:
             UsageError: `limit` is neither an age nor a size.
         """
         age, size = parse_prune_limit(limit)
-        stored = sorted(self._outcome_files(), key=lambda path: (-path.stat().st_mtime_ns, path.name))
+        outcome_files = (self.folder / "outcomes").glob("*/*.json")
+        stored = sorted(outcome_files, key=lambda path: (-path.stat().st_mtime_ns, path.name))
         if size is None:
             retained = [path for path in stored if path.stat().st_mtime >= time.time() - age]
         else:
@@ -234,11 +224,14 @@ class OutcomeCache:
             path.unlink(missing_ok=True)
         used_digests = {digest for path in retained for digest in self._output_digests(path)}
         freed_bytes = 0
-        for path in self._stored_files():
-            if path.name not in used_digests:
+        for path in (self.folder / "files").glob("*/*"):
+            if path.is_file() and path.name not in used_digests:
                 freed_bytes += path.stat().st_size
                 path.unlink(missing_ok=True)
-        remove_journals(self.folder, age)
+        for path in (self.folder / "batches").glob("*.jsonl"):
+            with suppress(OSError), path.open("ab") as file:
+                if path.stat().st_mtime < time.time() - age and _lock_journal(file):
+                    path.unlink()
         return len(stored) - len(retained), freed_bytes
 
     def _within_size(self, stored: list[Path], size: int) -> list[Path]:
@@ -265,12 +258,6 @@ class OutcomeCache:
 
     def _file_path(self, digest: str) -> Path:
         return self.folder / "files" / digest[:2] / digest
-
-    def _outcome_files(self) -> Iterator[Path]:
-        return (self.folder / "outcomes").glob("*/*.json")
-
-    def _stored_files(self) -> Iterator[Path]:
-        return (path for path in (self.folder / "files").glob("*/*") if path.is_file())
 
 
 def parse_prune_limit(limit: str) -> tuple[int, int | None]:
@@ -299,20 +286,19 @@ def _copy_verified(source: Path, target: Path, digest: str) -> bool:
 
 
 def _read_cached_outcome(path: Path) -> Outcome | None:
-    """Return the outcome in a file, None if invalid. A shared cache may be filled by anyone."""
+    """Return the outcome in a file, None if invalid.
+
+    Anyone may fill a shared cache. The names of its products become paths, so they must stay in the output's folder.
+    """
     try:
-        outcome = parse_outcome(json.loads(path.read_bytes()), str(path))
+        outcome: Outcome = parse_json(Outcome, json.loads(path.read_bytes()), str(path))
     except (OSError, ValueError, RecursionError, UsageError):
         return None
-    return outcome if outcome.digests.key == path.stem and _valid_products(outcome.products) else None
-
-
-def _valid_products(products: Mapping[str, str]) -> bool:
-    """Return True if digests are SHA-256 and names stay in the output's folder, since they become paths."""
-    return bool(products) and all(
+    names_are_safe = all(
         _SHA256_PATTERN.fullmatch(digest)
         and PurePosixPath(name).parts
         and not Path(name).is_absolute()
         and ".." not in Path(name).parts
-        for name, digest in products.items()
+        for name, digest in outcome.products.items()
     )
+    return outcome if outcome.digests.key == path.stem and outcome.products and names_are_safe else None

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Self
 
 import graphquant
-from graphquant.batch.types import Digests
+from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Digests
 from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.calibration.data.spec import parse_data_spec
 from graphquant.errors import UsageError
@@ -31,7 +31,6 @@ from graphquant.utils.tf_determinism import onednn_setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from graphquant.batch.types import Entry
 
@@ -43,13 +42,7 @@ VERSIONED_PACKAGES = (
 )
 """Packages whose version may change an output, under each of their distribution names."""
 
-KEY_FIELDS = (
-    *("samples", "method", "family", "include", "exclude", "float_weights"),
-    *("requantize", "algorithms", "optimize", "size_budget"),
-)
-"""Entry fields in the cache key. Other fields are gates, or paths, whose content is in the key."""
-
-KEY_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "check")
+KEY_GATES = (*METRIC_GATES, "check")
 """Gates in the cache key: bounds steer the search, and findings of the check are stored."""
 
 CODE_SUFFIXES = {".py", ".c", ".so", ".pyd", ".txt", ".toml"}
@@ -116,15 +109,20 @@ def cache_inputs(
         OSError: A file cannot be read.
     """
     model, size = _model_digest(entry.model, file_hashes)
-    rules = _json_sha256([_rule_digest(name, file_hashes) for name in entry.rules]) if entry.rules else ""
+    rules = ""
+    if entry.rules:  # a rule on the command line is its own text
+        is_inline = [INLINE_ARROW in name or "\n" in name for name in entry.rules]
+        rules = _json_sha256(
+            [
+                name if inline else file_hashes.digest(find_rule_file(name))
+                for name, inline in zip(entry.rules, is_inline, strict=True)
+            ]
+        )
     data, deterministic = ("", True) if entry.data is None else digest_data(entry.data)
     if entry.stats is not None:
-        data = (
-            _json_sha256(_content_digest(entry.stats, file_hashes), data)
-            if data
-            else _content_digest(entry.stats, file_hashes)
-        )
-    options = {name: value for name, value in asdict(entry).items() if name in KEY_FIELDS}
+        stats = _content_digest(entry.stats, file_hashes)
+        data = _json_sha256(stats, data) if data else stats
+    options = {name: value for name, value in asdict(entry).items() if name in PLAIN_OPTIONS}
     gates = {name: value for name, value in asdict(entry.gates).items() if name in KEY_GATES}
     given_ranges = [path and _content_digest(path, file_hashes) for path in (entry.ranges, entry.ranges_map)]
     context = [entry.stats is not None, gates, PurePosixPath(entry.output).name, given_ranges]
@@ -168,42 +166,31 @@ def combined_digest(files: Iterable[tuple[str, str]]) -> str:
 
 
 def _model_digest(path: str, file_hashes: FileHashes) -> tuple[str, int]:
-    """Return digest and bytes of a model with its companion files."""
-    if is_remote(path):
-        return _remote_model_digest(path, file_hashes)
-    files = model_files(Path(path))
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    digests = [(file.relative_to(folder).as_posix(), file_hashes.digest(file)) for file in files]
-    return combined_digest(digests), sum(file.stat().st_size for file in files)
+    """Return digest and bytes of a model with its companion files.
 
-
-def _remote_model_digest(path: str, file_hashes: FileHashes) -> tuple[str, int]:
-    """Return digest and bytes of a remote model.
-
-    Files of its folder that are not models may be its weights, and count too.
+    Files in the folder of a remote model that are not models may be its weights, and count too.
     """
+    if not is_remote(path):
+        local_files = model_files(Path(path))
+        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        digests = [(file.relative_to(folder).as_posix(), file_hashes.digest(file)) for file in local_files]
+        return combined_digest(digests), sum(file.stat().st_size for file in local_files)
     files, is_folder = list_data_files(path)
-    folder = PurePosixPath(files[0].name).parent
-    siblings = (
-        [] if is_folder else [(file, PurePosixPath(file.name)) for file in list_data_files(path.rpartition("/")[0])[0]]
-    )
-    companions = [file for file, name in siblings if name.parent == folder and name.suffix not in SUFFIXES]
+    parent = PurePosixPath(files[0].name).parent
+    companions = []
+    for file in [] if is_folder else list_data_files(path.rpartition("/")[0])[0]:
+        name = PurePosixPath(file.name)
+        if name.parent == parent and name.suffix not in SUFFIXES:
+            companions.append(file)
     size = sum(file.filesystem.size(file.name) or 0 for file in files)
     return _json_sha256(_named_digests(files, file_hashes), _named_digests(companions, file_hashes)), size
 
 
-def _rule_digest(name: str, file_hashes: FileHashes) -> str:
-    """Return the content of a rule file, or an inline rule itself."""
-    return name if INLINE_ARROW in name or "\n" in name else file_hashes.digest(find_rule_file(name))
-
-
 def _content_digest(path: str, file_hashes: FileHashes) -> str:
     """Return the digest of a file or of an address."""
-    return (
-        _json_sha256(_named_digests(list_data_files(path)[0], file_hashes))
-        if is_remote(path)
-        else file_hashes.digest(Path(path))
-    )
+    if is_remote(path):
+        return _json_sha256(_named_digests(list_data_files(path)[0], file_hashes))
+    return file_hashes.digest(Path(path))
 
 
 def _named_digests(files: Sequence[Any], file_hashes: FileHashes) -> list[tuple[str, str]]:
@@ -259,9 +246,7 @@ class FileHashes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._database.close()
 
     @contextmanager
@@ -287,9 +272,8 @@ class FileHashes:
         if row is not None and row[:-1] == fingerprint:
             return str(row[-1])
         digest = file_digest(path)
-        if (
-            max(fingerprint[:2]) + TIMESTAMP_GRAIN < now and _stat_fingerprint(path) == fingerprint
-        ):  # a very recent file may change again within the timestamp's resolution
+        # A very recent file may change again within the timestamp's resolution.
+        if max(fingerprint[:2]) + TIMESTAMP_GRAIN < now and _stat_fingerprint(path) == fingerprint:
             self._write("replace into fingerprints values (?, ?, ?, ?, ?, ?, ?)", (name, *fingerprint, digest))
         return digest
 
@@ -299,9 +283,8 @@ class FileHashes:
         It is "" if a batch was about to write there, and None if none did.
         """
         with self._database_errors():
-            row = self._database.execute(
-                "select sha256 from outputs where path = ?", (canonical_output(output),)
-            ).fetchone()
+            query = "select sha256 from outputs where path = ?"
+            row = self._database.execute(query, (canonical_output(output),)).fetchone()
         return None if row is None else str(row[0])
 
     def claim_output(self, output: str | Path, digest: str | None = "") -> None:

@@ -24,7 +24,7 @@ from uuid import uuid4
 from graphquant.batch.cache_key import package_versions
 from graphquant.batch.types import Outcome
 from graphquant.batch.work import failed_outcome
-from graphquant.batch.workers import run_workers, stop_workers
+from graphquant.batch.workers import run_workers
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import GraphQuantError, MissingDependencyError, UsageError
 
@@ -84,9 +84,8 @@ def run_on_cluster(
         plugin_name = f"graphquant-{uuid4().hex}"
         client.register_plugin(_WorkerPools(), name=plugin_name)
         try:
-            yield from _cluster_outcomes(
-                client, list(entries), worker, limits, plugin_name, max(threads // len(entries), 1)
-            )
+            shard_count = max(threads // len(entries), 1)
+            yield from _cluster_outcomes(client, entries, worker, limits, plugin_name, shard_count)
         finally:
             with suppress(OSError):  # the scheduler may be gone
                 client.unregister_worker_plugin(plugin_name)
@@ -101,53 +100,41 @@ def _connect(address: str) -> Client:
 
 
 def _cluster_outcomes(
-    client: Client, entries: list[Entry], worker: WorkFunction, limits: WorkerLimits, plugin_name: str, shard_count: int
+    client: Client,
+    entries: Sequence[Entry],
+    worker: WorkFunction,
+    limits: WorkerLimits,
+    plugin_name: str,
+    shard_count: int,
 ) -> Iterator[Outcome]:
     folder = str(Path.cwd())
     worker_limits = replace(limits, jobs=1)
     pending: dict[Future[Outcome], Entry] = {}
     try:
         for entry in entries:
-            statistics = (
-                _submit_calibration(client, entry, worker_limits, plugin_name, folder, shard_count)
-                if shard_count > 1
-                else None
-            )
-            submitted = client.submit(
-                _entry_on_worker,
-                entry,
-                statistics,
-                worker,
-                worker_limits,
-                plugin_name,
-                folder,
-                package_versions(),
-                pure=False,
-            )
-            pending[submitted] = entry
+            statistics = _submit_calibration(client, entry, worker_limits, plugin_name, folder, shard_count)
+            context = (worker, worker_limits, plugin_name, folder, package_versions())
+            pending[client.submit(_entry_on_worker, entry, statistics, *context, pure=False)] = entry
         for future in as_completed(list(pending), loop=client.loop):
             try:
-                outcome = _future_outcome(future, pending[future])
-            except (CancelledError, OSError) as error:
+                error = future.exception()
+                outcome = future.result() if error is None else _worker_failure(pending[future], error)
+            except (CancelledError, OSError) as lost:
                 message = (
                     "The connection to the cluster's scheduler is lost. Restart it, and resume the batch with --resume."
                 )
-                raise UsageError(message) from error
+                raise UsageError(message) from lost
             yield outcome
     finally:
         with suppress(OSError):
             client.cancel(list(pending), force=True)
 
 
-def _future_outcome(future: Future[Outcome], entry: Entry) -> Outcome:
-    """Return the outcome of an entry. A failed future means that workers died repeatedly."""
-    error = future.exception()
-    if error is None:
-        return future.result()
+def _worker_failure(entry: Entry, error: BaseException) -> Outcome:
+    """Return the outcome of an entry whose workers died repeatedly."""
     reason = str(error).strip().split("\n")[0]
-    return failed_outcome(
-        entry, "Crash", f"The cluster gave up on the model: {reason} Try the model locally with -j 1.", status="crashed"
-    )
+    message = f"The cluster gave up on the model: {reason} Try the model locally with -j 1."
+    return failed_outcome(entry, "Crash", message, status="crashed")
 
 
 def _submit_calibration(
@@ -155,14 +142,14 @@ def _submit_calibration(
 ) -> Future[Stats | None] | None:
     """Submit sharded calibration of an entry.
 
-    The result is None if the entry needs no calibration, has statistics, or has bounds.
+    The result is None with one shard, or if the entry needs no calibration, has statistics, or has bounds.
     """
-    if entry.data is None or entry.stats is not None or entry.gates.needs_data or is_remote(entry.model):
+    calibrates = entry.data is not None and entry.stats is None and not entry.gates.needs_data
+    if shard_count == 1 or not calibrates or is_remote(entry.model):
         return None
+    context = (limits, plugin_name, folder, package_versions())
     shards = [
-        client.submit(
-            _shard_stats, entry, (number, shard_count), limits, plugin_name, folder, package_versions(), pure=False
-        )
+        client.submit(_shard_stats, entry, (number, shard_count), *context, pure=False)
         for number in range(1, shard_count + 1)
     ]
     return client.submit(_merge_shard_stats, shards, pure=False)
@@ -216,10 +203,9 @@ def _write_shard_stats(
         )
         # `insert` holds out the remaining samples, so the shards must not use them either.
         calibration_batches, _ = split_holdout(data, entry.samples, batches)
-        quantization_plan = with_observer(quantization_plan, entry.method)
         stats = api.calibrate(
             model,
-            quantization_plan,
+            with_observer(quantization_plan, entry.method),
             calibration_batches,
             full=False,
             shard=shard,
@@ -249,6 +235,8 @@ def _entry_on_worker(
     required_versions: dict[str, str],
 ) -> Outcome:
     """Quantize an entry in a worker process that is reused for the next one."""
+    from graphquant.calibration import save_stats
+
     installed = package_versions()
     differing = [
         name
@@ -259,27 +247,21 @@ def _entry_on_worker(
         installed_text = ", ".join(f"{name} {installed.get(name, 'is missing')}" for name in differing)
         required_text = ", ".join(f"{name} {required_versions.get(name, 'is missing')}" for name in differing)
         message = (
-            f"A worker of the cluster has {installed_text}, and the client has {required_text}. Install"
-            " the same versions."
+            f"A worker of the cluster has {installed_text}, and the client has {required_text}. Install the same"
+            " versions."
         )
         return failed_outcome(entry, UsageError.__name__, message, UsageError.exit_code)
     plugin = _worker_pools(plugin_name)
     pool = plugin.idle.popleft() if plugin.idle else []
     try:
         with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as temp_folder:
-            local_entry = (
-                replace(entry, stats=_save_temp_stats(stats, Path(temp_folder))) if stats is not None else entry
-            )
-            return plugin.run_entry(local_entry, partial(_run_in_folder, worker, folder), limits, pool)
+            if stats is not None:
+                stats_path = Path(temp_folder, STATS_FILE_NAME)
+                save_stats(stats, stats_path)
+                entry = replace(entry, stats=str(stats_path))
+            return plugin.run_entry(entry, partial(_run_in_folder, worker, folder), limits, pool)
     finally:
         plugin.idle.append(pool)
-
-
-def _save_temp_stats(stats: Stats, folder: Path) -> str:
-    from graphquant.calibration import save_stats
-
-    save_stats(stats, folder / STATS_FILE_NAME)
-    return str(folder / STATS_FILE_NAME)
 
 
 def _run_in_folder(worker: Callable[..., Outcome], folder: str, entry: Entry, **options: Any) -> Outcome:
@@ -336,4 +318,5 @@ class _WorkerPools(WorkerPlugin):
         while self._busy and time.monotonic() < deadline:  # noqa: ASYNC110  # other threads may not set asyncio's events
             await asyncio.sleep(POLL_SECONDS)
         while self.idle:
-            stop_workers(self.idle.popleft())
+            for process in self.idle.popleft():
+                process.kill()

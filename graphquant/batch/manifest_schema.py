@@ -52,18 +52,17 @@ def _setting_type(option: OptionField) -> Any:
     base = option.annotation
     if get_origin(base) is Annotated:
         base = get_args(base)[0]
-    types = [member for member in get_args(base) if member is not type(None)] or [base]
     if get_origin(base) is tuple:
         return _TextList
+    if get_origin(base) is Literal:
+        return base
     strict = {
         bool: StrictBool,
         Decibels: Annotated[StrictFloat, Field(allow_inf_nan=False)],
         Count: Annotated[StrictInt, Field(ge=1)],
         Share: Share,
     }
-    if get_origin(base) is Literal:
-        return base
-    return next((strict[member] for member in types if member in strict), _Text)
+    return next((strict[member] for member in get_args(base) or [base] if member in strict), _Text)
 
 
 _OPTIONS = {option.name: option for option in option_fields(InsertOptions) if option.name not in OMITTED_OPTIONS}

@@ -60,14 +60,9 @@ def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome
             _upload(temp_folder / "output", outcome.products, entry.output)
     problem = outcome.problem
     if problem is not None:
-        message = problem.message
-        for path, address in (
-            (local_entry.model, entry.model),
-            (local_entry.output, entry.output),
-            (local_entry.stats, entry.stats),
-        ):
-            message = message.replace(path or "\0", address or "")
-        problem = replace(problem, message=message)
+        for name in ("model", "output", "stats"):
+            path, address = getattr(local_entry, name), getattr(entry, name)
+            problem = replace(problem, message=problem.message.replace(path or "\0", address or ""))
     return replace(outcome, model=entry.model, output=entry.output, problem=problem)
 
 
@@ -170,6 +165,12 @@ def _remove_old_weights(system: Any, path: str, names: Collection[str], folder: 
         system.rm_file(f"{parent}/{name}")
 
 
+def _missing_package(address: str, error: ImportError) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"{address} needs fsspec, or its package for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
+    )
+
+
 @contextmanager
 def _remote_file_system(address: str, error_class: type[GraphQuantError], action: str) -> Iterator[tuple[Any, str]]:
     """Yield the file system of an address and the path in it; raise errors of the service as `error_class`."""
@@ -180,9 +181,7 @@ def _remote_file_system(address: str, error_class: type[GraphQuantError], action
     except GraphQuantError:
         raise
     except ImportError as error:
-        raise MissingDependencyError(
-            f"{address} needs fsspec, or its package for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
-        ) from error
+        raise _missing_package(address, error) from error
     except Exception as error:  # services raise unrelated exception classes
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise error_class(
@@ -248,7 +247,7 @@ class ModelFolder:
             return []
         if self.system is None:
             return sorted(path.name for path in Path(self.path_of(folder)).iterdir())
-        return sorted(posixpath.basename(name) for name in self.system.ls(folder, detail=False))
+        return sorted(map(posixpath.basename, self.system.ls(folder, detail=False)))
 
 
 def open_folder(path: str, base: str) -> ModelFolder:
@@ -265,9 +264,7 @@ def open_folder(path: str, base: str) -> ModelFolder:
 
         return ModelFolder("", fsspec.core.url_to_fs(path)[0])
     except ImportError as error:
-        raise MissingDependencyError(
-            f"{path} needs fsspec, or its package for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
-        ) from error
+        raise _missing_package(path, error) from error
     except ValueError as error:
         raise UsageError(f"{path} cannot be opened: {error}. Give a path, or an address that fsspec knows.") from error
 
@@ -335,10 +332,9 @@ def _filter_models(folder: ModelFolder, pattern: str, names: Iterable[str]) -> l
     models = []
     for name in names:
         parent, _, file_name = name.rpartition("/")
-        skipped = (_QUANTIZED_NAME.search(file_name) and ".quant" not in last) or (
-            file_name.startswith(".") and not last.startswith(".")
-        )
-        if skipped or in_saved_model(parent):
+        is_output = _QUANTIZED_NAME.search(file_name) and ".quant" not in last
+        is_hidden = file_name.startswith(".") and not last.startswith(".")
+        if is_output or is_hidden or in_saved_model(parent):
             continue
         is_file = suffix_of(name) in suffixes and not _TEST_DATA.fullmatch(file_name) and folder.is_file(name)
         if is_file or (folder.is_folder(name) and in_saved_model(name)):

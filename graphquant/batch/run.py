@@ -87,22 +87,17 @@ def run_batch(
                 for outcome in outcomes:
                     if on_outcome is not None:
                         on_outcome(outcome)
-    outcome_by_name = {
-        entry.name: batch.outcome_by_name.get(entry.name) or _skipped_outcome(entry) for entry in entries
-    }
+    message = "The batch was stopped before this model was processed. Run it with --resume."
     return BatchReport(
         version=graphquant.__version__,
-        outcomes=tuple(outcome_by_name.values()),
+        outcomes=tuple(
+            batch.outcome_by_name.get(entry.name) or failed_outcome(entry, "Skipped", message, 130, "skipped")
+            for entry in entries
+        ),
         shard=options.shard,
         deal_digest=options.deal_digest,
         started=round(started, 3),
         seconds=round(time.monotonic() - start, 3),
-    )
-
-
-def _skipped_outcome(entry: Entry) -> Outcome:
-    return failed_outcome(
-        entry, "Skipped", "The batch was stopped before this model was processed. Run it with --resume.", 130, "skipped"
     )
 
 
@@ -125,10 +120,8 @@ class _BatchRun:
         self._journal, self._on_warning = journal, on_warning
         self._cache = OutcomeCache(options.folder) if options.cache else None
         self._inputs: dict[str, CacheInputs | None] = {}
-        self._program_digest, self._data_digest = (
-            program_digest(file_hashes),
-            cache(partial(data_digest, file_hashes=file_hashes)),
-        )
+        self._program_digest = program_digest(file_hashes)
+        self._data_digest = cache(partial(data_digest, file_hashes=file_hashes))
         self.outcome_by_name: dict[str, Outcome] = {}
 
     def outcomes(self, execute: Execute) -> Generator[Outcome, None, None]:
@@ -155,7 +148,8 @@ class _BatchRun:
         digest_before = {entry.name: self._file_hashes.output_digest(entry.output) for entry in pending}
         for entry in pending:
             self._file_hashes.claim_output(entry.output)
-        running = execute(sorted(pending, key=lambda entry: -self._input_size(entry)))
+        sizes = {name: inputs.model_size for name, inputs in self._inputs.items() if inputs is not None}
+        running = execute(sorted(pending, key=lambda entry: -sizes.get(entry.name, 0)))
         try:
             for outcome in running:
                 yield self._record(self._complete_outcome(by_name[outcome.name], outcome))
@@ -163,10 +157,8 @@ class _BatchRun:
             if isinstance(running, Generator):
                 running.close()  # after this, no worker writes any more
             for entry in pending:
-                if (
-                    entry.name not in self.outcome_by_name
-                    or self.outcome_by_name[entry.name].status not in OUTPUT_STATUSES
-                ):
+                recorded = self.outcome_by_name.get(entry.name)
+                if recorded is None or recorded.status not in OUTPUT_STATUSES:
                     self._release_output(entry, digest_before[entry.name])
             self._drop_changed_data(pending)
 
@@ -198,9 +190,8 @@ class _BatchRun:
             self._journal.add(outcome)
         except OSError as error:
             self._on_warning(
-                f"Finished outcomes cannot be stored in {self._options.folder}: {error.strerror}."
-                " --resume will not skip"
-                " them."
+                f"Finished outcomes cannot be stored in {self._options.folder}: {error.strerror}. --resume will not"
+                " skip them."
             )
         self.outcome_by_name[outcome.name] = outcome
         return outcome
@@ -217,19 +208,17 @@ class _BatchRun:
         if outcome.status not in OUTPUT_STATUSES:
             return outcome
         self._file_hashes.claim_output(entry.output, _output_state(entry, outcome))
-        if (
-            self._cache is not None and inputs.deterministic and self._read_inputs(entry) == inputs
-        ):  # the inputs did not change during the run
-            try:
-                self._cache.store(outcome)
-            except FileNotFoundError:  # this output was removed; others can still be cached
-                self._cache.remove(inputs.digests.key)
-            except OSError as error:
-                self._on_warning(
-                    f"The cache in {self._options.folder} is full or read-only: {error.strerror}."
-                    " Prune it, or free space."
-                )
-                self._cache = None
+        # Inputs that changed during the run would give the output a wrong key.
+        if self._cache is None or not inputs.deterministic or self._read_inputs(entry) != inputs:
+            return outcome
+        try:
+            self._cache.store(outcome)
+        except FileNotFoundError:  # this output was removed; others can still be cached
+            self._cache.remove(inputs.digests.key)
+        except OSError as error:
+            folder, reason = self._options.folder, error.strerror
+            self._on_warning(f"The cache in {folder} is full or read-only: {reason}. Prune it, or free space.")
+            self._cache = None
         return outcome
 
     def _read_inputs(self, entry: Entry) -> CacheInputs | None:
@@ -238,10 +227,6 @@ class _BatchRun:
             return cache_inputs(entry, self._file_hashes, self._program_digest, self._data_digest)
         except (GraphQuantError, OSError):
             return None
-
-    def _input_size(self, entry: Entry) -> int:
-        inputs = self._inputs[entry.name]
-        return 0 if inputs is None else inputs.model_size
 
     def _finished_outcome(self, entry: Entry, inputs: CacheInputs | None) -> Outcome | None:
         """Return the outcome of an earlier run of this batch if nothing changed; never a failure."""
@@ -287,80 +272,66 @@ class _BatchRun:
         if self._options.force or not _output_exists(entry.output):
             return None
         claimed = self._file_hashes.output_digest(entry.output)
-        if claimed is not None and (is_remote(entry.output) or claimed in {"", self._current_digest(output)}):
+        if claimed is not None:
+            if is_remote(entry.output) or claimed in {"", self._current_digest(output)}:
+                return None
+            reason = "was changed after a batch wrote it."
+        elif (source := _recorded_source(entry.output)) is None:
+            reason = "exists already, and was not created by a batch."
+        elif source == _model_digest_or_none(entry.model):
             return None
-        if claimed is None and _recorded_source(entry.output) in {_recorded_digest(entry.model)} - {None}:
-            return None
-        message = (
-            f"{entry.output} {_refusal_reason(entry, was_claimed=claimed is not None)} Give another"
-            " output, or --force to replace it."
-        )
+        else:
+            reason = (
+                f"exists already. graphquant wrote it, but not from {entry.model} in its current state, but from"
+                " another model, or from this one before it changed. The cache folder has no record of it."
+            )
+        message = f"{entry.output} {reason} Give another output, or --force to replace it."
         return failed_outcome(entry, UsageError.__name__, message, UsageError.exit_code)
 
     def _current_digest(self, output: Path) -> str | None:
         """Return the digest of the model at an output path, None if it is no model."""
-        try:
+        with suppress(GraphQuantError, OSError):
             files = model_files(output)
             return combined_digest(
                 (file.relative_to(output.parent).as_posix(), self._file_hashes.digest(file)) for file in files
             )
-        except (GraphQuantError, OSError):
-            return None
+        return None
 
 
 def _output_exists(output: str) -> bool:
     """Return True if an output exists. If the service does not answer, writing will report it."""
-    if is_remote(output):
-        try:
-            return remote_exists(output)
-        except GraphQuantError:
-            return False
-    return os.path.lexists(output)
+    if not is_remote(output):
+        return os.path.lexists(output)
+    with suppress(GraphQuantError):
+        return remote_exists(output)
+    return False
 
 
 def _recorded_source(output: str) -> str | None:
     """Return the source digest recorded in an output, None without one."""
     from graphquant import api, formats
 
-    if is_remote(output):
-        return None
-    try:
-        model = api.load(output)
-        return formats.format_module(model.format).read_metadata(model).get("source")
-    except (GraphQuantError, OSError):
-        return None
+    with suppress(GraphQuantError, OSError):
+        if not is_remote(output):
+            model = api.load(output)
+            return formats.format_module(model.format).read_metadata(model).get("source")
+    return None
 
 
-def _recorded_digest(model: str) -> str | None:
+def _model_digest_or_none(model: str) -> str | None:
     """Return the digest by which outputs identify this model, None if it cannot be read."""
     from graphquant import api
 
-    if is_remote(model):
-        return None
-    try:
-        return api.load(model).digest
-    except (GraphQuantError, OSError):
-        return None
-
-
-def _refusal_reason(entry: Entry, *, was_claimed: bool) -> str:
-    """Explain why an existing file may not be replaced; `was_claimed` if a batch wrote there before."""
-    if was_claimed:
-        return "was changed after a batch wrote it."
-    if _recorded_source(entry.output) is None:
-        return "exists already, and was not created by a batch."
-    return (
-        f"exists already. graphquant wrote it, but not from {entry.model} in its current state, but from"
-        " another model, or from this one"
-        " before it changed. The cache folder has no record of it."
-    )
+    with suppress(GraphQuantError, OSError):
+        if not is_remote(model):
+            return api.load(model).digest
+    return None
 
 
 def _output_state(entry: Entry, outcome: Outcome) -> str:
     """Return the digest of an output, or the fingerprint of a remote one."""
     if not is_remote(entry.output):
         return outcome.digests.output
-    try:
+    with suppress(GraphQuantError):
         return remote_fingerprint(entry.output, outcome.products)
-    except GraphQuantError:
-        return ""
+    return ""

@@ -73,14 +73,16 @@ def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
     _check_shards(reports)
     ordered = sorted(reports.values(), key=lambda report: report.shard)
     outcomes_by_name: dict[str, list[Outcome]] = {}
-    for name in _merged_order([[outcome.name for outcome in report.outcomes] for report in ordered]):
-        outcomes_by_name[name] = []
     for report in ordered:
         for outcome in report.outcomes:
-            outcomes_by_name[outcome.name].append(outcome)
+            outcomes_by_name.setdefault(outcome.name, []).append(outcome)
+    names: Iterable[str] = outcomes_by_name
+    # The order of the manifest is known only if every report has all of its models.
+    if any(len(report.outcomes) < len(outcomes_by_name) for report in ordered):
+        names = sorted(outcomes_by_name)
     return replace(
         ordered[0],
-        outcomes=tuple(_merge_outcomes(name, outcomes) for name, outcomes in outcomes_by_name.items()),
+        outcomes=tuple(_merge_outcomes(name, outcomes_by_name[name]) for name in names),
         shard=(1, 1),
         deal_digest="",
         started=min(report.started for report in ordered),
@@ -90,6 +92,7 @@ def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
 
 
 def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
+    """Check that the reports are those of all shards of one batch."""
     versions = {report.version: path for path, report in reports.items()}
     if len(versions) > 1:
         (first_version, first), (second_version, second) = list(versions.items())[:2]
@@ -112,40 +115,27 @@ def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
         )
     path_by_number: dict[int, Path] = {}
     for path, report in reports.items():
-        number = report.shard[0]
-        if number in path_by_number:
+        earlier = path_by_number.setdefault(report.shard[0], path)
+        if earlier != path:
             raise UsageError(
-                f"{path} and {path_by_number[number]} both belong to shard {number}. Give each shard's report once."
+                f"{path} and {earlier} both belong to shard {report.shard[0]}. Give each shard's report once."
             )
-        path_by_number[number] = path
     (total,) = totals
     missing = [f"{number}/{total}" for number in range(1, total + 1) if number not in path_by_number]
     if missing:
         raise UsageError(
-            f"There is no report of shard {join_names(missing)}. Give the reports of all shards;"
-            " otherwise the result is"
-            " unknown."
+            f"There is no report of shard {join_names(missing)}. Give the reports of all shards; otherwise the result"
+            " is unknown."
         )
-
-
-def _merged_order(names_by_shard: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Return the names of all shards, in manifest order if every report has all of them, else sorted."""
-    all_names = {name for names in names_by_shard for name in names}
-    return (
-        dict.fromkeys(names_by_shard[0])
-        if all(set(names) == all_names for names in names_by_shard)
-        else sorted(all_names)
-    )
 
 
 def _merge_outcomes(name: str, outcomes: Sequence[Outcome]) -> Outcome:
     """Return the outcome of an entry from the shard that processed it."""
     finished = [outcome for outcome in outcomes if outcome.status != "skipped"] or outcomes[:1]
-    if any(_without_times(outcome) != _without_times(finished[0]) for outcome in finished):
+    ignored = {*TIME_KEYS, "status"}
+    contents = [
+        {key: value for key, value in outcome_json(outcome).items() if key not in ignored} for outcome in finished
+    ]
+    if any(content != contents[0] for content in contents):
         raise UsageError(f"Two shards have different outcomes of {name}. Give the reports of one batch.")
     return finished[0]
-
-
-def _without_times(outcome: Outcome) -> dict[str, object]:
-    """Return an outcome without the keys that differ between runs."""
-    return {key: value for key, value in outcome_json(outcome).items() if key not in {*TIME_KEYS, "status"}}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,7 +14,6 @@ from graphquant.ir import qualified_op_name
 
 if TYPE_CHECKING:
     from pathlib import Path
-
 
 REPORT_SCHEMA_VERSION = 2
 """Schema version of reports."""
@@ -42,11 +42,16 @@ PASSED_STATUSES = ("done", "unchanged")
 TIME_KEYS = ("seconds", "attempts", "started")
 """Keys of a report that differ between runs."""
 
-_FORBID_EXTRA = ConfigDict(extra="forbid")
+
+class _Record:
+    """Base of all types of this module: their JSON has no other keys."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gates:
+class Gates(_Record):
     """Bounds for an output.
 
     Attributes:
@@ -57,8 +62,6 @@ class Gates:
         check: Backend whose check must have no findings, "" for the check without a backend, None for no check.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
-
     min_sqnr: float | None = None
     min_agreement: float | None = None
     max_accuracy_drop: float | None = None
@@ -68,37 +71,25 @@ class Gates:
     @property
     def needs_data(self) -> bool:
         """True if the float model and the output must be run for comparison."""
-        return not (self.min_sqnr is self.min_agreement is self.max_accuracy_drop is None)
+        return any(getattr(self, name) is not None for name in METRIC_GATES)
+
+
+METRIC_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop")
+"""Gates on metrics; they are options of `insert` too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(_Record):
     """A model of the batch with all settings, independent of later defaults.
+
+    The other fields are options of `insert`; paths are relative to the current folder.
 
     Attributes:
         name: Unique name in reports.
         model: Path, or address for fsspec.
         output: Path or address of the output.
-        rules: Names or paths of rule files; empty for those of the format.
-        data: Calibration data spec, None without data.
-        stats: Statistics file for ranges, None without one. Data is then used for validation, and for optimization
-            algorithms if the statistics come from it.
-        samples: Maximum number of samples, None for all.
-        method: Observer of all activations, None for those of the rules.
-        family: QDQ family, None for that of the format.
-        include: Globs or /regexes/.
-        exclude: Globs or /regexes/.
-        float_weights: Keep weights float.
-        requantize: Remove existing quantization first.
-        algorithms: Optimization algorithms in addition to those of the rules.
-        ranges: TFLite file whose scales are used, None without one.
-        ranges_map: Map from tensors to those of that file, None without one.
-        optimize: Cost to minimize.
-        size_budget: Maximum bytes of all constants, None without a budget.
         gates: Bounds for the output.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     name: str
     model: str
@@ -121,8 +112,15 @@ class Entry:
     gates: Gates = field(default_factory=Gates)
 
 
+ENTRY_OPTIONS = tuple(field.name for field in fields(Entry) if field.name not in {"name", "model", "output", "gates"})
+"""Options of `insert` in an entry."""
+
+PLAIN_OPTIONS = tuple(name for name in ENTRY_OPTIONS if name not in {"rules", "data", "stats", "ranges", "ranges_map"})
+"""Options that name no files."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(_Record):
     """Reason for a missing output.
 
     Attributes:
@@ -131,15 +129,13 @@ class Problem:
         exit_code: Exit code of the command line.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
-
     kind: str
     message: str
     exit_code: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateMiss:
+class GateMiss(_Record):
     """A missed gate.
 
     Attributes:
@@ -147,14 +143,12 @@ class GateMiss:
         message: Measured and required value.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
-
     gate: str
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFinding:
+class BatchFinding(_Record):
     """A finding of `check`.
 
     Attributes:
@@ -165,8 +159,6 @@ class BatchFinding:
         message: The problem.
         fix: The remedy.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     code: str
     level: Level
@@ -182,7 +174,7 @@ class BatchFinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeMetrics:
+class OutcomeMetrics(_Record):
     """Difference between the output and the float model.
 
     Attributes:
@@ -196,8 +188,6 @@ class OutcomeMetrics:
         problem: Reason why an output cannot be compared, else "".
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
-
     sqnr: float | None = None
     exact: bool = False
     agreement: float | None = None
@@ -208,7 +198,7 @@ class OutcomeMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Digests:
+class Digests(_Record):
     """Hex SHA-256 of the inputs and of the output; "" if missing.
 
     Attributes:
@@ -219,8 +209,6 @@ class Digests:
         key: Cache key over everything that the output depends on, options and versions included.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
-
     model: str = ""
     rules: str = ""
     data: str = ""
@@ -229,7 +217,7 @@ class Digests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(_Record):
     """Result of an entry.
 
     Attributes:
@@ -253,8 +241,6 @@ class Outcome:
         seconds: Duration; 0 if the output was present or cached.
         attempts: Number of attempts.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     name: str
     model: str
@@ -287,7 +273,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeChange:
+class OutcomeChange(_Record):
     """Difference from an earlier report.
 
     Attributes:
@@ -297,8 +283,6 @@ class OutcomeChange:
         message: Earlier and current value.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
-
     name: str
     kind: ChangeKind
     level: Level
@@ -306,7 +290,7 @@ class OutcomeChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchReport:
+class BatchReport(_Record):
     """Outcomes of all entries.
 
     Attributes:
@@ -319,8 +303,6 @@ class BatchReport:
         seconds: Duration.
         changes: Changes since an earlier report, if one was given.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     schema: Literal[2] = 2
     version: str
@@ -338,46 +320,41 @@ class BatchReport:
 
 
 @cache
-def _batch_adapter(kind: type) -> TypeAdapter[Any]:
+def _type_adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON data, which `parse_outcome` reads."""
-    data: dict[str, Any] = _batch_adapter(Outcome).dump_python(outcome, mode="json")
+    """Return an outcome as JSON data."""
+    data: dict[str, Any] = _type_adapter(Outcome).dump_python(outcome, mode="json")
     return data
 
 
-def parse_outcome(data: Any, source: str) -> Outcome:
-    """Parse the JSON data of `outcome_json`.
-
-    Raises:
-        UsageError: The data is invalid.
-    """
-    outcome: Outcome = _validate_json(Outcome, data, source)
-    return outcome
-
-
-def batch_report_json(report: BatchReport, *, times: bool = True) -> dict[str, Any]:
-    """Return a report as JSON data. Without times it does not depend on workers or dates."""
-    data: dict[str, Any] = _batch_adapter(BatchReport).dump_python(report, mode="json")
-    if not times:
-        data = {key: value for key, value in data.items() if key not in TIME_KEYS}
-        data["outcomes"] = [
-            {key: outcome[key] for key in outcome if key not in TIME_KEYS} for outcome in data["outcomes"]
-        ]
-        data["changes"] = [change for change in data["changes"] if change["kind"] not in TIME_KEYS]
+def batch_report_json(report: BatchReport) -> dict[str, Any]:
+    """Return a report as JSON data."""
+    data: dict[str, Any] = _type_adapter(BatchReport).dump_python(report, mode="json")
     return data
 
 
-def parse_report(data: Any, source: str) -> BatchReport:
-    """Parse the JSON data of `batch_report_json`.
+def parse_json(kind: type, data: Any, source: str) -> Any:
+    """Parse the JSON data of an outcome or a report.
 
     Raises:
         UsageError: The data is invalid, or of another schema version.
     """
-    report: BatchReport = _validate_json(BatchReport, data, source)
-    return report
+    if isinstance(data, dict) and kind is BatchReport and data.get("schema") != REPORT_SCHEMA_VERSION:
+        raise UsageError(
+            f"{source} has schema {data.get('schema')!r}, and this graphquant reads"
+            f" {REPORT_SCHEMA_VERSION}. Create it again."
+        )
+    try:
+        return _type_adapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        location = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{source} is not a valid report of graphquant: {location}: {first['msg']}. Create it again."
+        ) from error
 
 
 def read_report(path: Path) -> BatchReport:
@@ -386,8 +363,6 @@ def read_report(path: Path) -> BatchReport:
     Raises:
         UsageError: It cannot be read, or is invalid.
     """
-    import json
-
     try:
         with path.open("rb") as file:
             text = file.read(MAX_REPORT_BYTES + 1)
@@ -398,20 +373,5 @@ def read_report(path: Path) -> BatchReport:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give a report of `graphquant batch`.") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON. Give a report of `graphquant batch`.") from error
-    return parse_report(data, str(path))
-
-
-def _validate_json(kind: type, data: Any, source: str) -> Any:
-    if isinstance(data, dict) and kind is BatchReport and data.get("schema") != REPORT_SCHEMA_VERSION:
-        raise UsageError(
-            f"{source} has schema {data.get('schema')!r}, and this graphquant reads"
-            f" {REPORT_SCHEMA_VERSION}. Create it again."
-        )
-    try:
-        return _batch_adapter(kind).validate_python(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(map(str, first["loc"]))
-        raise UsageError(
-            f"{source} is not a valid report of graphquant: {location}: {first['msg']}. Create it again."
-        ) from error
+    report: BatchReport = parse_json(BatchReport, data, str(path))
+    return report

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant.batch.cache_key import combined_digest, file_digest, package_versions
 from graphquant.batch.remote import is_remote_entry, process_remote
-from graphquant.batch.types import BatchFinding, Digests, GateMiss, Outcome, OutcomeMetrics, Problem
+from graphquant.batch.types import (
+    ENTRY_OPTIONS,
+    METRIC_GATES,
+    BatchFinding,
+    Digests,
+    GateMiss,
+    Outcome,
+    OutcomeMetrics,
+    Problem,
+)
 from graphquant.errors import GraphQuantError, InternalError, UsageError
 
 if TYPE_CHECKING:
@@ -63,56 +73,43 @@ def gate_misses(
         size: Bytes of the output.
         findings: Findings of the backend check.
     """
-    messages = {
-        "min_sqnr": _sqnr_miss(gates.min_sqnr, metrics),
-        "min_agreement": _agreement_miss(gates.min_agreement, metrics),
-        "max_accuracy_drop": _accuracy_miss(gates.max_accuracy_drop, metrics),
-    }
-    if metrics is None:
-        messages = {
-            name: "there is no data to measure it" if getattr(gates, name) is not None else "" for name in messages
-        }
-    elif metrics.problem:
-        messages = {name: metrics.problem if getattr(gates, name) is not None else "" for name in messages}
+    messages: dict[str, str] = {}
+    for gate in METRIC_GATES:
+        bound = getattr(gates, gate)
+        if bound is not None and metrics is None:
+            messages[gate] = "there is no data to measure it"
+        elif bound is not None and metrics is not None:
+            messages[gate] = metrics.problem or _metric_miss(gate, bound, metrics)
     if gates.max_size is not None and size > gates.max_size:
         messages["max_size"] = f"the output has {size} bytes, and the limit is {gates.max_size}"
     if gates.check is not None and findings:
         codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
         messages["check"] = f"the check reports {codes}"
-    return tuple(GateMiss(gate=name, message=message) for name, message in messages.items() if message)
+    return tuple(GateMiss(gate=gate, message=message) for gate, message in messages.items() if message)
 
 
-def _sqnr_miss(minimum: float | None, metrics: OutcomeMetrics | None) -> str:
-    if minimum is None or metrics is None or metrics.exact:
-        return ""
-    if metrics.sqnr is None:
-        return "no differing output has floats"
-    return "" if metrics.sqnr >= minimum else f"the worst output has {metrics.sqnr:.2f} dB; the bound is {minimum:g}"
+def _metric_miss(gate: str, bound: float, metrics: OutcomeMetrics) -> str:
+    """Return the reason why a gate on metrics is missed, "" if it is met."""
+    message = ""
+    match gate, metrics:
+        case _, OutcomeMetrics(exact=True):
+            pass
+        case "min_sqnr", OutcomeMetrics(sqnr=None):
+            message = "no differing output has floats"
+        case "min_sqnr", OutcomeMetrics(sqnr=sqnr) if sqnr is not None and sqnr < bound:
+            message = f"the worst output has {sqnr:.2f} dB; the bound is {bound:g}"
+        case "min_agreement", OutcomeMetrics(agreement=None):
+            message = "no output has class scores or integers"
+        case "min_agreement", OutcomeMetrics(agreement=share) if share is not None and share < bound:
+            message = f"{share:.2%} agree; the bound is {bound:.2%}"
+        case "max_accuracy_drop", OutcomeMetrics(accuracy=None):
+            message = "the data has no labels for an output"
+        case "max_accuracy_drop", OutcomeMetrics(accuracy=(before, after)) if before - after > bound + 1e-11:
+            message = (
+                f"accuracy fell from {before:.2%} to {after:.2%}, by more than {bound:.2%}"  # 1e-11: rounded shares
+            )
+    return message
 
-
-def _agreement_miss(minimum: float | None, metrics: OutcomeMetrics | None) -> str:
-    if minimum is None or metrics is None or metrics.exact:
-        return ""
-    if metrics.agreement is None:
-        return "no output has class scores or integers"
-    return "" if metrics.agreement >= minimum else f"{metrics.agreement:.2%} agree; the bound is {minimum:.2%}"
-
-
-def _accuracy_miss(maximum: float | None, metrics: OutcomeMetrics | None) -> str:
-    if maximum is None or metrics is None or metrics.exact:
-        return ""
-    if metrics.accuracy is None:
-        return "the data has no labels for an output"
-    before, after = metrics.accuracy
-    passed = before - after <= maximum + 1e-11  # tolerance for rounded shares
-    return "" if passed else f"accuracy fell from {before:.2%} to {after:.2%}, by more than {maximum:.2%}"
-
-
-_ENTRY_OPTIONS = (
-    *("rules", "data", "stats", "samples", "method", "family", "include", "exclude", "float_weights", "requantize"),
-    *("algorithms", "ranges", "ranges_map", "optimize", "size_budget"),
-)
-_GATE_OPTIONS = ("min_sqnr", "min_agreement", "max_accuracy_drop")
 
 DEFAULT_BACKEND = "onnxruntime"
 """Backend that predicts int8 ops if no gate names one."""
@@ -129,22 +126,21 @@ def quantize_entry(entry: Entry, *, max_memory: int | None = None, progress: Pro
         progress: Progress callback.
     """
     start = time.monotonic()
-
-    def attempt(local_entry: Entry) -> Outcome:
-        return _run_safely(local_entry, lambda: _quantize(local_entry, max_memory, progress))
-
-    outcome = _run_safely(entry, lambda: process_remote(entry, attempt)) if is_remote_entry(entry) else attempt(entry)
+    attempt = partial(_run_safely, partial(_quantize, max_memory=max_memory, progress=progress))
+    outcome = _run_safely(partial(process_remote, process=attempt), entry) if is_remote_entry(entry) else attempt(entry)
     return replace(outcome, seconds=round(time.monotonic() - start, 3))
 
 
-def _run_safely(entry: Entry, process: Callable[[], Outcome]) -> Outcome:
+def _run_safely(process: Callable[[Entry], Outcome], entry: Entry) -> Outcome:
     """Return the outcome of `process`, or a failure outcome for its error."""
     try:
-        return process()
+        return process(entry)
     except GraphQuantError as error:
         return failed_outcome(entry, type(error).__name__, str(error), error.exit_code)
     except OSError as error:
-        return failed_outcome(entry, type(error).__name__, _os_error_message(error), UsageError.exit_code)
+        subject = f"{error.filename} cannot be used" if error.filename else "A file cannot be used"
+        message = f"{subject}: {error.strerror or error}. Give another path, or free space."
+        return failed_outcome(entry, type(error).__name__, message, UsageError.exit_code)
     except MemoryError:
         message = "There is not enough memory for this model. Allow more with --max-memory, or run fewer jobs with -j."
         return failed_outcome(entry, "Memory", message, InternalError.exit_code, "memory")
@@ -169,11 +165,6 @@ def apply_gates(entry: Entry, outcome: Outcome, status: Status) -> Outcome:
     return replace(renamed, status="gate" if missed_gates else status, misses=missed_gates, problem=None)
 
 
-def _os_error_message(error: OSError) -> str:
-    name = f"{error.filename} cannot be used" if error.filename else "A file cannot be used"
-    return f"{name}: {error.strerror or error}. Give another path, or free space."
-
-
 def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -> Outcome:
     from graphquant import api
     from graphquant.api import models
@@ -187,8 +178,8 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     models.check_model_output(output, model, format_name, force=True)
     result = api.insert(
         api.load(model),
-        **{name: getattr(entry, name) for name in _ENTRY_OPTIONS},
-        **{name: getattr(entry.gates, name) for name in _GATE_OPTIONS},
+        **{name: getattr(entry, name) for name in ENTRY_OPTIONS},
+        **{name: getattr(entry.gates, name) for name in METRIC_GATES},
         max_memory=max_memory,
         progress=progress,
     )
@@ -198,27 +189,24 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     flush_to_disk(files)  # the journal may list them only once they are on the disk
     digests = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]
     written = api.load(output)
-    findings, low = _lint_output(written, entry.gates.check)
-    return apply_gates(
-        entry,
-        Outcome(
-            name=entry.name,
-            model=entry.model,
-            output=entry.output,
-            status="done",
-            findings=findings,
-            digests=Digests(rules=result.plan.digest, output=combined_digest(digests)),
-            products=dict(digests),
-            size_before=before,
-            size_after=sum(file.stat().st_size for file in files),
-            sites=len(result.inserted),
-            skips=dict(sorted(Counter(skip.reason for skip in result.skips).items())),
-            int8_ops=low,
-            metrics=outcome_metrics(result),
-            versions=package_versions(),
-        ),
-        "done",
+    findings, int8_ops = _lint_output(written, entry.gates.check)
+    outcome = Outcome(
+        name=entry.name,
+        model=entry.model,
+        output=entry.output,
+        status="done",
+        findings=findings,
+        digests=Digests(rules=result.plan.digest, output=combined_digest(digests)),
+        products=dict(digests),
+        size_before=before,
+        size_after=sum(file.stat().st_size for file in files),
+        sites=len(result.inserted),
+        skips=dict(sorted(Counter(skip.reason for skip in result.skips).items())),
+        int8_ops=int8_ops,
+        metrics=outcome_metrics(result),
+        versions=package_versions(),
     )
+    return apply_gates(entry, outcome, "done")
 
 
 def _lint_output(model: Model, backend: str | None) -> tuple[tuple[BatchFinding, ...], tuple[int, int] | None]:
@@ -231,15 +219,7 @@ def _lint_output(model: Model, backend: str | None) -> tuple[tuple[BatchFinding,
     if backend is None:
         return (), int8_ops
     linted = report if backend else check_quantized_model(model)
-    findings = [
-        BatchFinding(
-            code=finding.code,
-            level=LINT_CODES[finding.code].level,
-            graph=finding.graph,
-            op=finding.op,
-            message=finding.message,
-            fix=finding.fix,
-        )
-        for finding in linted.findings
-    ]
-    return tuple(findings), int8_ops
+    findings = tuple(
+        BatchFinding(level=LINT_CODES[finding.code].level, **asdict(finding)) for finding in linted.findings
+    )
+    return findings, int8_ops

@@ -19,7 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
 
 from graphquant.batch.types import Outcome
 from graphquant.batch.work import failed_outcome
@@ -36,10 +38,10 @@ if TYPE_CHECKING:
     ProgressCallback = Callable[[Entry, str, int, int], None]
 
 
-_PARTIAL_FILE = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.[0-9a-f]{8}\.part")
+_PARTIAL_FILE = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[0-9a-f]{8}\.part")
 """Name of an unfinished file of `atomic_files`."""
 
-_STAGING_FOLDER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.[a-z0-9_]{8}")
+_STAGING_FOLDER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[a-z0-9_]{8}")
 """Name of a folder in which a SavedModel is prepared."""
 
 
@@ -57,7 +59,7 @@ def remove_stale_files(outputs: Iterable[str]) -> None:
 def _remove_if_stale(path: Path, names: set[str]) -> None:
     partial, staging = _PARTIAL_FILE.fullmatch(path.name), _STAGING_FOLDER.fullmatch(path.name)
     match = partial or staging
-    if match is None or _process_exists(int(match["process"])):
+    if match is None or psutil.pid_exists(int(match["process"])):
         return
     if partial and {partial["name"], partial["name"].rpartition(".")[0]} & names:
         path.unlink()
@@ -66,17 +68,6 @@ def _remove_if_stale(path: Path, names: set[str]) -> None:
         if (path / "old").exists() and not output.exists():
             (path / "old").replace(output)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _process_exists(process: int) -> bool:
-    """Return True if a process exists."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True  # the process belongs to another user
-    return True
 
 
 BYTES_PER_WORKER = 2 << 30
@@ -174,17 +165,12 @@ def run_workers(
                     yield replace(outcome, attempts=attempt.number)
             workers[:] = [process for process in workers if process.alive]
     finally:
-        stop_workers([process for process in workers if pool is None or process.attempt is not None])
+        for process in workers:
+            if pool is None or process.attempt is not None:
+                process.kill()
 
 
-def stop_workers(pool: Sequence[_WorkerProcess]) -> None:
-    """End workers."""
-    for process in pool:
-        process.kill()
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
+class _Attempt(NamedTuple):
     """An entry and the number of the attempt."""
 
     entry: Entry
@@ -283,21 +269,17 @@ class _WorkerProcess:
         if exited:
             return self._kill_with_outcome(attempt.entry, "crashed", "Crash", self._exit_description())
         if self._exceeds_memory(limits):
-            limit_mib = (limits.memory or 0) / (1 << 20)
             message = (
-                f"The worker used more than {limit_mib:.0f} MiB of memory, the limit of --max-memory,"
-                " and was stopped. Allow"
-                " more, or use fewer samples."
+                f"The worker used more than {(limits.memory or 0) / (1 << 20):.0f} MiB of memory, the limit of"
+                " --max-memory, and was stopped. Allow more, or use fewer samples."
             )
             return self._kill_with_outcome(attempt.entry, "memory", "Memory", message)
         if time.monotonic() >= self.deadline(limits):
             message = (
-                f"The model was not finished after {limits.timeout:g} s, the limit of --timeout, and the"
-                " worker was stopped."
+                f"The model was not finished after {limits.timeout:g} s, the limit of --timeout, and the worker was"
+                " stopped. Give more time, or use fewer samples."
             )
-            return self._kill_with_outcome(
-                attempt.entry, "timeout", "Timeout", f"{message} Give more time, or use fewer samples."
-            )
+            return self._kill_with_outcome(attempt.entry, "timeout", "Timeout", message)
         return None
 
     def kill(self) -> None:
@@ -337,7 +319,8 @@ class _WorkerProcess:
         code = self._process.exitcode
         ending = f"ended with exit code {code}"
         if code is not None and code < 0:
-            ending = f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            ending = f"was ended by {name}"
             ending += ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
         lines = self._log.read().strip().splitlines()
         last_line = f" Its last output: {escape_unprintable(lines[-1])[:MAX_LOG_CHARS]}" if lines else ""
@@ -346,8 +329,6 @@ class _WorkerProcess:
 
 def process_memory(process: int) -> int:
     """Return the memory of a process without shared files and libraries in bytes, 0 if the process has ended."""
-    import psutil
-
     try:
         memory = psutil.Process(process).memory_info()
     except psutil.Error:

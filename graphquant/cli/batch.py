@@ -168,7 +168,7 @@ class ReportOptions:
             UsageError: A file cannot be written.
         """
         if earlier_report is not None and not self.verify:
-            from graphquant.batch.regressions import SQNR_STEP, compare_reports
+            from graphquant.batch.reports import SQNR_STEP, compare_reports
 
             sqnr_step = SQNR_STEP if self.sqnr_step is None else self.sqnr_step
             report = compare_reports(report, earlier_report, sqnr_step=sqnr_step, fail=self.fail_on is not None)
@@ -385,7 +385,7 @@ def _echo_warning(message: str) -> None:
 
 def _exit_with_report(report: BatchReport, *, merged: bool = False) -> None:
     """Exit with the code of the report."""
-    from graphquant.batch.regressions import has_regressions
+    from graphquant.batch.reports import has_regressions
 
     if not merged and any(outcome.status == "skipped" for outcome in report.outcomes):
         click.echo("Interrupted. Finished outputs are kept; continue with --resume.", err=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.batch_reports import report_without_times
 
 from graphquant.batch.manifest_schema import manifest_schema
-from graphquant.batch.types import batch_report_json, read_report
+from graphquant.batch.types import read_report
 from graphquant.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,7 +48,7 @@ def test_shards_equal_the_whole_batch(batch):
     assert [shard.shard for shard in shards] == [(1, 2), (2, 2)]
     assert shards[0].deal_digest == shards[1].deal_digest != ""
     assert batch("--merge", "1.json", "2.json", "--report", "merged.json")[0] == 0
-    merged, plain = (batch_report_json(read_report(Path(name)), times=False) for name in ("merged.json", "whole.json"))
+    merged, plain = (report_without_times(read_report(Path(name))) for name in ("merged.json", "whole.json"))
     assert merged == plain
 
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.batch_reports import report_without_times
 
 from graphquant import api
 from graphquant.batch import workers as processes
 from graphquant.batch.manifest import load_entries
 from graphquant.batch.run import BatchOptions, run_batch
-from graphquant.batch.types import Gates, batch_report_json, read_report
+from graphquant.batch.types import Gates, read_report
 from graphquant.batch.work import quantize_entry
 from graphquant.calibration import load_stats
 from graphquant.cli import main
@@ -103,7 +104,7 @@ def run_sample_batch(folder, execute):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         report = run_batch(load_entries(), BatchOptions(folder=folder / "cache"), execute)
-        return batch_report_json(report, times=False), file_digests(folder / "out")
+        return report_without_times(report), file_digests(folder / "out")
 
 
 def file_digests(folder):

@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from support.batch_reports import report_without_times
 
-from graphquant.batch.types import batch_report_json, read_report
+from graphquant.batch.types import read_report
 
 pytestmark = pytest.mark.slow  # each starts the program and its workers
 
@@ -31,7 +32,7 @@ def run_batch_command(*arguments):
 
 def read_json_report():
     """Return the report without times."""
-    return batch_report_json(read_report(Path("report.json")), times=False)
+    return report_without_times(read_report(Path("report.json")))
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import onnx
 import pytest
+from support.batch_reports import report_without_times
 
-from graphquant.batch.types import batch_report_json, read_report
+from graphquant.batch.types import read_report
 
 pytestmark = pytest.mark.slow  # more than a hundred models, twice
 
@@ -25,7 +26,7 @@ def run_batch_command(*arguments):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert process.returncode in {0, 1}, process.stderr
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return batch_report_json(read_report(Path("r.json")), times=False), seconds
+    return report_without_times(read_report(Path("r.json"))), seconds
 
 
 def read_outputs():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphquant.batch.regressions import compare_reports, has_regressions
+from graphquant.batch.reports import compare_reports, has_regressions
 from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics, Problem
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import onnx
 import pytest
+from support.batch_reports import report_without_times
 
 from graphquant.batch.cache import OutcomeCache, journal_path
 from graphquant.batch.cache_key import file_digest
 from graphquant.batch.run import BatchOptions, run_batch
-from graphquant.batch.types import Entry, Gates, Outcome, batch_report_json
+from graphquant.batch.types import Entry, Gates, Outcome
 from graphquant.batch.work import failed_outcome, quantize_entry
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import file_writer
@@ -420,7 +421,7 @@ def test_data_functions_are_not_cached(workspace):
 def test_report_without_times(workspace):
     """Two runs give the same report without times."""
     runs = [run_batch(two_entries(), batch_options(cache=False), Executor()) for _ in range(2)]
-    reports = [batch_report_json(run, times=False) for run in runs]
+    reports = [report_without_times(run) for run in runs]
     assert reports[0] == reports[1]
     assert isinstance(reports[0]["outcomes"][0]["sites"], int)
 

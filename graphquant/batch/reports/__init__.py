@@ -1,23 +1,38 @@
-"""Formats of a batch report for people and CI systems."""
+"""Batch reports: their file formats, JSON Schema, and comparison with an earlier report."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from graphquant.batch.types import batch_report_json
+from graphquant.batch import types
+from graphquant.batch.reports.html import draw_graphs, report_page
+from graphquant.batch.reports.text import (
+    ALL_CODES,
+    bytes_text,
+    duration_text,
+    junit_xml,
+    metrics_sqnr_text,
+    percent_text,
+    report_csv,
+    report_markdown,
+    report_notices,
+    status_text,
+)
+from graphquant.batch.types import OutcomeChange, batch_report_json
 from graphquant.errors import UsageError, did_you_mean
+from graphquant.rules import field_descriptions
 from graphquant.utils.atomic_files import atomic_file
+from graphquant.visualize.check_report import github_annotations, sarif_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from graphquant.batch.types import BatchReport
+    from graphquant.batch.types import BatchReport, ChangeKind, Level, Outcome
     from graphquant.utils.progress import Progress
-
-
-__all__ = ["REPORTS", "as_annotations", "check_report_path", "write_report"]
 
 
 def as_json(report: BatchReport) -> str:
@@ -25,57 +40,23 @@ def as_json(report: BatchReport) -> str:
     return json.dumps(batch_report_json(report), indent=2, allow_nan=False) + "\n"
 
 
-def as_junit(report: BatchReport) -> str:
-    """Return JUnit XML."""
-    from graphquant.batch.reports.junit import junit_xml
-
-    return junit_xml(report)
-
-
 def as_sarif(report: BatchReport) -> str:
     """Return SARIF 2.1.0 for code scanning."""
-    from graphquant.batch.reports.text import ALL_CODES, report_notices
-    from graphquant.visualize.check_report import sarif_log
-
     return json.dumps(sarif_log(report_notices(report), ALL_CODES), indent=2) + "\n"
-
-
-def as_markdown(report: BatchReport) -> str:
-    """Return Markdown for a step summary."""
-    from graphquant.batch.reports.text import report_markdown
-
-    return report_markdown(report)
-
-
-def as_html(report: BatchReport) -> str:
-    """Return a page without links to graphs; `write_report` draws the graphs."""
-    from graphquant.batch.reports.html import report_page
-
-    return report_page(report)
-
-
-def as_csv(report: BatchReport) -> str:
-    """Return the table as CSV."""
-    from graphquant.batch.reports.text import report_csv
-
-    return report_csv(report)
 
 
 def as_annotations(report: BatchReport) -> str:
     """Return GitHub workflow commands."""
-    from graphquant.batch.reports.text import report_notices
-    from graphquant.visualize.check_report import github_annotations
-
     return github_annotations(report_notices(report))
 
 
 REPORTS: Mapping[str, Callable[[BatchReport], str]] = {
     ".json": as_json,
-    ".xml": as_junit,
+    ".xml": junit_xml,
     ".sarif": as_sarif,
-    ".md": as_markdown,
-    ".html": as_html,
-    ".csv": as_csv,
+    ".md": report_markdown,
+    ".html": report_page,
+    ".csv": report_csv,
 }
 """Report writers by file suffix."""
 
@@ -103,8 +84,6 @@ def write_report(path: Path, report: BatchReport, progress: Progress | None = No
         UsageError: It cannot be written.
     """
     if path.suffix == ".html":
-        from graphquant.batch.reports.html import draw_graphs, report_page
-
         text = report_page(report, draw_graphs(report, path, progress))
     else:
         text = REPORTS[path.suffix](report)
@@ -113,3 +92,116 @@ def write_report(path: Path, report: BatchReport, progress: Progress | None = No
             file.write(text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a report, as in report.schema.json, with the descriptions of the docstrings."""
+    from pydantic import TypeAdapter
+
+    json_schema = TypeAdapter(types.BatchReport).json_schema(mode="serialization")
+    for name, node in {types.BatchReport.__name__: json_schema, **json_schema["$defs"]}.items():
+        table = getattr(types, name)
+        node["description"] = inspect.cleandoc(table.__doc__).partition("\n")[0]
+        descriptions = field_descriptions(table)
+        for key, entry in node["properties"].items():
+            entry.pop("title", None)
+            if key in descriptions:
+                entry["description"] = descriptions[key]
+        node["required"] = list(node["properties"])
+    schema_uri = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": schema_uri, **json_schema, "title": "graphquant batch report"}
+
+
+SQNR_STEP = 0.5
+"""Loss of SQNR in dB that is no regression."""
+
+SHARE_STEP = 0.01
+"""Decrease of agreement or accuracy that is a regression; with few samples, it is one sample."""
+
+SIZE_STEP = 0.01
+"""Relative growth that is no regression, since outputs contain version strings."""
+
+SLOWDOWN_FACTOR = 1.5
+"""Slowdown that is reported, from one second on. It is no regression, because machines differ."""
+
+
+def compare_reports(
+    report: BatchReport, last: BatchReport, *, sqnr_step: float = SQNR_STEP, fail: bool = False
+) -> BatchReport:
+    """Return `report` with the changes since `last`; regressions fail it only if `fail`.
+
+    Regressions are: a new failure, a loss of more than `sqnr_step` dB, agreement or accuracy lower by 1%, a metric that
+    is no longer measured, an output more than 1% larger, a smaller int8 share, and a missing output.
+    """
+    before = {outcome.name: outcome for outcome in last.outcomes if outcome.status != "skipped"}
+    changes = [
+        OutcomeChange(name=outcome.name, kind=kind, level=level, message=message)
+        for outcome in report.outcomes
+        if outcome.status != "skipped" and outcome.name in before
+        for kind, level, message in _outcome_changes(before[outcome.name], outcome, sqnr_step)
+    ]
+    if report.shard[1] == 1:  # in a shard's report, another shard may have the missing ones
+        names = {outcome.name for outcome in report.outcomes}
+        message = "the last report has it, and this batch does not"
+        changes += [
+            OutcomeChange(name=name, kind="missing", level="warning", message=message)
+            for name in before
+            if name not in names
+        ]
+    if fail:
+        changes = [replace(change, level="error") if change.level == "warning" else change for change in changes]
+    return replace(report, changes=tuple(changes))
+
+
+def has_regressions(report: BatchReport) -> bool:
+    """Return True if a regression fails the report."""
+    return any(change.level == "error" for change in report.changes)
+
+
+def _outcome_changes(old: Outcome, new: Outcome, sqnr_step: float) -> Iterator[tuple[ChangeKind, Level, str]]:
+    if old.passed != new.passed:
+        yield "status", "warning" if old.passed else "note", f"{status_text(new)}, and was {status_text(old)}"
+    for kind, message in _metric_regressions(old, new, sqnr_step):
+        yield kind, "warning", message
+    size, size_before = new.size_after, old.size_after
+    if size is not None and size_before is not None and size > size_before * (1 + SIZE_STEP):
+        yield "size", "warning", f"the output has {bytes_text(size)}, and had {bytes_text(size_before)}"
+    share, share_before = new.int8_share, old.int8_share
+    if share is not None and share_before is not None and share < share_before:
+        message = f"{percent_text(share)} of the ops run in low precision, and {percent_text(share_before)} did"
+        yield "int8", "warning", message
+    if new.status == old.status == "done" and new.seconds > max(1.0, SLOWDOWN_FACTOR * old.seconds):
+        yield "seconds", "note", f"it took {duration_text(new.seconds)}, and took {duration_text(old.seconds)}"
+
+
+def _metric_regressions(old: Outcome, new: Outcome, sqnr_step: float) -> Iterator[tuple[ChangeKind, str]]:
+    """Yield the metrics that decreased or disappeared."""
+    before, after = old.metrics, new.metrics
+    if before is None or new.size_after is None:
+        return
+    if after is None:
+        yield "not-measured", "the difference from the float model was measured before and is not now"
+        return
+    if after.problem and not before.problem:
+        yield "not-measured", f"the output cannot be compared any more: {after.problem}"
+        return
+    # Differing outputs without floats have no SQNR; agreement covers them.
+    sqnr_before = float("inf") if before.exact else before.sqnr
+    if after.sqnr is not None and sqnr_before is not None and sqnr_before - after.sqnr > sqnr_step:
+        yield "sqnr", f"SQNR is {metrics_sqnr_text(after)}, and was {metrics_sqnr_text(before)}"
+    # Shares are rounded, and one sample may differ between machines.
+    tolerance = max(SHARE_STEP, 1.0 / max(after.samples, 1)) + 1e-9
+    agreement_before = 1.0 if before.exact and after.agreement is not None else before.agreement
+    accuracy_before, accuracy = (metrics.accuracy and metrics.accuracy[1] for metrics in (before, after))
+    shares: tuple[tuple[ChangeKind, float | None, float | None], ...] = (
+        ("agreement", agreement_before, 1.0 if after.exact else after.agreement),
+        ("accuracy", accuracy_before, accuracy),
+    )
+    for kind, share_before, share in shares:
+        if share_before is not None and (share is None or share_before - share > tolerance):
+            yield kind, f"{kind} is {_percent_with_decimal(share)}, and was {_percent_with_decimal(share_before)}"
+
+
+def _percent_with_decimal(share: float | None) -> str:
+    """Format a share with one decimal, since small differences matter here."""
+    return "not known" if share is None else f"{100 * share:.1f} %"

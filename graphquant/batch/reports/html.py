@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -20,7 +22,6 @@ from graphquant.batch.reports.text import (
     INT8_NOTE,
     REPORT_COLUMNS,
     STATUS_LABELS,
-    ReportColumn,
     failure_reasons,
     percent_text,
     report_summary,
@@ -57,20 +58,19 @@ def _report_lines(report: BatchReport, graphs: Mapping[str, str]) -> Iterator[st
     yield f"<style>{style}</style></head><body>"
     yield from _page_header(report)
     yield '<table id="models"><thead><tr>'
-    yield from map(_column_heading, REPORT_COLUMNS)
-    yield "<th>graph</th>"
-    yield "</tr></thead><tbody>"
+    for column in REPORT_COLUMNS:
+        attributes = ' class="n"' if column.value is not None else ""
+        attributes += f' title="{_html_text(INT8_NOTE)}"' if column.title == "int8" else ""
+        yield f'<th{attributes} aria-sort="none"><button type="button">{column.title}</button></th>'
+    yield "<th>graph</th>\n</tr></thead><tbody>"
     changes: dict[str, list[OutcomeChange]] = {}
     for change in report.changes:
         changes.setdefault(change.name, []).append(change)
     for outcome in report.outcomes:
         yield _model_row(outcome, changes.pop(outcome.name, []), graphs.get(outcome.name))
     yield "</tbody></table>"
-    yield from (
-        f'<p class="bad">{_html_text(change_.name)}: {_html_text(change_.message)}</p>'
-        for remaining in changes.values()
-        for change_ in remaining
-    )
+    for change in chain.from_iterable(changes.values()):
+        yield f'<p class="bad">{_html_text(change.name)}: {_html_text(change.message)}</p>'
     yield f"<script>{script}</script></body></html>"
 
 
@@ -81,19 +81,13 @@ def _page_header(report: BatchReport) -> Iterator[str]:
     yield '<form id="controls">'
     yield '<input id="query" type="search" placeholder="filter by name" aria-label="filter by name">'
     yield '<select id="status" aria-label="status"><option value="">every status</option>'
-    counts = {name: sum(outcome.status == name for outcome in report.outcomes) for name in STATUS_LABELS}
-    yield from (
-        f'<option value="{name}">{STATUS_LABELS[name]} ({count})</option>' for name, count in counts.items() if count
-    )
+    counts = Counter(outcome.status for outcome in report.outcomes)
+    for status, label in STATUS_LABELS.items():
+        if status in counts:
+            yield f'<option value="{status}">{label} ({counts[status]})</option>'
     if report.changes:
         yield '<option value="changed">changed</option>'
     yield '</select><output id="shown"></output><button type="button" id="theme">light or dark</button></form></header>'
-
-
-def _column_heading(column: ReportColumn) -> str:
-    attributes = ' class="n"' if column.value is not None else ""
-    attributes += f' title="{_html_text(INT8_NOTE)}"' if column.title == "int8" else ""
-    return f'<th{attributes} aria-sort="none"><button type="button">{column.title}</button></th>'
 
 
 def _model_row(outcome: Outcome, changes: list[OutcomeChange], graph: str | None) -> str:
@@ -131,30 +125,26 @@ def _int8_bar(outcome: Outcome) -> str:
 
 def _name_cell(outcome: Outcome, changes: list[OutcomeChange]) -> str:
     """Return the name, failure reasons, and foldable details."""
-    rows = {"model": outcome.model, "output": outcome.output, **_digest_rows(outcome)}
-    rows |= {f"skipped: {skip_reason}": str(count) for skip_reason, count in outcome.skips.items()}
-    rows |= {
-        f"{finding.code} {finding.site}": f"{finding.message}. Remedy: {finding.fix}." for finding in outcome.findings
+    digests = outcome.digests
+    rows = {
+        "model": outcome.model,
+        "output": outcome.output,
+        **{f"SHA-256 of the {label}": getattr(digests, label) for label in ("model", "rules", "data", "output")},
+        **{f"skipped: {reason}": str(count) for reason, count in outcome.skips.items()},
+        **{
+            f"{finding.code} {finding.site}": f"{finding.message}. Remedy: {finding.fix}."
+            for finding in outcome.findings
+        },
     }
     table = "".join(
         f"<tr><th>{_html_text(label)}</th><td>{_html_text(detail)}</td></tr>"
         for label, detail in rows.items()
         if detail
     )
-    paragraphs = [f'<p class="bad">{_html_text(reason)}</p>' for reason in failure_reasons(outcome)]
-    paragraphs += [
-        f'<p class="{"soft" if change.level == "note" else "bad"}">{_html_text(change.message)}</p>'
-        for change in changes
-    ]
-    return (
-        f"<details><summary>{_html_text(outcome.name)}</summary><table>{table}</table></details>{''.join(paragraphs)}"
-    )
-
-
-def _digest_rows(outcome: Outcome) -> dict[str, str]:
-    digests = outcome.digests
-    rows = {"model": digests.model, "rules": digests.rules, "data": digests.data, "output": digests.output}
-    return {f"SHA-256 of the {label}": digest for label, digest in rows.items()}
+    messages = [("bad", reason) for reason in failure_reasons(outcome)]
+    messages += [("soft" if change.level == "note" else "bad", change.message) for change in changes]
+    paragraphs = "".join(f'<p class="{style}">{_html_text(message)}</p>' for style, message in messages)
+    return f"<details><summary>{_html_text(outcome.name)}</summary><table>{table}</table></details>{paragraphs}"
 
 
 def _html_text(text: str) -> str:
@@ -184,7 +174,11 @@ def draw_graphs(report: BatchReport, report_path: Path, progress: Progress | Non
         UsageError: The folder cannot be written.
     """
     folder = report_path.with_name(f"{report_path.stem}_graphs")
-    drawn = [outcome for outcome in report.outcomes if outcome.digests.output and _is_local_output(outcome)]
+    drawn = [
+        outcome
+        for outcome in report.outcomes
+        if outcome.digests.output and "://" not in outcome.output and Path(outcome.output).exists()
+    ]
     links: dict[str, str] = {}
     for number, outcome in enumerate(drawn):
         page = folder / _page_name(outcome)
@@ -195,14 +189,10 @@ def draw_graphs(report: BatchReport, report_path: Path, progress: Progress | Non
     return links
 
 
-def _is_local_output(outcome: Outcome) -> bool:
-    return "://" not in outcome.output and Path(outcome.output).exists()
-
-
 def _page_name(outcome: Outcome) -> str:
     """Return a name that changes with the output and the version of graphquant."""
-    made_of = f"{outcome.name}\0{outcome.digests.output}\0{__version__}"
-    mark = hashlib.sha256(made_of.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    version_key = f"{outcome.name}\0{outcome.digests.output}\0{__version__}"
+    mark = hashlib.sha256(version_key.encode("utf-8", "surrogateescape")).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', outcome.name)[:MAX_NAME_LENGTH].strip('._')}-{mark}.html"
 
 

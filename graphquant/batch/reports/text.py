@@ -1,4 +1,4 @@
-"""Batch reports as terminal text, Markdown and notices, with the wording that all formats share.
+"""Batch reports as terminal text, Markdown, CSV, JUnit XML and notices, with the wording that all formats share.
 
 docs/ci.md explains the codes of the notices.
 """
@@ -6,9 +6,12 @@ docs/ci.md explains the codes of the notices.
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from io import StringIO
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
 
 from rich.console import Group, RenderableType
 
@@ -21,10 +24,10 @@ from graphquant.visualize.tables import NameTable, plain_line, pluralize
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics
+    from graphquant.batch.types import BatchReport, Outcome, OutcomeChange, OutcomeMetrics, Status
 
 
-STATUS_LABELS = {
+STATUS_LABELS: dict[Status, str] = {
     "done": "done",
     "unchanged": "unchanged",
     "failed": "failed",
@@ -46,13 +49,12 @@ def bytes_text(count: int | None) -> str:
     """Format bytes in the unit that reads best: `512 B`, `52.1 KB`, `1.31 GB`."""
     if count is None:
         return ""
-    value, units = float(count), iter(("B", "KB", "MB", "GB"))
-    unit = next(units)
-    for larger in units:
+    value = float(count)
+    for unit in ("B", "KB", "MB"):
         if value < 999.5:  # noqa: PLR2004  # limit of three digits
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}"
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
 
 
 def size_ratio(outcome: Outcome) -> float | None:
@@ -80,11 +82,6 @@ def metrics_sqnr_text(metrics: OutcomeMetrics | None) -> str:
     return f"{metrics.sqnr:.1f} dB"
 
 
-def outcome_duration(outcome: Outcome) -> str:
-    """Return the duration, "" if nothing was done."""
-    return duration_text(outcome.seconds) if outcome.seconds else ""
-
-
 def duration_text(count: float) -> str:
     """Format a duration: `0.8 s`, `3 min 20 s`."""
     if count < 60:  # noqa: PLR2004  # seconds of a minute
@@ -104,11 +101,9 @@ def failure_reasons(outcome: Outcome) -> list[str]:
     messages = [outcome.problem.message] if outcome.problem is not None else []
     messages += [miss.message for miss in outcome.misses]
     problem = "" if outcome.metrics is None else outcome.metrics.problem
-    return (
-        messages
-        if not problem or problem in messages
-        else [*messages, f"it cannot be compared with the float model: {problem}"]
-    )
+    if problem and problem not in messages:
+        messages.append(f"it cannot be compared with the float model: {problem}")
+    return messages
 
 
 def prefix_model_name(outcome: Outcome, reason: str) -> str:
@@ -119,14 +114,12 @@ def prefix_model_name(outcome: Outcome, reason: str) -> str:
 
 def report_summary(report: BatchReport) -> str:
     """Return the number of models by status, and the duration."""
-    counts: dict[str, int] = {}
-    for outcome in report.outcomes:
-        counts[status_text(outcome)] = counts.get(status_text(outcome), 0) + 1
-    phrases = [f"{counts[word]} {word}" for word in STATUS_LABELS.values() if word in counts]
-    kinds = [change.kind for change in report.changes if change.level != "note"]
-    difference_count = kinds.count("digest")
-    phrases += [pluralize(len(kinds) - difference_count, "regression")] if len(kinds) > difference_count else []
-    phrases += [pluralize(difference_count, "difference")] if difference_count else []
+    counts = Counter(outcome.status for outcome in report.outcomes)
+    phrases = [f"{counts[status]} {label}" for status, label in STATUS_LABELS.items() if status in counts]
+    differs = Counter(change.kind == "digest" for change in report.changes if change.level != "note")
+    phrases += [
+        pluralize(differs[kind], noun) for kind, noun in ((False, "regression"), (True, "difference")) if differs[kind]
+    ]
     shard = f" of shard {report.shard[0]}/{report.shard[1]}" if report.shard[1] > 1 else ""
     return f"{pluralize(len(report.outcomes), 'model')}{shard}: {', '.join(phrases)}; {duration_text(report.seconds)}."
 
@@ -168,7 +161,11 @@ REPORT_COLUMNS = (
     ReportColumn("sites", lambda outcome: "" if _sites(outcome) is None else str(outcome.sites), _sites),
     ReportColumn("int8", lambda outcome: percent_text(outcome.int8_share), lambda outcome: outcome.int8_share),
     ReportColumn("SQNR", lambda outcome: metrics_sqnr_text(outcome.metrics), _sqnr),
-    ReportColumn("time", outcome_duration, lambda outcome: outcome.seconds or None),
+    ReportColumn(
+        "time",
+        lambda outcome: duration_text(outcome.seconds) if outcome.seconds else "",
+        lambda outcome: outcome.seconds or None,
+    ),
 )
 """Columns of the terminal, Markdown, HTML and CSV reports. A new column is one more line."""
 
@@ -194,11 +191,8 @@ def batch_report_view(report: BatchReport) -> RenderableType:
         cells = [column.text(outcome) for column in REPORT_COLUMNS]
         table.add_row(*cells, style="" if outcome.passed or outcome.status == "skipped" else "red")
     sections: list[RenderableType] = [table] if report.outcomes else []
-    sections += (
-        [plain_line(INT8_NOTE, style="dim")]
-        if any(outcome.int8_share is not None for outcome in report.outcomes)
-        else []
-    )
+    if any(outcome.int8_share is not None for outcome in report.outcomes):
+        sections.append(plain_line(INT8_NOTE, style="dim"))
     for outcome in report.outcomes:
         sections += [
             plain_line(prefix_model_name(outcome, line), style="red")
@@ -229,7 +223,7 @@ BATCH_CODES = {
 ALL_CODES = {**LINT_CODES, **BATCH_CODES}
 """All codes of a batch report."""
 
-_BY_STATUS = {
+_CODE_BY_STATUS = {
     "failed": "GQ201",
     "timeout": "GQ202",
     "crashed": "GQ203",
@@ -253,14 +247,12 @@ def report_notices(report: BatchReport) -> Iterator[Notice]:
 
 
 def _outcome_notices(outcome: Outcome) -> Iterator[Notice]:
-    code = _BY_STATUS.get(outcome.status)
-    if code is not None:
-        level = BATCH_CODES[code].level
-        for reason in failure_reasons(outcome) or [f"{BATCH_CODES[code].description}."]:
-            yield Notice(code, level, outcome.model, "", "", prefix_model_name(outcome, reason))
-    elif outcome.passed:
-        for reason in failure_reasons(outcome):
-            yield Notice("GQ209", BATCH_CODES["GQ209"].level, outcome.model, "", "", prefix_model_name(outcome, reason))
+    code = _CODE_BY_STATUS.get(outcome.status, "GQ209")
+    reasons = failure_reasons(outcome)
+    if not reasons and not outcome.passed:
+        reasons = [f"{BATCH_CODES[code].description}."]
+    for reason in reasons:
+        yield Notice(code, BATCH_CODES[code].level, outcome.model, "", "", prefix_model_name(outcome, reason))
     for finding in outcome.findings:
         message = f"{finding.message}. Remedy: {finding.fix}."
         yield Notice(finding.code, finding.level, outcome.output, finding.site, finding.op, message)
@@ -275,18 +267,14 @@ MAX_REASON_LENGTH = 600
 
 def report_markdown(report: BatchReport) -> str:
     """Return the Markdown, failures first. Rows above the size limit of a step summary are counted."""
-    heading = [f"### {_status_mark(report)} graphquant batch", "", _escape_markdown(report_summary(report)), ""]
+    passed = report.passed and all(change.level != "error" for change in report.changes)
+    heading = [f"### {'✅' if passed else '❌'} graphquant batch", "", _escape_markdown(report_summary(report)), ""]
     titles = " | ".join(column.title for column in REPORT_COLUMNS)
     rules = " | ".join("---" if column.value is None else "---:" for column in REPORT_COLUMNS)
     table = [f"| {titles} |", f"| {rules} |"]
     problems = _truncate_lines([*_problem_items(report)], MAX_MARKDOWN_BYTES // 2)
     rows = [_markdown_row(outcome) for outcome in sorted(report.outcomes, key=lambda outcome: outcome.passed)]
     return "\n".join([*heading, *problems, "", *table, *_truncate_lines(rows, MAX_MARKDOWN_BYTES // 2)]) + "\n"
-
-
-def _status_mark(report: BatchReport) -> str:
-    """Return a mark for success or failure."""
-    return "✅" if report.passed and all(change.level != "error" for change in report.changes) else "❌"
 
 
 def _problem_items(report: BatchReport) -> Iterator[str]:
@@ -323,3 +311,86 @@ def _truncate_lines(lines: list[str], room: int) -> list[str]:
         if room < 0:
             return [*lines[:number], "", f"{len(lines) - number} more are in the other reports."]
     return lines
+
+
+def junit_xml(report: BatchReport) -> str:
+    """Return JUnit XML for Jenkins, GitLab and Ant, with a test case for each model.
+
+    A failed model or missed gate is a failure, a dead worker an error.
+    """
+    regressions: dict[str, list[OutcomeChange]] = {}
+    for change in report.changes:
+        if change.level == "error":
+            regressions.setdefault(change.name, []).append(change)
+    kinds = [_case_kind(outcome, outcome.name in regressions) for outcome in report.outcomes]
+    missing = [name for name in regressions if name not in {outcome.name for outcome in report.outcomes}]
+    suites = ET.Element("testsuites")
+    attributes = {
+        "name": "graphquant batch",
+        "package": "graphquant",
+        "id": "0",
+        "timestamp": datetime.fromtimestamp(report.started, UTC).strftime("%Y-%m-%dT%H:%M:%S"),
+        "hostname": "localhost",
+        "tests": str(len(kinds) + len(missing)),
+        "failures": str(kinds.count("failure") + len(missing)),
+        "errors": str(kinds.count("error")),
+        "skipped": str(kinds.count("skipped")),
+        "time": f"{report.seconds:.3f}",
+    }
+    suite = ET.SubElement(suites, "testsuite", attributes)
+    ET.SubElement(ET.SubElement(suite, "properties"), "property", name="graphquant", value=report.version)
+    for outcome, kind in zip(report.outcomes, kinds, strict=True):
+        case = _add_test_case(suite, outcome.name, f"{outcome.seconds:.3f}")
+        changes = regressions.get(outcome.name, [])
+        if kind == "skipped":
+            ET.SubElement(case, kind)
+        elif kind:
+            problem_type = outcome.problem.kind if outcome.problem is not None else status_text(outcome)
+            if outcome.passed:
+                problem_type = "difference" if changes[0].kind == "digest" else "regression"
+            messages = [*failure_reasons(outcome), *(change.message for change in changes), *_metrics_lines(outcome)]
+            _add_problem(case, kind, problem_type, messages)
+    for name in missing:
+        messages = [change.message for change in regressions[name]]
+        _add_problem(_add_test_case(suite, name, "0"), "failure", "regression", messages)
+    ET.SubElement(suite, "system-out").text = _xml_text([report_summary(report)])
+    errors = [
+        f"{outcome.name}: {reason}"
+        for outcome in report.outcomes
+        if outcome.passed
+        for reason in failure_reasons(outcome)
+    ]
+    errors += [f"{change.name}: {change.message}" for change in report.changes]
+    ET.SubElement(suite, "system-err").text = _xml_text(errors)
+    ET.indent(suites)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(suites, encoding="unicode")}\n'
+
+
+def _case_kind(outcome: Outcome, regressed: bool) -> str:
+    if outcome.passed:
+        return "failure" if regressed else ""
+    return {"skipped": "skipped", "failed": "failure", "gate": "failure"}.get(outcome.status, "error")
+
+
+def _add_test_case(suite: ET.Element, name: str, seconds: str) -> ET.Element:
+    return ET.SubElement(suite, "testcase", name=escape_unprintable(name), classname="graphquant.batch", time=seconds)
+
+
+def _add_problem(case: ET.Element, kind: str, problem_type: str, messages: list[str]) -> None:
+    message = escape_unprintable(messages[0]) if messages else problem_type
+    ET.SubElement(case, kind, type=escape_unprintable(problem_type), message=message).text = _xml_text(messages)
+
+
+def _metrics_lines(outcome: Outcome) -> list[str]:
+    """Return the metrics of an existing output in one line."""
+    if outcome.size_after is None:
+        return []
+    metrics = {"int8 share": percent_text(outcome.int8_share), "SQNR": metrics_sqnr_text(outcome.metrics)}
+    sizes = f"{bytes_text(outcome.size_before)} to {bytes_text(outcome.size_after)}"
+    figures = [f"{label} {text}" for label, text in metrics.items() if text]
+    return [", ".join([sizes, f"{outcome.sites} sites", *figures])]
+
+
+def _xml_text(texts: list[str]) -> str:
+    """Join texts without the characters that XML cannot hold."""
+    return "\n".join(escape_unprintable(line) for text in texts for line in text.split("\n"))

@@ -4,10 +4,11 @@ import json
 import shutil
 
 import pytest
+from support.batch_reports import report_without_times
 
 from graphquant.batch import reports
 from graphquant.batch.reports import REPORTS
-from graphquant.batch.types import batch_report_json, read_report
+from graphquant.batch.types import read_report
 from graphquant.errors import UsageError
 
 
@@ -39,10 +40,10 @@ def test_reports(batch, tmp_path):
     assert len([*tmp_path.joinpath("report_graphs").iterdir()]) == 2
     assert tmp_path.joinpath("report.html").read_text("utf-8").count('<a href="report_graphs/digits_') == 2
     assert batch("--report", "second.json", "--format", "github").stdout == ""
-    second = batch_report_json(read_report(tmp_path / "second.json"), times=False)
+    second = report_without_times(read_report(tmp_path / "second.json"))
     for outcome in second["outcomes"]:
         assert outcome.pop("status") == "unchanged"
-    expected = batch_report_json(first, times=False)
+    expected = report_without_times(first)
     for outcome in expected["outcomes"]:
         assert outcome.pop("status") == "done"
     assert second == expected

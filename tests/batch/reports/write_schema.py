@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from graphquant.batch.reports.schema import report_schema
+from graphquant.batch.reports import report_schema
 
 if __name__ == "__main__":
     folder = Path(__file__).parents[3] / "graphquant" / "batch" / "reports"

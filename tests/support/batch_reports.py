@@ -1,0 +1,13 @@
+"""Batch reports without the values that differ between runs."""
+
+from graphquant.batch.types import TIME_KEYS, batch_report_json
+
+
+def report_without_times(report):
+    """Return a report as JSON data that does not depend on workers or dates."""
+    data = {key: value for key, value in batch_report_json(report).items() if key not in TIME_KEYS}
+    data["outcomes"] = [
+        {key: value for key, value in outcome.items() if key not in TIME_KEYS} for outcome in data["outcomes"]
+    ]
+    data["changes"] = [change for change in data["changes"] if change["kind"] not in TIME_KEYS]
+    return data
