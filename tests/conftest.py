@@ -32,6 +32,51 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+ALLOWED_SKIPS = ("the folder of shared models does not exist", "mounting needs root", "mounting is not permitted")
+"""Reasons for which a test may be skipped with `--fail-on-skips`: the rest can be installed everywhere."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that CI sets."""
+    parser.addoption(
+        "--fail-on-skips", action="store_true", help="Fail if a test is skipped for a reason that is not listed."
+    )
+
+
+class SkipCheck:
+    """Fails a session in which tests were skipped for reasons that are not listed."""
+
+    def __init__(self) -> None:
+        self.unlisted: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a test that was skipped for another reason."""
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+            if not any(allowed in reason for allowed in ALLOWED_SKIPS):
+                self.unlisted.append(f"{report.nodeid}: {reason}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a module that was skipped for another reason."""
+        self.pytest_runtest_logreport(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail the session."""
+        if self.unlisted and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """List the tests."""
+        for line in self.unlisted:
+            terminalreporter.write_line(f"skipped for a reason that is not listed: {line}", red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the reasons of skipped tests, in the process that reports them."""
+    if config.getoption("--fail-on-skips") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkipCheck())
+
+
 @pytest.fixture(autouse=True)
 def unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove COLUMNS from the environment, which pytest-xdist sets for its workers and which would wrap output."""

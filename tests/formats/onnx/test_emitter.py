@@ -24,6 +24,9 @@ MODELS = [
     *sorted((ROOT.parent / "shared/models").glob("*/*.onnx")),
 ]
 
+NOT_OF_SIZE_ONE = {"occ_model0.onnx"}
+"""Models that do not run with their open sizes set to 1."""
+
 CHAIN = """<ir_version: 10, opset_import: ["" : 21]>
 g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> {
     a = Add(x, w)
@@ -304,7 +307,10 @@ def constant_op(name: str, value: Array) -> Op:
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
 def test_identity_behind_every_float_tensor(path: Path, identity_at: Any) -> None:
-    """Real models with an Identity after each float tensor, in bodies too, are valid and compute the same."""
+    """Real models with an Identity after each float tensor, in bodies too, are valid and compute the same.
+
+    A model that does not run with its open sizes set to 1 is only checked.
+    """
     model = format_.load(path)
     runner = format_.create_runner(model)
     rng = np.random.default_rng(0)
@@ -319,11 +325,9 @@ def test_identity_behind_every_float_tensor(path: Path, identity_at: Any) -> Non
         for op in graph.ops():
             for port, output in enumerate(op.outputs):
                 tensor = TensorRef(graph.name, op.name, port)
-                if output.dtype == "float32" and edited.graphs[graph.name].consumers(tensor):
+                if output.dtype in {"float32", "float16"} and edited.graphs[graph.name].consumers(tensor):
                     identity_at(edited, tensor)
                     count += 1
-    if not count:
-        pytest.skip("the model has no float32 tensors")
     message = format_.emit(edited)
     onnx.checker.check_model(message)
     reloaded = model_from_message(message)
@@ -333,7 +337,8 @@ def test_identity_behind_every_float_tensor(path: Path, identity_at: Any) -> Non
     try:
         expected = runner.run(feeds)
     except ModelError:
-        pytest.skip("the model does not run with its open sizes set to 1")
+        assert path.name in NOT_OF_SIZE_ONE
+        return
     actual = format_.create_runner(edited).run(feeds)
     for name, value in expected.items():
         np.testing.assert_allclose(actual[name], value, rtol=1e-4, atol=1e-5)
