@@ -9,11 +9,11 @@ from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned_ranges import add_initializers, learned_ranges
 from graphquant.formats.tensorflow.load import ARGUMENT_TYPE, RESULT_TYPE
 from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR
-from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, encode_attr, encode_tensor, type_number
+from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, encode_attr, set_constant, type_number
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from graphquant.formats.tensorflow.source import TensorFlowSource
 
@@ -33,20 +33,17 @@ def emit(model: Model) -> Any:
     message = type(source.message)()
     message.CopyFrom(source.message)
     graph_def, meta = source.graph_def(message), source.meta_graph(message)
-    custom_op_defs = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
-    table = opdefs.extended_op_table(custom_op_defs).with_op_defs(
-        function.signature for function in graph_def.library.function
-    )
+    table = opdefs.model_op_table(graph_def, meta)
     new_nodes = _GraphPatch(model.main, table, in_function=False).apply(graph_def.node)
-    if meta is not None:
-        _patch_signatures(model.main, meta.signature_def, source.meta_graph(source.message).signature_def)
     for function in graph_def.library.function:
         graph_patch = _GraphPatch(model.graphs[function.signature.name], table, in_function=True)
         new_nodes += graph_patch.apply(function.node_def)
         graph_patch.apply_results(function)
     if meta is None:
         add_initializers(graph_def, learned_ranges(model))
-    if meta is not None and meta.meta_info_def.stripped_op_list.op:
+        return message
+    _patch_signatures(model.main, meta.signature_def)
+    if meta.meta_info_def.stripped_op_list.op:
         _add_op_defs(meta.meta_info_def.stripped_op_list, new_nodes, table)
     return message
 
@@ -67,33 +64,35 @@ class _GraphPatch:
         ]
         if not (new_ops or patched or graph.removed_ops):
             return []
-        new_nodes = [self._make_node(op) for op in new_ops.values()]
-        for node in new_nodes:
+        new_nodes = {op.name: self._make_node(op) for op in new_ops.values()}
+        if self._in_function:
             # Inputs refer to the output names of the new nodes, which follow from their attributes.
-            if self._in_function:
-                self._ports[node.name] = opdefs.output_ports(node, self._table)
-        for node in new_nodes:
-            op = new_ops[node.name]
-            node.input.extend(self.input_name(tensor) for tensor in self._connected_inputs(op))
-            node.input.extend(f"^{name}" for name in graph.control_inputs(op.name))
-            node.device = self._source_device(op)
+            self._ports = {name: opdefs.output_ports(node, self._table) for name, node in new_nodes.items()}
+        for name, node in new_nodes.items():
+            node.input.extend(self._input_name(tensor) for tensor in self._connected_inputs(new_ops[name]))
+            node.input.extend(f"^{control}" for control in graph.control_inputs(name))
+            node.device = self._source_device(new_ops[name])
         for node in patched:
             self._patch_node(node)
-        self._replace_nodes(nodes, new_nodes, new_ops)
-        return new_nodes
+        appended = dict(new_nodes)
+        if any(node.name in new_ops or node.name not in graph for node in nodes):
+            # Deleted nodes are removed, and replaced ones keep their positions.
+            proto.replace_nodes(nodes, [appended.pop(node.name, node) for node in nodes if node.name in graph])
+        nodes.extend(appended.values())
+        return list(new_nodes.values())
 
     def apply_results(self, function: Any) -> None:
         """Point the function's results at the tensors now read, and drop control outputs of removed nodes."""
         graph = self._graph
         for label, tensor in _rerouted_outputs(graph):
-            function.ret[label.removeprefix("@")] = self.input_name(tensor)
+            function.ret[label.removeprefix("@")] = self._input_name(tensor)
         for key in sorted(function.control_ret) if graph.removed_ops else ():
             if function.control_ret[key] not in graph:
                 del function.control_ret[key]
                 if key in function.signature.control_output:
                     function.signature.control_output.remove(key)
 
-    def input_name(self, tensor: TensorRef) -> str:
+    def _input_name(self, tensor: TensorRef) -> str:
         """Return the text that names `tensor` as an input of a node of this graph."""
         op = self._graph.op(tensor.op)
         if op.source is not None:
@@ -104,14 +103,6 @@ class _GraphPatch:
             return f"{tensor.op}:{arg}:{index}"
         return f"{tensor.op}:{tensor.port}" if tensor.port else tensor.op
 
-    def _replace_nodes(self, nodes: Any, new_nodes: list[Any], new_ops: Mapping[str, Op]) -> None:
-        """Remove deleted nodes, replace changed ones in their positions, and append new ones."""
-        by_name = {node.name: node for node in new_nodes}
-        if any(node.name in new_ops or node.name not in self._graph for node in nodes):
-            remaining = [by_name.pop(node.name, node) for node in nodes if node.name in self._graph]
-            proto.replace_nodes(nodes, remaining)
-        nodes.extend(by_name.values())
-
     def _node_changed(self, node: Any) -> bool:
         graph, op = self._graph, self._graph.op(node.name)
         uses = (Use(graph.name, op.name, slot) for slot in range(len(graph.slots(op.name))))
@@ -120,7 +111,7 @@ class _GraphPatch:
             or {text[1:] for text in proto.split_inputs(node)[1]} != set(graph.control_inputs(op.name))
             or op.type != node.op
             or not isinstance(op.attrs, NodeAttrs)
-            or (op.kind == "constant" and op.read_value is not None and not isinstance(op.read_value, ConstValue))
+            or _new_value(op) is not None
         )
 
     def _patch_node(self, node: Any) -> None:
@@ -128,7 +119,7 @@ class _GraphPatch:
         op = self._graph.op(node.name)
         old_inputs, old_controls = proto.split_inputs(node)
         data = [
-            self.input_name(tensor)
+            self._input_name(tensor)
             if slot >= len(old_inputs) or Use(self._graph.name, op.name, slot) in self._graph.rerouted_uses
             else old_inputs[slot]
             for slot, tensor in enumerate(self._connected_inputs(op))
@@ -145,8 +136,8 @@ class _GraphPatch:
                 old = source_attrs.get(name)
                 if name not in source_attrs or type(old) is not type(value) or encode_attr(old) != encode_attr(value):
                     node.attr[name].CopyFrom(encode_attr(value))
-        if op.kind == "constant" and op.read_value is not None and not isinstance(op.read_value, ConstValue):
-            _set_constant(node, op)
+        if (read_value := _new_value(op)) is not None:
+            set_constant(node, read_value())
 
     def _connected_inputs(self, op: Op) -> list[TensorRef]:
         slots = self._graph.slots(op.name)
@@ -161,7 +152,9 @@ class _GraphPatch:
         for name, value in op.attrs.items():
             node.attr[name].CopyFrom(encode_attr(value))
         if op.kind == "constant":
-            _set_constant(node, op)
+            if op.read_value is None:
+                raise InternalError(f"the constant {op.name!r} has no value.")
+            set_constant(node, op.read_value())
         self._infer_type_attrs(op, node)
         if op.rule:
             node.attr[RULE_ATTR].s = op.rule.encode()
@@ -198,12 +191,9 @@ class _GraphPatch:
         return str(current.source.device) if current.source is not None and current.type not in _BOUNDARY_TYPES else ""
 
 
-def _set_constant(node: Any, op: Op) -> None:
-    if op.read_value is None:
-        raise InternalError(f"the constant {op.name!r} has no value.")
-    tensor = encode_tensor(op.read_value())
-    node.attr["dtype"].type = tensor.dtype
-    node.attr["value"].tensor.CopyFrom(tensor)
+def _new_value(op: Op) -> Callable[[], Any] | None:
+    """Return the reader of a source constant's changed value, None for other ops."""
+    return None if op.kind != "constant" or isinstance(op.read_value, ConstValue) else op.read_value
 
 
 def _rerouted_outputs(graph: Graph) -> Iterator[tuple[str, TensorRef]]:
@@ -216,50 +206,45 @@ def _rerouted_outputs(graph: Graph) -> Iterator[tuple[str, TensorRef]]:
             yield label, tensor
 
 
-def _patch_signatures(main: Graph, signatures: Any, source_signatures: Any) -> None:
+def _patch_signatures(main: Graph, signatures: Any) -> None:
     """Point the signatures' outputs at the tensors that the model's outputs now read."""
     rerouted = {main.op(label).attrs.get("tensor"): str(tensor) for label, tensor in _rerouted_outputs(main)}
-    for key in sorted(source_signatures) if rerouted else ():
-        for name in sorted(source_signatures[key].outputs):
-            old_name = source_signatures[key].outputs[name].name
-            new_name = rerouted.get(old_name if ":" in old_name else f"{old_name}:0")
-            if new_name is not None:
-                signatures[key].outputs[name].name = new_name
+    for signature in signatures.values():
+        for output in signature.outputs.values():
+            new_name = rerouted.get(output.name if ":" in output.name else f"{output.name}:0")
+            if new_name is not None:  # writing a name discards a composite tensor
+                output.name = new_name
 
 
-def _add_op_defs(op_list: Any, new_nodes: Iterable[Any], table: opdefs.OpTable) -> None:
+def _add_op_defs(op_list: Any, new_nodes: list[Any], table: opdefs.OpTable) -> None:
     """Add the definition of each operation that the new nodes use and the list lacks."""
     listed = {op_def.name for op_def in op_list.op}
-    node_by_type = {node.op: node for node in reversed(list(new_nodes))}
-    for name in sorted(node_by_type):
+    node_by_type = {node.op: node for node in reversed(new_nodes)}
+    for name in sorted(node_by_type.keys() - listed):
         spec = table.find_spec(name)
-        if name not in listed and spec is not None:
-            op_list.op.append(_make_op_def(spec, node_by_type[name]))
+        if spec is not None:
+            _fill_op_def(op_list.op.add(), spec, node_by_type[name])
 
 
-def _make_op_def(spec: opdefs.OpSpec, node: Any) -> Any:
-    """Make the definition of an operation from its arguments and the node's attributes."""
-    op_def = proto.OpDef(name=spec.name, is_stateful=spec.is_stateful)
+def _fill_op_def(op_def: Any, spec: opdefs.OpSpec, node: Any) -> None:
+    """Define an operation by its arguments and the node's attributes."""
+    op_def.name, op_def.is_stateful = spec.name, spec.is_stateful
     types: dict[str, str] = {}
     for field, args in ((op_def.input_arg, spec.inputs), (op_def.output_arg, spec.outputs)):
         for arg in args:
-            arg_def = field.add(name=arg.name, is_ref=arg.is_ref)
-            if arg.type_list_attr:
-                arg_def.type_list_attr = arg.type_list_attr
-                types[arg.type_list_attr] = "list(type)"
-                continue
-            if arg.number_attr:
-                arg_def.number_attr = arg.number_attr
-                types[arg.number_attr] = "int"
-            if arg.type_attr:
-                arg_def.type_attr = arg.type_attr
-                types[arg.type_attr] = "type"
-            elif arg.dtype:
-                arg_def.type = type_number(arg.dtype)
+            field.add(
+                name=arg.name,
+                type=type_number(arg.dtype) if arg.dtype else 0,
+                type_attr=arg.type_attr,
+                number_attr=arg.number_attr,
+                type_list_attr=arg.type_list_attr,
+                is_ref=arg.is_ref,
+            )
+            types |= {arg.type_list_attr: "list(type)", arg.number_attr: "int", arg.type_attr: "type"}
+    types.pop("", None)  # the attributes that arguments do not have
     for name in sorted(node.attr):
         kind = node.attr[name].WhichOneof("value")
         if not name.startswith("_") and kind not in {None, "list"}:
             types.setdefault(name, _ATTR_TYPES.get(kind, kind))
     for name in sorted(types):
         op_def.attr.add(name=name, type=types[name])
-    return op_def

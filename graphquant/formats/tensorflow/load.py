@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, stored_initial_values
-from graphquant.formats.tensorflow.object_graph import CheckpointVariables, add_saved_functions
+from graphquant.formats.tensorflow.object_graph import add_saved_functions, get_shared_name
 from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS, VARIABLE_OP_TYPES, describe_tf_op
 from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 ARGUMENT_TYPE: Final = "_Arg"
 RESULT_TYPE: Final = "_Retval"
-NodePorts = list[tuple[str, int, str | None]]
-"""Output argument, index within it and dtype of each port of a node."""
 
 _SHAPE_PRESERVING_KINDS: Final = frozenset({"identity", "enter", "switch", "read_variable", "next_iteration", "exit"})
 _LEGACY_SCALARS: Final = 24  # older GraphDef versions write a placeholder of unknown shape as a scalar
@@ -58,21 +56,17 @@ class _ModelLoader:
     """Builds the model of one source."""
 
     def __init__(self, source: TensorFlowSource, path: Path) -> None:
-        self._source = source
         self._graph_def = source.graph_def(source.message)
         self._functions = {function.signature.name: function for function in self._graph_def.library.function}
         if len(self._functions) != len(self._graph_def.library.function) or "" in self._functions:
             raise ModelError("Two functions have the same name, or one has none. The model file is damaged.")
-        meta = source.meta_graph(source.message)
-        custom_op_defs = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
-        signatures = (function.signature for function in self._functions.values())
-        self._op_table = opdefs.extended_op_table(custom_op_defs).with_op_defs(signatures)
-        self._builtin = opdefs.builtin_table()
+        self._meta = meta = source.meta_graph(source.message)
+        self._op_table = opdefs.model_op_table(self._graph_def, meta)
         # Saving and restoring variables is not part of the model's computation.
         saver = meta.saver_def if meta is not None else proto.SaverDef()
         self._saver_ops = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
         self._saver_filename = saver.filename_tensor_name.partition(":")[0]
-        self._variables = CheckpointVariables.from_checkpoint(source.checkpoint())
+        self._variables = source.checkpoint()
         self._learned = stored_initial_values(self._graph_def)
         self._model = Model(
             format="tensorflow", source=source, path=path, digest=source.digest, evaluate_op=evaluate_tf_op
@@ -83,13 +77,12 @@ class _ModelLoader:
         main = self._model.graphs[""] = Graph("", self._model.graphs)
         self._fill_graph(main, self._graph_def.node, TensorNames(self._graph_def.node, self._op_table, {}))
         main.inputs = [op.name for op in main.ops() if op.kind == "input" and op.name != self._saver_filename]
-        meta = self._source.meta_graph(self._source.message)
-        if meta is None or not self._add_signatures(main, meta.signature_def):
+        if self._meta is None or not self._add_signatures(main, self._meta.signature_def):
             _add_sink_outputs(main)
         for name, function in self._functions.items():
             self._add_function(name, function)
-        if meta is not None:
-            add_saved_functions(self._model, meta.object_graph_def, self._variables)
+        if self._meta is not None:
+            add_saved_functions(self._model, self._meta.object_graph_def, self._variables)
         return self._model
 
     def _add_function(self, name: str, function: Any) -> None:
@@ -122,7 +115,7 @@ class _ModelLoader:
             reader = f"node {node.name!r}"
             data, control = proto.split_inputs(node)
             tensors = [TensorRef(graph.name, *names.resolve_tensor(text, reader)) for text in data]
-            wiring.append((node, tensors, [names.control_input(text[1:], reader) for text in control]))
+            wiring.append((node, tensors, [names.resolve_control(text[1:], reader) for text in control]))
         for node, tensors, _ in wiring:
             # The saver names nodes of the main graph; the same name in a function means another node.
             is_saver = not graph.name and node.name in self._saver_ops
@@ -134,47 +127,49 @@ class _ModelLoader:
     def _make_op(self, node: Any, inputs: int, names: TensorNames, *, is_saver: bool) -> Op:
         op_info = describe_tf_op(node.op, node.attr, inputs)
         calls = self._function_calls(node)
-        kind = "call" if node.op in self._functions and node.op not in self._builtin else op_info.kind
+        kind = "call" if self._is_function(node.op) else op_info.kind
         if is_saver:
             calls, kind = (), "stateful"
+        shapes = _declared_shapes(node, self._graph_def.versions.producer)
+        outputs = tuple(
+            Output(names.output_name(node.name, port), dtype, shapes[port] if port < len(shapes) else None)
+            for port, (_, _, dtype) in enumerate(names.ports[node.name])
+        )
+        rule, anchor = (
+            node.attr[key].s.decode(errors="replace") if key in node.attr else "" for key in (RULE_ATTR, ANCHOR_ATTR)
+        )
         return Op(
             name=node.name,
             kind=kind,
             type=node.op,
             roles=op_info.roles,
             channel_axis=op_info.channel_axis,
-            outputs=self._make_outputs(node, names),
+            outputs=outputs,
             attrs=NodeAttrs(node.attr, op_info.defaults),
             read_value=self._value_reader(node, kind),
             calls=calls,
             source=node,
-            rule=node.attr[RULE_ATTR].s.decode(errors="replace") if RULE_ATTR in node.attr else "",
-            anchor=node.attr[ANCHOR_ATTR].s.decode(errors="replace") if ANCHOR_ATTR in node.attr else "",
+            rule=rule,
+            anchor=anchor,
         )
 
-    def _make_outputs(self, node: Any, names: TensorNames) -> tuple[Output, ...]:
-        shapes = _declared_shapes(node, self._graph_def.versions.producer)
-        return tuple(
-            Output(names.output_name(node.name, port), dtype, shapes[port] if port < len(shapes) else None)
-            for port, (_, _, dtype) in enumerate(names.ports(node.name))
-        )
+    def _is_function(self, op_type: str) -> bool:
+        """Return True if nodes of that type call a function of the model."""
+        return op_type in self._functions and op_type not in opdefs.builtin_table()
 
     def _value_reader(self, node: Any, kind: str) -> Callable[[], Any] | None:
-        if kind == "constant":
-            return ConstValue(node) if node.op == "Const" and "value" in node.attr else None
+        if kind == "constant" and node.op == "Const" and "value" in node.attr:
+            return ConstValue(node)
         if kind != "variable":
             return None
-        return self._variables.node_reader(node) or (
-            self._learned.get(node.attr["shared_name"].s.decode(errors="replace"))
-            if LEARNED_ATTR in node.attr
-            else None
-        )
+        reader = self._variables.key_reader(self._variables.checkpoint_key(node))
+        return self._learned.get(get_shared_name(node)) if reader is None and LEARNED_ATTR in node.attr else reader
 
     def _function_calls(self, node: Any) -> tuple[Call, ...]:
         """Return the calls of a node, its attributes in alphabetical order."""
         offsets = FUNCTION_ATTRS.get(node.op, {})
         calls = []
-        if node.op in self._functions and node.op not in self._builtin:
+        if self._is_function(node.op):
             calls.append(Call("", node.op, 0))
         for attr, function in proto.function_attrs(node):
             if function.name in self._functions:
@@ -196,82 +191,78 @@ class _ModelLoader:
 
 
 class TensorNames:
-    """Tensor names of one graph, as the inputs of its nodes spell them."""
+    """Tensor names of one graph, as the inputs of its nodes spell them.
+
+    Attributes:
+        ports: Output argument, index within it and dtype of each output port, by node.
+    """
 
     def __init__(
         self, nodes: Iterable[Any], table: opdefs.OpTable, arguments: Mapping[str, str | None], function: str = ""
     ) -> None:
+        self.ports: dict[str, list[tuple[str, int, str | None]]] = {}
         self._arguments = arguments
-        self._in_function = bool(function)
-        self._graph_label = f"function {function!r}" if function else "the graph"
-        self._ports: dict[str, NodePorts] = {}
+        self._function = function
         self._undeclared: set[str] = set()
         self._positions: dict[str, dict[tuple[str, int], int]] = {}
         for node in nodes:
-            if not node.name or node.name in self._ports or node.name in arguments:
+            if not node.name or node.name in self.ports or node.name in arguments:
                 raise self._damaged(f"two nodes are called {node.name!r}")
             if node.op in table:
-                self._ports[node.name] = list(opdefs.output_ports(node, table))
+                self.ports[node.name] = list(opdefs.output_ports(node, table))
             else:
                 # A custom operation without a definition in the file has the outputs that are read.
-                self._ports[node.name] = []
+                self.ports[node.name] = []
                 self._undeclared.add(node.name)
 
-    def ports(self, node: str) -> NodePorts:
-        """Return the output ports of a node."""
-        return self._ports[node]
-
-    def control_input(self, node_name: str, reader: str) -> str:
+    def resolve_control(self, node_name: str, reader: str) -> str:
         """Return the op that a control input names."""
-        if node_name not in self._ports and node_name not in self._arguments:
+        if node_name not in self.ports and node_name not in self._arguments:
             raise self._damaged(f"{reader} waits for {node_name!r}, which does not exist")
         return node_name
 
     def output_name(self, node: str, port: int) -> str:
         """Return the name of output `port` of `node`."""
-        if not self._in_function:
+        if not self._function:
             return f"{node}:{port}"
-        arg, index, _ = self._ports[node][port]
+        arg, index, _ = self.ports[node][port]
         return f"{node}:{arg}:{index}"
 
     def resolve_tensor(self, tensor_name: str, reader: str) -> tuple[str, int]:
         """Return op and port of the tensor that `reader` calls `tensor_name`."""
         name, _, suffix = tensor_name.partition(":")
-        if self._in_function and not suffix and name in self._arguments:
+        if self._function and not suffix and name in self._arguments:
             return name, 0
-        if name not in self._ports:
+        if name not in self.ports:
             raise self._damaged(f"{reader} reads {tensor_name!r}, which does not exist")
-        port = self._function_port(name, suffix) if self._in_function else self._graph_port(name, suffix)
+        port = self._function_port(name, suffix) if self._function else self._graph_port(name, suffix)
         if port is None:
             raise self._damaged(f"{reader} reads {tensor_name!r}, which {name!r} does not have")
         return name, port
 
     def _damaged(self, problem: str) -> ModelError:
-        return ModelError(f"In {self._graph_label}, {problem}. The model file is damaged.")
+        graph = f"function {self._function!r}" if self._function else "the graph"
+        return ModelError(f"In {graph}, {problem}. The model file is damaged.")
 
     def _graph_port(self, node: str, suffix: str) -> int | None:
-        port = _port_number(suffix)
-        if port is None:
-            return None
-        ports = self._ports[node]
-        if node in self._undeclared:
+        port, ports = _port_number(suffix), self.ports[node]
+        if port is not None and node in self._undeclared:
             ports.extend(("", index, None) for index in range(len(ports), port + 1))
-        return port if port < len(ports) else None
+        return port if port is not None and port < len(ports) else None
 
     def _function_port(self, node: str, suffix: str) -> int | None:
         arg, _, index = suffix.partition(":")
         if node not in self._positions:
-            self._positions[node] = {(name, at): port for port, (name, at, _) in enumerate(self._ports[node])}
+            self._positions[node] = {(name, at): port for port, (name, at, _) in enumerate(self.ports[node])}
         positions = self._positions[node]
         if not arg or not (index or "0").isdecimal():
             return None
         key = (arg, int(index or 0))
         if node in self._undeclared and key not in positions:
             positions[key] = len(positions)
-            self._ports[node].append((*key, None))
-        if not index and (arg, 1) in positions:
-            return None  # without an index the name means the whole list of tensors
-        return positions.get(key)
+            self.ports[node].append((*key, None))
+        # Without an index the name means the whole list of tensors.
+        return None if not index and (arg, 1) in positions else positions.get(key)
 
 
 def _declared_shapes(node: Any, producer: int) -> list[Shape | None]:
@@ -298,25 +289,22 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
     return None
 
 
-def _inherits_shape(op: Op) -> bool:
-    return op.kind in _SHAPE_PRESERVING_KINDS and bool(op.outputs) and op.outputs[0].shape is None
-
-
 def _propagate_shapes(graph: Graph) -> None:
     """Copy shapes through passthrough ops. A read of a variable has the variable's shape."""
     visited: set[str] = set()
     for start_name in graph.nx:
-        chain: list[Op] = []
-        current = graph.op(start_name)
-        while current.name not in visited and _inherits_shape(current):
-            visited.add(current.name)
-            chain.append(current)
-            source = next(iter(graph.slots(current.name)), None)
+        chain: list[tuple[Op, TensorRef | None]] = []
+        op = graph.op(start_name)
+        while (
+            op.name not in visited and op.kind in _SHAPE_PRESERVING_KINDS and op.outputs and op.outputs[0].shape is None
+        ):
+            visited.add(op.name)
+            source = next(iter(graph.slots(op.name)), None)
+            chain.append((op, source))
             if source is None:
                 break
-            current = graph.op(source.op)
-        for link in reversed(chain):
-            source = next(iter(graph.slots(link.name)), None)
+            op = graph.op(source.op)
+        for link, source in reversed(chain):
             shape = None if source is None else graph.op(source.op).outputs[source.port].shape
             if shape is not None:
                 graph.replace_op(replace(link, outputs=tuple(replace(output, shape=shape) for output in link.outputs)))
@@ -325,19 +313,12 @@ def _propagate_shapes(graph: Graph) -> None:
 def _signature_tensor(main: Graph, name: str, label: str) -> TensorRef | None:
     """Return the tensor that a signature names; None for ops without outputs and for composite tensors."""
     op, _, port = name.partition(":")
-    if not name:
-        return None
-    if op not in main:
-        raise ModelError(
-            f"The signature's output {label!r} is {name!r}, which does not exist. The model file is damaged."
-        )
-    outputs, number = main.op(op).outputs, _port_number(port)
-    if not outputs and not port:
+    outputs, number = main.op(op).outputs if op in main else (), _port_number(port)
+    if not name or (op in main and not outputs and not port):
         return None
     if number is None or number >= len(outputs):
-        raise ModelError(
-            f"The signature's output {label!r} is {name!r}, but {op!r} has no such output. The model file is damaged."
-        )
+        problem = f"but {op!r} has no such output" if op in main else "which does not exist"
+        raise ModelError(f"The signature's output {label!r} is {name!r}, {problem}. The model file is damaged.")
     return TensorRef("", op, number)
 
 

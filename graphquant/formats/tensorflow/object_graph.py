@@ -8,9 +8,9 @@ the main graph, and an argument from the caller is an empty slot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
@@ -73,20 +73,18 @@ class _BoundInputs:
                     self._names_by_key.setdefault(key, op.name)
                 self._names_by_shared_name.setdefault(str(op.attrs.get("shared_name") or op.name), []).append(op.name)
         self._main_bindings = dict(_main_graph_bindings(model, saved_objects))
-        self._resolved: dict[int, TensorRef | None] = {}
 
     def resolve(self, node_id: int) -> TensorRef | None:
         """Return the variable or constant of object `node_id`, None for other objects."""
-        if node_id not in self._resolved:
-            saved_object = self._objects[node_id] if 0 <= node_id < len(self._objects) else None
-            kind = None if saved_object is None else saved_object.WhichOneof("kind")
-            if saved_object is not None and kind == "variable":
-                self._resolved[node_id] = self._resolve_variable(node_id, saved_object.variable)
-            elif saved_object is not None and kind == "constant":
-                self._resolved[node_id] = self._resolve_constant(saved_object.constant.operation)
-            else:
-                self._resolved[node_id] = None
-        return self._resolved[node_id]
+        if not 0 <= node_id < len(self._objects):
+            return None
+        saved_object = self._objects[node_id]
+        match saved_object.WhichOneof("kind"):
+            case "variable":
+                return self._resolve_variable(node_id, saved_object.variable)
+            case "constant":
+                return self._resolve_constant(saved_object.constant.operation)
+        return None
 
     def _resolve_variable(self, node_id: int, saved_variable: Any) -> TensorRef:
         key = self._keys.get(node_id)
@@ -149,8 +147,7 @@ _ASSIGN_OPS: Final = frozenset({"AssignVariableOp", "Assign"})
 _MAX_HOPS: Final = 16  # a damaged graph may contain a cycle
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointVariables:
+class CheckpointVariables(NamedTuple):
     """The values of a model's variables.
 
     Attributes:
@@ -161,26 +158,17 @@ class CheckpointVariables:
     checkpoint: Checkpoint | None
     keys: Mapping[str, str]
 
-    @classmethod
-    def from_checkpoint(cls, checkpoint_and_keys: tuple[Checkpoint, Mapping[str, str]] | None) -> Self:
-        """Return the variables of a checkpoint with its keys, or none."""
-        return cls(None, {}) if checkpoint_and_keys is None else cls(*checkpoint_and_keys)
-
     def checkpoint_key(self, node: Any) -> str | None:
         """Return the key of the variable that `node` makes, None if it has no value."""
-        return self.keys.get(node.name) or self.keys.get(_get_shared_name(node))
-
-    def node_reader(self, node: Any) -> Callable[[], Any] | None:
-        """Return a reader of the variable that `node` makes, None if it has no value."""
-        return self.key_reader(self.checkpoint_key(node))
+        return self.keys.get(node.name) or self.keys.get(get_shared_name(node))
 
     def key_reader(self, key: str | None) -> Callable[[], Any] | None:
         """Return a reader of the value under `key`, None if there is none."""
         return None if self.checkpoint is None or key is None else partial(self.checkpoint.read, key)
 
 
-def resolve_variables(saved_model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Map the variables of a SavedModel to keys of its checkpoint.
+def resolve_variables(meta_graphs: Iterable[Any], checkpoint: Checkpoint) -> dict[str, str]:
+    """Map the variables of MetaGraphDefs to keys of their checkpoint.
 
     The model's restore operations decide. A variable without one is looked up by its name, first in the checkpoint's
     object graph and then among its keys, as TF1 uses them. Names alone are not enough: a TF2 model may have two
@@ -189,10 +177,6 @@ def resolve_variables(saved_model: Any, checkpoint: Checkpoint) -> dict[str, str
     An ambiguous name gets no key. Nor do the slices of a partitioned TF1 variable, which are read under the name of the
     complete variable.
 
-    Args:
-        saved_model: A `SavedModel` message.
-        checkpoint: The checkpoint in its `variables` folder.
-
     Returns:
         Keys of the checkpoint by node name of a variable operation, and by its `shared_name` if that is unambiguous and
         not the name of another node. Look a variable up by node name first.
@@ -200,48 +184,43 @@ def resolve_variables(saved_model: Any, checkpoint: Checkpoint) -> dict[str, str
     Raises:
         ModelError: The checkpoint's object graph is damaged.
     """
-    by_full_name = _keys_by_full_name(checkpoint)
-    by_node: dict[str, set[str]] = {}
-    by_shared_name: dict[str, set[str]] = {}
-    for meta_graph in saved_model.meta_graphs:
+    by_full_name: dict[str, set[str]] = defaultdict(set)
+    objects = checkpoint.object_graph()
+    for saved_object in objects.nodes if objects is not None else ():
+        for attribute in saved_object.attributes:
+            if attribute.name == VARIABLE_VALUE and attribute.full_name:
+                by_full_name[attribute.full_name].add(attribute.checkpoint_key)
+    by_node: dict[str, set[str]] = defaultdict(set)
+    by_shared_name: dict[str, set[str]] = defaultdict(set)
+    for meta_graph in meta_graphs:
         graph = meta_graph.graph_def
         restored = _restored_keys(graph)
         for node in graph.node:
             if node.op in VARIABLE_OP_TYPES:
-                shared_name = _get_shared_name(node)
+                shared_name = get_shared_name(node)
                 keys = restored.get(node.name) or by_full_name.get(shared_name) or {shared_name}
-                by_node.setdefault(node.name, set()).update(keys)
-                by_shared_name.setdefault(shared_name, set()).update(keys)
+                by_node[node.name] |= keys
+                by_shared_name[shared_name] |= keys
         for function in graph.library.function:
-            for shared_name in (_get_shared_name(node) for node in function.node_def if node.op in VARIABLE_OP_TYPES):
+            for shared_name in (get_shared_name(node) for node in function.node_def if node.op in VARIABLE_OP_TYPES):
                 by_shared_name.setdefault(shared_name, set(by_full_name.get(shared_name) or {shared_name}))
     for shared_name, keys in by_shared_name.items():
         by_node.setdefault(shared_name, keys)
-    return {name: key for name, keys in by_node.items() if len(keys) == 1 for key in keys if key in checkpoint}
+    return {name: key for name, keys in by_node.items() if len(keys) == 1 for key in keys if key in checkpoint.names}
 
 
-def _get_shared_name(node: Any) -> str:
+def get_shared_name(node: Any) -> str:
+    """Return the name of a variable in sessions: that of its node if it has no other."""
     # Reading an absent attribute would add it to the message.
     shared = node.attr["shared_name"].s if "shared_name" in node.attr else b""
     return shared.decode(errors="replace") or str(node.name)
 
 
-def _keys_by_full_name(checkpoint: Checkpoint) -> dict[str, set[str]]:
-    """Return the keys of every variable name in the object graph, where names need not be unique."""
-    names: dict[str, set[str]] = {}
-    graph = checkpoint.object_graph()
-    for node in graph.nodes if graph is not None else ():
-        for attribute in node.attributes:
-            if attribute.name == VARIABLE_VALUE and attribute.full_name:
-                names.setdefault(attribute.full_name, set()).add(attribute.checkpoint_key)
-    return names
-
-
 def _restored_keys(graph: Any) -> dict[str, set[str]]:
     """Return the restored keys by variable node: from restores in the graph (TF1) and in functions (TF2)."""
-    keys_by_variable: dict[str, set[str]] = {}
+    keys_by_variable: dict[str, set[str]] = defaultdict(set)
     for name, key in _restored_variables(graph.node):
-        keys_by_variable.setdefault(name, set()).add(key)
+        keys_by_variable[name].add(key)
     bodies = {function.signature.name: function for function in graph.library.function}
     for call in graph.node:
         body = bodies.get(call.attr["f"].func.name) if "f" in call.attr else None
@@ -250,7 +229,7 @@ def _restored_keys(graph: Any) -> dict[str, set[str]]:
         arguments = dict(zip((arg.name for arg in body.signature.input_arg), call.input, strict=False))
         for argument, key in _restored_variables(body.node_def):
             if argument in arguments:
-                keys_by_variable.setdefault(_producer_name(arguments[argument]), set()).add(key)
+                keys_by_variable[_producer_name(arguments[argument])].add(key)
     return keys_by_variable
 
 
@@ -261,15 +240,17 @@ def _restored_variables(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
         if node.op not in _ASSIGN_OPS or len(node.input) < 2:  # noqa: PLR2004 - variable and value
             continue
         value = node.input[1]
-        hops = 0
-        source = by_name.get(_producer_name(value))
-        while source is not None and source.op == "Identity" and hops < _MAX_HOPS:
-            value = source.input[0] if source.input else ""
+        for _ in range(_MAX_HOPS):
             source = by_name.get(_producer_name(value))
-            hops += 1
+            if source is None or source.op != "Identity":
+                break
+            value = source.input[0] if source.input else ""
+        source = by_name.get(_producer_name(value))
         if source is None or source.op != "RestoreV2" or len(source.input) < 3:  # noqa: PLR2004 - prefix, names, slices
             continue
-        index = _output_index(value)
+        # The 1 of `node:1` in a graph and of `node:output:1` in a function.
+        digits = value.rpartition(":")[2] if ":" in value else "0"
+        index = int(digits) if digits.isdecimal() and len(digits) < 10 else 0  # noqa: PLR2004 - no op has more outputs
         slice_spec = _string_element(by_name.get(_producer_name(source.input[2])), index)
         # A slice of a partitioned variable has no key; "" prevents a lookup of the variable by name.
         key = _string_element(by_name.get(_producer_name(source.input[1])), index) if not slice_spec else ""
@@ -279,12 +260,6 @@ def _restored_variables(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 def _producer_name(tensor: str) -> str:
     return tensor.partition(":")[0]
-
-
-def _output_index(tensor: str) -> int:
-    """Return the 1 of `node:1` in a graph and of `node:output:1` in a function."""
-    digits = tensor.rpartition(":")[2] if ":" in tensor else "0"
-    return int(digits) if digits.isdecimal() and len(digits) < 10 else 0  # noqa: PLR2004 - no op has more outputs
 
 
 def _string_element(node: Any, index: int) -> str | None:

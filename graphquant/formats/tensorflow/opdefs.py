@@ -41,10 +41,10 @@ class ArgSpec:
     """
 
     name: str
-    dtype: str | None = None
-    type_attr: str | None = None
-    number_attr: str | None = None
-    type_list_attr: str | None = None
+    dtype: str = ""
+    type_attr: str = ""
+    number_attr: str = ""
+    type_list_attr: str = ""
     is_ref: bool = False
 
 
@@ -70,16 +70,12 @@ class OpSpec:
 class OpTable:
     """Operations by name: those that TensorFlow registers, and those that a model defines."""
 
-    def __init__(self, lines: Mapping[str, str], custom_specs: Mapping[str, OpSpec]) -> None:
+    def __init__(self, lines: Mapping[str, str]) -> None:
         self._lines = lines
-        self._specs = dict(custom_specs)
+        self._specs: dict[str, OpSpec] = {}
 
     def __contains__(self, op_type: object) -> bool:
         return op_type in self._specs or op_type in self._lines
-
-    def names(self) -> list[str]:
-        """Return the names of all operations, sorted."""
-        return sorted({*self._specs, *self._lines})
 
     def find_spec(self, op_type: str) -> OpSpec | None:
         """Return the operation of that name, None if it is unknown."""
@@ -88,17 +84,17 @@ class OpTable:
         return self._specs.get(op_type)
 
     def with_op_defs(self, op_defs: Iterable[Any]) -> OpTable:
-        """Return a table with these operations added. A known operation keeps its definition.
-
-        Args:
-            op_defs: `OpDef` messages: a model's `stripped_op_list`, or the signatures of its functions, whose names
-                nodes may use as operations.
+        """Return a table with these `OpDef` messages added. A known operation keeps its definition.
 
         Raises:
             ModelError: An argument has an unknown type.
         """
-        custom_specs = {op_def.name: _parse_op_def(op_def) for op_def in op_defs if op_def.name not in self}
-        return OpTable(self._lines, {**self._specs, **custom_specs})
+        table = OpTable(self._lines)
+        table._specs.update(self._specs)
+        for op_def in op_defs:
+            if op_def.name not in table:
+                table._specs[op_def.name] = _parse_op_def(op_def)
+        return table
 
 
 @cache
@@ -106,18 +102,17 @@ def builtin_table() -> OpTable:
     """Return the operations that TensorFlow registers. The table is loaded once."""
     text = files(__package__).joinpath("opdefs.txt").read_text(encoding="utf-8")
     rows = (line.partition(" ") for line in text.splitlines() if line and not line.startswith("#"))
-    return OpTable({name: rest for name, _, rest in rows}, {})
+    return OpTable({name: rest for name, _, rest in rows})
 
 
-def is_stateful_op(op_type: str) -> bool | None:
-    """Return True if a TensorFlow operation has state or side effects, None if it does not exist."""
-    spec = builtin_table().find_spec(op_type)
-    return spec.is_stateful if spec else None
+def model_op_table(graph_def: Any, meta: Any) -> OpTable:
+    """Return TensorFlow's operations with a model's custom ones, and its functions, which nodes may use as operations.
 
-
-def extended_op_table(op_defs: Iterable[Any]) -> OpTable:
-    """Return TensorFlow's operations with those of a model added; see `OpTable.with_op_defs`."""
-    return builtin_table().with_op_defs(op_defs)
+    `meta` is the MetaGraphDef that contains `graph_def`, None if there is none.
+    """
+    custom_op_defs = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
+    signatures = (function.signature for function in graph_def.library.function)
+    return builtin_table().with_op_defs([*custom_op_defs, *signatures])
 
 
 def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
@@ -130,44 +125,44 @@ def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
     Raises:
         ModelError: The operation is unknown, or an attribute that its ports depend on is missing or impossible.
     """
-    spec = _require_spec(node, table)
-    return _expand_ports(node, spec, spec.outputs)
-
-
-def _require_spec(node: Any, table: OpTable) -> OpSpec:
     spec = table.find_spec(node.op)
     if spec is None:
         raise ModelError(
             f"Node {node.name!r} is of an unknown operation, {node.op!r}."
             " A model with custom operations must be saved with their definitions."
         )
-    return spec
+    return _expand_ports(node, spec, spec.outputs)
 
 
 def _expand_ports(node: Any, spec: OpSpec, args: tuple[ArgSpec, ...]) -> list[tuple[str, int, str]]:
     ports: list[tuple[str, int, str]] = []
     for arg in args:
-        dtypes, count = _port_dtypes(node, spec, arg)
+        dtypes, count = _port_dtypes(node, spec, arg), 1
+        if arg.number_attr:
+            count = _attr_value(node, spec, arg.number_attr, "i")
+            if count < 0:
+                raise ModelError(f"Node {node.name!r} ({node.op}): attribute {arg.number_attr!r} is negative, {count}.")
         if len(ports) + len(dtypes) * count > _MAX_PORTS:
             raise ModelError(f"Node {node.name!r} ({node.op}) claims more than {_MAX_PORTS} inputs or outputs.")
         ports.extend((arg.name, index, dtype) for index, dtype in enumerate(dtypes * count))
     return ports
 
 
-def _port_dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> tuple[tuple[str, ...], int]:
-    """Return the types of an argument's ports and the number of their repetitions."""
-    if arg.type_list_attr is not None:
-        value = _attr_value(node, spec, arg.type_list_attr, "list")
-        return value if isinstance(value, tuple) else _type_names(node, arg.type_list_attr, value.type), 1
-    count = 1
-    if arg.number_attr is not None:
-        count = _attr_value(node, spec, arg.number_attr, "i")
-        if count < 0:
-            raise ModelError(f"Node {node.name!r} ({node.op}): attribute {arg.number_attr!r} is negative, {count}.")
-    if arg.dtype is not None or arg.type_attr is None:
-        return (arg.dtype or "",), count
-    value = _attr_value(node, spec, arg.type_attr, "type")
-    return (value,) if isinstance(value, str) else _type_names(node, arg.type_attr, [value]), count
+def _port_dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> list[str]:
+    """Return the types of an argument's ports: a list of them, or one, which repeats."""
+    if arg.dtype:
+        return [arg.dtype]
+    attr, kind = (arg.type_list_attr, "list") if arg.type_list_attr else (arg.type_attr, "type")
+    value = _attr_value(node, spec, attr, kind)
+    if isinstance(value, str | tuple):  # a default of the table
+        return [value] if isinstance(value, str) else list(value)
+    dtypes = []
+    for number in value.type if arg.type_list_attr else [value]:
+        name = dtype_name(number)
+        if name is None:
+            raise ModelError(f"Node {node.name!r} ({node.op}): attribute {attr!r} has unknown type {number}.")
+        dtypes.append(name)
+    return dtypes
 
 
 def _attr_value(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
@@ -181,88 +176,50 @@ def _attr_value(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
     raise ModelError(f"Node {node.name!r} ({node.op}) lacks a valid attribute {name!r}, which its ports depend on.")
 
 
-def _type_names(node: Any, attribute: str, types: Iterable[int]) -> tuple[str, ...]:
-    names = []
-    for number in types:
-        name = dtype_name(number)
-        if name is None:
-            raise ModelError(f"Node {node.name!r} ({node.op}): attribute {attribute!r} has unknown type {number}.")
-        names.append(name)
-    return tuple(names)
-
-
 def _parse_op_def(op_def: Any) -> OpSpec:
-    referenced = {
-        attr_name
-        for arg in (*op_def.input_arg, *op_def.output_arg)
-        for attr_name in (arg.type_attr, arg.number_attr, arg.type_list_attr)
-    }
-    defaults = {
-        attr.name: _parse_attr_default(attr.default_value)
-        for attr in op_def.attr
-        if attr.name in referenced and attr.HasField("default_value")
-    }
-    return OpSpec(
-        op_def.name,
-        tuple(_parse_arg_def(op_def, arg) for arg in op_def.input_arg),
-        tuple(_parse_arg_def(op_def, arg) for arg in op_def.output_arg),
-        op_def.is_stateful,
-        defaults,
+    inputs, outputs = (
+        tuple(_parse_arg_def(op_def, arg) for arg in args) for args in (op_def.input_arg, op_def.output_arg)
     )
+    referenced = {attr for arg in (*inputs, *outputs) for attr in (arg.type_attr, arg.number_attr, arg.type_list_attr)}
+    defaults: dict[str, AttrDefault] = {}
+    for attr in op_def.attr:
+        if attr.name in referenced and attr.HasField("default_value"):
+            value = attr.default_value
+            match value.WhichOneof("value"):  # arguments refer to no other kinds
+                case "list":
+                    defaults[attr.name] = tuple(dtype_name(number) or "invalid" for number in value.list.type)
+                case "type":
+                    defaults[attr.name] = dtype_name(value.type) or "invalid"
+                case _:
+                    defaults[attr.name] = int(value.i)
+    return OpSpec(op_def.name, inputs, outputs, op_def.is_stateful, defaults)
 
 
 def _parse_arg_def(op_def: Any, arg: Any) -> ArgSpec:
-    dtype = dtype_name(arg.type) if arg.type else None
-    if dtype is None and not arg.type_attr and not arg.type_list_attr:
+    dtype = dtype_name(arg.type) or ""
+    if not (dtype or arg.type_attr or arg.type_list_attr):
         raise ModelError(f"Operation {op_def.name!r}: argument {arg.name!r} has unknown type {arg.type}.")
-    return ArgSpec(
-        arg.name,
-        dtype,
-        arg.type_attr or None,
-        arg.number_attr or None,
-        arg.type_list_attr or None,
-        arg.is_ref,
-    )
-
-
-def _parse_attr_default(value: Any) -> AttrDefault:
-    """Return an attribute's default: a number, a type or a list of types. Arguments refer to no other kinds."""
-    kind = value.WhichOneof("value")
-    if kind == "list":
-        return tuple(dtype_name(number) or "invalid" for number in value.list.type)
-    return dtype_name(value.type) or "invalid" if kind == "type" else int(value.i)
+    return ArgSpec(arg.name, dtype, arg.type_attr, arg.number_attr, arg.type_list_attr, arg.is_ref)
 
 
 def _parse_table_line(name: str, rest: str) -> OpSpec:
     args, _, defaults = rest.partition("|")
     inputs_text, _, outputs_text = args.partition(">")
-    stateful = inputs_text.startswith("!")
     return OpSpec(
         name,
         tuple(arg for word in inputs_text.removeprefix("!").split() for arg in _parse_arg_word(word)),
         tuple(arg for word in outputs_text.split() for arg in _parse_arg_word(word)),
-        stateful,
+        inputs_text.startswith("!"),
         dict(_parse_default_word(word) for word in defaults.split()),
     )
 
 
 def _parse_arg_word(word: str) -> list[ArgSpec]:
-    is_ref = word.endswith("&")
-    names, by_list, type_list = word.removesuffix("&").partition("@")
-    names, fixed, dtype = names.partition("=")
+    names, _, type_list = word.removesuffix("&").partition("@")
+    names, _, dtype = names.partition("=")
     names, _, type_attr = names.partition(":")
     names, _, number = names.partition("*")
-    return [
-        ArgSpec(
-            name,
-            dtype if fixed else None,
-            type_attr or None,
-            number or None,
-            type_list if by_list else None,
-            is_ref,
-        )
-        for name in names.split(",")
-    ]
+    return [ArgSpec(name, dtype, type_attr, number, type_list, word.endswith("&")) for name in names.split(",")]
 
 
 def _parse_default_word(word: str) -> tuple[str, AttrDefault]:

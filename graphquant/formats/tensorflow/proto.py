@@ -10,6 +10,7 @@ Message classes have the type `Any`, because their fields are known only at run 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 
 _FIELD_DESCRIPTOR: Any = descriptor_pb2.FieldDescriptorProto
@@ -38,31 +39,33 @@ _REF_OFFSET: Final = 100
 class _SchemaBuilder:
     """Builds file descriptors from the lines of `schema.txt`, whose header describes the format."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines: list[str]) -> None:
         self.files: list[Any] = []
         self._scopes: dict[str, Any] = {}
         self._enums: set[str] = set()
         self._current: Any = None
-
-    def read(self, lines: list[str]) -> None:
-        """Read the table. Enums are collected first, because a field's declaration depends on its type's kind."""
+        rows = [words for line in lines if (words := line.split()) and not words[0].startswith("#")]
         package = ""
-        for kind, name, *_ in _schema_words(lines):
+        for kind, name, *_ in rows:  # enums come first, because a field's declaration depends on its type's kind
             if kind == "file":
                 package = name
             elif kind == "enum":
                 self._enums.add(f".{package}.{name}")
-        for first, *rest in _schema_words(lines):
-            self._add_line(first, rest)
+        for first, *rest in rows:
+            self._add_row(first, rest)
 
-    def _add_line(self, first: str, rest: list[str]) -> None:
+    def _add_row(self, first: str, rest: list[str]) -> None:
+        in_enum = isinstance(self._current, descriptor_pb2.EnumDescriptorProto)
         if first == "file":
             self._start_file(*rest)
         elif first in {"message", "enum"}:
             self._start_type(first, rest[0])
+        elif first == "reserved" and rest[0].isdigit():
+            # The end of a range is exclusive in messages and inclusive in enums.
+            self._current.reserved_range.add(start=int(rest[0]), end=int(rest[0]) + (0 if in_enum else 1))
         elif first == "reserved":
-            self._add_reserved(rest[0])
-        elif isinstance(self._current, descriptor_pb2.EnumDescriptorProto):
+            self._current.reserved_name.append(rest[0])
+        elif in_enum:
             self._current.value.add(name=rest[0], number=int(first))
         else:
             self._add_field(int(first), *rest)
@@ -84,38 +87,26 @@ class _SchemaBuilder:
             self._current = (parent.nested_type if outer else parent.message_type).add(name=leaf)
             self._scopes[name] = self._current
 
-    def _add_reserved(self, reserved: str) -> None:
-        if not reserved.isdigit():
-            self._current.reserved_name.append(reserved)
-            return
-        # The end of a range is exclusive in messages and inclusive in enums.
-        inclusive = isinstance(self._current, descriptor_pb2.EnumDescriptorProto)
-        self._current.reserved_range.add(start=int(reserved), end=int(reserved) + (0 if inclusive else 1))
-
-    def _add_field(self, number: int, name: str, kind: str, *options: str) -> None:
+    def _add_field(self, number: int, name: str, *words: str) -> None:
         field = self._current.field.add(name=name, number=number, label=_FIELD_DESCRIPTOR.LABEL_OPTIONAL)
-        if kind == "repeated":
-            kind, *rest = options
-            options = tuple(rest)
+        if words[0] == "repeated":
+            words = words[1:]
             field.label = _FIELD_DESCRIPTOR.LABEL_REPEATED
+        kind, *options = words
         if kind.startswith("map<"):
             field.label = _FIELD_DESCRIPTOR.LABEL_REPEATED
             self._set_map_type(field, *kind[len("map<") : -1].split(","))
         else:
             self._set_type(field, kind)
-        for option in options:
-            self._set_option(field, option)
-
-    def _set_option(self, field: Any, option: str) -> None:
-        key, _, value = option.partition("=")
-        if key == "oneof":
-            groups = [group.name for group in self._current.oneof_decl]
-            if value not in groups:
-                self._current.oneof_decl.add(name=value)
-                groups.append(value)
-            field.oneof_index = groups.index(value)
-        else:
-            setattr(field.options, key, True)
+        for key, _, value in (option.partition("=") for option in options):
+            if key == "oneof":
+                groups = [group.name for group in self._current.oneof_decl]
+                if value not in groups:
+                    self._current.oneof_decl.add(name=value)
+                    groups.append(value)
+                field.oneof_index = groups.index(value)
+            else:
+                setattr(field.options, key, True)
 
     def _set_type(self, field: Any, kind: str) -> None:
         if kind in _SCALAR_TYPES:
@@ -136,55 +127,30 @@ class _SchemaBuilder:
         self._set_type(field, f"{owner}.{leaf}")
 
 
-def _schema_words(lines: list[str]) -> Iterator[list[str]]:
-    for line in lines:
-        words = line.split()
-        if words and not words[0].startswith("#"):
-            yield words
-
-
-def _build_pool() -> descriptor_pool.DescriptorPool:
-    schema = _SchemaBuilder()
-    schema.read(files(__package__).joinpath("schema.txt").read_text(encoding="utf-8").splitlines())
-    pool = descriptor_pool.DescriptorPool()
-    for file in schema.files:
-        pool.AddSerializedFile(file.SerializeToString())
-    return pool
-
-
-POOL: Final = _build_pool()
+POOL: Final = descriptor_pool.DescriptorPool()
+for _file in _SchemaBuilder(files(__package__).joinpath("schema.txt").read_text(encoding="utf-8").splitlines()).files:
+    POOL.AddSerializedFile(_file.SerializeToString())
 
 
 def message_class(name: str) -> Any:
-    """Return the class of the message with that full name, for instance `tensorflow.SavedObjectGraph`.
-
-    Raises:
-        KeyError: No message of that name is declared.
-    """
-    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(name))
+    """Return the class of TensorFlow's message with that name, for instance `SavedObjectGraph`."""
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"tensorflow.{name}"))
 
 
-AttrValue: Final = message_class("tensorflow.AttrValue")
-BundleEntryProto: Final = message_class("tensorflow.BundleEntryProto")
-BundleHeaderProto: Final = message_class("tensorflow.BundleHeaderProto")
-FullTypeDef: Final = message_class("tensorflow.FullTypeDef")
-FunctionDef: Final = message_class("tensorflow.FunctionDef")
-FunctionDefLibrary: Final = message_class("tensorflow.FunctionDefLibrary")
-GraphDef: Final = message_class("tensorflow.GraphDef")
-MetaGraphDef: Final = message_class("tensorflow.MetaGraphDef")
-NameAttrList: Final = message_class("tensorflow.NameAttrList")
-NodeDef: Final = message_class("tensorflow.NodeDef")
-OpDef: Final = message_class("tensorflow.OpDef")
-OpList: Final = message_class("tensorflow.OpList")
-SavedModel: Final = message_class("tensorflow.SavedModel")
-SavedObjectGraph: Final = message_class("tensorflow.SavedObjectGraph")
-SaverDef: Final = message_class("tensorflow.SaverDef")
-SignatureDef: Final = message_class("tensorflow.SignatureDef")
-TensorProto: Final = message_class("tensorflow.TensorProto")
-TensorShapeProto: Final = message_class("tensorflow.TensorShapeProto")
-TrackableObjectGraph: Final = message_class("tensorflow.TrackableObjectGraph")
-VariableDef: Final = message_class("tensorflow.VariableDef")
-VersionDef: Final = message_class("tensorflow.VersionDef")
+AttrValue: Final = message_class("AttrValue")
+BundleEntryProto: Final = message_class("BundleEntryProto")
+BundleHeaderProto: Final = message_class("BundleHeaderProto")
+GraphDef: Final = message_class("GraphDef")
+MetaGraphDef: Final = message_class("MetaGraphDef")
+NameAttrList: Final = message_class("NameAttrList")
+NodeDef: Final = message_class("NodeDef")
+OpDef: Final = message_class("OpDef")
+SavedModel: Final = message_class("SavedModel")
+SaverDef: Final = message_class("SaverDef")
+TensorProto: Final = message_class("TensorProto")
+TensorShapeProto: Final = message_class("TensorShapeProto")
+TrackableObjectGraph: Final = message_class("TrackableObjectGraph")
+VariableDef: Final = message_class("VariableDef")
 
 DataType: Final[dict[str, int]] = {
     value.name: value.number for value in POOL.FindEnumTypeByName("tensorflow.DataType").values
@@ -201,8 +167,19 @@ def dtype_name(data_type: int) -> str | None:
 
     A reference type has the name of the type that it refers to. DT_INVALID and undefined numbers give None.
     """
-    base = data_type - _REF_OFFSET if data_type > _REF_OFFSET else data_type
-    return _NAMES_BY_NUMBER.get(base)
+    return _NAMES_BY_NUMBER.get(data_type - _REF_OFFSET if data_type > _REF_OFFSET else data_type)
+
+
+@contextmanager
+def _translate_errors(problem: str) -> Iterator[None]:
+    """Convert protobuf's errors into ModelErrors that state the problem and the reason."""
+    try:
+        yield
+    # The text parser raises ParseError, and passes on errors from decoding strings and expanded Any values.
+    except (text_format.ParseError, DecodeError, EncodeError, ValueError, TypeError, RecursionError) as error:
+        too_deep = isinstance(error, RecursionError)
+        reason = "it nests too deeply" if too_deep else str(error).strip().rstrip(".") or type(error).__name__
+        raise ModelError(f"{problem}: {reason}.") from error
 
 
 def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any:
@@ -213,11 +190,8 @@ def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any
     Raises:
         ModelError: The bytes are not such a message, or nest deeper than protobuf's limit (100).
     """
-    kind = message.DESCRIPTOR.full_name
-    try:
+    with _translate_errors(f"{source} is not a readable {message.DESCRIPTOR.full_name}"):
         message.ParseFromString(data)
-    except (DecodeError, RecursionError) as error:
-        raise ModelError(f"{source} is not a readable {kind}: {_parse_failure_reason(error)}.") from error
     return message
 
 
@@ -227,13 +201,9 @@ def parse_text(text: str, message: Any, *, source: str = "the input") -> Any:
     Raises:
         ModelError: The text is not such a message (the error has line and column), or nests too deeply.
     """
-    kind = message.DESCRIPTOR.full_name
     message.Clear()
-    try:
+    with _translate_errors(f"{source} is not a {message.DESCRIPTOR.full_name} in text format"):
         text_format.Parse(text, message, descriptor_pool=POOL)
-    # The text parser raises ParseError, and passes on errors from decoding strings and expanded Any values.
-    except (text_format.ParseError, DecodeError, EncodeError, ValueError, TypeError, RecursionError) as error:
-        raise ModelError(f"{source} is not a {kind} in text format: {_parse_failure_reason(error)}.") from error
     return message
 
 
@@ -243,12 +213,8 @@ def to_binary(message: Any) -> bytes:
     Raises:
         ModelError: The message is larger than 2 GiB or nests deeper than protobuf's limit (100).
     """
-    try:
+    with _translate_errors(f"A {message.DESCRIPTOR.full_name} cannot be written"):
         data: bytes = message.SerializeToString(deterministic=True)
-    except (EncodeError, ValueError, RecursionError) as error:
-        raise ModelError(
-            f"A {message.DESCRIPTOR.full_name} cannot be written: {_parse_failure_reason(error)}."
-        ) from error
     return data
 
 
@@ -258,11 +224,8 @@ def to_text(message: Any) -> str:
     Raises:
         ModelError: The message nests too deeply, or the content of an Any does not match its type URL.
     """
-    try:
+    with _translate_errors(f"A {message.DESCRIPTOR.full_name} cannot be written as text"):
         return text_format.MessageToString(message, descriptor_pool=POOL)
-    except (DecodeError, ValueError, RecursionError) as error:
-        kind = message.DESCRIPTOR.full_name
-        raise ModelError(f"A {kind} cannot be written as text: {_parse_failure_reason(error)}.") from error
 
 
 def split_inputs(node: Any) -> tuple[list[str], list[str]]:
@@ -271,13 +234,11 @@ def split_inputs(node: Any) -> tuple[list[str], list[str]]:
     return data, [text for text in node.input if text.startswith("^")]
 
 
-def replace_nodes(field: Any, nodes: Sequence[Any]) -> None:
+def replace_nodes(field: Any, nodes: Iterable[Any]) -> None:
     """Refill a repeated field with `nodes`. They are copied first, because clearing the field frees its own nodes."""
-    copies = [NodeDef() for _ in nodes]
-    for copy, node in zip(copies, nodes, strict=True):
-        copy.CopyFrom(node)
+    copies = GraphDef(node=nodes)
     del field[:]
-    field.extend(copies)
+    field.extend(copies.node)
 
 
 def function_attrs(node: Any) -> Iterator[tuple[str, Any]]:
@@ -287,9 +248,3 @@ def function_attrs(node: Any) -> Iterator[tuple[str, Any]]:
         kind = value.WhichOneof("value")
         for function in (value.func,) if kind == "func" else value.list.func if kind == "list" else ():
             yield key, function
-
-
-def _parse_failure_reason(error: BaseException) -> str:
-    if isinstance(error, RecursionError):
-        return "it nests too deeply"
-    return str(error).strip().rstrip(".") or type(error).__name__

@@ -28,7 +28,7 @@ from graphquant.formats.tensorflow.learned_ranges import (
 )
 from graphquant.formats.tensorflow.object_graph import VARIABLE_VALUE
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, TensorFlowSource, write_metadata
-from graphquant.formats.tensorflow.values import decode_tensor, encode_tensor, type_number
+from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def _handle_nodes(
 
 def _extend_object_graph(source: TensorFlowSource, label: str, keys: Mapping[str, str]) -> Any:
     """Return the checkpoint's object graph, extended by the list of the variables."""
-    checkpoint = source.checkpoint()
-    object_graph = checkpoint[0].object_graph() if checkpoint is not None else None
+    checkpoint = source.checkpoint().checkpoint
+    object_graph = checkpoint.object_graph() if checkpoint is not None else None
     if object_graph is None or not object_graph.nodes:
         object_graph = proto.TrackableObjectGraph()
         object_graph.nodes.add()
@@ -182,35 +182,29 @@ def _extend_save_op(
     """Add the variables to the first SaveV2 of the main graph."""
     nodes = {node.name: node for node in graph_def.node}
     save_op = next((node for node in graph_def.node if node.op == "SaveV2" and len(node.input) > 2), None)  # noqa: PLR2004  # prefix, names, slices
-    if save_op is None or any(
-        nodes.get(tensor) is None or nodes[tensor].op != "Const" for tensor in save_op.input[1:3]
-    ):
+    if save_op is None:
         return
-    existing = [
-        [bytes(element) for element in decode_tensor(nodes[tensor].attr["value"].tensor, "names").reshape(-1)]
-        for tensor in save_op.input[1:3]
-    ]
-    save_op.input[1] = _add_string_constant(
-        graph_def, used_names, "save_keys", [*existing[0], *(key.encode() for key in variables)]
-    )
-    save_op.input[2] = _add_string_constant(graph_def, used_names, "save_slices", [*existing[1], *[b""] * len(types)])
+    constants = [nodes.get(tensor, proto.NodeDef()) for tensor in save_op.input[1:3]]
+    if any(node.op != "Const" for node in constants):
+        return
+    keys, slices = (decode_tensor(node.attr["value"].tensor, "names").reshape(-1).tolist() for node in constants)
     data, control_inputs = proto.split_inputs(save_op)
+    data[1] = _add_string_constant(graph_def, used_names, "save_keys", [*keys, *(key.encode() for key in variables)])
+    data[2] = _add_string_constant(graph_def, used_names, "save_slices", [*slices, *[b""] * len(types)])
     for (handle, _), dtype in zip(variables.values(), types, strict=True):
         variable_read = graph_def.node.add(
             name=unique_node_name(used_names, f"{handle}/save"), op="ReadVariableOp", input=[handle]
         )
         variable_read.attr["dtype"].type = dtype
         data.append(variable_read.name)
-    del save_op.input[:]
-    save_op.input.extend([*data, *control_inputs])
+    save_op.input[:] = [*data, *control_inputs]
     save_op.attr["dtypes"].list.type.extend(types)
 
 
 def _add_string_constant(graph_def: Any, used_names: set[str], suffix: str, values: list[bytes]) -> str:
     """Add a constant of strings and return its name."""
     node = graph_def.node.add(name=unique_node_name(used_names, f"learned_ranges/{suffix}"), op="Const")
-    node.attr["dtype"].type = type_number("string")
-    node.attr["value"].tensor.CopyFrom(encode_tensor(np.array(values, object)))
+    set_constant(node, np.array(values, object))
     return str(node.name)
 
 
@@ -235,13 +229,12 @@ def save(model: Model, path: Path) -> None:
         additions = checkpoint_additions(source, message, learned_ranges(model))
     try:
         if source.folder is not None:
-            _save_folder(source, message, path, additions)
+            _save_folder(source, source.folder, message, path, additions)
             return
         if path.is_dir():
             raise UsageError(f"{path} is a folder, but the model is a single file. Give the path of a file.")
-        data = _serialize_message(
-            source, message, text=source.text if path.suffix == ".meta" else path.suffix == ".pbtxt"
-        )
+        text = source.text if path.suffix == ".meta" else path.suffix == ".pbtxt"
+        data = _serialize_message(source, message, text=text)
         if source.message_type == "MetaGraphDef":
             _copy_checkpoint(source, path.with_suffix(""))
         if additions is not None:
@@ -288,26 +281,28 @@ def _link_or_copy(source: str | Path, target: str | Path) -> str:
     return str(target)
 
 
-def _save_folder(source: TensorFlowSource, message: Any, path: Path, additions: CheckpointAdditions | None) -> None:
+def _save_folder(
+    source: TensorFlowSource, folder: Path, message: Any, path: Path, additions: CheckpointAdditions | None
+) -> None:
     """Write a SavedModel to a temporary folder and move it to `path`. Unchanged files are linked or copied."""
-    if path.exists() and not _is_saved_model(path):
+    if path.exists() and not (
+        path.is_dir() and (any((path / name).is_file() for name in SAVED_MODEL_FILES) or not any(path.iterdir()))
+    ):
         raise UsageError(
             f"{path} exists and is not a SavedModel. A SavedModel is written as a folder; choose another path."
         )
-    if source.folder is None:
-        return
     data = _serialize_message(source, message, text=source.text)
     stale = set(SAVED_MODEL_FILES) if message == source.message else {*SAVED_MODEL_FILES, FINGERPRINT_FILE}
-    source_root, visited = str(source.folder), set[str]()
+    visited: set[str] = set()
 
-    def ignored_names(folder: str, _names: list[str]) -> set[str]:
-        _require_inside_model(folder, source_root, visited)
-        return stale if folder == source_root else set()
+    def ignored_names(subfolder: str, _names: list[str]) -> set[str]:
+        _require_inside_model(subfolder, folder, visited)
+        return stale if subfolder == str(folder) else set()
 
     staging = make_staging_folder(path)
     try:
         new_folder = staging / "new"
-        shutil.copytree(source_root, new_folder, copy_function=_link_or_copy, ignore=ignored_names)
+        shutil.copytree(folder, new_folder, copy_function=_link_or_copy, ignore=ignored_names)
         with atomic_file(new_folder / source.file.name) as file:
             file.write(data)
         if additions is not None:
@@ -322,16 +317,12 @@ def _save_folder(source: TensorFlowSource, message: Any, path: Path, additions: 
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _require_inside_model(folder: str, source_root: str, visited: set[str]) -> None:
-    """Refuse a folder that links reach a second time, or that is outside the model's folder `source_root`."""
-    real_path = os.path.realpath(folder)
-    if real_path in visited or not Path(real_path).is_relative_to(os.path.realpath(source_root)):
+def _require_inside_model(subfolder: str, folder: Path, visited: set[str]) -> None:
+    """Refuse a subfolder that links reach a second time, or that is outside the model's folder."""
+    real_path = os.path.realpath(subfolder)
+    if real_path in visited or not Path(real_path).is_relative_to(os.path.realpath(folder)):
         raise ModelError(
-            f"{folder} is a link to a folder outside the model, or part of a cycle of links. Copy the model without"
+            f"{subfolder} is a link to a folder outside the model, or part of a cycle of links. Copy the model without"
             " links."
         )
     visited.add(real_path)
-
-
-def _is_saved_model(path: Path) -> bool:
-    return path.is_dir() and (any((path / name).is_file() for name in SAVED_MODEL_FILES) or not any(path.iterdir()))

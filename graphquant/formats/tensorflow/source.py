@@ -13,7 +13,7 @@ import numpy as np
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
-from graphquant.formats.tensorflow.object_graph import resolve_variables
+from graphquant.formats.tensorflow.object_graph import CheckpointVariables, resolve_variables
 from graphquant.quantize import RECORD_KEY, make_record
 
 if TYPE_CHECKING:
@@ -125,21 +125,14 @@ class TensorFlowSource:
         prefix = self.folder / "variables" / "variables" if self.folder is not None else self.file.with_suffix("")
         return prefix if prefix.with_name(prefix.name + ".index").is_file() else None
 
-    def checkpoint(self) -> tuple[Checkpoint, dict[str, str]] | None:
-        """Return the checkpoint and its keys by node name or shared name, None if there is none."""
+    def checkpoint(self) -> CheckpointVariables:
+        """Return the checkpoint and its keys by node name or shared name; no keys if there is none."""
         prefix = self.checkpoint_prefix()
         if prefix is None:
-            return None
-        checkpoint = Checkpoint.open(prefix)
-        holder = self.message if self.message_type == "SavedModel" else _MetaGraphHolder((self.message,))
-        return checkpoint, resolve_variables(holder, checkpoint)
-
-
-@dataclass(frozen=True, slots=True)
-class _MetaGraphHolder:
-    """Presents meta graphs like a SavedModel."""
-
-    meta_graphs: tuple[Any, ...]
+            return CheckpointVariables(None, {})
+        checkpoint = Checkpoint(prefix)
+        meta_graphs = self.message.meta_graphs if self.message_type == "SavedModel" else [self.message]
+        return CheckpointVariables(checkpoint, resolve_variables(meta_graphs, checkpoint))
 
 
 def read_source(path: Path) -> TensorFlowSource:

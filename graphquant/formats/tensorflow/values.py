@@ -30,7 +30,7 @@ MAX_VALUE_BYTES: Final = 1 << 26
 
 _MAX_RANK: Final = 64
 # numpy has no quantized types, so their values are read as the integers that store them.
-STORAGE_DTYPES: Final = {"qint8": "int8", "quint8": "uint8", "qint16": "int16", "quint16": "uint16", "qint32": "int32"}
+_STORAGE_DTYPES: Final = {"qint8": "int8", "quint8": "uint8", "qint16": "int16", "quint16": "uint16", "qint32": "int32"}
 _VALUE_FIELDS: Final = {
     "float32": "float_val",
     "float64": "double_val",
@@ -101,15 +101,13 @@ def decode_attr(value: Any) -> Any:
     if kind is None:
         return None
     if kind == "list":
-        for descriptor, items in value.list.ListFields():
-            return [_decode_item(descriptor.name, element) for element in items]
-        return []
+        return [_decode_item(descriptor.name, item) for descriptor, items in value.list.ListFields() for item in items]
     return _decode_item(kind, getattr(value, kind))
 
 
-def _decode_item(kind: str, element: Any) -> Any:
+def _decode_item(kind: str, item: Any) -> Any:
     decoder = _DECODERS.get(kind)
-    return element if decoder is None else decoder(element)
+    return item if decoder is None else decoder(item)
 
 
 def _decode_bytes(text: bytes) -> str | bytes:
@@ -121,19 +119,14 @@ def _decode_bytes(text: bytes) -> str | bytes:
 
 def encode_attr(value: Any) -> Any:
     """Return the AttrValue that `decode_attr` converts to `value`."""
+    if not isinstance(value, list):
+        kind, encoded = _encode_item(value)
+        return proto.AttrValue(**{kind: encoded})
     message = proto.AttrValue()
-    if isinstance(value, list):
-        message.list.SetInParent()
-        for element in value:
-            kind, encoded = _encode_item(element)
-            field = getattr(message.list, kind)
-            field.add().CopyFrom(encoded) if kind in {"shape", "tensor", "func"} else field.append(encoded)
-        return message
-    kind, encoded = _encode_item(value)
-    if kind in {"shape", "tensor", "func"}:
-        getattr(message, kind).CopyFrom(encoded)
-    else:
-        setattr(message, kind, encoded)
+    message.list.SetInParent()
+    for element in value:
+        kind, encoded = _encode_item(element)
+        getattr(message.list, kind).append(encoded)
     return message
 
 
@@ -145,7 +138,8 @@ def _encode_item(value: Any) -> tuple[str, Any]:
     raise InternalError(f"an attribute of type {type(value).__name__} cannot be written to a TensorFlow node.")
 
 
-def _encode_shape(shape: Shape | None) -> Any:
+def encode_shape(shape: Shape | None) -> Any:
+    """Convert a shape to a TensorShapeProto."""
     if shape is None:
         return proto.TensorShapeProto(unknown_rank=True)
     return proto.TensorShapeProto(dim=[proto.TensorShapeProto.Dim(size=-1 if size is None else size) for size in shape])
@@ -158,55 +152,53 @@ def type_number(name: str) -> int:
     return _TYPE_NUMBERS[name]
 
 
+def storage_dtype(name: str) -> np.dtype[Any] | None:
+    """Return the numpy dtype that stores the numbers of a type, None for strings and handles."""
+    name = _STORAGE_DTYPES.get(name, name)
+    return None if name in {"string", "resource", "variant"} else np.dtype(getattr(ml_dtypes, name, name))
+
+
 def decode_tensor(message: Any, description: str) -> Array:
     """Return the value of a TensorProto, read-only; strings as an object array of bytes.
 
     Raises:
         ModelError: It is damaged, consists of handles, or is far larger than its stored values.
     """
+
+    def damaged(problem: str) -> ModelError:
+        return ModelError(f"{description[:1].upper()}{description[1:]} {problem}. The model file is damaged.")
+
     name = proto.dtype_name(message.dtype) or ""
     shape = decode_shape(message.tensor_shape)
     if shape is None or None in shape:
-        raise ModelError(f"{_capitalize(description)} has no usable shape. The model file is damaged.")
+        raise damaged("has no usable shape")
     sizes = tuple(size for size in shape if size is not None)
-    dtype = _numpy_dtype(name, description)
     elements = math.prod(sizes)
-    if message.tensor_content and name != "string":
-        return _decode_content(message.tensor_content, name, dtype, sizes, description)
+    dtype = np.dtype(object) if name == "string" else storage_dtype(name) if name else None
+    if dtype is None:
+        raise ModelError(
+            f"{description[:1].upper()}{description[1:]} has {name or 'an unknown type'}, which cannot be read as a"
+            " value."
+        )
+    content = message.tensor_content
+    if content and name != "string":
+        if len(content) != elements * dtype.itemsize:
+            raise damaged(f"has {len(content)} bytes, which {elements} elements of {name} do not fill")
+        array = np.frombuffer(content, np.uint8) != 0 if dtype == np.bool_ else np.frombuffer(content, dtype)
+        return array.reshape(sizes)
     values = _decode_listed_values(message, name, dtype)
     if len(values) > elements:
-        raise ModelError(
-            f"{_capitalize(description)} holds {len(values)} values for the shape {sizes}. The model file is damaged."
-        )
+        raise damaged(f"holds {len(values)} values for the shape {sizes}")
+    if elements > 2 * len(values) and elements * dtype.itemsize > MAX_VALUE_BYTES:
+        raise damaged(f"claims {elements} elements, which the file does not contain")
     if len(values) <= 1 or elements == 0:
         # A single value repeats, so the array is broadcast and its repetitions need no memory.
         filler = values[0] if len(values) else (b"" if name == "string" else dtype.type(0))
-        _require_stored_elements(elements, len(values), dtype, description)
         return np.broadcast_to(np.array(filler, dtype), sizes)
-    _require_stored_elements(elements, len(values), dtype, description)
     array = np.empty(elements, dtype)
     array[: len(values)] = values
     array[len(values) :] = values[-1]
     return array.reshape(sizes)
-
-
-def _require_stored_elements(elements: int, stored: int, dtype: np.dtype[Any], description: str) -> None:
-    if elements > 2 * stored and elements * dtype.itemsize > MAX_VALUE_BYTES:
-        raise ModelError(
-            f"{_capitalize(description)} claims {elements} elements, which the file does not contain. The model file is"
-            " damaged."
-        )
-
-
-def _decode_content(content: bytes, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], description: str) -> Array:
-    if len(content) != math.prod(shape) * dtype.itemsize:
-        raise ModelError(
-            f"{_capitalize(description)} has {len(content)} bytes, which {math.prod(shape)} elements of {name} do not"
-            " fill. The model file is damaged."
-        )
-    if dtype == np.bool_:
-        return np.asarray(np.frombuffer(content, np.uint8) != 0).reshape(shape)
-    return np.frombuffer(content, dtype).reshape(shape)
 
 
 def _decode_listed_values(message: Any, name: str, dtype: np.dtype[Any]) -> Any:
@@ -219,33 +211,16 @@ def _decode_listed_values(message: Any, name: str, dtype: np.dtype[Any]) -> Any:
     if name in {"float16", "bfloat16"}:
         return np.array(listed, np.int64).astype(np.uint16).view(dtype)
     if dtype.kind == "c":
-        pairs = np.array(listed[: len(listed) // 2 * 2], dtype.type(0).real.dtype)
-        return pairs.view(dtype)
-    if dtype.kind in "iu" or _VALUE_FIELDS.get(name) is None:
+        return np.array(listed[: len(listed) // 2 * 2], dtype.type(0).real.dtype).view(dtype)
+    if dtype.kind in "iu" or name not in _VALUE_FIELDS:
         return np.array(listed, np.uint64 if name == "uint64" else np.int64).astype(dtype)
     return np.array(listed, dtype)
-
-
-def _numpy_dtype(name: str, description: str) -> np.dtype[Any]:
-    storage = STORAGE_DTYPES.get(name, name)
-    if storage == "string":
-        return np.dtype(object)
-    if storage not in {"resource", "variant", ""}:
-        return np.dtype(getattr(ml_dtypes, storage, storage))
-    raise ModelError(f"{_capitalize(description)} has {name or 'an unknown type'}, which cannot be read as a value.")
-
-
-def _capitalize(description: str) -> str:
-    return description[:1].upper() + description[1:]
 
 
 def encode_tensor(value: Array) -> Any:
     """Return a TensorProto of `value`, its numbers as little-endian `tensor_content`."""
     array = np.asarray(value)
-    message = proto.TensorProto()
-    for size in array.shape:
-        message.tensor_shape.dim.add(size=size)
-    message.tensor_shape.SetInParent()
+    message = proto.TensorProto(tensor_shape=encode_shape(array.shape))
     if array.dtype.kind in "OSU":
         message.dtype = type_number("string")
         flat = [array.item()] if array.ndim == 0 else array.reshape(-1).tolist()
@@ -255,6 +230,13 @@ def encode_tensor(value: Array) -> Any:
     little = array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
     message.tensor_content = np.ascontiguousarray(little).tobytes()
     return message
+
+
+def set_constant(node: Any, value: Array) -> None:
+    """Write the value and dtype of a Const node."""
+    tensor = encode_tensor(value)
+    node.attr["dtype"].type = tensor.dtype
+    node.attr["value"].tensor.CopyFrom(tensor)
 
 
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -275,7 +257,7 @@ _ENCODERS: Final[tuple[tuple[Any, str, Callable[[Any], Any]], ...]] = (
     (int | np.integer, "i", int),
     (float | np.floating, "f", float),
     (np.ndarray, "tensor", encode_tensor),
-    (tuple | None, "shape", _encode_shape),
+    (tuple | None, "shape", encode_shape),
 )
 
 

@@ -25,7 +25,7 @@ def registered_op_defs():
     from tensorflow.python.client import pywrap_tf_session
 
     data = pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList())
-    return sorted(proto.parse_binary(data, proto.OpList()).op, key=lambda op_def: op_def.name)
+    return sorted(proto.parse_binary(data, proto.message_class("OpList")()).op, key=lambda op_def: op_def.name)
 
 
 def kind_text(arg: opdefs.ArgSpec) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import checkpoint as module
-from graphquant.formats.tensorflow import leveldb_table, proto
+from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
 from graphquant.formats.tensorflow.object_graph import resolve_variables
 
@@ -112,9 +112,8 @@ def test_values_are_read_with_dtype_and_shape(tmp_path, array):
     """Every numeric type round-trips."""
     data = array.tobytes()
     prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 3, data)}, b"abc" + data)
-    opened = Checkpoint.open(prefix)
-    assert opened.names() == ["v"]
-    assert opened.dtype_and_shape("v") == (array.dtype.name, array.shape)
+    opened = Checkpoint(prefix)
+    assert list(opened.names) == ["v"]
     value = opened.read("v")
     assert value.dtype == array.dtype
     assert value.shape == array.shape
@@ -123,9 +122,8 @@ def test_values_are_read_with_dtype_and_shape(tmp_path, array):
 
 
 def test_quantized_types_are_read_as_integers(tmp_path):
-    """Quantized variables are read as integers; the dtype name is that of the file."""
-    opened = Checkpoint.open(write(tmp_path, {b"q": entry("qint8", (2,), 0, b"\xff\x02")}, b"\xff\x02"))
-    assert opened.dtype_and_shape("q") == ("qint8", (2,))
+    """Quantized variables are read as integers."""
+    opened = Checkpoint(write(tmp_path, {b"q": entry("qint8", (2,), 0, b"\xff\x02")}, b"\xff\x02"))
     assert opened.read("q").dtype == np.int8
     assert opened.read("q").tolist() == [-1, 2]
 
@@ -136,7 +134,7 @@ def test_big_endian_values_are_byte_swapped(tmp_path, array):
     width = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
     data = np.frombuffer(array.tobytes(), f"<u{width}").astype(f">u{width}").tobytes()
     prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 0, data)}, data, endianness=1)
-    assert Checkpoint.open(prefix).read("v").tobytes() == array.tobytes()
+    assert Checkpoint(prefix).read("v").tobytes() == array.tobytes()
 
 
 def test_shards_and_blocks(tmp_path):
@@ -145,8 +143,8 @@ def test_shards_and_blocks(tmp_path):
     prefix = write(tmp_path, entries, b"\0", b"\1", b"\2")
     index = [block([(b"", header(num_shards=3))]), *(block([table_entry]) for table_entry in entries.items())]
     Path(f"{prefix}.index").write_bytes(table_file([(contents, 0) for contents in index]))
-    opened = Checkpoint.open(prefix)
-    assert [opened.read(name).tolist() for name in opened.names()] == [[0], [1], [2]]
+    opened = Checkpoint(prefix)
+    assert [opened.read(name).tolist() for name in opened.names] == [[0], [1], [2]]
     Path(f"{prefix}.data-00001-of-00003").unlink()
     assert opened.read("a/002").tolist() == [2]
     with pytest.raises(ModelError, match=r"model\.data-00001-of-00003 cannot be read"):
@@ -173,7 +171,7 @@ def test_snappy_blocks_are_decompressed(tmp_path):
     prefix = write(tmp_path, {}, b"\7")
     index = Path(f"{prefix}.index")
     index.write_bytes(table_file([(varint(len(contents)) + b"".join(elements), 1)]))
-    assert Checkpoint.open(prefix).read("a" * 16).tolist() == [7]
+    assert Checkpoint(prefix).read("a" * 16).tolist() == [7]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +192,7 @@ def test_bad_snappy_is_refused(tmp_path, data):
     prefix = write(tmp_path, {}, b"")
     Path(f"{prefix}.index").write_bytes(table_file([(data, 1)]))
     with pytest.raises(ModelError, match="not a readable checkpoint index"):
-        Checkpoint.open(prefix)
+        Checkpoint(prefix)
 
 
 @given(st.binary(max_size=60))
@@ -202,7 +200,7 @@ def test_bad_snappy_is_refused(tmp_path, data):
 def test_random_snappy_is_bounded(data):
     """Only ModelError escapes from the decoder, and its output is bounded."""
     try:
-        assert len(leveldb_table._decompress_snappy(data)) <= 64 * len(data)
+        assert len(module._decompress_snappy(data)) <= 64 * len(data)
     except ModelError:
         return
 
@@ -229,9 +227,9 @@ def partitioned(folder: Path, slices: list[tuple[int, int]], values: list[np.nda
 def test_slices_are_assembled(tmp_path):
     """A partitioned variable is assembled, and its slices are not listed."""
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
-    opened = Checkpoint.open(partitioned(tmp_path, [(0, 3), (3, 1)], [value[:3], value[3:]]))
-    assert opened.names() == ["w"]
-    assert opened.dtype_and_shape("w") == ("float32", (4, 2))
+    opened = Checkpoint(partitioned(tmp_path, [(0, 3), (3, 1)], [value[:3], value[3:]]))
+    assert list(opened.names) == ["w"]
+    assert opened.read("w").dtype == np.float32
     assert np.array_equal(opened.read("w"), value)
 
 
@@ -249,7 +247,7 @@ def test_slices_are_assembled(tmp_path):
 def test_bad_slices_are_refused(tmp_path, parts, rows, match):
     """Slices must cover the variable exactly."""
     values = [np.zeros((length, 2), np.float32) for _, length in parts]
-    opened = Checkpoint.open(partitioned(tmp_path, parts, values, rows))
+    opened = Checkpoint(partitioned(tmp_path, parts, values, rows))
     with pytest.raises(ModelError, match=match):
         opened.read("w")
 
@@ -286,14 +284,14 @@ def test_flipped_byte_in_the_data_is_noticed(prefix):
     data[5] ^= 1
     path.write_bytes(data)
     with pytest.raises(ModelError, match=r"model\.data-00000-of-00001: the checksum of variable 'v' does not match"):
-        Checkpoint.open(prefix).read("v")
+        Checkpoint(prefix).read("v")
 
 
 def test_short_data_is_noticed(prefix):
     """A truncated data file and a damaged one give different errors."""
     Path(f"{prefix}.data-00000-of-00001").write_bytes(b"123")
     with pytest.raises(ModelError, match="variable 'v' lies outside the file"):
-        Checkpoint.open(prefix).read("v")
+        Checkpoint(prefix).read("v")
 
 
 def test_index_of_every_shorter_length_is_refused(prefix):
@@ -303,20 +301,20 @@ def test_index_of_every_shorter_length_is_refused(prefix):
     for length in range(len(data)):
         path.write_bytes(data[:length])
         with pytest.raises(ModelError, match=r"model\.index"):
-            Checkpoint.open(prefix)
+            Checkpoint(prefix)
 
 
 def test_missing_index(tmp_path):
     """The error names the missing file."""
     with pytest.raises(ModelError, match=r"nothing\.index cannot be read"):
-        Checkpoint.open(tmp_path / "nothing")
+        Checkpoint(tmp_path / "nothing")
 
 
 def test_unknown_variable(prefix):
     """The error for a misspelled name suggests the right one."""
-    opened = Checkpoint.open(prefix)
-    assert "v" in opened
-    assert "w" not in opened
+    opened = Checkpoint(prefix)
+    assert "v" in opened.names
+    assert "w" not in opened.names
     with pytest.raises(ModelError, match="no variable 'vv'"):
         opened.read("vv")
 
@@ -345,7 +343,7 @@ def test_unknown_variable(prefix):
 def test_hostile_entries_are_refused(tmp_path, dtype, shape, more, match):
     """Every claim of an entry is checked before use."""
     data = bytes(12)
-    opened = Checkpoint.open(write(tmp_path, {b"v": entry(dtype, shape, 0, data, **more)}, data))
+    opened = Checkpoint(write(tmp_path, {b"v": entry(dtype, shape, 0, data, **more)}, data))
     with pytest.raises(ModelError, match=match):
         opened.read("v")
 
@@ -356,7 +354,7 @@ def test_hostile_entries_are_refused(tmp_path, dtype, shape, more, match):
         (block([(b"v", b"")]), "no header"),
         (block([(b"", header(num_shards=0))]), "impossible number"),
         (block([(b"", header(num_shards=1 << 30))]), "impossible number"),
-        (block([(b"", header(version=proto.VersionDef(min_consumer=2)))]), "version 2"),
+        (block([(b"", header(version=proto.message_class("VersionDef")(min_consumer=2)))]), "version 2"),
         (block([(b"", b"\xff")]), "header of .* is not a readable"),
         (block([(b"", header()), (b"\xff", b"")]), "name is not text"),
         (block([(b"", header()), (b"b", b""), (b"a", b"")]), "out of order"),
@@ -370,7 +368,7 @@ def test_hostile_indexes_are_refused(tmp_path, contents, match):
     """Blocks with valid checksums and invalid contents are refused."""
     (tmp_path / "model.index").write_bytes(table_file([(contents, 0)]))
     with pytest.raises(ModelError, match=match):
-        Checkpoint.open(tmp_path / "model")
+        Checkpoint(tmp_path / "model")
 
 
 def test_keys_cannot_exhaust_memory():
@@ -380,27 +378,26 @@ def test_keys_cannot_exhaust_memory():
     entries += b"".join(varint(len(long) + number) + b"\1\0b" for number in range(500))
     data = table_file([(entries + bytes(4) + b"\1\0\0\0", 0)])
     with pytest.raises(ModelError, match="keys"):
-        leveldb_table.read_table(data, source="x")
+        module.read_table(data, source="x")
 
 
 def test_unknown_compression_is_refused(tmp_path):
     """Only supported compressions are accepted."""
     (tmp_path / "model.index").write_bytes(table_file([(block([]), 4)]))
     with pytest.raises(ModelError, match="compression 4"):
-        Checkpoint.open(tmp_path / "model")
+        Checkpoint(tmp_path / "model")
 
 
 def read_all(prefix: Path) -> None:
     """Read everything in a checkpoint; only ModelError may be raised."""
     try:
-        opened = Checkpoint.open(prefix)
+        opened = Checkpoint(prefix)
         opened.object_graph()
-        names = opened.names()
+        names = opened.names
     except ModelError:
         return
     for name in names:
         try:
-            opened.dtype_and_shape(name)
             opened.read(name)
         except ModelError:
             continue
@@ -412,7 +409,7 @@ def fuzzed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
     prefix = partitioned(folder, [(0, 3), (3, 1)], [value[:3], value[3:]])
-    entries = leveldb_table.read_table(Path(f"{prefix}.index").read_bytes(), source="it")
+    entries = module.read_table(Path(f"{prefix}.index").read_bytes(), source="it")
     entries[b"v"] = entry("float32", (2, 2), 0, value.tobytes()[:16])
     entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = entry("string", (), 0, value.tobytes()[:9])
     contents = block(sorted(entries.items()))
@@ -484,7 +481,7 @@ def named(folder: Path, *keys: str, graph: bytes = b"") -> Checkpoint:
     if graph:
         data, entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = string_entry(graph)
     entries |= {key.encode(): entry("uint8", (0,), 0, b"") for key in keys}
-    return Checkpoint.open(write(folder, entries, data))
+    return Checkpoint(write(folder, entries, data))
 
 
 def handles(graph, *names: str, op: str = "VarHandleOp", **shared: str) -> None:
@@ -521,7 +518,7 @@ def test_restore_function_decides(tmp_path):
     restore(body.node_def, {"x": "a", "y": "b"}, function=True)
     opened = named(tmp_path, "a", "b", graph=object_graph(("kernel", "a"), ("kernel", "b")))
     before = proto.to_binary(saved)
-    assert resolve_variables(saved, opened) == {"kernel": "b", "kernel_1": "a"}
+    assert resolve_variables(saved.meta_graphs, opened) == {"kernel": "b", "kernel_1": "a"}
     assert proto.to_binary(saved) == before
 
 
@@ -532,7 +529,7 @@ def test_restore_nodes_decide(tmp_path):
     handles(graph.node, "v")
     handles(graph.node, "r", op="VariableV2")
     restore(graph.node, {"v": "ema/v", "r": "r"}, function=False)
-    assert resolve_variables(saved, named(tmp_path, "ema/v", "v", "r")) == {"v": "ema/v", "r": "r"}
+    assert resolve_variables(saved.meta_graphs, named(tmp_path, "ema/v", "v", "r")) == {"v": "ema/v", "r": "r"}
 
 
 def test_slices_of_partitioned_variables_have_no_key(tmp_path):
@@ -541,7 +538,7 @@ def test_slices_of_partitioned_variables_have_no_key(tmp_path):
     graph = saved.meta_graphs.add().graph_def
     handles(graph.node, "w/part_0")
     restore(graph.node, {"w/part_0": "w"}, function=False, slices="4 2 0,2:-")
-    assert resolve_variables(saved, named(tmp_path, "w", "w/part_0")) == {}
+    assert resolve_variables(saved.meta_graphs, named(tmp_path, "w", "w/part_0")) == {}
 
 
 def test_names_are_looked_up_in_the_object_graph(tmp_path):
@@ -552,14 +549,14 @@ def test_names_are_looked_up_in_the_object_graph(tmp_path):
     handles(graph.library.function.add().node_def, "inside")
     full_names = [("d/kernel", "k"), ("d/bias", "b"), ("inside", "i"), ("twice", "k"), ("twice", "b")]
     opened = named(tmp_path, "k", "b", "i", graph=object_graph(*full_names))
-    assert resolve_variables(saved, opened) == {"d/kernel": "k", "node": "b", "d/bias": "b", "inside": "i"}
+    assert resolve_variables(saved.meta_graphs, opened) == {"d/kernel": "k", "node": "b", "d/bias": "b", "inside": "i"}
 
 
 def test_names_may_be_keys(tmp_path):
     """TF1 uses a variable's name as its key; names missing in the checkpoint are omitted."""
     saved = proto.SavedModel()
     handles(saved.meta_graphs.add().graph_def.node, "v", "absent")
-    assert resolve_variables(saved, named(tmp_path, "v")) == {"v": "v"}
+    assert resolve_variables(saved.meta_graphs, named(tmp_path, "v")) == {"v": "v"}
 
 
 def test_ambiguous_names_have_no_key(tmp_path):
@@ -569,7 +566,7 @@ def test_ambiguous_names_have_no_key(tmp_path):
         graph = saved.meta_graphs.add().graph_def
         handles(graph.node, "v")
         restore(graph.node, {"v": key}, function=False)
-    assert resolve_variables(saved, named(tmp_path, "a", "b")) == {}
+    assert resolve_variables(saved.meta_graphs, named(tmp_path, "a", "b")) == {}
 
 
 def test_cyclic_and_incomplete_restores_are_ignored(tmp_path):
@@ -585,7 +582,7 @@ def test_cyclic_and_incomplete_restores_are_ignored(tmp_path):
         graph.node.add(name=f"assign_{value[:4]}", op="AssignVariableOp", input=["v", value])
     graph.node.add(name="bare", op="AssignVariableOp")
     graph.node.add(name="call", op="PartitionedCall").attr["f"].func.name = "nowhere"
-    assert resolve_variables(saved, named(tmp_path, "v")) == {"v": "v"}
+    assert resolve_variables(saved.meta_graphs, named(tmp_path, "v")) == {"v": "v"}
 
 
 def test_damaged_object_graph_is_refused(tmp_path):
@@ -603,15 +600,15 @@ def test_damaged_object_graph_is_refused(tmp_path):
 def test_every_variable_of_a_real_model_resolves():
     """The keyword spotter's 141 variables have the shapes and dtypes of the checkpoint."""
     saved = proto.parse_binary((KWS / "saved_model.pb").read_bytes(), proto.SavedModel())
-    opened = Checkpoint.open(KWS / "variables" / "variables")
-    keys = resolve_variables(saved, opened)
+    opened = Checkpoint(KWS / "variables" / "variables")
+    keys = resolve_variables(saved.meta_graphs, opened)
     variables = [node for node in saved.meta_graphs[0].graph_def.node if node.op == "VarHandleOp"]
     assert len(variables) == 141
     assert len({keys[node.name] for node in variables}) == 141
     for node in variables:
         shape = tuple(dim.size for dim in node.attr["shape"].shape.dim)
-        assert opened.dtype_and_shape(keys[node.name]) == (proto.dtype_name(node.attr["dtype"].type), shape)
-        assert opened.read(keys[node.name]).shape == shape
+        value = opened.read(keys[node.name])
+        assert (value.dtype.name, value.shape) == (proto.dtype_name(node.attr["dtype"].type), shape)
 
 
 # --- against TensorFlow ----------------------------------------------------------------------------------------------
@@ -622,21 +619,20 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
-theirs, ours = tf.train.load_checkpoint(sys.argv[1]), Checkpoint.open(Path(sys.argv[1]))
+theirs, ours = tf.train.load_checkpoint(sys.argv[1]), Checkpoint(Path(sys.argv[1]))
 shapes = theirs.get_variable_to_shape_map()
-assert sorted(shapes) == ours.names(), (sorted(shapes), ours.names())
-for name in ours.names():
-    dtype, shape = ours.dtype_and_shape(name)
-    assert list(shape) == shapes[name], name
-    if dtype == "string":
+assert sorted(shapes) == list(ours.names), (sorted(shapes), list(ours.names))
+for name in ours.names:
+    if theirs.get_variable_to_dtype_map()[name] == tf.string:
         continue
     value, expected = ours.read(name), np.asarray(theirs.get_tensor(name))
+    assert list(value.shape) == shapes[name], name
     assert value.dtype == expected.dtype and value.tobytes() == expected.tobytes(), name
 if ours.object_graph() is not None:
     from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
     graph = TrackableObjectGraph.FromString(theirs.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
     assert graph.SerializeToString(deterministic=True) == ours.object_graph().SerializeToString(deterministic=True)
-print(len(ours.names()))
+print(len(ours.names))
 """
 
 WRITE = """
@@ -695,7 +691,7 @@ def test_written_values_equal_those_of_tensorflow(tmp_path):
     assert run(COMPARE, str(tmp_path / "tf2/variables/variables")) == "8"
     assert run(COMPARE, str(tmp_path / "tf1/variables/variables")) == "2"
     saved = proto.parse_binary((tmp_path / "tf2/saved_model.pb").read_bytes(), proto.SavedModel())
-    keys = resolve_variables(saved, Checkpoint.open(tmp_path / "tf2/variables/variables"))
+    keys = resolve_variables(saved.meta_graphs, Checkpoint(tmp_path / "tf2/variables/variables"))
     suffix = "/.ATTRIBUTES/VARIABLE_VALUE"
     shapes = {
         node.name: [dim.size for dim in node.attr["shape"].shape.dim]

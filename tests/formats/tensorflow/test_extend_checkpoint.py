@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphquant.formats.tensorflow import proto
-from graphquant.formats.tensorflow.checkpoint import Checkpoint, extend_checkpoint
-from graphquant.formats.tensorflow.leveldb_table import (
+from graphquant.formats.tensorflow.checkpoint import (
+    Checkpoint,
     encode_varint,
+    extend_checkpoint,
     mask_crc,
     read_table,
     read_varint,
@@ -43,8 +44,8 @@ def test_a_new_checkpoint(tmp_path) -> None:
     prefix = tmp_path / "variables" / "variables"
     extend_checkpoint(prefix, VALUES, None)
     extend_checkpoint(prefix, {"d": np.array([True, False]), "b": np.zeros(2, np.float32)}, None)
-    checkpoint = Checkpoint.open(prefix)
-    assert checkpoint.names() == ["a/scalar", "b", "c/empty", "d"]
+    checkpoint = Checkpoint(prefix)
+    assert list(checkpoint.names) == ["a/scalar", "b", "c/empty", "d"]
     for name, value in {**VALUES, "d": np.array([True, False]), "b": np.zeros(2, np.float32)}.items():
         np.testing.assert_array_equal(checkpoint.read(name), value)
         assert (checkpoint.read(name).dtype, checkpoint.read(name).shape) == (value.dtype, value.shape)
@@ -65,7 +66,7 @@ def test_linked_files_are_not_changed(tmp_path) -> None:
         (copy.parent / name).hardlink_to(prefix.parent / name)
     extend_checkpoint(copy, {"d": np.ones(3)}, None)
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
-    assert len(Checkpoint.open(copy).names()) == 4
+    assert len(Checkpoint(copy).names) == 4
 
 
 def test_object_graph_is_replaced(tmp_path) -> None:
@@ -76,7 +77,7 @@ def test_object_graph_is_replaced(tmp_path) -> None:
         for number in range(count):
             objects.nodes.add().children.add(node_id=number, local_name=f"child{number}")
         extend_checkpoint(prefix, {}, objects)
-        assert Checkpoint.open(prefix).object_graph() == objects
+        assert Checkpoint(prefix).object_graph() == objects
 
 
 @pytest.mark.slow
@@ -85,7 +86,7 @@ def test_tensorflow_reads_it(tmp_path) -> None:
     tf = pytest.importorskip("tensorflow")
     variables = {f"v{number}": tf.Variable(np.full(3, number, np.float32)) for number in range(3)}
     path = tf.train.Checkpoint(**variables).write(str(tmp_path / "variables"))
-    objects = Checkpoint.open(tmp_path / "variables").object_graph()
+    objects = Checkpoint(tmp_path / "variables").object_graph()
     extend_checkpoint(tmp_path / "variables", VALUES, objects)
     reader = tf.train.load_checkpoint(path)
     for name, value in VALUES.items():

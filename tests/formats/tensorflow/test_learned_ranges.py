@@ -144,7 +144,7 @@ def test_other_callers_are_refused() -> None:
 
 def test_objects_of_a_saved_model() -> None:
     """The variables form a list of the root, with a free name, bound to the functions that take them."""
-    objects = proto.SavedObjectGraph()
+    objects = proto.message_class("SavedObjectGraph")()
     objects.nodes.add().children.add(node_id=0, local_name="learned_ranges")
     objects.concrete_functions["f"].bound_inputs.append(0)
     label = add_to_object_graph(

@@ -69,7 +69,7 @@ def test_in_place(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "digits_rnn_saved_model", out)
     save(edited(out), out)
     assert load(out).main.slots("@serving_default/probabilities")[0].op == "same"
-    assert load(out).source.checkpoint() is not None
+    assert load(out).source.checkpoint().checkpoint is not None
 
 
 def test_refused_targets(tmp_path: Path) -> None:
