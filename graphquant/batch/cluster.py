@@ -185,7 +185,7 @@ def _write_shard_stats(
 ) -> Outcome:
     """Write the statistics of a shard of the samples to the entry's output."""
     from graphquant import api, formats
-    from graphquant.calibration import save_stats, with_observer
+    from graphquant.calibration import with_observer
     from graphquant.calibration.data import open_data
     from graphquant.calibration.holdout import split_holdout
 
@@ -212,7 +212,7 @@ def _write_shard_stats(
             max_memory=max_memory,
             progress=progress,
         )
-        save_stats(stats, Path(entry.output))
+        stats.save(entry.output)
     except (GraphQuantError, OSError, MemoryError) as error:
         return failed_outcome(entry, type(error).__name__, str(error))
     return Outcome(name=entry.name, model=entry.model, output=entry.output, status="done")
@@ -235,8 +235,6 @@ def _entry_on_worker(
     required_versions: dict[str, str],
 ) -> Outcome:
     """Quantize an entry in a worker process that is reused for the next one."""
-    from graphquant.calibration import save_stats
-
     installed = package_versions()
     differing = [
         name
@@ -257,7 +255,7 @@ def _entry_on_worker(
         with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as temp_folder:
             if stats is not None:
                 stats_path = Path(temp_folder, STATS_FILE_NAME)
-                save_stats(stats, stats_path)
+                stats.save(stats_path)
                 entry = replace(entry, stats=str(stats_path))
             return plugin.run_entry(entry, partial(_run_in_folder, worker, folder), limits, pool)
     finally:

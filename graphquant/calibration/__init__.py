@@ -3,7 +3,7 @@
 from graphquant.calibration.batch_independence import is_batch_independent, measure_footprint
 from graphquant.calibration.calibrate import ResumeError, RunFootprint, collect_stats, estimate_footprint
 from graphquant.calibration.fingerprints import preserved_fingerprints
-from graphquant.calibration.stats import DataRun, Stats, combine_stats, load_stats, save_stats, select_stats
+from graphquant.calibration.stats import DataRun, Stats, combine_stats, load_stats, select_stats
 from graphquant.calibration.targets import (
     CALIBRATION_METHODS,
     ObservationTarget,
@@ -33,7 +33,6 @@ __all__ = [
     "measure_footprint",
     "plan_targets",
     "preserved_fingerprints",
-    "save_stats",
     "select_stats",
     "sites_needing_data",
     "with_observer",

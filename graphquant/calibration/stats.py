@@ -11,9 +11,9 @@ from __future__ import annotations
 import zipfile
 import zlib
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -29,14 +29,19 @@ if TYPE_CHECKING:
 
     from graphquant.numerics import Array
 
-
 MAX_LISTED_TENSORS = 5
 """Maximum number of tensors that an error lists."""
+
+_HexText = Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
+_HexSum = Annotated[str, Field(pattern=r"^-?[0-9a-f]{1,600}$")]
+_BoundedText = Annotated[str, Field(max_length=1 << 20)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_FORBID = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRun:
-    """One data set and the blocks of its samples that were run.
+    """One data set and the blocks of its samples that were run. The header of a statistics file has the same fields.
 
     Attributes:
         data_digest: Digest of all samples.
@@ -46,10 +51,12 @@ class DataRun:
         random: Whether the data is random.
     """
 
-    data_digest: str
-    samples: int
-    block_size: int
-    block_ranges: tuple[tuple[int, int], ...]
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    data_digest: Annotated[_HexText, Field(alias="data")]
+    samples: _Count
+    block_size: Annotated[int, Field(ge=1, lt=1 << 20)]
+    block_ranges: tuple[tuple[_Count, _Count], ...]
     random: bool = False
 
     @property
@@ -126,7 +133,14 @@ class Stats:
         Raises:
             UsageError: The file cannot be written.
         """
-        save_stats(self, Path(path))
+        try:
+            with atomic_file(Path(path)) as file, zipfile.ZipFile(file, "w") as archive:
+                for name, data in _archive_members(self):
+                    info = zipfile.ZipInfo(name, MEMBER_DATE)
+                    info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                    archive.writestr(info, data, compresslevel=6)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
 
 
 def combine_stats(all_stats: Sequence[Stats]) -> Stats:
@@ -135,10 +149,7 @@ def combine_stats(all_stats: Sequence[Stats]) -> Stats:
     Raises:
         DataError: The statistics are of different models or tensors, or two contain the same block of the same data.
     """
-    merged = all_stats[0]
-    for next_stats in all_stats[1:]:
-        merged = _merge_two_stats(merged, next_stats)
-    return merged
+    return reduce(_merge_two_stats, all_stats)
 
 
 def _merge_two_stats(first: Stats, second: Stats) -> Stats:
@@ -151,14 +162,12 @@ def _merge_two_stats(first: Stats, second: Stats) -> Stats:
         difference = f"the first one is {differing[0]}" if differing else "some can be observed in only one of them"
         raise DataError(
             f"The statistics differ in their tensors or collected details ({difference}). Calibrate all shards with"
-            " the same rules and the"
-            " same model."
+            " the same rules and the same model."
         )
     data_runs = {run.data_digest: run for run in first.runs}
     for run in second.runs:
-        data_runs[run.data_digest] = (
-            _merge_data_runs(data_runs[run.data_digest], run) if run.data_digest in data_runs else run
-        )
+        known_run = data_runs.get(run.data_digest)
+        data_runs[run.data_digest] = run if known_run is None else _merge_data_runs(known_run, run)
     tensors = [tensor for tensor in first.targets if tensor in first.sketches or tensor in second.sketches]
     return replace(
         first,
@@ -180,8 +189,8 @@ def _merge_data_runs(first: DataRun, second: DataRun) -> DataRun:
         if ranges and start < ranges[-1][1]:
             raise DataError(
                 f"Both statistics contain the samples {start * first.block_size} to"
-                f" {min(stop, ranges[-1][1]) * first.block_size - 1} of the same"
-                " data, which would count twice. Merge each shard only once."
+                f" {min(stop, ranges[-1][1]) * first.block_size - 1} of the same data, which would count twice. Merge"
+                " each shard only once."
             )
         if ranges and start == ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], stop)
@@ -209,8 +218,7 @@ def select_stats(
     if targets and stats.runs and not stats.samples:
         raise DataError(
             f"The statistics cover none of {sum(run.samples for run in stats.runs)} samples, for example a shard"
-            " without any"
-            f" block. Merge them with other shards (calibrate --merge), or calibrate again:\n  {command}"
+            f" without any block. Merge them with other shards (calibrate --merge), or calibrate again:\n  {command}"
         )
     by_fingerprint: dict[str, list[TensorRef]] = {}
     for tensor, target in stats.targets.items():
@@ -227,37 +235,31 @@ def select_stats(
         }
         sufficient = [candidate for candidate, reason in reasons.items() if not reason]
         if not sufficient:
-            missing[tensor] = next(iter(reasons.values()), _missing_tensor_reason(stats, tensor))
+            differs = "its computation differs: the preparation or the weights of the model have changed"
+            missing[tensor] = next(
+                iter(reasons.values()), differs if tensor in stats.targets else "it was not observed"
+            )
         elif sufficient[0] in stats.sketches:
             sketches[tensor] = stats.sketches[sufficient[0]]
     if missing:
-        raise DataError(f"{_missing_tensors_message(missing)}Calibrate for this plan:\n  {command}")
+        lines = [f"\n  {tensor}: {reason}" for tensor, reason in missing.items()][:MAX_LISTED_TENSORS]
+        if len(missing) > MAX_LISTED_TENSORS:
+            lines.append(f"\n  and {len(missing) - MAX_LISTED_TENSORS} more")
+        subject = "one tensor" if len(missing) == 1 else f"{len(missing)} tensors"
+        raise DataError(
+            f"The statistics lack {subject} of the plan:{''.join(lines)}\nCalibrate for this plan:\n  {command}"
+        )
     return replace(stats, targets=dict(targets), sketches=sketches, unobservable=unobservable)
-
-
-def _missing_tensor_reason(stats: Stats, tensor: TensorRef) -> str:
-    if tensor in stats.targets:
-        return "its computation differs: the preparation or the weights of the model have changed"
-    return "it was not observed"
-
-
-def _missing_tensors_message(missing: Mapping[TensorRef, str]) -> str:
-    lines = [f"\n  {tensor}: {reason}" for tensor, reason in list(missing.items())[:MAX_LISTED_TENSORS]]
-    remainder = f"\n  and {len(missing) - MAX_LISTED_TENSORS} more" if len(missing) > MAX_LISTED_TENSORS else ""
-    subject = "one tensor" if len(missing) == 1 else f"{len(missing)} tensors"
-    return f"The statistics lack {subject} of the plan:{''.join(lines)}{remainder}\n"
 
 
 def uncovered_ranges(covered: Iterable[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Return the parts of [start, stop) that the ascending ranges `covered` do not cover."""
-    gaps, position = [], start
-    for low, high in covered:
-        if low > position:
-            gaps.append((position, min(low, stop)))
-        position = max(position, high)
-    if position < stop:
-        gaps.append((position, stop))
-    return [(low, high) for low, high in gaps if low < high]
+    gaps = []
+    for low, high in [*covered, (stop, stop)]:
+        if start < min(low, stop):
+            gaps.append((start, min(low, stop)))
+        start = max(start, high)
+    return gaps
 
 
 # -- statistics files ------------------------------------------------------------------------------
@@ -275,25 +277,19 @@ MAX_STATS_BYTES = 1 << 31
 MAX_CHANNELS = 1 << 24
 MEMBER_DATE = (1980, 1, 1, 0, 0, 0)
 
+_MAX_BIN_COUNT = 1 << 40
+"""Maximum number of values in one bin, so that the sum of their dropped bits fits into 64 bits."""
+
 _STATS_READ_ERRORS = (
     OSError,
     EOFError,
-    ValueError,
+    ValueError,  # pydantic's ValidationError is one
     NotImplementedError,  # zipfile: unknown compression
     RuntimeError,  # zipfile: encrypted
     MemoryError,
     zipfile.BadZipFile,
     zlib.error,
 )
-
-_HexText = Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
-_HexSum = Annotated[str, Field(pattern=r"^-?[0-9a-f]{1,600}$")]
-_BoundedText = Annotated[str, Field(max_length=1 << 20)]
-_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_MAX_BIN_COUNT = 1 << 40
-"""Maximum number of values in one bin, so that the sum of their dropped bits fits into 64 bits."""
-
-_FORBID = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +317,11 @@ class _StatsTensorEntry:
     low_sum: _HexSum
     high_sum: _HexSum
 
+    @property
+    def end_count(self) -> int:
+        """Number of entries in the arrays of smallest and of largest values."""
+        return 1 if self.channels is None else self.channels
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnobservableEntry:
@@ -333,19 +334,6 @@ class _UnobservableEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _DataRunEntry:
-    """Header entry with the fields of a `DataRun`."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
-
-    data: _HexText
-    samples: _Count
-    block_size: Annotated[int, Field(ge=1, lt=1 << 20)]
-    block_ranges: tuple[tuple[_Count, _Count], ...]
-    random: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _StatsHeader:
     """Content of `header.json`."""
 
@@ -354,25 +342,14 @@ class _StatsHeader:
     format: str
     version: int
     model: _HexText
-    runs: tuple[_DataRunEntry, ...]
+    runs: tuple[DataRun, ...]
     tensors: tuple[_StatsTensorEntry, ...]
     unobservable: tuple[_UnobservableEntry, ...]
 
 
-def save_stats(stats: Stats, path: Path) -> None:
-    """Write statistics to `path` atomically.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
-    try:
-        with atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
-            for name, data in _archive_members(stats):
-                info = zipfile.ZipInfo(name, MEMBER_DATE)
-                info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-                archive.writestr(info, data, compresslevel=6)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
+@cache
+def _header_adapter() -> TypeAdapter[_StatsHeader]:
+    return TypeAdapter(_StatsHeader)
 
 
 def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
@@ -382,25 +359,15 @@ def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
         format=STATS_FORMAT,
         version=STATS_VERSION,
         model=stats.model_digest,
-        runs=tuple(
-            _DataRunEntry(
-                data=run.data_digest,
-                samples=run.samples,
-                block_size=run.block_size,
-                block_ranges=run.block_ranges,
-                random=run.random,
-            )
-            for run in stats.runs
-        ),
+        runs=stats.runs,
         tensors=tuple(
             _make_tensor_entry(tensor, target, stats.sketches.get(tensor)) for tensor, target in stats.targets.items()
         ),
         unobservable=tuple(
-            _UnobservableEntry(tensor=positions[tensor_ref], reason=reason)
-            for tensor_ref, reason in stats.unobservable.items()
+            _UnobservableEntry(tensor=positions[tensor], reason=reason) for tensor, reason in stats.unobservable.items()
         ),
     )
-    yield HEADER_MEMBER, _stats_header_adapter().dump_json(header)
+    yield HEADER_MEMBER, _header_adapter().dump_json(header, by_alias=True)
     for name, dtype in ARRAY_DTYPES.items():
         arrays = [np.asarray(getattr(sketch, name)).reshape(-1) for sketch in sketches]
         yield name, np.concatenate(arrays or [np.zeros(0)]).astype(dtype).tobytes()
@@ -408,7 +375,7 @@ def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
 
 def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Sketch | None) -> _StatsTensorEntry:
     """Return the header entry of a tensor. `sketch` is None if no sample reached it; it then has no array entries."""
-    channels = 0 if sketch is None else sketch.low.size if sketch.low.ndim else None
+    values = sketch or EMPTY_SKETCH
     return _StatsTensorEntry(
         graph=tensor.graph,
         op=tensor.op,
@@ -416,15 +383,15 @@ def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Ske
         fingerprint=target.fingerprint,
         axis=target.axis,
         bits=target.bits,
-        channels=channels,
-        bins=sketch.bins.size if sketch else 0,
-        count=sketch.count if sketch else 0,
-        nan=sketch.nan if sketch else 0,
-        inf=sketch.inf if sketch else 0,
-        empty_arrays=sketch.empty_arrays if sketch else 0,
-        blocks=sketch.blocks if sketch else 0,
-        low_sum=f"{sketch.low_sum if sketch else 0:x}",
-        high_sum=f"{sketch.high_sum if sketch else 0:x}",
+        channels=0 if sketch is None else sketch.low.size if sketch.low.ndim else None,
+        bins=values.bins.size,
+        count=values.count,
+        nan=values.nan,
+        inf=values.inf,
+        empty_arrays=values.empty_arrays,
+        blocks=values.blocks,
+        low_sum=f"{values.low_sum:x}",
+        high_sum=f"{values.high_sum:x}",
     )
 
 
@@ -436,51 +403,42 @@ def load_stats(path: Path) -> Stats:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            header = _read_stats_header(archive)
-            end_count = sum(1 if entry.channels is None else entry.channels for entry in header.tensors)
-            bin_count = sum(entry.bins for entry in header.tensors)
-            sizes = {name: end_count if name in {"low", "high"} else bin_count for name in ARRAY_DTYPES}
-            if sum(np.dtype(ARRAY_DTYPES[name]).itemsize * size for name, size in sizes.items()) > MAX_STATS_BYTES:
-                raise ValueError("its arrays are too large for a statistics file")
-            arrays = {name: _read_stats_array(archive, name, size) for name, size in sizes.items()}
-        return _build_stats(header, arrays)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        location = ".".join(map(str, first["loc"]))
-        raise _damaged_stats_error(path, f"{HEADER_MEMBER}: {location}: {first['msg']}") from error
+            size = archive.getinfo(HEADER_MEMBER).file_size if HEADER_MEMBER in archive.namelist() else 0
+            if not 0 < size <= MAX_STATS_BYTES >> 4:
+                raise ValueError(f"it has no readable {HEADER_MEMBER}")
+            header = _header_adapter().validate_json(_read_member(archive, HEADER_MEMBER, size), strict=True)
+            if header.format != STATS_FORMAT or header.version != STATS_VERSION:
+                raise ValueError(f"its version is {header.version}, but only version {STATS_VERSION} is supported")
+            return _build_stats(header, _read_stats_arrays(archive, header.tensors))
     except FileNotFoundError as error:
         raise DataError(
             f"The file {path} does not exist. Create it with `graphquant calibrate MODEL --data SPEC -o {path}`."
         ) from error
     except _STATS_READ_ERRORS as error:
-        raise _damaged_stats_error(path, str(error)) from error
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            reason = f"{HEADER_MEMBER}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(
+            f"{path} cannot be read as a statistics file: {reason}. Create it again with `graphquant calibrate MODEL"
+            f" --data SPEC -o {path}`."
+        ) from error
 
 
-def _damaged_stats_error(path: Path, reason: str) -> DataError:
-    return DataError(
-        f"{path} cannot be read as a statistics file: {reason}. Create it again with `graphquant calibrate MODEL"
-        " --data SPEC"
-        f" -o {path}`."
-    )
-
-
-def _read_stats_header(archive: zipfile.ZipFile) -> _StatsHeader:
-    size = archive.getinfo(HEADER_MEMBER).file_size if HEADER_MEMBER in archive.namelist() else 0
-    if not 0 < size <= MAX_STATS_BYTES >> 4:
-        raise ValueError(f"it has no readable {HEADER_MEMBER}")
-    header: _StatsHeader = _stats_header_adapter().validate_json(
-        _read_member(archive, HEADER_MEMBER, size), strict=True
-    )
-    if header.format != STATS_FORMAT or header.version != STATS_VERSION:
-        raise ValueError(f"its version is {header.version}, but only version {STATS_VERSION} is supported")
-    return header
-
-
-def _read_stats_array(archive: zipfile.ZipFile, name: str, size: int) -> Array:
-    dtype = np.dtype(ARRAY_DTYPES[name])
-    if name not in archive.namelist() or archive.getinfo(name).file_size != size * dtype.itemsize:
-        raise ValueError(f"its {name!r} does not have the {size} numbers that the header declares")
-    return np.frombuffer(_read_member(archive, name, size * dtype.itemsize), dtype).astype(dtype.newbyteorder("="))
+def _read_stats_arrays(archive: zipfile.ZipFile, tensors: Sequence[_StatsTensorEntry]) -> dict[str, Array]:
+    """Return the arrays of all tensors, after checking that their sizes are those of the header."""
+    end_count, bin_count = sum(entry.end_count for entry in tensors), sum(entry.bins for entry in tensors)
+    sizes = {name: end_count if name in {"low", "high"} else bin_count for name in ARRAY_DTYPES}
+    if sum(np.dtype(ARRAY_DTYPES[name]).itemsize * size for name, size in sizes.items()) > MAX_STATS_BYTES:
+        raise ValueError("its arrays are too large for a statistics file")
+    arrays = {}
+    for name, size in sizes.items():
+        dtype = np.dtype(ARRAY_DTYPES[name])
+        if name not in archive.namelist() or archive.getinfo(name).file_size != size * dtype.itemsize:
+            raise ValueError(f"its {name!r} does not have the {size} numbers that the header declares")
+        data = _read_member(archive, name, size * dtype.itemsize)
+        arrays[name] = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
+    return arrays
 
 
 def _read_member(archive: zipfile.ZipFile, name: str, size: int) -> bytes:
@@ -501,39 +459,27 @@ def _build_stats(header: _StatsHeader, arrays: Mapping[str, Array]) -> Stats:
         if tensor in targets or entry.bits not in {0, COARSE_BITS, FINE_BITS}:
             raise ValueError(f"it contains {tensor} twice, or with unsupported bins of {entry.bits} bits")
         targets[tensor] = ObservationTarget(entry.fingerprint, entry.axis, entry.bits)
-        end_count = 1 if entry.channels is None else entry.channels
+        ends, bins = slice(first_end, first_end + entry.end_count), slice(first_bin, first_bin + entry.bins)
         if entry.count or entry.empty_arrays:
-            sketches[tensor] = _build_sketch(
-                entry,
-                {
-                    **{name: arrays[name][first_end : first_end + end_count] for name in ("low", "high")},
-                    **{name: arrays[name][first_bin : first_bin + entry.bins] for name in ("bins", "counts", "sums")},
-                },
-            )
-        first_end, first_bin = first_end + end_count, first_bin + entry.bins
-    runs = tuple(
-        DataRun(
-            data_digest=run_entry.data,
-            samples=run_entry.samples,
-            block_size=run_entry.block_size,
-            block_ranges=_check_block_ranges(run_entry),
-            random=run_entry.random,
-        )
-        for run_entry in header.runs
-    )
+            own_arrays = {name: array[ends if name in {"low", "high"} else bins] for name, array in arrays.items()}
+            sketches[tensor] = _build_sketch(entry, **own_arrays)
+        first_end, first_bin = ends.stop, bins.stop
+    for run in header.runs:
+        _check_block_ranges(run)
     tensors = list(targets)
-    if len({run.data_digest for run in runs}) != len(runs) or any(
-        unobservable_entry.tensor >= len(tensors) for unobservable_entry in header.unobservable
+    if len({run.data_digest for run in header.runs}) != len(header.runs) or any(
+        entry.tensor >= len(tensors) for entry in header.unobservable
     ):
         raise ValueError("its header lists a data set twice, or refers to a missing tensor")
-    unwatchable = {
-        tensors[unobservable_entry.tensor]: unobservable_entry.reason for unobservable_entry in header.unobservable
-    }
-    return Stats(model_digest=header.model, targets=targets, sketches=sketches, runs=runs, unobservable=unwatchable)
+    unobservable = {tensors[entry.tensor]: entry.reason for entry in header.unobservable}
+    return Stats(
+        model_digest=header.model, targets=targets, sketches=sketches, runs=header.runs, unobservable=unobservable
+    )
 
 
-def _build_sketch(entry: _StatsTensorEntry, arrays: dict[str, Array]) -> Sketch:
-    low, high, bins, counts, sums = (arrays[name] for name in ARRAY_DTYPES)
+def _build_sketch(
+    entry: _StatsTensorEntry, *, low: Array, high: Array, bins: Array, counts: Array, sums: Array
+) -> Sketch:
     dropped_values = np.uint64(1 << (23 - entry.bits)) if entry.bits else np.uint64(1)
     finite = entry.count - entry.nan - entry.inf
     per_tensor = entry.channels is None
@@ -567,18 +513,12 @@ def _build_sketch(entry: _StatsTensorEntry, arrays: dict[str, Array]) -> Sketch:
     )
 
 
-def _check_block_ranges(run: _DataRunEntry) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of finished blocks after checking that they ascend and do not overlap."""
+def _check_block_ranges(run: DataRun) -> None:
+    """Check that the ranges of finished blocks ascend, do not overlap, and are within the data."""
     previous_stop = -1
     for start, stop in run.block_ranges:
         if not previous_stop < start < stop:
             raise ValueError("its header counts blocks of samples twice")
         previous_stop = stop
-    if previous_stop > -(-run.samples // run.block_size):
+    if previous_stop > run.blocks:
         raise ValueError("its header counts more blocks than the data has")
-    return run.block_ranges
-
-
-@cache
-def _stats_header_adapter() -> TypeAdapter[Any]:
-    return TypeAdapter(_StatsHeader)

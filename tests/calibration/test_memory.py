@@ -21,7 +21,7 @@ import re, sys
 from pathlib import Path
 import numpy as np
 from graphquant import formats
-from graphquant.calibration import all_float_targets, collect_stats, measure_footprint, save_stats
+from graphquant.calibration import all_float_targets, collect_stats, measure_footprint
 from graphquant.calibration.data import Dataset
 
 onnx_format = formats.format_module("onnx")
@@ -40,7 +40,7 @@ else:
     budget, targets = int(sys.argv[2]) or None, all_float_targets(model)
     footprint = measure_footprint(runner, data, tuple(targets), max_memory=budget)
     stats = collect_stats(targets, runner, data, model_digest="ab", footprint=footprint, max_memory=budget)
-    save_stats(stats, Path(sys.argv[3]))
+    stats.save(sys.argv[3])
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
 
