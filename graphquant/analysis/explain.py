@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant.analysis.model_summary import summarize_model
-from graphquant.backends import BACKENDS, Verdict, check_quantized_model
+from graphquant.backends import BACKENDS, BrokenRule, Verdict, check_quantized_model
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import BOUNDARY_KINDS, QUANTIZATION_KINDS, STORED_KINDS, Parameters
@@ -318,11 +318,16 @@ def predict_verdicts(
     if plan is not None:
         solution = solution or solve_scales(model, _with_placeholder_ranges(model, plan), {})
         model = rewrite(model, solution.plan, solution.params)[0]
-    return tuple(
-        verdict
-        for verdict in check_quantized_model(model, backend).verdicts
-        if (verdict.graph, verdict.op) in requested_ops
-    )
+    report = check_quantized_model(model, backend)
+    rejections = [finding for finding in report.findings if finding.code == "GQ109"]
+    if rejections and not report.verdicts:
+        refused = BrokenRule("refused", rejections[0].message, rejections[0].fix)
+        return tuple(
+            Verdict(graph=graph, op=name, type=op.type, status="float", runs_as=op.type, broken_rule=refused)
+            for graph, name in requested_ops
+            if (op := model.graphs[graph].op(name)).kind not in BOUNDARY_KINDS | STORED_KINDS
+        )
+    return tuple(verdict for verdict in report.verdicts if (verdict.graph, verdict.op) in requested_ops)
 
 
 def _with_placeholder_ranges(model: Model, plan: Plan) -> Plan:

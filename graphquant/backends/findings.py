@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
+from graphquant.errors import ModelError
 from graphquant.ir import QUANTIZATION_KINDS, qualified_op_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from graphquant.ir import Model
+    from graphquant.ir import Model, OpKey
 
 
 UNJUDGED_KINDS = QUANTIZATION_KINDS | {
@@ -19,8 +20,8 @@ UNJUDGED_KINDS = QUANTIZATION_KINDS | {
 }
 """Kinds that compute nothing on floats, or whose bodies have verdicts of their own."""
 
-RunStatus = Literal["int8", "fused", "float"]
-""""int8" runs on integers. "fused" does not run, because another op does its work. "float" runs in float."""
+RunStatus = Literal["int8", "fused", "float", "removed"]
+""""int8" runs on integers. "fused" is part of an op that does. "float" runs in float. "removed" has no effect."""
 
 FindingLevel = Literal["error", "warning", "note"]
 
@@ -41,23 +42,35 @@ class BrokenRule:
 
 
 NOT_QUANTIZED = BrokenRule(
-    "not-quantized",
-    "none of its inputs and outputs are quantized",
-    "quantize its inputs and its outputquantize its inputs and its output",
+    "not-quantized", "none of its inputs and outputs are quantized", "quantize its inputs and its output"
 )
 """Rule of ops without any quantization around them."""
 
 
+class RejectedModelError(ModelError):
+    """The backend cannot load the model, so there are no verdicts.
+
+    Attributes:
+        fix: Advice.
+        op_key: Graph and name of the op that the error names, both "" if it names none.
+    """
+
+    def __init__(self, message: str, fix: str, op_key: OpKey) -> None:
+        """Create the error from the backend's own words and the advice."""
+        super().__init__(message)
+        self.fix, self.op_key = fix, op_key
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Predicted execution of one op by a backend.
+    """Execution of one op by a backend, predicted or as the backend itself decided.
 
     Attributes:
         graph: Graph of the op, "" for the main graph.
         op: Name of the op.
         type: Type of the op.
-        status: Predicted status.
-        runs_as: The op that does its work, for example "QLinearConv"; its own type if it stays float.
+        status: The status.
+        runs_as: The op that does its work, for example "QLinearConv"; "" if it is removed.
         broken_rule: The first rule that the op breaks; None unless it stays float.
         note: Reason why low precision is probably slower, "" for most ops.
     """
@@ -83,7 +96,8 @@ class Backend:
     Attributes:
         name: Value of `--for`.
         description: Short description.
-        predict: Function that returns the verdicts on the ops of a model.
+        predict: Function that returns the verdicts on the ops of a model. It raises `RejectedModelError` if the backend
+            is installed and cannot load the model.
         symmetric: Whether activations must be symmetric, so that a symmetric Relu is not a mistake.
         ties_concat: Whether all inputs and the output of a Concat need one scale.
         bias_type: Type of a bias: "int32" (with scale input times weight), "int8" or "float".
@@ -132,7 +146,8 @@ class CheckReport:
         path: Path of the model, "" for a model in memory.
         backend: The requested backend, "" if only the lint ran.
         quantization_ops: Number of quantization ops in the model.
-        verdicts: One per op that computes on floats, in the order of the model; none without a backend.
+        verdicts: One per op that computes on floats, in the order of the model; none without a
+            backend, or if it cannot load the model.
         findings: Findings by code, then in the order of the model.
     """
 
@@ -146,7 +161,7 @@ class CheckReport:
     def counts(self) -> dict[str, int]:
         """Number of ops by status."""
         counter = Counter(verdict.status for verdict in self.verdicts)
-        return {status: counter[status] for status in ("int8", "fused", "float")}
+        return {status: counter[status] for status in get_args(RunStatus)}
 
     @property
     def runs_as(self) -> dict[str, int]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from graphquant.backends.findings import FindingLevel, LintFinding, Verdict
-from graphquant.backends.op_sides import QuantizationReader, QuantizedInput, same_quantization
+from graphquant.backends.findings import FindingLevel, LintFinding, RejectedModelError, Verdict
+from graphquant.backends.requirements import QuantizationReader, QuantizedInput, same_quantization
 from graphquant.errors import DataError
 from graphquant.ir import DATA_MOVEMENT_KINDS, QUANTIZATION_KINDS, WEIGHTED_KINDS, TensorRef
 from graphquant.numerics import SMALLEST_SCALE, IntType
@@ -111,7 +111,13 @@ def lint_model(
         DataError: The statistics contain none of the quantized tensors.
         ModelError: A weight cannot be read.
     """
-    quantizations, verdicts = QuantizationReader(model), predict(model)
+    quantizations, findings = QuantizationReader(model), list[LintFinding]()
+    try:
+        verdicts = predict(model)
+    except RejectedModelError as error:
+        verdicts = ()
+        graph_name, op_name = error.op_key
+        findings.append(LintFinding(code="GQ109", graph=graph_name, op=op_name, message=str(error), fix=error.fix))
     joined_verdicts = _verdicts_without_pairs(quantizations, backend, predict)
     context = LintContext(
         quantizations=quantizations,
@@ -119,7 +125,6 @@ def lint_model(
         verdicts=_index_verdicts(verdicts),
         joined_verdicts=_index_verdicts(joined_verdicts),
     )
-    findings: list[LintFinding] = []
     for name in model.reachable_graphs():
         graph = model.graphs[name]
         for op in graph.ops():
@@ -201,7 +206,10 @@ def _verdicts_without_pairs(
             if activation is not None:
                 edited = edited or quantizations.model.copy()
                 _remove_pair(edited, activation[0], TensorRef(name, op.name))
-    return () if edited is None else predict(edited)
+    try:
+        return () if edited is None else predict(edited)
+    except RejectedModelError:
+        return ()
 
 
 def _remove_pair(model: Model, use: Use, tensor: TensorRef) -> None:
@@ -280,7 +288,7 @@ def _check_bias(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]
     if bias.dequantize_op:
         yield from _check_quantized_bias(context, bias, expected_scale)
     elif bias.parameter:
-        value = context.quantizations.value(bias.source)
+        value = context.quantizations.parameters.value(bias.source)
         if value is not None and value.ndim == 1 and expected_scale.size in {1, value.size}:
             steps = np.abs(value.astype(np.float64) / expected_scale)
             if steps.max(initial=0) > INT32_MAX:
@@ -290,7 +298,7 @@ def _check_bias(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]
 def _check_quantized_bias(
     context: LintContext, bias: QuantizedInput, expected_scale: np.ndarray[tuple[int], np.dtype[np.float64]]
 ) -> Iterator[Problem]:
-    value = context.quantizations.value(bias.source)
+    value = context.quantizations.parameters.value(bias.source)
     if value is not None and value.dtype == np.int32 and value.size:
         magnitudes = np.abs(value.astype(np.int64))
         if magnitudes.max() >= INT32_MAX:
@@ -350,7 +358,7 @@ def _check_weight_scales(context: LintContext, graph: Graph, op: Op) -> Iterator
 
 
 def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, params: QParams) -> Iterator[Problem]:
-    value = context.quantizations.value(side.source)
+    value = context.quantizations.parameters.value(side.source)
     axis = op.channel_axis or 0
     if value is None or value.ndim <= axis or not value.size:
         return
@@ -371,7 +379,7 @@ def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[P
     if op.kind not in {"quantize", "dequantize"}:
         return
     scale_tensor = next(iter(graph.slots(op.name)[1:2]), None)
-    value = None if scale_tensor is None else context.quantizations.value(scale_tensor)
+    value = None if scale_tensor is None else context.quantizations.parameters.value(scale_tensor)
     if value is None or not value.size:
         return
     scales = value.astype(np.float64)

@@ -215,7 +215,7 @@ def _lint_output(model: Model, backend: str | None) -> tuple[tuple[BatchFinding,
 
     counted_backend = backend or (DEFAULT_BACKEND if model.traits.predictable else None)
     report = check_quantized_model(model, counted_backend)
-    int8_ops = (report.counts["int8"], len(report.verdicts)) if report.backend else None
+    int8_ops = (report.counts["int8"], len(report.verdicts)) if report.verdicts else None
     if backend is None:
         return (), int8_ops
     linted = report if backend else check_quantized_model(model)

@@ -47,8 +47,11 @@ def _check_heading(report: CheckReport) -> str:
     finding_count = pluralize(len(report.findings), "finding")
     if not report.backend:
         return f"{path}: {report.quantization_ops} quantization ops, {finding_count}."
+    if not report.verdicts and any(finding.code == "GQ109" for finding in report.findings):
+        return f"{path} for {report.backend}: the model cannot be loaded, so nothing is known; {finding_count}."
     counts, all_ops = report.counts, len(report.verdicts)
     fused_text = f", {counts['fused']} more are fused" if counts["fused"] else ""
+    fused_text += f", {counts['removed']} are removed" if counts["removed"] else ""
     return (
         f"{path} for {report.backend}: {counts['int8']} of {all_ops} ops run in low precision{fused_text};"
         f" {finding_count}."
@@ -81,7 +84,8 @@ def _names_by_type(verdicts: Iterable[Verdict]) -> list[str]:
 def _finding_lines(finding: LintFinding) -> list[RenderableType]:
     level = LINT_CODES[finding.code].level
     line = Text(f"{finding.code} ", style=_LEVEL_STYLES[level])
-    line.append(escape_unprintable(f"{finding.location}: {finding.message}"), style="default")
+    location = f"{finding.location}: " if finding.location else ""
+    line.append(escape_unprintable(f"{location}{finding.message}"), style="default")
     return [line, Text(escape_unprintable(f"      {finding.fix}"), style="dim")]
 
 

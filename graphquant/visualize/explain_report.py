@@ -76,6 +76,11 @@ def _outputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
 def _backend_line(verdict: Verdict, explanations: ExplanationReport) -> str:
     """Describe how the backend runs an op."""
     subject = f"{explanations.backend} {'runs' if explanations.already_quantized else 'will run'}"
+    if verdict.status == "removed":
+        return f"{explanations.backend} removes it, because it has no effect."
+    if verdict.broken_rule is not None and verdict.broken_rule.rule == "refused":
+        remedy = f"Remedy: {verdict.broken_rule.fix}."
+        return f"{explanations.backend} cannot run the model. {verdict.broken_rule.message} {remedy}"
     if verdict.status == "fused":
         return f"{subject} it as part of {verdict.runs_as}."
     if verdict.status == "int8":

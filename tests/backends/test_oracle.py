@@ -1,4 +1,7 @@
-"""Predictions of `check --for onnxruntime` compared with its optimizer, on small graphs."""
+"""Verdicts of `check --for onnxruntime` on small graphs: the op of ONNX Runtime, and the reason for each float op.
+
+The expected ops are found in the optimized model by name, independently of the traces.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -12,7 +15,8 @@ import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
 import graphquant as gq
-from graphquant.backends.onnxruntime import predict_onnxruntime
+from graphquant.backends import check_quantized_model
+from graphquant.backends.onnxruntime import REJECTION_REMEDIES, ask_onnxruntime
 
 SPEC = importlib.util.spec_from_file_location("run_onnxruntime", Path(__file__).with_name("run_onnxruntime.py"))
 truth = importlib.util.module_from_spec(SPEC)
@@ -515,7 +519,7 @@ def compare(message, tmp_path):
     """Return the verdicts, the actual ops, and their differences."""
     path = tmp_path / "model.onnx"
     onnx.save(message, path)
-    verdicts = predict_onnxruntime(gq.load(path))
+    verdicts = ask_onnxruntime(gq.load(path))
     actual = truth.runs_as(truth.optimized(path))
     return verdicts, actual
 
@@ -533,7 +537,7 @@ def test_small_graphs(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_inside_an_if_branch(name, tmp_path):
-    """Predictions are correct in a branch of an If."""
+    """Verdicts are correct in a branch of an If."""
     verdicts, actual = compare(
         inside_if(build(name)[0], own=[*FEW, *(["s", "i0"] if name.startswith("weight") else [])]), tmp_path
     )
@@ -543,7 +547,7 @@ def test_inside_an_if_branch(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("weight")])
 def test_quantized_outside_of_an_if(name, tmp_path):
-    """Predictions are correct in a branch that dequantizes outer values."""
+    """Verdicts are correct in a branch that dequantizes outer values."""
     message = build(name)[0]
     given = {value.name for value in message.graph.input}
     outside = [node.name for node in message.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in given]
@@ -575,7 +579,7 @@ def inside_loop(message, own):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_inside_a_loop(name, tmp_path):
-    """Predictions are correct in the body of a Loop."""
+    """Verdicts are correct in the body of a Loop."""
     own = [*FEW, "s", "i0"] if name.startswith("weight") else FEW
     verdicts, actual = compare(inside_loop(build(name)[0], own), tmp_path)
     assert truth.differences(verdicts, actual) == []
@@ -584,7 +588,7 @@ def test_inside_a_loop(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("blocks")])
 def test_microsoft_domain(name, tmp_path):
-    """Quantizations of com.microsoft are predicted alike."""
+    """Quantizations of com.microsoft get the same verdicts."""
     message = build(name)[0]
     for node in message.graph.node:
         if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
@@ -597,7 +601,7 @@ def test_microsoft_domain(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [13, 17, 19, 22, 23, 24])
 def test_other_opsets(opset, tmp_path):
-    """Predictions are correct for other opsets."""
+    """Verdicts are correct for other opsets."""
     tried = 0
     for name in CASES:
         message = build(name)[0]
@@ -618,17 +622,17 @@ def test_all_optimizations(name, tmp_path):
     onnx.save(message, tmp_path / "model.onnx")
     actual = truth.runs_as(truth.optimized(tmp_path / "model.onnx", level="ORT_ENABLE_ALL"))
     named = {op: kind for op, kind in actual.items() if "@" in op}
-    assert truth.differences(predict_onnxruntime(gq.load(tmp_path / "model.onnx")), named) == []
+    assert truth.differences(ask_onnxruntime(gq.load(tmp_path / "model.onnx")), named) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_int8_activations(name, tmp_path):
-    """Predictions are correct if kernels accept int8 activations, as on ARM."""
+    """Verdicts are correct if kernels accept int8 activations, as on ARM."""
     message = build(name)[0]
     onnx.save(message, tmp_path / "model.onnx")
     allowed = truth.optimized(tmp_path / "model.onnx", config={"session.qdqisint8allowed": "1"})
-    verdicts = predict_onnxruntime(gq.load(tmp_path / "model.onnx"), int8=True)
+    verdicts = ask_onnxruntime(gq.load(tmp_path / "model.onnx"), int8=True)
     assert truth.differences(verdicts, truth.runs_as(allowed)) == []
 
 
@@ -648,13 +652,16 @@ def test_int8_activations(name, tmp_path):
     ],
 )
 def test_rejected_models(text, given, tmp_path, monkeypatch):
-    """Models that ONNX Runtime cannot load are predicted as refused."""
+    """A model that ONNX Runtime cannot load gets a finding with its error, and a remedy for that error."""
     name = "blocks of 16" if given else "conv"
     monkeypatch.setitem(CASES, name, (text, "refused"))
     message = build(name)[0]
     onnx.save(inside_if(message) if given else message, tmp_path / "model.onnx")
-    verdicts = predict_onnxruntime(gq.load(tmp_path / "model.onnx"))
-    assert "refused" in {verdict.broken_rule.rule for verdict in verdicts if verdict.broken_rule}
+    report = check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime")
+    assert report.verdicts == ()
+    finding = next(finding for finding in report.findings if finding.code == "GQ109")
+    assert "onnxruntime rejects the model: [ONNXRuntimeError]" in finding.message
+    assert finding.fix in REJECTION_REMEDIES.values()
     with pytest.raises((errors.Fail, errors.InvalidGraph)):
         truth.optimized(tmp_path / "model.onnx")
 

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
     from graphquant.formats.onnx.reader import load, restore_original
-    from graphquant.formats.onnx.session import create_runner, prepare_timed_run, profile_ops
+    from graphquant.formats.onnx.session import (
+        OptimizationError,
+        OptimizedModel,
+        create_runner,
+        optimize_model,
+        prepare_timed_run,
+        profile_ops,
+    )
     from graphquant.formats.onnx.source import read_metadata
     from graphquant.ir import Model
 
@@ -30,6 +37,9 @@ _MODULES = {
     "encode_skeleton": "conversions",
     "inline_functions": "conversions",
     "load": "reader",
+    "OptimizationError": "session",
+    "OptimizedModel": "session",
+    "optimize_model": "session",
     "prepare_timed_run": "session",
     "profile_ops": "session",
     "read_metadata": "source",
@@ -57,12 +67,15 @@ def input_specs(model: Model) -> Sequence[InputSpec]:
 __all__ = [
     "DEFAULT_FAMILY",
     "DEFAULT_RULES",
+    "OptimizationError",
+    "OptimizedModel",
     "create_runner",
     "emit",
     "encode_skeleton",
     "inline_functions",
     "input_specs",
     "load",
+    "optimize_model",
     "prepare_timed_run",
     "profile_ops",
     "read_metadata",

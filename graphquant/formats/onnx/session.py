@@ -30,7 +30,7 @@ from graphquant.formats.onnx.observe import Probe, outputs_to_fetch, watch_tenso
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.tensors import first_line, tensor_bytes
 from graphquant.formats.prefetch import prefetch
-from graphquant.ir import TensorRef, Use
+from graphquant.ir import TensorRef, Use, qualified_op_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
@@ -363,6 +363,19 @@ MAX_INLINE_OPTIMIZED_BYTES = 1 << 18
 """Size from which a weight of an optimized model goes to a file of its own, which nobody reads. Scales are smaller."""
 
 
+class OptimizationError(ModelError):
+    """onnxruntime cannot load the model that it should optimize.
+
+    Attributes:
+        op_key: Graph and name of the op that the error names, both "" if it names none.
+    """
+
+    def __init__(self, message: str, op_key: OpKey) -> None:
+        """Create the error."""
+        super().__init__(message)
+        self.op_key = op_key
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizedModel:
     """A model after the optimizations of onnxruntime.
@@ -386,7 +399,8 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
         int8_activations: Optimize for kernels that accept int8 activations, as on ARM.
 
     Raises:
-        ModelError: The model cannot be emitted, or onnxruntime rejects it.
+        ModelError: The model cannot be emitted.
+        OptimizationError: onnxruntime rejects the model.
     """
     emission = emit_message(model, defer_weights=True)
     lookup = _number_nodes(model, emission)
@@ -401,7 +415,11 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
     weights = {name: value() for name, value in external_weights.items()}
     with TemporaryDirectory() as folder:
         path = Path(folder, "optimized.onnx")
-        create_session(data, model.source.folder, external_bytes, weights, extra_options=options, optimized=path)
+        try:
+            create_session(data, model.source.folder, external_bytes, weights, extra_options=options, optimized=path)
+        except ModelError as error:
+            message = NODE_NUMBER.sub(lookup.name_of_number, str(error))
+            raise OptimizationError(message, lookup.numbered_op(str(error)) or ("", "")) from error
         optimized = load(path)
     return _trace_optimized(model, optimized, lookup)
 
@@ -493,6 +511,11 @@ class _OpLookup:
         number_match = NODE_NUMBER.search(name)
         known = number_match is not None and int(number_match[1]) < len(self.numbered)
         return self.numbered[int(number_match[1])] if number_match is not None and known else None
+
+    def name_of_number(self, number_match: re.Match[str]) -> str:
+        """Return the name of the op with a number in an error of onnxruntime, for messages."""
+        op_key = self.numbered_op(number_match[0])
+        return number_match[0] if op_key is None else qualified_op_name(*op_key)
 
 
 def _number_nodes(model: Model, emission: Emission) -> _OpLookup:
