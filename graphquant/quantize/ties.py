@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import TensorRef, Use, connected_groups
-from graphquant.numerics import QParams, Range, choose_qparams, qparams_from_scale
+from graphquant.ir import TensorRef, Use, connected_groups, reachable
+from graphquant.numerics import QParams, Range
 from graphquant.quantize.plan import SkipCode
 from graphquant.quantize.solver_state import Conflict, format_range, format_values, starts_at_zero
 
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 # quantizing both before and after a Relu or Clip equals quantizing after it, because both functions are monotone and
 # rounding to the same steps twice changes nothing. So this needs no statistics.
 
-CLIPPING_KINDS = frozenset({"relu", "relu6", "clip"})
-
-RELU6_LIMIT = 6.0
+RELU_LIMITS = {"relu": (0.0, np.inf), "relu6": (0.0, 6.0)}
 
 CLIP_TOLERANCE = float(np.finfo(np.float32).eps)
 """Excess of the integer range over a Clip's range that onnxruntime still fuses."""
@@ -40,12 +38,8 @@ ROUNDING_SHARE = 1e-6
 def clip_limits(model: Model, parameters: Parameters, tensor: TensorRef) -> tuple[float, float] | None:
     """Return the limits of the Relu or Clip that produces `tensor`, None for another op or unknown limits."""
     op = model.op(tensor)
-    if op.kind not in CLIPPING_KINDS:
-        return None
-    if op.kind == "relu":
-        return 0.0, np.inf
-    if op.kind == "relu6":
-        return 0.0, RELU6_LIMIT
+    if op.kind != "clip":
+        return RELU_LIMITS.get(op.kind)
     low, high = (
         _clip_limit(model, parameters, Use(tensor.graph, op.name, slot), attr, default)
         for slot, attr, default in ((1, "min", -np.inf), (2, "max", np.inf))
@@ -57,27 +51,10 @@ def _clip_limit(model: Model, parameters: Parameters, use: Use, attr: str, defau
     """Return one limit of a Clip: an attribute, or the constant that it reads at `use`."""
     graph = model.graphs[use.graph]
     op, read = graph.op(use.op), graph.source_of(use)
-    if attr in op.attrs:
-        return op.numeric_attr(attr, default)
-    if read is None:
-        return default
-    value = parameters.value(read) if parameters.is_parameter(read) else None
+    if attr in op.attrs or read is None:
+        return op.numeric_attr(attr, default) if attr in op.attrs else default
+    value = parameters.value(read)
     return float(value.reshape(-1)[0]) if value is not None and value.size == 1 and value.dtype.kind == "f" else None
-
-
-def fit_inside_clip(state: SolverState, members: list[int], chosen: QParams) -> QParams:
-    """Return `chosen`, with the next smaller float32 scale if rounding alone exceeds a Clip's limit."""
-    if chosen.scale.ndim:
-        return chosen
-    qmax = chosen.type.limits(narrow=chosen.narrow)[1]
-    for index in members:
-        limits = clip_limits(state.model, state.parameters, state.sites[index].tensor)
-        steps = qmax - float(chosen.zero_point)
-        top = steps * float(chosen.scale)
-        if limits is not None and steps and limits[1] < top <= limits[1] * (1 + ROUNDING_SHARE):
-            smaller = np.nextafter(chosen.scale, np.float32(0))
-            return qparams_from_scale(smaller, chosen.zero_point, chosen.type, narrow=chosen.narrow)
-    return chosen
 
 
 def saturates_like_clip(params: QParams, limits: tuple[float, float]) -> bool:
@@ -120,7 +97,21 @@ def _insert_pair_before_clip(
         state.add_note(output_sites[0], f"{use.op} is not fused: {reason}")
         return
     index = len(state.sites)
-    state.sites.append(_site_before_clip(site, skip, use))
+    state.sites.append(
+        replace(
+            site,
+            tensor=skip.tensor,
+            uses=(use,),
+            graph=skip.tensor.graph,
+            rule=skip.rule,
+            why=skip.reason,
+            tie=(site.uses[0],),
+            clone_of=None,
+            range=None,
+            scale=None,
+            zero_point=None,
+        )
+    )
     state.index_by_use[use] = index
     state.params[index] = params
     state.explicit_uses.add(use)
@@ -128,23 +119,6 @@ def _insert_pair_before_clip(
     why = f"it has the pair of {site.tensor}, because {use.op} cannot be fused: {reason}; no value changes"
     state.add_note(index, why)
     state.record_change(index, why)
-
-
-def _site_before_clip(site: Site, skip: Skip, use: Use) -> Site:
-    """Return the site before a Relu whose output has `site`."""
-    return replace(
-        site,
-        tensor=skip.tensor,
-        uses=(use,),
-        graph=skip.tensor.graph,
-        rule=skip.rule,
-        why=skip.reason,
-        tie=(site.uses[0],),
-        clone_of=None,
-        range=None,
-        scale=None,
-        zero_point=None,
-    )
 
 
 MAX_EXCESS_STEPS = 0.5
@@ -161,15 +135,24 @@ class _TieEdge:
 
 def share_scales(state: SolverState) -> None:
     """Give each site with a range its scale; tied sites get one in common."""
-    groups, edges = _tie_groups(state)
-    for members in groups:
-        kinds: dict[tuple[object, ...], list[int]] = {}
+    edges: dict[int, _TieEdge] = {}
+    pairs = []
+    for index, site in enumerate(state.sites):
+        for source in (state.index_by_use[use] for use in site.tie if use in state.index_by_use):
+            pairs.append((index, source))
+            edges[index] = _TieEdge(source, site.rule)
+            edges.setdefault(source, _TieEdge(index, site.rule))
+    for members in connected_groups(range(len(state.sites)), pairs):
+        members_by_key: dict[tuple[object, ...], list[int]] = {}
         for index in members:
-            kinds.setdefault(_sharing_key(state.sites[index], index), []).append(index)
-        for same_kind in kinds.values():
-            _share_scale(state, same_kind, edges)
-            if len(kinds) > 1 and members[0] not in same_kind:
-                _note_differing_schemes(state, same_kind, edges, members[0])
+            # A per-channel site shares its scales with no other.
+            unshared_index = None if state.sites[index].axis is None else index
+            key = (*_sharing_key(state.sites[index]), unshared_index)
+            members_by_key.setdefault(key, []).append(index)
+        for sharing in members_by_key.values():
+            _share_scale(state, sharing, edges)
+            if members[0] not in sharing:
+                _note_differing_schemes(state, sharing, edges)
     for index in state.params:
         state.skips.pop(index, None)
 
@@ -186,105 +169,91 @@ def solve_block_scales(state: SolverState, index: int) -> None:
 def skip_unfed_ties(state: SolverState) -> None:
     """Skip tied sites that no quantized site feeds, along any chain or ring of ties."""
     dependents: dict[int, list[int]] = {}
-    queue: list[int] = []
+    fed_by_themselves = []
     for index in state.params:
         site = state.sites[index]
         if not site.tie or site.scale is not None or site.range is not None:
-            queue.append(index)
+            fed_by_themselves.append(index)
         for use in site.tie:
             if use in state.index_by_use:
                 dependents.setdefault(state.index_by_use[use], []).append(index)
-    reached = set(queue)
-    for source in queue:
-        for index in dependents.pop(source, ()):
-            if index not in reached:
-                reached.add(index)
-                queue.append(index)
-    for index in [index for index in state.params if index not in reached]:
+    fed = set(reachable(fed_by_themselves, lambda index: dependents.get(index, ())))
+    for index in [index for index in state.params if index not in fed]:
         state.skip_site(index, SkipCode.TIE, "the tensor that it is tied to is not quantized")
 
 
-def _tie_groups(state: SolverState) -> tuple[list[list[int]], dict[int, _TieEdge]]:
-    """Return groups of sites that must share scale and zero point, and the tie that put each site there."""
-    edges: dict[int, _TieEdge] = {}
-    pairs = []
-    for index, site in enumerate(state.sites):
-        for source in (state.index_by_use[use] for use in site.tie if use in state.index_by_use):
-            pairs.append((index, source))
-            edges[index] = _TieEdge(source, site.rule)
-            edges.setdefault(source, _TieEdge(index, site.rule))
-    return connected_groups(range(len(state.sites)), pairs), edges
-
-
-def _sharing_key(site: Site, index: int) -> tuple[object, ...]:
-    """Return the properties that sites must agree in to share a scale. A per-channel site shares with none."""
-    unshared_index = None if site.axis is None else index
+def _sharing_key(site: Site) -> tuple[object, ...]:
+    """Return the properties that sites must agree in to share a scale."""
     scheme = site.scheme
-    return scheme.type, scheme.zero, scheme.narrow, scheme.scale, scheme.range, starts_at_zero(site), unshared_index
+    return scheme.type, scheme.zero, scheme.narrow, scheme.scale, scheme.range, starts_at_zero(site)
 
 
 def _share_scale(state: SolverState, members: list[int], edges: dict[int, _TieEdge]) -> None:
     """Give sites with equal sharing keys the same scale and zero point."""
-    state.shared_groups.update(dict.fromkeys(members, tuple(members)) if len(members) > 1 else {})
-    explicit = [index for index in members if index in state.params]
-    if explicit:
-        _share_plan_scale(state, members, explicit[0], edges)
+    if len(members) > 1:
+        state.shared_groups.update(dict.fromkeys(members, tuple(members)))
+    explicit = next((index for index in members if index in state.params), None)
+    if explicit is not None:
+        _share_plan_scale(state, members, explicit, edges)
         return
     ranged = [index for index in members if index in state.ranges]
     if not ranged:
         return
-    first_site = state.sites[ranged[0]]
-    union = _union_range(state, ranged, edges)
-    shared = _widen_range(union, first_site.scheme.smallest_range)
-    if starts_at_zero(first_site):
-        shared = Range(np.zeros_like(shared.low), np.maximum(shared.high, 0.0))
-    params = choose_qparams(
-        shared,
-        first_site.scheme.type,
-        symmetric=first_site.scheme.zero == "symmetric" and not starts_at_zero(first_site),
-        narrow=first_site.scheme.narrow,
-        power_of_two=first_site.scheme.scale == "power-of-two",
-        axis=first_site.axis,
-        block=first_site.scheme.block_size,
-    )
-    if first_site.scheme.range == "observed":
-        params = fit_inside_clip(state, ranged, params)
-    params = replace(params, op_range=union if first_site.scheme.range == "given" else None)
+    site, union = state.sites[ranged[0]], _union_range(state, ranged, edges)
+    scheme, low, high = site.scheme, np.minimum(union.low, 0.0), np.maximum(union.high, 0.0)
+    shared, raised = union, np.zeros_like(high, bool)
+    if scheme.smallest_range is not None:
+        shared = Range(low, np.maximum(high, low + scheme.smallest_range))
+        raised = shared.high > high
+    grid = scheme.grid
+    if starts_at_zero(site):
+        shared = Range(np.zeros_like(low), np.maximum(shared.high, 0.0))
+        grid = replace(grid, symmetric=False)
+    params = grid.qparams(shared, axis=site.axis, block=scheme.block_size)
+    if scheme.range == "observed":
+        params = _fit_inside_clip(state, ranged, params)
+    params = replace(params, op_range=union if scheme.range == "given" else None)
     for index in ranged:
         state.params[index] = params
         if len(ranged) > 1:
             partner = state.sites[ranged[0] if index != ranged[0] else ranged[1]].tensor
-            state.add_note(
-                index, f"it shares scale and zero point with {partner}{_describe_tie(state, edges.get(index), partner)}"
-            )
-        raised = shared.high > np.maximum(union.high, 0.0)
-        if first_site.scheme.smallest_range is not None and raised.any():
+            tie_text = _describe_tie(state, edges.get(index), partner)
+            state.add_note(index, f"it shares scale and zero point with {partner}{tie_text}")
+        if raised.any():
             channels_text = f" in {int(raised.sum())} of {raised.size} channels" if raised.ndim else ""
-            state.add_note(
-                index,
-                f"its range was widened to the scheme's smallest, {first_site.scheme.smallest_range:g}{channels_text}",
-            )
+            smallest = f"the scheme's smallest, {scheme.smallest_range:g}{channels_text}"
+            state.add_note(index, f"its range was widened to {smallest}")
+
+
+def _fit_inside_clip(state: SolverState, members: list[int], params: QParams) -> QParams:
+    """Return `params`, with the next smaller float32 scale if rounding alone exceeds a Clip's limit."""
+    if params.scale.ndim:
+        return params
+    steps = params.type.limits(narrow=params.narrow)[1] - float(params.zero_point)
+    top = steps * float(params.scale)
+    for index in members:
+        limits = clip_limits(state.model, state.parameters, state.sites[index].tensor)
+        if limits is not None and steps and limits[1] < top <= limits[1] * (1 + ROUNDING_SHARE):
+            return replace(params, scale=np.nextafter(params.scale, np.float32(0)))
+    return params
 
 
 def _share_plan_scale(state: SolverState, members: list[int], source_index: int, edges: dict[int, _TieEdge]) -> None:
     """Give all members the scale that the plan gives one of them. Members with a scale of their own keep it."""
     source, params = state.sites[source_index].tensor, state.params[source_index]
     for index in members:
-        if index not in state.params and (index in state.ranges or state.sites[index].tie):
-            state.params[index] = params
-            state.add_note(
-                index,
-                f"it shares the scale that the plan gives {source}{_describe_tie(state, edges.get(index), source)}",
-            )
-        elif index in state.params and _params_differ(state.params[index], params):
+        own_params, site = state.params.get(index), state.sites[index]
+        if own_params is None:
+            if index in state.ranges or site.tie:
+                state.params[index] = params
+                tie_text = _describe_tie(state, edges.get(index), source)
+                state.add_note(index, f"it shares the scale that the plan gives {source}{tie_text}")
+        elif (own_params.scale != params.scale).any() or (own_params.zero_point != params.zero_point).any():
             state.add_note(index, f"it is tied to {source}, for which the plan gives another scale")
             conflict = Conflict(
                 rules=("", edges[index].rule if index in edges else ""),
-                tensors=(state.sites[index].tensor, source),
-                wants=(
-                    f"the scale {format_values(state.params[index].scale)}",
-                    f"{format_values(params.scale)} for both",
-                ),
+                tensors=(site.tensor, source),
+                wants=(f"the scale {format_values(own_params.scale)}", f"{format_values(params.scale)} for both"),
                 resolution="each keeps its scale from the plan",
             )
             state.conflicts.append(conflict)
@@ -295,17 +264,23 @@ def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdg
     shared = state.ranges[ranged[0]]
     for index in ranged[1:]:
         shared = shared.union(state.ranges[index])
-    fixed = next((index for index in ranged if _has_fixed_range(state.sites[index])), None)
-    if fixed is None or len(ranged) == 1 or state.ranges[fixed] == shared:
+    # A rule or the plan, not data, gives a fixed range.
+    fixed = next(
+        (
+            index
+            for index in ranged
+            if state.sites[index].range is not None or state.sites[index].scheme.observe.name == "fixed"
+        ),
+        None,
+    )
+    if fixed is None or state.ranges[fixed] == shared:
         return shared
     fixed_range = state.ranges[fixed]
     low, high = state.sites[fixed].scheme.type.limits()
-    step = (fixed_range.high - fixed_range.low) / (high - low)
-    if (fixed_range.low - shared.low <= MAX_EXCESS_STEPS * step).all() and (
-        shared.high - fixed_range.high <= MAX_EXCESS_STEPS * step
-    ).all():
+    excess = MAX_EXCESS_STEPS * (fixed_range.high - fixed_range.low) / (high - low)
+    if (fixed_range.low - shared.low <= excess).all() and (shared.high - fixed_range.high <= excess).all():
         return fixed_range
-    farthest = next(index for index in ranged if not _is_range_within(state.ranges[index], fixed_range))
+    farthest = next(index for index in ranged if state.ranges[index].union(fixed_range) != fixed_range)
     edge = edges.get(farthest)
     conflict = Conflict(
         rules=(state.sites[fixed].rule, edge.rule if edge is not None else ""),
@@ -320,34 +295,25 @@ def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdg
     return shared
 
 
-def _has_fixed_range(site: Site) -> bool:
-    """Return True if a rule or the plan, not data, gives the range."""
-    return site.range is not None or site.scheme.observe.name == "fixed"
-
-
-def _is_range_within(inner: Range, outer: Range) -> bool:
-    return bool((inner.low >= outer.low).all() and (inner.high <= outer.high).all())
-
-
-def _note_differing_schemes(state: SolverState, members: list[int], edges: dict[int, _TieEdge], first: int) -> None:
-    """Note that sites whose schemes differ from the rest of their group keep their own scales."""
+def _note_differing_schemes(state: SolverState, members: list[int], edges: dict[int, _TieEdge]) -> None:
+    """Note that sites whose schemes differ from those that they are tied to keep their own scales."""
     for index in members:
-        edge = edges.get(index)
-        partner = state.sites[first if edge is None else edge.tied_index]
-        site = state.sites[index]
+        edge, site = edges[index], state.sites[index]
+        partner = state.sites[edge.tied_index]
+        if _sharing_key(site) == _sharing_key(partner):
+            continue
         state.add_note(index, f"it is tied to {partner.tensor}, whose scheme differs, so each has its own scale")
-        if edge is not None and _sharing_key(site, 0) != _sharing_key(partner, 0):
-            state.conflicts.append(
-                Conflict(
-                    rules=(partner.rule, site.rule),
-                    tensors=(partner.tensor, site.tensor),
-                    wants=(
-                        _describe_scheme(partner),
-                        f"{_describe_scheme(site)}, and rule {edge.rule!r} one scale for both",
-                    ),
-                    resolution="each has its own scale",
-                )
+        state.conflicts.append(
+            Conflict(
+                rules=(partner.rule, site.rule),
+                tensors=(partner.tensor, site.tensor),
+                wants=(
+                    _describe_scheme(partner),
+                    f"{_describe_scheme(site)}, and rule {edge.rule!r} one scale for both",
+                ),
+                resolution="each has its own scale",
             )
+        )
 
 
 def _describe_scheme(site: Site) -> str:
@@ -363,16 +329,3 @@ def _describe_tie(state: SolverState, edge: _TieEdge | None, mentioned: TensorRe
         return ""
     partner = state.sites[edge.tied_index].tensor
     return f", by rule {edge.rule!r}" if partner == mentioned else f", as rule {edge.rule!r} ties it to {partner}"
-
-
-def _widen_range(value_range: Range, min_width: float | None) -> Range:
-    """Return `value_range` with its upper end raised to a width of at least `min_width`, 0.0 included."""
-    if min_width is None:
-        return value_range
-    low = np.minimum(value_range.low, 0.0)
-    return Range(low, np.maximum(np.maximum(value_range.high, 0.0), low + min_width))
-
-
-def _params_differ(first: QParams, second: QParams) -> bool:
-    same = np.array_equal(first.scale, second.scale) and np.array_equal(first.zero_point, second.zero_point)
-    return not same

@@ -388,6 +388,13 @@ def test_ties_of_equal_schemes_beside_another_are_no_conflict():
         (pytest.approx(scale), 0) for scale in (0.01, 0.02, 0.02)
     ]
     assert [conflict.tensors for conflict in solution.conflicts] == [(TensorRef("", "t0"), TensorRef("", "t1"))]
+    assert solution.notes == {
+        1: (
+            "it shares scale and zero point with t2:0",
+            "it is tied to t0:0, whose scheme differs, so each has its own scale",
+        ),
+        2: ("it shares scale and zero point with t1:0",),
+    }
 
 
 def test_a_fused_op_without_a_scale_gets_no_pair():
