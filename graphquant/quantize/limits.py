@@ -7,20 +7,20 @@ must not exceed a number.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import WEIGHTED_KINDS, TensorRef, Use
+from graphquant.ir import BIAS_ADD_KINDS, WEIGHTED_KINDS, TensorRef, Use
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE
 from graphquant.quantize.solver_state import Conflict, format_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphquant.ir import Shape
+    from graphquant.ir import Graph
     from graphquant.numerics import Array, QParams
     from graphquant.quantize.solver_state import SolverState
 
@@ -41,7 +41,6 @@ MAX_ADDENDS = 8
 """Inputs of a sum that are compared pairwise. Models have two, and the number of pairs grows quadratically."""
 
 INT32_MAX = (1 << 31) - 1
-"""Largest int32."""
 
 FUSED_KINDS = frozenset({"bias_add", "relu", "relu6", "leaky_relu", "prelu"})
 """Kinds that are fused with the op before them."""
@@ -104,16 +103,10 @@ class ShiftLimit:
 def find_hardware_limits(state: SolverState) -> list[BiasFitLimit | ShiftLimit]:
     """Return the hardware limits on the scales, in the order of the sites."""
     limits: list[BiasFitLimit | ShiftLimit] = []
-    visited: set[tuple[str, str]] = set()
-    outputs: dict[TensorRef, Use] = {}
-    for index, site in enumerate(state.sites):
-        if index in state.params:
-            outputs.setdefault(site.tensor, site.uses[0])
-    for index, site in enumerate(state.sites):
-        for use in site.uses if index in state.params else ():
-            if (use.graph, use.op) not in visited:
-                visited.add((use.graph, use.op))
-                limits += _op_limits(state, use.graph, use.op, outputs)
+    quantized_sites = [site for index, site in enumerate(state.sites) if index in state.params]
+    outputs = {site.tensor: site.uses[0] for site in reversed(quantized_sites)}
+    for graph, op in dict.fromkeys((use.graph, use.op) for site in quantized_sites for use in site.uses):
+        limits += _op_limits(state, graph, op, outputs)
     return limits
 
 
@@ -121,72 +114,67 @@ def _op_limits(
     state: SolverState, graph_name: str, op_name: str, outputs: dict[TensorRef, Use]
 ) -> Iterator[BiasFitLimit | ShiftLimit]:
     """Yield the limits of one op."""
-    op = state.model.graphs[graph_name].op(op_name)
-    roles: dict[str, list[Use]] = {}
-    for slot in range(len(state.model.graphs[graph_name].slots(op_name))):
-        roles.setdefault(op.role(slot), []).append(Use(graph_name, op_name, slot))
+    graph = state.model.graphs[graph_name]
+    op = graph.op(op_name)
+    uses = [Use(graph_name, op_name, slot) for slot in range(len(graph.slots(op_name)))]
     quantized_uses = [
-        use for role in ("input", "weight") for use in roles.get(role, ()) if state.params_at(use) is not None
+        use
+        for role in ("input", "weight")
+        for use in uses
+        if op.role(use.slot) == role and state.params_at(use) is not None
     ]
+    own_bias = next((use for use in uses if op.role(use.slot) == "bias" and graph.source_of(use) is not None), None)
+    bias = None
     if op.kind in WEIGHTED_KINDS and len(quantized_uses) == 2:  # noqa: PLR2004  # an input and a weight
-        bias = _find_bias_use(state, graph_name, op_name, roles)
+        bias = own_bias or _following_bias_use(graph, op_name)
         if bias is not None and not _scheme_shifts(state, quantized_uses[1]):
             yield from _bias_fit_limits(state, bias, quantized_uses[0], quantized_uses[1])
-    if (
-        op.kind in WEIGHTED_KINDS | {"add", "mul"}
-        and quantized_uses
-        and all(_scheme_shifts(state, use) for use in quantized_uses)
-    ):
-        output = _quantized_output_use(state, TensorRef(graph_name, op_name), outputs)
-        if output is not None and _scheme_shifts(state, output):
-            yield from _dpu_shift_limits(state, op.kind, op_name, quantized_uses, roles, output)
+    if op.kind not in WEIGHTED_KINDS | {"add", "mul"} or not quantized_uses:
+        return
+    if not all(_scheme_shifts(state, use) for use in quantized_uses):
+        return
+    output = _quantized_output_use(graph, TensorRef(graph_name, op_name), outputs)
+    if output is not None and _scheme_shifts(state, output):
+        bias = bias if bias is not None and _scheme_shifts(state, bias) else None
+        for name, positive_uses, negative_uses, max_shift in _dpu_shift_limits(op.kind, quantized_uses, bias, output):
+            yield ShiftLimit(
+                name=name, op=op_name, positive_uses=positive_uses, negative_uses=negative_uses, max_shift=max_shift
+            )
 
 
 def _scheme_shifts(state: SolverState, use: Use) -> bool:
     """Return True if the scheme at a use is for hardware that shifts."""
-    return state.params_at(use) is not None and state.sites[state.index_by_use[use]].scheme.shifts is not None
+    return state.params_at(use) is not None and state.site_at(use).scheme.shifts is not None
 
 
 def _bias_fit_limits(state: SolverState, bias: Use, data: Use, weight: Use) -> Iterator[BiasFitLimit]:
     tensor = state.model.graphs[bias.graph].source_of(bias)
-    site = state.sites[state.index_by_use[bias]] if bias in state.index_by_use else None
-    family = state.sites[state.index_by_use[weight]].scheme.family
-    has_bias_observer = site is not None and site.scheme.observe.name == "bias"
     if tensor is None or not state.parameters.is_parameter(tensor):
         return
-    if has_bias_observer and site is not None:
-        yield BiasFitLimit(
-            bias=tensor, data=data, weight=weight, rule=site.rule, max_integer=int(site.scheme.type.limits()[1])
-        )
-    elif site is None and family in INT32_BIAS_FAMILIES and _has_one_long_axis(state.model.output(tensor).shape):
-        yield BiasFitLimit(bias=tensor, data=data, weight=weight, rule="", max_integer=INT32_MAX)
+    if bias in state.index_by_use:
+        site = state.site_at(bias)
+        if site.scheme.observe.name == "bias":
+            max_integer = int(site.scheme.type.limits()[1])
+            yield BiasFitLimit(bias=tensor, data=data, weight=weight, rule=site.rule, max_integer=max_integer)
+    elif state.site_at(weight).family.name in INT32_BIAS_FAMILIES:
+        shape = state.model.output(tensor).shape
+        # All elements of a bias lie along one axis.
+        if shape is not None and sum(size != 1 for size in shape) <= 1:
+            yield BiasFitLimit(bias=tensor, data=data, weight=weight, rule="", max_integer=INT32_MAX)
 
 
-def _has_one_long_axis(shape: Shape | None) -> bool:
-    """Return True if all elements lie along one axis, like those of a bias."""
-    return shape is not None and sum(size != 1 for size in shape) <= 1
-
-
-def _find_bias_use(state: SolverState, graph_name: str, op_name: str, roles: dict[str, list[Use]]) -> Use | None:
-    """Return the use that reads an op's bias: its own, or that of the only op after it, which adds the bias."""
-    op_graph = state.model.graphs[graph_name]
-    if "bias" in roles and op_graph.source_of(roles["bias"][0]) is not None:
-        return roles["bias"][0]
-    readers = op_graph.consumers(TensorRef(graph_name, op_name))
-    if len(readers) != 1 or readers[0].graph != graph_name:
+def _following_bias_use(graph: Graph, op_name: str) -> Use | None:
+    """Return the use that reads the bias in the only op after a product, which adds it; None for another op."""
+    readers = graph.consumers(TensorRef(graph.name, op_name))
+    if len(readers) != 1 or readers[0].graph != graph.name:
         return None
-    next_op = op_graph.op(readers[0].op)
-    other_slots = [slot for slot in range(len(op_graph.slots(next_op.name))) if slot != readers[0].slot]
-    return (
-        Use(graph_name, next_op.name, other_slots[0])
-        if next_op.kind in {"bias_add", "add"} and len(other_slots) == 1
-        else None
-    )
+    (reader,) = readers
+    is_sum = graph.op(reader.op).kind in BIAS_ADD_KINDS and len(graph.slots(reader.op)) == 2  # noqa: PLR2004  # product and bias
+    return Use(graph.name, reader.op, 1 - reader.slot) if is_sum else None
 
 
-def _quantized_output_use(state: SolverState, tensor: TensorRef, outputs: dict[TensorRef, Use]) -> Use | None:
+def _quantized_output_use(graph: Graph, tensor: TensorRef, outputs: dict[TensorRef, Use]) -> Use | None:
     """Return the use that reads an op's quantized output, past ops that are fused with it."""
-    graph = state.model.graphs[tensor.graph]
     for _ in range(MAX_FUSED_OPS):
         if tensor in outputs:
             return outputs[tensor]
@@ -198,34 +186,25 @@ def _quantized_output_use(state: SolverState, tensor: TensorRef, outputs: dict[T
 
 
 def _dpu_shift_limits(
-    state: SolverState, kind: str, op_name: str, input_uses: list[Use], roles: dict[str, list[Use]], output: Use
-) -> Iterator[ShiftLimit]:
-    """Yield the limits of AMD's DPU; see the DPU constants above."""
-
-    def at_most(
-        name: str, positive_uses: tuple[Use, ...], negative_uses: tuple[Use, ...], max_shift: int
-    ) -> ShiftLimit:
-        return ShiftLimit(
-            name=name, op=op_name, positive_uses=positive_uses, negative_uses=negative_uses, max_shift=max_shift
-        )
-
+    kind: str, input_uses: list[Use], bias: Use | None, output: Use
+) -> Iterator[tuple[str, tuple[Use, ...], tuple[Use, ...], int]]:
+    """Yield name, positive uses, negative uses and largest shift of AMD's DPU; see the DPU constants above."""
     if kind == "add":
         for first in input_uses[:MAX_ADDENDS]:
             for second in input_uses[:MAX_ADDENDS]:
                 if first is not second:
-                    yield at_most("shift between inputs", (first,), (second,), DPU_ADD_READ_LIMITS[1])
-            yield at_most("shift of an input to the output", (output,), (first,), -DPU_ADD_WRITE_LIMITS[0])
-            yield at_most("shift of an input to the output", (first,), (output,), DPU_ADD_WRITE_LIMITS[1])
+                    yield "shift between inputs", (first,), (second,), DPU_ADD_READ_LIMITS[1]
+            yield "shift of an input to the output", (output,), (first,), -DPU_ADD_WRITE_LIMITS[0]
+            yield "shift of an input to the output", (first,), (output,), DPU_ADD_WRITE_LIMITS[1]
     elif kind == "mul":
-        yield at_most("shift of the product", (output,), tuple(input_uses), -DPU_MUL_WRITE_LIMITS[0])
-        yield at_most("shift of the product", tuple(input_uses), (output,), DPU_MUL_WRITE_LIMITS[1])
+        yield "shift of the product", (output,), tuple(input_uses), -DPU_MUL_WRITE_LIMITS[0]
+        yield "shift of the product", tuple(input_uses), (output,), DPU_MUL_WRITE_LIMITS[1]
     elif len(input_uses) == 2:  # noqa: PLR2004  # an input and a weight
         data, weight = input_uses
-        bias = _find_bias_use(state, data.graph, op_name, roles)
-        yield at_most("shift of weight plus input minus output", (output,), (weight, data), -DPU_CUT_LIMITS[0])
-        yield at_most("shift of weight plus input minus output", (weight, data), (output,), DPU_CUT_LIMITS[1])
-        if bias is not None and _scheme_shifts(state, bias):
-            yield at_most("shift of weight plus input minus bias", (weight, data), (bias,), DPU_MAX_BIAS_CUT)
+        yield "shift of weight plus input minus output", (output,), (weight, data), -DPU_CUT_LIMITS[0]
+        yield "shift of weight plus input minus output", (weight, data), (output,), DPU_CUT_LIMITS[1]
+        if bias is not None:
+            yield "shift of weight plus input minus bias", (weight, data), (bias,), DPU_MAX_BIAS_CUT
 
 
 # Meet limits by raising scales, never by lowering them: a worklist of limits that may be violated.
@@ -271,13 +250,10 @@ def meet_limits(state: SolverState) -> None:
         Worklist(state, limits, given_up).run()
     for position in sorted(given_up):
         limit = limits[position]
-        problem = _bias_fit_problem(state, limit) if isinstance(limit, BiasFitLimit) else _shift_conflict(state, limit)
-        index = state.index_by_use[limit.weight if isinstance(limit, BiasFitLimit) else limit.positive_uses[0]]
-        if isinstance(problem, Conflict):
-            state.record_conflict(problem, index)
-        elif problem:
-            state.add_note(index, problem)
-            state.record_change(index, problem)
+        if isinstance(limit, BiasFitLimit):
+            _report_bias_fit(state, limit)
+        elif _shift_excess(state, limit) > 0:  # else raises for other limits met it
+            _report_shift(state, limit)
 
 
 class Worklist:
@@ -301,34 +277,34 @@ class Worklist:
             position = self.queue.popleft()
             self.waiting.discard(position)
             limit = self.limits[position]
-            if isinstance(limit, BiasFitLimit):
-                self._meet_bias_fit(position, limit)
-            else:
-                self._meet_shift(position, limit)
+            if not (
+                self._meet_bias_fit(position, limit) if isinstance(limit, BiasFitLimit) else self._meet_shift(limit)
+            ):
+                self.given_up.add(position)
 
-    def _meet_bias_fit(self, position: int, fit: BiasFitLimit) -> None:
+    def _meet_bias_fit(self, position: int, fit: BiasFitLimit) -> bool:
+        """Raise the scale of the weight if necessary; return False if the limit cannot hold."""
         needed = _min_weight_scale(self.state, fit)
         if needed is None or position in self.mended_fits:
-            return
+            return True
         index = self.state.index_by_use[fit.weight]
         if not self.state.is_movable(index):
-            self.given_up.add(position)
-            return
+            return False
         self.mended_fits.add(position)
         factor_text = _format_factor(needed, self.state.params[index].scale)
-        self._raise_scale(
-            index, fit.weight, needed, f"its scale was raised {factor_text} so that bias {fit.bias} fits int32"
-        )
+        why = f"its scale was raised {factor_text} so that bias {fit.bias} fits int32"
+        self._raise_scale(index, fit.weight, needed, why)
+        return True
 
-    def _meet_shift(self, position: int, shift: ShiftLimit) -> None:
-        excess = _shift_excess(self.state, shift)
+    def _meet_shift(self, shift: ShiftLimit) -> bool:
+        """Double scales as far as necessary; return False if the limit cannot hold."""
+        excess = initial_excess = _shift_excess(self.state, shift)
         if excess <= 0 or self._shrink_zeros(shift, excess):
-            return
-        initial_excess = excess
-        counts = self._count_groups(shift)
+            return True
+        counts = Counter(map(self._group_leader, shift.positive_uses))
+        counts.subtract(map(self._group_leader, shift.negative_uses))
         for use in shift.positive_uses:
-            index = self.state.index_by_use[use]
-            times = counts.get(self.state.scale_group(index)[0], 0)
+            index, times = self.state.index_by_use[use], counts[self._group_leader(use)]
             if excess <= 0 or times <= 0 or not self.state.is_movable(index):
                 continue
             steps = min(-(-excess // times), self._remaining_doublings(index))
@@ -337,19 +313,15 @@ class Worklist:
                     f"its scale was multiplied by {2**steps}: the {shift.name} of {shift.op} exceeded its limit by"
                     f" {initial_excess}"
                 )
-                self._double_scale(index, use, steps, why)
+                doublings = self.doublings.get(self._group_leader(use), 0)
+                self._raise_scale(index, use, np.ldexp(self.state.params[index].scale, steps), why)
+                self.doublings[self._group_leader(use)] = doublings + steps
                 excess -= steps * times
-        if excess > 0:
-            self.given_up.add(position)
+        return excess <= 0
 
-    def _count_groups(self, shift: ShiftLimit) -> dict[int, int]:
-        """Return the signed number of occurrences of each group in the limit."""
-        counts: dict[int, int] = {}
-        for sign, uses in ((1, shift.positive_uses), (-1, shift.negative_uses)):
-            for use in uses:
-                leader = self.state.scale_group(self.state.index_by_use[use])[0]
-                counts[leader] = counts.get(leader, 0) + sign
-        return counts
+    def _group_leader(self, use: Use) -> int:
+        """Return the first of the sites that share the scale at a use."""
+        return self.state.scale_group(self.state.index_by_use[use])[0]
 
     def _shrink_zeros(self, shift: ShiftLimit, excess: int) -> bool:
         """Lower the scale of a tensor of zeros, such as many biases, that shares its scale with no other.
@@ -358,20 +330,18 @@ class Worklist:
         """
         for use in shift.negative_uses:
             index = self.state.index_by_use[use]
-            own_range, params = self.state.ranges.get(index), self.state.params[index]
-            zeros = own_range is not None and not own_range.low.any() and not own_range.high.any()
-            has_more_uses, smaller = len(self.state.sites[index].uses) > 1, np.ldexp(params.scale, -excess)
-            if smaller < SMALLEST_SCALE or (has_more_uses and not self.state.is_divisible(index)):
+            own_range, params, site = self.state.ranges.get(index), self.state.params[index], self.state.sites[index]
+            has_more_uses, smaller = len(site.uses) > 1, np.ldexp(params.scale, -excess)
+            if own_range is None or own_range.low.any() or own_range.high.any() or smaller < SMALLEST_SCALE:
                 continue
-            if (
-                zeros
-                and self.state.sites[index].scheme.observe.name != "fixed"
-                and len(self.state.scale_group(index)) == 1
-            ):
-                if has_more_uses:
-                    index = self.state.split_use(index, use)
-                self.state.lower_scale(index, smaller)
-                return True
+            if site.scheme.observe.name == "fixed" or len(self.state.scale_group(index)) > 1:
+                continue
+            if has_more_uses and not self.state.is_divisible(index):
+                continue
+            if has_more_uses:
+                index = self.state.split_use(index, use)
+            self.state.params[index] = replace(params, scale=smaller, op_range=None)
+            return True
         return False
 
     def _remaining_doublings(self, index: int) -> int:
@@ -381,13 +351,8 @@ class Worklist:
         max_by_exponent = MAX_FLOAT32_EXPONENT - params.type.bits + (power_of_two_position(params) or 0)
         return max(min(max_doublings - used_doublings, max_by_exponent), 0)
 
-    def _double_scale(self, index: int, use: Use, steps: int, why: str) -> None:
-        raised_index = self._raise_scale(index, use, np.ldexp(self.state.params[index].scale, steps), why)
-        new_leader, old_leader = self.state.scale_group(raised_index)[0], self.state.scale_group(index)[0]
-        self.doublings[new_leader] = self.doublings.get(old_leader, 0) + steps
-
-    def _raise_scale(self, index: int, use: Use, scale: Array, why: str) -> int:
-        """Raise the scale at `use`, on a copy if others read the tensor too; return the site's index."""
+    def _raise_scale(self, index: int, use: Use, scale: Array, why: str) -> None:
+        """Raise the scale at `use`, on a copy if others read the tensor too."""
         if len(self.state.sites[index].uses) > 1 and self.state.is_divisible(index):
             index = self.state.split_use(index, use)
             why = f"it is a copy for {use}: {why}"
@@ -398,58 +363,55 @@ class Worklist:
                     if position not in self.waiting and position not in self.given_up:
                         self.waiting.add(position)
                         self.queue.append(position)
-        return index
 
 
 def _shift_excess(state: SolverState, shift: ShiftLimit) -> int:
     """Return the excess over a `ShiftLimit`, 0 if a position is unknown."""
-    positions = {
-        use: position for use in shift.uses if (position := power_of_two_position(state.params_at(use))) is not None
-    }
-    if len(positions) < len(set(shift.uses)):
-        return 0
-    return (
-        sum(positions[use] for use in shift.positive_uses)
-        - sum(positions[use] for use in shift.negative_uses)
-        - shift.max_shift
-    )
+    excess = -shift.max_shift
+    for sign, uses in ((1, shift.positive_uses), (-1, shift.negative_uses)):
+        for use in uses:
+            position = power_of_two_position(state.params_at(use))
+            if position is None:
+                return 0
+            excess += sign * position
+    return excess
 
 
-def _shift_conflict(state: SolverState, shift: ShiftLimit) -> Conflict | None:
-    """Return the conflict of a `ShiftLimit` that was given up, None if raises for other limits met it."""
-    excess = _shift_excess(state, shift)
-    positive_site, negative_site = (
-        state.sites[state.index_by_use[uses[0]]] for uses in (shift.positive_uses, shift.negative_uses)
-    )
+def _report_shift(state: SolverState, shift: ShiftLimit) -> None:
+    site, negative_site = state.site_at(shift.positive_uses[0]), state.site_at(shift.negative_uses[0])
     conflict = Conflict(
-        rules=(positive_site.rule, negative_site.rule),
-        tensors=(positive_site.tensor, negative_site.tensor),
+        rules=(site.rule, negative_site.rule),
+        tensors=(site.tensor, negative_site.tensor),
         wants=(
-            f"a scale with integers of {positive_site.scheme.type.name} to spare",
+            f"a scale with integers of {site.scheme.type.name} to spare",
             "a scale within the range of the hardware's shift",
         ),
-        resolution=f"the {shift.name} of {shift.op} exceeds its limit by {excess}",
+        resolution=f"the {shift.name} of {shift.op} exceeds its limit by {_shift_excess(state, shift)}",
     )
-    return conflict if excess > 0 else None
+    state.record_conflict(conflict, state.index_by_use[shift.positive_uses[0]])
 
 
-def _bias_fit_problem(state: SolverState, fit: BiasFitLimit) -> Conflict | str:
-    """Return the conflict or note for a weight whose scale the solver may not raise."""
-    needed = _min_weight_scale(state, fit)
+def _report_bias_fit(state: SolverState, fit: BiasFitLimit) -> None:
+    """Record the conflict or note for a weight whose scale the solver may not raise."""
+    needed, index = _min_weight_scale(state, fit), state.index_by_use[fit.weight]
     if needed is None:
-        return ""
+        return
+    site = state.sites[index]
     if not fit.rule:
-        return (
+        note = (
             f"its scale is fixed, but bias {fit.bias} does not fit int32; backends that convert the bias will clip it"
         )
-    site = state.sites[state.index_by_use[fit.weight]]
-    factor_text = _format_factor(needed, state.params[state.index_by_use[fit.weight]].scale)
-    return Conflict(
+        state.add_note(index, note)
+        state.record_change(index, note)
+        return
+    factor_text = _format_factor(needed, state.params[index].scale)
+    conflict = Conflict(
         rules=(site.rule, fit.rule),
         tensors=(site.tensor, fit.bias),
         wants=("its fixed scale", f"a scale {factor_text} larger, so that it fits int32"),
         resolution="the bias stays float",
     )
+    state.record_conflict(conflict, index)
 
 
 def power_of_two_position(params: QParams | None) -> int | None:
@@ -458,12 +420,6 @@ def power_of_two_position(params: QParams | None) -> int | None:
         return None
     mantissa, exponent = np.frexp(params.scale.reshape(-1)[0])
     return int(1 - exponent) if mantissa == 0.5 else None  # noqa: PLR2004  # frexp's own lower end
-
-
-def _next_power_of_two(scale: Array) -> Array:
-    """Return the smallest power of two that is not less than `scale`."""
-    mantissa, exponent = np.frexp(scale)
-    return np.asarray(np.ldexp(np.float32(1), exponent - (mantissa == 0.5)))  # noqa: PLR2004  # frexp's own lower end
 
 
 def _format_factor(larger_scale: Array, scale: Array) -> str:
@@ -495,5 +451,8 @@ def _min_weight_scale(state: SolverState, fit: BiasFitLimit) -> Array | None:
     if fits.all() or (min_scale > LARGEST_VALUE / 2**weight.type.bits).any():
         return None
     raised = np.where(fits, weight.scale, np.maximum(min_scale.astype(np.float32), weight.scale))
-    is_power_of_two = state.sites[state.index_by_use[fit.weight]].scheme.scale == "power-of-two"
-    return np.maximum(_next_power_of_two(raised), weight.scale) if is_power_of_two else raised
+    if state.site_at(fit.weight).scheme.scale == "power-of-two":
+        mantissa, exponent = np.frexp(raised)  # round up to a power of two
+        raised = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # noqa: PLR2004  # frexp's own lower end
+        raised = np.maximum(raised, weight.scale)
+    return np.asarray(raised)

@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 from graphquant.ir import CLAMPING_KINDS, QUANTIZATION_KINDS, Graph, TensorRef, Use
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, FloatType
+from graphquant.qdq import FAMILIES, QDQFamily
 from graphquant.quantize.preparation_undo import Step  # noqa: TC001  # pydantic reads the annotations
 from graphquant.rules import ALGORITHM_NAMES, Scheme
 from graphquant.utils.notebook_html import HtmlRepresentation
@@ -72,6 +73,11 @@ class Site:
             qmin = qmax = 0
         if not all(qmin <= zero <= qmax for zero in self.zero_point or ()):
             raise ValueError(f"'zero_point' is not in [{qmin}, {qmax}]")
+
+    @property
+    def family(self) -> QDQFamily:
+        """The family of the scheme."""
+        return FAMILIES[self.scheme.family or ""]
 
     def _check_scale(self, scale: tuple[float, ...]) -> None:
         if self.scheme.block_size is not None:

@@ -1,42 +1,208 @@
 """The scale solver: ranges, ties, limits, biases, Relus and function clones, in this order.
 
-Each step visits the sites once, except `meet_limits`, whose docstring proves that it terminates. No step undoes the
+Each step visits the sites once, except `meet_limits`, whose module proves that it terminates. No step undoes the
 work of another: tied sites stay tied, scales only grow, and biases, which depend on scales, come last.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphquant.errors import DataError, UsageError
-from graphquant.ir import FLOAT_TYPES, Model, TensorRef, Use, paused_gc, require_finite_weight
+from graphquant.ir import BIAS_ADD_KINDS, FLOAT_TYPES, Model, TensorRef, Use, paused_gc, require_finite_weight
 from graphquant.numerics import (
     SMALLEST_SCALE,
     DynamicQParams,
     FloatType,
     QParams,
+    Range,
+    block_scale_shape,
     broadcast_along_axis,
+    iter_blocks,
     qparams_from_scale,
     round_scale_to_float16,
 )
-from graphquant.qdq import FAMILIES
+from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, sketch_values
 from graphquant.quantize.limits import meet_limits
 from graphquant.quantize.plan import SkipCode
 from graphquant.quantize.plan_json import check_plan
-from graphquant.quantize.site_ranges import find_site_ranges, has_explicit_range
-from graphquant.quantize.solver_state import Solution, SolverState, format_range, format_values, takes_original_scale
-from graphquant.quantize.ties import insert_pairs_before_clips, share_scales, skip_unfed_ties
+from graphquant.quantize.solver_state import (
+    Solution,
+    SolverState,
+    format_range,
+    format_values,
+    starts_at_zero,
+    takes_original_scale,
+)
+from graphquant.quantize.ties import insert_pairs_before_clips, share_scales, skip_unfed_ties, solve_block_scales
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from graphquant.ir import Graph, Op
     from graphquant.numerics import Array
-    from graphquant.observers import Sketch
     from graphquant.quantize.plan import Plan, Site, Skip
+
+
+# The range of each site by itself: from the plan, the rule, the weight's value or the calibration data.
+
+TAKES_INFINITE_VALUES = "it has infinite values, as masks do, which integers cannot represent"
+
+
+def find_site_ranges(
+    state: SolverState, sketches: Mapping[TensorRef, Sketch], unobservable: Mapping[TensorRef, str]
+) -> None:
+    """Give each site that follows no other one its own range, the scale from the plan, or a skip.
+
+    Raises:
+        ModelError: A weight holds NaN or infinity.
+    """
+    for index, site in enumerate(state.sites):
+        follows_others = takes_original_scale(site) or (site.scheme.observe.name == "bias" and site.range is None)
+        if site.scheme.range == "dynamic" or (site.scale is None and follows_others):
+            continue
+        try:
+            if site.parameter and _has_explicit_range(site):
+                _check_weight_is_finite(state.parameters.value(site.tensor), site)
+            if site.scale is not None:
+                state.params[index] = _params_given_by_plan(site, site.scale)
+                continue
+            state.ranges[index] = _find_site_range(state, index, sketches)
+            if site.scheme.block_size is not None:
+                solve_block_scales(state, index)
+        except DataError as error:
+            state.skip_site(index, SkipCode.RANGE, unobservable.get(site.tensor, str(error)))
+
+
+def _has_explicit_range(site: Site) -> bool:
+    """Return True if the plan or the rule gives range or scale, so that no value is needed for it."""
+    return site.scale is not None or site.range is not None or not OBSERVERS[site.scheme.observe.name].needs_values
+
+
+def _check_weight_is_finite(value: Array | None, site: Site) -> None:
+    """Refuse a weight that is not finite: quantizing it with any scale would hide that."""
+    if value is not None and value.dtype.name in FLOAT_TYPES:
+        if np.isinf(value).any() and not np.isnan(value).any():
+            raise DataError(TAKES_INFINITE_VALUES)
+        require_finite_weight(value, site.tensor)
+
+
+def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef, Sketch]) -> Range:
+    """Return the range of the site, from the plan, the rule, the weight or the data, in the shape of its scales."""
+    site = state.sites[index]
+    if site.range is not None:
+        value_range = Range(np.asarray(site.range[0]), np.asarray(site.range[1]))
+    else:
+        observer, arguments = OBSERVERS[site.scheme.observe.name], site.scheme.observe.arguments
+        site_sketches = _sketches_of_site(state, index, sketches)
+        if nan_count := sum(sketch.nan for sketch in site_sketches):
+            state.add_note(index, f"{nan_count} NaN values were ignored")
+        ranges = [observer.choose_range(sketch, site.scheme.grid, arguments) for sketch in site_sketches]
+        value_range = ranges[0]
+        if len(ranges) > 1:
+            lows, highs = zip(*((channel.low, channel.high) for channel in ranges), strict=True)
+            value_range = Range(np.array(lows), np.array(highs))
+    if site.axis is None:
+        value_range = Range(value_range.low.min(), value_range.high.max())
+    elif value_range.low.ndim == 0 or site.scheme.block_size is not None:
+        shape = _scale_shape(state, site, site.axis)
+        expand = np.reshape if value_range.low.ndim else np.broadcast_to
+        value_range = Range(expand(value_range.low, shape), expand(value_range.high, shape))
+    if starts_at_zero(site) and site.scheme.zero == "asymmetric" and (value_range.low < 0).any():
+        raise DataError(
+            f"it has negative values, but {site.scheme.family} has no zero point; use signed integers with"
+            ' zero = "symmetric", or the family fake-quant'
+        )
+    return value_range
+
+
+def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRef, Sketch]) -> list[Sketch]:
+    """Return the sketch of the site's values, or one per channel if the observer needs histograms."""
+    site = state.sites[index]
+    observer = OBSERVERS[site.scheme.observe.name]
+    if not observer.needs_values:
+        return [EMPTY_SKETCH]
+    if site.parameter:
+        value, bits = _read_quantizable_weight(state, index), observer.required_bits(site.scheme.type)
+        if site.axis is not None and site.scheme.block_size is not None:
+            return [_sketch_blocks(value, site.axis, site.scheme.block_size)]
+        if site.axis is None or not bits:
+            return [sketch_values(value, site.axis, bits=bits)]
+        return [sketch_values(channel, bits=bits) for channel in np.moveaxis(value, site.axis, 0)]
+    sketch = sketches.get(site.tensor, EMPTY_SKETCH)
+    if not sketch.count:
+        reason = "it was empty for every calibration sample that reached it"
+        raise DataError(reason if sketch.empty_arrays else "no calibration sample reached it")
+    if sketch.inf:
+        raise DataError(TAKES_INFINITE_VALUES)
+    return [sketch]
+
+
+def _sketch_blocks(value: Array, axis: int, block: int) -> Sketch:
+    """Return the sketch of a weight with limits per block."""
+    sketches = [sketch_values(chunk, 0) for chunk in iter_blocks(value, axis, block)]
+    return Sketch(
+        low=np.concatenate([sketch.low for sketch in sketches]),
+        high=np.concatenate([sketch.high for sketch in sketches]),
+        count=sum(sketch.count for sketch in sketches),
+        nan=sum(sketch.nan for sketch in sketches),
+        inf=sum(sketch.inf for sketch in sketches),
+    )
+
+
+def _read_quantizable_weight(state: SolverState, index: int) -> Array:
+    """Return the value of the parameter if it can be quantized, zeros if all of it is denormal.
+
+    Denormal weights would get denormal scales from the kernels, and a bias would not fit those.
+    """
+    site = state.sites[index]
+    value = state.parameters.value(site.tensor)
+    if value is None:
+        raise DataError(
+            "it has no single value in the model's files (no checkpoint, ops that cannot be evaluated, or calls that"
+            " pass different weights)"
+        )
+    if value.dtype.name not in FLOAT_TYPES:
+        raise DataError(f"its value has type {value.dtype.name}, which is not a float type")
+    if value.size == 0:
+        raise DataError("it has no elements")
+    if site.view is not None:
+        if value.size != math.prod(site.view):
+            raise DataError(f"its value has shape {value.shape}, but the plan views it as {site.view}")
+        value = value.reshape(site.view)
+    if site.axis is not None and site.axis >= value.ndim:
+        raise DataError(f"its value has {value.ndim} axes, but the plan names axis {site.axis}")
+    _check_weight_is_finite(value, site)
+    largest = float(max(value.max(), -value.min()))  # not of abs(value), which is as large again
+    if 0 < largest < SMALLEST_SCALE:
+        why = f"its values, at most {largest:.3g}, are denormal and treated as zeros, as kernels do"
+        state.record_change(index, why)
+        return np.zeros_like(value)
+    return value
+
+
+def _scale_shape(state: SolverState, site: Site, axis: int) -> tuple[int, ...]:
+    """Return the shape of the scales of a site with an axis: (C,), or that of its blocks."""
+    shape, block = site.view or state.model.output(site.tensor).shape, site.scheme.block_size
+    if shape is None or shape[axis] is None or (block is not None and None in shape):
+        value = state.parameters.value(site.tensor)
+        if value is None or axis >= value.ndim:
+            raise DataError("the number of its channels is unknown")
+        shape = value.shape
+    sizes = tuple(size or 0 for size in shape)
+    return (sizes[axis],) if block is None else block_scale_shape(sizes, axis, block)
+
+
+def _params_given_by_plan(site: Site, scales: tuple[float, ...]) -> QParams:
+    """Return scale and zero point from the plan. A symmetric scheme needs no zero point."""
+    scheme = site.scheme
+    default = scheme.type.symmetric_zero_point if scheme.zero == "symmetric" and not starts_at_zero(site) else 0
+    shape = () if site.axis is None else (len(scales),)
+    zero_points = np.reshape(site.zero_point or [default] * len(scales), shape)
+    return qparams_from_scale(np.reshape(scales, shape), zero_points, scheme.type, narrow=scheme.narrow, axis=site.axis)
 
 
 # Scales of int32 biases: input scale times weight scale of the op that adds the bias.
@@ -49,12 +215,8 @@ def solve_biases(state: SolverState) -> None:
         ModelError: A bias holds NaN or infinity.
     """
     for index, site in enumerate(state.plan.sites):
-        if (
-            index in state.params
-            or index in state.skips
-            or takes_original_scale(site)
-            or site.scheme.range == "dynamic"
-        ):
+        is_solved = index in state.params or index in state.skips
+        if is_solved or takes_original_scale(site) or site.scheme.range == "dynamic":
             continue
         groups: dict[object, tuple[QParams, list[Use]]] = {}
         refused_uses: dict[str, list[Use]] = {}
@@ -65,36 +227,16 @@ def solve_biases(state: SolverState) -> None:
                 refused_uses.setdefault(str(error), []).append(use)
             else:
                 groups.setdefault(params.scale.tobytes(), (params, []))[1].append(use)
-        _split_bias_site(state, index, list(groups.values()), refused_uses)
-
-
-def _split_bias_site(
-    state: SolverState, index: int, groups: list[tuple[QParams, list[Use]]], refused_uses: dict[str, list[Use]]
-) -> None:
-    """Keep the site for the first scale; give each other scale, and each refusal, a copy of the site."""
-    use_groups = [uses for _, uses in groups] + list(refused_uses.values())
-    positions = state.divide_site(index, use_groups)
-    if len(groups) > 1:
-        state.record_change(index, f"it has {len(groups)} copies, as its consumers need different scales")
-    for position, (params, uses) in zip(positions, groups, strict=False):
-        state.params[position] = params
+        copies = f"{len(groups)} copies, as its consumers need different scales"
         if len(groups) > 1:
-            uses_text = ", ".join(map(str, uses))
-            state.add_note(
-                position,
-                f"it is one of {len(groups)} copies, as its consumers need different scales: the copy for {uses_text}",
-            )
-    for position, reason in zip(positions[len(groups) :], refused_uses, strict=True):
-        state.skip_site(position, SkipCode.BIAS, reason)
-
-
-def _bias_consumer(graph: Graph, use: Use) -> Op:
-    """Return the op that the bias at `use` belongs to: the reader, or the op whose product it adds the bias to."""
-    reader = graph.op(use.op)
-    if reader.kind not in {"add", "bias_add"} or len(graph.slots(use.op)) != 2:  # noqa: PLR2004  # product and bias
-        return reader
-    product = graph.slots(use.op)[1 - use.slot]
-    return graph.op(product.op) if product is not None and product.graph == graph.name else reader
+            state.record_change(index, f"it has {copies}")
+        indices = state.divide_site(index, [*(uses for _, uses in groups.values()), *refused_uses.values()])
+        for copy_index, (params, uses) in zip(indices, groups.values(), strict=False):
+            state.params[copy_index] = params
+            if len(groups) > 1:
+                state.add_note(copy_index, f"it is one of {copies}: the copy for {', '.join(map(str, uses))}")
+        for copy_index, reason in zip(indices[len(groups) :], refused_uses, strict=True):
+            state.skip_site(copy_index, SkipCode.BIAS, reason)
 
 
 def _bias_params(state: SolverState, index: int, use: Use) -> QParams:
@@ -102,14 +244,17 @@ def _bias_params(state: SolverState, index: int, use: Use) -> QParams:
 
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html .
     """
-    site = state.sites[index]
-    graph = state.model.graphs[use.graph]
-    reader = _bias_consumer(graph, use)
-    scales = []
-    for slot in range(len(graph.slots(reader.name))):
-        params = state.params_at(Use(use.graph, reader.name, slot))
-        if reader.role(slot) in {"input", "weight"} and params is not None:
-            scales.append(params.scale.astype(np.float64))
+    site, graph = state.sites[index], state.model.graphs[use.graph]
+    weighted, slots = graph.op(use.op), graph.slots(use.op)
+    if weighted.kind in BIAS_ADD_KINDS and len(slots) == 2:  # noqa: PLR2004  # product and bias
+        product = slots[1 - use.slot]
+        weighted = graph.op(product.op) if product is not None and product.graph == graph.name else weighted
+    operand_params = [
+        state.params_at(Use(use.graph, weighted.name, slot))
+        for slot in range(len(graph.slots(weighted.name)))
+        if weighted.role(slot) in {"input", "weight"}
+    ]
+    scales = [params.scale.astype(np.float64) for params in operand_params if params is not None]
     value = state.bias_value(site.tensor)
     if len(scales) != 2 or value is None:  # noqa: PLR2004  # one input and one weight
         raise DataError("its scale depends on its consumer's input and weight, which are not both quantized")
@@ -130,9 +275,6 @@ def _bias_params(state: SolverState, index: int, use: Use) -> QParams:
     return qparams_from_scale(scale, np.zeros(scale.shape, np.int32), site.scheme.type, axis=axis)
 
 
-# Report weights that exceed the range that a rule or the plan gives them.
-
-
 def note_clipped_weights(state: SolverState) -> None:
     """Note for each weight with a given range or scale how many values lie outside by more than rounding explains.
 
@@ -141,11 +283,8 @@ def note_clipped_weights(state: SolverState) -> None:
     for index, params in state.params.items():
         site = state.sites[index]
         plan_gives_range = site.scale is not None or site.range is not None
-        if (
-            not site.parameter
-            or not has_explicit_range(site)
-            or (site.scheme.observe.name == "bias" and not plan_gives_range)
-        ):
+        is_solved_bias = site.scheme.observe.name == "bias" and not plan_gives_range
+        if not site.parameter or not _has_explicit_range(site) or is_solved_bias:
             continue
         value = state.parameters.value(site.tensor)
         if value is None or value.dtype.name not in FLOAT_TYPES:
@@ -153,13 +292,13 @@ def note_clipped_weights(state: SolverState) -> None:
         outside = _count_clipped_values(value if site.view is None else value.reshape(site.view), params)
         if outside:
             range_source = f"rule {site.rule!r} fixes" if site.rule and not plan_gives_range else "the plan gives"
-            verb = "lies" if outside == 1 else "lie"
             limits = format_range(params.range)
-            message = f"{outside} of {value.size} values {verb} outside {limits}, the range that {range_source}"
+            values_text = f"{outside} of {value.size} values {'lies' if outside == 1 else 'lie'} outside {limits}"
             channels = (
                 " (over all channels; each has its own range)" if params.scale.size > 1 and plan_gives_range else ""
             )
-            state.record_change(index, f"{message}{channels}, and {'is' if outside == 1 else 'are'} clipped")
+            clipped = f"{'is' if outside == 1 else 'are'} clipped"
+            state.record_change(index, f"{values_text}, the range that {range_source}{channels}, and {clipped}")
 
 
 def _count_clipped_values(value: Array, params: QParams) -> int:
@@ -208,12 +347,16 @@ def solve_scales(
     note_clipped_weights(state)
     _copy_original_scales(state)
     _add_family_notes(state)
-    dynamic = {index: _dynamic_params(site) for index, site in enumerate(state.sites) if site.scheme.range == "dynamic"}
+    dynamic = {
+        index: DynamicQParams(type=site.scheme.type, narrow=site.scheme.narrow, axis=site.axis)
+        for index, site in enumerate(state.sites)
+        if site.scheme.range == "dynamic"
+    }
     return Solution(
         plan=replace(plan, sites=tuple(state.sites), skips=tuple(_remaining_skips(state, plan.skips))),
         params={**state.params, **dynamic},
         skips=state.skips,
-        notes={index: tuple(state.notes[index]) for index in sorted(state.notes) if index in state.params},
+        notes={index: state.notes[index] for index in sorted(state.notes) if index in state.params},
         changes=tuple(state.changes),
         conflicts=tuple(state.conflicts),
         ranges=state.ranges,
@@ -225,9 +368,9 @@ def _round_scales_like_family(state: SolverState) -> None:
     for index in list(state.params):
         try:
             site = state.sites[index]
-            settled = FAMILIES[site.scheme.family or ""].effective_params(state.params[index])
+            params = site.family.effective_params(state.params[index])
             is_float16 = state.model.output(site.tensor).dtype == "float16"
-            state.params[index] = round_scale_to_float16(settled) if is_float16 else settled
+            state.params[index] = round_scale_to_float16(params) if is_float16 else params
         except UsageError as error:
             state.skip_site(index, SkipCode.SCHEME, str(error))
 
@@ -248,7 +391,7 @@ def _add_family_notes(state: SolverState) -> None:
     """Note ranges that no gradient trains, and float8 between quantized tensors, which does not run."""
     for index in state.params:
         site = state.sites[index]
-        if site.scheme.range == "learned" and not FAMILIES[site.scheme.family or ""].supports_learned_range:
+        if site.scheme.range == "learned" and not site.family.supports_learned_range:
             state.add_note(index, RANGE_NOT_TRAINED)
         if isinstance(site.scheme.type, FloatType):
             other_uses = (
@@ -271,10 +414,6 @@ def _remaining_skips(state: SolverState, skips: tuple[Skip, ...]) -> list[Skip]:
     return remaining
 
 
-def _dynamic_params(site: Site) -> DynamicQParams:
-    return DynamicQParams(type=site.scheme.type, narrow=site.scheme.narrow, axis=site.axis)
-
-
 # Explain a site's scale in sentences: the source of its range, and what changed it.
 
 MAX_SHOWN_RANGE_BITS = 16
@@ -294,26 +433,23 @@ def explain_scale(model: Model, plan: Plan, index: int, solution: Solution | Non
         solution: The solution; without it, only the facts in the plan are explained.
     """
     site = plan.sites[index]
+    if solution is not None and index in solution.skips:
+        return (f"stays float: {solution.skips[index].reason}",)
     sentences = [_explain_origin(model, site, solution, index)]
-    if solution is None:
-        tie_text = f"rule {site.rule!r} ties it to" if site.rule else "it is tied to"
-        sentences += (
-            [f"{tie_text} the input of {', '.join(map(str, site.tie))}: both share one scale"] if site.tie else []
-        )
-    elif index in solution.skips:
-        sentences = [f"stays float: {solution.skips[index].reason}"]
-    else:
+    if solution is not None:
         params = solution.params.get(index)
         sentences += solution.notes.get(index, ())
         if isinstance(params, QParams):
             range_text = f", range {format_range(params.range)}" if params.type.bits <= MAX_SHOWN_RANGE_BITS else ""
             sentences.append(f"scale {format_values(params.scale)}{range_text}")
+    elif site.tie:
+        tie_text = f"rule {site.rule!r} ties it to" if site.rule else "it is tied to"
+        sentences.append(f"{tie_text} the input of {', '.join(map(str, site.tie))}: both share one scale")
     return tuple(sentence for sentence in sentences if sentence)
 
 
 def _explain_origin(model: Model, site: Site, solution: Solution | None, index: int) -> str:
     """Explain the source of the range or scale, before ties and limits."""
-    own_range = solution.ranges.get(index) if solution is not None else None
     if site.scale is not None:
         return "the plan gives its scale"
     if site.range is not None:
@@ -322,28 +458,24 @@ def _explain_origin(model: Model, site: Site, solution: Solution | None, index: 
         return f"it takes the scale of {site.clone_of}, of which it is a function clone"
     if site.scheme.range == "dynamic":
         return "its range is computed in each run"
-    return _explain_scheme(
-        model, site, "" if own_range is None else format_range(own_range), has_solution=solution is not None
-    )
+    return _explain_observer(model, site, solution, index)
 
 
-def _explain_scheme(model: Model, site: Site, own_range_text: str, *, has_solution: bool) -> str:
+def _explain_observer(model: Model, site: Site, solution: Solution | None, index: int) -> str:
     """Explain the range from the scheme's observer; return "" if the observer was not used."""
-    name, rule = site.scheme.observe.name, f"rule {site.rule!r}" if site.rule else "its scheme"
-    if name == "fixed":
-        arguments = site.scheme.observe.arguments
-        op = model.op(site.tensor)
-        limits_text = f"; {op.type} outputs stay in {OUTPUT_LIMITS[op.kind]}" if op.kind in OUTPUT_LIMITS else ""
-        return f"its range is fixed by {rule}: [{arguments['low']:.6g}, {arguments['high']:.6g}]{limits_text}"
-    if name == "fixed-point":
-        return f"its scale is fixed by {rule}: 2**{int(site.scheme.observe.arguments['exponent'])}"
-    if name == "bias":
-        return f"{rule} gives it the product of its consumer's input scale and weight scale"
-    if has_solution and not own_range_text:
-        return ""
-    values_text = "from its values" if site.parameter else "from the calibration data"
-    return (
-        f"its range {own_range_text} is computed by {name} {values_text}"
-        if own_range_text
-        else f"its range will be computed by {name} {values_text}"
-    )
+    observe, rule = site.scheme.observe, f"rule {site.rule!r}" if site.rule else "its scheme"
+    match observe.name:
+        case "fixed":
+            op = model.op(site.tensor)
+            limits_text = f"; {op.type} outputs stay in {OUTPUT_LIMITS[op.kind]}" if op.kind in OUTPUT_LIMITS else ""
+            low, high = observe.arguments["low"], observe.arguments["high"]
+            return f"its range is fixed by {rule}: [{low:.6g}, {high:.6g}]{limits_text}"
+        case "fixed-point":
+            return f"its scale is fixed by {rule}: 2**{int(observe.arguments['exponent'])}"
+        case "bias":
+            return f"{rule} gives it the product of its consumer's input scale and weight scale"
+    source = f"computed by {observe.name} {'from its values' if site.parameter else 'from the calibration data'}"
+    if solution is None:
+        return f"its range will be {source}"
+    own_range = solution.ranges.get(index)
+    return "" if own_range is None else f"its range {format_range(own_range)} is {source}"

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphquant.ir import Parameters, TensorRef, Use
-from graphquant.numerics import QParams, qparams_from_scale
-from graphquant.qdq import FAMILIES
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphquant.ir import Model
-    from graphquant.numerics import Array, DynamicQParams, Range
-
-
-# Results of the scale solver.
+    from graphquant.numerics import Array, DynamicQParams, QParams, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +84,10 @@ class Solution:
     ranges: Mapping[int, Range] = field(default_factory=dict)
 
 
-T = TypeVar("T")
-
 MAX_COPIED_READERS = 32
 """Most readers of a weight that is copied for one of them."""
+
+SNAPSHOT_FIELDS = ("sites", "index_by_use", "ranges", "params", "notes", "changes")
 
 
 class SolverState:
@@ -111,18 +107,17 @@ class SolverState:
         self.ranges: dict[int, Range] = {}
         self.params: dict[int, QParams] = {}
         self.skips: dict[int, Skip] = {}
-        self.notes: dict[int, list[str]] = {}
+        self.notes: dict[int, tuple[str, ...]] = {}
         self.changes: list[ScaleChange] = []
         self.conflicts: list[Conflict] = []
         self.shared_groups: dict[int, tuple[int, ...]] = {}
         self.explicit_uses: set[Use] = set()
-        self._movable: dict[int, bool] = {}
-        self._weight_groups: dict[int, bool] = {}
+        self._group_flags: dict[int, tuple[bool, bool]] = {}
         self._bias_values: dict[TensorRef, Array | None] = {}
 
     def add_note(self, index: int, text: str) -> None:
         """Add a note to a site."""
-        self.notes.setdefault(index, []).append(text)
+        self.notes[index] = (*self.notes.get(index, ()), text)
 
     def record_change(self, index: int, text: str) -> None:
         """Record a change of a site beyond its own range."""
@@ -140,9 +135,13 @@ class SolverState:
         for index in indices:
             self.add_note(index, str(conflict))
 
-    def params_at(self, use: Use | None) -> QParams | None:
+    def site_at(self, use: Use) -> Site:
+        """Return the site that has a use."""
+        return self.sites[self.index_by_use[use]]
+
+    def params_at(self, use: Use) -> QParams | None:
         """Return scale and zero point at a use, None if it is float."""
-        index = None if use is None else self.index_by_use.get(use)
+        index = self.index_by_use.get(use)
         return None if index is None else self.params.get(index)
 
     def scale_group(self, index: int) -> tuple[int, ...]:
@@ -151,20 +150,25 @@ class SolverState:
 
     def is_movable(self, index: int) -> bool:
         """Return True if the solver may choose the scale of a site."""
-        group = self.scale_group(index)
-        if group[0] not in self._movable:
-            self._movable[group[0]] = all(
-                site.scale is None and site.scheme.range == "observed" and site.scheme.observe.name != "fixed-point"
-                for site in (self.sites[member] for member in group)
-            )
-        return self._movable[group[0]]
+        return self._flags_of_group(index)[0]
 
     def is_weight_group(self, index: int) -> bool:
         """Return True if only weights share the scale of a site."""
+        return self._flags_of_group(index)[1]
+
+    def _flags_of_group(self, index: int) -> tuple[bool, bool]:
+        """Return if the solver may choose the scale of a group, and if only weights share it. Groups can be large."""
         group = self.scale_group(index)
-        if group[0] not in self._weight_groups:
-            self._weight_groups[group[0]] = all(self.sites[member].parameter for member in group)
-        return self._weight_groups[group[0]]
+        if group[0] not in self._group_flags:
+            sites = [self.sites[member] for member in group]
+            self._group_flags[group[0]] = (
+                all(
+                    site.scale is None and site.scheme.range == "observed" and site.scheme.observe.name != "fixed-point"
+                    for site in sites
+                ),
+                all(site.parameter for site in sites),
+            )
+        return self._group_flags[group[0]]
 
     def divide_site(self, index: int, use_groups: Sequence[Sequence[Use]]) -> list[int]:
         """Split a site into one for each group of uses and return their indices.
@@ -173,19 +177,19 @@ class SolverState:
         """
         site = self.sites[index]
         self.sites[index] = replace(site, uses=tuple(use_groups[0]))
-        positions = [index]
+        indices = [index]
         for uses in use_groups[1:]:
             copy_index = len(self.sites)
-            positions.append(copy_index)
+            indices.append(copy_index)
             self.sites.append(replace(site, uses=tuple(uses)))
             self.index_by_use.update(dict.fromkeys(uses, copy_index))
-            if index in self.params:
-                self.params[copy_index] = self.params[index]
-            if index in self.ranges:
-                self.ranges[copy_index] = self.ranges[index]
-            if index in self.notes:
-                self.notes[copy_index] = list(self.notes[index])
-        return positions
+            for values in self._values_by_site():
+                if index in values:
+                    values[copy_index] = values[index]
+        return indices
+
+    def _values_by_site(self) -> tuple[dict[int, Any], ...]:
+        return self.params, self.ranges, self.notes
 
     def split_use(self, index: int, use: Use) -> int:
         """Move one use of a site to a copy and return the copy's index."""
@@ -194,13 +198,13 @@ class SolverState:
 
     def merge_equal_copies(self) -> None:
         """Merge copies that ended with the scale of their original or of an earlier copy."""
-        if len(self.sites) == len(self.plan.sites):
+        planned_count = len(self.plan.sites)
+        if len(self.sites) == planned_count:
             return
         order = {use: position for position, use in enumerate(use for site in self.plan.sites for use in site.uses)}
         merged_positions: dict[tuple[object, ...], int] = {}
         sites: list[Site] = []
         positions: list[int] = []
-        planned_count = len(self.plan.sites)
         for index, site in enumerate(self.sites):
             scale = self.params[index].scale.tobytes() if index in self.params else index
             key = (*(getattr(site, name) for name in ("tensor", "graph", "scheme", "axis", "view", "rule")), scale)
@@ -214,9 +218,12 @@ class SolverState:
             positions.append(position)
         self.sites = sites
         self.index_by_use = {use: position for position, site in enumerate(sites) for use in site.uses}
-        _move_to_merged(self.params, positions, planned_count)
-        _move_to_merged(self.ranges, positions, planned_count)
-        _move_to_merged(self.notes, positions, planned_count)
+        for values in self._values_by_site():
+            for index in range(planned_count, len(positions)):
+                if index in values and positions[index] != index:
+                    value = values.pop(index)
+                    if positions[index] >= planned_count:
+                        values.setdefault(positions[index], value)
 
     def is_divisible(self, index: int) -> bool:
         """Return True if the uses of a site may have different scales: those of a weight that no other site follows.
@@ -225,61 +232,34 @@ class SolverState:
         """
         site = self.sites[index]
         is_independent = len(self.scale_group(index)) == 1 and not site.tie and site.clone_of is None
-        return (
-            site.parameter
-            and is_independent
-            and len(site.uses) <= MAX_COPIED_READERS
-            and self.followed_uses.isdisjoint(site.uses)
-        )
+        has_few_uses = len(site.uses) <= MAX_COPIED_READERS
+        return site.parameter and is_independent and has_few_uses and self.followed_uses.isdisjoint(site.uses)
 
     def raise_scale(self, index: int, scale: Array, why: str) -> None:
         """Give a site, and all sites that share its params, a larger scale of the same shape, with the reason."""
         self.record_change(index, why)
         old = self.params[index]
-        raised = qparams_from_scale(
-            np.maximum(scale, old.scale), old.zero_point, old.type, narrow=old.narrow, axis=old.axis, block=old.block
-        )
-        raised = FAMILIES[self.sites[index].scheme.family or ""].effective_params(raised)
+        raised = replace(old, scale=np.maximum(scale, old.scale), op_range=None)
+        raised = self.sites[index].family.effective_params(raised)
         for member in self.scale_group(index):
             if member in self.params:
                 self.params[member] = raised
                 self.add_note(member, why)
 
-    def lower_scale(self, index: int, scale: Array) -> None:
-        """Give a site of zeros, which any scale represents, a smaller scale."""
-        old = self.params[index]
-        self.params[index] = qparams_from_scale(scale, old.zero_point, old.type, narrow=old.narrow)
-
-    def snapshot(self) -> tuple[object, ...]:
+    def snapshot(self) -> dict[str, Any]:
         """Return a snapshot for `restore`."""
-        notes = {index: list(texts) for index, texts in self.notes.items()}
-        return (
-            list(self.sites),
-            dict(self.index_by_use),
-            dict(self.ranges),
-            dict(self.params),
-            notes,
-            list(self.changes),
-        )
+        return {name: copy(getattr(self, name)) for name in SNAPSHOT_FIELDS}
 
-    def restore(self, snapshot: tuple[object, ...]) -> None:
+    def restore(self, snapshot: dict[str, Any]) -> None:
         """Discard all changes since `snapshot`."""
-        self.sites, self.index_by_use, self.ranges, self.params, self.notes, self.changes = snapshot  # type: ignore[assignment]  # as made there
+        for name, value in snapshot.items():
+            setattr(self, name, value)
 
     def bias_value(self, tensor: TensorRef) -> Array | None:
         """Return the value of a bias, None if it is unknown. It is read once."""
         if tensor not in self._bias_values:
             self._bias_values[tensor] = self.parameters.value(tensor)
         return self._bias_values[tensor]
-
-
-def _move_to_merged(values_by_index: dict[int, T], positions: Sequence[int], planned_count: int) -> None:
-    """Move entries of copies to their new indices, and drop those of merged copies."""
-    for index in range(planned_count, len(positions)):
-        if index in values_by_index and positions[index] != index:
-            value = values_by_index.pop(index)
-            if positions[index] >= planned_count:
-                values_by_index.setdefault(positions[index], value)
 
 
 def takes_original_scale(site: Site) -> bool:
@@ -290,10 +270,7 @@ def takes_original_scale(site: Site) -> bool:
 
 def starts_at_zero(site: Site) -> bool:
     """Return True for unsigned integers without a zero point, whose range starts at 0.0."""
-    return not FAMILIES[site.scheme.family or ""].has_zero_points and not site.scheme.type.signed
-
-
-# Format numbers for the solver's sentences.
+    return not site.family.has_zero_points and not site.scheme.type.signed
 
 
 def format_values(values: Array) -> str:
