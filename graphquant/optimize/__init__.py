@@ -21,11 +21,17 @@ from graphquant.optimize.candidates import (
     make_candidate_plans,
     make_scale_groups,
 )
-from graphquant.optimize.latency import FusionMap, LatencyProfile, make_latency_groups, minimize_latency
+from graphquant.optimize.latency import (
+    FusionMap,
+    LatencyProfile,
+    TimeRatio,
+    make_latency_groups,
+    measure_time_ratio,
+    minimize_latency,
+)
 from graphquant.optimize.search import Objective, SearchTrace, attach_sensitivity, search_plan
 from graphquant.optimize.selection import PlanQuality, SelectionResult, allocate_weight_bits, search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity, measure_sensitivity
-from graphquant.optimize.timing import TimeRatio, measure_time_ratio
 
 __all__ = [
     "FLOAT_CANDIDATE",

@@ -1,4 +1,4 @@
-"""Candidate configurations of the tensors of a plan, each as a complete plan, and the cost of float ops."""
+"""Candidate configurations of the tensors of a plan, their errors at the outputs, and the cost of float ops."""
 
 from __future__ import annotations
 
@@ -6,28 +6,45 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from graphquant import formats
+from graphquant.analysis import match_sites
 from graphquant.analysis.model_summary import COPYING_KINDS
-from graphquant.calibration import sites_needing_data
+from graphquant.calibration import estimate_footprint, is_batch_independent, sites_needing_data
 from graphquant.ir import (
     CONVOLUTION_KINDS,
     MAC_KINDS,
+    RESHAPING_KINDS,
     Parameters,
     TensorRef,
     Use,
     channel_axis,
     connected_groups,
     count_macs,
+    follow,
+    follow_to_end,
     merged_channel_shape,
 )
-from graphquant.numerics import IntType
+from graphquant.numerics import DynamicQParams, IntType
+from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity
 from graphquant.qdq import FAMILIES
+from graphquant.quantize import Skip, SkipCode
 from graphquant.rules import ObserverConfig
+from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from graphquant.ir import Model, OpKey
+    from graphquant.calibration.holdout import HoldOut
+    from graphquant.ir import Model, Op, OpKey
+    from graphquant.numerics import QParams
+    from graphquant.optimize.algorithms import BuiltModel
     from graphquant.quantize import Plan, Site
+    from graphquant.quantize.rewrite import InsertedPair
+    from graphquant.utils.progress import Progress
+
+    BuildModel = Callable[[Plan], BuiltModel]
 
 
 RULE_CANDIDATE, FLOAT_CANDIDATE = "as the rules say", "float"
@@ -66,52 +83,42 @@ class Candidate:
 def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> dict[str, Plan]:
     """Make one plan per candidate, in which every site that supports the candidate uses it.
 
+    Candidates that change no site are omitted.
+
     Args:
         model: The prepared model.
         plan: The plan of the rules.
         small: True to offer weights of few bits.
     """
     if small:
-        small_weights = {
-            index: _with_weight_bits(model, site, SMALL_WEIGHT_BITS) for index, site in enumerate(plan.sites)
+        changed = {
+            f"{SMALL_WEIGHT_BITS}-bit weights": [
+                _with_weight_bits(model, site, SMALL_WEIGHT_BITS) for site in plan.sites
+            ]
         }
-        return _make_changed_plans(plan, {f"{SMALL_WEIGHT_BITS}-bit weights": small_weights})
-    needs_range = set(map(id, sites_needing_data(plan)))
-    parameters = Parameters(model)
-    sites = list(enumerate(plan.sites))
-    sites_by_name = {
-        f"{name} range": {position: _with_observer(site, name) for position, site in sites if id(site) in needs_range}
-        for name in RANGE_OBSERVERS
-    }
-    sites_by_name[f"{WEIGHT_BITS}-bit weights"] = {
-        position: _with_weight_bits(model, site, WEIGHT_BITS) for position, site in sites
-    }
-    sites_by_name["weights per channel"] = {
-        position: _with_channel_scales(model, parameters, site) for position, site in sites
-    }
-    sites_by_name[f"{WIDE_ACTIVATION_BITS} bits"] = {
-        position: _with_wide_activation(model, site) for position, site in sites if id(site) in needs_range
-    }
-    return _make_changed_plans(plan, sites_by_name)
-
-
-def _make_changed_plans(plan: Plan, sites_by_name: Mapping[str, Mapping[int, Site | None]]) -> dict[str, Plan]:
-    """Yield the plans that differ from `plan`."""
+    else:
+        needs_range = set(map(id, sites_needing_data(plan)))
+        parameters, ranged = Parameters(model), [site if id(site) in needs_range else None for site in plan.sites]
+        changed = {
+            f"{name} range": [site and _with_observer(site, name) for site in ranged] for name in RANGE_OBSERVERS
+        }
+        changed[f"{WEIGHT_BITS}-bit weights"] = [_with_weight_bits(model, site, WEIGHT_BITS) for site in plan.sites]
+        changed["weights per channel"] = [_with_channel_scales(model, parameters, site) for site in plan.sites]
+        changed[f"{WIDE_ACTIVATION_BITS} bits"] = [site and _with_wide_activation(model, site) for site in ranged]
     index_by_use = {use: index for index, site in enumerate(plan.sites) if site.clone_of is None for use in site.uses}
     plans = {}
-    for name, sites in sites_by_name.items():
-        new_sites = [sites.get(index) or site for index, site in enumerate(plan.sites)]
+    for name, changed_sites in changed.items():
+        sites = [new_site or site for new_site, site in zip(changed_sites, plan.sites, strict=True)]
         for index, site in enumerate(plan.sites):
             if site.clone_of in index_by_use and plan.sites[index_by_use[site.clone_of]].scheme == site.scheme:
-                original = new_sites[index_by_use[site.clone_of]]
-                new_sites[index] = replace(site, scheme=original.scheme, axis=original.axis, view=original.view)
-        if tuple(new_sites) != plan.sites:
-            plans[name] = replace(plan, sites=tuple(new_sites))
+                original = sites[index_by_use[site.clone_of]]
+                sites[index] = replace(site, scheme=original.scheme, axis=original.axis, view=original.view)
+        if tuple(sites) != plan.sites:
+            plans[name] = replace(plan, sites=tuple(sites))
     return plans
 
 
-def _with_observer(site: Site, observer: str) -> Site | None:
-    """Return the site with another observer."""
+def _with_observer(site: Site, observer: str) -> Site:
     return replace(site, scheme=replace(site.scheme, observe=ObserverConfig(name=observer)))
 
 
@@ -124,14 +131,10 @@ def _with_weight_bits(model: Model, site: Site, bits: int) -> Site | None:
         or not (dtype.bits > bits if bits < WEIGHT_BITS else dtype.bits < bits)
     ):
         return None
-    clips_range = bits < WEIGHT_BITS and site.scheme.block_size is None
     changed = _with_dtype_bits(site, dtype, bits)
-    return _if_supported(
-        model,
-        replace(changed, scheme=replace(changed.scheme, observe=ObserverConfig(name="mse")))
-        if clips_range
-        else changed,
-    )
+    # With few bits, clipping reduces the error. Blocks do not support that observer.
+    clips_range = bits < WEIGHT_BITS and site.scheme.block_size is None
+    return _if_supported(model, _with_observer(changed, "mse") if clips_range else changed)
 
 
 def _with_dtype_bits(site: Site, dtype: IntType, bits: int) -> Site:
@@ -184,16 +187,13 @@ def _if_supported(model: Model, site: Site) -> Site | None:
         is_parameter=site.parameter,
         in_function=model.graphs[site.tensor.graph].is_function,
     )
-    return (
-        site
-        if family.unsupported_reason(request) is None and not 0 < model.opset < family.minimum_opset(request)
-        else None
-    )
+    is_supported = family.unsupported_reason(request) is None
+    return None if not is_supported or 0 < model.opset < family.minimum_opset(request) else site
 
 
 # The next part finds the weighted ops that read each site, and the cost of running them in float.
 
-PASSTHROUGH_KINDS = frozenset({"reshape", "identity", "transpose", "squeeze", "unsqueeze"})
+PASSTHROUGH_KINDS = RESHAPING_KINDS | {"identity"}
 """Kinds between a site and the weighted op that reads it."""
 
 FUSED_OUTPUT_KINDS = PASSTHROUGH_KINDS | {"bias_add", "batchnorm", "relu", "relu6", "clip", "leaky_relu", "hard_swish"}
@@ -237,8 +237,12 @@ def make_scale_groups(
         errors: Error of each site by candidate. Unknown errors count as 0.
         fixed: Indices of sites that must not change.
     """
-    index_by_use = {use: index for index in site_indices for use in plan.sites[index].uses}
-    ops_by_site = _find_ops_by_site(model, plan, site_indices, index_by_use)
+    ops_by_site = find_reading_ops(model, plan, site_indices, lambda op: op.kind in MAC_KINDS, COPYING_KINDS)
+    live_graphs = set(model.reachable_graphs())  # a SavedModel keeps copies of functions that nothing here calls
+    for index in site_indices:
+        producer = _find_weighted_producer(model, plan.sites[index].tensor)
+        if producer is not None and producer[0] in live_graphs:
+            ops_by_site[index].add(producer)
     return [
         ScaleGroup(
             sites=tuple(sites),
@@ -276,83 +280,211 @@ def _group_candidates(errors: Sequence[Mapping[str, float]]) -> tuple[Candidate,
     return tuple(sorted(candidates, key=lambda candidate: candidate.high_precision))
 
 
-def _find_ops_by_site(
-    model: Model, plan: Plan, site_indices: Collection[int], index_by_use: Mapping[Use, int]
+def find_reading_ops(
+    model: Model,
+    plan: Plan,
+    site_indices: Collection[int],
+    is_reader: Callable[[Op], bool],
+    kinds: Collection[str] = PASSTHROUGH_KINDS,
 ) -> dict[int, set[OpKey]]:
-    """Find the weighted ops that read or produce each site."""
-    ops_by_site: dict[int, set[OpKey]] = {index: set() for index in site_indices}
-    live = dict.fromkeys(model.reachable_graphs())  # a SavedModel keeps copies of functions that nothing here calls
-    for name in live:
-        graph = model.graphs[name]
-        for op in graph.ops():
-            if op.kind in MAC_KINDS:
-                for slot in range(len(graph.slots(op.name))):
-                    index = find_site_read(model, Use(name, op.name, slot), index_by_use, COPYING_KINDS)
-                    if index is not None:
-                        ops_by_site[index].add((name, op.name))
-    for index in site_indices:
-        producer = _find_weighted_producer(model, plan.sites[index].tensor)
-        if producer is not None and producer[0] in live:
-            ops_by_site[index].add(producer)
-    return ops_by_site
+    """Find the ops with `is_reader` that read each of the sites `site_indices`, directly or through ops of `kinds`."""
+    index_by_use = {use: index for index in site_indices for use in plan.sites[index].uses}
 
-
-def find_site_read(
-    model: Model, use: Use, index_by_use: Mapping[Use, int], kinds: Container[str] = PASSTHROUGH_KINDS
-) -> int | None:
-    """Find the site that `use` reads, through passthrough kinds."""
-    for _ in range(MAX_HOPS):
+    def source_use(use: Use) -> Use | None:
         tensor = model.graphs[use.graph].source_of(use)
         if use in index_by_use or tensor is None or model.op(tensor).kind not in kinds:
-            break
-        use = Use(tensor.graph, tensor.op, model.op(tensor).main_slot)
-    return index_by_use.get(use)
+            return None
+        return Use(tensor.graph, tensor.op, model.op(tensor).main_slot)
+
+    ops_by_site: dict[int, set[OpKey]] = {index: set() for index in site_indices}
+    for name in model.reachable_graphs():
+        graph = model.graphs[name]
+        for op in filter(is_reader, graph.ops()):
+            for slot in range(len(graph.slots(op.name))):
+                index = index_by_use.get(follow_to_end(Use(name, op.name, slot), source_use, MAX_HOPS))
+                if index is not None:
+                    ops_by_site[index].add((name, op.name))
+    return ops_by_site
 
 
 def _find_weighted_producer(model: Model, tensor: TensorRef) -> OpKey | None:
     """Find the weighted op that produces `tensor`, through bias and clamping ops."""
-    current: TensorRef | None = tensor
-    for _ in range(MAX_HOPS):
-        if current is None:
-            break
-        op = model.op(current)
-        if op.kind in MAC_KINDS:
-            return current.graph, current.op
-        if op.kind not in FUSED_OUTPUT_KINDS:
-            break
-        current = model.graphs[current.graph].source_of(Use(current.graph, current.op, 0))
-    return None
+
+    def source(current: TensorRef) -> TensorRef | None:
+        use = Use(current.graph, current.op, 0)
+        return model.graphs[use.graph].source_of(use) if model.op(current).kind in FUSED_OUTPUT_KINDS else None
+
+    path = follow(tensor, source, MAX_HOPS - 1)
+    return next(((current.graph, current.op) for current in path if model.op(current).kind in MAC_KINDS), None)
+
+
+def _weighted_op_keys(model: Model) -> list[OpKey]:
+    names = model.reachable_graphs()
+    return [(name, op.name) for name in names for op in model.graphs[name].ops() if op.kind in MAC_KINDS]
 
 
 def mac_costs(model: Model, sizes: Mapping[TensorRef, int]) -> dict[OpKey, float]:
     """Cost of each weighted op in multiply-adds. An op of unknown size costs as much as the largest."""
-    costs = {op_key: float(count) for op_key, count in count_macs(model, sizes).items()}
-    return _fill_unknown_costs(model, costs)
+    macs = count_macs(model, sizes)
+    largest = max(macs.values(), default=1)
+    return {op_key: float(macs.get(op_key, largest)) for op_key in _weighted_op_keys(model)}
 
 
 def byte_costs(model: Model) -> dict[OpKey, float]:
     """Cost of each weighted op: additional bytes of its weights in float, compared with 8 bits."""
     parameters = Parameters(model)
     costs: dict[OpKey, float] = {}
-    for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for op in graph.ops():
-            weights = [
-                tensor for tensor in graph.slots(op.name) if tensor is not None and parameters.is_parameter(tensor)
-            ]
-            if op.kind in MAC_KINDS:
-                costs[name, op.name] = float(sum(_element_count(model, tensor) for tensor in weights) * 3)
+    for name, op in _weighted_op_keys(model):
+        weights = (tensor for tensor in model.graphs[name].slots(op) if tensor and parameters.is_parameter(tensor))
+        elements = sum(math.prod(size or 1 for size in model.output(tensor).shape or ()) for tensor in weights)
+        costs[name, op] = 3.0 * elements
     return costs
 
 
-def _element_count(model: Model, tensor: TensorRef) -> int:
-    shape: Sequence[int | None] | None = model.output(tensor).shape
-    return math.prod(size or 1 for size in shape or ())
+# The last part measures the errors of candidates, and makes plans with some sites replaced.
+
+CandidateErrors = dict[int, dict[str, float]]
+"""Error that each candidate of a site adds at the outputs, as a share of their power, by index of the site and name."""
+
+UNKNOWN_ERROR = 1.0
+"""Error of a site that no run measures: so large that the site is the first to become float."""
+
+MAX_ERROR_RATIO = 0.95
+"""Error of a candidate relative to the rules' candidate, below which it is worth choosing."""
 
 
-def _fill_unknown_costs(model: Model, costs: dict[OpKey, float]) -> dict[OpKey, float]:
-    dearest = max(costs.values(), default=1.0)
-    all_ops = [
-        (name, op.name) for name in model.reachable_graphs() for op in model.graphs[name].ops() if op.kind in MAC_KINDS
-    ]
-    return {op_key: costs.get(op_key, dearest) for op_key in all_ops}
+def replace_sites(
+    plan: Plan, replacements: Mapping[int, Site | None], rule: str, reason_at: Callable[[int], str]
+) -> Plan:
+    """Return the plan with the sites `replacements` by index. A site that is replaced by None becomes a skip.
+
+    The new sites and skips record `rule`, and as the reason the result of `reason_at` for their index.
+    """
+    sites, skips = [], list(plan.skips)
+    for index, site in enumerate(plan.sites):
+        replacement = replacements.get(index, site)
+        if replacement is None:
+            reason, code = reason_at(index), SkipCode.OPTIMIZATION
+            skips.append(Skip(tensor=site.tensor, uses=site.uses, rule=rule, reason=reason, code=code))
+        else:
+            sites.append(replace(replacement, rule=rule, why=reason_at(index)) if index in replacements else site)
+    return replace(plan, sites=tuple(sites), skips=tuple(skips))
+
+
+def insertions_by_site(plan: Plan, insertions: Sequence[InsertedPair]) -> dict[int, InsertedPair]:
+    """Return the inserted pairs by index of their site in the plan, without the copies that the solver adds."""
+    site_indices = {(site.tensor, site.uses): index for index, site in enumerate(plan.sites)}
+    indexed = ((site_indices.get((pair.site.tensor, pair.site.uses)), pair) for pair in insertions)
+    return dict(sorted((index, pair) for index, pair in indexed if index is not None))
+
+
+def quantizing_op(quantized_model: Model, output: TensorRef) -> OpKey:
+    """Return the op that quantizes into `output`, looking through a reshape."""
+    graph = quantized_model.graphs[output.graph]
+    if graph.op(output.op).kind == "reshape":
+        output = graph.slots(output.op)[0] or output
+    return output.graph, output.op
+
+
+class CandidateTrials:
+    """Sensitivity analyses of plans in which all sites use one candidate each.
+
+    Attributes:
+        interrupted: True if Ctrl-C ended an analysis.
+        measured_sites: Indices of the sites whose error was measured with the rules' candidate.
+    """
+
+    def __init__(self, prepared: Model, search_set: HoldOut, progress: Progress | None) -> None:
+        """Analyze on `search_set`. `prepared` has the float weights that the plans quantize."""
+        self._prepared, self._search_set, self._progress = prepared, search_set, progress
+        self._runner = formats.format_module(prepared.format).create_runner(prepared)
+        self._batch_independent = estimate_footprint(
+            prepared, batch_independent=True
+        ).elements_per_sample is not None and is_batch_independent(self._runner, search_set.samples(), BATCH_SIZE)
+        self._runs = 0.0
+        self.interrupted = False
+        self.measured_sites: frozenset[int] = frozenset()
+
+    def runs_per_site(self, errors: CandidateErrors) -> float:
+        """Number of runs per site."""
+        return self._runs / max(len(errors), 1)
+
+    def measure_candidates(
+        self, plan: Plan, rules_build: BuiltModel, build: BuildModel
+    ) -> tuple[CandidateErrors, dict[str, Plan]]:
+        """Measure the error of each candidate of each site until `interrupted`. Return the errors and the plans.
+
+        Args:
+            plan: The plan of the rules.
+            rules_build: The quantized model of that plan.
+            build: Build the quantized model of a plan.
+
+        Raises:
+            ModelError: A model cannot be run.
+        """
+        rules_pairs = insertions_by_site(plan, rules_build.insertions)
+        measured = self.measure_errors(rules_build.model, rules_pairs, rules_pairs)
+        self.measured_sites = frozenset(measured)
+        errors: CandidateErrors = {i: {RULE_CANDIDATE: measured.get(i, UNKNOWN_ERROR)} for i in rules_pairs}
+        candidate_plans = make_candidate_plans(self._prepared, plan)
+        tried_params = {index: {_params_key(pair.params)} for index, pair in rules_pairs.items()}
+        for name, candidate_plan in candidate_plans.items():
+            if self.interrupted:
+                break
+            changed_sites = [i for i in rules_pairs if candidate_plan.sites[i] != plan.sites[i]]
+            if name == f"{WIDE_ACTIVATION_BITS} bits":
+                # Each bit halves the step, which divides the squared error by 4. A run would not tell more.
+                measured = {
+                    i: errors[i][RULE_CANDIDATE] * 4.0 ** (plan.sites[i].scheme.type.bits - WIDE_ACTIVATION_BITS)
+                    for i in changed_sites
+                }
+            else:
+                built = build(candidate_plan)
+                pairs = insertions_by_site(candidate_plan, built.insertions)
+                keys = {index: _params_key(pair.params) for index, pair in pairs.items()}
+                untried = [i for i in changed_sites if i in pairs and keys[i] not in tried_params[i]]
+                measured = self.measure_errors(built.model, pairs, untried) if untried else {}
+                for index, key in keys.items():
+                    tried_params.setdefault(index, set()).add(key)
+            for index, error in measured.items():
+                if error < MAX_ERROR_RATIO * errors[index][RULE_CANDIDATE]:
+                    errors[index][name] = error
+        return errors, candidate_plans
+
+    def measure_errors(
+        self, quantized_model: Model, pairs: Mapping[int, InsertedPair], indices: Collection[int]
+    ) -> dict[int, float]:
+        """Measure the error that each of the sites `indices` adds; sites whose error is unknown are omitted.
+
+        A site in an unreachable graph, such as a copy of a function in a SavedModel, adds nothing.
+
+        Raises:
+            ModelError: A model cannot be run.
+        """
+        ops_by_site = {i: [quantizing_op(quantized_model, output) for output in pairs[i].outputs] for i in indices}
+        all_ops = {op_key for op_keys in ops_by_site.values() for op_key in op_keys}
+        sensitivity = measure_sensitivity(
+            quantized_model,
+            match_sites(self._prepared, quantized_model),
+            self._search_set.samples(),
+            inputs={input_spec.name: input_spec.name for input_spec in self._runner.inputs},
+            batch_independent=self._batch_independent,
+            only=all_ops,
+            progress=stage_progress(self._progress, "sensitivity"),
+        )
+        self._runs += sensitivity.runs
+        self.interrupted |= sensitivity.interrupted
+        errors = {op_key: error for op_key, error in sensitivity.errors.items() if math.isfinite(error)}
+        live_graphs = {*quantized_model.reachable_graphs()}
+        errors |= {op_key: 0.0 for op_key in all_ops if op_key[0] not in live_graphs}
+        return {
+            index: sum(errors[op_key] for op_key in op_keys)
+            for index, op_keys in ops_by_site.items()
+            if errors.keys() >= set(op_keys)
+        }
+
+
+def _params_key(params: QParams | DynamicQParams) -> object:
+    if isinstance(params, DynamicQParams):
+        return params
+    return params.type, params.axis, np.asarray(params.scale).tobytes(), np.asarray(params.zero_point).tobytes()

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
-from graphquant.ir import Parameters, TensorRef, Use, follow_to_end
-from graphquant.optimize.candidate_errors import insertions_by_site
+from graphquant.ir import Parameters, Use, follow_to_end
+from graphquant.ir.types import FORMAT_TRAITS
 from graphquant.optimize.candidates import (
     FUSED_OUTPUT_KINDS,
     MAX_HOPS,
     PASSTHROUGH_KINDS,
     ScaleGroup,
-    find_site_read,
+    find_reading_ops,
     group_shared_scales,
+    insertions_by_site,
     mac_costs,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds
     from graphquant.ir import Model, OpKey
     from graphquant.optimize.algorithms import BuiltModel
-    from graphquant.optimize.timing import TimeRatio
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
 
     FloatSites = tuple[int, ...]
+    TimedRun = Callable[[], object]
+    Clock = Callable[[], float]
 
 
 MAX_TIMED_PLANS = 16
@@ -95,48 +101,48 @@ def minimize_latency(
     return _LatencySearch(groups, profile_plan, compare_plans, progress).run()
 
 
+@dataclass(slots=True)
 class _LatencySearch:
-    """State of the latency search: the best plan, and the trials without gain."""
+    """State of the latency search: the groups that are float in the best plan, and the trials without gain."""
 
-    def __init__(
-        self,
-        groups: Sequence[ScaleGroup],
-        profile_plan: Callable[[FloatSites], LatencyProfile],
-        compare_plans: Callable[[FloatSites, FloatSites], TimeRatio],
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._groups, self._progress = groups, progress
-        self._profile_plan, self._compare_plans = profile_plan, compare_plans
-        self._best: frozenset[int] = frozenset()
-        self._rejected: set[frozenset[int]] = set()
-        self._plans = 0
+    groups: Sequence[ScaleGroup]
+    profile_plan: Callable[[FloatSites], LatencyProfile]
+    compare_plans: Callable[[FloatSites, FloatSites], TimeRatio]
+    progress: Callable[[int, int], None] | None
+    best: frozenset[int] = frozenset()
+    rejected: set[frozenset[int]] = field(default_factory=set)
+    plans: int = 0
 
     def run(self) -> FloatSitesResult:
         """Accept trials until none promises a gain."""
         interrupted = False
         try:
-            float_profile = self._profile_plan(self._float_sites(frozenset(range(len(self._groups)))))
-            while self._plans < MAX_TIMED_PLANS and self._try_step(float_profile):
+            float_profile = self.profile_plan(self._float_sites(frozenset(range(len(self.groups)))))
+            while self.plans < MAX_TIMED_PLANS and self._try_step(float_profile):
                 pass
         except KeyboardInterrupt:
             interrupted = True
-        return FloatSitesResult(self._float_sites(self._best), self._plans, interrupted)
+        return FloatSitesResult(self._float_sites(self.best), self.plans, interrupted)
 
     def _try_step(self, float_profile: LatencyProfile) -> bool:
         """Try the groups that the profile of the best plan suggests, then halves of them. Return True if one helped."""
-        best_profile = self._profile_plan(self._float_sites(self._best))
+        best_profile = self.profile_plan(self._float_sites(self.best))
         gains = {
             op: best_profile.op_seconds.get(op, 0.0) - float_profile.op_seconds.get(op, 0.0)
             for op in {*best_profile.op_seconds, *float_profile.op_seconds}
         }
         chosen = self._promising_groups(gains, best_profile.site_seconds, MIN_TIME_SHARE * best_profile.total_seconds)
-        while chosen and self._plans < MAX_TIMED_PLANS:
-            candidate = self._close_over_ops({*self._best, *chosen})
-            if candidate != self._best and candidate not in self._rejected:
-                if self._is_faster(candidate):
-                    self._best = candidate
+        while chosen and self.plans < MAX_TIMED_PLANS:
+            candidate = self._close_over_ops({*self.best, *chosen})
+            if candidate != self.best and candidate not in self.rejected:
+                ratio = self.compare_plans(self._float_sites(candidate), self._float_sites(self.best))
+                self.plans += 1
+                if self.progress is not None:
+                    self.progress(self.plans, MAX_TIMED_PLANS)
+                if ratio.median < MAX_TIME_RATIO and ratio.high < 1:
+                    self.best = candidate
                     return True
-                self._rejected.add(candidate)
+                self.rejected.add(candidate)
             chosen = chosen[: len(chosen) // 2]
         return False
 
@@ -144,70 +150,51 @@ class _LatencySearch:
         self, gains: Mapping[OpKey, float], site_seconds: Mapping[int, float], min_gain: float
     ) -> list[int]:
         """Groups whose float form is faster, with everything that becomes float with them, by gain."""
-        float_ops = {op for index in self._best for op in self._groups[index].ops}
+        float_ops = {op for index in self.best for op in self.groups[index].ops}
 
         def group_gain(index: int) -> float:
-            group = self._groups[index]
+            group = self.groups[index]
             freed = sum(gains.get(op, 0.0) for op in sorted(group.ops - float_ops))
             return freed + sum(site_seconds.get(site, 0.0) for site in group.sites)
 
-        remaining = [index for index, group in enumerate(self._groups) if group.ops and index not in self._best]
+        remaining = [index for index, group in enumerate(self.groups) if group.ops and index not in self.best]
         chosen = []
         for index in sorted(remaining, key=lambda group_index: (-group_gain(group_index), group_index)):
             if group_gain(index) > min_gain:  # what was chosen before may have made it worth more or less
                 chosen.append(index)
-                float_ops |= self._groups[index].ops
+                float_ops |= self.groups[index].ops
         return chosen
 
     def _close_over_ops(self, chosen: Collection[int]) -> frozenset[int]:
         """Add the groups that no quantized op uses any more."""
-        float_ops = {op for index in chosen for op in self._groups[index].ops}
-        freed = {index for index, group in enumerate(self._groups) if group.ops and group.ops <= float_ops}
-        computing = {index for index, group in enumerate(self._groups) if group.ops}
-        return frozenset(range(len(self._groups))) if computing <= freed else frozenset({*chosen, *freed})
-
-    def _is_faster(self, candidate: frozenset[int]) -> bool:
-        ratio = self._compare_plans(self._float_sites(candidate), self._float_sites(self._best))
-        self._plans += 1
-        if self._progress is not None:
-            self._progress(self._plans, MAX_TIMED_PLANS)
-        return ratio.median < MAX_TIME_RATIO and ratio.high < 1
+        float_ops = {op for index in chosen for op in self.groups[index].ops}
+        freed = {index for index, group in enumerate(self.groups) if group.ops and group.ops <= float_ops}
+        computing = {index for index, group in enumerate(self.groups) if group.ops}
+        return frozenset(range(len(self.groups))) if computing <= freed else frozenset({*chosen, *freed})
 
     def _float_sites(self, chosen: Collection[int]) -> FloatSites:
-        return tuple(sorted(site for index in chosen for site in self._groups[index].sites))
+        return tuple(sorted(site for index in chosen for site in self.groups[index].sites))
 
 
 def make_latency_groups(model: Model, plan: Plan, site_indices: Collection[int]) -> list[ScaleGroup]:
-    """Group the sites `site_indices` of a plan, in order.
-
-    Args:
-        model: The prepared model.
-        plan: The plan.
-        site_indices: Indices of the quantized sites.
-    """
-    index_by_use = {use: index for index in site_indices for use in plan.sites[index].uses}
+    """Group the sites `site_indices` of a plan for the prepared model, with the ops that read or produce them."""
     fusion = FusionMap(model)
-    ops: dict[int, set[OpKey]] = {index: set() for index in site_indices}
-    for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for op in graph.ops():
-            if op.kind not in PASSTHROUGH_KINDS:
-                for slot in range(len(graph.slots(op.name))):
-                    index = find_site_read(model, Use(name, op.name, slot), index_by_use)
-                    if index is not None:
-                        ops[index].add(fusion.fusion_target((name, op.name)))
+    readers = find_reading_ops(model, plan, site_indices, lambda op: op.kind not in PASSTHROUGH_KINDS)
     for index in site_indices:
         tensor = plan.sites[index].tensor
         if not plan.sites[index].parameter:
-            ops[index].add(fusion.fusion_target((tensor.graph, tensor.op)))
-    idle = {
-        op_key
-        for op_keys in ops.values()
-        for op_key in op_keys
-        if model.graphs[op_key[0]].op(op_key[1]).kind in UNTIMED_KINDS
-    }
+            readers[index].add((tensor.graph, tensor.op))
+    targets = {index: {fusion.fusion_target(op_key) for op_key in op_keys} for index, op_keys in readers.items()}
     return [
-        ScaleGroup(sites=tuple(sites), ops=frozenset(op_key for index in sites for op_key in ops[index]) - idle)
+        ScaleGroup(
+            sites=tuple(sites),
+            ops=frozenset(
+                (graph, op)
+                for index in sites
+                for graph, op in targets[index]
+                if model.graphs[graph].op(op).kind not in UNTIMED_KINDS
+            ),
+        )
         for sites in group_shared_scales(plan, site_indices)
     ]
 
@@ -224,19 +211,15 @@ class FusionMap:
         return follow_to_end(op_key, self._fused_source, MAX_HOPS)
 
     def _fused_source(self, op_key: OpKey) -> OpKey | None:
-        source = self._source_of_fused_input(op_key)
-        return None if source is None else (source.graph, source.op)
-
-    def _source_of_fused_input(self, op_key: OpKey) -> TensorRef | None:
         graph = self._model.graphs[op_key[0]]
-        op = graph.op(op_key[1])
+        op, source = graph.op(op_key[1]), None
         if op.kind in FUSED_OUTPUT_KINDS:
-            return graph.source_of(Use(*op_key, 0))
-        if op.kind in {"add", "mul"}:
+            source = graph.source_of(Use(*op_key, 0))
+        elif op.kind in {"add", "mul"}:
             operands = [tensor for tensor in graph.slots(op.name) if tensor is not None]
             activations = [tensor for tensor in operands if not self._parameters.is_parameter(tensor)]
-            return activations[0] if len(activations) < len(operands) and len(activations) == 1 else None
-        return None
+            source = activations[0] if len(activations) == 1 and len(operands) > 1 else None
+        return None if source is None else (source.graph, source.op)
 
 
 class PlanProfiler:
@@ -265,7 +248,23 @@ class PlanProfiler:
     def profile(self, float_sites: FloatSites) -> LatencyProfile:
         """Return the profile of the plan with these sites in float, measured once."""
         if float_sites not in self._profile_cache:
-            self._profile_cache[float_sites] = self._measure(float_sites)
+            model, times = self._prepared, self._float_profile
+            insertions: Sequence[InsertedPair] = ()
+            if not {*float_sites} >= {*self.quantized_sites}:
+                built = self._build(float_sites)
+                model, insertions = built.model, built.insertions
+                times = self._module.profile_ops(model, self._feeds)
+            ops: dict[OpKey, float] = {}
+            sites: dict[int, float] = {}
+            site_by_op = self._site_by_op(model, insertions)
+            for op_key, seconds in times.seconds.items() if times is not None else ():
+                if self._is_prepared_op(op_key):
+                    target = self._fused.fusion_target(op_key)
+                    ops[target] = ops.get(target, 0.0) + seconds
+            for op_key, seconds in times.conversion_seconds.items() if times is not None else ():
+                if op_key in site_by_op:
+                    sites[site_by_op[op_key]] = sites.get(site_by_op[op_key], 0.0) + seconds
+            self._profile_cache[float_sites] = LatencyProfile(op_seconds=ops, site_seconds=sites)
         return self._profile_cache[float_sites]
 
     def float_costs(self) -> dict[OpKey, float]:
@@ -275,26 +274,6 @@ class PlanProfiler:
         # An op that is faster in float still costs a little, so that the bounds are met with few float ops.
         min_cost = 1e-3 * max([*saved.values(), 1e-6])
         return {op: max(value, min_cost) for op, value in saved.items()}
-
-    def _measure(self, float_sites: FloatSites) -> LatencyProfile:
-        if {*float_sites} >= {*self.quantized_sites}:
-            model, insertions, times = self._prepared, [], self._float_profile
-        else:
-            built = self._build(float_sites)
-            model, insertions = built.model, built.insertions
-            times = self._module.profile_ops(model, self._feeds)
-        ops: dict[OpKey, float] = {}
-        sites: dict[int, float] = {}
-        if times is not None:
-            site_by_op = self._site_by_op(model, insertions)
-            for op_key, seconds in times.seconds.items():
-                if self._is_prepared_op(op_key):
-                    target = self._fused.fusion_target(op_key)
-                    ops[target] = ops.get(target, 0.0) + seconds
-            for op_key, seconds in times.conversion_seconds.items():
-                if op_key in site_by_op:
-                    sites[site_by_op[op_key]] = sites.get(site_by_op[op_key], 0.0) + seconds
-        return LatencyProfile(op_seconds=ops, site_seconds=sites)
 
     def _is_prepared_op(self, op_key: OpKey) -> bool:
         return op_key[0] in self._prepared.graphs and op_key[1] in self._prepared.graphs[op_key[0]]
@@ -312,3 +291,161 @@ class PlanProfiler:
                 if source is not None and not self._is_prepared_op((source.graph, source.op)):
                     site_by_op[source.graph, source.op] = index
         return site_by_op
+
+
+# Two models are timed in alternation, because the load of the machine then affects both.
+
+SLICE_SECONDS = 0.005
+"""Seconds of each slice, at least one run; the shortest block of the slice counts."""
+
+BLOCK_SECONDS = 0.0003
+"""Seconds of a block, at least one run. Reading the clock takes a fraction of a microsecond."""
+
+MIN_ROUNDS = 9
+"""Minimum number of rounds."""
+
+MAX_RATIO_WIDTH = 0.02
+"""Width of the confidence interval at which timing ends."""
+
+CONFIDENCE_DEVIATIONS = 1.96
+"""Standard deviations of the number of rounds below the true median, for 95% confidence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeRatio:
+    """Median ratio of two run times over all rounds, with a 95% confidence interval.
+
+    Attributes:
+        median: The ratio.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        first_seconds: Median seconds of one run of the first model.
+        second_seconds: Median seconds of one run of the second model.
+    """
+
+    median: float
+    low: float
+    high: float
+    first_seconds: float
+    second_seconds: float
+
+
+def measure_time_ratio(
+    first_run: TimedRun, second_run: TimedRun, *, seconds: float, clock: Clock = time.process_time
+) -> TimeRatio:
+    """Time two functions in alternating slices of a few runs; the order alternates too.
+
+    The clock counts processor time, so other programs do not lengthen the runs of one thread. Other load of the machine
+    in a round affects both functions, so ratios are more reliable than times.
+
+    Args:
+        first_run: Function to time.
+        second_run: Function to compare with.
+        seconds: Time limit, unless the ratio is known precisely before.
+        clock: Clock in seconds.
+    """
+    runs = [(run, _count_block_runs(run, clock)) for run in (first_run, second_run)]
+    end, pairs = clock() + seconds, list[tuple[float, float]]()
+    while True:
+        order = (1, 0) if len(pairs) % 2 else (0, 1)
+        slices = {index: _shortest_block_seconds(*runs[index], clock) for index in order}
+        pairs.append((slices[0], slices[1]))
+        if len(pairs) >= MIN_ROUNDS:
+            result = _median_with_bounds(pairs)
+            if clock() >= end or result.high - result.low < MAX_RATIO_WIDTH:
+                return result
+
+
+def _count_block_runs(run: TimedRun, clock: Clock) -> int:
+    """Number of runs in a block. The first run ever is not timed."""
+    run()
+    start = clock()
+    run()
+    return math.ceil(BLOCK_SECONDS / max(clock() - start, BLOCK_SECONDS / 1000))
+
+
+def _shortest_block_seconds(run: TimedRun, count: int, clock: Clock) -> float:
+    """Seconds of a run in the shortest block of a slice."""
+    shortest, end = math.inf, clock() + SLICE_SECONDS
+    while True:
+        start = clock()
+        for _ in range(count):
+            run()
+        now = clock()
+        shortest = min(shortest, (now - start) / count)
+        if now >= end:
+            return shortest
+
+
+def _median_with_bounds(pairs: Sequence[tuple[float, float]]) -> TimeRatio:
+    """Median with its confidence interval from order statistics."""
+    ratios = sorted(first / max(second, 1e-12) for first, second in pairs)
+    trimmed = max(math.floor((len(ratios) - CONFIDENCE_DEVIATIONS * math.sqrt(len(ratios))) / 2), 0)
+    return TimeRatio(
+        median=median(ratios),
+        low=ratios[trimmed],
+        high=ratios[-1 - trimmed],
+        first_seconds=median(first for first, _ in pairs),
+        second_seconds=median(second for _, second in pairs),
+    )
+
+
+TIMING_SECONDS = 0.6
+"""Seconds of one comparison of two models."""
+
+MAX_TIMED_SAMPLES = 8
+"""Number of samples per run for models with branches, loops or functions, whose time depends on the sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyTimer:
+    """Timing of the models of one search.
+
+    Attributes:
+        source: The float model.
+        feeds: Samples of each run.
+        as_tflite: True to time TFLite files, which run on zeros.
+    """
+
+    source: Model
+    feeds: Sequence[Feeds]
+    as_tflite: bool
+
+    @property
+    def runtime(self) -> str:
+        """Name of the runtime, which uses one thread."""
+        return FORMAT_TRAITS["tflite"].runtime if self.as_tflite else self.source.traits.runtime
+
+    @property
+    def samples(self) -> int:
+        """Number of samples per run."""
+        return 1 if self.as_tflite else len(self.feeds)
+
+    @classmethod
+    def for_data(cls, source: Model, batches: Dataset, *, as_tflite: bool) -> LatencyTimer:
+        """Make a timer with one sample, or with several from all over the data if the time depends on the sample.
+
+        Raises:
+            DataError: A sample does not fit the model.
+        """
+        count = min(batches.count, MAX_TIMED_SAMPLES if len(source.reachable_graphs()) > 1 else 1)
+        indices = [index * batches.count // count for index in range(count)]
+        feeds = [next(batches.feeds_between(index, index + 1)) for index in indices]
+        return cls(source=source, feeds=feeds, as_tflite=as_tflite)
+
+    def make_run(self, model: Model) -> TimedRun:
+        """Return a function that runs `model` once in a new session."""
+        if self.as_tflite:
+            from graphquant.formats.tensorflow import prepare_timed_tflite_run
+
+            return prepare_timed_tflite_run(model)
+        return formats.format_module(model.format).prepare_timed_run(model, self.feeds)
+
+    def time_ratio(self, run: TimedRun, baseline: TimedRun) -> TimeRatio:
+        """Return the time of `run` relative to `baseline`."""
+        return measure_time_ratio(run, baseline, seconds=TIMING_SECONDS)
+
+    def median_ratio(self, model: Model, baseline: Model, pairs: int) -> TimeRatio:
+        """Return the median ratio of several pairs of new sessions. Memory layout changes times by some percent."""
+        ratios = [self.time_ratio(self.make_run(model), self.make_run(baseline)) for _ in range(pairs)]
+        return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]

@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING
 from graphquant.analysis.compare import with_sensitivity
 from graphquant.analysis.validation import Bounds, measure_tensor_sizes, validate_model
 from graphquant.errors import UsageError
-from graphquant.optimize.candidate_errors import CandidateTrials, insertions_by_site, quantizing_op, replace_sites
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     RULE_CANDIDATE,
+    CandidateTrials,
     byte_costs,
+    insertions_by_site,
     mac_costs,
     make_candidate_plans,
     make_scale_groups,
+    quantizing_op,
+    replace_sites,
 )
-from graphquant.optimize.latency import PlanProfiler, make_latency_groups, minimize_latency
+from graphquant.optimize.latency import LatencyTimer, PlanProfiler, make_latency_groups, minimize_latency
 from graphquant.optimize.selection import PlanQuality, search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity
 from graphquant.optimize.size_budget import (
@@ -37,7 +40,6 @@ from graphquant.optimize.size_budget import (
     model_constant_bytes,
     parse_size_budget,
 )
-from graphquant.optimize.timing import LatencyTimer
 from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
@@ -48,10 +50,9 @@ if TYPE_CHECKING:
     from graphquant.calibration.holdout import CalibrationData, HoldOut
     from graphquant.ir import Model, OpKey, TensorRef, Use
     from graphquant.optimize.algorithms import BuiltModel
-    from graphquant.optimize.candidate_errors import BuildModel, CandidateErrors
-    from graphquant.optimize.candidates import ScaleGroup
+    from graphquant.optimize.candidates import BuildModel, CandidateErrors, ScaleGroup
+    from graphquant.optimize.latency import TimeRatio
     from graphquant.optimize.size_budget import SizedPlan
-    from graphquant.optimize.timing import TimeRatio
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
     from graphquant.utils.progress import Progress

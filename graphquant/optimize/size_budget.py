@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from graphquant.analysis import match_sites
 from graphquant.errors import UsageError
 from graphquant.numerics import DynamicQParams, IntType
-from graphquant.optimize.candidate_errors import CandidateTrials, insertions_by_site, quantizing_op, replace_sites
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     RULE_CANDIDATE,
     Candidate,
+    CandidateTrials,
     ScaleGroup,
     group_shared_scales,
+    insertions_by_site,
     make_candidate_plans,
     make_scale_groups,
+    quantizing_op,
+    replace_sites,
 )
 from graphquant.optimize.selection import allocate_weight_bits
 from graphquant.qdq import FAMILIES
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
     from graphquant.calibration.holdout import HoldOut
     from graphquant.ir import Model, TensorRef, Use
-    from graphquant.optimize.candidate_errors import BuildModel
+    from graphquant.optimize.candidates import BuildModel
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
     from graphquant.utils.progress import Progress

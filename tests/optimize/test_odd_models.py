@@ -13,7 +13,7 @@ import graphquant as gq
 from graphquant import api
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as onnx_format
-from graphquant.optimize import byte_costs, candidate_errors, make_scale_groups, timing
+from graphquant.optimize import byte_costs, candidates, latency, make_scale_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,7 @@ def test_a_budget_that_is_interrupted_decides_nothing(
 ) -> None:
     """Without knowing what all weights add, none gets fewer bits."""
     model, data = uneven
-    measure_sensitivity = candidate_errors.measure_sensitivity
+    measure_sensitivity = candidates.measure_sensitivity
 
     def stopped(*given: Any, **more: Any) -> Any:
         def progress(_done: int, _total: int) -> None:
@@ -66,7 +66,7 @@ def test_a_budget_that_is_interrupted_decides_nothing(
 
         return measure_sensitivity(*given, **{**more, "progress": progress})
 
-    monkeypatch.setattr(candidate_errors, "measure_sensitivity", stopped)
+    monkeypatch.setattr(candidates, "measure_sensitivity", stopped)
     with pytest.raises(KeyboardInterrupt):
         gq.insert(model, data=data, size_budget="30%")
 
@@ -75,7 +75,7 @@ def test_a_runtime_that_tells_no_op_s_time(uneven: tuple[Path, str], monkeypatch
     """A bound is searched for with multiply-adds as the cost then."""
     model, data = uneven
     monkeypatch.setattr(onnx_format, "profile_ops", lambda *_: None)
-    monkeypatch.setattr(timing, "TIMING_SECONDS", 0.01)
+    monkeypatch.setattr(latency, "TIMING_SECONDS", 0.01)
     result = gq.insert(model, data=data, optimize="latency", min_sqnr=41.0)
     assert result.search is not None
     assert result.search.runtime
@@ -90,7 +90,7 @@ def test_no_products_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     onnx.save(onnx.parser.parse_model(text), tmp_path / "sum.onnx")
     values = np.random.default_rng(0).normal(size=(16, 3, 8, 8)).astype(np.float32)
     np.savez(tmp_path / "sum.npz", a=values, b=values)
-    monkeypatch.setattr(timing, "TIMING_SECONDS", 0.01)
+    monkeypatch.setattr(latency, "TIMING_SECONDS", 0.01)
     result = gq.insert(tmp_path / "sum.onnx", data=str(tmp_path / "sum.npz"), optimize="latency", min_sqnr=30.0)
     assert result.search is not None
     assert result.search.runtime

@@ -19,7 +19,7 @@ from graphquant.optimize import (
     Candidate,
     ScaleGroup,
     allocate_weight_bits,
-    candidate_errors,
+    candidates,
     size_budget,
 )
 from graphquant.optimize.size_budget import SIZE_BUDGET_RULE, model_constant_bytes
@@ -131,7 +131,7 @@ def test_a_weight_of_which_nothing_is_known(
     size_report = json.loads(report.read_text())["search"]
     assert size_report["size"]["estimated"] == []
     first = next(entry["tensor"] for entry in size_report["changed"] if entry["candidate"] == "4-bit weights")
-    measure_sensitivity = candidate_errors.measure_sensitivity
+    measure_sensitivity = candidates.measure_sensitivity
 
     def without(*args: Any, **more: Any) -> Any:
         sensitivity = measure_sensitivity(*args, **more)
@@ -140,7 +140,7 @@ def test_a_weight_of_which_nothing_is_known(
             sensitivity, errors={key: entry for key, entry in sensitivity.errors.items() if unknown not in key[1]}
         )
 
-    monkeypatch.setattr(candidate_errors, "measure_sensitivity", without)
+    monkeypatch.setattr(candidates, "measure_sensitivity", without)
     output = cli(*options, "-o", tmp_path / "unknown.onnx", "--report", report).stdout
     size_report = json.loads(report.read_text())["search"]
     assert size_report["size"]["estimated"] == [first]
