@@ -20,8 +20,7 @@ from graphquant.analysis.comparison import (
     lost_share_upper_bound,
 )
 from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent
-from graphquant.calibration.calibrate import block_feeds, tee_items
-from graphquant.calibration.memory import concurrent_run_count, observation_budget
+from graphquant.calibration.calibrate import block_feeds, concurrent_run_count, observation_budget, tee_items
 from graphquant.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:

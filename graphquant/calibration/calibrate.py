@@ -15,16 +15,17 @@ import math
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from graphquant.calibration.memory import concurrent_run_count, fits_in_budget, group_tensors, observation_budget
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, uncovered_ranges
 from graphquant.errors import DataError
+from graphquant.ir import LOOP_KINDS
 from graphquant.observers import SketchAccumulator, add_all
 
 if TYPE_CHECKING:
@@ -33,39 +34,109 @@ if TYPE_CHECKING:
 
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.targets import ObservationTarget
+    from graphquant.formats import Feeds, Runner
     from graphquant.ir import Model, Op, TensorRef
     from graphquant.numerics import Array
 
-    Feeds = Mapping[str, Array]
     Observation = dict[TensorRef, list[Array]]
-
 
 Item = TypeVar("Item")
 
+DEFAULT_BLOCK_SIZE = 8
+"""Samples per block if samples are run one by one, or if the sizes of activations are unknown."""
 
-class ObservableRunner(Protocol):
-    """Protocol of objects that run a model and return the values of its tensors."""
+MAX_BATCH_SIZE = 32
+"""Maximum samples per batch. Larger batches make no model faster."""
 
-    def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
-        """Return the tensors that cannot be observed, with the reason."""
+MAX_BATCH_ELEMENTS = 1 << 24
+"""Maximum elements of all activations of a batch: 64 MB of float32."""
 
-    def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
-        """Return the number of elements of each tensor in one run, over all iterations; 0 if not reached."""
+MAX_CONCURRENT_RUNS = min(4, os.cpu_count() or 1)
+"""Maximum number of concurrent runs."""
 
-    def observe(
-        self,
-        tensors: Sequence[TensorRef],
-        feeds: Iterable[Feeds],
-        *,
-        other_tensors: Sequence[TensorRef] = (),
-        max_in_flight: int = 1,
-        on_result: Callable[[Observation], object] | None = None,
-    ) -> Generator[Observation, None, None]:
-        """Yield the values of each tensor for each feed.
+FILL_THREADS = max(MAX_CONCURRENT_RUNS // 2, 1)
+"""Number of threads that fill sketches, each for different tensors. A run takes longer than filling."""
 
-        At most `max_in_flight` feeds are running or waiting to be consumed. `on_result` is called with the values in
-        the order of the feeds, on any thread.
-        """
+TENSORS_PER_TASK = 8
+"""Number of tensors whose values are added to sketches in one task."""
+
+GROUPED_ELEMENT_BYTES = 8
+"""Bytes per element while one group of tensors is observed: the value itself and the temporaries of its sketch."""
+
+CONCURRENT_ELEMENT_BYTES = 16
+"""Bytes per element while all tensors are observed in one run. ONNX Runtime keeps them until the run ends, some also in
+the blocked layout that its convolutions prefer.
+"""
+
+REPEATED_KINDS = LOOP_KINDS | {"enter"}
+"""Kinds of ops whose bodies run more than once, so that static shapes do not give the number of elements."""
+
+HISTOGRAM_BYTES = {0: 0, 7: 64 << 10, 10: 512 << 10}
+"""Typical bytes of a histogram by its number of mantissa bits. It stays in memory until calibration ends."""
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def available_memory() -> int:
+    """Return the free memory in bytes, limited by the control group of the container."""
+    import psutil
+
+    bounds = [psutil.virtual_memory().available]
+    # psutil reports the memory of the machine, not of the container. "max" is no number: there is no limit.
+    with suppress(OSError, ValueError):
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        bounds.append(limit - used)
+    return max(min(bounds), 0)
+
+
+def observation_budget(budget: int | None, histogram_bits: Iterable[int]) -> int:
+    """Return the bytes available for the observed values of one run.
+
+    Args:
+        budget: Bytes for all of calibration. None means half of the free memory.
+        histogram_bits: Mantissa bits of the histograms to fill.
+    """
+    budget = available_memory() // 2 if budget is None else budget
+    return max(budget - sum(HISTOGRAM_BYTES[mantissa_bits] for mantissa_bits in histogram_bits), 1)
+
+
+def concurrent_run_count(elements: int, budget: int, max_runs: int) -> int:
+    """Return the number of runs, from 1 to `max_runs`, that fit into `budget` bytes at the same time."""
+    return max(min(budget // max(elements * CONCURRENT_ELEMENT_BYTES, 1), max_runs), 1)
+
+
+def group_observed_tensors(
+    runner: Runner, tensors: Sequence[TensorRef], feed: Feeds, max_elements: int | None, budget: int
+) -> tuple[list[tuple[TensorRef, ...]], int]:
+    """Return groups of tensors whose values fit into `budget` bytes, and an upper bound of the elements of all.
+
+    The elements are counted in a run of `feed` if `max_elements` is None or too much for one group. A tensor that does
+    not fit forms its own group.
+    """
+    if max_elements is not None and max_elements * CONCURRENT_ELEMENT_BYTES <= budget:
+        return [tuple(tensors)], max_elements
+    element_counts = runner.element_counts(tensors, feed)
+    max_elements = sum(element_counts.values())
+    if max_elements * CONCURRENT_ELEMENT_BYTES <= budget:
+        return [tuple(tensors)], max_elements
+    # One tensor is computed, in both layouts, while a group is in memory. Groups of similar size have the lowest peak.
+    budget = max(budget - max(element_counts.values()) * GROUPED_ELEMENT_BYTES, 1)
+    total_bytes = max_elements * GROUPED_ELEMENT_BYTES
+    target_bytes = total_bytes / max(math.ceil(total_bytes / budget), 2)
+    groups: list[list[TensorRef]] = []
+    group_bytes = 0
+    for tensor, element_count in element_counts.items():
+        tensor_bytes = element_count * GROUPED_ELEMENT_BYTES
+        if not groups or (tensor_bytes and (group_bytes >= target_bytes or group_bytes + tensor_bytes > budget)):
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(tensor)
+        group_bytes += tensor_bytes
+    return [tuple(group) for group in groups], max_elements
+
+
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def block_feeds(
@@ -78,9 +149,11 @@ def block_feeds(
     for start, stop in block_ranges:
         samples = dataset.feeds_between(start * block_size, stop * block_size)
         for index in range(start, stop):
-            block = itertools.islice(samples, block_size)
-            block_parts_iter, feed = _try_join_block(block) if join_samples else block, None
-            for next_feed in block_parts_iter:
+            block: Iterator[Feeds] = itertools.islice(samples, block_size)
+            if join_samples:
+                block = iter(_join_samples(list(block)))
+            feed = None
+            for next_feed in block:
                 if feed is not None:
                     yield feed, None
                 feed = next_feed
@@ -89,7 +162,7 @@ def block_feeds(
 
 
 def observe_feeds(
-    runner: ObservableRunner,
+    runner: Runner,
     tensors: Sequence[TensorRef],
     feeds: Iterator[tuple[Feeds, int | None]],
     on_result: Callable[[Observation, int | None], object],
@@ -116,53 +189,29 @@ def observe_feeds(
     groups, max_elements = group_observed_tensors(runner, tensors, first[0], max_elements, budget)
     feed_branches = tee_items(itertools.chain([first], feeds), 2 * len(groups))
     del first
+
+    def observe_group(group: tuple[TensorRef, ...]) -> Generator[Observation, None, None]:
+        members, own_feeds, reported_feeds = set(group), feed_branches.pop(), feed_branches.pop()
+
+        def report(observation: Observation) -> None:
+            _, block = next(reported_feeds)
+            on_result(observation, block if group == groups[-1] else None)
+
+        return runner.observe(
+            group,
+            (feed for feed, _ in own_feeds),
+            other_tensors=tuple(tensor for tensor in tensors if tensor not in members),
+            max_in_flight=concurrent_run_count(max_elements, budget, max_concurrent_runs) if len(groups) == 1 else 1,
+            on_result=report,
+        )
+
     with ExitStack() as stack:
-        passes = []
-        for group_index, group in enumerate(groups):
-            group_members, group_feeds, block_ends = (
-                set(group),
-                feed_branches.pop(),
-                (block for _, block in feed_branches.pop()),
-            )
-            blocks = block_ends if group_index == len(groups) - 1 else map(_ignore_block, block_ends)
-            observations = runner.observe(
-                group,
-                (feed for feed, _ in group_feeds),
-                other_tensors=tuple(tensor for tensor in tensors if tensor not in group_members),
-                max_in_flight=concurrent_run_count(max_elements, budget, max_concurrent_runs)
-                if len(groups) == 1
-                else 1,
-                on_result=partial(_report_block_result, on_result, blocks),
-            )
-            passes.append(stack.enter_context(closing(observations)))
+        passes = [stack.enter_context(closing(observe_group(group))) for group in groups]
         while True:
             for observations in passes:
                 if next(observations, None) is None:
                     return
                 yield
-
-
-def group_observed_tensors(
-    runner: ObservableRunner, tensors: Sequence[TensorRef], feed: Feeds, max_elements: int | None, budget: int
-) -> tuple[list[tuple[TensorRef, ...]], int]:
-    """Return groups of tensors whose values fit into `budget` bytes, and an upper bound of the elements of all.
-
-    The elements are counted in a run of `feed` if `max_elements` is None or too much for one group.
-    """
-    if max_elements is not None and fits_in_budget(max_elements, budget):
-        return [tuple(tensors)], max_elements
-    element_counts = runner.element_counts(tensors, feed)
-    return group_tensors(element_counts, budget), sum(element_counts.values())
-
-
-def _report_block_result(
-    on_result: Callable[[Observation, int | None], object], block_ends: Iterator[int | None], observation: Observation
-) -> None:
-    on_result(observation, next(block_ends))
-
-
-def _ignore_block(_block: int | None) -> None:
-    return None
 
 
 def tee_items(items: Iterator[Item], count: int) -> list[Generator[Item, None, None]]:
@@ -191,47 +240,15 @@ def tee_items(items: Iterator[Item], count: int) -> list[Generator[Item, None, N
     return [branch(index) for index in range(count)]
 
 
-def _try_join_block(block: Iterator[Feeds]) -> Iterator[Feeds]:
-    """Return the samples as one feed if they can be concatenated, otherwise unchanged."""
-    samples = list(block)
-    joined = _join_samples(samples)
-    return iter(samples if joined is None else [joined])
-
-
-def _join_samples(block: Sequence[Feeds]) -> Feeds | None:
-    """Concatenate samples into one feed. Return None if their shapes or numbers of rows differ."""
-    if len(block) == 1:
-        return block[0]
-    signature = {name: (np.shape(value), np.asarray(value).dtype) for name, value in block[0].items()}
-    if any(not shape for shape, _ in signature.values()) or len({shape[0] for shape, _ in signature.values()}) != 1:
-        return None
-    for feed in block:
-        if {name: (np.shape(value), np.asarray(value).dtype) for name, value in feed.items()} != signature:
-            return None
-    return {name: np.concatenate([feed[name] for feed in block]) for name in signature}
-
-
-DEFAULT_BLOCK_SIZE = 8
-"""Samples per block if samples are run one by one, or if the sizes of activations are unknown."""
-
-MAX_BATCH_SIZE = 32
-"""Maximum samples per batch. Larger batches make no model faster."""
-
-MAX_BATCH_ELEMENTS = 1 << 24
-"""Maximum elements of all activations of a batch: 64 MB of float32."""
-
-LOOP_KINDS = frozenset({"loop", "scan", "while", "enter"})
-"""Kinds of ops whose bodies run more than once, so that static shapes do not give the number of elements."""
-
-MAX_CONCURRENT_RUNS = min(4, os.cpu_count() or 1)
-"""Maximum number of concurrent runs."""
-
-FILL_THREADS = max(MAX_CONCURRENT_RUNS // 2, 1)
-"""Number of threads that fill sketches, each for different tensors. A run takes longer than filling."""
-
-
-TENSORS_PER_TASK = 8
-"""Number of tensors whose values are added to sketches in one task."""
+def _join_samples(block: Sequence[Feeds]) -> Sequence[Feeds]:
+    """Concatenate samples into one feed. Return them unchanged if their shapes or numbers of rows differ."""
+    signatures = [{name: (np.shape(value), np.asarray(value).dtype) for name, value in feed.items()} for feed in block]
+    if len(block) <= 1 or any(signature != signatures[0] for signature in signatures):
+        return block
+    row_counts = {shape[:1] for shape, _ in signatures[0].values()}
+    if len(row_counts) != 1 or () in row_counts:
+        return block
+    return [{name: np.concatenate([feed[name] for feed in block]) for name in signatures[0]}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +284,7 @@ def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint
     element_counts = [
         size for graph, op in live_ops for size in _output_element_counts(op, graph.consumers_by_port(op.name))
     ]
-    repeated = any(op.kind in LOOP_KINDS for _, op in live_ops)
+    repeated = any(op.kind in REPEATED_KINDS for _, op in live_ops)
     total_elements = None if None in element_counts or repeated else sum(size or 0 for size in element_counts)
     block_size = DEFAULT_BLOCK_SIZE
     if batch_independent and total_elements is not None:
@@ -292,7 +309,7 @@ def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | Non
 
 def collect_stats(
     targets: Mapping[TensorRef, ObservationTarget],
-    runner: ObservableRunner,
+    runner: Runner,
     dataset: Dataset,
     *,
     model_digest: str,
@@ -324,9 +341,9 @@ def collect_stats(
         DataError: A sample is invalid.
     """
     unobservable = runner.unobservable(tuple(targets))
-    data_digest = "" if resume_from is None else dataset.final_digest()  # otherwise it is needed only at the end
     data_run = DataRun(
-        data_digest=data_digest,
+        # Without earlier statistics, the digest is needed only at the end.
+        data_digest="" if resume_from is None else dataset.final_digest(),
         samples=dataset.count,
         block_size=footprint.block_size,
         block_ranges=(),
@@ -350,19 +367,17 @@ def collect_stats(
     feeds = block_feeds(
         dataset, block_ranges if observed_targets else (), footprint.block_size, join_samples=footprint.join_samples
     )
-    samples_per_run = footprint.block_size if footprint.join_samples else 1
-    max_elements = (
-        None if footprint.elements_per_sample is None else 2 * footprint.elements_per_sample * samples_per_run
-    )  # static shapes are too small for some models
+    max_elements = footprint.elements_per_sample
+    if max_elements is not None:  # static shapes are too small for some models
+        max_elements *= 2 * (footprint.block_size if footprint.join_samples else 1)
     if progress is not None:
         progress(samples_before, total_samples)
     with ThreadPoolExecutor(MAX_CONCURRENT_RUNS) as pool:
-        on_result = partial(collector.collect, pool)
         observations = observe_feeds(
             runner,
             tuple(observed_targets),
             feeds,
-            on_result,
+            partial(collector.collect, pool),
             max_elements=max_elements,
             budget=budget,
             max_concurrent_runs=MAX_CONCURRENT_RUNS,
@@ -373,12 +388,13 @@ def collect_stats(
                 while collector.closed_blocks:
                     block = collector.closed_blocks.popleft()
                     dataset.raise_read_errors()
-                    finished = _append_finished_block(finished, block)
+                    if finished and finished[-1][1] == block:
+                        finished[-1] = (finished[-1][0], block + 1)
+                    else:
+                        finished.append((block, block + 1))
                     if progress is not None:
-                        progress(
-                            samples_before + replace(data_run, block_ranges=tuple(finished)).samples_done,
-                            total_samples,
-                        )
+                        samples_done = replace(data_run, block_ranges=tuple(finished)).samples_done
+                        progress(samples_before + samples_done, total_samples)
                 if stopped:
                     break
         sketches = dict(zip(accumulators, pool.map(SketchAccumulator.to_sketch, accumulators.values()), strict=True))
@@ -406,13 +422,6 @@ def _remaining_block_ranges(
     if not remaining:
         raise ResumeError("complete")
     return remaining
-
-
-def _append_finished_block(ranges: list[tuple[int, int]], block: int) -> list[tuple[int, int]]:
-    """Append a block to the ascending ranges."""
-    if ranges and ranges[-1][1] == block:
-        return [*ranges[:-1], (ranges[-1][0], block + 1)]
-    return [*ranges, (block, block + 1)]
 
 
 class _SketchCollector:

@@ -360,7 +360,7 @@ def _run_workers(
     from graphquant.batch.run import run_batch
     from graphquant.batch.work import quantize_entry
     from graphquant.batch.workers import WorkerLimits, default_jobs, run_workers
-    from graphquant.calibration.memory import available_memory
+    from graphquant.calibration.calibrate import available_memory
 
     workers = min(jobs or default_jobs(), max(len(entries), 1)) if scheduler is None else 1
     limits = WorkerLimits(jobs=workers, timeout=timeout, memory=limit, retries=retries)
