@@ -285,9 +285,9 @@ def validate_model(
     """
     try:
         runner = formats.format_module(source.format).create_runner(source)
-        batches, labels = open_optional_labels(holdout.batches, holdout.spec, runner.inputs, holdout.max_samples)
+        batches, labels = open_optional_labels(holdout.dataset, holdout.spec, runner.inputs, holdout.max_samples)
         # Data that was opened again with labels is not cut off where the hold-out ends.
-        batches = replace(batches, count=holdout.batches.count)
+        batches = replace(batches, count=holdout.dataset.count)
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
         sites = match_sites(source, quantized) if include_sites else None
         comparison = _compare_on_samples(source, quantized, sites, runner, batches, labels, progress)

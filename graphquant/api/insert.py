@@ -150,7 +150,7 @@ def _make_objective(prepared: Model, data: CalibrationData, settings: InsertOpti
         )
     if data.spec is not None and settings.validate and bounds.max_accuracy_drop is not None:
         inputs = formats.format_module(prepared.format).input_specs(prepared)
-        open_required_labels(data.batches, data.spec, inputs, settings.samples)
+        open_required_labels(data.dataset, data.spec, inputs, settings.samples)
     return Objective(
         minimize=settings.optimize,
         bounds=bounds,

@@ -32,7 +32,7 @@ class HoldOut:
     Attributes:
         spec: Data spec of the samples.
         max_samples: Maximum number of samples of the spec, or None for all.
-        batches: The opened data.
+        dataset: The opened data.
         start: Index of the first reserved sample.
         reuses_samples: True if calibration uses the reserved samples too.
         calibrated_on_other_data: True if the ranges come from statistics of other data, which may contain some of
@@ -41,123 +41,49 @@ class HoldOut:
 
     spec: str
     max_samples: int | None
-    batches: Dataset
+    dataset: Dataset
     start: int
     reuses_samples: bool
     calibrated_on_other_data: bool = False
 
     def samples(self) -> Dataset:
         """Return the reserved samples."""
-        return sample_range(self.batches, self.start, None)
+        return sample_range(self.dataset, self.start, None)
 
 
-def sample_range(batches: Dataset, start: int, max_count: int | None) -> Dataset:
+def sample_range(dataset: Dataset, start: int, max_count: int | None) -> Dataset:
     """Return the samples from `start` on, at most `max_count` of them."""
-    count = batches.count - start
-    feeds = batches.open_feeds
+    count = dataset.count - start
+    feeds = dataset.open_feeds
     return replace(
-        batches,
+        dataset,
         count=count if max_count is None else min(count, max_count),
         open_feeds=lambda first, last: feeds(start + first, start + last),
     )
 
 
-def split_holdout(spec: str, max_samples: int | None, batches: Dataset) -> tuple[Dataset, HoldOut]:
+def split_holdout(spec: str, max_samples: int | None, dataset: Dataset) -> tuple[Dataset, HoldOut]:
     """Split data into calibration samples and a hold-out: the last fifth, but at least 4 of 8 or more samples."""
-    start = max(batches.count - max(MIN_HOLDOUT_SAMPLES, batches.count // HOLDOUT_DIVISOR), 0)
-    too_few = batches.count < 2 * MIN_HOLDOUT_SAMPLES
-    holdout = HoldOut(spec=spec, max_samples=max_samples, batches=batches, start=start, reuses_samples=too_few)
-    return batches if too_few else replace(batches, count=start), holdout
-
-
-def first_half(batches: Dataset) -> Dataset:
-    """Return the first half of the samples, so that a search can use the rest; all samples if there are under 8."""
-    half = batches.count // 2
-    return replace(batches, count=half) if half >= MIN_HOLDOUT_SAMPLES else batches
-
-
-def split_search_set(spec: str, max_samples: int | None, batches: Dataset, calibration_count: int) -> HoldOut:
-    """Return the samples on which a search measures plans: neither calibrated on nor part of the hold-out.
-
-    Ranges fit their own calibration samples better than any others, so errors on these samples are too optimistic.
-    If fewer than 4 other samples remain, the search uses the calibration samples nevertheless.
-
-    Args:
-        spec: Data spec.
-        max_samples: Maximum number of samples of the spec, or None for all.
-        batches: The opened data.
-        calibration_count: Number of leading samples from which the ranges were computed.
-    """
-    remaining = split_holdout(spec, max_samples, batches)[0]
-    reuses_samples = calibration_count > remaining.count - MIN_HOLDOUT_SAMPLES
-    return HoldOut(
-        spec=spec,
-        max_samples=max_samples,
-        batches=remaining,
-        start=0 if reuses_samples else calibration_count,
-        reuses_samples=reuses_samples,
-    )
-
-
-def count_calibrated_samples(stats: Stats | None, batches: Dataset, open_first: Callable[[int], Dataset]) -> int:
-    """Return how many leading samples of the data the statistics were computed from, or 0 for other data.
-
-    Args:
-        stats: The statistics.
-        batches: The data.
-        open_first: Opens the given number of leading samples. Some kinds of data have another digest for fewer samples.
-    """
-    runs = () if stats is None else stats.runs
-    content = batches.final_digest() if runs else ""
-    return max(
-        (run.samples for run in runs if run.data_digest in {content, open_first(run.samples).final_digest()}), default=0
-    )
-
-
-def holdout_for_stats(
-    spec: str,
-    max_samples: int | None,
-    batches: Dataset,
-    calibration_count: int,
-    *,
-    has_search: bool,
-    ranges_from_stats: bool,
-) -> HoldOut:
-    """Return the validation samples of data that was not split for calibration.
-
-    These are all samples, or the last fifth if the data was used: by the statistics, or by a search.
-
-    Args:
-        spec: Data spec.
-        max_samples: Maximum number of samples of the spec, or None for all.
-        batches: The opened data.
-        calibration_count: Number of leading samples from which the ranges were computed.
-        has_search: True if a search measured plans on the data.
-        ranges_from_stats: True if statistics provide the ranges.
-    """
-    holdout = replace(
-        split_holdout(spec, max_samples, batches)[1],
-        calibrated_on_other_data=ranges_from_stats and not calibration_count,
-    )
-    if calibration_count:
-        return replace(holdout, reuses_samples=holdout.reuses_samples or calibration_count > holdout.start)
-    return holdout if has_search else replace(holdout, start=0, reuses_samples=False)
+    start = max(dataset.count - max(MIN_HOLDOUT_SAMPLES, dataset.count // HOLDOUT_DIVISOR), 0)
+    too_few = dataset.count < 2 * MIN_HOLDOUT_SAMPLES
+    holdout = HoldOut(spec=spec, max_samples=max_samples, dataset=dataset, start=start, reuses_samples=too_few)
+    return dataset if too_few else replace(dataset, count=start), holdout
 
 
 def open_optional_labels(
-    batches: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None
+    dataset: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None
 ) -> tuple[Dataset, str]:
     """Open the data with its labels if it has class labels; return the data and the key of the labels, or ""."""
-    if not set(LABEL_KEYS) & set(batches.ignored):
-        return batches, ""
+    if not set(LABEL_KEYS) & set(dataset.ignored):
+        return dataset, ""
     try:
-        return open_required_labels(batches, data, inputs, samples)
+        return open_required_labels(dataset, data, inputs, samples)
     except DataError:  # an array of that name which holds no class indices
-        return batches, ""
+        return dataset, ""
 
 
 def open_required_labels(
-    batches: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None
+    dataset: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None
 ) -> tuple[Dataset, str]:
     """Open the data with its labels; return the data and the key of the labels.
 
@@ -166,7 +92,7 @@ def open_required_labels(
     """
     from graphquant.calibration.data import open_data
 
-    name = next((name for name in LABEL_KEYS if name in batches.ignored), None)
+    name = next((name for name in LABEL_KEYS if name in dataset.ignored), None)
     if name is None:
         raise DataError(
             f"{data} has no 'labels', which an accuracy bound needs. Add an integer array with the class index of each"
@@ -204,51 +130,71 @@ class CalibrationData:
     holdout: HoldOut | None = None
 
     @cached_property
-    def batches(self) -> Dataset:
+    def dataset(self) -> Dataset:
         """All samples."""
         return self.open_samples(self.max_samples)
 
     @cached_property
     def calibration_count(self) -> int:
-        """Number of leading samples from which the ranges are computed, now or in the statistics."""
-        if self.stats is not None:
-            return count_calibrated_samples(self.stats, self.batches, self.open_samples)
-        return 0 if self.calibration is None else self.calibration.count
+        """Number of leading samples from which the ranges are computed, now or in the statistics; 0 for other data."""
+        if self.stats is None:
+            return 0 if self.calibration is None else self.calibration.count
+        # Some kinds of data have another digest for fewer samples.
+        return max(
+            (
+                run.samples
+                for run in self.stats.runs
+                if run.data_digest in {self.dataset.final_digest(), self.open_samples(run.samples).final_digest()}
+            ),
+            default=0,
+        )
+
+    def _split_holdout(self) -> tuple[Dataset, HoldOut]:
+        return split_holdout(self.spec or "", self.max_samples, self.dataset)
 
     def split(self, *, has_bounds: bool) -> None:
         """Reserve the hold-out, and with bounds also the samples on which a search measures plans."""
         if not self.validates:
-            self.calibration = self.batches
+            self.calibration = self.dataset
             return
-        calibration, self.holdout = split_holdout(self.spec or "", self.max_samples, self.batches)
-        self.calibration = first_half(calibration) if has_bounds else calibration
+        self.calibration, self.holdout = self._split_holdout()
+        half = self.calibration.count // 2
+        if has_bounds and half >= MIN_HOLDOUT_SAMPLES:
+            self.calibration = replace(self.calibration, count=half)
 
     def samples_of_stats(self) -> Dataset | None:
         """Return the samples from which the statistics were computed, without the hold-out, or None for other data."""
         if self.spec is None or not self.calibration_count:
             return None
-        samples = self.batches
-        if self.validates:
-            samples = split_holdout(self.spec, self.max_samples, samples)[0]
+        samples = self._split_holdout()[0] if self.validates else self.dataset
         return replace(samples, count=min(samples.count, self.calibration_count))
 
     def search_set(self, *, has_bounds: bool) -> HoldOut | None:
-        """Return the samples on which a search measures plans, or None without data or validation."""
+        """Return the samples on which a search measures plans, or None without data or validation.
+
+        They are neither calibrated on nor part of the hold-out, because ranges fit their own calibration samples better
+        than any others. If fewer than 4 such samples remain, the search uses the calibration samples nevertheless.
+        """
         if self.spec is None or not self.validates:
             return None
         # Without bounds a search only ranks the candidates, for which calibration samples are good enough.
         calibration_count = self.calibration_count if has_bounds else 0
-        return split_search_set(self.spec, self.max_samples, self.batches, calibration_count)
+        remaining, holdout = self._split_holdout()
+        reuses_samples = calibration_count > remaining.count - MIN_HOLDOUT_SAMPLES
+        start = 0 if reuses_samples else calibration_count
+        return replace(holdout, dataset=remaining, start=start, reuses_samples=reuses_samples)
 
     def validation_set(self, *, has_search: bool) -> HoldOut | None:
-        """Return the samples for validation, or None without data or validation."""
+        """Return the samples for validation, or None without data or validation.
+
+        If the data was not split for calibration, these are all samples, or the last fifth if the data was used: by the
+        statistics, or by a search.
+        """
         if self.spec is None or not self.validates or self.holdout is not None:
             return self.holdout
-        return holdout_for_stats(
-            self.spec,
-            self.max_samples,
-            self.batches,
-            self.calibration_count,
-            has_search=has_search,
-            ranges_from_stats=self.stats is not None,
-        )
+        calibration_count = self.calibration_count
+        on_other_data = self.stats is not None and not calibration_count
+        holdout = replace(self._split_holdout()[1], calibrated_on_other_data=on_other_data)
+        if calibration_count:
+            return replace(holdout, reuses_samples=holdout.reuses_samples or calibration_count > holdout.start)
+        return holdout if has_search else replace(holdout, start=0, reuses_samples=False)

@@ -225,7 +225,7 @@ def search_plan(
     trace = stages.choose_weight_bits(trace)
     timer, float_costs = None, None
     if objective.minimize == "latency":
-        timer = LatencyTimer.for_data(source, data.batches, as_tflite=objective.as_tflite)
+        timer = LatencyTimer.for_data(source, data.dataset, as_tflite=objective.as_tflite)
         trace, float_costs = stages.choose_fastest_sites(trace, timer)
     if search_set is not None and objective.bounds and trace.plan.sites:
         trace = stages.meet_bounds(trace, search_set, float_costs)
