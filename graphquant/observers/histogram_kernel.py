@@ -40,7 +40,6 @@ TABLE_CAPACITY = 1 << 23
 COUNTING_CHUNK = 1 << 16
 """Values that numpy counts at a time, so that temporary arrays stay in the cache."""
 
-
 SQUARES_CHUNK = 1 << 13
 """Values that numpy squares at a time, so that they stay in a core's cache and BLAS uses one thread."""
 
@@ -112,18 +111,17 @@ with suppress(ImportError, AttributeError):  # there was no C compiler during in
     squared_errors = compiled.squared_errors
 
 
-def occupied_entries(table: Array, minimum: int = 1) -> Array:
-    """Return the indices of entries of at least `minimum`, ascending."""
-    return np.flatnonzero(table >= minimum)
-
-
-def unpack_entries(table: Array, entries: Array) -> tuple[Array, Array, Array]:
-    """Return the contents of the table at the indices `entries`.
+def unpack_entries(table: Array, minimum: int = 1, *, clear: bool = False) -> tuple[Array, Array, Array]:
+    """Return the contents of the entries of at least `minimum`, and set these to zero if `clear`.
 
     Returns:
         Bins, uint32 (K,), ascending, their numbers of values, int64 (K,), and sums of dropped bits, uint64 (K,).
     """
-    counts, sums = (table[entries] // COUNT_UNIT).astype(np.int64), table[entries] % COUNT_UNIT
+    entries: Array = np.flatnonzero(table >= minimum)
+    counts: Array = (table[entries] // COUNT_UNIT).astype(np.int64)
+    sums: Array = table[entries] % COUNT_UNIT
+    if clear:
+        table[entries] = 0
     first_spare = int(np.searchsorted(entries, table.size - SPARE_ENTRIES))
     if first_spare < entries.size:
         if entries[0]:

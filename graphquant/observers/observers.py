@@ -1,38 +1,57 @@
-"""Observers, each of which chooses a range from the sketch of a tensor, and the estimated cost of a range."""
+"""Observers, each of which chooses a range from the sketch of a tensor; the search of a range with the least cost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
 from graphquant.errors import DataError
-from graphquant.numerics import LARGEST_VALUE, FloatType, QParams, QType, QuantizationGrid, Range, qparams_from_scale
+from graphquant.numerics import (
+    LARGEST_VALUE,
+    Array,
+    FloatType,
+    QParams,
+    QType,
+    QuantizationGrid,
+    Range,
+    qparams_from_scale,
+)
 from graphquant.observers.distribution import Distribution, distribution_of
-from graphquant.observers.range_search import cheapest_range, kl_divergence
 from graphquant.observers.sketch import SUBNORMAL_EXPONENT, Sketch, coarsen_histogram
 
 ArgumentValues = Mapping[str, float]
 RangePicker = Callable[[Sketch, QuantizationGrid, ArgumentValues], Range]
+CandidateCost = Callable[[QParams], Array]
 
 NARROW_BITS = 8
 """Types of up to 8 bits need a histogram of 7 mantissa bits, wider types one of 10."""
 
+COARSE_SHARES = 2.0 ** -np.concatenate([np.arange(0, 4, 0.5), np.arange(4, 17)])
+"""Shares of an end that are tried first: half octaves, then octaves down to 1/65,536."""
+
+REFINEMENTS = tuple(2.0 ** (reach * np.linspace(-1, 1, 17)) for reach in (2**-1, 2**-4, 2**-7, 2**-10))
+"""Factors by which the best shares are then multiplied, one row after the other. The last factors differ by 1/10,000.
+Errors are flat there, except for tensors whose values are nearly equal."""
+
+FLAT_COST_SHARE = 1e-2
+"""If the costs of a row differ by less than this share, finer rows are not tried."""
+
+SMALLEST_DIVISOR = 1e-300
+"""Divisor in place of zero."""
+
+WINDOW_OCTAVES, WINDOW_POSITIONS = 12, 33
+"""Number of power-of-two scales that are tried, from the one that covers all values down, and of positions for each."""
+
+WINDOW_MARGIN = 1 - 2.0**-20
+"""Factor that makes a window narrower than its scale allows, so that rounding does not select the next scale."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObserverArgument:
-    """A numeric argument of an observer in rule files.
-
-    Attributes:
-        description: A phrase for documentation.
-        is_integer: Allows only integers.
-        default: The default value; None requires a value.
-        minimum: The smallest allowed value.
-        maximum: The largest allowed value.
-    """
+    """A numeric argument of an observer in rule files. A `default` of None requires a value."""
 
     description: str
     is_integer: bool = False
@@ -115,8 +134,11 @@ def _mean_minmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentVal
 # -- from the histogram ----------------------------------------------------------------------------
 
 
-def _value_distribution(stats: Sketch, dtype: QType) -> Distribution:
-    """Return the distribution of the values, from a histogram with exactly the bits that the type needs."""
+def _value_distribution(stats: Sketch, dtype: QType, *, uniform_steps: bool = False) -> Distribution:
+    """Return the distribution of the values, from a histogram with exactly the bits that the type needs.
+
+    `uniform_steps` raises a DataError for types whose steps differ in size.
+    """
     _observed_range(stats)
     required_bits = histogram_bits(dtype)
     if stats.low.ndim:
@@ -134,16 +156,12 @@ def _value_distribution(stats: Sketch, dtype: QType) -> Distribution:
             f"its histogram has {stats.bits} mantissa bits, and {dtype.name} needs {required_bits};"
             " calibrate the model again with this scheme, or use the observer minmax or absmax"
         )
-    return distribution_of(coarsen_histogram(stats, required_bits))
-
-
-def _require_uniform_steps(grid: QuantizationGrid) -> None:
-    """Raise a DataError for types whose steps differ in size, for observers that assume uniform steps."""
-    if isinstance(grid.type, FloatType):
+    if uniform_steps and isinstance(dtype, FloatType):
         raise DataError(
-            f"this observer needs uniform steps, and those of {grid.type.name} differ in size;"
+            f"this observer needs uniform steps, and those of {dtype.name} differ in size;"
             " use the observer minmax, absmax or percentile"
         )
+    return distribution_of(coarsen_histogram(stats, required_bits))
 
 
 def _percentile(stats: Sketch, grid: QuantizationGrid, arguments: ArgumentValues) -> Range:
@@ -177,15 +195,13 @@ def _entropy(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) 
     The divergence does not depend on how far clipped values are moved. If each end were clipped separately, one could
     move until all its values become zero. TensorRT and onnxruntime clip both ends at one magnitude too.
     """
-    values = _value_distribution(stats, grid.type)
+    values = _value_distribution(stats, grid.type, uniform_steps=True)
     if grid.type.bits > NARROW_BITS:
         raise DataError(
             f"the observer entropy supports types of up to {NARROW_BITS} bits, since {grid.type.name} loses almost no"
             " information with any range; use the observer minmax"
         )
-    _require_uniform_steps(grid)
-    divergence = partial(kl_divergence, values)
-    return cheapest_range(_observed_range(stats), divergence, grid, same_magnitude=True)
+    return _cheapest_range(_observed_range(stats), values.kl_divergence, grid, same_magnitude=True)
 
 
 def _mse(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
@@ -194,13 +210,8 @@ def _mse(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> R
     Both ends of an asymmetric scheme are searched (as in Nagel et al. 2021, "A White Paper on Neural Network
     Quantization", section 3.1). On the values themselves, the error is at most 1.05 times the minimum.
     """
-    values = _value_distribution(stats, grid.type)
-    _require_uniform_steps(grid)
-    return _least_error_range(stats, values, grid)
-
-
-def _least_error_range(stats: Sketch, values: Distribution, grid: QuantizationGrid) -> Range:
-    return cheapest_range(_observed_range(stats), values.squared_error, grid, floor=values.clipping_error)
+    values = _value_distribution(stats, grid.type, uniform_steps=True)
+    return _cheapest_range(_observed_range(stats), values.squared_error, grid, floor=values.clipping_error)
 
 
 def _auto(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
@@ -217,9 +228,78 @@ def _auto(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> 
     values, max_clipped_share = _value_distribution(stats, grid.type), 4.0 ** (1 - grid.type.bits)
     if values.count * max_clipped_share < 1:
         return _observed_range(stats)
-    return _least_error_range(stats, values, grid).union(
-        _range_with_share_outside(values, max_clipped_share, symmetric=grid.symmetric)
+    least_error = _cheapest_range(_observed_range(stats), values.squared_error, grid, floor=values.clipping_error)
+    return least_error.union(_range_with_share_outside(values, max_clipped_share, symmetric=grid.symmetric))
+
+
+def _cheapest_range(
+    observed: Range,
+    cost: CandidateCost,
+    grid: QuantizationGrid,
+    *,
+    same_magnitude: bool = False,
+    floor: CandidateCost | None = None,
+) -> Range:
+    """Return the range within `observed` and around 0 with the least `cost`; of equal ones the widest.
+
+    Both ends move together first, then each one separately, in coarse to fine steps; `same_magnitude` keeps them at one
+    magnitude. If scales are powers of two, so are those of all candidates, and windows of such a scale are tried at
+    many positions. `floor` is a lower bound of `cost` that is faster to compute. Candidates whose bound is not below
+    the least cost are skipped.
+    """
+    limits = np.array([min(float(observed.low), 0.0), max(float(observed.high), 0.0)])
+    same_magnitude = same_magnitude or grid.symmetric or not limits.all()
+    scaled_limits = np.abs(limits).max() * np.array([-1.0, 1.0]) if same_magnitude else limits
+    best_shares, least_cost = np.ones(2), np.inf
+
+    def candidates(shares: Array) -> QParams:
+        low, high = np.clip(shares * scaled_limits, *limits).T
+        return grid.qparams(Range(low, high), axis=0)
+
+    def improve(shares: Array, *, floor: CandidateCost | None = None) -> float:
+        """Update the best candidate. Returns the share of the least cost by which costs differ."""
+        nonlocal best_shares, least_cost
+        shares = np.minimum(shares, 1.0)
+        candidate_params = candidates(shares)
+        if floor is not None:
+            promising = floor(candidate_params) < least_cost
+            if not promising.any():
+                return 0.0
+            shares = shares[promising]
+            candidate_params = candidates(shares)
+        costs = cost(candidate_params)
+        best_index, highest = int(costs.argmin()), costs.max()
+        if costs[best_index] < least_cost:
+            best_shares, least_cost = shares[best_index], costs[best_index]
+        with np.errstate(over="ignore"):  # the least cost can be nearly zero
+            return float((highest - least_cost) / max(least_cost, SMALLEST_DIVISOR))
+
+    movable_ends = [np.array([True, True])] if same_magnitude else [np.array([True, False]), np.array([False, True])]
+    improve(np.ones((1, 2)))
+    improve(np.stack([COARSE_SHARES, COARSE_SHARES], axis=1)[1:], floor=floor)
+    for movable in movable_ends if len(movable_ends) > 1 else ():
+        improve(np.where(movable, COARSE_SHARES[:, None], best_shares), floor=floor)
+    if grid.power_of_two and not same_magnitude:
+        improve(_power_of_two_windows(limits, grid) / limits)
+    for steps in REFINEMENTS:
+        differences = [
+            improve(np.where(movable, best_shares * steps[:, None], best_shares)) for movable in movable_ends
+        ]
+        if max(differences) < FLAT_COST_SHARE:
+            break
+    return Range(*np.clip(best_shares * scaled_limits, *limits))
+
+
+def _power_of_two_windows(limits: Array, grid: QuantizationGrid) -> Array:
+    """Return ranges around 0 and within `limits`, (C, 2), as wide as a power-of-two scale can represent."""
+    low, high = grid.type.limits(narrow=grid.narrow)
+    steps = high - low
+    top = np.ceil(np.log2(limits[1] / steps - limits[0] / steps))
+    bottoms, scales = np.meshgrid(
+        limits[0] * np.linspace(0, 1, WINDOW_POSITIONS), 2.0 ** (top - np.arange(WINDOW_OCTAVES))
     )
+    tops = np.clip(bottoms + scales * steps * WINDOW_MARGIN, 0, limits[1])
+    return np.stack([bottoms.ravel(), tops.ravel()], axis=1)
 
 
 # -- without values --------------------------------------------------------------------------------
@@ -295,8 +375,7 @@ class QuantizationCost:
     Attributes:
         clipped_below: Share of values, 0 to 1, that are more than half a step below the lower end.
         clipped_above: Share of values that are more than half a step above the upper end.
-        squared_error: The mean squared error, in the tensor's unit squared.
-        power: The mean square of the values.
+        squared_error: The mean squared error, in the tensor's unit squared; `power` is the mean square of the values.
     """
 
     clipped_below: float
@@ -329,16 +408,12 @@ def estimate_cost(sketch: Sketch, params: QParams) -> QuantizationCost | None:
     half = float(params.scale) / 2
     ends = np.array([float(params.range.low) - half, np.nextafter(float(params.range.high) + half, np.inf)])
     below, within = values.count_below(ends)
-    candidate = _as_single_candidate(params)
+    candidate = qparams_from_scale(
+        params.scale.reshape(1), params.zero_point.reshape(1), params.type, narrow=params.narrow, axis=0
+    )
     return QuantizationCost(
         clipped_below=float(below) / values.count,
         clipped_above=max(0.0, 1 - float(within) / values.count),
         squared_error=float(values.squared_error(candidate)[0]),
         power=values.power,
     )
-
-
-def _as_single_candidate(params: QParams) -> QParams:
-    """Return the params as an array of one candidate."""
-    scale, zero_point = params.scale.reshape(1), params.zero_point.reshape(1)
-    return qparams_from_scale(scale, zero_point, params.type, narrow=params.narrow, axis=0)

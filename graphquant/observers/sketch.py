@@ -10,7 +10,8 @@ mantissa bits as an integer, so the mean of its values is exact (docs/decisions/
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +33,6 @@ MANTISSA_BITS = 23
 
 HISTOGRAM_BITS = (0, 7, 10)
 """Mantissa bits of a histogram; 0 is no histogram. 8-bit types need 7, wider types 10."""
-
-
-def _no_bins() -> Array:
-    return np.zeros(0, np.uint32)
-
-
-def _no_counts() -> Array:
-    return np.zeros(0, np.int64)
-
-
-def _no_sums() -> Array:
-    return np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +63,9 @@ class Sketch:
     inf: int = 0
     empty_arrays: int = 0
     bits: int = 0
-    bins: Array = field(default_factory=_no_bins)
-    counts: Array = field(default_factory=_no_counts)
-    sums: Array = field(default_factory=_no_sums)
+    bins: Array = field(default_factory=partial(np.zeros, 0, np.uint32))
+    counts: Array = field(default_factory=partial(np.zeros, 0, np.int64))
+    sums: Array = field(default_factory=partial(np.zeros, 0, np.uint64))
     blocks: int = 0
     low_sum: int = 0
     high_sum: int = 0
@@ -97,17 +86,12 @@ class Sketch:
         return bool((self.low > self.high).any())
 
     def __eq__(self, value: object) -> bool:
-        return (
-            isinstance(value, Sketch)
-            and all(np.array_equal(getattr(self, name), getattr(value, name)) for name in SKETCH_ARRAYS)
-            and all(getattr(self, name) == getattr(value, name) for name in SKETCH_NUMBERS)
+        return isinstance(value, Sketch) and all(
+            np.array_equal(getattr(self, item.name), getattr(value, item.name)) for item in fields(self)
         )
 
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
-
-SKETCH_ARRAYS = ("low", "high", "bins", "counts", "sums")
-SKETCH_NUMBERS = ("count", "nan", "inf", "empty_arrays", "bits", "blocks", "low_sum", "high_sum")
 
 EMPTY_SKETCH = Sketch(np.array(np.inf), np.array(-np.inf))
 """A sketch without values. Merging it changes nothing."""
@@ -126,26 +110,21 @@ def merge_sketches(first: Sketch, second: Sketch) -> Sketch:
         return replace(larger, empty_arrays=first.empty_arrays + second.empty_arrays)
     check_same_channels(first.low, second.low)
     bits = min(first.bits, second.bits)
-    coarsened = [coarsen_histogram(sketch, bits) for sketch in (first, second)]
     bins, counts, sums = merge_bins(
-        np.concatenate([sketch.bins for sketch in coarsened]),
-        np.concatenate([sketch.counts for sketch in coarsened]),
-        np.concatenate([sketch.sums for sketch in coarsened]),
+        [
+            (sketch.bins, sketch.counts, sketch.sums)
+            for sketch in (coarsen_histogram(first, bits), coarsen_histogram(second, bits))
+        ]
     )
+    added = ("count", "nan", "inf", "empty_arrays", "blocks", "low_sum", "high_sum")
     return Sketch(
         low=np.minimum(first.low, second.low),
         high=np.maximum(first.high, second.high),
-        count=first.count + second.count,
-        nan=first.nan + second.nan,
-        inf=first.inf + second.inf,
-        empty_arrays=first.empty_arrays + second.empty_arrays,
         bits=bits,
         bins=bins,
         counts=counts,
         sums=sums,
-        blocks=first.blocks + second.blocks,
-        low_sum=first.low_sum + second.low_sum,
-        high_sum=first.high_sum + second.high_sum,
+        **{name: getattr(first, name) + getattr(second, name) for name in added},
     )
 
 
@@ -170,18 +149,19 @@ def coarsen_histogram(sketch: Sketch, bits: int) -> Sketch:
     if bits == sketch.bits:
         return sketch
     if not bits:
-        return replace(sketch, bits=0, bins=_no_bins(), counts=_no_counts(), sums=_no_sums())
+        return replace(sketch, bits=0, bins=sketch.bins[:0], counts=sketch.counts[:0], sums=sketch.sums[:0])
     dropped_bits = sketch.bits - bits
     dropped_mantissa = (sketch.bins & ((1 << dropped_bits) - 1)).astype(np.uint64) << np.uint64(
         MANTISSA_BITS - sketch.bits
     )
     sums = sketch.sums + dropped_mantissa * sketch.counts.astype(np.uint64)
-    bins, counts, sums = merge_bins(sketch.bins >> dropped_bits, sketch.counts, sums)
+    bins, counts, sums = merge_bins([(sketch.bins >> dropped_bits, sketch.counts, sums)])
     return replace(sketch, bits=bits, bins=bins, counts=counts, sums=sums)
 
 
-def merge_bins(bins: Array, counts: Array, sums: Array) -> tuple[Array, Array, Array]:
-    """Merge equal bins. Returns each bin once, ascending, with its total count and sum."""
+def merge_bins(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
+    """Merge bins, counts and sums of several sets. Returns each bin once, ascending, with its total count and sum."""
+    bins, counts, sums = map(np.concatenate, zip(*parts, strict=True))
     unique_bins, bin_index = np.unique(bins, return_inverse=True)
     all_counts, all_sums = np.zeros(unique_bins.size, np.int64), np.zeros(unique_bins.size, np.uint64)
     np.add.at(all_counts, bin_index, counts)
@@ -213,7 +193,7 @@ class HistogramBuilder:
 
     def __init__(self, bits: int) -> None:
         """Create an empty histogram; `bits` are the mantissa bits of its bins."""
-        self._bits, self._shift = bits, MANTISSA_BITS - bits
+        self.bits = bits
         self._table = histogram_kernel.new_histogram_table(bits)
         self._free_capacity = histogram_kernel.TABLE_CAPACITY
         self._spilled: list[tuple[Array, Array, Array]] = []
@@ -226,55 +206,35 @@ class HistogramBuilder:
         """
         flat = values.ravel(order="K")
         flat = flat if flat.flags.aligned else flat.copy()
-        if flat.size <= histogram_kernel.TABLE_CAPACITY:
-            return self._count_chunk(flat)
-        chunks = [
-            self._count_chunk(flat[start : start + histogram_kernel.TABLE_CAPACITY])
-            for start in range(0, flat.size, histogram_kernel.TABLE_CAPACITY)
-        ]
-        lows, highs, finite = zip(*chunks, strict=True)
+        results = []
+        for start in range(0, max(flat.size, 1), histogram_kernel.TABLE_CAPACITY):
+            chunk = flat[start : start + histogram_kernel.TABLE_CAPACITY]
+            results.append(histogram_kernel.count_values(*self.kernel_job(chunk)))
+            if not results[-1][2]:
+                self.discard_nonfinite()
+        lows, highs, finite = zip(*results, strict=True)
         return min(lows), max(highs), all(finite)
-
-    def _count_chunk(self, values: Array) -> tuple[float, float, bool]:
-        """Count at most `TABLE_CAPACITY` values; see `add`."""
-        result = histogram_kernel.count_values(*self.kernel_job(values))
-        if not result[2]:
-            self.discard_nonfinite()
-        return result
 
     def kernel_job(self, values: Array) -> tuple[Array, int, Array]:
         """Return the kernel arguments that count `values`, at most `TABLE_CAPACITY`. The kernel must then be called."""
         if values.size > self._free_capacity:
-            self._spill_full_entries()
+            # Full entries are few, since a full bin has a large share of all values.
+            spilled = histogram_kernel.unpack_entries(self._table, histogram_kernel.FULL_ENTRY, clear=True)
+            if spilled[0].size:
+                self._spilled = [merge_bins([*self._spilled, spilled])]
+            self._free_capacity = histogram_kernel.TABLE_CAPACITY
         self._free_capacity -= values.size
-        return values, self._shift, self._table
+        return values, MANTISSA_BITS - self.bits, self._table
 
     def discard_nonfinite(self) -> None:
         """Clear the bins of values that are not finite, which the kernel counts too."""
         for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
-            self._table[code << self._bits : code + 1 << self._bits] = 0
-
-    def _spill_full_entries(self) -> None:
-        """Move full entries out of the table. There are few, since a full bin has a large share of all values."""
-        full = histogram_kernel.occupied_entries(self._table, histogram_kernel.FULL_ENTRY)
-        if full.size:
-            self._spilled = [_merge_bin_parts([*self._spilled, histogram_kernel.unpack_entries(self._table, full)])]
-            self._table[full] = 0
-        self._free_capacity = histogram_kernel.TABLE_CAPACITY
+            self._table[code << self.bits : code + 1 << self.bits] = 0
 
     def bins(self) -> tuple[Array, Array, Array]:
         """Return the bins with values, uint32 (K,), ascending, their counts, int64 (K,), and sums, uint64 (K,)."""
-        return _merge_bin_parts(
-            [
-                *self._spilled,
-                histogram_kernel.unpack_entries(self._table, histogram_kernel.occupied_entries(self._table)),
-            ]
-        )
-
-
-def _merge_bin_parts(bin_sets: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
-    """Merge bins, counts and sums of several sets."""
-    return bin_sets[0] if len(bin_sets) == 1 else merge_bins(*map(np.concatenate, zip(*bin_sets, strict=True)))
+        parts = [*self._spilled, histogram_kernel.unpack_entries(self._table)]
+        return parts[0] if len(parts) == 1 else merge_bins(parts)
 
 
 SUBNORMAL_EXPONENT = 1074
@@ -293,7 +253,6 @@ class SketchAccumulator:
         """
         self._axis = axis
         self._histogram = HistogramBuilder(bits) if bits and axis is None else None
-        self._bits = bits if axis is None else 0
         self._low, self._high = np.array(np.inf), np.array(-np.inf)
         self._block_low: Any = np.inf
         self._block_high: Any = -np.inf
@@ -320,14 +279,10 @@ class SketchAccumulator:
 
     def kernel_job(self, values: Array) -> KernelJob | None:
         """Return the kernel arguments that add `values`, or None if the kernel alone cannot add them."""
-        if (
-            values.dtype != np.float32
-            or not 0 < values.size <= histogram_kernel.TABLE_CAPACITY
-            or self._axis is not None
-        ):
+        small = 0 < values.size <= histogram_kernel.TABLE_CAPACITY
+        if values.dtype != np.float32 or not small or self._axis is not None:
             return None
-        flags = values.flags
-        if not (flags.c_contiguous and flags.aligned):
+        if not (values.flags.c_contiguous and values.flags.aligned):
             return None
         flat = values.reshape(-1)
         return (flat, 0, None) if self._histogram is None else self._histogram.kernel_job(flat)
@@ -355,7 +310,12 @@ class SketchAccumulator:
             low = values.min(axis=reduced_axes, initial=np.inf, where=is_finite)
             high = values.max(axis=reduced_axes, initial=-np.inf, where=is_finite)
             values = values if self._histogram is None else values[is_finite]
-        self._widen_open_block(low, high)
+        if self._axis is None:  # for scalars, Python is ten times faster than numpy
+            self._block_low, self._block_high = min(self._block_low, low), max(self._block_high, high)
+        else:
+            for limits in (self._low, self._block_low):
+                check_same_channels(limits if np.ndim(limits) else low, low)
+            self._block_low, self._block_high = np.minimum(self._block_low, low), np.maximum(self._block_high, high)
         if self._histogram is not None and values.dtype != np.float32:
             self._histogram.add(np.clip(values, -LARGEST_VALUE, LARGEST_VALUE).astype(np.float32))
 
@@ -369,15 +329,6 @@ class SketchAccumulator:
                 ' Use one range for the tensor, with per = "tensor".'
             )
         return tuple(axis for axis in range(values.ndim) if axis != self._axis % values.ndim)
-
-    def _widen_open_block(self, low: Any, high: Any) -> None:
-        """Widen the limits of the open block."""
-        if self._axis is None:  # for scalars, Python is ten times faster than numpy
-            self._block_low, self._block_high = min(self._block_low, low), max(self._block_high, high)
-            return
-        for limits in (self._low, self._block_low):
-            check_same_channels(limits if np.ndim(limits) else low, low)
-        self._block_low, self._block_high = np.minimum(self._block_low, low), np.maximum(self._block_high, high)
 
     def close_block(self) -> None:
         """End a block of samples: add its smallest and largest value to the sums for their means.
@@ -400,22 +351,21 @@ class SketchAccumulator:
     def to_sketch(self) -> Sketch:
         """Return the statistics of all values. An open block is not counted as a block."""
         low, high = self._overall_limits()
-        histogram_fields = (
-            () if self._histogram is None else zip(("bins", "counts", "sums"), self._histogram.bins(), strict=True)
-        )
-        return Sketch(
+        sketch = Sketch(
             low=low,
             high=high,
             count=self._count,
             nan=self._nan,
             inf=self._inf,
             empty_arrays=self._empty_arrays,
-            bits=self._bits,
             blocks=self._blocks,
             low_sum=self._low_sum,
             high_sum=self._high_sum,
-            **dict(histogram_fields),
         )
+        if self._histogram is None:
+            return sketch
+        bins, counts, sums = self._histogram.bins()
+        return replace(sketch, bits=self._histogram.bits, bins=bins, counts=counts, sums=sums)
 
 
 def add_all(batches: Iterable[tuple[SketchAccumulator, list[Array]]]) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(graphquant.__file__).parents[1]
 
 def unpacked(table: np.ndarray) -> tuple:
     """Return the contents of a table."""
-    return histogram_kernel.unpack_entries(table, histogram_kernel.occupied_entries(table))
+    return histogram_kernel.unpack_entries(table)
 
 
 @pytest.mark.parametrize("bits", [7, 10])
