@@ -42,7 +42,7 @@ def fingerprints(
     if not requested:
         return {}
     hasher = _FingerprintHasher(model, known_fingerprints)
-    return {tensor: known_fingerprints.get(tensor) or hasher.fingerprint(tensor) for tensor in requested}
+    return {tensor: known_fingerprints.get(tensor) or hasher.hash_tensor(tensor).hex() for tensor in requested}
 
 
 @paused_gc()
@@ -108,17 +108,14 @@ class _FingerprintHasher:
         graph: nx.DiGraph[_FingerprintNode] = nx.DiGraph()
         for name in model.reachable_graphs():
             nodes: list[_FingerprintNode] = [("op", name, op.name) for op in model.graphs[name].ops()]
-            for node in [*nodes, *([("entry", name, "")] if name else [])]:
+            for node in [*nodes, ("entry", name, "")] if name else nodes:
                 graph.add_node(node)
                 graph.add_edges_from((node, dependency) for dependency in self._dependencies(node))
         for component in nx.strongly_connected_components(graph):  # Tarjan's algorithm yields dependencies first
             self._hash_component(sorted(component), graph)
 
-    def fingerprint(self, tensor: TensorRef) -> str:
-        """Return the fingerprint of a tensor."""
-        return self._hash_tensor(tensor).hex()
-
-    def _hash_tensor(self, tensor: TensorRef | None) -> bytes:
+    def hash_tensor(self, tensor: TensorRef | None) -> bytes:
+        """Return the hash of a tensor, whose fingerprint is its hexadecimal form; none for a missing input."""
         if tensor is None:
             return b""
         upstream = look_through_dropped_ops(self._model, tensor, self._parameters)
@@ -135,12 +132,10 @@ class _FingerprintHasher:
         if len(nodes) == 1 and not graph.has_edge(nodes[0], nodes[0]):
             self._digests[nodes[0]] = self._hash_node(nodes[0])
             return
-        for node in nodes:  # within a cycle, nodes are identified by their names
-            self._digests[node] = _hash_chunks(*(text.encode() for text in node))
+        # Within a cycle, nodes are identified by their names.
+        self._digests |= {node: _hash_chunks(*map(str.encode, node)) for node in nodes}
         component_digest = _hash_chunks(*map(self._hash_node, nodes))
-        self._digests.update(
-            (node, _hash_chunks(component_digest, *(text.encode() for text in node))) for node in nodes
-        )
+        self._digests |= {node: _hash_chunks(component_digest, *map(str.encode, node)) for node in nodes}
 
     def _dependencies(self, node: _FingerprintNode) -> list[_FingerprintNode]:
         """Return the nodes whose hashes enter the hash of `node`."""
@@ -148,29 +143,29 @@ class _FingerprintHasher:
         graph = self._model.graphs[name]
         if kind == "entry":
             return self._entry_dependencies(name)
-        op = graph.op(label)
-        dependencies: list[_FingerprintNode] = [
-            ("op", input_tensor.graph, input_tensor.op)
-            for input_tensor in graph.slots(label)
-            if input_tensor is not None and input_tensor not in self._overrides
+        return [*self._computed_inputs(graph, label), *self._context_dependencies(graph, graph.op(label))]
+
+    def _computed_inputs(self, graph: Graph, label: str) -> list[_FingerprintNode]:
+        """Return the ops that compute the inputs of an op."""
+        return [
+            ("op", tensor.graph, tensor.op)
+            for tensor in graph.slots(label)
+            if tensor is not None and tensor not in self._overrides
         ]
-        dependencies += [("op", name, control_input) for control_input in graph.control_inputs(label)]
-        if name and not _is_stored_value(op):
-            dependencies.append(("entry", name, ""))
+
+    def _context_dependencies(self, graph: Graph, op: Op) -> list[_FingerprintNode]:
+        """Return the control inputs of an op, the outputs of the graphs that it calls, and the entry of its graph."""
+        dependencies = [("op", graph.name, control_input) for control_input in graph.control_inputs(op.name)]
         for call in op.calls:
             if call.graph in self._live:
                 dependencies += [("op", call.graph, output) for output in self._model.graphs[call.graph].outputs]
-        return dependencies
+        return [*dependencies, ("entry", graph.name, "")] if graph.name and not _is_stored_value(op) else dependencies
 
     def _entry_dependencies(self, name: str) -> list[_FingerprintNode]:
         dependencies: list[_FingerprintNode] = []
         for use, call in self._callers.get(name, ()):
             caller = self._model.graphs[use.graph]
-            dependencies += [
-                ("op", input_tensor.graph, input_tensor.op)
-                for input_tensor in caller.slots(use.op)
-                if input_tensor is not None and input_tensor not in self._overrides
-            ]
+            dependencies += self._computed_inputs(caller, use.op)
             if use.graph:
                 dependencies.append(("entry", use.graph, ""))
             if call.loop or caller.op(use.op).kind in LOOP_KINDS:
@@ -181,35 +176,20 @@ class _FingerprintHasher:
         kind, name, label = node
         graph = self._model.graphs[name]
         if kind == "entry":
-            callers = []
+            chunks = [b"entry"]
             for use, _ in self._callers.get(name, ()):
                 caller = self._model.graphs[use.graph]
-                callers += [_hash_op_content(caller.op(use.op)), *map(self._hash_tensor, caller.slots(use.op))]
-            return _hash_chunks(
-                b"entry", *callers, *(self._digests[dependency] for dependency in self._entry_dependencies(name))
-            )
-        op = graph.op(label)
-        if _is_stored_value(op):
-            return _hash_stored_value(op)
-        chunks = [_hash_op_content(op), *map(self._hash_tensor, graph.slots(label))]
-        if op.kind == "input":
-            chunks.append(label.encode())
-        dependencies = [
-            *(("op", name, dependency) for dependency in graph.control_inputs(label)),
-            *self._called_outputs(op),
-        ]
-        if name:
-            dependencies.append(("entry", name, ""))
+                chunks += [_hash_op_content(caller.op(use.op)), *map(self.hash_tensor, caller.slots(use.op))]
+            dependencies = self._entry_dependencies(name)
+        else:
+            op = graph.op(label)
+            if _is_stored_value(op):
+                return _hash_stored_value(op)
+            chunks = [_hash_op_content(op), *map(self.hash_tensor, graph.slots(label))]
+            if op.kind == "input":
+                chunks.append(label.encode())
+            dependencies = self._context_dependencies(graph, op)
         return _hash_chunks(*chunks, *(self._digests[dependency] for dependency in dependencies))
-
-    def _called_outputs(self, op: Op) -> list[_FingerprintNode]:
-        graphs = self._model.graphs
-        return [
-            ("op", call.graph, output)
-            for call in op.calls
-            if call.graph in self._live
-            for output in graphs[call.graph].outputs
-        ]
 
 
 def _is_stored_value(op: Op) -> bool:

@@ -14,7 +14,7 @@ from graphquant.rules import ObserverConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from graphquant.ir import Model, Op
+    from graphquant.ir import Model
     from graphquant.quantize import Plan, Site
 
 
@@ -47,8 +47,10 @@ class ObservationTarget:
     def shortfall(self, needed: ObservationTarget) -> str:
         """Return the reason why the collected details do not suffice for `needed`, or "" if they do."""
         if self.axis != needed.axis and (needed.axis is not None or needed.bits):
-            available = "all channels together" if self.axis is None else f"the channels of axis {self.axis}"
-            required = "all channels together" if needed.axis is None else f"the channels of axis {needed.axis}"
+            available, required = (
+                "all channels together" if axis is None else f"the channels of axis {axis}"
+                for axis in (self.axis, needed.axis)
+            )
             return f"it was observed for {available}, but the plan needs {required}"
         if self.bits < needed.bits and needed.axis is None:
             available = f"a histogram of {self.bits} mantissa bits" if self.bits else "no histogram"
@@ -102,8 +104,10 @@ def all_float_targets(model: Model, bits: int = COARSE_BITS) -> ObservationTarge
             if op.kind in NON_ACTIVATION_KINDS:
                 continue
             read_ports = graph.consumers_by_port(op.name)
-            tensors = [TensorRef(name, op.name, port) for port in _float_output_ports(op) if port in read_ports]
-            float_tensors += [tensor for tensor in tensors if not parameters.is_parameter(tensor)]
+            for port, output in enumerate(op.outputs):
+                tensor = TensorRef(name, op.name, port)
+                if output.dtype in FLOAT_TYPES and port in read_ports and not parameters.is_parameter(tensor):
+                    float_tensors.append(tensor)
     tensor_fingerprints = fingerprints(model, float_tensors)
     return {tensor: ObservationTarget(tensor_fingerprints[tensor], None, bits) for tensor in float_tensors}
 
@@ -140,10 +144,6 @@ def finest_histogram_bits(plan: Plan) -> int:
 def _site_histogram_bits(site: Site, *, full_histograms: bool) -> int:
     dtype = site.scheme.type
     return histogram_bits(dtype) if full_histograms else OBSERVERS[site.scheme.observe.name].required_bits(dtype)
-
-
-def _float_output_ports(op: Op) -> list[int]:
-    return [port for port, output in enumerate(op.outputs) if output.dtype in FLOAT_TYPES]
 
 
 ObservationTargets = dict[TensorRef, ObservationTarget]
