@@ -13,7 +13,7 @@ A tensor can be divided into blocks along one axis, each with its own scale: ONN
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from graphquant.numerics.data_types import Array, FloatType, QType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
 
 SLAB_ELEMENTS = 1 << 22
 """Elements of a weight that are processed at a time, which limits the size of temporary arrays."""
@@ -56,20 +55,11 @@ def rows_per_slab(shape: tuple[int, ...], multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def expand_blocks(values: Array, axis: int, block: int, shape: tuple[int, ...]) -> Array:
-    """Repeat the value of each block for all its elements in a tensor of `shape`."""
-    if values.ndim == 0:
-        return values
-    repeated = np.repeat(values, block, axis)
-    return repeated[(slice(None),) * axis + (slice(shape[axis]),)]
-
-
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 """The smallest scale that is ever chosen. Kernels flush scales below the smallest normal float32 to zero."""
 
 LARGEST_VALUE = float(np.finfo(np.float32).max)
 """The largest real value of a quantized value. Kernels would make a larger one infinite."""
-
 
 EXACT_BITS = 16
 """Widest type for which float32 and int32 hold quantized values, zero points, and their sums and differences."""
@@ -127,12 +117,8 @@ class QParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", np.asarray(self.scale, np.float32))
         object.__setattr__(self, "zero_point", np.asarray(self.zero_point, np.int32))
-        axis_matches = self.axis is not None if self.scale.ndim else self.axis is None
-        if (
-            self.scale.shape != self.zero_point.shape
-            or not axis_matches
-            or (self.scale.ndim > 1 and self.block is None)
-        ):
+        same_shape = self.scale.shape == self.zero_point.shape
+        if not same_shape or bool(self.scale.ndim) == (self.axis is None) or (self.scale.ndim > 1 and not self.block):
             raise InternalError("Scale, zero point, axis and block of QParams do not agree.")
         if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
             raise InternalError("QParams have a scale that is not positive and finite.")
@@ -149,10 +135,7 @@ class QParams:
 class DynamicQParams:
     """Type of a tensor whose range is that of its values in each run, so that its scale is not known in advance.
 
-    Attributes:
-        type: The type of the quantized values.
-        narrow: Excludes the most negative value.
-        axis: The channel axis if each channel has its own range, else None.
+    `axis` is the channel axis if each channel has its own range; `narrow` excludes the most negative value.
     """
 
     type: QType
@@ -217,15 +200,8 @@ class QuantizationGrid:
 
     def qparams(self, observed: Range, *, axis: int | None = None, block: int | None = None) -> QParams:
         """Choose scale and zero point for values in `observed`; see `choose_qparams`."""
-        return choose_qparams(
-            observed,
-            self.type,
-            symmetric=self.symmetric,
-            narrow=self.narrow,
-            power_of_two=self.power_of_two,
-            axis=axis,
-            block=block,
-        )
+        options = {"symmetric": self.symmetric, "narrow": self.narrow, "power_of_two": self.power_of_two}
+        return choose_qparams(observed, self.type, **options, axis=axis, block=block)
 
 
 def _round_scale(scale: Array, *, power_of_two: bool, round_down: bool = False) -> Array:
@@ -250,10 +226,7 @@ def round_scale_to_float16(params: QParams) -> QParams:
         scale = params.scale.astype(np.float16)
     if not (np.isfinite(scale).all() and (scale >= np.finfo(np.float16).smallest_normal).all()):
         raise UsageError("its scale does not fit into float16, the tensor's type; convert the model to float32 first")
-    zero_point = params.zero_point
-    return qparams_from_scale(
-        scale.astype(np.float32), zero_point, params.type, narrow=params.narrow, axis=params.axis, block=params.block
-    )
+    return replace(params, scale=scale, op_range=None)
 
 
 def qparams_from_scale(
@@ -271,8 +244,9 @@ def qparams_from_scale(
 
 def broadcast_to_tensor(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
     """Reshape scales, zero points or bounds of `params` to broadcast over a tensor of `shape`."""
-    if params.block is not None and params.axis is not None:
-        return expand_blocks(values, params.axis, params.block, shape)
+    if params.block is not None and params.axis is not None and values.ndim:
+        repeated = np.repeat(values, params.block, params.axis)
+        return repeated[(slice(None),) * params.axis + (slice(shape[params.axis]),)]  # the last block may be partial
     return broadcast_along_axis(values, params.axis, len(shape))
 
 
@@ -298,11 +272,9 @@ def quantize(x: Array, params: QParams) -> Array:
 def _quantize_as_float(x: Array, params: QParams) -> Array:
     """Return the values of `quantize` as floats."""
     blocked_shape = _blocked_shape(x.shape, params)
+    scale = _broadcast_to_blocked_shape(params.scale, params, x.shape)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        steps = np.asarray(
-            np.asarray(x, np.float32).reshape(blocked_shape)
-            / _broadcast_to_blocked_shape(params.scale, params, x.shape)
-        )
+        steps = np.asarray(np.asarray(x, np.float32).reshape(blocked_shape) / scale)
     if isinstance(params.type, FloatType):
         return params.type.round_values(steps).reshape(x.shape)
     np.rint(steps, out=steps)
@@ -320,9 +292,10 @@ def quantize_to_dtype(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
     result = np.empty(x.shape, dtype)
     is_numpy_integer = dtype.kind in "iu"  # ml_dtypes' integers cannot be cast from floats directly
     for rows, row_params in iter_slabs(x.shape, params):
-        result[rows] = (
-            _quantize_as_float(x[rows], row_params) if is_numpy_integer else quantize(x[rows], row_params).astype(dtype)
-        )
+        if is_numpy_integer:
+            result[rows] = _quantize_as_float(x[rows], row_params)
+        else:
+            result[rows] = quantize(x[rows], row_params).astype(dtype)
     return result
 
 
@@ -332,24 +305,15 @@ def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, Q
         yield ..., params
         return
     step = rows_per_slab(shape, params.block or 1)
-    for start in range(0, shape[0], step):
-        yield slice(start, start + step), _params_of_rows(params, start, step)
-
-
-def _params_of_rows(params: QParams, start: int, count: int) -> QParams:
-    """Return the params of `count` rows of a tensor: their scales if scales lie along the first axis."""
-    if params.axis is None or (params.block is None and params.axis):
-        return params
+    # Scales lie along the first axis if there is one for each channel or block of it, or one for each block of a row.
+    has_row_scales = params.axis is not None and (params.block is not None or params.axis == 0)
     rows_per_scale = params.block if params.block is not None and params.axis == 0 else 1
-    scale_rows = slice(start // rows_per_scale, -(-(start + count) // rows_per_scale))
-    return qparams_from_scale(
-        params.scale[scale_rows],
-        params.zero_point[scale_rows],
-        params.type,
-        narrow=params.narrow,
-        axis=params.axis,
-        block=params.block,
-    )
+    for start in range(0, shape[0], step):
+        row_params = params
+        if has_row_scales:
+            rows = slice(start // rows_per_scale, -(-(start + step) // rows_per_scale))
+            row_params = replace(params, scale=params.scale[rows], zero_point=params.zero_point[rows], op_range=None)
+        yield slice(start, start + step), row_params
 
 
 def dequantize(q: Array, params: QParams) -> Array:
@@ -358,9 +322,8 @@ def dequantize(q: Array, params: QParams) -> Array:
     if isinstance(params.type, FloatType):
         return np.asarray(np.asarray(q, np.float32).reshape(blocked_shape) * scale).reshape(q.shape)
     step_dtype = np.int32 if params.type.bits <= EXACT_BITS else np.int64
-    steps = q.astype(step_dtype).reshape(blocked_shape) - _broadcast_to_blocked_shape(
-        params.zero_point, params, q.shape
-    )
+    zero_point = _broadcast_to_blocked_shape(params.zero_point, params, q.shape)
+    steps = q.astype(step_dtype).reshape(blocked_shape) - zero_point
     return np.asarray(steps.astype(np.float32) * scale).astype(np.float32, copy=False).reshape(q.shape)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -62,31 +62,19 @@ class FloatType:
     """
 
     name: str
+    bits: ClassVar[int] = 8
+    signed: ClassVar[bool] = True
+    symmetric_zero_point: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         """Check the name. Raises a ValueError that lists the possible names."""
         if self.name not in FLOAT8_NAMES:
             raise ValueError(f"{self.name!r} is not a float8 type; use {' or '.join(FLOAT8_NAMES)}")
 
-    @property
-    def bits(self) -> int:
-        """Width in bits."""
-        return 8
-
-    @property
-    def signed(self) -> bool:
-        """True: it has negative values."""
-        return True
-
     def limits(self, *, narrow: bool = False) -> tuple[float, float]:  # noqa: ARG002  # as of IntType
         """Return the smallest and largest finite value."""
         largest = float(ml_dtypes.finfo(self.name).max)
         return -largest, largest
-
-    @property
-    def symmetric_zero_point(self) -> int:
-        """The zero point, which is always 0."""
-        return 0
 
     @property
     def container(self) -> str:

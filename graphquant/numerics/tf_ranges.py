@@ -85,14 +85,8 @@ def flushed_float32(end: Any) -> Array:
 def nudge_range(low: Any, high: Any, *, num_bits: int, narrow_range: bool) -> NudgedRange:
     """Compute scale and zero point of FakeQuant for the range `low` to `high`.
 
-    Args:
-        low: Lower ends, () or (C,); used as float32.
-        high: Upper ends, likewise.
-        num_bits: 2 to 16.
-        narrow_range: Excludes the smallest integer.
-
-    Raises:
-        UsageError: The kernels do not support `num_bits`.
+    The ends, () or (C,), are used as float32. `narrow_range` excludes the smallest integer. Raises a UsageError unless
+    `num_bits` is 2 to 16, as the kernels require.
     """
     if not FAKE_QUANT_MIN_BITS <= num_bits <= FAKE_QUANT_MAX_BITS:
         raise UsageError(
@@ -104,7 +98,9 @@ def nudge_range(low: Any, high: Any, *, num_bits: int, narrow_range: bool) -> Nu
         width = flush_denormals(high32 - low32)
         scale = flush_denormals(width / (qmax - qmin))
         exact_zero_point = qmin - flush_denormals(low32 / scale)
-        zero_point = np.clip(_round_half_up(exact_zero_point), qmin, qmax)
+        # Round half up, like C's `round` for x >= 0. Unlike floor(x + 0.5), this is correct for 0.49999997.
+        whole = np.floor(exact_zero_point)
+        zero_point = np.clip(whole + (exact_zero_point - whole >= np.float32(0.5)), qmin, qmax)
         zero_point = np.where(np.isnan(exact_zero_point), np.float32(0), zero_point)  # as x86 converts NaN to integers
         return NudgedRange(
             scale=scale,
@@ -115,20 +111,11 @@ def nudge_range(low: Any, high: Any, *, num_bits: int, narrow_range: bool) -> Nu
         )
 
 
-def _round_half_up(x: Array) -> Array:
-    """Round like C's `round` for x >= 0. Unlike floor(x + 0.5) it is correct for 0.49999997."""
-    whole = np.floor(x)
-    return whole + (x - whole >= np.float32(0.5))
-
-
 def fake_quant_params(op_range: Range, dtype: QType, *, narrow: bool = False, axis: int | None = None) -> QParams:
-    """Return the params with which FakeQuant quantizes if its range is `op_range`.
+    """Return the params with which FakeQuant quantizes if its range is `op_range`: its float32 `min` and `max`.
 
-    Args:
-        op_range: `min` and `max`, which are float32 in the model.
-        dtype: The integers, 2 to 16 bits, in the order of FakeQuant's own, which are unsigned.
-        narrow: Excludes the most negative integer; has no effect on unsigned ones.
-        axis: The channel axis if the range is per channel.
+    `dtype` are the integers in the order of FakeQuant's own, which are unsigned. `narrow` has no effect on unsigned
+    ones. `axis` is the channel axis if the range is per channel.
 
     Raises:
         UsageError: The kernels do not support the bits, or the range has no step: (0, 0), for example.
@@ -158,7 +145,7 @@ def range_for_fake_quant(params: QParams) -> Range:
     scales = np.stack([candidate.scale for candidate in nudged]).astype(np.float64)
     zero_point_moved = np.stack([candidate.zero_point != zero_point - qmin + narrow for candidate in nudged])
     best = np.argmin(np.where(zero_point_moved, np.inf, np.abs(scales - target_scale)), axis=0)
-    return Range(*(np.choose(best, [candidate[side] for candidate in candidates]) for side in (0, 1)))
+    return Range(*(np.choose(best, ends) for ends in zip(*candidates, strict=True)))
 
 
 def _adjacent_floats(end: Array) -> list[Array]:
@@ -169,9 +156,8 @@ def _adjacent_floats(end: Array) -> list[Array]:
 
 def check_kernel_bits(num_bits: int, *, signed: bool) -> None:
     """Raise a UsageError if the QuantizeAndDequantize kernels do not support `num_bits`."""
-    max_bits = MAX_SIGNED_BITS if signed else MAX_UNSIGNED_BITS
+    max_bits, kind = (MAX_SIGNED_BITS, "signed") if signed else (MAX_UNSIGNED_BITS, "unsigned")
     if not 1 <= num_bits <= max_bits:
-        kind = "signed" if signed else "unsigned"
         raise UsageError(
             f"num_bits is {num_bits}. QuantizeAndDequantize takes 1 to {max_bits} bits for {kind} integers."
         )
@@ -180,12 +166,7 @@ def check_kernel_bits(num_bits: int, *, signed: bool) -> None:
 def scale_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> ScaledRange:
     """Compute the scale of QuantizeAndDequantize for the range `low` to `high`, for any rounding mode.
 
-    Args:
-        low: Lower ends, () or (C,): float32 or float64, the type of the tensor.
-        high: Upper ends, likewise.
-        num_bits: 1 to 61, unsigned to 62.
-        signed: Uses signed integers.
-        narrow: Excludes the most negative integer.
+    The ends, () or (C,), have the type of the tensor, float32 or float64. `narrow` excludes the most negative integer.
 
     Raises:
         UsageError: The kernels do not support `num_bits`.
@@ -213,11 +194,7 @@ def quantize_and_dequantize_params(
 ) -> QParams:
     """Return the params with which QuantizeAndDequantize quantizes float32 tensors, for any rounding mode.
 
-    Args:
-        op_range: `input_min` and `input_max`, which are float32 in the model.
-        dtype: The integers, of 2 bits and more.
-        narrow: Excludes the most negative integer.
-        axis: The channel axis if the range is per channel.
+    `op_range` are its float32 `input_min` and `input_max`. `axis` is the channel axis if they are per channel.
 
     Raises:
         UsageError: The kernels do not support the bits, or the range has no step: (0, 0), for example.
@@ -244,13 +221,14 @@ def range_for_quantize_and_dequantize(params: QParams) -> Range:
     qmin, qmax = params.type.limits(narrow=params.narrow)
     target_scale = params.scale.astype(np.float64)
     low, high = (qmin * target_scale).astype(np.float32), (qmax * target_scale).astype(np.float32)
-    candidate_highs = [high]
-    while len(candidate_highs) <= 3:  # noqa: PLR2004  # three values below `high`, where the lower end decides the scale
-        candidate_highs.append(np.nextafter(candidate_highs[-1], np.float32(0)))
-    candidate_highs.append(np.nextafter(high, np.float32(np.inf)))
+    candidate_highs = [high, np.nextafter(high, np.float32(np.inf))]
+    end = high
+    for _ in range(3):  # three values below `high`, where the lower end decides the scale
+        end = np.nextafter(end, np.float32(0))
+        candidate_highs.insert(-1, end)
     candidates = [(-end if qmin == -qmax else low, end) for end in candidate_highs]
     bits, signed = params.type.bits, params.type.signed
     scaled = [scale_range(*pair, num_bits=bits, signed=signed, narrow=params.narrow) for pair in candidates]
     scales = np.stack([candidate.scale for candidate in scaled]).astype(np.float64)
     best = np.argmin(np.abs(scales - target_scale), axis=0)
-    return Range(*(np.choose(best, [candidate[side] for candidate in candidates]) for side in (0, 1)))
+    return Range(*(np.choose(best, ends) for ends in zip(*candidates, strict=True)))
