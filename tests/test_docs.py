@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 
 from graphquant.batch.manifest import PLACEHOLDERS, ModelTable
+from graphquant.calibration.data.dataset import DATA_KINDS, PIXEL_KEYS
 from graphquant.calibration.data.images import PIXEL_PRESETS
-from graphquant.calibration.data.spec import DATA_KINDS, PIXEL_KEYS
 from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
 from graphquant.qdq import FAMILIES, RangeSource
 from graphquant.quantize import PREPARATION_STEPS

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import graphquant
 from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Digests
+from graphquant.calibration.data.dataset import parse_data_spec
 from graphquant.calibration.data.files import is_remote, list_data_files
-from graphquant.calibration.data.spec import parse_data_spec
 from graphquant.errors import UsageError
 from graphquant.formats import SUFFIXES
 from graphquant.formats.model_files import model_files

@@ -23,8 +23,8 @@ from graphquant.batch.manifest_schema import (
 from graphquant.batch.remote import LOCAL_SCHEME, find_models, open_folder, suffix_of
 from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Entry, Gates
 from graphquant.calibration.data import parse_data_spec
+from graphquant.calibration.data.dataset import rebase_data_spec
 from graphquant.calibration.data.files import is_remote
-from graphquant.calibration.data.spec import rebase_data_spec
 from graphquant.errors import DataError, ManifestError, RuleError, UsageError, did_you_mean
 from graphquant.formats import KERAS_SUFFIXES, SUFFIXES
 from graphquant.rules import load_ruleset, rebase_rule_paths

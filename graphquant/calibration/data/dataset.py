@@ -1,23 +1,123 @@
-"""The request for calibration data, and a dataset of feeds with one feed per sample."""
+"""Data specs (`PATH,key=value,...`, a `.toml` file with the same keys, `module:function`, or `random:N`) and datasets.
+
+A dataset has one feed per sample.
+"""
 
 from __future__ import annotations
 
+import re
+import tomllib
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-from graphquant.calibration.data.spec import DATA_KINDS, parse_data_spec
-from graphquant.errors import DataError
+from graphquant.calibration.data.files import DataFile, is_remote, list_data_files, wrap_read_errors
+from graphquant.errors import DataError, did_you_mean
 from graphquant.numerics import Array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from graphquant.calibration.data.spec import DataSource
     from graphquant.formats import InputSpec
 
 Feed = dict[str, Array]
+
+RANDOM_PREFIX = "random:"
+MAX_TOML_BYTES = 1 << 20
+
+PIXEL_KEYS = ("preset", "size", "resize", "crop_pct", "filter", "fill", "layout", "order", "scale", "mean", "std")
+"""Keys that configure the conversion of images to numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataKind:
+    """A kind of data.
+
+    Attributes:
+        description: Short description.
+        opener: Function that opens the data, as "module:function".
+        file_pattern: Regular expression for file names; empty if files do not identify the kind.
+        keys: Keys that a spec of this kind may have.
+        has_fields: Whether samples have named fields, so that `inputs.NAME=FIELD` can assign them to inputs.
+    """
+
+    description: str
+    opener: str
+    file_pattern: str = ""
+    keys: tuple[str, ...] = ()
+    has_fields: bool = False
+
+
+DATA_KINDS = {
+    "npz": DataKind(
+        "arrays named after the inputs, from numpy.savez", "arrays:open_arrays", r".*\.npz", has_fields=True
+    ),
+    "npy": DataKind("one array, from numpy.save, for models with one input", "arrays:open_arrays", r".*\.npy"),
+    "onnx-test-set": DataKind(
+        "folders with input_0.pb, input_1.pb, ...; each folder is one run of the model",
+        "records:open_onnx_sets",
+        r"input_\d+\.pb",
+    ),
+    "images": DataKind(
+        "one image per sample, for models with one input",
+        "images:open_images",
+        r".*\.(jpe?g|png|bmp|gif|webp|tiff?|ppm|pgm)",
+        PIXEL_KEYS,
+    ),
+    "audio": DataKind(
+        "one wav file per sample, for models with one input",
+        "audio:open_audio",
+        r".*\.wav",
+        ("rate", "length", "pad", "scale"),
+    ),
+    "tfrecord": DataKind(
+        "records of tf.train.Example, one per sample",
+        "records:open_tfrecord",
+        r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?",
+        PIXEL_KEYS,
+        has_fields=True,
+    ),
+    "parquet": DataKind(
+        "tables whose columns are inputs, one row per sample",
+        "records:open_parquet",
+        r".*\.(parquet|pq)",
+        PIXEL_KEYS,
+        has_fields=True,
+    ),
+    "function": DataKind(
+        "module:function, Python code that returns any iterable; the code is executed",
+        "function:open_function",
+        has_fields=True,
+    ),
+    "random": DataKind("random:N, N random samples for tests", "function:open_random"),
+}
+
+_INLINE_SPEC = re.compile(r"(?P<path>.*?)(?P<keys>(,[a-z_]+(\.[^,=]+)?=[^,]*)*)", re.DOTALL)
+_FUNCTION_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """A parsed data spec.
+
+    Attributes:
+        spec: The spec without its keys.
+        kind: A key of `DATA_KINDS`.
+        files: The files of that kind, sorted by name.
+        keys: Settings from the spec.
+        input_keys: For some inputs, the field that feeds them.
+        ignored: Other files of the folder, by suffix.
+    """
+
+    spec: str
+    kind: str
+    files: tuple[DataFile, ...]
+    keys: Mapping[str, str]
+    input_keys: Mapping[str, str]
+    ignored: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +225,128 @@ def open_data(
     module, function = DATA_KINDS[request.source.kind].opener.split(":")
     dataset: Dataset = getattr(import_module(f"graphquant.calibration.data.{module}"), function)(request)
     return dataset
+
+
+def parse_data_spec(spec: str) -> DataSource:
+    """Parse a data spec. Files are listed, but none is opened except a description in TOML.
+
+    Raises:
+        DataError: The spec names no data, files of several kinds, or keys that its kind does not have.
+        MissingDependencyError: fsspec is needed and not installed.
+    """
+    matched = _INLINE_SPEC.fullmatch(spec)
+    path = matched["path"] if matched else spec
+    keys = dict(pair.split("=", 1) for pair in (matched["keys"] if matched else "").split(",")[1:])
+    if not path:
+        raise DataError(
+            f"{spec!r} does not name any data. Use the path of a file or folder, for example calibration.npz."
+        )
+    if path.endswith(".toml") and not is_remote(path):
+        path, described_keys = _read_description(Path(path))
+        keys = {**described_keys, **keys}
+    elif path.startswith(RANDOM_PREFIX):
+        return _make_data_source(path, "random", keys)
+    elif _FUNCTION_SPEC.fullmatch(path) and not Path(path).exists():
+        return _make_data_source(path, "function", keys)
+    return _parse_file_spec(path, keys)
+
+
+def rebase_data_spec(spec: str, folder: str) -> str:
+    """Return `spec`, which is relative to `folder`, relative to the current folder."""
+    if not folder or spec.startswith(RANDOM_PREFIX) or is_remote(spec) or Path(spec).is_absolute():
+        return spec
+    path = spec.partition(",")[0]
+    if _FUNCTION_SPEC.fullmatch(path) and not (Path(folder) / path).exists():
+        return spec
+    return f"{PurePosixPath(folder, path)}{spec[len(path) :]}" if path else spec
+
+
+def _parse_file_spec(path: str, keys: dict[str, str]) -> DataSource:
+    """Select the files at `path` of the kind in `keys`, or of the only kind that their names identify."""
+    files, is_folder = list_data_files(path)
+    kind = keys.pop("kind", None)
+    if kind is not None and kind not in DATA_KINDS:
+        raise DataError(f"kind={kind} is unknown. Use one of {', '.join(DATA_KINDS)}.{did_you_mean(kind, DATA_KINDS)}")
+    if kind is not None and not DATA_KINDS[kind].file_pattern:
+        raise DataError(
+            f"kind={kind} has no files. Write {DATA_KINDS[kind].description.partition(',')[0]} as the spec."
+        )
+    if kind is not None and not is_folder:
+        return _make_data_source(path, kind, keys, tuple(files))
+    kinds = {file: _kind_of_file(file) for file in files}
+    counts = Counter(name for name in kinds.values() if name)
+    if not counts and kind is None:
+        raise DataError(
+            f"{path} is not a known kind of calibration data. Use an .npz, .npy, .wav, .tfrecord or .parquet file,"
+            " images, or a folder of such files. For a quick test, use random:8."
+        )
+    if len(counts) > 1 and kind is None:
+        counted = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        raise DataError(f"{path} contains files of several kinds: {counted}. Select one with kind=, or separate them.")
+    kind = kind or next(iter(counts))
+    # With kind=, files whose names identify no kind are used if no file name identifies that kind.
+    used_kind = kind if counts[kind] else None
+    used_files = tuple(file for file, name in kinds.items() if name == used_kind)
+    if not used_files:
+        raise DataError(f"{path} contains no files of kind {kind}. Use the folder that contains them.")
+    ignored = Counter(
+        PurePosixPath(file.name).suffix or "no suffix" for file, name in kinds.items() if name != used_kind
+    )
+    ignored_files = tuple(f"files with {suffix} ({count})" for suffix, count in sorted(ignored.items()))
+    return _make_data_source(path, kind, keys, used_files, ignored_files)
+
+
+def _make_data_source(
+    spec: str, kind: str, keys: dict[str, str], files: tuple[DataFile, ...] = (), ignored: tuple[str, ...] = ()
+) -> DataSource:
+    """Create a source after checking its keys."""
+    data_kind = DATA_KINDS[kind]
+    input_keys = {key.removeprefix("inputs."): value for key, value in keys.items() if key.startswith("inputs.")}
+    if input_keys and not data_kind.has_fields:
+        raise DataError(f"{spec} is of kind {kind}, which has no named fields. Remove inputs.{next(iter(input_keys))}.")
+    kind_keys = {key: value for key, value in keys.items() if not key.startswith("inputs.")}
+    for key in kind_keys:
+        if key not in data_kind.keys:
+            accepted = f"It takes {', '.join(data_kind.keys)}." if data_kind.keys else "It has no keys."
+            raise DataError(
+                f"{spec} is of kind {kind}, which has no key {key!r}.{did_you_mean(key, data_kind.keys)} {accepted}"
+            )
+    return DataSource(spec=spec, kind=kind, files=files, keys=kind_keys, input_keys=input_keys, ignored=ignored)
+
+
+def _kind_of_file(file: DataFile) -> str | None:
+    name = PurePosixPath(file.name).name.lower()
+    return next((kind for kind, known in DATA_KINDS.items() if re.fullmatch(known.file_pattern, name)), None)
+
+
+def _read_description(path: Path) -> tuple[str, dict[str, str]]:
+    """Return the path and the keys of a description in TOML."""
+    if not path.is_file():
+        raise DataError(f"The file {path} does not exist. Use the path of the calibration data.")
+    file = DataFile(str(path))
+    with wrap_read_errors(file, "Write path and the keys as TOML."):
+        table = tomllib.loads(file.read(MAX_TOML_BYTES).decode())
+    data_path = table.pop("path", None)
+    if not isinstance(data_path, str) or not data_path:
+        raise DataError(f"{path} has no path of the data. Set path to a file or folder, relative to this file.")
+    if data_path.endswith(".toml") or data_path.startswith(RANDOM_PREFIX) or _FUNCTION_SPEC.fullmatch(data_path):
+        raise DataError(
+            f"{path}: path = {data_path!r} is not a data file. A description cannot execute code; use a file or folder."
+        )
+    inputs = table.pop("inputs", {})
+    fields = (
+        {f"inputs.{name}": name_of_field for name, name_of_field in inputs.items()}
+        if isinstance(inputs, dict)
+        else {"inputs": inputs}
+    )
+    keys = {key: _toml_value_text(path, key, value) for key, value in {**table, **fields}.items()}
+    return (data_path if is_remote(data_path) else str(path.parent / data_path)), keys
+
+
+def _toml_value_text(path: Path, key: str, value: Any) -> str:
+    """Return a TOML value as it is written in a spec: `[1, 2]` as `1:2`."""
+    if isinstance(value, list):
+        return ":".join(_toml_value_text(path, key, element) for element in value)
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    raise DataError(f"{path}: {key} is neither a number, a string nor a list of them. See docs/data.md for its values.")

@@ -8,7 +8,7 @@ import pytest
 
 from graphquant.calibration.data import files as data_files
 from graphquant.calibration.data import open_data
-from graphquant.calibration.data.spec import DATA_KINDS, parse_data_spec
+from graphquant.calibration.data.dataset import DATA_KINDS, parse_data_spec
 from graphquant.errors import DataError
 from graphquant.formats import InputSpec
 
