@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.errors import UsageError
-from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, TensorRef, Use
+from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, TensorRef, Use, qualified_op_name
 from graphquant.ir.op_matching import (
     OpMatching,
     consumers_through_qdq,
@@ -26,12 +27,9 @@ from graphquant.utils.text import format_shape, join_limited
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphquant.ir import Graph, Op
+    from graphquant.ir import Graph, Op, Output
     from graphquant.numerics import Array, QParams
     from graphquant.quantize import Plan, Site
-
-    QuantizationOps = list[QuantizationOp]
-
 
 ModelChangeKind = Literal[
     "model",
@@ -50,8 +48,11 @@ ModelChangeKind = Literal[
 ]
 """Kind of a difference: of the whole model or plan, an op, the wiring, a weight, or a quantization."""
 
+SCALE_SOURCE_KINDS = STORED_KINDS | {"read_variable", "identity", "enter"}
+"""Kinds of the ops that compute the scale of a quantization op."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class ModelChange:
     """One difference.
 
@@ -84,160 +85,10 @@ class Differences:
     def counts(self) -> dict[str, int]:
         """Number of differences by kind."""
         counter = Counter(change.kind for change in self.changes)
-        return {kind: counter[kind] for kind in MODEL_CHANGE_KINDS if counter[kind]}
+        return {kind: counter[kind] for kind in get_args(ModelChangeKind) if counter[kind]}
 
     def __bool__(self) -> bool:
         return bool(self.changes)
-
-
-MODEL_CHANGE_KINDS: tuple[ModelChangeKind, ...] = get_args(ModelChangeKind)
-
-
-# Quantization ops are compared by the uses that read through them, because their names and structure may differ.
-
-
-def diff_sites(first: Model, second: Model, op_pairs: OpMatching) -> tuple[list[ModelChange], int]:
-    """Compare the quantization of two models; also count the uses that are quantized in only one."""
-    before, after = _quantization_by_use(first), _quantization_by_use(second)
-    translated = {_translate_use(use, op_pairs): quantization_ops for use, quantization_ops in before.items()}
-    rerouted = sum(
-        len(quantization_ops) != len(after.get(use, ()))
-        for use, quantization_ops in translated.items()
-        if use is not None
-    )
-    rerouted += sum(use not in translated for use in after)
-    matches: dict[str, tuple[QuantizationOp, QuantizationOp | None]] = {}
-    matched_keys: set[str] = set()
-    for use, quantization_ops in after.items():
-        first_ops = translated.get(use, [])
-        for position, second_op in enumerate(quantization_ops):
-            first_match = first_ops[position] if position < len(first_ops) else None
-            key = _site_key(second, second_op)
-            if key not in matches or matches[key][1] is None:
-                matches[key] = second_op, first_match
-            if first_match is not None:
-                matched_keys.add(_site_key(first, first_match))
-    changes: list[ModelChange] = []
-    for second_op, first_match in matches.values():
-        location = _site_location(second, second_op)
-        if first_match is None:
-            changes.append(ModelChange(kind="site-added", location=location, message=_describe_quantization(second_op)))
-        else:
-            changes += _quantization_changes(location, first_match, second_op)
-    first_by_key = {
-        _site_key(first, first_op): first_op for quantization_ops in before.values() for first_op in quantization_ops
-    }
-    changes += [
-        ModelChange(
-            kind="site-removed", location=_site_location(first, first_op), message=_describe_quantization(first_op)
-        )
-        for key, first_op in first_by_key.items()
-        if key not in matched_keys
-    ]
-    return changes, rerouted
-
-
-def _site_location(model: Model, quantization_op: QuantizationOp) -> str:
-    """The quantized tensor as recorded by graphquant, because the op may read integers."""
-    return model.graphs[quantization_op.graph].op(quantization_op.op).anchor or str(
-        unclipped_source(model, quantization_op.tensor)
-    )
-
-
-def _site_key(model: Model, quantization_op: QuantizationOp) -> str:
-    """Identity of a quantization; one Q op can have several DQ ops in other graphs."""
-    op = model.graphs[quantization_op.graph].op(quantization_op.op)
-    return (
-        f"{op.rule} {op.anchor} {_describe_quantization(quantization_op)}"
-        if op.anchor
-        else f"{quantization_op.graph}/{quantization_op.op}"
-    )
-
-
-def _quantization_by_use(model: Model) -> dict[Use, QuantizationOps]:
-    """Quantization ops that each use reads through, in graph order."""
-    by_use: dict[Use, QuantizationOps] = defaultdict(list)
-    for quantization_op in summarize_model(model).quantization_ops:
-        for use in consumers_through_qdq(model, TensorRef(quantization_op.graph, quantization_op.op)):
-            by_use[use].append(quantization_op)
-    return by_use
-
-
-def _translate_use(use: Use, op_pairs: OpMatching) -> Use | None:
-    """The corresponding use of the other model; None if its op does not exist there."""
-    op = op_pairs.forward.get((use.graph, use.op))
-    return None if op is None else Use(*op, use.slot)
-
-
-def _describe_quantization(quantization_op: QuantizationOp) -> str:
-    params = quantization_op.params
-    if params is None:
-        return f"{quantization_op.type}, its scale is computed"
-    if isinstance(params, DynamicQParams):
-        return f"{params.type.name}, the range of each run"
-    return f"{params.type.name}, scale {_format_span(params.scale)}, zero point {_format_span(params.zero_point)}"
-
-
-def _format_span(values: Array) -> str:
-    low, high = values.min(), values.max()
-    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
-
-
-def _quantization_changes(location: str, first_op: QuantizationOp, second_op: QuantizationOp) -> Iterator[ModelChange]:
-    """Changes of a quantization that both models have."""
-    first_params, second_params = first_op.params, second_op.params
-    if first_op.type != second_op.type:
-        yield ModelChange(kind="site-changed", location=location, message=f"{first_op.type} became {second_op.type}")
-    if (
-        first_params is None
-        or second_params is None
-        or isinstance(first_params, DynamicQParams)
-        or isinstance(second_params, DynamicQParams)
-    ):
-        if _describe_quantization(first_op) != _describe_quantization(second_op):
-            yield ModelChange(
-                kind="site-changed",
-                location=location,
-                message=f"{_describe_quantization(first_op)} became {_describe_quantization(second_op)}",
-            )
-        return
-    yield from _params_changes(location, first_params, second_params)
-
-
-def _params_changes(location: str, first_params: QParams, second_params: QParams) -> Iterator[ModelChange]:
-    messages = [
-        f"{label} {first_value} became {second_value}"
-        for label, first_value, second_value in (
-            ("type", first_params.type.name, second_params.type.name),
-            ("axis", first_params.axis, second_params.axis),
-            ("block", first_params.block, second_params.block),
-            ("narrow", first_params.narrow, second_params.narrow),
-        )
-        if first_value != second_value
-    ]
-    if first_params.scale.shape != second_params.scale.shape:
-        messages.append(f"{first_params.scale.size} scales became {second_params.scale.size}")
-    elif not np.array_equal(first_params.zero_point, second_params.zero_point):
-        messages.append(
-            f"zero point {_format_span(first_params.zero_point)} became {_format_span(second_params.zero_point)}"
-        )
-    if messages:
-        yield ModelChange(kind="site-changed", location=location, message=", ".join(messages))
-    if first_params.scale.shape == second_params.scale.shape and not np.array_equal(
-        first_params.scale, second_params.scale
-    ):
-        relative_change = float(np.abs(second_params.scale.astype(float) / first_params.scale.astype(float) - 1).max())
-        yield ModelChange(
-            kind="scale",
-            location=location,
-            message=f"{_format_span(first_params.scale)} became {_format_span(second_params.scale)}"
-            f" ({100 * relative_change:.3g}%)",
-            size=relative_change,
-        )
-
-
-SCALE_SOURCE_KINDS = STORED_KINDS | {"read_variable", "identity", "enter"}
-"""Kinds of the ops that compute the scale of a quantization op."""
 
 
 def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Differences:
@@ -260,24 +111,22 @@ def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Di
     op_pairs = match_ops(first, second)
     changes = list(_model_changes(first, second, op_pairs))
     helper_ops = _quantization_helper_ops(first) | _quantization_helper_ops(second)
-    for name, graph in second.graphs.items():
+    for graph in second.graphs.values():
         for op in graph.ops():
-            op_id = op_pairs.backward.get((name, op.name))
-            if is_inserted(op) or (op.kind in STORED_KINDS and op_id is None) or (name, op.name) in helper_ops:
+            op_id = op_pairs.backward.get((graph.name, op.name))
+            if is_inserted(op) or (op.kind in STORED_KINDS and op_id is None) or (graph.name, op.name) in helper_ops:
                 continue
             if op_id is None:
-                changes.append(ModelChange(kind="op-added", location=_op_location(name, op.name), message=op.type))
+                changes.append(ModelChange("op-added", qualified_op_name(graph.name, op.name), op.type))
             else:
                 changes += _op_changes(first, second, op_pairs, first.graphs[op_id[0]], graph, op_id[1], op)
-    for name, graph in first.graphs.items():
-        changes += [
-            ModelChange(kind="op-removed", location=_op_location(name, op.name), message=op.type)
-            for op in graph.ops()
-            if (name, op.name) not in op_pairs.forward
-            and not is_inserted(op)
-            and op.kind not in STORED_KINDS
-            and (name, op.name) not in helper_ops
-        ]
+    changes += [
+        ModelChange("op-removed", qualified_op_name(graph.name, op.name), op.type)
+        for graph in first.graphs.values()
+        for op in graph.ops()
+        if not (is_inserted(op) or op.kind in STORED_KINDS)
+        and (graph.name, op.name) not in helper_ops | op_pairs.forward.keys()
+    ]
     rerouted = 0
     if quantization:
         site_changes, rerouted = diff_sites(first, second, op_pairs)
@@ -286,98 +135,86 @@ def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Di
     return Differences(changes=tuple(changes), rerouted=rerouted)
 
 
-def _op_location(graph: str, op: str) -> str:
-    return f"{graph}/{op}" if graph else op
-
-
 def _model_changes(first: Model, second: Model, op_pairs: OpMatching) -> Iterator[ModelChange]:
     """Changes of the whole model."""
     if first.opset != second.opset:
-        yield ModelChange(kind="model", location="opset", message=f"{first.opset} became {second.opset}")
+        yield ModelChange("model", "opset", f"{first.opset} became {second.opset}")
     matched_graphs = set(op_pairs.graphs.values())
     for name in second.graphs:
         if name not in matched_graphs:
-            yield ModelChange(kind="model", location=name, message="this graph is new")
+            yield ModelChange("model", name, "this graph is new")
     for name in first.graphs:
         if name not in op_pairs.graphs:
-            yield ModelChange(kind="model", location=name, message="this graph is gone")
+            yield ModelChange("model", name, "this graph is gone")
 
 
 def _quantization_helper_ops(model: Model) -> set[tuple[str, str]]:
     """Constants and other ops that only quantization ops read: scales, zero points and ranges."""
+
+    def is_scale_use(use: Use) -> bool:
+        op = model.graphs[use.graph].op(use.op)
+        return (is_inserted(op) and use.slot > 0) or (op.kind in SCALE_SOURCE_KINDS and bool(op.rule))
+
     helper_ops = set()
     for name, graph in model.graphs.items():
         for op in graph.ops():
             uses = [use for users in graph.consumers_by_port(op.name).values() for use in users]
-            if (op.kind in SCALE_SOURCE_KINDS and uses and all(_is_scale_use(model, use) for use in uses)) or (
+            if (op.kind in SCALE_SOURCE_KINDS and uses and all(map(is_scale_use, uses))) or (
                 op.rule and op.rule not in PREPARATION_STEPS and op.kind not in BOUNDARY_KINDS and not is_inserted(op)
             ):
                 helper_ops.add((name, op.name))
     return helper_ops
 
 
-def _is_scale_use(model: Model, use: Use) -> bool:
-    """Return True if the use reads a scale, zero point or range."""
-    op = model.graphs[use.graph].op(use.op)
-    return (is_inserted(op) and use.slot > 0) or (op.kind in SCALE_SOURCE_KINDS and bool(op.rule))
-
-
 def _op_changes(
     first: Model, second: Model, op_pairs: OpMatching, first_graph: Graph, second_graph: Graph, name: str, second_op: Op
 ) -> Iterator[ModelChange]:
     """Changes of an op that both models have."""
-    first_op, location = first_graph.op(name), _op_location(second_graph.name, second_op.name)
-    same_value = (
-        first_op.kind in STORED_KINDS
-        and second_op.kind in STORED_KINDS
-        and first_op.outputs[:1]
-        and first_op.outputs[0].name == second_op.outputs[0].name
-    )
+    first_op, location = first_graph.op(name), qualified_op_name(second_graph.name, second_op.name)
+    both_stored = first_op.kind in STORED_KINDS and second_op.kind in STORED_KINDS
+    same_value = both_stored and first_op.outputs[:1] and first_op.outputs[0].name == second_op.outputs[0].name
     if name != second_op.name and not same_value:  # a Constant node may have become an initializer
-        yield ModelChange(kind="op-renamed", location=location, message=f"was {_op_location(first_graph.name, name)}")
+        yield ModelChange("op-renamed", location, f"was {qualified_op_name(first_graph.name, name)}")
     yield from _weight_changes(location, first_op, second_op)
-    if first_op.kind in STORED_KINDS and second_op.kind in STORED_KINDS:
+    if both_stored:
         return
     if (first_op.domain, first_op.type) != (second_op.domain, second_op.type):
-        yield ModelChange(kind="op-changed", location=location, message=f"{first_op.type} became {second_op.type}")
-    if first_op.kind in BOUNDARY_KINDS and first_op.outputs and second_op.outputs:
-        before, after = first_op.outputs[0], second_op.outputs[0]
-        if (before.dtype, before.shape) != (after.dtype, after.shape):
-            message = f"{before.dtype} {format_shape(before.shape)} became {after.dtype} {format_shape(after.shape)}"
-            yield ModelChange(kind="op-changed", location=location, message=message)
+        yield ModelChange("op-changed", location, f"{first_op.type} became {second_op.type}")
     if first_op.kind not in BOUNDARY_KINDS:
         yield from _attribute_changes(location, first_op, second_op)
+    elif first_op.outputs and second_op.outputs:
+        before, after = first_op.outputs[0], second_op.outputs[0]
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            yield ModelChange("op-changed", location, f"{_describe_type(before)} became {_describe_type(after)}")
     yield from _wiring_changes(
         first, second, op_pairs, first_graph.slots(name), second_graph.slots(second_op.name), location
     )
 
 
+def _describe_type(array: Output | Array) -> str:
+    return f"{array.dtype} {format_shape(array.shape)}"
+
+
 def _attribute_changes(location: str, first_op: Op, second_op: Op) -> Iterator[ModelChange]:
     """Added, removed and changed attributes."""
     body_attributes = {call.attr for call in (*first_op.calls, *second_op.calls)}
-    for name in sorted({*first_op.attrs, *second_op.attrs}):
-        if name.startswith("_") or name in body_attributes:
-            continue
+    for name in sorted({*first_op.attrs, *second_op.attrs} - body_attributes):
         before, after = first_op.attrs.get(name), second_op.attrs.get(name)
-        if not _attributes_equal(before, after):
-            yield ModelChange(
-                kind="attribute",
-                location=location,
-                message=f"{name}: {_shorten_value(before)} became {_shorten_value(after)}",
-            )
+        if not name.startswith("_") and not _attributes_equal(before, after):
+            message = f"{name}: {_shorten_value(before)} became {_shorten_value(after)}"
+            yield ModelChange("attribute", location, message)
 
 
 def _attributes_equal(first: Any, second: Any) -> bool:
-    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        same_type = isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and first.dtype == second.dtype
-        return same_type and first.shape == second.shape and first.tobytes() == second.tobytes()
-    return type(first) is type(second) and bool(first == second)
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, np.ndarray):
+        return (first.dtype, first.shape, first.tobytes()) == (second.dtype, second.shape, second.tobytes())
+    return bool(first == second)
 
 
 def _shorten_value(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    text = " ".join(str(value).split())
+    text = "nothing" if value is None else " ".join(str(value).split())
     return text if len(text) <= 60 else f"{text[:60]}..."  # noqa: PLR2004  # it is to fit a line
 
 
@@ -387,16 +224,15 @@ def _weight_changes(location: str, first_op: Op, second_op: Op) -> Iterator[Mode
         return
     before, after = first_op.read_value(), second_op.read_value()
     if before.dtype != after.dtype or before.shape != after.shape:
-        message = f"{before.dtype} {format_shape(before.shape)} became {after.dtype} {format_shape(after.shape)}"
-        yield ModelChange(kind="weight", location=location, message=message)
+        yield ModelChange("weight", location, f"{_describe_type(before)} became {_describe_type(after)}")
     elif before.dtype.kind in "OSUV":
         if before.tolist() != after.tolist():
-            yield ModelChange(kind="weight", location=location, message="has different values")
+            yield ModelChange("weight", location, "has different values")
     elif before.tobytes() != after.tobytes():
         errors = np.abs(after.astype(np.float64) - before.astype(np.float64))
         largest = float(np.nan_to_num(errors, nan=np.inf).max())
         message = f"{int((errors != 0).sum())} of {errors.size} values differ, by up to {largest:.4g}"
-        yield ModelChange(kind="weight", location=location, message=message, size=largest)
+        yield ModelChange("weight", location, message, largest)
 
 
 def _wiring_changes(
@@ -408,56 +244,156 @@ def _wiring_changes(
     location: str,
 ) -> Iterator[ModelChange]:
     """Inputs that read another tensor."""
-    for slot in range(max(len(first_slots), len(second_slots))):
-        before = first_slots[slot] if slot < len(first_slots) else None
-        after = second_slots[slot] if slot < len(second_slots) else None
+    for slot, (before, after) in enumerate(zip_longest(first_slots, second_slots)):
         unquantized_before = None if before is None else unquantized_source(first, before)
         unquantized_after = None if after is None else unquantized_source(second, after)
         if unquantized_before is not None and unquantized_after is not None:
-            reads_folded_value = {
-                model.op(tensor).kind for model, tensor in ((first, unquantized_before), (second, unquantized_after))
-            } <= STORED_KINDS
+            reads_folded_value = {first.op(unquantized_before).kind, second.op(unquantized_after).kind} <= STORED_KINDS
             if op_pairs.matching_tensor(unquantized_before) == unquantized_after or (
                 reads_folded_value and (unquantized_before != before or unquantized_after != after)
             ):
                 continue
         if unquantized_before is not None or unquantized_after is not None:
-            yield ModelChange(
-                kind="wiring",
-                location=f"{location}[{slot}]",
-                message=f"{unquantized_before or 'nothing'} became {unquantized_after or 'nothing'}",
-            )
+            message = f"{unquantized_before or 'nothing'} became {unquantized_after or 'nothing'}"
+            yield ModelChange("wiring", f"{location}[{slot}]", message)
+
+
+# Quantization ops are compared by the uses that read through them, because their names and structure may differ.
+
+
+def diff_sites(first: Model, second: Model, op_pairs: OpMatching) -> tuple[list[ModelChange], int]:
+    """Compare the quantization of two models; also count the uses that are quantized in only one."""
+    before, after = _quantization_by_use(first), _quantization_by_use(second)
+    translated: dict[Use | None, list[QuantizationOp]] = {}
+    for use, quantization_ops in before.items():
+        op = op_pairs.forward.get((use.graph, use.op))
+        translated[None if op is None else Use(*op, use.slot)] = quantization_ops
+    rerouted = sum(
+        len(quantization_ops) != len(after.get(use, ()))
+        for use, quantization_ops in translated.items()
+        if use is not None
+    ) + sum(use not in translated for use in after)
+    matches: dict[str, tuple[QuantizationOp, QuantizationOp | None]] = {}
+    matched_keys: set[str] = set()
+    for use, quantization_ops in after.items():
+        for second_op, first_op in zip_longest(quantization_ops, translated.get(use, [])[: len(quantization_ops)]):
+            key = _site_key(second, second_op)
+            if key not in matches or matches[key][1] is None:
+                matches[key] = second_op, first_op
+            if first_op is not None:
+                matched_keys.add(_site_key(first, first_op))
+    changes: list[ModelChange] = []
+    for second_op, first_op in matches.values():
+        location = _site_location(second, second_op)
+        if first_op is None:
+            changes.append(ModelChange("site-added", location, _describe_quantization(second_op)))
+        else:
+            changes += _quantization_changes(location, first_op, second_op)
+    first_by_key = {_site_key(first, first_op): first_op for ops in before.values() for first_op in ops}
+    changes += [
+        ModelChange("site-removed", _site_location(first, first_op), _describe_quantization(first_op))
+        for key, first_op in first_by_key.items()
+        if key not in matched_keys
+    ]
+    return changes, rerouted
+
+
+def _site_location(model: Model, quantization_op: QuantizationOp) -> str:
+    """The quantized tensor as recorded by graphquant, because the op may read integers."""
+    anchor = model.graphs[quantization_op.graph].op(quantization_op.op).anchor
+    return anchor or str(unclipped_source(model, quantization_op.tensor))
+
+
+def _site_key(model: Model, quantization_op: QuantizationOp) -> str:
+    """Identity of a quantization; one Q op can have several DQ ops in other graphs."""
+    op = model.graphs[quantization_op.graph].op(quantization_op.op)
+    if op.anchor:
+        return f"{op.rule} {op.anchor} {_describe_quantization(quantization_op)}"
+    return f"{quantization_op.graph}/{quantization_op.op}"
+
+
+def _quantization_by_use(model: Model) -> dict[Use, list[QuantizationOp]]:
+    """Quantization ops that each use reads through, in graph order."""
+    by_use: dict[Use, list[QuantizationOp]] = defaultdict(list)
+    for quantization_op in summarize_model(model).quantization_ops:
+        for use in consumers_through_qdq(model, TensorRef(quantization_op.graph, quantization_op.op)):
+            by_use[use].append(quantization_op)
+    return by_use
+
+
+def _describe_quantization(quantization_op: QuantizationOp) -> str:
+    params = quantization_op.params
+    if params is None:
+        return f"{quantization_op.type}, its scale is computed"
+    if isinstance(params, DynamicQParams):
+        return f"{params.type.name}, the range of each run"
+    return f"{params.type.name}, scale {_format_span(params.scale)}, zero point {_format_span(params.zero_point)}"
+
+
+def _format_span(values: Array) -> str:
+    low, high = values.min(), values.max()
+    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+
+
+def _quantization_changes(location: str, first_op: QuantizationOp, second_op: QuantizationOp) -> Iterator[ModelChange]:
+    """Changes of a quantization that both models have."""
+    first_params, second_params = first_op.params, second_op.params
+    if first_op.type != second_op.type:
+        yield ModelChange("site-changed", location, f"{first_op.type} became {second_op.type}")
+    if (
+        first_params is None
+        or second_params is None
+        or isinstance(first_params, DynamicQParams)
+        or isinstance(second_params, DynamicQParams)
+    ):
+        before, after = _describe_quantization(first_op), _describe_quantization(second_op)
+        if before != after:
+            yield ModelChange("site-changed", location, f"{before} became {after}")
+    else:
+        yield from _params_changes(location, first_params, second_params)
+
+
+def _params_changes(location: str, first: QParams, second: QParams) -> Iterator[ModelChange]:
+    messages = [
+        f"{label} {before} became {after}"
+        for label, before, after in (
+            ("type", first.type.name, second.type.name),
+            ("axis", first.axis, second.axis),
+            ("block", first.block, second.block),
+            ("narrow", first.narrow, second.narrow),
+        )
+        if before != after
+    ]
+    same_shape = first.scale.shape == second.scale.shape
+    if not same_shape:
+        messages.append(f"{first.scale.size} scales became {second.scale.size}")
+    elif not np.array_equal(first.zero_point, second.zero_point):
+        messages.append(f"zero point {_format_span(first.zero_point)} became {_format_span(second.zero_point)}")
+    if messages:
+        yield ModelChange("site-changed", location, ", ".join(messages))
+    if same_shape and not np.array_equal(first.scale, second.scale):
+        yield _scale_change(location, first.scale, second.scale, _format_span(first.scale), _format_span(second.scale))
+
+
+def _scale_change(location: str, before: Array, after: Array, before_text: str, after_text: str) -> ModelChange:
+    size = float(np.abs(after.astype(float) / np.where(before == 0, 1, before) - 1).max())
+    return ModelChange("scale", location, f"{before_text} became {after_text} ({100 * size:.3g}%)", size)
 
 
 def _stored_scale_changes(first: Model, second: Model, op_pairs: OpMatching) -> Iterator[ModelChange]:
     """Changes of scales that are stored in tensors (TFLite)."""
-    for first_key, second_key in op_pairs.forward.items():
-        first_op, second_op = (
-            first.graphs[first_key[0]].op(first_key[1]),
-            second.graphs[second_key[0]].op(second_key[1]),
-        )
-        for first_output, second_output in zip(first_op.outputs, second_op.outputs, strict=False):
-            old_stored, new_stored = first_output.quantization, second_output.quantization
-            if old_stored is None or new_stored is None:
+    for (first_graph, first_name), (second_graph, second_name) in op_pairs.forward.items():
+        first_outputs = first.graphs[first_graph].op(first_name).outputs
+        second_outputs = second.graphs[second_graph].op(second_name).outputs
+        for first_output, second_output in zip(first_outputs, second_outputs, strict=False):
+            before, after, location = first_output.quantization, second_output.quantization, second_output.name
+            if before is None or after is None:
                 continue
-            if old_stored.scale.shape != new_stored.scale.shape or not np.array_equal(
-                old_stored.zero_point, new_stored.zero_point
-            ):
-                yield ModelChange(
-                    kind="site-changed",
-                    location=second_output.name,
-                    message="other zero points, or another number of scales",
-                )
-            elif not np.array_equal(old_stored.scale, new_stored.scale):
-                relative_change = float(
-                    np.abs(
-                        new_stored.scale.astype(float) / np.where(old_stored.scale == 0, 1, old_stored.scale) - 1
-                    ).max()
-                )
-                message = (
-                    f"{old_stored.scale.min():.6g} became {new_stored.scale.min():.6g} ({100 * relative_change:.3g}%)"
-                )
-                yield ModelChange(kind="scale", location=second_output.name, message=message, size=relative_change)
+            if before.scale.shape != after.scale.shape or not np.array_equal(before.zero_point, after.zero_point):
+                yield ModelChange("site-changed", location, "other zero points, or another number of scales")
+            elif not np.array_equal(before.scale, after.scale):
+                texts = f"{before.scale.min():.6g}", f"{after.scale.min():.6g}"
+                yield _scale_change(location, before.scale, after.scale, *texts)
 
 
 def diff_plans(first: Plan, second: Plan) -> Differences:
@@ -466,71 +402,46 @@ def diff_plans(first: Plan, second: Plan) -> Differences:
     for name in ("format", "model", "prepared"):
         before, after = getattr(first, name), getattr(second, name)
         if before != after:
-            changes.append(ModelChange(kind="plan", location=name, message=f"{before[:12]} became {after[:12]}"))
-    steps = [{(step.step, step.target): step for step in plan.steps} for plan in (first, second)]
+            changes.append(ModelChange("plan", name, f"{before[:12]} became {after[:12]}"))
+    first_steps, second_steps = (
+        {f"{step.step} {step.target}": None for step in plan.steps} for plan in (first, second)
+    )
+    changes += [ModelChange("plan", step, "is prepared") for step in second_steps if step not in first_steps]
+    changes += [ModelChange("plan", step, "is not prepared") for step in first_steps if step not in second_steps]
     changes += [
-        ModelChange(kind="plan", location=f"{step_name} {target}", message="is prepared")
-        for step_name, target in steps[1]
-        if (step_name, target) not in steps[0]
-    ]
-    changes += [
-        ModelChange(kind="plan", location=f"{step_name} {target}", message="is not prepared")
-        for step_name, target in steps[0]
-        if (step_name, target) not in steps[1]
-    ]
-    changes += [
-        ModelChange(
-            kind="plan",
-            location=f"algorithm {name}",
-            message="is added" if name in second.algorithms else "is removed",
-        )
+        ModelChange("plan", f"algorithm {name}", "is added" if name in second.algorithms else "is removed")
         for name in dict.fromkeys([*first.algorithms, *second.algorithms])
         if (name in first.algorithms) != (name in second.algorithms)
     ]
-    first_site_by_use = {use: site for site in first.sites for use in site.uses}
-    second_site_by_use = {use: site for site in second.sites for use in site.uses}
+    first_by_use = {(use, site.tensor): site for site in first.sites for use in site.uses}
+    second_by_use = {(use, site.tensor): site for site in second.sites for use in site.uses}
     for site in second.sites:
-        matching_site = next(
-            (
-                first_site_by_use[use]
-                for use in site.uses
-                if use in first_site_by_use and first_site_by_use[use].tensor == site.tensor
-            ),
-            None,
-        )
-        if matching_site is None:
-            changes.append(
-                ModelChange(kind="site-added", location=str(site.tensor), message=_describe_planned_site(site))
-            )
+        matches = [first_by_use[use, site.tensor] for use in site.uses if (use, site.tensor) in first_by_use]
+        if matches:
+            changes += _planned_site_changes(matches[0], site)
         else:
-            changes += _planned_site_changes(matching_site, site)
-    for site in first.sites:
-        if not any(use in second_site_by_use and second_site_by_use[use].tensor == site.tensor for use in site.uses):
-            changes.append(
-                ModelChange(kind="site-removed", location=str(site.tensor), message=_describe_planned_site(site))
-            )
-    return Differences(changes=tuple(changes), rerouted=len(first_site_by_use.keys() ^ second_site_by_use.keys()))
+            changes.append(ModelChange("site-added", str(site.tensor), _describe_planned_site(site)))
+    changes += [
+        ModelChange("site-removed", str(site.tensor), _describe_planned_site(site))
+        for site in first.sites
+        if not any((use, site.tensor) in second_by_use for use in site.uses)
+    ]
+    rerouted = {use for use, _ in first_by_use} ^ {use for use, _ in second_by_use}
+    return Differences(changes=tuple(changes), rerouted=len(rerouted))
 
 
 def _describe_planned_site(site: Site) -> str:
-    scheme = site.scheme
-    return f"{scheme.type.name}, rule {site.rule}, read by {join_limited(site.uses, 3)}"
+    return f"{site.scheme.type.name}, rule {site.rule}, read by {join_limited(site.uses, 3)}"
 
 
-def _planned_site_changes(first_site: Site, second_site: Site) -> Iterator[ModelChange]:
+def _planned_site_changes(first: Site, second: Site) -> Iterator[ModelChange]:
     """Changes of a site that both plans have."""
-    location = str(second_site.tensor)
-    messages = [
-        f"{field.name}: {getattr(first_site.scheme, field.name)} became {getattr(second_site.scheme, field.name)}"
-        for field in fields(second_site.scheme)
-        if field.name != "name" and getattr(first_site.scheme, field.name) != getattr(second_site.scheme, field.name)
-    ]
-    messages += [
-        f"{name}: {getattr(first_site, name)} became {getattr(second_site, name)}"
-        for name in ("rule", "axis", "range", "scale", "zero_point", "tie")
-        if getattr(first_site, name) != getattr(second_site, name)
-    ]
-    if set(first_site.uses) != set(second_site.uses):
-        messages.append(f"read by {join_limited(first_site.uses, 3)} became {join_limited(second_site.uses, 3)}")
+    names = [field.name for field in fields(second.scheme) if field.name != "name"]
+    compared = [(name, getattr(first.scheme, name), getattr(second.scheme, name)) for name in names]
+    site_names = ("rule", "axis", "range", "scale", "zero_point", "tie")
+    compared += [(name, getattr(first, name), getattr(second, name)) for name in site_names]
+    messages = [f"{name}: {before} became {after}" for name, before, after in compared if before != after]
+    if set(first.uses) != set(second.uses):
+        messages.append(f"read by {join_limited(first.uses, 3)} became {join_limited(second.uses, 3)}")
     if messages:
-        yield ModelChange(kind="site-changed", location=location, message="; ".join(messages))
+        yield ModelChange("site-changed", str(second.tensor), "; ".join(messages))
