@@ -24,7 +24,7 @@ from graphquant.calibration.calibrate import block_feeds, concurrent_run_count, 
 from graphquant.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Executor
 
     from graphquant.analysis.site_errors import ComparedSites
@@ -83,7 +83,11 @@ class OutputTally:
         top_classes = [np.asarray(values.argmax(-1)).reshape(-1) for values in (expected, actual)]
         self._rows += top_classes[0].size
         self._agreements += int((top_classes[0] == top_classes[1]).sum())
-        if labels is not None and labels.size == top_classes[0].size and _are_classes(labels, expected.shape[-1]):
+        if labels is not None and labels.size == top_classes[0].size:
+            self._add_labels(labels, top_classes, expected.shape[-1])
+
+    def _add_labels(self, labels: Array, top_classes: list[Array], class_count: int) -> None:
+        if not labels.size or (labels.min() >= 0 and labels.max() < class_count):  # they are class indices
             self._labelled = (self._labelled or 0) + labels.size
             correct = [top == labels.reshape(-1) for top in top_classes]
             for side, opposite in ((0, 1), (1, 0)):
@@ -92,35 +96,27 @@ class OutputTally:
 
     def figures(self) -> OutputFigures:
         """Return the figures over all samples."""
-        errors, comparable = self._errors, not self._errors.problem
-        labelled = self._labelled if self._labelled == self._rows else None
+        errors, rows, comparable = self._errors, self._rows, not self._errors.problem
+        has_sqnr, has_rows = self._has_floats and comparable, bool(rows) and comparable
+        labelled = self._labelled if self._labelled == rows and comparable else None
+        finite = not errors.nonfinite
+        lost, gained = self._changed_correct
         return OutputFigures(
             name=self.name,
             quantized_name=self.quantized_name,
-            sqnr=errors.sqnr if self._has_floats and comparable else None,
-            cosine=errors.cosine if self._has_floats and comparable else None,
+            sqnr=errors.sqnr if has_sqnr else None,
+            cosine=errors.cosine if has_sqnr else None,
             max_error=errors.max_error,
-            agreement=self._agreements / self._rows if self._rows and comparable else None,
-            rows=self._rows,
+            agreement=self._agreements / rows if has_rows else None,
+            rows=rows,
             values=errors.count,
-            accuracy=(self._correct[0] / labelled, self._correct[1] / labelled) if labelled and comparable else None,
-            problem=errors.problem or (f"{errors.nonfinite} values are NaN or infinite" if errors.nonfinite else ""),
-            sqnr_lower_bound=self._confidence.lower_bound
-            if self._has_floats and comparable and not errors.nonfinite
-            else None,
-            half_error_samples=self._confidence.half_error_samples if comparable and not errors.nonfinite else 0,
-            agreement_lower_bound=1 - lost_share_upper_bound(self._rows - self._agreements, 0, self._rows)
-            if self._rows and comparable
-            else None,
-            lost_share_upper_bound=lost_share_upper_bound(self._changed_correct[0], self._changed_correct[1], labelled)
-            if labelled and comparable
-            else None,
+            accuracy=(self._correct[0] / labelled, self._correct[1] / labelled) if labelled else None,
+            problem=errors.problem or ("" if finite else f"{errors.nonfinite} values are NaN or infinite"),
+            sqnr_lower_bound=self._confidence.lower_bound if has_sqnr and finite else None,
+            half_error_samples=self._confidence.half_error_samples if comparable and finite else 0,
+            agreement_lower_bound=1 - lost_share_upper_bound(rows - self._agreements, 0, rows) if has_rows else None,
+            lost_share_upper_bound=lost_share_upper_bound(lost, gained, labelled) if labelled else None,
         )
-
-
-def _are_classes(labels: Array, count: int) -> bool:
-    """Return True if the labels are class indices."""
-    return not labels.size or bool(labels.min() >= 0 and labels.max() < count)
 
 
 def _sums_of_squares(expected: Array, actual: Array, *, batched: bool) -> tuple[Array, Array]:
@@ -139,11 +135,11 @@ def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dic
     """
     name_by_alias = {name: spec.name for spec in reversed(first) for name in (*spec.aliases, spec.name)}
     name_by_alias.update((spec.name, spec.name) for spec in first)
-    matches = {}
-    for spec in second:
-        source = next((name_by_alias[name] for name in (spec.name, *spec.aliases) if name in name_by_alias), None)
-        if source is not None:
-            matches[spec.name] = source
+    matches = {
+        spec.name: next(name_by_alias[name] for name in (spec.name, *spec.aliases) if name in name_by_alias)
+        for spec in second
+        if not name_by_alias.keys().isdisjoint((spec.name, *spec.aliases))
+    }
     if len(matches) == len(second) and len(set(matches.values())) == len(first):
         return matches
     if len(first) != len(second):
@@ -170,10 +166,7 @@ def match_outputs(first: Sequence[str], second: Sequence[str], explicit: Mapping
     if explicit:
         return dict(explicit)
     matches = {name: name for name in first if name in set(second)}
-    unmatched_first, unmatched_second = (
-        [name for name in first if name not in matches],
-        [name for name in second if name not in matches],
-    )
+    unmatched_first, unmatched_second = ([name for name in names if name not in matches] for names in (first, second))
     if len(unmatched_first) != len(unmatched_second):
         raise UsageError(
             f"The models have different outputs: {_quote_names(unmatched_first) or 'none'} of the first and"
@@ -252,7 +245,8 @@ def compare_runners(
         pool = stack.enter_context(ThreadPoolExecutor(COMPARE_THREADS))
         model_pair = ModelPairRunner(float_runner, quantized_runner, inputs, labels)
         if sites is not None and site_runner is not None:
-            stack.callback(_close_generators, site_feeds)
+            for site_feed in site_feeds:
+                stack.enter_context(closing(site_feed))
             prefetch_limit = concurrent_run_count(
                 2 * (load.elements_per_sample or MEASURE_BATCH_VALUES) * (load.block_size if batched else 1),
                 observation_budget(None, ()),
@@ -274,8 +268,8 @@ def compare_runners(
             del expected, actual
             if block is not None:
                 completed = min((block + 1) * load.block_size, batches.count)
-                if completed >= site_samples:
-                    _close_generators(site_feeds)  # else what is left would be kept for them
+                for site_feed in site_feeds if completed >= site_samples else ():
+                    site_feed.close()  # else what is left would be kept for them
                 if progress is not None:
                     progress(completed, batches.count)
         model_pair.measure_pending(pool)
@@ -286,11 +280,6 @@ def compare_runners(
         sites=() if sites is None else sites.figures(),
         labels=labels,
     )
-
-
-def _close_generators(generators: Iterable[Generator[object, None, None]]) -> None:
-    for generator in generators:
-        generator.close()
 
 
 def _feeds_until(max_samples: int, block_size: int, feeds: Iterable[tuple[Feeds, int | None]]) -> Iterator[Feeds]:
@@ -312,12 +301,8 @@ class ModelPairRunner:
     """Run both models side by side, unobserved and observed."""
 
     def __init__(self, float_runner: Runner, quantized_runner: Runner, inputs: Mapping[str, str], labels: str) -> None:
-        self._float_runner, self._quantized_runner, self._inputs, self._labels = (
-            float_runner,
-            quantized_runner,
-            inputs,
-            labels,
-        )
+        self._float_runner, self._quantized_runner = float_runner, quantized_runner
+        self._inputs, self._labels = inputs, labels
         self._sites: ComparedSites | None = None
         self._observations: list[Iterator[ObservedTensors]] = []
         self._output_tensors: Mapping[str, TensorRef] = {}
@@ -335,11 +320,8 @@ class ModelPairRunner:
     ) -> None:
         """Start observing both models on their copies of the feeds, up to `prefetch_limit` runs ahead of `run`."""
         quantized_tensors, float_tensors = sites.tensors_to_observe()
-        hidden, hidden_float = (
-            self._quantized_runner.unobservable(quantized_tensors),
-            site_runner.unobservable(float_tensors),
-        )
-        sites.drop_hidden(hidden, hidden_float)
+        hidden = self._quantized_runner.unobservable(quantized_tensors)
+        sites.drop_hidden(hidden, site_runner.unobservable(float_tensors))
         quantized_tensors, float_tensors = sites.tensors_to_observe()
         if (
             float_tensors
@@ -348,17 +330,11 @@ class ModelPairRunner:
         ):
             self._output_tensors = site_runner.output_tensors
         self._sites = sites
+        float_tensors = list(dict.fromkeys([*float_tensors, *self._output_tensors.values()]))
+        quantized_tensors = [tensor for tensor in quantized_tensors if tensor not in hidden]
         observations = (
-            (
-                site_runner,
-                list(dict.fromkeys([*float_tensors, *self._output_tensors.values()])),
-                map(self._without_labels, site_feeds[0]),
-            ),
-            (
-                self._quantized_runner,
-                [tensor for tensor in quantized_tensors if tensor not in hidden],
-                map(self._quantized_feed, site_feeds[1]),
-            ),
+            (site_runner, float_tensors, map(self._without_labels, site_feeds[0])),
+            (self._quantized_runner, quantized_tensors, map(self._quantized_feed, site_feeds[1])),
         )
         self._observations = [
             stack.enter_context(closing(runner.observe(tensors, feeds, max_in_flight=prefetch_limit)))
@@ -409,11 +385,10 @@ class ModelPairRunner:
                 for site in remaining_sites:
                     site.add(self._pending)
 
-        list(
-            pool.map(measure_sites, range(COMPARE_THREADS))
-            if self._pending_values > MEASURE_BATCH_VALUES
-            else map(measure_sites, range(1))
-        )
+        if self._pending_values > MEASURE_BATCH_VALUES:
+            list(pool.map(measure_sites, range(COMPARE_THREADS)))
+        else:
+            measure_sites(0)
         self._pending.clear()
         self._pending_values = 0
 
@@ -423,10 +398,8 @@ def reference_runner(float_model: Model, sites: ComparedSites | None, runner: Ru
 
     This is `runner` itself unless the sites refer to a prepared copy of the model.
     """
-    if sites is None:
-        return None
-    if sites.float_model is float_model:
-        return runner
+    if sites is None or sites.float_model is float_model:
+        return None if sites is None else runner
     return formats.format_module(float_model.format).create_runner(sites.float_model)
 
 

@@ -175,9 +175,8 @@ class ErrorSums:
         Call it within `ignore_overflow`: sums that exceed float32 are recomputed.
         """
         if expected.shape != actual.shape:
-            self.problem = (
-                self.problem or f"shapes differ: {format_shape(expected.shape)} and {format_shape(actual.shape)}"
-            )
+            shapes = f"{format_shape(expected.shape)} and {format_shape(actual.shape)}"
+            self.problem = self.problem or f"shapes differ: {shapes}"
             return
         flat_expected, flat_actual = expected.reshape(-1), actual.reshape(-1)
         self.count += flat_expected.size
@@ -188,16 +187,13 @@ class ErrorSums:
         ):
             return
         for start in range(0, flat_expected.size, histogram_kernel.SQUARES_CHUNK):
-            self._add_chunk(
-                flat_expected[start : start + histogram_kernel.SQUARES_CHUNK],
-                flat_actual[start : start + histogram_kernel.SQUARES_CHUNK],
-                full=full,
-            )
+            chunk = slice(start, start + histogram_kernel.SQUARES_CHUNK)
+            self._add_chunk(flat_expected[chunk], flat_actual[chunk], full=full)
 
     def _add_float32_sums(self, expected: Array, actual: Array) -> bool:
         """Add the float32 sums of power and error if they are exact enough."""
-        if not (_is_c_aligned(expected) and _is_c_aligned(actual)):
-            return False
+        if not all(values.flags.c_contiguous and values.flags.aligned for values in (expected, actual)):
+            return False  # the C kernel would need a copy
         power, error = histogram_kernel.sum_squares(expected, actual)
         fits = SMALLEST_SUM < power < math.inf and SMALLEST_SUM < error < math.inf
         if fits:
@@ -244,11 +240,6 @@ class ErrorSums:
         if not self.power or not self.actual_power:
             return 1.0 if self.power == self.actual_power else 0.0
         return min(max(self.dot / math.sqrt(self.power) / math.sqrt(self.actual_power), -1.0), 1.0)
-
-
-def _is_c_aligned(values: Array) -> bool:
-    """Return True if the C kernel can read the array without a copy."""
-    return values.flags.c_contiguous and values.flags.aligned
 
 
 def _is_exact_sum(total: float, values: Array) -> bool:
@@ -348,10 +339,8 @@ def lost_share_upper_bound(lost: int, gained: int, rows: int) -> float:
     Both counts are rare events with Poisson distribution (Garwood 1936, by Wilson and Hilferty 1931); their
     uncertainties add as squares (Zou and Donner 2008).
     """
-    lost_margin, gained_margin = (
-        _poisson_mean_bound(lost + 1, CONFIDENCE_QUANTILE) - lost,
-        gained - _poisson_mean_bound(gained, -CONFIDENCE_QUANTILE),
-    )
+    lost_margin = _poisson_mean_bound(lost + 1, CONFIDENCE_QUANTILE) - lost
+    gained_margin = gained - _poisson_mean_bound(gained, -CONFIDENCE_QUANTILE)
     return min((lost - gained + math.hypot(lost_margin, gained_margin)) / rows, 1.0)
 
 

@@ -35,8 +35,6 @@ VALUE_PRESERVING_STEPS = ("initializer-inputs", "fold-batchnorm")
 BIAS_BITS = 32
 """Bit width that only biases have."""
 
-SCALED_NOTE = "its channels were scaled before it was quantized"
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComparedSite:
@@ -68,25 +66,18 @@ class ComparedSite:
 
     def add(self, runs: Sequence[tuple[ObservedTensors, ObservedTensors]]) -> None:
         """Add the observed values of some runs of the quantized and of the float model."""
+        actual = [quantized_values.get(self.output_tensor, ()) for quantized_values, _ in runs]
         if self.input_tensor is not None:
-            _add_runs(
-                self.local_errors,
-                [
-                    (quantized_values.get(self.input_tensor, ()), quantized_values.get(self.output_tensor, ()))
-                    for quantized_values, _ in runs
-                ],
-            )
+            inputs = [quantized_values.get(self.input_tensor, ()) for quantized_values, _ in runs]
+            _add_runs(self.local_errors, zip(inputs, actual, strict=True))
         if self.float_tensor is not None:
-            pairs = [
-                (float_values[self.float_tensor], quantized_values.get(self.output_tensor, ()))
-                for quantized_values, float_values in runs
-                if float_values
-            ]
-            _add_runs(self.accumulated_errors, pairs)
+            expected = [float_values[self.float_tensor] if float_values else None for _, float_values in runs]
+            _add_runs(self.accumulated_errors, zip(expected, actual, strict=True))
 
     def drop_reference(self, *, drop_local: bool) -> None:
         """Drop the comparison with a float model that differs by design, and with `drop_local` the local error."""
-        self.note, self.float_tensor, self.accumulated_errors = SCALED_NOTE, None, ErrorSums()
+        self.note, self.float_tensor = "its channels were scaled before it was quantized", None
+        self.accumulated_errors = ErrorSums()
         if drop_local:
             self.local_errors, self.read_float_weight = ErrorSums(), None
 
@@ -95,16 +86,20 @@ class ComparedSite:
         problem = self.note or self.local_errors.problem or self.accumulated_errors.problem
         if not self.local_errors.count and not self.accumulated_errors.count and not problem:
             problem = "it was not reached"
+        local, accumulated = (
+            errors.sqnr if errors.count and not errors.problem else None
+            for errors in (self.local_errors, self.accumulated_errors)
+        )
+        op, params = self.quantization_op, self.quantization_op.params
         return SiteFigures(
-            graph=self.quantization_op.graph,
-            op=self.quantization_op.op,
+            graph=op.graph,
+            op=op.op,
             tensor=str(self.tensor),
-            rule=self.quantization_op.rule,
+            rule=op.rule,
             parameter=self.parameter,
-            local=_sqnr_or_none(self.local_errors),
-            accumulated=_sqnr_or_none(self.accumulated_errors),
-            bias=isinstance(self.quantization_op.params, QParams)
-            and self.quantization_op.params.type.bits == BIAS_BITS,
+            local=local,
+            accumulated=accumulated,
+            bias=isinstance(params, QParams) and params.type.bits == BIAS_BITS,
             note=problem,
         )
 
@@ -149,8 +144,13 @@ class ComparedSites:
                 site.float_tensor, site.note = None, "the float model does not show this tensor"
 
     def figures(self) -> tuple[SiteFigures, ...]:
-        """Figures of each site, the largest local error first."""
-        return tuple(sorted((site.figures() for site in self.sites), key=_site_rank))
+        """Figures of each site, the largest local error first; unknown figures come last."""
+
+        def rank(site: SiteFigures) -> tuple[float, float, str, str]:
+            local, accumulated = (math.inf if sqnr is None else sqnr for sqnr in (site.local, site.accumulated))
+            return local, accumulated, site.graph, site.op
+
+        return tuple(sorted((site.figures() for site in self.sites), key=rank))
 
 
 def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
@@ -160,10 +160,10 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
         float_model: The float model in any format.
         quantized_model: The quantized model.
     """
-    prepared = (
-        prepare_like(float_model, quantized_model) if float_model.format == quantized_model.format else float_model
-    )
-    op_pairs = match_ops(quantized_model, prepared) if float_model.format == quantized_model.format else None
+    prepared, op_pairs = float_model, None
+    if float_model.format == quantized_model.format:
+        prepared = prepare_like(float_model, quantized_model)
+        op_pairs = match_ops(quantized_model, prepared)
     parameters, float_weights = Parameters(quantized_model), _FloatWeights(quantized_model, prepared, op_pairs)
     compared, summary, scaled_tensors = [], summarize_model(quantized_model), _scaled_tensors(quantized_model)
     for quantization_op in summary.quantization_ops:
@@ -173,20 +173,19 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
             quantized_model.op(output_tensor).kind == "dequantize"
             and quantized_model.graphs[output_tensor.graph].slots(output_tensor.op)[0] == quantized_tensor
         )
-        if reads_integers and not parameters.is_parameter(quantized_tensor):
+        parameter = parameters.is_parameter(quantized_tensor)
+        if reads_integers and not parameter:
             continue  # integers that the model computes
         unquantized = unquantized_source(quantized_model, quantized_tensor)
         site = ComparedSite(
             quantization_op=quantization_op,
             tensor=quantized_tensor,
-            parameter=parameters.is_parameter(quantized_tensor),
+            parameter=parameter,
             input_tensor=None if reads_integers else quantized_tensor,
             output_tensor=output_tensor,
-            float_tensor=None
-            if op_pairs is None or parameters.is_parameter(quantized_tensor)
-            else op_pairs.matching_tensor(unquantized),
+            float_tensor=None if op_pairs is None or parameter else op_pairs.matching_tensor(unquantized),
         )
-        if site.parameter:
+        if parameter:
             _measure_weight(site, parameters, float_weights)
         elif op_pairs is not None and site.float_tensor is None:
             site.note = "no tensor of the float model is its match"
@@ -205,9 +204,9 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
 
 def _scaled_tensors(quantized_model: Model) -> frozenset[str]:
     """Tensors and weights whose channels were scaled before quantization, as recorded in the model."""
-    provenance = quantized_model.provenance or formats.format_module(quantized_model.format).read_metadata(
-        quantized_model
-    )
+    provenance = quantized_model.provenance
+    if not provenance:
+        provenance = formats.format_module(quantized_model.format).read_metadata(quantized_model)
     try:
         names = json.loads(provenance.get("scaled", "[]"))
     except (ValueError, RecursionError):  # whoever wrote that is no graphquant
@@ -220,14 +219,13 @@ def prepare_like(float_model: Model, quantized_model: Model) -> Model:
     steps = formats.format_module(quantized_model.format).read_metadata(quantized_model).get("steps", "")
     if steps:
         return prepare(float_model, parse_step_names(steps))[0]
-    folded_names = [
-        op.name
+    has_folded_ops = any(
+        op.kind == "batchnorm" and op.name not in quantized_model.graphs[name]
         for name, graph in float_model.graphs.items()
         if name in quantized_model.graphs
         for op in graph.ops()
-        if op.kind == "batchnorm" and op.name not in quantized_model.graphs[name]
-    ]
-    return prepare(float_model, VALUE_PRESERVING_STEPS)[0] if folded_names else float_model
+    )
+    return prepare(float_model, VALUE_PRESERVING_STEPS)[0] if has_folded_ops else float_model
 
 
 class _FloatWeights:
@@ -239,8 +237,10 @@ class _FloatWeights:
 
     def matching_value(self, quantized_weight: TensorRef) -> Array | None:
         """Find the float value at the use that reads a quantized weight."""
-        for use in consumers_through_qdq(self._quantized_model, quantized_weight) if self._op_pairs is not None else ():
-            float_op = self._op_pairs.forward.get((use.graph, use.op)) if self._op_pairs is not None else None
+        if self._op_pairs is None:
+            return None
+        for use in consumers_through_qdq(self._quantized_model, quantized_weight):
+            float_op = self._op_pairs.forward.get((use.graph, use.op))
             slots = [] if float_op is None else self._float_model.graphs[float_op[0]].slots(float_op[1])
             source = slots[use.slot] if use.slot < len(slots) else None
             if source is not None:
@@ -255,21 +255,20 @@ def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _
         site.note = "its scale or its values are not in the model"
         return
     params = _with_fitting_axis(params, value)
-    dequantized = dequantize(value if site.input_tensor is None else quantize(value, params), params)
-    if site.input_tensor is not None:
-        with ignore_overflow():
-            site.local_errors.add(value, dequantized)
+    stores_integers = site.input_tensor is None
+    dequantized = dequantize(value if stores_integers else quantize(value, params), params)
     expected = float_weights.matching_value(site.output_tensor)
-    if expected is not None and expected.size == dequantized.size and site.input_tensor is None:
+    if expected is not None and expected.size != dequantized.size:
+        expected = None
+    if expected is None and stores_integers:
+        site.note = "the float model has no such weight"
+    elif expected is not None and stores_integers:
         site.read_float_weight = partial(_reshaped_float_weight, float_weights, site.output_tensor, dequantized.shape)
-    if expected is None or expected.size != dequantized.size:
-        site.note = "" if site.input_tensor is not None else "the float model has no such weight"
-        return
-    for errors in (
-        (site.local_errors, site.accumulated_errors) if site.input_tensor is None else (site.accumulated_errors,)
-    ):
-        with ignore_overflow():
-            errors.add(expected.reshape(dequantized.shape), dequantized)
+    local_reference = expected if stores_integers else value
+    for errors, reference in ((site.local_errors, local_reference), (site.accumulated_errors, expected)):
+        if reference is not None:
+            with ignore_overflow():
+                errors.add(reference.reshape(dequantized.shape), dequantized)
 
 
 def _reshaped_float_weight(float_weights: _FloatWeights, quantized_weight: TensorRef, shape: tuple[int, ...]) -> Array:
@@ -287,11 +286,11 @@ def _with_fitting_axis(params: QParams, value: Array) -> QParams:
     return params if fits else replace(params, axis=last_axis)
 
 
-def _add_runs(errors: ErrorSums, runs: Iterable[tuple[Sequence[Array], Sequence[Array]]]) -> None:
+def _add_runs(errors: ErrorSums, runs: Iterable[tuple[Sequence[Array] | None, Sequence[Array]]]) -> None:
     """Add the values of several runs at once, because numpy's overhead dominates small arrays."""
     pairs: list[tuple[Array, Array]] = []
     for expected, actual in runs:
-        if not actual:
+        if expected is None or not actual:
             continue  # it is on a branch that was not taken
         if len(expected) != len(actual):
             errors.problem = errors.problem or "it was computed another number of times"
@@ -299,28 +298,9 @@ def _add_runs(errors: ErrorSums, runs: Iterable[tuple[Sequence[Array], Sequence[
         pairs += zip(expected, actual, strict=True)
     same_shape = [pair for pair in pairs if pair[0].shape == pair[1].shape]
     if len(same_shape) > 1:
-        different_shape = [pair for pair in pairs if pair[0].shape != pair[1].shape]
-        pairs = [
-            (
-                _flatten_and_join([expected_values for expected_values, _ in same_shape]),
-                _flatten_and_join([actual_values for _, actual_values in same_shape]),
-            ),
-            *different_shape,
-        ]
-    for expected_values, actual_values in pairs:
-        errors.add(expected_values, actual_values)
-
-
-def _flatten_and_join(arrays: Sequence[Array]) -> Array:
-    """Flatten and concatenate arrays."""
-    return np.concatenate([array.reshape(-1) for array in arrays])
-
-
-def _sqnr_or_none(errors: ErrorSums) -> float | None:
-    return errors.sqnr if errors.count and not errors.problem else None
-
-
-def _site_rank(site: SiteFigures) -> tuple[float, float, str, str]:
-    """Sort key of a site; unknown figures come last."""
-    local, accumulated = (math.inf if sqnr is None else sqnr for sqnr in (site.local, site.accumulated))
-    return local, accumulated, site.graph, site.op
+        first, second = (
+            np.concatenate([array.reshape(-1) for array in arrays]) for arrays in zip(*same_shape, strict=True)
+        )
+        pairs = [(first, second), *(pair for pair in pairs if pair[0].shape != pair[1].shape)]
+    for first, second in pairs:
+        errors.add(first, second)
