@@ -21,7 +21,7 @@ from graphquant.batch.cache_key import canonical_output, file_digest
 from graphquant.batch.types import Entry, Outcome, outcome_json, parse_json
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import UsageError
-from graphquant.formats.external_weights import replacing_model
+from graphquant.formats.model_files import replacing_model
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
 if TYPE_CHECKING:

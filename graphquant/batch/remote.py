@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Any
 from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, is_remote
 from graphquant.errors import GraphQuantError, MissingDependencyError, ModelError, UsageError, did_you_mean
 from graphquant.formats import SUFFIXES
-from graphquant.formats.external_weights import may_be_model_file, unreferenced_weights, weight_files_of
-from graphquant.formats.model_files import companion_file_names
+from graphquant.formats.model_files import (
+    companion_file_names,
+    may_be_model_file,
+    unreferenced_weights,
+    weight_files_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator

@@ -1,24 +1,38 @@
-"""The files of a model: the model file, external data, and checkpoint files.
+"""The files of a model: the model file, checkpoint files and external data, also the weights files of graphquant.
 
-Nothing here parses more of a model than it needs.
+The name of a weights file contains the digest of its content, so a model is never paired with the weights of another
+run. Nothing here parses more of a model than it needs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import mmap
 import os
+import re
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from graphquant.errors import ModelError
 from graphquant.formats import detect_format
-from graphquant.formats.external_weights import may_have_external_data
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 MAX_FILES = 100_000
 """Maximum number of files in the folder of a SavedModel."""
+
+MAX_SEARCHED_BYTES = 1 << 33
+"""Maximum total size of the files that are searched for names of weights files."""
+
+_MAX_MODEL_BYTES = 1 << 31
+"""Maximum size of a model file, which is a protocol buffer."""
+
+_CHUNK_BYTES = 1 << 22
+_WEIGHTS_FILE_NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")
+_SUFFIX_LENGTH = len("0123456789abcdef.data")
 
 
 def model_files(path: Path) -> tuple[Path, ...]:
@@ -31,8 +45,10 @@ def model_files(path: Path) -> tuple[Path, ...]:
     format_name = detect_format(path)
     if path.is_dir():
         return _saved_model_files(path)
-    if format_name == "onnx":
-        return (path, *_onnx_external_files(path))
+    if format_name == "onnx" and may_have_external_data(path):
+        from graphquant.formats.onnx.file_writer import external_data_files
+
+        return (path, *external_data_files(path))
     if path.suffix == ".meta":
         names = _checkpoint_file_names(path, [file.name for file in path.parent.iterdir()])
         return (path, *map(path.with_name, names))
@@ -61,14 +77,13 @@ def companion_file_names(path: Path, folder_names: Iterable[str]) -> tuple[str, 
 
 def _checkpoint_file_names(path: Path, folder_names: Iterable[str]) -> list[str]:
     """Return the names of the checkpoint files of a MetaGraph."""
-    prefix = path.stem
-    suffixes = {name: name.removeprefix(prefix) for name in sorted(folder_names) if name.startswith(f"{prefix}.")}
+    suffixes = {name: name.removeprefix(path.stem) for name in sorted(folder_names) if name.startswith(f"{path.stem}.")}
     return [name for name, suffix in suffixes.items() if suffix == ".index" or suffix.startswith(".data-")]
 
 
 def _saved_model_files(path: Path) -> tuple[Path, ...]:
     """Return the files of a SavedModel, sorted, with `saved_model.pb` first."""
-    files = []
+    files: list[Path] = []
     for subfolder, child_folders, names in os.walk(path):
         child_folders.sort()
         files += [Path(subfolder) / name for name in sorted(names)]
@@ -80,10 +95,93 @@ def _saved_model_files(path: Path) -> tuple[Path, ...]:
     return tuple(sorted(files, key=lambda file: (file.parent != path or file.stem != "saved_model", file)))
 
 
-def _onnx_external_files(path: Path) -> tuple[Path, ...]:
-    """Return the files of external data of an ONNX model, sorted."""
-    if not may_have_external_data(path):
-        return ()
-    from graphquant.formats.onnx.file_writer import external_data_files
+def may_have_external_data(path: Path) -> bool:
+    """Return False if an ONNX model has no external data for certain, without parsing it."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return data.find(b"location") >= 0  # the key under which an ONNX message names a file
 
-    return external_data_files(path)
+
+class HashingWriter:
+    """A binary file that is written from its start, with the SHA-256 digest of its content."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash, self._size = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> None:
+        """Append bytes; raise OSError if the bytes cannot be written."""
+        self._size += self._file.write(data)
+        self._hash.update(data)
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self._size
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 digest of the bytes written."""
+        return self._hash.hexdigest()
+
+
+def weights_path(path: Path, digest: str) -> Path:
+    """Return the path of the weights file with this digest for the model at `path`."""
+    return path.with_name(f"{path.name}.{digest[:16]}.data")
+
+
+@contextmanager
+def replacing_model(path: Path, *, external_weights: bool = False) -> Iterator[None]:
+    """Delete unreferenced weights files of the model at `path` when the context ends, which writes the model.
+
+    Such files belonged to the model that was replaced, or were left by a process that was killed.
+
+    Args:
+        path: The model.
+        external_weights: True if the new model has a weights file.
+    """
+    needs_cleanup = external_weights or (path.is_file() and may_have_external_data(path))
+    try:
+        yield
+    finally:
+        if needs_cleanup:
+            with suppress(OSError):  # the model is complete; leftover weights do no harm
+                folder_files = sorted(path.parent.iterdir())
+                if weight_files := weight_files_of(path.name, [file.name for file in folder_files]):
+                    searched = [file for file in folder_files if may_be_model_file(file.name) and file.is_file()]
+                    for name in unreferenced_weights(weight_files, searched):
+                        path.with_name(name).unlink(missing_ok=True)
+
+
+def weight_files_of(model: str, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that are names of weights files of a model file called `model`."""
+    matches = map(_WEIGHTS_FILE_NAME.fullmatch, sorted(names))
+    return [match[0] for match in matches if match is not None and match["model"] == model]
+
+
+def may_be_model_file(name: str) -> bool:
+    """Return False for the names of files that are written next to models, True for all others."""
+    return _WEIGHTS_FILE_NAME.fullmatch(name) is None and not name.endswith((".part", ".intoto.json"))
+
+
+def unreferenced_weights(weights: Iterable[str], files: Sequence[Path]) -> list[str]:
+    """Return the weights files to which none of `files` refers; none of them if `files` are too large to search.
+
+    The search looks for the digests in the names, which are spelled alike in all serialization forms of a model. It
+    does not parse the files, because a file that is still being copied cannot be parsed.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    unreferenced = list(weights)
+    sizes = {file: size for file in files if 0 < (size := file.stat().st_size) <= _MAX_MODEL_BYTES}
+    if sum(sizes.values()) > MAX_SEARCHED_BYTES:
+        return []
+    for file in sizes:
+        with file.open("rb") as stream:
+            overlap = b""  # a digest may begin in one chunk and end in the next one
+            while data := stream.read(_CHUNK_BYTES):
+                chunk = overlap + data
+                unreferenced = [name for name in unreferenced if name[-_SUFFIX_LENGTH:].encode("ascii") not in chunk]
+                overlap = data[-_SUFFIX_LENGTH:]
+    return unreferenced

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 
 from graphquant import formats
 from graphquant.errors import ModelError
+from graphquant.formats import prefetch
 from graphquant.formats.onnx import session as onnx_session
-from graphquant.formats.prefetch import prefetch
 from graphquant.ir import TensorRef
 
 INFO = helper.make_tensor_value_info

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.conversions import encode_skeleton, inline_functions, upgrade_opset
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
+    from graphquant.formats.onnx.index import read_metadata
     from graphquant.formats.onnx.reader import load, restore_original
     from graphquant.formats.onnx.session import (
         OptimizationError,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         prepare_timed_run,
         profile_ops,
     )
-    from graphquant.formats.onnx.source import read_metadata
     from graphquant.ir import Model
 
 DEFAULT_RULES = "onnxruntime"
@@ -42,7 +42,7 @@ _MODULES = {
     "optimize_model": "session",
     "prepare_timed_run": "session",
     "profile_ops": "session",
-    "read_metadata": "source",
+    "read_metadata": "index",
     "restore_original": "reader",
     "save": "file_writer",
     "upgrade_opset": "conversions",

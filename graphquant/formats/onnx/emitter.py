@@ -19,7 +19,7 @@ from graphquant.formats.onnx.external_data import (
     copy_without_weights,
     deferred_tensor,
 )
-from graphquant.formats.onnx.source import METADATA_IR_VERSION, output_value_name, write_onnx_metadata
+from graphquant.formats.onnx.index import METADATA_IR_VERSION, output_value_name, retain_entries, write_onnx_metadata
 from graphquant.formats.onnx.tensors import (
     DEFAULT_DOMAINS,
     DTYPE_CODES,
@@ -32,10 +32,10 @@ from graphquant.formats.onnx.tensors import (
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from graphquant.formats.onnx.external_data import DeferredWeight
-    from graphquant.formats.onnx.source import OnnxGraphSource, OnnxSource
+    from graphquant.formats.onnx.index import OnnxGraphSource, OnnxSource
 
 
 VERSION_KEY = "graphquant.version"
@@ -319,14 +319,6 @@ def _topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
                 visited.add(unvisited_source)
                 stack.append((unvisited_source, iter(graph.nx.pred[unvisited_source])))
     return ordered
-
-
-def retain_entries(repeated: Any, predicate: Callable[[Any], bool]) -> None:
-    """Drop the entries of a repeated field that do not satisfy `predicate`."""
-    retained = [entry for entry in repeated if predicate(entry)]
-    if len(retained) < len(repeated):
-        del repeated[:]
-        repeated.extend(retained)
 
 
 def node_bodies(node: Any) -> dict[str, Any]:

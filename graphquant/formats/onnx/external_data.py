@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from graphquant.formats.external_weights import HashingWriter
+    from graphquant.formats.model_files import HashingWriter
     from graphquant.formats.onnx.tensors import Array
 
 

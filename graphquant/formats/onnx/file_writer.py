@@ -15,7 +15,7 @@ from google.protobuf.message import EncodeError
 from onnx import printer, serialization
 
 from graphquant.errors import ModelError, UsageError
-from graphquant.formats.external_weights import HashingWriter, replacing_model, weights_path
+from graphquant.formats.model_files import HashingWriter, replacing_model, weights_path
 from graphquant.formats.onnx.emitter import emit_message
 from graphquant.formats.onnx.external_data import (
     fill_deferred_weights,
@@ -24,8 +24,8 @@ from graphquant.formats.onnx.external_data import (
     new_weight_bytes,
     write_external_weights,
 )
+from graphquant.formats.onnx.index import write_onnx_metadata
 from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message, serialization_form
-from graphquant.formats.onnx.source import write_onnx_metadata
 from graphquant.formats.onnx.tensors import external_location, external_path, is_external, tensor_value
 from graphquant.ir import paused_gc
 from graphquant.utils.atomic_files import atomic_file

@@ -1,10 +1,13 @@
-"""Index of a ModelProto as graphs of ops: names, kinds, roles, types, bodies and functions.
+"""ModelProtos as graphs of ops, and the provenance in their metadata. Nothing is copied or decoded.
 
-Nothing is copied or decoded.
+The index of a ModelProto has names, kinds, roles, types, bodies and functions. Provenance is in the `metadata_props` of
+the model and of its nodes.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,16 +17,11 @@ from onnx import AttributeProto
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.ops import NodeFacts, OnnxOpInfo, classify_node
 from graphquant.formats.onnx.shape_inference import infer_types
-from graphquant.formats.onnx.source import (
-    OnnxGraphSource,
-    OnnxSource,
-    node_rule_note,
-    output_value_name,
-    read_rule_notes,
-)
 from graphquant.formats.onnx.tensors import (
+    ANCHOR_KEY,
     DTYPE_NAMES,
     GRAPH_ATTRIBUTES,
+    RULE_KEY,
     Array,
     OnnxAttributes,
     constant_value,
@@ -33,15 +31,106 @@ from graphquant.formats.onnx.tensors import (
     type_and_shape,
 )
 from graphquant.ir import Call, Graph, Model, Op, Output, Shape, TensorRef
+from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxGraphSource:
+    """One graph as it was loaded.
+
+    Attributes:
+        proto: The GraphProto, or the FunctionProto of a function.
+        node_names: Names of the ops in the order of `proto.node`.
+        loaded_ops: The ops as they were loaded, by name.
+        values: Tensor of each value name of this graph.
+        dimension_names: Symbolic dimension names by axis for values that have some, "" for an axis without.
+    """
+
+    proto: Any
+    node_names: list[str]
+    loaded_ops: dict[str, Op]
+    values: dict[str, TensorRef]
+    dimension_names: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxSource:
+    """The ModelProto of a loaded model, which is never changed. Emission compares the model with it.
+
+    Attributes:
+        message: The ModelProto.
+        graphs: Source of each graph, by its name in the model.
+        folder: Folder of its external data; None for a model built in memory.
+    """
+
+    message: Any
+    graphs: dict[str, OnnxGraphSource]
+    folder: Path | None
+
+
+def output_value_name(op: Op) -> str:
+    """Return the value name in the source of an op of kind "output"."""
+    name: str = op.source if isinstance(op.source, str) else op.source.name
+    return name
+
+
+METADATA_IR_VERSION = 10
+"""First IR version whose nodes have metadata_props."""
+
+
+def read_metadata(model: Model) -> dict[str, str]:
+    """Return the provenance entries in the model's metadata."""
+    return metadata_entries(model.source.message)
+
+
+def write_onnx_metadata(message: Any, model: Model, *, record: bool = True) -> None:
+    """Write the provenance of `model` to `message`, which was emitted from it."""
+    if model.provenance is None:
+        return
+    clear_metadata(message)
+    entries = dict(model.provenance)
+    if message.ir_version < METADATA_IR_VERSION and (ops := op_provenance_json(model)):
+        entries[OPS_KEY] = ops
+    if record and model.original_model is not None:
+        entries[RECORD_KEY] = base64.b64encode(make_record(model.original_model.source.message, message)).decode()
+    for key in sorted(entries):
+        message.metadata_props.add(key=METADATA_PREFIX + key, value=entries[key])
+
+
+def clear_metadata(message: Any) -> None:
+    """Remove graphquant's entries from a model's metadata."""
+    retain_entries(message.metadata_props, lambda entry: not entry.key.startswith(METADATA_PREFIX))
+
+
+def retain_entries(repeated: Any, predicate: Callable[[Any], bool]) -> None:
+    """Drop the entries of a repeated field that do not satisfy `predicate`."""
+    retained = [entry for entry in repeated if predicate(entry)]
+    if len(retained) < len(repeated):
+        del repeated[:]
+        repeated.extend(retained)
+
+
+def metadata_entries(message: Any) -> dict[str, str]:
+    """Return graphquant's entries in a model's metadata by key."""
+    entries = [entry for entry in message.metadata_props if entry.key.startswith(METADATA_PREFIX)]
+    return {entry.key.removeprefix(METADATA_PREFIX): entry.value for entry in entries}
+
+
+def read_rule_notes(message: Any) -> dict[str, dict[str, tuple[str, str]]]:
+    """Return rule and anchor of ops by graph and name, for models whose nodes have no metadata; {} if damaged."""
+    try:
+        notes = json.loads(metadata_entries(message).get(OPS_KEY, "{}"))
+        return {g: {op: (str(rule), str(anchor)) for op, (rule, anchor) in ops.items()} for g, ops in notes.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 MAX_NESTING = 30
 """Maximum nesting depth of bodies. The binary form of a message cannot hold more."""
-
-KnownTypes = dict[str, tuple[str | None, Shape | None]]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,7 +142,7 @@ class _GraphScope:
     types: Any
     outer: _GraphScope | None = None
     depth: int = 0
-    known_types: KnownTypes = field(default_factory=dict)
+    known_types: dict[str, tuple[str | None, Shape | None]] = field(default_factory=dict)
     values: dict[str, TensorRef] = field(default_factory=dict)
     nodes: list[str] = field(default_factory=list)
     positions: dict[str, int] = field(default_factory=dict)
@@ -63,11 +152,9 @@ class _GraphScope:
     def resolve(self, value: str) -> TensorRef | None:
         """Return the tensor that `value` names in this scope, None if there is none."""
         scope: _GraphScope | None = self
-        while scope is not None:
-            if value in scope.values:
-                return scope.values[value]
+        while scope is not None and value not in scope.values:
             scope = scope.outer
-        return None
+        return None if scope is None else scope.values[value]
 
     def unique_name(self, *candidates: str) -> str:
         """Return the first free name of `candidates`, else the last one with the smallest free suffix `_k`."""
@@ -82,20 +169,18 @@ class _GraphScope:
         self.names.add(name)
         return _utf8_name(name)
 
-    def define(self, value: str, tensor: TensorRef) -> None:
-        """Let `value` name `tensor`."""
-        if _utf8_name(value) in self.values:
-            raise ModelError(
-                f"Several ops define the value {value!r}. Names must be unique in a graph: export the model again."
-            )
-        self.values[value] = tensor
-
     def add(self, op: Op) -> None:
-        """Add an op whose name came from `unique_name`, and define its outputs."""
-        tensor = self.graph.add_op(op)
+        """Add an op whose name came from `unique_name`, and let the names of its outputs name them."""
         for port, output in enumerate(op.outputs):
-            if output.name:
-                self.define(output.name, TensorRef(tensor.graph, tensor.op, port))
+            if not output.name:
+                continue
+            if _utf8_name(output.name) in self.values:
+                raise ModelError(
+                    f"Several ops define the value {output.name!r}. Names must be unique in a graph: export the model"
+                    " again."
+                )
+            self.values[output.name] = TensorRef(self.graph.name, op.name, port)
+        self.graph.add_op(op)
 
     def known_output(self, value: str) -> Output:
         """Return the output of `value` with its known type and shape."""
@@ -148,98 +233,90 @@ class GraphIndexer:
         graphs, graph_name, suffix = self._model.graphs, name, 1
         while graph_name in graphs:
             graph_name, suffix = f"{name}_{suffix}", suffix + 1
-        graphs[graph_name] = Graph(graph_name, graphs, parent=parent, reserved_names=taken_names)
+        graph = graphs[graph_name] = Graph(graph_name, graphs, parent=parent, reserved_names=taken_names)
         depth = outer.depth + 1 if outer else 0
         if depth > MAX_NESTING:
             raise ModelError(
                 f"Bodies are nested {depth} levels deep. At most {MAX_NESTING} levels are supported: flatten the model."
             )
-        scope = _GraphScope(graph=graphs[graph_name], proto=proto, types=types, outer=outer, depth=depth)
+        is_function = not hasattr(types, "initializer")
+        infos = [*types.value_info] if is_function else [*types.value_info, *types.output, *types.input]
+        known_types = {info.name: type_and_shape(info.type) for info in infos}
+        dimensions = {info.name: tuple(dim.dim_param for dim in info.type.tensor_type.shape.dim) for info in infos}
+        scope = _GraphScope(graph=graph, proto=proto, types=types, outer=outer, depth=depth, known_types=known_types)
         self._source.graphs[graph_name] = OnnxGraphSource(
             proto=proto,
             node_names=scope.nodes,
             loaded_ops={},
             values=scope.values,
-            dimension_names=_dimension_names(types),
+            dimension_names={name: symbols for name, symbols in dimensions.items() if any(symbols)},
         )
         self._scopes.append(scope)
         return scope
 
     def _read_graph(self, scope: _GraphScope) -> None:
-        is_function = not hasattr(scope.proto, "initializer")
-        scope.known_types = _value_types(scope.types, is_function)
-        if is_function:
-            self._read_inputs(scope, [(name, name) for name in scope.proto.input], {})
-            graph_outputs = [(name, name) for name in scope.proto.output]
-        else:
+        proto, graph = scope.proto, scope.graph
+        if hasattr(proto, "initializer"):
             initializers = self._read_initializers(scope)
-            self._read_inputs(scope, [(info.name, info) for info in scope.proto.input], initializers)
-            for name, op in initializers.items():
-                if name not in scope.values:
-                    scope.unique_name(name)
-                    scope.add(op)
-            graph_outputs = [(info.name, info) for info in scope.proto.output]
-        labels = [scope.unique_name(f"@{name}") for name, _ in graph_outputs]
-        for node, typed_node in zip(scope.proto.node, scope.types.node, strict=True):
-            self._read_node(scope, node, typed_node)
-        for label, (_, source) in zip(labels, graph_outputs, strict=True):
-            scope.graph.add_op(Op(name=label, kind="output", type="Output", source=source))
-        scope.graph.outputs.extend(labels)
-        self._source.graphs[scope.graph.name].loaded_ops.update((op.name, op) for op in scope.graph.ops())
-
-    def _read_inputs(self, scope: _GraphScope, inputs: list[tuple[str, Any]], initializers: dict[str, Op]) -> None:
+            inputs, graph_outputs = ([(info.name, info) for info in infos] for infos in (proto.input, proto.output))
+        else:
+            initializers = {}
+            inputs, graph_outputs = ([(name, name) for name in names] for names in (proto.input, proto.output))
         for name, source in inputs:
             if not name:
                 raise ModelError("A graph input has no name. Export the model again.")
-            default = initializers.get(name)
-            op = Op(
-                name=name,
-                kind="input",
-                type="Input",
-                roles=(),
-                outputs=default.outputs if default else (scope.known_output(name),),
-                read_value=default.read_value if default else None,
-                source=source,
+            default = initializers.pop(name, None)
+            outputs = default.outputs if default else (scope.known_output(name),)
+            value = default.read_value if default else None
+            scope.add(
+                Op(name=name, kind="input", type="Input", roles=(), outputs=outputs, read_value=value, source=source)
             )
-            scope.define(name, TensorRef(scope.graph.name, name))
             scope.unique_name(name)
-            scope.graph.add_op(op)
-            scope.graph.inputs.append(name)
+            graph.inputs.append(name)
+        for name, op in initializers.items():
+            scope.unique_name(name)
+            scope.add(op)
+        labels = [scope.unique_name(f"@{name}") for name, _ in graph_outputs]
+        for node, typed_node in zip(proto.node, scope.types.node, strict=True):
+            self._read_node(scope, node, typed_node)
+        for label, (_, source) in zip(labels, graph_outputs, strict=True):
+            graph.add_op(Op(name=label, kind="output", type="Output", source=source))
+        graph.outputs.extend(labels)
+        self._source.graphs[graph.name].loaded_ops.update((op.name, op) for op in graph.ops())
 
     def _read_initializers(self, scope: _GraphScope) -> dict[str, Op]:
-        ops: dict[str, Op] = {}
         folder = self._source.folder
-
-        def add_initializer(tensor: Any, source: Any, shape: Shape, value: Callable[[], Array]) -> None:
-            if not tensor.name or tensor.name in ops:
-                raise ModelError(
-                    f"Two initializers are named {tensor.name!r}, or one has no name. Export the model again."
-                )
-            output = Output(tensor.name, DTYPE_NAMES.get(tensor.data_type), shape)
-            ops[tensor.name] = Op(
-                name=tensor.name,
+        entries: list[tuple[Any, Any, Shape, Callable[[], Array]]] = [
+            (tensor, tensor, tensor_shape(tensor), partial(tensor_value, tensor, folder))
+            for tensor in scope.proto.initializer
+        ]
+        entries += [
+            (sparse.values, sparse, tuple(sparse.dims), partial(sparse_value, sparse, folder))
+            for sparse in scope.proto.sparse_initializer
+        ]
+        ops: dict[str, Op] = {}
+        for tensor, source, shape, value in entries:
+            name = tensor.name
+            if not name or name in ops:
+                raise ModelError(f"Two initializers are named {name!r}, or one has no name. Export the model again.")
+            outputs = (Output(name, DTYPE_NAMES.get(tensor.data_type), shape),)
+            ops[name] = Op(
+                name=name,
                 kind="constant",
                 type="Initializer",
                 roles=(),
-                outputs=(output,),
+                outputs=outputs,
                 read_value=value,
                 source=source,
             )
-
-        for tensor in scope.proto.initializer:
-            add_initializer(tensor, tensor, tensor_shape(tensor), partial(tensor_value, tensor, folder))
-        for sparse in scope.proto.sparse_initializer:
-            add_initializer(sparse.values, sparse, tuple(sparse.dims), partial(sparse_value, sparse, folder))
         return ops
 
     def _read_node(self, scope: _GraphScope, node: Any, typed_node: Any) -> None:
         first_output = next((name for name in node.output if name), "")
         name = scope.unique_name(node.name, first_output, first_output or node.op_type)
-        folder = self._source.folder
-        domain = _normalized_domain(node.domain)
+        folder, domain = self._source.folder, _normalized_domain(node.domain)
         attrs = OnnxAttributes(node, folder)
-        key = (domain, node.op_type, node.overload)
-        callee = self._functions.get(key)
+        callee = self._functions.get((domain, node.op_type, node.overload))
         node_facts = NodeFacts(
             attrs, partial(self._input_shape, scope, node.input), partial(self._input_scalar, scope, node.input)
         )
@@ -247,7 +324,11 @@ class GraphIndexer:
         calls = self._open_bodies(scope, node, typed_node, name)
         if callee is not None:
             calls = (Call(node.op_type, callee, 0), *calls)
-        rule, anchor = self._rule_notes.get(scope.graph.name, {}).get(name) or node_rule_note(node)
+        notes = {entry.key: entry.value for entry in node.metadata_props}
+        rule, anchor = self._rule_notes.get(scope.graph.name, {}).get(name) or (
+            notes.get(RULE_KEY, ""),
+            notes.get(ANCHOR_KEY, ""),
+        )
         scope.positions[name] = len(scope.nodes)
         scope.nodes.append(name)
         scope.add(
@@ -275,28 +356,22 @@ class GraphIndexer:
         carried values one slot earlier than it takes them, and Scan passes slices. Bodies capture weights from outer
         graphs anyway.
         """
-        calls: list[Call] = []
-        labels: set[str] = set()
-        prefix = f"{scope.graph.name}/{name}" if scope.graph.name else name
+        calls: dict[str, Call] = {}
+        parent = (scope.graph.name, name)
+        names = scope.graph.reserved_names
         for attr, typed_attr in zip(node.attribute, typed_node.attribute, strict=True):
             if attr.type not in GRAPH_ATTRIBUTES or attr.ref_attr_name:
                 continue
             bodies = [(attr.name, attr.g, typed_attr.g)] if attr.type == AttributeProto.GRAPH else []
-            bodies += [
-                (f"{attr.name}[{i}]", graph, typed_graph)
-                for i, (graph, typed_graph) in enumerate(zip(attr.graphs, typed_attr.graphs, strict=True))
-            ]
+            graph_pairs = zip(attr.graphs, typed_attr.graphs, strict=True)
+            bodies += [(f"{attr.name}[{i}]", graph, typed) for i, (graph, typed) in enumerate(graph_pairs)]
             for label, body, types in bodies:
-                if label in labels:
+                if label in calls:
                     raise ModelError(f"{name} has two graphs called {label!r}. Export the model again.")
-                labels.add(label)
-                parent = (scope.graph.name, name)
-                names = scope.graph.reserved_names
-                inner = self._open_graph(
-                    f"{prefix}/{label}", body, types, taken_names=names, outer=scope, parent=parent
-                )
-                calls.append(Call(label, inner.graph.name))
-        return tuple(calls)
+                path = "/".join(filter(None, (*parent, label)))
+                inner = self._open_graph(path, body, types, taken_names=names, outer=scope, parent=parent)
+                calls[label] = Call(label, inner.graph.name)
+        return tuple(calls.values())
 
     def _wire_graph(self, scope: _GraphScope) -> None:
         graph = scope.graph
@@ -335,21 +410,6 @@ class GraphIndexer:
             return None
         value = op.read_value()
         return float(value.reshape(-1)[0]) if value.size == 1 and value.dtype.kind in "fiu" else None
-
-
-def _value_types(types: Any, is_function: bool) -> KnownTypes:
-    value_types: KnownTypes = {}
-    info_lists = [types.value_info] if is_function else [types.value_info, types.output, types.input]
-    for infos in info_lists:
-        value_types.update((info.name, type_and_shape(info.type)) for info in infos)
-    return value_types
-
-
-def _dimension_names(types: Any) -> dict[str, tuple[str, ...]]:
-    infos = [*types.value_info, *(types.output if hasattr(types, "initializer") else ())]
-    infos += types.input if hasattr(types, "initializer") else ()
-    names_by_value = {info.name: tuple(dim.dim_param for dim in info.type.tensor_type.shape.dim) for info in infos}
-    return {name: symbols for name, symbols in names_by_value.items() if any(symbols)}
 
 
 def _normalized_domain(domain: str) -> str:

@@ -5,6 +5,7 @@ Constants computed by ops get their values from onnx's reference implementation,
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 import re
@@ -19,10 +20,10 @@ from onnx import ModelProto, NodeProto, checker, helper, numpy_helper, parser, s
 from onnx.reference import ReferenceEvaluator
 
 from graphquant.errors import ModelError
-from graphquant.formats.onnx.index import GraphIndexer
-from graphquant.formats.onnx.source import OnnxSource, restore_source_message
+from graphquant.formats.onnx.index import GraphIndexer, OnnxSource, clear_metadata, read_metadata
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line
 from graphquant.ir import Model, paused_gc
+from graphquant.quantize import RECORD_KEY, restore_source
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,5 +195,17 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
     Raises:
         ModelError: The record is damaged, or weights were changed.
     """
-    restoration = restore_source_message(model.source.message)
-    return None if restoration is None else (model_from_message(restoration[0], path=model.path), restoration[1])
+    text = read_metadata(model).get(RECORD_KEY)
+    if text is None:
+        return None
+    clean_message = ModelProto()
+    clean_message.CopyFrom(model.source.message)
+    clear_metadata(clean_message)
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ModelError(
+            f"The record in the model is not valid base64 ({error}). Start from the float model."
+        ) from error
+    message, unchanged = restore_source(data, clean_message, ModelProto)
+    return model_from_message(message, path=model.path), unchanged

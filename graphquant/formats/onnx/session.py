@@ -21,7 +21,7 @@ from onnx import NodeProto
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.errors import ModelError
-from graphquant.formats import OpProfile
+from graphquant.formats import OpProfile, prefetch
 from graphquant.formats.onnx import input_specs
 from graphquant.formats.onnx.emitter import emit_message, node_bodies
 from graphquant.formats.onnx.external_data import EXTERNAL_MIN_BYTES, constant_bytes, take_session_weights
@@ -29,7 +29,6 @@ from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
 from graphquant.formats.onnx.observe import Probe, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.tensors import first_line, tensor_bytes
-from graphquant.formats.prefetch import prefetch
 from graphquant.ir import TensorRef, Use, qualified_op_name
 
 if TYPE_CHECKING:
@@ -531,14 +530,14 @@ def _number_nodes(model: Model, emission: Emission) -> _OpLookup:
                 tensor = TensorRef(name, op.name, port)
                 tensors[name, emission.value_name(model, tensor)] = tensor
         for node in proto.node:
-            value = next(filter(None, node.output), None)
-            if value is None:
+            value = next(filter(None, node.output), "")
+            if not value:
                 continue
             op_name = tensors[name, value].op
             node.name = f"@{len(numbered)}@"
             numbered.append((name, op_name))
             calls = {call.attr: call.graph for call in graph.op(op_name).calls}
-            pending += [(calls[label], body) for label, body in node_bodies(node).items()]
+            pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
     return _OpLookup(numbered=numbered, tensors=tensors)
 
 

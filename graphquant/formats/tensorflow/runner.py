@@ -6,8 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import DataError, ModelError, did_you_mean
-from graphquant.formats import Feeds, InputSpec
-from graphquant.formats.prefetch import prefetch
+from graphquant.formats import Feeds, InputSpec, prefetch
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.session import (
     INIT_SIGNATURE,
