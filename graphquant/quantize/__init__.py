@@ -8,8 +8,7 @@ from graphquant.quantize.limits import (
     DPU_MUL_WRITE_LIMITS,
     power_of_two_position,
 )
-from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
-from graphquant.quantize.plan_json import check_plan, plan_from_json, plan_to_json, read_plan
+from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan, plan_from_json, plan_to_json, read_plan
 from graphquant.quantize.planner import TIED_INPUT_NOT_QUANTIZED, SiteSelection, make_plan
 from graphquant.quantize.preparation_undo import Step, original_weights
 from graphquant.quantize.prepare import (

@@ -1,23 +1,33 @@
-"""The plan as data: sites, skips, preparation steps; and the test for tensors that are quantized already."""
+"""The plan as data: sites, skips, preparation steps; the plan as JSON; and its validation against a model.
+
+The JSON is versioned and made to be read, edited and diffed. Reading reports all mistakes at once.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from functools import lru_cache
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from graphquant.ir import CLAMPING_KINDS, QUANTIZATION_KINDS, Graph, TensorRef, Use
+from graphquant.errors import UsageError
+from graphquant.ir import Parameters, TensorRef, Use, merged_channel_shape
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, FloatType
 from graphquant.qdq import FAMILIES, QDQFamily
-from graphquant.quantize.preparation_undo import Step  # noqa: TC001  # pydantic reads the annotations
+from graphquant.quantize.preparation_undo import Step
 from graphquant.rules import ALGORITHM_NAMES, Scheme
 from graphquant.utils.notebook_html import HtmlRepresentation
 
 if TYPE_CHECKING:
-    from graphquant.rules import RuleMatcher
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from graphquant.ir import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +77,12 @@ class Site:
         if self.zero_point is not None and (self.scale is None or len(self.scale) != len(self.zero_point)):
             raise ValueError("'zero_point' needs 'scale' with as many numbers")
         if self.scale is not None:
-            self._check_scale(self.scale)
+            if self.scheme.block_size is not None:
+                raise ValueError("'scale' is not supported for blocks; give 'range'")
+            if not self.scale or (self.axis is None and len(self.scale) != 1):
+                raise ValueError("'scale' must have one number, or one per channel with an 'axis'")
+            if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE for value in self.scale):
+                raise ValueError("'scale' must be a positive normal float32")
         qmin, qmax = self.scheme.type.limits(narrow=self.scheme.narrow)
         if isinstance(self.scheme.type, FloatType):
             qmin = qmax = 0
@@ -78,14 +93,6 @@ class Site:
     def family(self) -> QDQFamily:
         """The family of the scheme."""
         return FAMILIES[self.scheme.family or ""]
-
-    def _check_scale(self, scale: tuple[float, ...]) -> None:
-        if self.scheme.block_size is not None:
-            raise ValueError("'scale' is not supported for blocks; give 'range'")
-        if not scale or (self.axis is None and len(scale) != 1):
-            raise ValueError("'scale' must have one number, or one per channel with an 'axis'")
-        if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE for value in scale):
-            raise ValueError("'scale' must be a positive normal float32")
 
 
 class SkipCode(StrEnum):
@@ -163,112 +170,326 @@ class Plan(HtmlRepresentation):
                 raise ValueError(f"there is no algorithm {name!r}; use one of {', '.join(ALGORITHM_NAMES)}")
 
 
-# Detect tensors that are quantized already, so that nothing is quantized twice.
+PLAN_SCHEMA_VERSION = 2
+MAX_PLAN_BYTES = 1 << 30
 
-ALREADY_QUANTIZED = "it is quantized already"
+MAX_MISTAKES = 100
+"""Mistakes of one plan that are listed in one error."""
 
-INTEGER_CONSUMER = "its consumer is an integer op"
+_LISTS = ("steps", "sites", "skips")
+_PLAN_FILE_HINT = "`graphquant plan --format json` writes plans."
 
-LIMITS_QUANTIZED_TENSOR = "its consumer only limits values that are quantized already"
-
-INTEGER_SUM = "it is an integer sum, or the scale of one"
-
-PASSES_QUANTIZED_TENSOR = "its producer passes through values that are quantized already"
-
-MAX_LIMITING_OPS = 2
-"""Longest run of limiting ops (Relu, Clip) that is followed to a quantization op."""
-
-MAX_OPERANDS = 2
-"""Operands of an integer sum or product. Larger sums are not examined, to bound the cost."""
+_cached_type_adapter = lru_cache(maxsize=None)(TypeAdapter)
 
 
-def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> str:
-    """Return the reason why `use` of `tensor` needs no quantization, or "" if the tensor is float."""
-    model = matcher.model
-    graph = model.graphs[use.graph]
-    producer, consumer = model.op(tensor), graph.op(use.op)
-    if (
-        producer.kind in QUANTIZATION_KINDS
-        or consumer.kind in QUANTIZATION_KINDS
-        or _is_between_reshapes(matcher, tensor)
-    ):
-        return ALREADY_QUANTIZED
-    if consumer.kind == "integer":
-        return INTEGER_CONSUMER
-    if _only_limits_quantized(matcher, graph, use.op):
-        return LIMITS_QUANTIZED_TENSOR
-    slots = graph.slots(use.op)
-    operands = (
-        [operand for operand in slots if operand]
-        if consumer.kind in {"mul", "add"} and len(slots) == MAX_OPERANDS
-        else []
-    )
-    if consumer.kind == "add":
-        rescaled_sums = [operand for operand in operands if _is_rescaled_integer_sum(matcher, operand)]
-        return (
-            INTEGER_SUM
-            if rescaled_sums
-            and all(operand in rescaled_sums or matcher.parameters.is_parameter(operand) for operand in operands)
-            else ""
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Return `plan` as JSON data. `plan_from_json` reads it back."""
+    schemes: dict[str, Scheme] = {}
+    for scheme in dict.fromkeys(site.scheme for site in plan.sites):
+        name = scheme.name or "scheme"
+        label = next(label for label in chain([name], (f"{name}_{k}" for k in count(2))) if label not in schemes)
+        schemes[label] = scheme
+    labels = {scheme: label for label, scheme in schemes.items()}
+    return {
+        "schema": PLAN_SCHEMA_VERSION,
+        "format": plan.format,
+        "model": plan.model,
+        "prepared": plan.prepared,
+        "rules": list(plan.rules),
+        "digest": plan.digest,
+        "steps": [asdict(step) for step in plan.steps],
+        "schemes": {label: _scheme_to_json(scheme, label) for label, scheme in schemes.items()},
+        "sites": [_site_to_json(site, labels[site.scheme]) for site in plan.sites],
+        "skips": [_skip_to_json(skip) for skip in plan.skips],
+        "unused": list(plan.unused),
+        "algorithms": list(plan.algorithms),
+    }
+
+
+def _site_to_json(site: Site, scheme_label: str) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "tensor": _reference_to_json(site.tensor),
+        "uses": list(map(_reference_to_json, site.uses)),
+    }
+    if site.graph != site.tensor.graph:
+        data["graph"] = site.graph
+    data |= {"scheme": scheme_label, "rule": site.rule, "why": site.why, "parameter": site.parameter}
+    optional_values = {
+        "axis": site.axis,
+        "view": None if site.view is None else list(site.view),
+        "tie": list(map(_reference_to_json, site.tie)) or None,
+        "clone_of": None if site.clone_of is None else _reference_to_json(site.clone_of),
+        **{
+            name: None if numbers is None else list(numbers)
+            for name, numbers in (("range", site.range), ("scale", site.scale), ("zero_point", site.zero_point))
+        },
+    }
+    return data | {key: value for key, value in optional_values.items() if value is not None}
+
+
+def _skip_to_json(skip: Skip) -> dict[str, Any]:
+    return {
+        "tensor": _reference_to_json(skip.tensor),
+        "uses": list(map(_reference_to_json, skip.uses)),
+        "rule": skip.rule,
+        "reason": skip.reason,
+        "code": str(skip.code),
+        **({"fused": True} if skip.fused else {}),
+    }
+
+
+def _scheme_to_json(scheme: Scheme, label: str) -> dict[str, Any]:
+    """Return the fields that differ from the default scheme. The name is omitted if it equals `label`."""
+    default = {**asdict(Scheme()), "name": label}
+    changed = {key: value for key, value in asdict(scheme).items() if value != default[key]}
+    observe = {key: value for key, value in asdict(scheme.observe).items() if value is not None}
+    if "args" in changed:
+        changed["args"] = {key: value for key, value in changed["args"].items() if value is not None}
+    return {**changed, "observe": observe["name"] if len(observe) == 1 else observe}
+
+
+def _reference_to_json(reference: TensorRef | Use) -> dict[str, Any]:
+    """Return the fields of a reference, without the name of the main graph."""
+    return {key: value for key, value in reference._asdict().items() if key != "graph" or value}
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the plan in the JSON file at `path`.
+
+    Raises:
+        UsageError: The file cannot be read or has mistakes. The error lists all of them.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_PLAN_BYTES + 1)  # a device has no size, and no end
+        if len(text) > MAX_PLAN_BYTES:
+            raise UsageError(f"The plan {path} is too large. {_PLAN_FILE_HINT}")
+        data = json.loads(text.decode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"The plan {path} cannot be read: {error.strerror}. {_PLAN_FILE_HINT}") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}:{error.lineno}: invalid JSON: {error.msg}. {_PLAN_FILE_HINT}") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, a number of 5,000 digits, nesting without end
+        raise UsageError(f"{str(path)!r} is not valid JSON. {_PLAN_FILE_HINT}") from error
+    return plan_from_json(data, str(path))
+
+
+def plan_from_json(data: Any, source_name: str = "plan") -> Plan:
+    """Return the plan in `data`, as `plan_to_json` writes it.
+
+    Raises:
+        UsageError: `data` has mistakes. The error lists all of them, each with its JSON path.
+    """
+    schema_version = data.get("schema") if isinstance(data, dict) else None
+    if type(schema_version) is not int or schema_version != PLAN_SCHEMA_VERSION:
+        raise UsageError(
+            f"{source_name}: unsupported schema {repr(schema_version)[:80]}; this version reads {PLAN_SCHEMA_VERSION}."
+            f" Create the plan again. {_PLAN_FILE_HINT}"
         )
-    return INTEGER_SUM if any(_is_integer_sum_or_scale(matcher, operand) for operand in (tensor, *operands)) else ""
-
-
-def _is_rescaled_integer_sum(matcher: RuleMatcher, tensor: TensorRef) -> bool:
-    """Return True if `tensor` is an integer sum times its scale: a product that was quantized dynamically."""
-    operands = [operand for operand in matcher.model.graphs[tensor.graph].slots(tensor.op) if operand is not None]
-    return (
-        matcher.model.op(tensor).kind == "mul"
-        and bool(operands)
-        and all(_is_integer_sum_or_scale(matcher, operand) for operand in operands)
+    reader = _PlanReader(source_name)
+    plan_fields = {field.name for field in fields(Plan)}
+    for key in data:
+        if key not in plan_fields | {"schema", "schemes"}:
+            reader.add_mistake("", f"unknown key {key!r}")
+    schemes = reader.read_schemes(data.get("schemes"))
+    sites = reader.read_list("sites", data.get("sites"), lambda raw, path: reader.read_site(raw, path, schemes))
+    skips = reader.read_list(
+        "skips", data.get("skips", []), lambda raw, path: reader.validate(Skip, _with_full_references(raw), path)
     )
+    steps = reader.read_list("steps", data.get("steps", []), lambda raw, path: reader.validate(Step, raw, path))
+    plain_values = {key: value for key, value in data.items() if key in plan_fields.difference(_LISTS)}
+    plan: Plan | None = reader.validate(Plan, {"rules": [], **plain_values}, "")
+    if plan is None or reader.mistakes:
+        lines = reader.mistakes[:MAX_MISTAKES]
+        if len(reader.mistakes) > MAX_MISTAKES:
+            lines.append(f"{source_name}: and {len(reader.mistakes) - MAX_MISTAKES} more.")
+        raise UsageError("\n".join((*lines, f"Correct the plan, or create it again. {_PLAN_FILE_HINT}")))
+    return replace(plan, steps=tuple(steps), sites=tuple(sites), skips=tuple(skips))
 
 
-def reads_quantized_tensor(matcher: RuleMatcher, use: Use) -> bool:
-    """Return True if `use` reads the output of a quantization op."""
-    tensor = matcher.model.graphs[use.graph].source_of(use)
-    return tensor is not None and matcher.model.op(tensor).kind in QUANTIZATION_KINDS
+class _PlanReader:
+    """Validates a plan's JSON and collects the mistakes."""
+
+    def __init__(self, source_name: str) -> None:
+        self._source_name = source_name
+        self.mistakes: list[str] = []
+
+    def add_mistake(self, path: str, problem: str) -> None:
+        self.mistakes.append(f"{self._source_name}: {path}{': ' if path else ''}{problem}")
+
+    def validate(self, target_type: Any, raw: Any, path: str) -> Any:
+        """Validate `raw` as a `target_type`. Return None and record the mistakes if it is invalid."""
+        try:
+            return _cached_type_adapter(target_type).validate_json(json.dumps(raw), strict=True)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                inner_path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
+                message = detail["msg"].removeprefix("Value error, ")
+                self.add_mistake(f"{path}{inner_path}".removeprefix("."), message)
+        except (ValueError, TypeError, RecursionError):
+            self.add_mistake(path, "this is no valid JSON value")
+        return None
+
+    def read_list(self, name: str, raw: Any, read_entry: Any) -> list[Any]:
+        """Return the valid entries of the list `raw`."""
+        if not isinstance(raw, list):
+            self.add_mistake("", f"{name!r} must be a list")
+            return []
+        entries = [read_entry(entry, f"{name}[{index}]") for index, entry in enumerate(raw)]
+        return [entry for entry in entries if entry is not None]
+
+    def read_schemes(self, raw: Any) -> dict[str, Scheme | None]:
+        """Return the schemes by name, None for an invalid one."""
+        if not isinstance(raw, dict):
+            self.add_mistake("", "'schemes' must be a table")
+            return {}
+        schemes: dict[str, Scheme | None] = {}
+        for name, raw_scheme in raw.items():
+            path = f"schemes.{name}"
+            named_scheme = {"name": name, **raw_scheme} if isinstance(raw_scheme, dict) else raw_scheme
+            scheme = schemes[name] = self.validate(Scheme, named_scheme, path)
+            if scheme is not None and scheme.family is None:
+                self.add_mistake(path, "'family' is missing; it names the family of Q/DQ ops")
+        return schemes
+
+    def read_site(self, raw: Any, path: str, schemes: dict[str, Scheme | None]) -> Site | None:
+        """Return a site whose scheme is one of `schemes`, None if it is invalid."""
+        if not isinstance(raw, dict):
+            self.add_mistake(path, "must be a table")
+            return None
+        name = raw.get("scheme")
+        if not isinstance(name, str) or name not in schemes:
+            self.add_mistake(f"{path}.scheme", f"{name!r} is not in 'schemes'")
+            return None
+        scheme = schemes[name]
+        tensor = raw.get("tensor")
+        graph_name = tensor.get("graph", "") if isinstance(tensor, dict) else ""
+        # An invalid scheme is reported already. A substitute lets the rest of the site be validated.
+        scheme_data = (
+            _scheme_to_json(scheme, "") if scheme is not None else {"per": "channel" if "axis" in raw else "tensor"}
+        )
+        site: Site | None = self.validate(
+            Site, {"graph": graph_name, **_with_full_references(raw), "scheme": scheme_data}, path
+        )
+        return site
 
 
-def _is_between_reshapes(matcher: RuleMatcher, tensor: TensorRef) -> bool:
-    """Return True if `tensor` was reshaped to put its channels on one axis, quantized, and reshaped back."""
-    kinds = []
-    ancestor: TensorRef | None = tensor
-    for _ in range(4):
-        if ancestor is None:
-            break
-        kinds.append(matcher.model.op(ancestor).kind)
-        ancestor = matcher.model.graphs[ancestor.graph].source_of(Use(ancestor.graph, ancestor.op, 0))
-    return kinds[:3] == ["reshape", "qdq", "reshape"] or kinds == ["reshape", "dequantize", "quantize", "reshape"]
+def _with_full_references(raw: Any) -> Any:
+    """Return `raw` with the name of the main graph filled in where its tensors and uses omit it."""
+    if not isinstance(raw, dict):
+        return raw
+
+    def with_graph(reference: Any) -> Any:
+        return {"graph": "", **reference} if isinstance(reference, dict) else reference
+
+    filled = {key: with_graph(raw[key]) for key in ("tensor", "clone_of") if key in raw}
+    filled |= {key: list(map(with_graph, raw[key])) for key in ("uses", "tie") if isinstance(raw.get(key), list)}
+    return {**raw, **filled}
 
 
-def _only_limits_quantized(matcher: RuleMatcher, graph: Graph, op_name: str) -> bool:
-    """Return True if op `op_name` only limits, by constants, a tensor that the op after it quantizes."""
-    for _ in range(MAX_LIMITING_OPS):
-        if graph.op(op_name).kind not in CLAMPING_KINDS:
-            return False
-        data_inputs = [
-            tensor for tensor in graph.slots(op_name) if tensor and not matcher.parameters.is_parameter(tensor)
-        ]
-        readers = graph.consumers_by_port(op_name).get(0, [])
-        if len(data_inputs) > 1 or len(readers) != 1 or readers[0].graph != graph.name:
-            return False
-        op_name = readers[0].op
-        if graph.op(op_name).kind in QUANTIZATION_KINDS:
-            return True
-    return False
+def check_plan(model: Model, plan: Plan) -> None:
+    """Check that every site of `plan` can be applied to `model`. Edited plans are checked before anything else.
+
+    Args:
+        model: The prepared model that the plan names.
+        plan: The plan.
+
+    Raises:
+        UsageError: Sites refer to tensors, uses or graphs that the model lacks, or ask for schemes that their tensors
+            cannot have. The error lists all of them.
+    """
+    parameters = Parameters(model)
+    claimed_uses: set[Use] = set()
+    own_uses = {use for site in plan.sites if site.clone_of is None for use in site.uses}
+    lines: list[str] = []
+    for site in plan.sites:
+        problem = next(
+            chain(
+                _find_missing_references(model, site),
+                _find_scheme_conflicts(model, parameters, site),
+                [f"it takes the scale of {site.clone_of}, which has no site"]
+                if site.clone_of is not None and site.clone_of not in own_uses
+                else [],
+                (f"another site has {use} already" for use in site.uses if use in claimed_uses),
+            ),
+            None,
+        )
+        claimed_uses.update(site.uses)
+        if problem is not None:
+            lines.append(f"The plan's site of {site.tensor} is invalid: {problem}.")
+    if lines:
+        if len(lines) > MAX_MISTAKES:
+            lines[MAX_MISTAKES:] = [f"There are {len(lines) - MAX_MISTAKES} more of these."]
+        raise UsageError("\n".join((*lines, "Correct the plan, or create it again for this model.")))
 
 
-def _is_integer_sum_or_scale(matcher: RuleMatcher, tensor: TensorRef) -> bool:
-    """Return True if `tensor` is an integer sum cast to float, a scale computed for one, or a product of scales."""
-    model = matcher.model
-    op = model.op(tensor)
-    if op.kind == "integer":
-        return tensor.port > 0
-    if op.kind not in {"cast", "mul"}:
-        return False
-    operands = [operand for operand in model.graphs[tensor.graph].slots(tensor.op) if operand is not None]
-    if op.kind == "cast":
-        return bool(operands) and model.op(operands[0]).kind == "integer"
-    scales = [operand for operand in operands if model.op(operand).kind == "integer" and operand.port > 0]
-    return bool(scales) and all(operand in scales or matcher.parameters.is_parameter(operand) for operand in operands)
+def _find_missing_references(model: Model, site: Site) -> Iterator[str]:
+    """Yield the references of the site that the model does not have."""
+    tensor_graph = model.graphs.get(site.tensor.graph)
+    if (
+        tensor_graph is None
+        or site.tensor.op not in tensor_graph
+        or not 0 <= site.tensor.port < len(tensor_graph.op(site.tensor.op).outputs)
+    ):
+        yield "the model has no such tensor"
+        return
+    if site.graph not in model.graphs or not model.graphs[site.graph].can_read(site.tensor.graph):
+        yield f"there is no graph {site.graph!r} that can read it"
+        return
+    if not site.uses or len(set(site.uses)) < len(site.uses):
+        yield "it has no uses, or a use twice"
+    for use in site.uses:
+        if _tensor_read_at(model, use) != site.tensor:
+            yield f"{use} does not read it"
+        elif not model.graphs[use.graph].can_read(site.graph):
+            yield f"{use} cannot read graph {site.graph!r}"
+    for use in site.tie:
+        if _tensor_read_at(model, use) is None:
+            yield f"it is tied to {use}, which is not connected"
+
+
+def _tensor_read_at(model: Model, use: Use) -> TensorRef | None:
+    graph = model.graphs.get(use.graph)
+    return graph.source_of(use) if graph is not None and use.op in graph else None
+
+
+def _find_scheme_conflicts(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:  # noqa: C901  # a flat list of checks
+    """Yield the properties of the site that its tensor cannot have."""
+    family = FAMILIES.get(site.scheme.family or "")
+    output = model.output(site.tensor)
+    is_parameter = parameters.is_parameter(site.tensor)
+    shape = parameters.shape(site.tensor)
+    if family is None or family.format != model.format:
+        yield f"family {site.scheme.family!r} is not available for {model.format} models"
+        return
+    if site.parameter and not is_parameter:
+        yield "it is no parameter; set 'parameter' to false"
+    if (site.axis is not None) != (site.scheme.per != "tensor"):
+        yield f"its scheme is per {site.scheme.per}, but its axis is {site.axis}"
+        return
+    if site.view is not None:
+        readers = [model.graphs[use.graph].op(use.op) for use in site.uses]
+        if shape is None or any(merged_channel_shape(reader, shape) != site.view for reader in readers):
+            yield f"its consumers do not have their channels in the view {list(site.view)}"
+            return
+        shape = site.view
+    if site.axis is not None and (shape is None or not 0 <= site.axis < len(shape)):
+        yield f"it has no axis {site.axis}, or its rank is unknown"
+        return
+    channel_count = None if site.axis is None or shape is None else shape[site.axis]
+    if site.scale is not None and channel_count is not None and len(site.scale) != channel_count:
+        yield f"it has {channel_count} channels, but the plan gives {len(site.scale)} scales"
+    if output.dtype is None:
+        yield "its data type is only known at run time"
+        return
+    if not family.has_zero_points and any(site.zero_point or ()):
+        yield f"{family.name} has no zero point; set it to 0"
+    in_function = model.graphs[site.tensor.graph].is_function
+    request = site.scheme.family_request(
+        axis=site.axis, dtype=output.dtype, shape=shape, is_parameter=is_parameter, in_function=in_function
+    )
+    reason = family.unsupported_reason(request)
+    if reason is not None:
+        yield reason
+    elif 0 < model.opset < family.minimum_opset(request):
+        yield f"its ops need opset {family.minimum_opset(request)}, but the prepared model has {model.opset}"

@@ -13,34 +13,29 @@ import numpy as np
 
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import (
+    CLAMPING_KINDS,
     FORWARDING_KINDS,
     QUANTIZATION_KINDS,
     FunctionClones,
     Graph,
     Model,
-    Op,
+    OpKey,
     Parameters,
     TensorRef,
     Use,
     channel_axis,
+    follow,
+    fully_known_shape,
     merged_channel_shape,
     paused_gc,
     reduction_axis,
 )
 from graphquant.qdq import FAMILIES, QDQFamily
-from graphquant.quantize.plan import (
-    PASSES_QUANTIZED_TENSOR,
-    Plan,
-    Site,
-    Skip,
-    SkipCode,
-    already_quantized_reason,
-    reads_quantized_tensor,
-)
+from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 from graphquant.rules import RuleMatch, RuleMatcher, Scheme, name_matches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from graphquant.ir import Shape
     from graphquant.quantize.preparation_undo import Step
@@ -74,29 +69,20 @@ def make_clone_sites(model: Model, parameters: Parameters, sites: Sequence[Site]
         if len(model.graphs[site.tensor.graph].consumers(site.tensor)) == len(site.uses)
     }
     clone_uses: dict[tuple[int, TensorRef], tuple[Site, Use, list[Use]]] = {}
-    for graph_name in clones.clone_graphs:
-        graph = model.graphs[graph_name]
+    for graph in (model.graphs[name] for name in clones.clone_graphs):
         for op in graph.ops():
-            original_op = clones.original_op(graph_name, op.name)
-            for slot, tensor in enumerate(graph.slots(op.name)):
-                if tensor is None or op.kind in QUANTIZATION_KINDS:
-                    continue
-                if original_op is not None:
+            original_op = clones.original_op(graph.name, op.name)
+            for slot, tensor in enumerate(graph.slots(op.name)) if op.kind not in QUANTIZATION_KINDS else ():
+                site = None
+                if tensor is not None and original_op is not None:
                     site = site_by_use.get(Use(*original_op, slot))
-                else:
-                    original_producer = (
-                        None if op.kind in PASSTHROUGH_CONTROL_KINDS else clones.original_op(tensor.graph, tensor.op)
-                    )
-                    site = (
-                        None
-                        if original_producer is None
-                        else fully_quantized.get(TensorRef(*original_producer, tensor.port))
-                    )
-                if site is not None and _can_clone_site(model, parameters, clones, site, tensor):
-                    original_use = Use(*original_op, slot) if original_op is not None else site.uses[0]
-                    clone_uses.setdefault((id(site), tensor), (site, original_use, []))[2].append(
-                        Use(graph_name, op.name, slot)
-                    )
+                elif tensor is not None and op.kind not in PASSTHROUGH_CONTROL_KINDS:
+                    producer = clones.original_op(tensor.graph, tensor.op)
+                    site = None if producer is None else fully_quantized.get(TensorRef(*producer, tensor.port))
+                if tensor is not None and site is not None and _can_clone_site(model, parameters, clones, site, tensor):
+                    original_use = site.uses[0] if original_op is None else Use(*original_op, slot)
+                    uses = clone_uses.setdefault((id(site), tensor), (site, original_use, []))[2]
+                    uses.append(Use(graph.name, op.name, slot))
     for (_, tensor), (site, original_use, uses) in clone_uses.items():
         target_graph = tensor.graph if site.graph == site.tensor.graph else uses[0].graph
         yield replace(site, tensor=tensor, uses=tuple(uses), graph=target_graph, tie=(), clone_of=original_use)
@@ -109,39 +95,112 @@ def _can_clone_site(
     clone_output, original_output = model.output(tensor), model.output(site.tensor)
     if clone_output.dtype != original_output.dtype or parameters.is_parameter(tensor) != site.parameter:
         return False
-    shape = clone_output.shape
     if site.parameter:
-        shape = model.output(parameters.root_tensor(tensor)).shape if shape is None else shape
-        if not _is_same_weight(parameters, clones, site.tensor, tensor):
-            return False
-    elif not (
-        _are_shapes_compatible(clone_output.shape, original_output.shape)
-        and clones.may_be_same_value(tensor, site.tensor)
-    ):
-        return False
-    viewed_shape = site.view or shape
+        variable = clones.variable_name(site.tensor)
+        is_same = variable == clones.variable_name(tensor)
+        if variable is None:  # then the values are compared
+            values = parameters.value(site.tensor), parameters.value(tensor)
+            is_same = values[0] is not None and values[1] is not None and np.array_equal(values[0], values[1])
+    else:
+        is_same = _are_shapes_compatible(clone_output.shape, original_output.shape) and clones.may_be_same_value(
+            tensor, site.tensor
+        )
     request = site.scheme.family_request(
-        axis=site.axis, dtype=clone_output.dtype or "", shape=viewed_shape, is_parameter=site.parameter
+        axis=site.axis,
+        dtype=clone_output.dtype or "",
+        shape=site.view or parameters.shape(tensor),
+        is_parameter=site.parameter,
     )
-    return FAMILIES[site.scheme.family or ""].unsupported_reason(request) is None
+    return is_same and site.family.unsupported_reason(request) is None
 
 
-def _is_same_weight(parameters: Parameters, clones: FunctionClones, first: TensorRef, second: TensorRef) -> bool:
-    """Return True if two weights are the same variable or have the same value."""
-    variable = clones.variable_name(first)
-    if variable is not None:
-        return variable == clones.variable_name(second)
-    first_value, second_value = parameters.value(first), parameters.value(second)
-    return first_value is not None and second_value is not None and np.array_equal(first_value, second_value)
-
-
-def _are_shapes_compatible(first: tuple[int | None, ...] | None, second: tuple[int | None, ...] | None) -> bool:
+def _are_shapes_compatible(first: Shape | None, second: Shape | None) -> bool:
     if first is None or second is None:
         return True
     return len(first) == len(second) and all(
-        first_size is None or second_size is None or first_size == second_size
-        for first_size, second_size in zip(first, second, strict=True)
+        None in sizes or sizes[0] == sizes[1] for sizes in zip(first, second, strict=True)
     )
+
+
+# Detect tensors that are quantized already, so that nothing is quantized twice.
+
+ALREADY_QUANTIZED = "it is quantized already"
+
+
+MAX_LIMITING_OPS = 2
+"""Longest run of limiting ops (Relu, Clip) that is followed to a quantization op."""
+
+
+def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> str:
+    """Return the reason why `use` of `tensor` needs no quantization, or "" if the tensor is float."""
+    model, graph = matcher.model, matcher.model.graphs[use.graph]
+    consumer = graph.op(use.op)
+    if {model.op(tensor).kind, consumer.kind} & QUANTIZATION_KINDS or _is_between_reshapes(model, tensor):
+        return ALREADY_QUANTIZED
+    if consumer.kind == "integer":
+        return "its consumer is an integer op"
+    if _only_limits_quantized(matcher, graph, use.op):
+        return "its consumer only limits values that are quantized already"
+    # Larger sums and products are not examined, to bound the cost.
+    operands = [operand for operand in graph.slots(use.op) if operand] if len(graph.slots(use.op)) == 2 else []  # noqa: PLR2004
+    if consumer.kind == "add":
+        rescaled_sums = [operand for operand in operands if _is_rescaled_integer_sum(matcher, operand)]
+        is_integer_sum = bool(rescaled_sums) and all(
+            operand in rescaled_sums or matcher.parameters.is_parameter(operand) for operand in operands
+        )
+    else:
+        candidates = (tensor, *operands) if consumer.kind == "mul" else (tensor,)
+        is_integer_sum = any(_is_integer_sum_or_scale(matcher, candidate) for candidate in candidates)
+    return "it is an integer sum, or the scale of one" if is_integer_sum else ""
+
+
+def _connected_inputs(model: Model, tensor: TensorRef) -> list[TensorRef]:
+    return [operand for operand in model.graphs[tensor.graph].slots(tensor.op) if operand is not None]
+
+
+def _is_rescaled_integer_sum(matcher: RuleMatcher, tensor: TensorRef) -> bool:
+    """Return True if `tensor` is an integer sum times its scale: a product that was quantized dynamically."""
+    operands = _connected_inputs(matcher.model, tensor) if matcher.model.op(tensor).kind == "mul" else []
+    return bool(operands) and all(_is_integer_sum_or_scale(matcher, operand) for operand in operands)
+
+
+def _is_between_reshapes(model: Model, tensor: TensorRef) -> bool:
+    """Return True if `tensor` was reshaped to put its channels on one axis, quantized, and reshaped back."""
+
+    def first_operand(current: TensorRef) -> TensorRef | None:
+        return model.graphs[current.graph].source_of(Use(current.graph, current.op, 0))
+
+    kinds = [model.op(ancestor).kind for ancestor in follow(tensor, first_operand, 3)]
+    return kinds[:3] == ["reshape", "qdq", "reshape"] or kinds == ["reshape", "dequantize", "quantize", "reshape"]
+
+
+def _only_limits_quantized(matcher: RuleMatcher, graph: Graph, op_name: str) -> bool:
+    """Return True if op `op_name` only limits, by constants, a tensor that the op after it quantizes."""
+    for _ in range(MAX_LIMITING_OPS):
+        if graph.op(op_name).kind not in CLAMPING_KINDS:
+            return False
+        operands = [operand for operand in graph.slots(op_name) if operand]
+        readers = graph.consumers_by_port(op_name).get(0, [])
+        if sum(not matcher.parameters.is_parameter(operand) for operand in operands) > 1 or len(readers) != 1:
+            return False
+        if readers[0].graph != graph.name:
+            return False
+        op_name = readers[0].op
+        if graph.op(op_name).kind in QUANTIZATION_KINDS:
+            return True
+    return False
+
+
+def _is_integer_sum_or_scale(matcher: RuleMatcher, tensor: TensorRef) -> bool:
+    """Return True if `tensor` is an integer sum cast to float, a scale computed for one, or a product of scales."""
+    model, op = matcher.model, matcher.model.op(tensor)
+    if op.kind == "integer":
+        return tensor.port > 0
+    operands = _connected_inputs(model, tensor) if op.kind in {"cast", "mul"} else []
+    if op.kind == "cast":
+        return bool(operands) and model.op(operands[0]).kind == "integer"
+    scales = [operand for operand in operands if model.op(operand).kind == "integer" and operand.port > 0]
+    return bool(scales) and all(operand in scales or matcher.parameters.is_parameter(operand) for operand in operands)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +274,9 @@ CAPTURED_BY_SUBGRAPH = (
     "a subgraph captures its consumer's output; onnxruntime would move the Q/DQ pair into the subgraph and crash"
 )
 
+QDQ_MOVING_KINDS = frozenset({"max_pool", "reshape", "transpose", "squeeze", "unsqueeze", "slice"})
+"""Kinds past which onnxruntime moves Q/DQ pairs."""
+
 NO_INPUT_TO_TIE = "the rule ties it to its producer's input, but the producer has none"
 
 TIED_INPUT_NOT_QUANTIZED = "the rule ties it to its producer's input, which is not quantized"
@@ -229,7 +291,7 @@ class _PendingSite:
     uses: list[Use]
     scheme: Scheme = field(default_factory=Scheme)
     axis: int | None = None
-    view: Shape | None = None
+    view: tuple[int, ...] | None = None
     tie: tuple[Use, ...] = ()
     reason: str = ""
     code: SkipCode = SkipCode.RULE
@@ -243,7 +305,9 @@ class _PlanBuilder:
         self.options = options
         self._sites: dict[tuple[object, ...], _PendingSite] = {}
         self._skips: dict[tuple[object, ...], _PendingSite] = {}
-        self._tied_matches: dict[tuple[str, str], list[RuleMatch]] = {}
+        self._tied_matches: dict[OpKey, list[RuleMatch]] = {}
+        self._tied_inputs: dict[OpKey, tuple[Use, ...]] = {}
+        self._tied_op_by_use: dict[Use, OpKey] = {}
         self._passthrough_sources: dict[Use, Use] = {}  # to where the integers come from
         self._order: dict[TensorRef, int] = {}
         self.used_rules: set[int] = set()
@@ -262,35 +326,36 @@ class _PlanBuilder:
 
         A tie whose input stays float has no effect: the use goes to the next rule that matches it.
         """
-        tied_inputs = {op_key: self._tied_inputs(*op_key, matches) for op_key, matches in self._tied_matches.items()}
-        op_by_use = {use: op_key for op_key, uses in tied_inputs.items() for use in uses}
-        self._skip_quantized_passthrough(tied_inputs, op_by_use)
-        self._propagate_schemes(
-            [(use, site.scheme) for site in self._sites.values() for use in site.uses], tied_inputs, op_by_use
-        )
+        for op_key, matches in self._tied_matches.items():
+            self._tied_inputs[op_key] = self._find_tied_inputs(*op_key, matches)
+            self._tied_op_by_use.update(dict.fromkeys(self._tied_inputs[op_key], op_key))
+        self._skip_quantized_passthrough()
+        self._propagate_schemes([(use, site.scheme) for site in self._sites.values() for use in site.uses])
         for op_key in list(self._tied_matches):
             for match in self._tied_matches.pop(op_key, ()):
                 fallback = self._next_matching_rule(match)
-                if fallback is None:
-                    if match.rule.rule.quantize == SAME_AS_INPUT:
-                        reason = TIED_INPUT_NOT_QUANTIZED if tied_inputs[op_key] else NO_INPUT_TO_TIE
-                        self._add_skip(match, SkipCode.TIE, reason)
-                    continue
-                scheme = self._place_or_skip(fallback)
-                if scheme is not None:
-                    self._propagate_schemes([(fallback.use, scheme)], tied_inputs, op_by_use)
+                scheme = None if fallback is None else self._place_or_skip(fallback)
+                if fallback is not None and scheme is not None:
+                    self._propagate_schemes([(fallback.use, scheme)])
+                elif fallback is None and match.rule.rule.quantize == SAME_AS_INPUT:
+                    reason = TIED_INPUT_NOT_QUANTIZED if self._tied_inputs[op_key] else NO_INPUT_TO_TIE
+                    self._add_skip(match, SkipCode.TIE, reason)
 
-    def _skip_quantized_passthrough(
-        self, tied_inputs: dict[tuple[str, str], tuple[Use, ...]], op_by_use: dict[Use, tuple[str, str]]
-    ) -> None:
+    def _skip_quantized_passthrough(self) -> None:
         """Skip tensors that only pass through data that is quantized already."""
-        queue = [use for uses in tied_inputs.values() for use in uses if reads_quantized_tensor(self.matcher, use)]
+        model = self.matcher.model
+        queue = []
+        for use in self._tied_op_by_use:
+            tensor = model.graphs[use.graph].source_of(use)
+            if tensor is not None and model.op(tensor).kind in QUANTIZATION_KINDS:
+                queue.append(use)
         for quantized_use in queue:
-            op_key = op_by_use.get(quantized_use)
+            op_key = self._tied_op_by_use.get(quantized_use)
             matches = self._tied_matches.get(op_key, []) if op_key is not None else []
             for match in [candidate for candidate in matches if candidate.rule.rule.quantize == PASSTHROUGH]:
                 matches.remove(match)
-                self._add_skip(match, SkipCode.QUANTIZED, PASSES_QUANTIZED_TENSOR)
+                reason = "its producer passes through values that are quantized already"
+                self._add_skip(match, SkipCode.QUANTIZED, reason)
                 queue.append(match.use)
 
     def _place_or_skip(self, match: RuleMatch) -> Scheme | None:
@@ -303,20 +368,15 @@ class _PlanBuilder:
             return match.rule.scheme
         return None
 
-    def _propagate_schemes(
-        self,
-        queue: list[tuple[Use, Scheme]],
-        tied_inputs: dict[tuple[str, str], tuple[Use, ...]],
-        op_by_use: dict[Use, tuple[str, str]],
-    ) -> None:
+    def _propagate_schemes(self, queue: list[tuple[Use, Scheme]]) -> None:
         """Add tensors that are tied to the quantized uses in `queue`, and tensors tied to those in turn."""
         for quantized_use, scheme in queue:
-            op_key = op_by_use.get(quantized_use)
+            op_key = self._tied_op_by_use.get(quantized_use)
             for match in self._tied_matches.pop(op_key, ()) if op_key is not None else ():
                 per_tensor = replace(scheme, per="tensor", axis=None, block_size=None)
                 if match.rule.rule.quantize == PASSTHROUGH and match.use.graph == match.tensor.graph:
                     self._passthrough_sources[match.use] = self._passthrough_sources.get(quantized_use, quantized_use)
-                elif not self._add_to_site(match, per_tensor, tied_inputs[match.tensor.graph, match.tensor.op]):
+                elif not self._add_to_site(match, per_tensor, self._tied_inputs[match.tensor.graph, match.tensor.op]):
                     continue
                 queue.append((match.use, per_tensor))
 
@@ -327,11 +387,10 @@ class _PlanBuilder:
         for key, site in list(self._sites.items()) if model.traits.runtime == "onnxruntime" else ():
             for use in list(site.uses):
                 graph = model.graphs[use.graph]
-                readers = (
-                    [reader for uses in graph.consumers_by_port(use.op).values() for reader in uses]
-                    if _runtime_moves_pair(graph, use)
-                    else []
-                )
+                consumer = graph.op(use.op)
+                if consumer.kind not in QDQ_MOVING_KINDS or consumer.role(use.slot) != "input":
+                    continue
+                readers = [reader for uses in graph.consumers_by_port(use.op).values() for reader in uses]
                 if any(reader.graph != use.graph and reader not in planned_uses for reader in readers):
                     site.uses.remove(use)
                     self._add_skip(replace(site.first_match, use=use), SkipCode.CAPTURE, CAPTURED_BY_SUBGRAPH)
@@ -341,11 +400,10 @@ class _PlanBuilder:
     def _next_matching_rule(self, match: RuleMatch) -> RuleMatch | None:
         """Return the match of the next rule for a use whose tie had no effect. Rules that tie are not considered."""
         rules = self.matcher.ruleset.rules
-        next_index = next(index for index, rule in enumerate(rules) if rule is match.rule) + 1
-        for rule in rules[next_index:]:
-            if rule.rule.quantize not in INPUT_DEPENDENT and not self.matcher.miss_reason(
-                rule, match.tensor, match.use
-            ):
+        index = next(index for index, rule in enumerate(rules) if rule is match.rule)
+        for rule in rules[index + 1 :]:
+            is_tie = rule.rule.quantize in INPUT_DEPENDENT
+            if not is_tie and not self.matcher.miss_reason(rule, match.tensor, match.use):
                 return replace(match, rule=rule)
         return None
 
@@ -355,10 +413,10 @@ class _PlanBuilder:
             Site(
                 tensor=pending.first_match.tensor,
                 uses=tuple(pending.uses),
-                graph=self._insertion_graph(pending.first_match),
+                graph=_insertion_graph(pending.first_match),
                 scheme=pending.scheme,
                 axis=pending.axis,
-                view=None if pending.view is None else tuple(size for size in pending.view if size is not None),
+                view=pending.view,
                 rule=pending.first_match.rule.rule.name,
                 why=pending.first_match.rule.rule.why,
                 parameter=self.matcher.parameters.is_parameter(pending.first_match.tensor),
@@ -387,8 +445,7 @@ class _PlanBuilder:
     def _add_to_site(self, match: RuleMatch, scheme: Scheme, tie: tuple[Use, ...]) -> bool:
         """Add the use to the site with the same properties, or open one. Return False if the use is skipped instead."""
         family = FAMILIES[scheme.family or self.options.family]
-        axis = self._scale_axis(match, scheme)
-        view = self._scale_view(match) if scheme.per == "channel" and axis is not None and scheme.axis is None else None
+        axis, view = self._scale_layout(match, scheme)
         reason = self._scheme_conflict(match, scheme, family, axis, view)
         if tie and scheme.range == "dynamic":
             reason = reason or "it is tied to a tensor with a dynamic range, which has no fixed scale to share"
@@ -397,109 +454,86 @@ class _PlanBuilder:
         if reason:
             self._add_skip(match, SkipCode.SCHEME, reason)
             return False
-        scheme = replace(scheme, family=family.name)
-        key = (match.tensor, self._insertion_graph(match), scheme, axis, view, bool(tie))
-        if key not in self._sites:
-            self._sites[key] = _PendingSite(first_match=match, uses=[], scheme=scheme, axis=axis, view=view, tie=tie)
-        self._sites[key].uses.append(match.use)
+        scheme, known_view = replace(scheme, family=family.name), fully_known_shape(view)
+        key = (match.tensor, _insertion_graph(match), scheme, axis, view, bool(tie))
+        pending = _PendingSite(first_match=match, uses=[], scheme=scheme, axis=axis, view=known_view, tie=tie)
+        self._sites.setdefault(key, pending).uses.append(match.use)
         return True
 
     def _scheme_conflict(
         self, match: RuleMatch, scheme: Scheme, family: QDQFamily, axis: int | None, view: Shape | None
     ) -> str:
         """Return the reason why the use cannot have this scheme, or ""."""
-        model, output = self.matcher.model, self.matcher.model.output(match.tensor)
+        model, dtype = self.matcher.model, self.matcher.model.output(match.tensor).dtype
         if scheme.per != "tensor" and axis is None:
             return _no_axis_reason(scheme, match.use)
         if view is not None and None in view:
             return f"scheme {scheme.name!r} is per channel, but the kernel's shape is unknown"
-        if output.dtype is None:
+        if dtype is None:
             return "its data type is only known at run time"
         if family.format != model.format:
             return f"family {family.name!r} is only for {family.format} models"
         request = scheme.family_request(
             axis=axis,
-            dtype=output.dtype,
+            dtype=dtype,
             shape=view or self.matcher.shape(match.tensor),
             is_parameter=self.matcher.parameters.is_parameter(match.tensor),
         )
         return family.unsupported_reason(request) or ""
 
-    @staticmethod
-    def _insertion_graph(match: RuleMatch) -> str:
-        """Return the name of the graph that receives the new ops."""
-        return match.use.graph if match.rule.rule.insert_in == "body" else match.tensor.graph
-
     def _exclusion(self, match: RuleMatch) -> tuple[SkipCode, str] | None:
         """Return the reason why this match stays float for any scheme, or None."""
-        model, rule = self.matcher.model, match.rule.rule
+        rule, use, parameters = match.rule.rule, match.use, self.matcher.parameters
         if rule.quantize in {"float", FUSED}:
             return SkipCode.RULE, rule.why or f"rule {rule.name!r} keeps it in float"
-        consumer = model.graphs[match.use.graph].op(match.use.op)
-        quantized_reason = already_quantized_reason(self.matcher, match.tensor, match.use)
+        quantized_reason = already_quantized_reason(self.matcher, match.tensor, use)
         if quantized_reason:
             return SkipCode.QUANTIZED, quantized_reason
-        if not (rule.producer.name or rule.consumer.name) and self._computes_weight(match.use, consumer):
+        forwards = self.matcher.model.graphs[use.graph].op(use.op).kind in FORWARDING_KINDS
+        computes_weight = not forwards and parameters.is_parameter(TensorRef(use.graph, use.op))
+        if computes_weight and not (rule.producer.name or rule.consumer.name):
             return SkipCode.WEIGHT, COMPUTES_WEIGHT
-        labels = (match.use.op, *self.matcher.labels(match.tensor))
+        labels = (use.op, *self.matcher.labels(match.tensor))
         if self.options.include and not any(name_matches(pattern, *labels) for pattern in self.options.include):
             return SkipCode.SELECTION, "--include matches neither it nor its consumer"
         excluded = next((pattern for pattern in self.options.exclude if name_matches(pattern, *labels)), None)
         return (SkipCode.SELECTION, f"--exclude {excluded!r}") if excluded is not None else None
 
-    def _computes_weight(self, use: Use, consumer: Op) -> bool:
-        """Return True if `consumer`, the op of `use`, computes a weight from weights only."""
-        result = TensorRef(use.graph, use.op)
-        return consumer.kind not in FORWARDING_KINDS and self.matcher.parameters.is_parameter(result)
-
-    def _tied_inputs(self, graph_name: str, op_name: str, matches: Sequence[RuleMatch]) -> tuple[Use, ...]:
+    def _find_tied_inputs(self, graph_name: str, op_name: str, matches: Sequence[RuleMatch]) -> tuple[Use, ...]:
         """Return the uses of the data that an op passes through, with weights if it changes no value."""
-        op_graph = self.matcher.model.graphs[graph_name]
-        op = op_graph.op(op_name)
+        graph = self.matcher.model.graphs[graph_name]
+        op = graph.op(op_name)
         weights = op.kind in CONCATENATING_KINDS or any(match.rule.rule.quantize == PASSTHROUGH for match in matches)
         return tuple(
             Use(graph_name, op_name, slot)
-            for slot, tensor in enumerate(op_graph.slots(op_name))
+            for slot, tensor in enumerate(graph.slots(op_name))
             if tensor is not None
             and op.role(slot) == "input"
             and (weights or not self.matcher.parameters.is_parameter(tensor))
         )
 
-    def _scale_axis(self, match: RuleMatch, scheme: Scheme) -> int | None:
-        """Return the axis of channels or blocks of the tensor as the use reads it, None for a per-tensor scheme."""
-        consumer = self.matcher.model.graphs[match.use.graph].op(match.use.op)
-        shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
-        if scheme.per == "tensor":
-            return None
-        if scheme.axis is not None:
-            return scheme.axis if shape is not None and scheme.axis < len(shape) else None
-        if scheme.per == "block":
-            return reduction_axis(consumer, role, shape) if shape is not None else None
-        if role == "bias":
-            return 0 if shape is not None and len(shape) == 1 else None
-        return channel_axis(consumer, shape) if role == "weight" and shape is not None else None
+    def _scale_layout(self, match: RuleMatch, scheme: Scheme) -> tuple[int | None, Shape | None]:
+        """Return the axis of channels or blocks of the tensor as the use reads it, None for a per-tensor scheme.
 
-    def _scale_view(self, match: RuleMatch) -> Shape | None:
-        """Return the shape in which the scale axis holds all channels, None if that is the tensor's own shape."""
-        consumer = self.matcher.model.graphs[match.use.graph].op(match.use.op)
-        shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
-        return merged_channel_shape(consumer, shape) if role == "weight" and shape is not None else None
+        The shape in which that axis holds all channels follows, None if it is the tensor's own.
+        """
+        consumer, shape = self.matcher.model.graphs[match.use.graph].op(match.use.op), self.matcher.shape(match.tensor)
+        role = consumer.role(match.use.slot)
+        if scheme.per == "tensor" or shape is None:
+            return None, None
+        if scheme.axis is not None:
+            return scheme.axis if scheme.axis < len(shape) else None, None
+        if scheme.per == "block":
+            return reduction_axis(consumer, role, shape), None
+        if role == "bias":
+            return 0 if len(shape) == 1 else None, None
+        axis = channel_axis(consumer, shape) if role == "weight" else None
+        return axis, None if axis is None else merged_channel_shape(consumer, shape)
 
     def _add_skip(self, match: RuleMatch, code: SkipCode, reason: str) -> None:
         key = (match.tensor, match.rule.rule.name, reason)
-        if key not in self._skips:
-            self._skips[key] = _PendingSite(first_match=match, uses=[], reason=reason, code=code)
-        self._skips[key].uses.append(match.use)
-
-
-QDQ_MOVING_KINDS = frozenset({"max_pool", "reshape", "transpose", "squeeze", "unsqueeze", "slice"})
-"""Kinds past which onnxruntime moves Q/DQ pairs."""
-
-
-def _runtime_moves_pair(graph: Graph, use: Use) -> bool:
-    """Return True if onnxruntime would move a Q/DQ pair on `use` past its op."""
-    op = graph.op(use.op)
-    return op.kind in QDQ_MOVING_KINDS and op.role(use.slot) == "input"
+        pending = _PendingSite(first_match=match, uses=[], reason=reason, code=code)
+        self._skips.setdefault(key, pending).uses.append(match.use)
 
 
 def _no_axis_reason(scheme: Scheme, use: Use) -> str:
@@ -511,15 +545,17 @@ def _no_axis_reason(scheme: Scheme, use: Use) -> str:
     return f"scheme {scheme.name!r} is per channel, but {use} has no channel axis"
 
 
+def _insertion_graph(match: RuleMatch) -> str:
+    """Return the name of the graph that receives the new ops."""
+    return match.use.graph if match.rule.rule.insert_in == "body" else match.tensor.graph
+
+
 def _check_name_patterns(matcher: RuleMatcher, options: SiteSelection) -> None:
-    patterns: Iterable[tuple[str, str]] = [
-        *(("--include", pattern) for pattern in options.include),
-        *(("--exclude", pattern) for pattern in options.exclude),
-    ]
     labels = matcher.all_labels() if options.include or options.exclude else []
-    for option, pattern in patterns:
-        if not any(name_matches(pattern, label) for label in labels):
-            raise UsageError(
-                f"{option} {pattern!r} matches no op or tensor of the model."
-                f"{did_you_mean(pattern, labels) or ' List the names with: graphquant inspect MODEL.'}"
-            )
+    for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
+        for pattern in patterns:
+            if not any(name_matches(pattern, label) for label in labels):
+                raise UsageError(
+                    f"{option} {pattern!r} matches no op or tensor of the model."
+                    f"{did_you_mean(pattern, labels) or ' List the names with: graphquant inspect MODEL.'}"
+                )

@@ -33,7 +33,7 @@ from graphquant.numerics import (
     quantize,
 )
 from graphquant.qdq import FAMILIES, QDQSite
-from graphquant.quantize.plan_json import check_plan
+from graphquant.quantize.plan import check_plan
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
 if TYPE_CHECKING:

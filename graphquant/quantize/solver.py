@@ -28,8 +28,7 @@ from graphquant.numerics import (
 )
 from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, sketch_values
 from graphquant.quantize.limits import meet_limits
-from graphquant.quantize.plan import SkipCode
-from graphquant.quantize.plan_json import check_plan
+from graphquant.quantize.plan import SkipCode, check_plan
 from graphquant.quantize.solver_state import (
     Solution,
     SolverState,

@@ -369,7 +369,7 @@ def test_names_too_long(refused: Callable[..., str]) -> None:
 
 def test_plan_without_an_end(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A device has no size, and is read no further than any plan goes."""
-    monkeypatch.setattr("graphquant.quantize.plan_json.MAX_PLAN_BYTES", 1 << 16)
+    monkeypatch.setattr("graphquant.quantize.plan.MAX_PLAN_BYTES", 1 << 16)
     assert "/dev/zero" in refused("insert", CNN, "--plan", "/dev/zero", code=2)
 
 

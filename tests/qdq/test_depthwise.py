@@ -11,7 +11,7 @@ from graphquant.errors import UsageError
 from graphquant.ir import Op, channel_axis, merged_channel_shape
 from graphquant.numerics import DynamicQParams, tf_ranges
 from graphquant.quantize import plan_to_json
-from graphquant.quantize.plan_json import plan_from_json
+from graphquant.quantize.plan import plan_from_json
 
 RULES = """
 [scheme.s]
