@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.observers import histogram_kernel
-from graphquant.utils.notebook_html import HtmlRepresentation
+from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:

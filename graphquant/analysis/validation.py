@@ -14,7 +14,7 @@ from graphquant.calibration import measure_footprint
 from graphquant.calibration.holdout import open_optional_labels, sample_range
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
 from graphquant.ir import count_macs, unsized_tensors
-from graphquant.utils.progress import stage_progress
+from graphquant.utils import stage_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.holdout import HoldOut
     from graphquant.formats import Runner
     from graphquant.ir import Model, TensorRef
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
 
 DEFAULT_MIN_SQNR = 20.0

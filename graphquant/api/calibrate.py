@@ -21,8 +21,8 @@ from graphquant.calibration import (
     preserved_fingerprints,
 )
 from graphquant.errors import DataError, UsageError
+from graphquant.utils import stage_progress
 from graphquant.utils.options import CalibrateOptions, PlanOptions, resolve_options, takes_options
-from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.ir import Model
     from graphquant.quantize import Plan
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
 
 @takes_options(CalibrateOptions)

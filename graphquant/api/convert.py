@@ -1,17 +1,17 @@
-"""Convert a quantized TensorFlow model to TFLite and compare the runtime's scales with the plan."""
+"""Conversion of TensorFlow models: to objects in memory, and to TFLite with a comparison of the scales."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphquant.analysis.conversion_report import ConversionReport, compare_conversion
+from graphquant.api.insert import Result
 from graphquant.api.models import check_output
 from graphquant.errors import UsageError
 from graphquant.utils.atomic_files import atomic_file
 
 if TYPE_CHECKING:
-    from graphquant.api.result import Result
     from graphquant.ir import Model
     from graphquant.quantize import Site
 
@@ -98,3 +98,27 @@ def _inconvertible_reason(model: Model, site: Site) -> str:
     if site.axis is not None and "matmul" in kinds:
         return "it fails on per-channel weights of MatMul; quantize that weight per tensor, as the rules tflite do"
     return ""
+
+
+def to_tf(model: Model | Result) -> Any:
+    """Convert a TensorFlow model to an object in memory, of the kind from which it was loaded.
+
+    Returns:
+        A tf.Graph with its collections, if the model is a tf.Graph or a graph file. A new session with the same
+        variable values, if it is a session. A ConcreteFunction with the same signature and the same variables, if it is
+        a ConcreteFunction, a tf.function or a Keras model.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: TensorFlow rejects the model.
+        UsageError: It is not a TensorFlow model, it is a SavedModel, or such an object cannot hold the inserted ops.
+    """
+    tensorflow_model = model.model if isinstance(model, Result) else model
+    if tensorflow_model.format != "tensorflow":
+        raise UsageError(
+            f"{tensorflow_model.path or 'The model'} has the format {tensorflow_model.format}. Only TensorFlow models"
+            " can be converted to objects."
+        )
+    from graphquant.formats.tensorflow import to_tensorflow
+
+    return to_tensorflow(tensorflow_model)

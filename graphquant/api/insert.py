@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__, formats
+from graphquant.analysis.range_report import activation_sqnr
 from graphquant.analysis.validation import Bounds, validate_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
-from graphquant.api.models import as_model
+from graphquant.api.models import as_model, save
 from graphquant.api.plan import prepare_and_plan
-from graphquant.api.result import Result
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats, sites_needing_data
 from graphquant.calibration.holdout import CalibrationData, open_required_labels
 from graphquant.errors import NeedsDataError, UsageError
@@ -35,18 +35,79 @@ from graphquant.quantize import (
     read_name_map,
     transfer_ranges,
 )
+from graphquant.utils import HtmlRepresentation
 from graphquant.utils.options import InsertOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from graphquant.analysis.range_report import Loss
     from graphquant.analysis.validation import Validation
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.holdout import HoldOut
     from graphquant.ir import Model, TensorRef
     from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace
-    from graphquant.quantize import Solution
-    from graphquant.utils.progress import Progress
+    from graphquant.quantize import Conflict, ScaleChange, Skip, Solution
+    from graphquant.quantize.rewrite import InsertedPair
+    from graphquant.utils import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(HtmlRepresentation):
+    """Result of `insert`.
+
+    Attributes:
+        model: The quantized model.
+        source: The float model.
+        plan: The applied plan.
+        inserted: The inserted Q/DQ pairs, one for each site.
+        skips: Tensors that the plan or the solver skipped, with the reason.
+        site_notes: Notes on sites, by tensor.
+        scale_reasons: Explanations of the scale, for each of `inserted`.
+        changes: Raised scales, copied weights and added pairs, with the reason.
+        conflicts: Requirements of rules that contradict each other.
+        stats: Statistics of the activations, or None if no data was needed.
+        stats_path: The statistics file, or None if they were collected by this call.
+        tflite_ranges: Use of a TFLite file's scales, or None without a file.
+        algorithm_results: Changes by optimization algorithms, and ops that they skipped, with the reason.
+        search: Result of the search, or None without bounds, a size budget or optimized latency.
+        validation: Errors of the quantized model on the hold-out, or None without data.
+    """
+
+    model: Model
+    source: Model
+    plan: Plan
+    inserted: tuple[InsertedPair, ...]
+    skips: tuple[Skip, ...]
+    site_notes: Mapping[TensorRef, str] = field(default_factory=dict)
+    scale_reasons: tuple[tuple[str, ...], ...] = ()
+    changes: tuple[ScaleChange, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
+    stats: Stats | None = None
+    stats_path: Path | None = None
+    tflite_ranges: RangeTransfer | None = None
+    algorithm_results: tuple[AlgorithmResult, ...] = ()
+    validation: Validation | None = None
+    search: SearchTrace | None = None
+
+    @property
+    def calibration_samples(self) -> int:
+        """Number of calibration samples."""
+        return self.stats.samples if self.stats is not None else 0
+
+    @property
+    def has_random_data(self) -> bool:
+        """True if any calibration samples were generated."""
+        return self.stats is not None and self.stats.random
+
+    @property
+    def activation_sqnr(self) -> tuple[Loss, ...]:
+        """Estimated SQNR of the quantized activations, lowest first."""
+        return activation_sqnr(self.inserted, self.stats.sketches if self.stats is not None else {})
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Write the quantized model and return its path; see `save`."""
+        return save(self.model, path, force=force)
 
 
 @takes_options(InsertOptions)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from graphquant.batch.types import Entry
     from graphquant.batch.workers import WorkerLimits, WorkFunction
     from graphquant.calibration import Stats
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
 
 try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from graphquant.api import Result
     from graphquant.batch.types import Entry, Gates, Status
     from graphquant.ir import Model
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
 
 SQNR_DECIMALS = 2

@@ -12,13 +12,10 @@ import click
 
 from graphquant.cli.batch import batch_command
 from graphquant.cli.calibrate import calibrate_command
-from graphquant.cli.check import check_command
-from graphquant.cli.compare import compare_command
-from graphquant.cli.insert import insert_command
-from graphquant.cli.inspect import data_group, explain_command, inspect_command, plan_command
+from graphquant.cli.compare import check_command, compare_command, diff_command
+from graphquant.cli.insert import insert_command, strip_command
+from graphquant.cli.inspect import data_group, explain_command, inspect_command, plan_command, rules_group
 from graphquant.cli.options import ErrorHandlingGroup
-from graphquant.cli.rules import rules_group
-from graphquant.cli.strip import diff_command, strip_command
 from graphquant.utils.tf_determinism import disable_onednn
 
 

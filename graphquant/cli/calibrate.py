@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from graphquant.calibration import Stats
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
 
 @click.command("calibrate")

@@ -1,4 +1,4 @@
-"""The `compare` command."""
+"""Commands that judge models: `check`, `compare` and `diff`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.cli.options import FORCE, HTML, OUTPUT, collect_options, format_option, options_of
-from graphquant.cli.output import print_view, progress_bar, write_page, write_result
+from graphquant.cli.output import print_view, progress_bar, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import CompareBounds, CompareOptions
 
 if TYPE_CHECKING:
-    from graphquant.analysis import Comparison
+    from graphquant.analysis import Comparison, Differences
+    from graphquant.ir import Model
+    from graphquant.quantize import Plan
 
 
 @click.command("compare")
@@ -108,3 +110,109 @@ def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
     if failures:
         message = "; ".join(failures)
         raise FindingsError(f"{message[:1].upper()}{message[1:]}. The list above starts with the worst tensors.")
+
+
+@click.command("check")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=click.Path(path_type=Path))
+@click.option("--for", "backend", metavar="BACKEND", help="Show which ops this backend runs in int8.")
+@click.option(
+    "--stats",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Statistics from calibrate: report quantizations that no sample reached.",
+)
+@format_option("json", "sarif", "github")
+@OUTPUT
+@FORCE
+def check_command(
+    models: tuple[Path, ...], backend: str | None, stats: Path | None, form: str, output: Path | None, force: bool
+) -> None:
+    """Find probable mistakes in quantized MODELs. With --for, also show which ops stay float on that backend.
+
+    docs/check.md explains the codes. Exit code 1 if there are findings.
+    """
+    if stats is not None and len(models) > 1:
+        raise UsageError("--stats belongs to one model. Pass one model.")
+    from graphquant import api
+    from graphquant.api.models import check_output
+    from graphquant.visualize import check_report as view
+
+    if output is not None:
+        check_output(output, models[0], force=force)
+    reports = [api.check(model, backend=backend, stats=stats) for model in models]
+    if form == "text":
+        from rich.console import Group
+
+        print_view(Group(*map(view.check_view, reports)), output)
+    elif form == "json":
+        from graphquant.visualize.json_export import CheckResult
+
+        data = [CheckResult.model_validate(report).as_json() for report in reports]
+        write_or_print(data[0] if len(data) == 1 else data, output)
+    elif form == "sarif":
+        write_or_print(view.check_sarif(reports), output)
+    else:
+        write_or_print("".join(map(view.check_annotations, reports)), output)
+    if any(report.findings for report in reports):
+        raise click.exceptions.Exit(FindingsError.exit_code)
+
+
+@click.command("diff")
+@click.argument("first", metavar="A", type=click.Path(path_type=Path))
+@click.argument("second", metavar="B", type=click.Path(path_type=Path))
+@click.option("--stat", is_flag=True, help="Print only the number of differences.")
+@click.option("--ignore", type=click.Choice(["qdq"]), help="Ignore differences in quantization.")
+@format_option("json")
+@HTML
+@click.option("--model", type=click.Path(path_type=Path), metavar="FILE", help="With --html: the model of two plans.")
+@OUTPUT
+@FORCE
+def diff_command(
+    first: Path,
+    second: Path,
+    stat: bool,
+    ignore: str | None,
+    form: str,
+    html: Path | None,
+    model: Path | None,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Show the differences between two models or plans, A and B.
+
+    The models are not run. Ops are matched by name, or by position where names differ. Quantization ops are skipped
+    during matching and reported separately. docs/diff.md explains the lines. Exit code 1 if anything differs.
+    """
+    from graphquant import api
+    from graphquant.api.models import check_output
+    from graphquant.visualize.compare_report import diff_view
+
+    for path in filter(None, (first, second, model)):
+        for output_path in filter(None, (output, html)):
+            check_output(output_path, path, force=force)
+    operands = [api.plan_or_none(path) or api.load(path) for path in (first, second)]
+    differences = api.diff(*operands, quantization=ignore is None)
+    page = _diff_page(operands, differences, model) if html is not None else ""
+    if form == "json":
+        write_result("diff", differences, output)
+    else:
+        print_view(diff_view(differences, summary_only=stat), output)
+    if html is not None:
+        write_page(html, page)
+    if differences:
+        raise click.exceptions.Exit(FindingsError.exit_code)
+
+
+def _diff_page(operands: list[Model | Plan], differences: Differences, path: Path | None) -> str:
+    """Return the page of a difference. A page of two plans needs their model, at `path`."""
+    from graphquant import api
+    from graphquant.ir import Model
+    from graphquant.visualize.side_by_side import diff_page, plan_diff_page
+
+    models = [operand for operand in operands if isinstance(operand, Model)]
+    if len(models) == len(operands):
+        return diff_page(models[0], models[1], differences)
+    plans = [operand for operand in operands if not isinstance(operand, Model)]
+    if path is None:
+        raise UsageError("A and B are plans, which contain no graph to draw. Pass their model with --model FILE.")
+    return plan_diff_page(api.load(path), plans[0], plans[1], differences)

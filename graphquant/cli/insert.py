@@ -1,4 +1,4 @@
-"""The `insert` command."""
+"""Commands that write models: `insert` and `strip`."""
 
 from __future__ import annotations
 
@@ -152,3 +152,40 @@ def _exit_with_result(result: Result, written_note: str, *, strict: bool) -> Non
     if search is not None and not (search.bounds_met if strict else search.confirmed):
         message = "; ".join(search.failures or search.caveats)
         raise FindingsError(f"The search did not confirm the bounds: {message}. {written_note}")
+
+
+@click.command("strip")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the float model to this path.")
+@click.option("--all", "everything", is_flag=True, help="Also remove quantization ops of other tools.")
+@click.option(
+    "--check",
+    "original",
+    type=click.Path(path_type=Path),
+    metavar="ORIGINAL",
+    help="Verify that the result equals this model.",
+)
+@FORCE
+def strip_command(model: Path, output: Path | None, everything: bool, original: Path | None, force: bool) -> None:
+    """Remove the quantization that graphquant inserted into MODEL.
+
+    The result is the source model bit for bit if insert kept its weights float. Otherwise it is the prepared model, and
+    its weights keep their rounding error. With --check, the exit code is 1 if the result differs from ORIGINAL.
+    """
+    from graphquant import api
+    from graphquant.api.models import check_model_output
+    from graphquant.formats import detect_format
+    from graphquant.visualize.compare_report import strip_proof_view, strip_view
+
+    if output is None and original is None:
+        raise UsageError("There is no output for the float model. Use -o OUT, or only --check ORIGINAL.")
+    if output is not None:
+        check_model_output(output, model, detect_format(model), force=force)
+    stripped = api.strip(model, everything=everything)
+    written = api.save(stripped.model, output, force=force) if output is not None else None
+    print_view(strip_view(stripped, written))
+    if original is not None:
+        proof = api.prove_stripped(stripped, original)
+        print_view(strip_proof_view(proof, str(original)))
+        if not proof.holds:
+            raise FindingsError(f"The model differs from {original} in more than rounded weights; see the list above.")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from graphquant.batch.types import Entry, Outcome
     from graphquant.calibration import Stats
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
     from graphquant.visualize.drawing import Drawing
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir.traversal import reachable, unique_name
 from graphquant.ir.types import FORMAT_TRAITS, Call, FormatTraits, Op, Output, Shape, TensorRef, Use
-from graphquant.utils.notebook_html import HtmlRepresentation
+from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity
 from graphquant.qdq import FAMILIES
 from graphquant.quantize import Skip, SkipCode
 from graphquant.rules import ObserverConfig
-from graphquant.utils.progress import stage_progress
+from graphquant.utils import stage_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.quantize import Plan, Site
     from graphquant.quantize.rewrite import InsertedPair
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
     BuildModel = Callable[[Plan], BuiltModel]
 

@@ -40,7 +40,7 @@ from graphquant.optimize.size_budget import (
     model_constant_bytes,
     parse_size_budget,
 )
-from graphquant.utils.progress import stage_progress
+from graphquant.utils import stage_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from graphquant.optimize.size_budget import SizedPlan
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
     Selection = tuple[int, ...]
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from graphquant.optimize.candidates import BuildModel
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
 SIZE_BUDGET_RULE = "size-budget"
 """Rule of weights with a chosen bit width."""

@@ -21,7 +21,7 @@ from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, FloatType
 from graphquant.qdq import FAMILIES, QDQFamily
 from graphquant.quantize.preparation_undo import Step
 from graphquant.rules import ALGORITHM_NAMES, Scheme
-from graphquant.utils.notebook_html import HtmlRepresentation
+from graphquant.utils import HtmlRepresentation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

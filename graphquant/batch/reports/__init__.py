@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from graphquant.batch.types import BatchReport, ChangeKind, Level, Outcome
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
 
 def as_json(report: BatchReport) -> str:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from graphquant.batch.types import BatchReport, Outcome, OutcomeChange
-    from graphquant.utils.progress import Progress
+    from graphquant.utils import Progress
 
 
 def report_page(report: BatchReport, graphs: Mapping[str, str] | None = None) -> str:
