@@ -159,7 +159,6 @@ def verify_outputs(
 
 
 def _rebuild_differences(entry: Entry, built: Outcome, previous: Outcome | None) -> Iterator[str]:
-    """Yield a message for each difference from the rebuilt output."""
     if is_remote(entry.output):
         yield "the output is remote and cannot be verified"
         return

@@ -249,7 +249,6 @@ class OutcomeCache:
         return retained
 
     def _output_digests(self, path: Path) -> list[str]:
-        """Return the digests of an outcome's files."""
         outcome = _read_cached_outcome(path)
         return [] if outcome is None else list(outcome.products.values())
 

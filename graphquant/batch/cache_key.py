@@ -109,15 +109,11 @@ def cache_inputs(
         OSError: A file cannot be read.
     """
     model, size = _model_digest(entry.model, file_hashes)
-    rules = ""
-    if entry.rules:  # a rule on the command line is its own text
-        is_inline = [INLINE_ARROW in name or "\n" in name for name in entry.rules]
-        rules = _json_sha256(
-            [
-                name if inline else file_hashes.digest(find_rule_file(name))
-                for name, inline in zip(entry.rules, is_inline, strict=True)
-            ]
-        )
+    rule_contents = [  # an inline rule is its own content
+        name if INLINE_ARROW in name or "\n" in name else file_hashes.digest(find_rule_file(name))
+        for name in entry.rules
+    ]
+    rules = _json_sha256(rule_contents) if rule_contents else ""
     data, deterministic = ("", True) if entry.data is None else digest_data(entry.data)
     if entry.stats is not None:
         stats = _content_digest(entry.stats, file_hashes)
@@ -187,7 +183,6 @@ def _model_digest(path: str, file_hashes: FileHashes) -> tuple[str, int]:
 
 
 def _content_digest(path: str, file_hashes: FileHashes) -> str:
-    """Return the digest of a file or of an address."""
     if is_remote(path):
         return _json_sha256(_named_digests(list_data_files(path)[0], file_hashes))
     return file_hashes.digest(Path(path))

@@ -275,7 +275,6 @@ def _run_in_folder(worker: Callable[..., Outcome], folder: str, entry: Entry, **
 
 
 def _worker_pools(plugin_name: str) -> _WorkerPools:
-    """Return the plugin of the current dask worker."""
     return cast("_WorkerPools", get_worker().plugins[plugin_name])
 
 

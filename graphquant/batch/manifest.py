@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SelectedModel:
-    """A model of the batch and its table."""
-
     name: str
     index: int
     is_folder: bool
@@ -310,7 +308,6 @@ def _real_path(path: str) -> str:
 
 
 def _path_and_parents(path: str) -> Iterator[str]:
-    """Yield a path and its parent folders."""
     while path:
         yield path
         parent = path.rpartition("/")[0]

@@ -36,19 +36,18 @@ MAX_REFERENCE_BYTES = 1 << 30
 """Maximum bytes of models next to an output that are downloaded to look for references to its old weights."""
 
 
-def is_remote_entry(entry: Entry) -> bool:
-    """Return True if the model, statistics or output is remote. Remote data is read in place."""
-    return any(is_remote(path) for path in (entry.model, entry.stats or "", entry.output))
-
-
 def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome:
-    """Run `process` on a local copy of an entry with remote files, and upload its output.
+    """Run `process` on a local copy of an entry if it has remote files, and upload its output.
+
+    Remote data is read in place.
 
     Raises:
         MissingDependencyError: fsspec, or its package for a service, is not installed.
         ModelError: A file cannot be read.
         UsageError: The output cannot be written.
     """
+    if not any(is_remote(path) for path in (entry.model, entry.stats or "", entry.output)):
+        return process(entry)
     with tempfile.TemporaryDirectory(prefix="graphquant-") as temp_name:
         temp_folder = Path(temp_name)
         local_entry = replace(
@@ -360,5 +359,4 @@ def _suggest_model(folder: ModelFolder, pattern: str) -> str:
 
 
 def _normalize_path(name: str) -> str:
-    """Return the shortest spelling of a path."""
     return name.rstrip("/") if is_remote(name) else posixpath.normpath(name)

@@ -185,7 +185,6 @@ class _BatchRun:
             self._file_hashes.claim_output(entry.output, digest_before)
 
     def _record(self, outcome: Outcome) -> Outcome:
-        """Add an outcome to the journal."""
         try:
             self._journal.add(outcome)
         except OSError as error:

@@ -92,7 +92,6 @@ def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
 
 
 def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
-    """Check that the reports are those of all shards of one batch."""
     versions = {report.version: path for path, report in reports.items()}
     if len(versions) > 1:
         (first_version, first), (second_version, second) = list(versions.items())[:2]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant.batch.cache_key import combined_digest, file_digest, package_versions
-from graphquant.batch.remote import is_remote_entry, process_remote
+from graphquant.batch.remote import process_remote
 from graphquant.batch.types import (
     ENTRY_OPTIONS,
     METRIC_GATES,
@@ -127,7 +127,7 @@ def quantize_entry(entry: Entry, *, max_memory: int | None = None, progress: Pro
     """
     start = time.monotonic()
     attempt = partial(_run_safely, partial(_quantize, max_memory=max_memory, progress=progress))
-    outcome = _run_safely(partial(process_remote, process=attempt), entry) if is_remote_entry(entry) else attempt(entry)
+    outcome = _run_safely(partial(process_remote, process=attempt), entry)
     return replace(outcome, seconds=round(time.monotonic() - start, 3))
 
 

@@ -171,8 +171,6 @@ def run_workers(
 
 
 class _Attempt(NamedTuple):
-    """An entry and the number of the attempt."""
-
     entry: Entry
     number: int
 
@@ -202,7 +200,6 @@ def _ready_workers(
 
 
 def _should_retry(entry: Entry, outcome: Outcome) -> bool:
-    """Return True if another attempt may succeed."""
     is_remote = any("://" in path for path in (entry.model, entry.output, entry.data or "", entry.stats or ""))
     return outcome.status in {"crashed", "memory"} or (outcome.status == "failed" and is_remote)
 
@@ -314,7 +311,6 @@ class _WorkerProcess:
         return replace(outcome, seconds=round(seconds, 3))
 
     def _exit_description(self) -> str:
-        """Describe the end of the process."""
         self._process.join(STARTUP_SECONDS)
         code = self._process.exitcode
         ending = f"ended with exit code {code}"
@@ -368,8 +364,6 @@ def _detach_process(log: str) -> None:
 
 
 class _ProgressSender:
-    """Sends progress at a limited rate."""
-
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._next_time = 0.0

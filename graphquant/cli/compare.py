@@ -68,7 +68,7 @@ def compare_command(
     else:
         print_view(comparison_view(comparison, top=top or len(comparison.sites)), output)
     if html is not None:
-        from graphquant.visualize.side_by_side import comparison_page
+        from graphquant.visualize.pages import comparison_page
 
         write_page(html, comparison_page(*models, comparison))
     _check_bounds(comparison, bounds)
@@ -207,7 +207,7 @@ def _diff_page(operands: list[Model | Plan], differences: Differences, path: Pat
     """Return the page of a difference. A page of two plans needs their model, at `path`."""
     from graphquant import api
     from graphquant.ir import Model
-    from graphquant.visualize.side_by_side import diff_page, plan_diff_page
+    from graphquant.visualize.pages import diff_page, plan_diff_page
 
     models = [operand for operand in operands if isinstance(operand, Model)]
     if len(models) == len(operands):

@@ -71,7 +71,7 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
     if settings.plan is not None and settings.rules:
         raise UsageError("--plan explains a plan as it is, but --rules creates one. Use one of them.")
     from graphquant import api
-    from graphquant.visualize.explain_report import explain_view
+    from graphquant.visualize.check_report import explain_view
 
     explanation = api.explain(api.load(model), name, settings)
     if form == "json":
@@ -196,15 +196,13 @@ def _draw_model(
     if form == "dot":
         write_or_print(graph_export.graphviz_dot(drawn_model, drawing if center is not None else None), output)
     elif form == "svg":
-        from graphquant.visualize.svg import graph_svg
-
-        write_or_print(graph_svg(drawing), output)
+        write_or_print(graph_export.graph_svg(drawing), output)
     elif form == "graphml":
         write_or_print(graph_export.graph_graphml(drawing), output)
     elif form == "graph-json":
         write_or_print(graph_export.graph_json(drawing), output)
     else:
-        print_view(graph_export.ascii_graph(drawing, highlighted), output)
+        print_view(graph_export.AsciiGraph(drawing, highlighted), output)
 
 
 def _print_stats(

@@ -22,5 +22,5 @@ class HtmlRepresentation:
 
     def _repr_html_(self) -> str:
         # Imported by name: the classes that inherit from this one are in packages below the drawing code.
-        html: str = import_module("graphquant.visualize.notebook").notebook_html(self)
+        html: str = import_module("graphquant.visualize.pages").notebook_html(self)
         return html

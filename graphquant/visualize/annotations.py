@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from graphquant.analysis.range_report import TensorRange
 from graphquant.numerics import DynamicQParams, IntType, QParams
 from graphquant.observers import estimate_cost
-from graphquant.visualize.tables import pluralize, select_fields
+from graphquant.visualize.tables import pluralize
 from graphquant.visualize.text import scheme_text
 
 if TYPE_CHECKING:
@@ -119,10 +119,8 @@ def annotate_model(
     ranges_by_tensor = _ranges_by_tensor(range_report)
     for reading in summary.quantization_ops:
         annotation_set.by_op[reading.graph, reading.op] = len(annotation_set.annotations)
-        remarks = (
-            f"rounds {reading.rounding}" if reading.rounding else "",
-            "its range is learned" if reading.learned else "",
-        )
+        remarks = [f"rounds {reading.rounding}"] if reading.rounding else []
+        remarks += ["its range is learned"] if reading.learned else []
         annotation = Annotation(
             tensor=reading.tensor,
             dtype=reading.params.type.name if reading.params is not None else "",
@@ -130,7 +128,7 @@ def annotate_model(
             dynamic=reading.params is None or isinstance(reading.params, DynamicQParams),
             rule=reading.rule,
             why=rule_reasons.get(reading.rule, ""),
-            note="; ".join(remark for remark in remarks if remark),
+            note="; ".join(remarks),
             tensor_range=ranges_by_tensor.get(reading.tensor),
             op_key=(reading.graph, reading.op),
         )
@@ -187,11 +185,7 @@ def annotate_result(result: Result, summary: ModelSummary) -> AnnotationSet:
             tensor_range = TensorRange(
                 tensor=site.tensor, sketch=sketch, params=params, cost=cost, method=site.scheme.observe.name
             )
-        remarks = [
-            remark
-            for remark in (result.site_notes.get(site.tensor, ""), annotation_set.annotations[number].note)
-            if remark
-        ]
+        remarks = filter(None, (result.site_notes.get(site.tensor, ""), annotation_set.annotations[number].note))
         annotation_set.annotations[number] = replace(
             annotation_set.annotations[number],
             why=site.why,
@@ -210,11 +204,7 @@ def _add_skip_reasons(annotation_set: AnnotationSet, skips: Sequence[Skip]) -> N
 
 
 def _ranges_by_tensor(range_report: RangeReport | None) -> dict[TensorRef, TensorRange]:
-    return (
-        {tensor_range.tensor: tensor_range for tensor_range in range_report.tensor_ranges}
-        if range_report is not None
-        else {}
-    )
+    return {} if range_report is None else {entry.tensor: entry for entry in range_report.tensor_ranges}
 
 
 def _drawn_params(params: QParams | DynamicQParams | None) -> DrawnParams | None:
@@ -227,7 +217,6 @@ def _drawn_params(params: QParams | DynamicQParams | None) -> DrawnParams | None
 
 
 def _stored_annotation(stored_tensor: StoredScaleTensor) -> Annotation:
-    """Return the annotation of a tensor that stores its own scale."""
     stored, dtype = stored_tensor.stored, stored_tensor.output.dtype or ""
     drawn = None
     if stored.scale.size and stored.scale.size == stored.zero_point.size:
@@ -258,7 +247,7 @@ def annotation_text(annotation: Annotation) -> str:
     return f"{dtype} {scale.item():.3g}" + (f" z{int(zero_point.item())}" if zero_point.any() else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HeatColumn:
     """A metric of each quantized tensor.
 
@@ -277,15 +266,9 @@ class HeatColumn:
     unit: str = "dB"
 
 
-LOCAL_ERROR = HeatColumn(
-    name="its own error", description="error of this quantization alone, against its input", hot=10, cold=50
-)
-ACCUMULATED_ERROR = HeatColumn(
-    name="error so far", description="error against the same tensor of the float model", hot=10, cold=50
-)
-SENSITIVITY = HeatColumn(
-    name="at the outputs", description="SQNR of the worst output with only this quantization", hot=20, cold=60
-)
+LOCAL_ERROR = HeatColumn("its own error", "error of this quantization alone, against its input", hot=10, cold=50)
+ACCUMULATED_ERROR = HeatColumn("error so far", "error against the same tensor of the float model", hot=10, cold=50)
+SENSITIVITY = HeatColumn("at the outputs", "SQNR of the worst output with only this quantization", hot=20, cold=60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,19 +304,15 @@ def comparison_heatmap(comparison: Comparison) -> Heatmap:
 
 def heatmap_data(heatmap: Heatmap, annotations: Sequence[Annotation]) -> dict[str, Any]:
     """Return a heatmap as viewer data: null for unknown values, "equal" for exact ones."""
-    values = {
-        number: heatmap.values[annotation.op_key]
-        for number, annotation in enumerate(annotations)
-        if annotation.op_key in heatmap.values
-    }
+    keys = {number: annotation.op_key for number, annotation in enumerate(annotations)}
     return {
-        "columns": [select_fields(column, "name", "description", "hot", "cold", "unit") for column in heatmap.columns],
-        "values": {number: [_viewer_figure(figure) for figure in figures] for number, figures in values.items()},
-        "notes": {
-            number: heatmap.notes[annotation.op_key]
-            for number, annotation in enumerate(annotations)
-            if annotation.op_key in heatmap.notes
+        "columns": [asdict(column) for column in heatmap.columns],
+        "values": {
+            number: list(map(_viewer_figure, heatmap.values[key]))
+            for number, key in keys.items()
+            if key in heatmap.values
         },
+        "notes": {number: heatmap.notes[key] for number, key in keys.items() if key in heatmap.notes},
         "summary": list(heatmap.summary),
     }
 
@@ -345,7 +324,6 @@ def _viewer_figure(value: float | None) -> float | str | None:
 
 
 def _output_summary(output: OutputFigures) -> str:
-    """Return the metrics of an output as a line."""
     if output.problem:
         return f"{output.name}: {output.problem}"
     phrases = [f"{output.sqnr:.2f} dB" if output.sqnr is not None and math.isfinite(output.sqnr) else ""]

@@ -1,4 +1,4 @@
-"""Reports of `check` and of data checks: tables, SARIF and GitHub workflow commands."""
+"""Reports of `check`, `explain` and data checks: text, SARIF and GitHub workflow commands."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from graphquant import __version__
 from graphquant.backends import LINT_CODES
 from graphquant.errors import escape_unprintable
-from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
+from graphquant.visualize.tables import NameTable, bracketed_shape, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from graphquant.backends import CheckReport, LintFinding, Verdict
+    from graphquant.analysis import Explanation, ExplanationReport
+    from graphquant.backends import CheckReport, Verdict
     from graphquant.backends.findings import FindingLevel
     from graphquant.backends.lint import LintCode
-    from graphquant.calibration.data.check import DataReport, InputSummary
+    from graphquant.calibration.data.check import DataReport
 
 CHECK_NAMES_SHOWN = 6
 """Number of op names in a line; the remaining ops are counted."""
@@ -32,13 +34,17 @@ _LEVEL_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 def check_view(report: CheckReport) -> RenderableType:
     """Render predicted execution of the ops, reasons for float ops, and findings."""
-    sections: list[RenderableType] = [Text(escape_unprintable(_check_heading(report)), style="bold")]
+    sections: list[RenderableType] = [plain_line(_check_heading(report), "bold")]
     if report.backend and not report.quantization_ops and not report.counts["int8"]:
         message = "The model has no quantization ops, so every op runs in float. `graphquant insert` inserts them."
         sections.append(Text(message))
     elif report.backend:
         sections += _verdict_sections(report)
-    sections += [line for finding in report.findings for line in _finding_lines(finding)]
+    for finding in report.findings:
+        line = Text(f"{finding.code} ", style=_LEVEL_STYLES[LINT_CODES[finding.code].level])
+        location = f"{finding.location}: " if finding.location else ""
+        line.append(escape_unprintable(f"{location}{finding.message}"), style="default")
+        sections += [line, plain_line(f"      {finding.fix}", "dim")]
     return Group(*sections)
 
 
@@ -69,24 +75,13 @@ def _verdict_sections(report: CheckReport) -> list[RenderableType]:
     if table.row_count:
         sections.append(table)
     for rule, prefix in NAME_ONLY_RULES.items():
-        matching = [verdict for verdict in report.verdicts if verdict.broken_rule and verdict.broken_rule.rule == rule]
-        sections += [Text(escape_unprintable(f"  {prefix} {line}"), style="dim") for line in _names_by_type(matching)]
+        names_by_type: dict[str, list[str]] = {}
+        for verdict in report.verdicts:
+            if verdict.broken_rule is not None and verdict.broken_rule.rule == rule:
+                names_by_type.setdefault(verdict.type, []).append(verdict.location)
+        for kind, names in sorted(names_by_type.items()):
+            sections.append(plain_line(f"  {prefix} {kind}: {join_names(names, CHECK_NAMES_SHOWN)}", "dim"))
     return sections
-
-
-def _names_by_type(verdicts: Iterable[Verdict]) -> list[str]:
-    names_by_type: dict[str, list[str]] = {}
-    for verdict in verdicts:
-        names_by_type.setdefault(verdict.type, []).append(verdict.location)
-    return [f"{kind}: {join_names(names, CHECK_NAMES_SHOWN)}" for kind, names in sorted(names_by_type.items())]
-
-
-def _finding_lines(finding: LintFinding) -> list[RenderableType]:
-    level = LINT_CODES[finding.code].level
-    line = Text(f"{finding.code} ", style=_LEVEL_STYLES[level])
-    location = f"{finding.location}: " if finding.location else ""
-    line.append(escape_unprintable(f"{location}{finding.message}"), style="default")
-    return [line, Text(escape_unprintable(f"      {finding.fix}"), style="dim")]
 
 
 def check_notices(report: CheckReport) -> list[Notice]:
@@ -114,16 +109,16 @@ def check_annotations(report: CheckReport) -> str:
     return github_annotations(check_notices(report))
 
 
-DATA_CHECK_COLUMNS = ("input", "dtype", "in the model", "in the data", "low", "high", "mean", "NaN, inf")
-
 IGNORED_SHOWN = 8
 
 
 def data_check_view(report: DataReport) -> RenderableType:
     """Render the table of inputs, ignored names, and findings."""
-    table = NameTable(*DATA_CHECK_COLUMNS)
-    for input_summary in report.inputs:
-        table.add_row(*_input_cells(input_summary))
+    table = NameTable("input", "dtype", "in the model", "in the data", "low", "high", "mean", "NaN, inf")
+    for entry in report.inputs:
+        shapes = ("any" if shape is None else bracketed_shape(shape) for shape in (entry.shape, entry.data_shape))
+        values = ("" if value is None else f"{value:.4g}" for value in (entry.low, entry.high, entry.mean))
+        table.add_row(entry.name, entry.dtype, *shapes, *values, f"{entry.nan}, {entry.inf}")
     sections: list[RenderableType] = [table]
     if report.ignored:
         omitted_count = len(report.ignored) - IGNORED_SHOWN
@@ -133,24 +128,6 @@ def data_check_view(report: DataReport) -> RenderableType:
     finding_text = pluralize(len(report.findings), "finding") if report.findings else "no findings"
     sections.append(plain_line(f"{pluralize(report.samples, 'sample')}, {finding_text}.", "bold"))
     return Group(*sections)
-
-
-def _input_cells(input_summary: InputSummary) -> tuple[str, ...]:
-    values = [
-        "" if value is None else f"{value:.4g}" for value in (input_summary.low, input_summary.high, input_summary.mean)
-    ]
-    return (
-        input_summary.name,
-        input_summary.dtype,
-        _bracketed_shape(input_summary.shape),
-        _bracketed_shape(input_summary.data_shape),
-        *values,
-        f"{input_summary.nan}, {input_summary.inf}",
-    )
-
-
-def _bracketed_shape(shape: Sequence[int | None] | None) -> str:
-    return "any" if shape is None else "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
 
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -245,3 +222,104 @@ def escape_annotation(text: str, *, property_: bool = False) -> str:
     for char, replacement in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         text = text.replace(char, replacement)
     return text.replace(":", "%3A").replace(",", "%2C") if property_ else text
+
+
+NEAR_MISS_THRESHOLD = 2
+"""Closeness from which a rule is listed: all its conditions on the producer or on the consumer hold."""
+
+NEAR_MISSES_SHOWN = 5
+"""Maximum number of near misses for a use."""
+
+
+def explain_view(explanations: ExplanationReport, *, all_rules: bool = False) -> RenderableType:
+    """Render each requested op, then each use with its rule and near misses."""
+    sections: list[RenderableType] = []
+    for op_key in dict.fromkeys(explanation.requested_op for explanation in explanations.uses):
+        sections += _op_section(explanations, op_key)
+    for explanation in explanations.uses:
+        sections += ["", plain_line(f"{explanation.tensor} read by {explanation.use}", style="bold")]
+        sections.append(
+            _indented(explanation.outcome + (f" (rule {explanation.winner})" if explanation.winner else ""), 2)
+        )
+        sections += [_indented(choice, 4) for choice in explanation.scale_reasons]
+        if all_rules:
+            sections += [
+                _indented(f"{miss.rule.rule.name}: {miss.reason}", 4, "dim") for miss in explanation.other_rules
+            ]
+        else:
+            sections += _closest_misses(explanation)
+    if explanations.omitted_reason:
+        sections += ["", plain_line(explanations.omitted_reason, "dim")]
+    return Group(*sections)
+
+
+def _op_section(explanations: ExplanationReport, op_key: tuple[str, str]) -> list[RenderableType]:
+    name = "/".join(filter(None, op_key))
+    input_uses = [
+        explanation for explanation in explanations.uses if (explanation.use.graph, explanation.use.op) == op_key
+    ]
+    output_uses = [
+        explanation for explanation in explanations.uses if (explanation.tensor.graph, explanation.tensor.op) == op_key
+    ]
+    verdict = next((verdict_ for verdict_ in explanations.verdicts if (verdict_.graph, verdict_.op) == op_key), None)
+    phrases = [_inputs_phrase(input_uses, verdict)] if input_uses else []
+    phrases += [_outputs_phrase(output_uses, verdict)] if output_uses else []
+    heading = plain_line(f"{name}: {', '.join(phrases)}.", style="bold")
+    return [heading] if verdict is None else [heading, _indented(_backend_line(verdict, explanations), 2)]
+
+
+def _inputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
+    """Count the quantized inputs of an op, or name the op that it is fused with."""
+    if verdict is not None and verdict.status == "fused":
+        return next((f"fused with {use.tensor.op}" for use in uses if use.fused), "fused with its producer")
+    return f"reads {sum(use.quantized for use in uses)} of {pluralize(len(uses), 'float input')} quantized"
+
+
+def _outputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
+    """Count the uses of an op's output that are quantized."""
+    if verdict is not None and verdict.status == "int8" and all(use.fused for use in uses):
+        return f"fused with {uses[0].use.op}"
+    quantized_count = sum(use.quantized for use in uses)
+    if quantized_count in {0, len(uses)}:
+        return f"its output is {'quantized' if quantized_count else 'not quantized'}"
+    return f"its output is quantized for {quantized_count} of {pluralize(len(uses), 'use')}"
+
+
+def _backend_line(verdict: Verdict, explanations: ExplanationReport) -> str:
+    subject = f"{explanations.backend} {'runs' if explanations.already_quantized else 'will run'}"
+    if verdict.status == "removed":
+        return f"{explanations.backend} removes it, because it has no effect."
+    if verdict.broken_rule is not None and verdict.broken_rule.rule == "refused":
+        remedy = f"Remedy: {verdict.broken_rule.fix}."
+        return f"{explanations.backend} cannot run the model. {verdict.broken_rule.message} {remedy}"
+    if verdict.status == "fused":
+        return f"{subject} it as part of {verdict.runs_as}."
+    if verdict.status == "int8":
+        return f"{subject} it on integers, as {verdict.runs_as}."
+    if verdict.broken_rule is None:
+        return f"{subject} it in float{f': {verdict.note}' if verdict.note else ''}."
+    return f"{subject} it in float: {verdict.broken_rule.message}. Remedy: {verdict.broken_rule.fix}."
+
+
+def _closest_misses(explanation: Explanation) -> list[RenderableType]:
+    """Render the nearest rules, and count the remaining ones."""
+    near_misses = [miss for miss in explanation.misses if miss.closeness >= NEAR_MISS_THRESHOLD or not miss.reason]
+    near_misses.sort(key=lambda miss: (bool(miss.reason), -miss.closeness))  # matching rules first
+    del near_misses[NEAR_MISSES_SHOWN:]
+    lines: list[RenderableType] = [plain_line("  near misses:", style="dim")] if near_misses else []
+    lines += [_indented(f"{miss.rule.rule.name}: {explanation.miss_reason(miss)}", 4, "dim") for miss in near_misses]
+    remaining = [miss for miss in explanation.misses if miss not in near_misses]
+    if remaining:
+        producer_count = sum(miss.reason.startswith("producer") for miss in remaining)
+        phrases = [
+            f"{producer_count} require another producer" if producer_count else "",
+            f"{len(remaining) - producer_count} another consumer" if producer_count < len(remaining) else "",
+        ]
+        reasons = " and ".join(filter(None, phrases))
+        lines.append(_indented(f"{pluralize(len(remaining), 'other rule')}: {reasons}. --all lists them.", 2, "dim"))
+    return lines
+
+
+def _indented(text: str, indent: int, style: str = "") -> RenderableType:
+    """Return a line whose continuation lines are indented too."""
+    return Padding(plain_line(text, style), (0, 0, 0, indent), expand=False)

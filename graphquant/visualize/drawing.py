@@ -5,7 +5,7 @@ Layouts, pages and exports use only a `Drawing`, never the model itself.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -164,11 +164,8 @@ def build_drawing(model: Model, annotations: AnnotationSet) -> Drawing:
 
 
 class _DrawingBuilder:
-    """Builder of one drawing."""
-
     def __init__(self, model: Model, annotations: AnnotationSet) -> None:
-        self.model = model
-        self.annotations = annotations
+        self.model, self.annotations = model, annotations
         self.parameters = Parameters(model)
         self.live = model.reachable_graphs()
         self.groups: list[BoxGroup] = []
@@ -189,17 +186,21 @@ class _DrawingBuilder:
             boxes.append(self._drawn_box(graph, op, group, constants, input_wires))
         wires += self._body_wires()
         wires.sort(key=lambda wire: (wire.source, wire.port))
-        title = str(self.model.path.name if self.model.path else "model")
-        opset = f", opset {self.model.opset}" if self.model.opset else ""
+        controls = [
+            (self.numbers[graph.name, name], target)
+            for target, (graph, op) in enumerate(drawn)
+            for name in graph.control_inputs(op.name)
+            if (graph.name, name) in self.numbers
+        ]
         return Drawing(
-            title=title,
-            format=self.model.format + opset,
+            title=self.model.path.name if self.model.path else "model",
+            format=self.model.format + (f", opset {self.model.opset}" if self.model.opset else ""),
             boxes=boxes,
             wires=wires,
             annotations=self.annotations.annotations,
             folded_ops=[tuple(names) for names in self.folded],
             groups=self.groups,
-            controls=list(self._control_edges(drawn)),
+            controls=controls,
             planned=not self.annotations.float_reasons and bool(self.annotations.by_use),
         )
 
@@ -238,14 +239,13 @@ class _DrawingBuilder:
             current = graph.slots(current.op)[0] or current
         pending: list[Op] = []
         for step in reversed(passed_through):
-            source = self.sources[self.model.graphs[step.graph].slots(step.op)[0] or step]
+            origin, annotations = self.sources[self.model.graphs[step.graph].slots(step.op)[0] or step]
             pending.append(self.model.op(step))
             annotation = self.annotations.by_op.get(step[:2])
-            annotations = source[1]
             if annotation is not None:
                 self.folded[annotation].update({(op.type, op.name): None for op in pending})
                 annotations, pending = (*annotations, annotation), []
-            self.sources[step] = source[0], annotations
+            self.sources[step] = origin, annotations
         return self.sources[tensor]
 
     def _stored_annotations(self, tensor: TensorRef) -> tuple[int, ...]:
@@ -269,42 +269,38 @@ class _DrawingBuilder:
                 annotations = (*annotations, planned)
             reason = self.annotations.skip_reasons.get(use, "")
             number = self.numbers.get(source[:2])
-            if number is None:
-                constants.append(self._drawn_constant(op.role(slot), slot, source, annotations, reason))
-            else:
+            if number is not None:
                 wire = Wire(
                     source=number, port=source.port, target=target, slot=slot, annotations=annotations, reason=reason
                 )
                 wires.append(wire)
+                continue
+            origin = self.parameters.root_tensor(source)
+            output = self.model.output(origin)
+            constant = DrawnConstant(
+                slot=slot,
+                role=op.role(slot),
+                name=qualified_op_name(origin.graph, origin.op),
+                dtype=output.dtype or "",
+                shape=drawn_shape(output),
+                annotations=annotations,
+                reason=reason,
+            )
+            constants.append(constant)
         return constants, wires
-
-    def _drawn_constant(
-        self, role: str, slot: int, source: TensorRef, annotations: tuple[int, ...], reason: str
-    ) -> DrawnConstant:
-        origin = self.parameters.root_tensor(source)
-        output = self.model.output(origin)
-        return DrawnConstant(
-            slot=slot,
-            role=role,
-            name=qualified_op_name(origin.graph, origin.op),
-            dtype=output.dtype or "",
-            shape=drawn_shape(output),
-            annotations=annotations,
-            reason=reason,
-        )
 
     def _drawn_box(
         self, graph: Graph, op: Op, group: int, constants: list[DrawnConstant], input_wires: list[Wire]
     ) -> Box:
-        annotations = (
-            [self.annotations.by_op[graph.name, op.name]] if (graph.name, op.name) in self.annotations.by_op else []
-        )
+        key = (graph.name, op.name)
+        annotations = [self.annotations.by_op[key]] if key in self.annotations.by_op else []
         for port in range(len(op.outputs)):
             annotations += self._stored_annotations(TensorRef(graph.name, op.name, port))
-        quantized = self._quantized_share(graph, op, constants, input_wires)
-        reason = self.annotations.float_reasons.get((graph.name, op.name), "")
+        inputs: list[Wire | DrawnConstant] = [*input_wires, *constants]
+        quantized = self._quantized_share(graph, op, inputs)
+        reason = self.annotations.float_reasons.get(key, "")
         if quantized in {"some", "none"} and not reason:
-            reason = next((input_.reason for input_ in _all_inputs(input_wires, constants) if input_.reason), "")
+            reason = next((input_.reason for input_ in inputs if input_.reason), "")
         return Box(
             op=op,
             graph=graph.name,
@@ -316,15 +312,13 @@ class _DrawingBuilder:
             calls=tuple(self.graph_groups[call.graph] for call in op.calls if call.graph in self.graph_groups),
         )
 
-    def _quantized_share(self, graph: Graph, op: Op, constants: list[DrawnConstant], input_wires: list[Wire]) -> str:
+    def _quantized_share(self, graph: Graph, op: Op, inputs: list[Wire | DrawnConstant]) -> str:
         """Return the quantized share of the inputs that the op computes on."""
-        if (graph.name, op.name) in self.annotations.float_reasons and not self.annotations.float_reasons[
-            graph.name, op.name
-        ]:
+        if self.annotations.float_reasons.get((graph.name, op.name)) == "":
             return "all"
         slots = graph.slots(op.name)
         is_annotated = []
-        for input_ in _all_inputs(input_wires, constants):
+        for input_ in inputs:
             tensor = slots[input_.slot]
             if op.role(input_.slot) in COMPUTE_ROLES and tensor is not None:
                 dtype = self.model.output(tensor).dtype
@@ -333,14 +327,6 @@ class _DrawingBuilder:
         if not is_annotated or op.kind == "output":
             return ""
         return "all" if all(is_annotated) else "some" if any(is_annotated) else "none"
-
-    def _control_edges(self, drawn: list[tuple[Graph, Op]]) -> Iterator[tuple[int, int]]:
-        """Yield the control edges between drawn ops."""
-        for target, (graph, op) in enumerate(drawn):
-            for name in graph.control_inputs(op.name):
-                source = self.numbers.get((graph.name, name))
-                if source is not None:
-                    yield source, target
 
     def _body_wires(self) -> Iterator[Wire]:
         """Yield the wires into and out of each graph that exactly one op runs."""
@@ -374,25 +360,16 @@ class _DrawingBuilder:
         for name, paths in by_graph.items():
             if name:
                 self.graph_groups[name] = len(self.groups)
-                parent = self._caller_group(name, callers, group_by_scope)
+                owners = dict.fromkeys(use[:2] for use, _ in callers.get(name, ()))
+                parent = -1
+                if len(owners) == 1:
+                    ((graph_name, op_name),) = owners
+                    parent = group_by_scope.get((graph_name, _name_scopes(op_name)), -1)
                 outer = self.model.graphs[name].parent
                 label = name.removeprefix(f"{outer[0]}/") if outer is not None and outer[0] else name
                 self.groups.append(BoxGroup(label=label, parent=parent, graph=name))
             self._add_scope_groups(name, paths, group_by_scope)
         return [group_by_scope[graph.name, _name_scopes(op.name)] for graph, op in drawn]
-
-    def _caller_group(
-        self,
-        name: str,
-        callers: dict[str, list[tuple[Use, object]]],
-        group_by_scope: dict[tuple[str, tuple[str, ...]], int],
-    ) -> int:
-        """Return the group of the only caller of a graph, -1 without one."""
-        owners = dict.fromkeys(use[:2] for use, _ in callers.get(name, ()))
-        if len(owners) != 1:
-            return -1
-        ((graph, op),) = owners
-        return group_by_scope.get((graph, _name_scopes(op)), -1)
 
     def _add_scope_groups(
         self, name: str, paths: list[tuple[str, ...]], group_by_scope: dict[tuple[str, tuple[str, ...]], int]
@@ -401,10 +378,7 @@ class _DrawingBuilder:
 
         A scope becomes a group if it holds several ops, but not all ops of the scope around it.
         """
-        counts: dict[tuple[str, ...], int] = {}
-        for path in paths:
-            for depth in range(len(path) + 1):
-                counts[path[:depth]] = counts.get(path[:depth], 0) + 1
+        counts = Counter(path[:depth] for path in paths for depth in range(len(path) + 1))
         group_by_scope[name, ()] = self.graph_groups[name]
         labels: dict[tuple[str, ...], int] = {}  # number of path components in the label of its innermost group
         for path in paths:
@@ -419,10 +393,6 @@ class _DrawingBuilder:
                     label = "/".join(scope[labels[scope] :])
                     labels[scope] = depth
                     self.groups.append(BoxGroup(label=label, parent=group_by_scope[name, outer_scope]))
-
-
-def _all_inputs(input_wires: list[Wire], constants: list[DrawnConstant]) -> list[Wire | DrawnConstant]:
-    return [*input_wires, *constants]
 
 
 def _name_scopes(name: str) -> tuple[str, ...]:
@@ -457,10 +427,9 @@ def result_drawing(result: Result) -> Drawing:
 def _rule_reasons(model: Model, names: set[str]) -> dict[str, str]:
     """Return the reasons of the named rules, from the shipped rule files."""
     reasons: dict[str, str] = {}
-    if not names or not model.traits.rewritable:
+    if not model.traits.rewritable:
         return reasons
-    default_rules = formats.format_module(model.format).DEFAULT_RULES
-    for file in (default_rules, *(name for name in shipped_rule_files() if name != default_rules)):
+    for file in dict.fromkeys((formats.format_module(model.format).DEFAULT_RULES, *shipped_rule_files())):
         if names <= set(reasons):
             break
         for bound in load_ruleset([file]).rules:
@@ -482,15 +451,12 @@ def neighborhood(drawing: Drawing, name: str, hops: int) -> tuple[Drawing, list[
     for wire in drawing.wires:
         neighbors[wire.source].append(wire.target)
         neighbors[wire.target].append(wire.source)
-    distance = dict.fromkeys(matches, 0)
-    queue = deque(matches)
-    while queue:
-        box = queue.popleft()
-        for neighbor in neighbors[box] if distance[box] < hops else ():
-            if neighbor not in distance:
-                distance[neighbor] = distance[box] + 1
-                queue.append(neighbor)
-    included = sorted(distance)
+    reached, frontier = set(matches), set(matches)
+    while frontier and hops:
+        frontier = {neighbor for box in frontier for neighbor in neighbors[box]} - reached
+        reached |= frontier
+        hops -= 1
+    included = sorted(reached)
     numbers = {box: number for number, box in enumerate(included)}
     subdrawing = replace(
         drawing,
@@ -510,20 +476,19 @@ def neighborhood(drawing: Drawing, name: str, hops: int) -> tuple[Drawing, list[
 
 
 def _boxes_by_name(drawing: Drawing, name: str) -> list[int]:
-    """Return the numbers of the boxes that a name matches."""
-    names: dict[str, list[int]] = {}
+    names: dict[str, list[int]] = defaultdict(list)
     for box_number, box in enumerate(drawing.boxes):
         full_name = qualified_op_name(box.graph, box.op.name)
-        names.setdefault(full_name, []).append(box_number)
+        names[full_name].append(box_number)
         for port, output in enumerate(box.op.outputs):
-            names.setdefault(f"{full_name}:{port}", []).append(box_number)
-            names.setdefault(output.name, []).append(box_number)
+            names[f"{full_name}:{port}"].append(box_number)
+            names[output.name].append(box_number)
         for constant in box.constants:
-            names.setdefault(constant.name, []).append(box_number)
+            names[constant.name].append(box_number)
     for wire in drawing.wires:
         for badge in wire.annotations:
             for _, folded_name in drawing.folded_ops[badge]:
-                names.setdefault(folded_name, []).append(wire.target)
+                names[folded_name].append(wire.target)
     if name not in names:
         hint = did_you_mean(name, names) or " `graphquant inspect --format graph-json` lists the names."
         raise UsageError(f"The drawing has nothing named {name!r}.{hint}")

@@ -23,7 +23,7 @@ from graphquant.numerics import QParams
 from graphquant.observers import distribution_of
 from graphquant.optimize import AlgorithmResult
 from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.histogram_bars import bar_counts, histogram_axis
+from graphquant.visualize.histograms import bar_counts, histogram_axis
 
 if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport

@@ -81,16 +81,17 @@ def layered_layout(
     rows = items.rows()
     _order_rows(rows, items)
     x = _x_positions(rows, items)
-    left_edge = min((center - width_ / 2 for center, width_ in zip(x, items.widths, strict=True)), default=0.0)
-    right_edge = max((center + width_ / 2 for center, width_ in zip(x, items.widths, strict=True)), default=0.0)
+    boxes = list(zip(x, items.widths, strict=True))
+    left_edge = min((center - width / 2 for center, width in boxes), default=0.0)
+    right_edge = max((center + width / 2 for center, width in boxes), default=0.0)
     centers = [round(center - left_edge) for center in x]
-    lanes, width = _assign_lanes(items.lanes, len(tensors), round(right_edge - left_edge))
+    lanes, total_width = _assign_lanes(items.lanes, len(tensors), round(right_edge - left_edge))
     return Placement(
         layer=layer,
         x=centers[: len(widths)],
         trunks=[[centers[item] for item in trunk] for trunk in items.trunks],
         lanes=lanes,
-        width=width,
+        width=total_width,
     )
 
 
@@ -184,8 +185,6 @@ class _LayoutItems:
         budget = MAX_TRUNK_ITEMS * (self.ops + len(tensors))
         chosen: dict[int, tuple[int, int]] = {}
         passing = [number for number, span in enumerate(spans) if span > 0]
-        if sum(spans[number] for number in passing) <= budget:
-            return chosen
         for number in sorted(passing, key=spans.__getitem__):
             budget -= spans[number]
             if budget < 0:

@@ -1,24 +1,32 @@
-"""Merge of two drawings into one, so that one layout serves both.
+"""Merge of two drawings into one, so that one layout serves both, and the positions of differences in it.
 
 Matched parts occur once, and each other part is marked with its side.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from graphquant.ir import qualified_op_name
+from graphquant.ir.op_matching import unclipped_source
+from graphquant.visualize.compare_report import CHANGE_SIGNS
 from graphquant.visualize.drawing import drawn_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from graphquant.analysis import Differences, ModelChange
+    from graphquant.ir import Model
     from graphquant.ir.op_matching import OpMatching
     from graphquant.visualize.drawing import Box, BoxGroup, Drawing, DrawnConstant, Wire
 
 
 FIRST, SECOND = 1, 2
 """Bits of the sides; a part on both sides has their sum."""
+
+_SIDES_BY_BITS = ((), (FIRST,), (SECOND,), (FIRST, SECOND))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +69,8 @@ def merge_drawings(
 
 
 class _DrawingMerger:
-    """Builder of one merged drawing."""
-
     def __init__(self, first: Drawing, second: Drawing, matches: OpMatching) -> None:
         self.first_drawing, self.second_drawing = first, second
-        self.split = len(first.annotations)
         self.counterparts: dict[int, int] = {}
         self.first_numbers, self.second_numbers = self._renumber_boxes(matches)
         self.groups, self.first_groups = _merge_groups(first.groups, second.groups)
@@ -101,51 +106,63 @@ class _DrawingMerger:
         return first, second[:-1]
 
     def merge(self, titles: tuple[str, str]) -> MergedDrawing:
-        first_boxes = dict(zip(self.first_numbers, self.first_drawing.boxes, strict=True))
-        second_boxes = dict(zip(self.second_numbers, self.second_drawing.boxes, strict=True))
-        boxes, sides, constants, replaced = [], [], [], {}
+        first_drawing, second_drawing = self.first_drawing, self.second_drawing
+        first_boxes = dict(zip(self.first_numbers, first_drawing.boxes, strict=True))
+        second_boxes = dict(zip(self.second_numbers, second_drawing.boxes, strict=True))
+        boxes, box_sides, constant_sides, replaced = [], [], [], {}
         for number in sorted({*first_boxes, *second_boxes}):
             first, second = first_boxes.get(number), second_boxes.get(number)
-            box, box_constants = self._merge_box(
-                second_boxes[number] if second is not None else first_boxes[number], first, second
-            )
             if first is not None and second is not None and _box_appearance(first) != _box_appearance(second):
                 replaced[number] = first
-            boxes.append(box)
-            sides.append(FIRST * (first is not None) + SECOND * (second is not None))
-            constants += box_constants
-        wires, wire_sides = self._merge_wires()
+            merged, sides = self._merge_box(second or self._with_merged_groups(first_boxes[number]), first, second)
+            boxes.append(merged)
+            box_sides.append(_side_bits(first, second))
+            constant_sides += sides
+        wires = self._merge_wires()
         drawing = replace(
-            self.second_drawing,
+            second_drawing,
             title=f"{titles[0]} and {titles[1]}",
             boxes=boxes,
-            wires=wires,
-            annotations=[*self.first_drawing.annotations, *self.second_drawing.annotations],
-            folded_ops=[*self.first_drawing.folded_ops, *self.second_drawing.folded_ops],
+            wires=[wire for wire, _ in wires],
+            annotations=[*first_drawing.annotations, *second_drawing.annotations],
+            folded_ops=[*first_drawing.folded_ops, *second_drawing.folded_ops],
             groups=self.groups,
-            planned=self.first_drawing.planned and self.second_drawing.planned,
-            controls=self._merge_controls(),
+            planned=first_drawing.planned and second_drawing.planned,
+            controls=list(
+                dict.fromkeys(
+                    (numbers[source], numbers[target])
+                    for side, numbers in (
+                        (second_drawing, self.second_numbers),
+                        (first_drawing, self.first_numbers),
+                    )
+                    for source, target in side.controls
+                )
+            ),
         )
         return MergedDrawing(
             drawing=drawing,
             titles=titles,
-            box_sides=sides,
-            wire_sides=wire_sides,
-            constant_sides=constants,
-            split=self.split,
+            box_sides=box_sides,
+            wire_sides=[bits for _, bits in wires],
+            constant_sides=constant_sides,
+            split=len(first_drawing.annotations),
             first_boxes=replaced,
             counterparts=self.counterparts,
         )
 
-    def _merge_annotations(self, first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    def _merge_annotations(
+        self, first: Box | DrawnConstant | Wire | None, second: Box | DrawnConstant | Wire | None
+    ) -> tuple[int, ...]:
         """Return the annotations of one position on both sides, and note which ones correspond."""
-        renumbered = tuple(self.split + annotation for annotation in second)
-        for first_annotation, second_annotation in zip(first, renumbered, strict=False):
+        before = first.annotations if first is not None else ()
+        split = len(self.first_drawing.annotations)
+        after = tuple(split + number for number in second.annotations) if second is not None else ()
+        for first_annotation, second_annotation in zip(before, after, strict=False):
             self.counterparts.setdefault(second_annotation, first_annotation)
-        return (*first, *renumbered)
+        return (*before, *after)
 
     def _merge_box(self, box: Box, first: Box | None, second: Box | None) -> tuple[Box, list[int]]:
-        """Merge the boxes of one op, and return the sides of its constants."""
+        """Merge the boxes of one op into `box`, and return the sides of its constants."""
         first_constants, second_constants = (
             {constant.slot: constant for constant in side.constants} if side is not None else {}
             for side in (first, second)
@@ -153,50 +170,37 @@ class _DrawingMerger:
         constants, sides = [], []
         for slot in sorted({*first_constants, *second_constants}):
             old, new = first_constants.get(slot), second_constants.get(slot)
-            annotations = self._merge_annotations(
-                old.annotations if old is not None else (), new.annotations if new is not None else ()
-            )
-            drawn: DrawnConstant = new if new is not None else first_constants[slot]
-            constants.append(replace(drawn, annotations=annotations))
-            sides.append(FIRST * (old is not None) + SECOND * (new is not None))
-        box_annotations = self._merge_annotations(
-            first.annotations if first is not None else (), second.annotations if second is not None else ()
-        )
-        calls = tuple(self.first_groups[call] for call in box.calls) if second is None else box.calls
-        group = box.group if second is not None or box.group < 0 else self.first_groups[box.group]
-        return replace(box, group=group, constants=tuple(constants), annotations=box_annotations, calls=calls), sides
+            annotations = self._merge_annotations(old, new)
+            constants.append(replace(new or first_constants[slot], annotations=annotations))
+            sides.append(_side_bits(old, new))
+        annotations = self._merge_annotations(first, second)
+        return replace(box, constants=tuple(constants), annotations=annotations), sides
 
-    def _merge_wires(self) -> tuple[list[Wire], list[int]]:
-        """Return the wires of both drawings, and their sides."""
-        first_wires = _wires_by_ends(self.first_drawing.wires, self.first_numbers)
-        second_wires = _wires_by_ends(self.second_drawing.wires, self.second_numbers)
+    def _with_merged_groups(self, box: Box) -> Box:
+        """Renumber the groups of a box that only the first drawing has."""
+        group = self.first_groups[box.group] if box.group >= 0 else -1
+        return replace(box, group=group, calls=tuple(self.first_groups[call] for call in box.calls))
+
+    def _merge_wires(self) -> list[tuple[Wire, int]]:
+        first_wires, second_wires = (
+            {(numbers[wire.source], wire.port, numbers[wire.target], wire.slot): wire for wire in drawing.wires}
+            for drawing, numbers in (
+                (self.first_drawing, self.first_numbers),
+                (self.second_drawing, self.second_numbers),
+            )
+        )
         wires = []
         for ends in dict.fromkeys((*second_wires, *first_wires)):
             old, new = first_wires.get(ends), second_wires.get(ends)
-            annotations = self._merge_annotations(
-                old.annotations if old is not None else (), new.annotations if new is not None else ()
-            )
-            drawn: Wire = new if new is not None else first_wires[ends]
-            source, port, target, _ = ends
-            side = FIRST * (old is not None) + SECOND * (new is not None)
-            wires.append((replace(drawn, source=source, port=port, target=target, annotations=annotations), side))
-        wires.sort(key=lambda pair: (pair[0].source, pair[0].port))
-        return [wire for wire, _ in wires], [side for _, side in wires]
-
-    def _merge_controls(self) -> list[tuple[int, int]]:
-        """Return the control edges of both drawings."""
-        first_controls = [
-            (self.first_numbers[source], self.first_numbers[target]) for source, target in self.first_drawing.controls
-        ]
-        second_controls = [
-            (self.second_numbers[source], self.second_numbers[target])
-            for source, target in self.second_drawing.controls
-        ]
-        return list(dict.fromkeys((*second_controls, *first_controls)))
+            annotations = self._merge_annotations(old, new)
+            source, _, target, _ = ends
+            wire = replace(new or first_wires[ends], source=source, target=target, annotations=annotations)
+            wires.append((wire, _side_bits(old, new)))
+        return sorted(wires, key=lambda pair: (pair[0].source, pair[0].port))
 
 
-def _wires_by_ends(wires: Sequence[Wire], numbers: Sequence[int]) -> Mapping[tuple[int, int, int, int], Wire]:
-    return {(numbers[wire.source], wire.port, numbers[wire.target], wire.slot): wire for wire in wires}
+def _side_bits(first: object | None, second: object | None) -> int:
+    return FIRST * (first is not None) + SECOND * (second is not None)
 
 
 def _merge_groups(first: Sequence[BoxGroup], second: Sequence[BoxGroup]) -> tuple[list[BoxGroup], list[int]]:
@@ -219,5 +223,84 @@ def _merge_groups(first: Sequence[BoxGroup], second: Sequence[BoxGroup]) -> tupl
 
 
 def _box_appearance(box: Box) -> tuple[object, ...]:
-    """Return the visible properties of a box."""
     return box.graph, box.op.name, box.op.type, box.inputs, box.reason, tuple(map(drawn_shape, box.op.outputs[:1]))
+
+
+SITE_CHANGES = frozenset({"site-added", "site-removed", "site-changed", "scale"})
+
+
+def viewer_changes(
+    differences: Differences, merged: MergedDrawing, models: tuple[Model, Model] | None = None
+) -> list[dict[str, Any]]:
+    """Return differences as viewer data, each with its boxes and annotations.
+
+    Args:
+        differences: Differences of two models or plans.
+        merged: Drawing of both.
+        models: Both models; None for plans.
+    """
+    index = _ChangeIndex(merged, models)
+    return [
+        {
+            "kind": change.kind,
+            "sign": CHANGE_SIGNS.get(change.kind, "~"),
+            "location": change.location,
+            "message": change.message,
+            "ops": [] if change.kind in SITE_CHANGES else index.box_numbers(change),
+            "annotations": index.annotation_numbers(change) if change.kind in SITE_CHANGES else [],
+        }
+        for change in differences.changes
+    ]
+
+
+class _ChangeIndex:
+    """Box and annotation numbers by name, for each side."""
+
+    def __init__(self, merged: MergedDrawing, models: tuple[Model, Model] | None) -> None:
+        self._merged = merged
+        self._ops: dict[tuple[int, str], int] = {}
+        self._constants: dict[tuple[int, str], list[int]] = defaultdict(list)
+        self._annotations: dict[tuple[int, str], list[int]] = defaultdict(list)
+        constant_sides = iter(merged.constant_sides)
+        for number, box in enumerate(merged.drawing.boxes):
+            for side in _SIDES_BY_BITS[merged.box_sides[number]]:
+                drawn = merged.first_boxes.get(number, box) if side == FIRST else box
+                self._ops[side, qualified_op_name(drawn.graph, drawn.op.name)] = number
+            for constant in box.constants:
+                for side in _SIDES_BY_BITS[next(constant_sides)]:
+                    self._constants[side, constant.name].append(number)
+        for number, annotation in enumerate(merged.drawing.annotations):
+            side = FIRST if number < merged.split else SECOND
+            names = [str(annotation.tensor), annotation.name]
+            if models is not None and annotation.op_key[1]:
+                model = models[side - 1]
+                op = model.graphs[annotation.op_key[0]].op(annotation.op_key[1])
+                names = [op.anchor or str(unclipped_source(model, annotation.tensor))]
+            for name in filter(None, dict.fromkeys(names)):
+                self._annotations[side, name].append(number)
+
+    def box_numbers(self, change: ModelChange) -> list[int]:
+        """Return the boxes of a structural change: the op, or the readers of the constant."""
+        name = change.location
+        if change.kind == "wiring":
+            name = name.rpartition("[")[0]
+        for side in (FIRST,) if change.kind == "op-removed" else (SECOND, FIRST):
+            if (side, name) in self._ops:
+                return [self._ops[side, name]]
+            if (side, name) in self._constants:
+                return list(dict.fromkeys(self._constants[side, name]))
+        return []
+
+    def annotation_numbers(self, change: ModelChange) -> list[int]:
+        """Return the annotations of a change of the quantization."""
+        added = self._annotations.get((SECOND, change.location), [])
+        removed = self._annotations.get((FIRST, change.location), [])
+        if change.kind == "site-added":
+            return [number for number in added if number not in self._merged.counterparts] or added
+        if change.kind == "site-removed":
+            matched = set(self._merged.counterparts.values())
+            return [number for number in removed if number not in matched] or removed
+        return [
+            *added,
+            *(self._merged.counterparts[number] for number in added if number in self._merged.counterparts),
+        ] or removed

@@ -1,4 +1,4 @@
-"""Range reports: histograms, chosen ranges and their cost, as terminal text, JSON and an HTML page.
+"""Range reports: histograms, chosen ranges and their cost, as terminal text and an HTML page.
 
 The page works from disk without scripts. With a model, the viewer shows the statistics on its drawing instead.
 """
@@ -13,18 +13,23 @@ from rich.console import Group
 from rich.text import Text
 
 from graphquant.errors import escape_unprintable
-from graphquant.visualize import svg
-from graphquant.visualize.histogram_bars import histogram_line
+from graphquant.visualize.histograms import (
+    HISTOGRAM_STYLE,
+    channel_ranges_svg,
+    histogram_line,
+    histogram_svg,
+    histogram_thumbnail,
+)
 from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
 from graphquant.visualize.text import incomplete_stats
+from graphquant.visualize.viewer_data import viewer_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from graphquant.analysis.range_report import RangeReport, TensorRange
-    from graphquant.numerics import QParams
     from graphquant.observers import QuantizationCost
 
 
@@ -39,8 +44,6 @@ STATS_COLUMN_GAP = 2
 MAX_NOTES = 12
 """Maximum number of notes to print; the JSON data has all of them."""
 
-MATCHED_BY_NAME = "The model contains its ranges; tensors are matched by name only."
-
 EXACT_SQNR = 140.0
 """Decibels from which on the result counts as exact: the precision of float32."""
 
@@ -53,11 +56,12 @@ def range_report_view(report: RangeReport) -> RenderableType:
         sections.append(plain_line("The data is RANDOM: use the statistics for tests only.", style="bold red"))
     sections += incomplete_stats(stats)
     if report.matched_by_name:
-        sections.append(plain_line(MATCHED_BY_NAME, style="dim"))
+        message = "The model contains its ranges; tensors are matched by name only."
+        sections.append(plain_line(message, style="dim"))
     if not report.tensor_ranges:
         sections.append(plain_line("No tensor gets a range from insert." if report.model else "It is empty."))
         return Group(*sections)
-    sections.append(_RangeTable(report.tensor_ranges, has_ranges=bool(report.model)))
+    sections.append(_RangeTable(report.tensor_ranges, RANGE_COLUMNS if report.model else STATS_COLUMNS))
     names_by_note: dict[str, list[str]] = {}
     for tensor_range in report.tensor_ranges:
         if tensor_range.note:
@@ -66,15 +70,16 @@ def range_report_view(report: RangeReport) -> RenderableType:
     sections += [plain_line(note, style="yellow") for note in note_lines[:MAX_NOTES]]
     if len(note_lines) > MAX_NOTES:
         sections.append(plain_line(f"{len(note_lines) - MAX_NOTES} more notes are in --format json.", style="dim"))
-    sections.append(plain_line(_histogram_legend(report), style="dim"))
+    legend = "Histograms: heights are logarithmic; "
+    if report.model:
+        legend += (
+            "[ ] is the range, values outside of it are clipped; the axis is logarithmic beyond its larger end. SQNR is"
+            " estimated for each tensor alone."
+        )
+    else:
+        legend += "the axis is linear for 99.9% of magnitudes, logarithmic beyond."
+    sections.append(plain_line(legend, style="dim"))
     return Group(*sections)
-
-
-def sqnr_text(cost: QuantizationCost | None) -> str:
-    """Return the estimated SQNR in dB to one decimal; "exact" if nothing is lost."""
-    if cost is None:
-        return ""
-    return "exact" if cost.sqnr > EXACT_SQNR else f"{cost.sqnr:.1f}"
 
 
 def share_text(fraction: float) -> str:
@@ -86,25 +91,10 @@ def share_text(fraction: float) -> str:
     return f"{100 * fraction:.{2 if fraction < 0.1 else 3}g}%"  # noqa: PLR2004  # from here on, two digits are whole percentages
 
 
-def clipped_text(cost: QuantizationCost | None) -> str:
-    """Return the clipped shares at the lower and upper end."""
-    return "" if cost is None else f"{share_text(cost.clipped_below)}, {share_text(cost.clipped_above)}"
-
-
 def value_range_text(tensor_range: TensorRange) -> str:
     """Return the smallest and the largest observed value."""
     sketch = tensor_range.sketch
     return "" if sketch is None or sketch.empty else f"[{sketch.low.min():.4g}, {sketch.high.max():.4g}]"
-
-
-def range_text(params: QParams | None) -> str:
-    """Return the representable range of scale and zero point."""
-    return "" if params is None else f"[{params.range.low.min():.4g}, {params.range.high.max():.4g}]"
-
-
-def method_text(tensor_range: TensorRange) -> str:
-    """Return the observer, and the method that `auto` chose."""
-    return f"{tensor_range.method}: {tensor_range.auto_method}" if tensor_range.auto_method else tensor_range.method
 
 
 def stats_heading(report: RangeReport) -> str:
@@ -117,13 +107,35 @@ def stats_heading(report: RangeReport) -> str:
     return f"{report.model}: {pluralize(len(report.tensor_ranges), 'tensor')} with statistics of {path}, {coverage}"
 
 
-def _histogram_legend(report: RangeReport) -> str:
-    if not report.model:
-        return "Histograms: heights are logarithmic; the axis is linear for 99.9% of magnitudes, logarithmic beyond."
-    return (
-        "Histograms: heights are logarithmic; [ ] is the range, values outside of it are clipped; the axis is"
-        " logarithmic beyond its larger end. SQNR is estimated for each tensor alone."
-    )
+def _sqnr_text(cost: QuantizationCost | None) -> str:
+    """Return the estimated SQNR in dB to one decimal; "exact" if nothing is lost."""
+    if cost is None:
+        return ""
+    return "exact" if cost.sqnr > EXACT_SQNR else f"{cost.sqnr:.1f}"
+
+
+STATS_COLUMNS: dict[str, Callable[[TensorRange], str]] = {
+    "seen": value_range_text,
+    "values": lambda entry: f"{entry.sketch.count:,}" if entry.sketch else "",
+    "NaN": lambda entry: str(entry.sketch.nan) if entry.sketch else "",
+    "inf": lambda entry: str(entry.sketch.inf) if entry.sketch else "",
+}
+"""Columns of the page, and of the terminal without a model."""
+
+RANGE_COLUMNS: dict[str, Callable[[TensorRange], str]] = {
+    "SQNR": lambda entry: _sqnr_text(entry.cost),
+    "clipped": lambda entry: (
+        f"{share_text(entry.cost.clipped_below)}, {share_text(entry.cost.clipped_above)}" if entry.cost else ""
+    ),
+    "range": lambda entry: (
+        f"[{entry.params.range.low.min():.4g}, {entry.params.range.high.max():.4g}]" if entry.params else ""
+    ),
+    "method": lambda entry: f"{entry.method}: {entry.auto_method}" if entry.auto_method else entry.method,
+    "seen": value_range_text,
+    "type": lambda entry: entry.params.type.name if entry.params else "",
+    "rule": lambda entry: escape_unprintable(entry.rule),
+}
+"""Columns with a model, the most important first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,85 +143,38 @@ class _RangeTable:
     """Table that drops columns from the right until names and histograms fit."""
 
     ranges: Sequence[TensorRange]
-    has_ranges: bool
+    columns: Mapping[str, Callable[[TensorRange], str]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = [escape_unprintable(str(entry.tensor)) for entry in self.ranges]
-        columns = self._columns()
         longest = max(map(len, [*names, "tensor"]))
         room = options.max_width - min(longest, STATS_NAME_WIDTH) - MIN_HISTOGRAM_WIDTH - STATS_COLUMN_GAP
-        fitting: list[tuple[str, list[str]]] = []
-        omitted: list[tuple[str, list[str]]] = []
-        for title, cells in columns:
-            room -= max(len(text) for text in (*cells, title)) + STATS_COLUMN_GAP
-            (fitting if room >= 0 and not omitted else omitted).append((title, cells))
-        used = sum(max(len(text) for text in (*cells, title)) + STATS_COLUMN_GAP for title, cells in fitting)
-        width = max(
-            MIN_HISTOGRAM_WIDTH,
-            min(
-                MAX_HISTOGRAM_WIDTH, options.max_width - used - STATS_COLUMN_GAP - min(longest, options.max_width // 3)
-            ),
-        )
-        table = NameTable("tensor", "histogram", *(title for title, _ in fitting), right=("SQNR", "NaN", "inf"))
-        for row, tensor_range in enumerate(self.ranges):
-            histogram = _histogram_text(tensor_range, width, ascii_only=options.ascii_only)
-            table.add_row(names[row], histogram, *(cells[row] for _, cells in fitting))
+        fitting: dict[str, list[str]] = {}
+        omitted: list[str] = []
+        used = 0
+        for title, text_of in self.columns.items():
+            cells = [text_of(entry) for entry in self.ranges]
+            if title in {"NaN", "inf"}:
+                cells = ["" if cell == "0" else cell for cell in cells]
+            width = max(map(len, (*cells, title))) + STATS_COLUMN_GAP
+            if omitted or used + width > room:
+                omitted.append(title)
+            else:
+                used += width
+                fitting[title] = cells
+        width = options.max_width - used - STATS_COLUMN_GAP - min(longest, options.max_width // 3)
+        width = max(MIN_HISTOGRAM_WIDTH, min(MAX_HISTOGRAM_WIDTH, width))
+        table = NameTable("tensor", "histogram", *fitting, right=("SQNR", "NaN", "inf"))
+        for row, entry in enumerate(self.ranges):
+            histogram = Text("")
+            if entry.sketch is not None:
+                bars = histogram_line(entry.sketch, entry.params, width, ascii_only=options.ascii_only)
+                histogram = Text.assemble((bars[0], "red"), bars[1], (bars[2], "red"))
+            table.add_row(names[row], histogram, *(cells[row] for cells in fitting.values()))
         yield table
         if omitted:
-            yield plain_line(
-                f"For more columns ({', '.join(title for title, _ in omitted)}) widen the terminal.", style="dim"
-            )
+            yield plain_line(f"For more columns ({', '.join(omitted)}) widen the terminal.", style="dim")
 
-    def _columns(self) -> list[tuple[str, list[str]]]:
-        """Return the columns after tensor and histogram, the most important first."""
-        if not self.has_ranges:
-            sketches = [entry.sketch for entry in self.ranges]
-            return [
-                ("seen", [value_range_text(entry) for entry in self.ranges]),
-                ("values", [f"{sketch.count:,}" if sketch else "" for sketch in sketches]),
-                ("NaN", [str(sketch.nan or "") if sketch else "" for sketch in sketches]),
-                ("inf", [str(sketch.inf or "") if sketch else "" for sketch in sketches]),
-            ]
-        return [
-            ("SQNR", [sqnr_text(entry.cost) for entry in self.ranges]),
-            ("clipped", [clipped_text(entry.cost) for entry in self.ranges]),
-            ("range", [range_text(entry.params) for entry in self.ranges]),
-            ("method", [method_text(entry) for entry in self.ranges]),
-            ("seen", [value_range_text(entry) for entry in self.ranges]),
-            ("type", [entry.params.type.name if entry.params else "" for entry in self.ranges]),
-            ("rule", [escape_unprintable(entry.rule) for entry in self.ranges]),
-        ]
-
-
-def _histogram_text(tensor_range: TensorRange, width: int, *, ascii_only: bool) -> Text:
-    if tensor_range.sketch is None:
-        return Text("")
-    below, inside, above = histogram_line(tensor_range.sketch, tensor_range.params, width, ascii_only=ascii_only)
-    return Text.assemble((below, "red"), inside, (above, "red"))
-
-
-STATS_STYLE = """
-:root{color-scheme:light dark;--ink:#1b1f24;--soft:#5b6470;--line:#dfe3e8;--back:#fff;--bar:#3667b0;
---warn:#8a5a00}
-@media (prefers-color-scheme:dark){:root{--ink:#e6e9ed;--soft:#9aa4b0;--line:#343a42;--back:#15181c;
---bar:#7ba7e8;--warn:#e0b050}}
-@media print{:root{color-scheme:light;--ink:#000;--soft:#444;--line:#ccc;--back:#fff;--bar:#3667b0;
---warn:#8a5a00}section,tr{break-inside:avoid}
-.scroll{overflow:visible!important}table{font-size:9px!important}th,td{white-space:normal!important;
-padding-right:.4rem!important}td.name{min-width:0!important}svg.small{width:80px!important}
-*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
-body{margin:2rem auto;max-width:70rem;padding:0 1rem;font:14px/1.45 system-ui,sans-serif;color:var(--ink);
-background:var(--back)}
-h1{font-size:1.3rem}h2{font:600 .95rem ui-monospace,monospace;margin:0 0 .3rem}h1,h2,td.name{overflow-wrap:anywhere}
-a{color:inherit}p{margin:.4rem 0}.soft{color:var(--soft)}.warn{color:var(--warn)}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13px}
-td.name{font-family:ui-monospace,monospace;min-width:11rem}
-th,td{text-align:left;padding:.2rem .7rem .2rem 0;border-bottom:1px solid var(--line);white-space:nowrap;
-font-variant-numeric:tabular-nums}td.name{white-space:normal}
-th.right,td.right{text-align:right}
-section{border-top:1px solid var(--line);margin-top:1.6rem;padding-top:.9rem}section svg{width:100%;height:auto}
-svg.small{width:120px;height:20px;vertical-align:middle}
-"""
 
 STATS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Content-Security-Policy of the page, which loads nothing."""
@@ -217,16 +182,6 @@ STATS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 STATS_LEGEND = (
     "Heights are values per bar on a log scale. The axis is linear for 99.9% of magnitudes and logarithmic beyond."
 )
-
-STATS_COLUMNS = (
-    ("tensor", "name"),
-    ("histogram", ""),
-    ("seen", ""),
-    ("values", "right"),
-    ("NaN", "right"),
-    ("inf", "right"),
-)
-"""Titles, and CSS classes of the cells."""
 
 
 def stats_page(report: RangeReport) -> str:
@@ -240,10 +195,15 @@ def _stats_lines(report: RangeReport) -> Iterator[str]:
     yield f'<html lang="en"><head><meta charset="utf-8"><title>{title}: statistics</title>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{STATS_POLICY}">'
     yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    yield f"<style>{STATS_STYLE}{svg.HISTOGRAM_STYLE}</style></head><body>"
+    yield f"<style>\n{viewer_file('statistics.css')}{HISTOGRAM_STYLE}</style></head><body>"
     yield f"<h1>{title}</h1>"
     yield f"<p>{_stats_text(stats_heading(report))}.</p>"
-    yield from _stats_warnings(report)
+    stats = report.stats
+    if stats.random:
+        yield '<p class="warn">The data is RANDOM: use the statistics for tests only.</p>'
+    if not stats.complete:
+        total = sum(run.samples for run in stats.runs)
+        yield f'<p class="warn">The statistics are of {stats.samples} of {total} samples of the data.</p>'
     yield f'<p class="soft">{STATS_LEGEND}</p>'
     yield from _stats_table(report)
     for number, tensor_range in enumerate(report.tensor_ranges):
@@ -251,35 +211,18 @@ def _stats_lines(report: RangeReport) -> Iterator[str]:
     yield "</body></html>"
 
 
-def _stats_warnings(report: RangeReport) -> Iterator[str]:
-    stats = report.stats
-    if stats.random:
-        yield '<p class="warn">The data is RANDOM: use the statistics for tests only.</p>'
-    if not stats.complete:
-        total = sum(run.samples for run in stats.runs)
-        yield f'<p class="warn">The statistics are of {stats.samples} of {total} samples of the data.</p>'
-
-
 def _stats_table(report: RangeReport) -> Iterator[str]:
+    classes = {"tensor": "name", "histogram": "", "seen": "", "values": "right", "NaN": "right", "inf": "right"}
     yield '<div class="scroll"><table><thead><tr>'
-    yield "".join(f'<th class="{kind}">{title}</th>' for title, kind in STATS_COLUMNS)
+    yield "".join(f'<th class="{kind}">{title}</th>' for title, kind in classes.items())
     yield "</tr></thead><tbody>"
-    for number, tensor_range in enumerate(report.tensor_ranges):
-        link = f'<a href="#t{number}">{_stats_text(str(tensor_range.tensor))}</a>'
-        histogram_ = svg.histogram_thumbnail(tensor_range.sketch) if tensor_range.sketch else ""
-        cells = [link, histogram_, *map(_stats_text, _stats_cells(tensor_range))]
-        columns = (f'<td class="{kind}">{cell}</td>' for cell, (_, kind) in zip(cells, STATS_COLUMNS, strict=True))
+    for number, entry in enumerate(report.tensor_ranges):
+        link = f'<a href="#t{number}">{_stats_text(str(entry.tensor))}</a>'
+        thumbnail = histogram_thumbnail(entry.sketch) if entry.sketch else ""
+        cells = [link, thumbnail, *(_stats_text(text_of(entry)) for text_of in STATS_COLUMNS.values())]
+        columns = (f'<td class="{kind}">{cell}</td>' for cell, kind in zip(cells, classes.values(), strict=True))
         yield f"<tr>{''.join(columns)}</tr>"
     yield "</tbody></table></div>"
-
-
-def _stats_cells(tensor_range: TensorRange) -> Sequence[str]:
-    sketch = tensor_range.sketch
-    return (
-        (value_range_text(tensor_range), f"{sketch.count:,}", str(sketch.nan), str(sketch.inf))
-        if sketch
-        else ("", "", "", "")
-    )
 
 
 def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
@@ -289,11 +232,12 @@ def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
         yield f"<p>{_stats_text('; '.join(facts))}.</p>"
     if tensor_range.note:
         yield f'<p class="warn">{_stats_text(tensor_range.note)}</p>'
-    if tensor_range.sketch is not None and tensor_range.sketch.low.ndim:
-        yield svg.channel_ranges_svg(tensor_range.sketch)
-    elif tensor_range.sketch is not None and tensor_range.sketch.counts.size:
-        yield svg.histogram_svg(tensor_range.sketch)
-    elif tensor_range.sketch is not None:
+    sketch = tensor_range.sketch
+    if sketch is not None and sketch.low.ndim:
+        yield channel_ranges_svg(sketch)
+    elif sketch is not None and sketch.counts.size:
+        yield histogram_svg(sketch)
+    elif sketch is not None:
         yield '<p class="soft">No histogram was stored.</p>'
     yield "</section>"
 
@@ -301,9 +245,8 @@ def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
 def _value_facts(tensor_range: TensorRange) -> Iterator[str]:
     sketch = tensor_range.sketch
     if sketch is not None:
-        yield f"{sketch.count:,} values" + (
-            f" in {value_range_text(tensor_range)}" if value_range_text(tensor_range) else ", none finite"
-        )
+        ends = value_range_text(tensor_range)
+        yield f"{sketch.count:,} values" + (f" in {ends}" if ends else ", none finite")
         for count, label in ((sketch.nan, "NaN"), (sketch.inf, "infinite")):
             if count:
                 yield f"{count:,} {label}"

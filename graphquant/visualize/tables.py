@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from io import StringIO
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -67,11 +67,8 @@ def plain_line(text: str, style: str = "") -> Text:
 def format_value_range(values: Array, single_format: str, span_format: str = "") -> str:
     """Format a single value with `single_format`, or the lowest and highest with `span_format`."""
     low, high = np.min(values).item(), np.max(values).item()
-    return (
-        format(low, single_format)
-        if low == high
-        else f"{low:{span_format or single_format}}..{high:{span_format or single_format}}"
-    )
+    span_format = span_format or single_format
+    return format(low, single_format) if low == high else f"{low:{span_format}}..{high:{span_format}}"
 
 
 def pluralize(number: int, noun: str) -> str:
@@ -113,7 +110,6 @@ class NameTable:
         return len(self._rows)
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines for the width of the console."""
         heads = [Text(title) for title in self._columns[1:]]
         rows = [(self._columns[0], heads, "bold", ""), *self._rows]
         longest = max(Text(name).cell_len for name, *_ in rows)
@@ -150,8 +146,3 @@ class NameTable:
 def _unfolded_name(name: str, style: str) -> Text:
     """Return a name that may be longer than the line."""
     return Text(name, style, no_wrap=True, overflow="ignore")
-
-
-def select_fields(value: object, *names: str) -> dict[str, Any]:
-    """Return fields of an object as JSON data, where keys and fields have the same names."""
-    return {name: getattr(value, name) for name in names}

@@ -14,8 +14,9 @@ from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
 from graphquant.ir import qualified_op_name
 from graphquant.numerics import DynamicQParams
-from graphquant.quantize.plan import ALREADY_QUANTIZED
+from graphquant.quantize.planner import ALREADY_QUANTIZED
 from graphquant.rules import load_ruleset, shipped_rule_files
+from graphquant.visualize.compare_report import search_view, validation_view
 from graphquant.visualize.tables import (
     NameTable,
     bracketed_shape,
@@ -24,7 +25,6 @@ from graphquant.visualize.tables import (
     plain_line,
     pluralize,
 )
-from graphquant.visualize.validation_report import search_view, validation_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,19 +55,12 @@ def plan_view(plan: Plan) -> RenderableType:
         *_skip_lines(plan.skips),
     ]
     if plan.algorithms:
-        sections.append(
-            plain_line(f"Optimization algorithms, applied where data shows a gain: {', '.join(plan.algorithms)}")
-        )
-
-    sections += unused_rules_view(plan, shipped=True)
-    uses = sum(len(site.uses) for site in plan.sites)
-    sections.append(
-        plain_line(
-            f"{pluralize(len(plan.sites), 'site')}, {pluralize(uses, 'use')} rerouted, {len(plan.skips)} skipped.",
-            style="bold",
-        )
-    )
-    return Group(*sections)
+        message = f"Optimization algorithms, applied where data shows a gain: {', '.join(plan.algorithms)}"
+        sections.append(plain_line(message))
+    sections += _unused_rules_lines(plan, shipped=True)
+    uses = pluralize(sum(len(site.uses) for site in plan.sites), "use")
+    message = f"{pluralize(len(plan.sites), 'site')}, {uses} rerouted, {len(plan.skips)} skipped."
+    return Group(*sections, plain_line(message, style="bold"))
 
 
 def result_view(result: Result, output: Path | None) -> RenderableType:
@@ -90,24 +83,22 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     if not result.inserted and any(skip.reason == ALREADY_QUANTIZED for skip in result.skips):
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
-    sections += unused_rules_view(result.plan, shipped=False)
+    sections += _unused_rules_lines(result.plan, shipped=False)
     sections += search_view(result.search)
     if result.inserted:
         sections += validation_view(result.validation)
     uses = sum(len(insertion.site.uses) for insertion in result.inserted)
     stored = sum(insertion.folded for insertion in result.inserted)
-    message = f"{pluralize(len(result.inserted), 'site')} inserted" + (
-        f", {stored} stored as integers" if stored else ""
-    )
-    message += f", {pluralize(uses, 'use')} rerouted"
-    message += (
-        f", calibrated on {pluralize(result.calibration_samples, 'sample')}" if result.calibration_samples else ""
-    )
+    phrases = [
+        f"{pluralize(len(result.inserted), 'site')} inserted",
+        f"{stored} stored as integers" if stored else "",
+        f"{pluralize(uses, 'use')} rerouted",
+        f"calibrated on {pluralize(result.calibration_samples, 'sample')}" if result.calibration_samples else "",
+    ]
+    message = ", ".join(filter(None, phrases))
     message += f" (statistics of {result.stats_path})" if result.stats_path else ""
-    sections.append(
-        plain_line(f"{message}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
-    )
-    return Group(*sections)
+    message += f". Written to {output}" if output else ". Nothing written (dry run)."
+    return Group(*sections, plain_line(message, style="bold"))
 
 
 def _worst_activation(result: Result) -> list[RenderableType]:
@@ -132,11 +123,10 @@ def _limited_lines(label: str, entries: Sequence[object]) -> list[RenderableType
 
 def stats_view(stats: Stats, output: Path) -> RenderableType:
     """Render the statistics that `calibrate` collected."""
-    lines: list[RenderableType] = []
     reasons: dict[str, list[str]] = {}
     for tensor in stats.targets:
         reasons.setdefault(stats.missing_reason(tensor), []).append(str(tensor))
-    lines += [
+    lines: list[RenderableType] = [
         plain_line(f"skipped: {join_names(names)}: {reason}", style="yellow")
         for reason, names in reasons.items()
         if reason
@@ -155,16 +145,15 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
 def incomplete_stats(stats: Stats) -> list[RenderableType]:
     """Return a warning if calibration has not run all samples."""
     unfinished = [run for run in stats.runs if not run.complete]
+    if not unfinished:
+        return []
     if len(unfinished) == 1 and not stats.samples:
         blocks = f"{pluralize(unfinished[0].blocks, 'block')} of {pluralize(unfinished[0].block_size, 'sample')}"
-        message = f"The data has {blocks}; this part has none of them. calibrate --merge adds other parts."
-        return [plain_line(message, style="yellow")]
-    samples_done, samples_total = sum(run.samples_done for run in unfinished), sum(run.samples for run in unfinished)
-    message = (
-        f"The statistics are of {samples_done} of {samples_total} samples of the data. calibrate --merge"
-        " adds other parts."
-    )
-    return [plain_line(message, style="yellow")] if unfinished else []
+        message = f"The data has {blocks}; this part has none of them."
+    else:
+        done, total = sum(run.samples_done for run in unfinished), sum(run.samples for run in unfinished)
+        message = f"The statistics are of {done} of {total} samples of the data."
+    return [plain_line(f"{message} calibrate --merge adds other parts.", style="yellow")]
 
 
 def conversion_view(conversion: ConversionReport) -> RenderableType:
@@ -179,40 +168,27 @@ def conversion_view(conversion: ConversionReport) -> RenderableType:
         zeros += "" if line.runtime is None else f" ({format_value_range(line.runtime[1], 'd')})"
         index = "" if line.index is None else str(line.index)
         table.add_row(str(line.tensor), index, planned, zeros, runtime, line.problem or "equal")
-    problem_count = sum(bool(line.problem) for line in conversion.tensors)
-    sections: list[RenderableType] = [
-        plain_line("Conversion: planned parameters and those of TFLite", style="bold"),
-        table,
-    ]
-    sections += [
+    float_lines = [
         plain_line(f"float: {float_op.op} ({float_op.type}): {float_op.reason}", style="yellow")
         for float_op in conversion.float_ops
     ]
+    matching = sum(not line.problem for line in conversion.tensors)
     message = (
-        f"{len(conversion.tensors) - problem_count} of"
-        f" {pluralize(len(conversion.tensors), 'planned tensor')} match the plan"
+        f"{matching} of {pluralize(len(conversion.tensors), 'planned tensor')} match the plan,"
+        f" {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float."
     )
-    sections.append(
-        plain_line(
-            f"{message}, {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float.",
-            style="bold",
-        )
-    )
-    return Group(*sections)
+    heading = plain_line("Conversion: planned parameters and those of TFLite", style="bold")
+    return Group(heading, table, *float_lines, plain_line(message, style="bold"))
 
 
 def _tflite_ranges(ranges: RangeTransfer) -> list[RenderableType]:
-    """Render the ranges taken from a TFLite file."""
     exact = sum(applied.exact for applied in ranges.transferred)
     heading = f"{pluralize(len(ranges.transferred), 'tensor')} got their range from {ranges.path or 'the TFLite model'}"
-    lines = [plain_line(f"{heading}, {exact} with its exact scale and zero point.")]
-    if ranges.unused:
-        lines.append(plain_line(f"only in that file: {join_names(ranges.unused)}", style="yellow"))
-    if ranges.missing:
-        lines.append(
-            plain_line(f"not in that file: {join_names([str(tensor) for tensor in ranges.missing])}", style="yellow")
-        )
-    return [*lines]
+    lines: list[RenderableType] = [plain_line(f"{heading}, {exact} with its exact scale and zero point.")]
+    for label, names in (("only", ranges.unused), ("not", list(map(str, ranges.missing)))):
+        if names:
+            lines.append(plain_line(f"{label} in that file: {join_names(names)}", style="yellow"))
+    return lines
 
 
 def summary_view(summary: ModelSummary) -> RenderableType:
@@ -230,24 +206,16 @@ def summary_view(summary: ModelSummary) -> RenderableType:
     op_counts = list(summary.op_types.items())
     lines.append(plain_line(f"  ops     {join_names([f'{count} {kind}' for kind, count in op_counts], 12)}"))
     if summary.unreachable_functions:
-        lines.append(
-            plain_line(
-                f"  {pluralize(len(summary.unreachable_functions), 'function')} not listed: the main"
-                " graph does not reach them.",
-                style="dim",
-            )
-        )
+        message = f"  {pluralize(len(summary.unreachable_functions), 'function')} not listed: the main graph does not"
+        lines.append(plain_line(f"{message} reach them.", style="dim"))
     if summary.float_clone_ops:
         clone_graphs = list(dict.fromkeys(clone.graph for clone in summary.float_clone_ops))
-        lines.append(
-            plain_line(
-                f"  {pluralize(len(clone_graphs), 'saved function')} skipped: {join_names(clone_graphs)}",
-                style="yellow",
-            )
-        )
-        lines.append(
-            plain_line(f"    {summary.float_clone_ops[0].op}: {summary.float_clone_ops[0].reason}", style="dim")
-        )
+        message = f"  {pluralize(len(clone_graphs), 'saved function')} skipped: {join_names(clone_graphs)}"
+        first_clone = summary.float_clone_ops[0]
+        lines += [
+            plain_line(message, style="yellow"),
+            plain_line(f"    {first_clone.op}: {first_clone.reason}", style="dim"),
+        ]
     tables: dict[str, NameTable] = {}
     for reading in summary.quantization_ops:
         table = tables.setdefault(reading.type, NameTable("tensor", *PARAM_COLUMNS))
@@ -337,7 +305,6 @@ def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]
 
 
 def _skip_lines(skips: Sequence[Skip]) -> list[RenderableType]:
-    """Group skips by reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for skip in skips:
         reasons.setdefault((skip.rule, skip.reason), []).append(str(skip.tensor))
@@ -351,20 +318,12 @@ def _coverage_lines(summary: ModelSummary) -> list[RenderableType]:
     if not summary.coverage:
         return []
     quantized_count = sum(covered.quantized for covered in summary.coverage)
-    lines: list[RenderableType] = [
-        plain_line(
-            f"{quantized_count} of {len(summary.coverage)} weighted ops read only quantized tensors.", style="bold"
-        )
-    ]
-    if quantized_count:
-        lines += [
-            plain_line(
-                f"  float: {qualified_op_name(covered.graph, covered.op)} ({covered.kind}): {covered.reason}",
-                style="yellow",
-            )
-            for covered in summary.coverage
-            if not covered.quantized
-        ]
+    message = f"{quantized_count} of {len(summary.coverage)} weighted ops read only quantized tensors."
+    lines: list[RenderableType] = [plain_line(message, style="bold")]
+    for covered in summary.coverage if quantized_count else ():
+        if not covered.quantized:
+            location = f"{qualified_op_name(covered.graph, covered.op)} ({covered.kind})"
+            lines.append(plain_line(f"  float: {location}: {covered.reason}", style="yellow"))
     return lines
 
 
@@ -388,9 +347,8 @@ def _param_cells(params: QParams | DynamicQParams) -> tuple[str, str, str, str]:
     dtype += f" by {params.block}" if params.block is not None else ""
     zero_point = format_value_range(params.zero_point, "d")
     low, high = float(params.range.low.min()), float(params.range.high.max())
-    symmetric = (
-        low < 0 and not params.zero_point.any()
-    )  # files do not record whether the lowest integer, such as -128, is excluded
+    # Files do not record whether the lowest integer, such as -128, is excluded.
+    symmetric = low < 0 and not params.zero_point.any()
     range_text = f"±{high:.4g}" if symmetric else f"[{low:.4g}, {high:.4g}]"
     return dtype, format_value_range(params.scale, ".6g", ".4g"), zero_point, range_text
 
@@ -405,24 +363,21 @@ def _tensor_signature(model: object, name: str, is_output: bool) -> str:
     return f"{label} {output.dtype}{bracketed_shape(output.shape)}"
 
 
-def unused_rules_view(plan: Plan, *, shipped: bool) -> list[RenderableType]:
+def _unused_rules_lines(plan: Plan, *, shipped: bool) -> list[RenderableType]:
     """List the user's rules without a match, and optionally count shipped ones.
 
     Shipped rules cover many models, so most of them match nothing in any one model. That is not a mistake.
     """
     if not plan.unused:
         return []
-    shipped_files = shipped_rule_files()
-    shipped_rules = {
-        rule.rule.name for rule in load_ruleset([name for name in plan.rules if name in shipped_files]).rules
-    }
+    shipped_files = [name for name in plan.rules if name in shipped_rule_files()]
+    shipped_rules = {rule.rule.name for rule in load_ruleset(shipped_files).rules}
     user_rules = [name for name in plan.unused if name not in shipped_rules]
     shipped_count = len(plan.unused) - len(user_rules)
     lines: list[RenderableType] = []
     if user_rules:
         lines.append(plain_line(f"Your rules without a match: {', '.join(user_rules)}", "yellow"))
     if shipped_count and shipped:
-        lines.append(
-            plain_line(f"{pluralize(shipped_count, 'shipped rule')} without a match; --format json lists them.", "dim")
-        )
+        message = f"{pluralize(shipped_count, 'shipped rule')} without a match; --format json lists them."
+        lines.append(plain_line(message, "dim"))
     return lines

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import zlib
+from collections import defaultdict
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -20,17 +21,17 @@ from graphquant.ir import paused_gc
 from graphquant.observers import distribution_of
 from graphquant.visualize.annotations import heatmap_data
 from graphquant.visualize.drawing import drawn_shape
-from graphquant.visualize.histogram_bars import bar_counts, bar_heights, histogram_axis, range_marks
+from graphquant.visualize.histograms import bar_counts, bar_heights, histogram_axis, range_marks
 from graphquant.visualize.layout import layered_layout
 from graphquant.visualize.merged_drawings import FIRST, SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from graphquant.analysis.range_report import TensorRange
     from graphquant.ir import Op
     from graphquant.visualize.annotations import Annotation, DrawnParams, Heatmap
-    from graphquant.visualize.drawing import Box, Drawing
+    from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire
     from graphquant.visualize.layout import Placement
     from graphquant.visualize.merged_drawings import MergedDrawing
 
@@ -75,16 +76,6 @@ def drawing_layout(drawing: Drawing, widths: Sequence[int] = ()) -> Placement:
     return layered_layout(widths or [box_width(box) for box in drawing.boxes], tensors, drawing.group_paths())
 
 
-class _TextTable:
-    """Table that numbers texts."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
-
-
 @paused_gc()
 def viewer_data(
     drawing: Drawing,
@@ -103,7 +94,10 @@ def viewer_data(
         heatmap: Metrics of the quantized tensors.
         changes: Differences between the sides, from `viewer_changes`.
     """
-    text_number, widths = _TextTable(), [box_width(box) for box in drawing.boxes]
+    numbers: defaultdict[str, int] = defaultdict()
+    numbers.default_factory = numbers.__len__
+    text_number = numbers.__getitem__
+    widths = [box_width(box) for box in drawing.boxes]
     for number, first_box in merged.first_boxes.items() if merged is not None else ():
         widths[number] = max(widths[number], box_width(first_box))
     layout = drawing_layout(drawing, widths)
@@ -135,10 +129,10 @@ def viewer_data(
         data["heat"] = heatmap_data(heatmap, drawing.annotations)
     if changes is not None:
         data["changes"] = list(changes)
-    return {**data, "texts": list(text_number.numbers)}
+    return {**data, "texts": list(numbers)}
 
 
-def _op_columns(drawing: Drawing, layout: Placement, text_number: _TextTable) -> dict[str, Any]:
+def _op_columns(drawing: Drawing, layout: Placement, text_number: Callable[[str], int]) -> dict[str, Any]:
     boxes = drawing.boxes
     return {
         "name": [text_number(box.op.name) for box in boxes],
@@ -152,9 +146,12 @@ def _op_columns(drawing: Drawing, layout: Placement, text_number: _TextTable) ->
         "weighted": [int(box.op.kind in MULTIPLYING_KINDS) for box in boxes],
         "reason": [text_number(box.reason) for box in boxes],
         "attrs": [text_number(attributes_text(box.op)) for box in boxes],
-        "outputs": [[text_number(output_text) for output_text in _output_texts(box.op)] for box in boxes],
+        "outputs": [
+            [text_number(text) for out in box.op.outputs for text in (out.name, out.dtype or "", drawn_shape(out))]
+            for box in boxes
+        ],
         "rule": [text_number(box.op.rule) for box in boxes],
-        "annotations": {number: box.annotations for number, box in enumerate(boxes) if box.annotations},
+        "annotations": _numbered_annotations(boxes),
         "calls": {number: box.calls for number, box in enumerate(boxes) if box.calls},
     }
 
@@ -164,28 +161,24 @@ def _differences_of(values: Sequence[int]) -> list[int]:
     return [value - previous for previous, value in zip([0, *values], values, strict=False)]
 
 
-def _output_texts(op: Op) -> list[str]:
-    """Return name, dtype and shape of each output."""
-    return [text for output in op.outputs for text in (output.name, output.dtype or "", drawn_shape(output))]
+def _numbered_annotations(parts: Sequence[Box | DrawnConstant | Wire]) -> dict[int, tuple[int, ...]]:
+    return {number: part.annotations for number, part in enumerate(parts) if part.annotations}
 
 
-def _constant_columns(drawing: Drawing, text_number: _TextTable) -> dict[str, Any]:
-    numbered = [(number, constant) for number, box in enumerate(drawing.boxes) for constant in box.constants]
+def _constant_columns(drawing: Drawing, text_number: Callable[[str], int]) -> dict[str, Any]:
+    constants = [constant for box in drawing.boxes for constant in box.constants]
     return {
-        "op": _differences_of([number for number, _ in numbered]),
-        "slot": [constant.slot for _, constant in numbered],
-        "role": [text_number(constant.role) for _, constant in numbered],
-        "name": [text_number(constant.name) for _, constant in numbered],
-        "dtype": [text_number(constant.dtype) for _, constant in numbered],
-        "shape": [text_number(constant.shape) for _, constant in numbered],
-        "reason": [text_number(constant.reason) for _, constant in numbered],
-        "annotations": {
-            number: constant.annotations for number, (_, constant) in enumerate(numbered) if constant.annotations
+        "op": _differences_of([number for number, box in enumerate(drawing.boxes) for _ in box.constants]),
+        "slot": [constant.slot for constant in constants],
+        **{
+            name: [text_number(getattr(constant, name)) for constant in constants]
+            for name in ("role", "name", "dtype", "shape", "reason")
         },
+        "annotations": _numbered_annotations(constants),
     }
 
 
-def _wire_columns(drawing: Drawing, layout: Placement, text_number: _TextTable) -> dict[str, Any]:
+def _wire_columns(drawing: Drawing, layout: Placement, text_number: Callable[[str], int]) -> dict[str, Any]:
     wires = drawing.wires
     return {
         "source": _differences_of([wire.source for wire in wires]),
@@ -193,13 +186,13 @@ def _wire_columns(drawing: Drawing, layout: Placement, text_number: _TextTable) 
         "target": [wire.target - wire.source for wire in wires],
         "slot": [wire.slot for wire in wires],
         "reason": [text_number(wire.reason) for wire in wires],
-        "annotations": {number: wire.annotations for number, wire in enumerate(wires) if wire.annotations},
+        "annotations": _numbered_annotations(wires),
         "trunks": {number: _differences_of(trunk) for number, trunk in enumerate(layout.trunks) if trunk},
         "lanes": {number: lane for number, lane in enumerate(layout.lanes) if lane >= 0},
     }
 
 
-def _side_columns(merged: MergedDrawing, text_number: _TextTable) -> dict[str, Any]:
+def _side_columns(merged: MergedDrawing, text_number: Callable[[str], int]) -> dict[str, Any]:
     """Return the parts on one side only, and boxes that look different on the first side."""
 
     def one_sided(sides: Sequence[int]) -> dict[int, int]:
@@ -276,13 +269,11 @@ def _param_data(params: DrawnParams | None) -> dict[str, Any]:
     if params is None or not params.scale.size:
         return {}
     scales, zero_points = params.scale.reshape(-1), params.zero_point
+    is_single = scales.size == 1
     fields = {
         "scale": list(map(_shortest_decimal, scales[:: -(-scales.size // MAX_SCALES)])),
-        **(
-            {"count": scales.size, "ends": [_shortest_decimal(scales.min()), _shortest_decimal(scales.max())]}
-            if scales.size > 1
-            else {}
-        ),
+        "count": None if is_single else scales.size,
+        "ends": None if is_single else [_shortest_decimal(scales.min()), _shortest_decimal(scales.max())],
         "zero": [int(zero_points.min()), int(zero_points.max())],
         "axis": params.axis,
         "block": params.block_size,
@@ -342,17 +333,8 @@ def _finite_or_none(value: Any) -> float | None:
 
 
 VIEWER_SCRIPTS = (
-    "data",
-    "scene",
-    "frames",
-    "heatmap",
-    "drawing",
-    "minimap",
-    "hit_test",
-    "panel",
-    "search",
-    "input",
-    "start",
+    *("data", "scene", "frames", "heatmap", "drawing", "minimap"),
+    *("hit_test", "panel", "search", "input", "start"),
 )
 """Files of the script, in order; they share one scope."""
 
@@ -363,7 +345,8 @@ def viewer_page(data: Mapping[str, Any]) -> str:
 
 
 def _viewer_lines(data: Mapping[str, Any]) -> Iterator[str]:
-    script, style = _viewer_script(), _viewer_file("style.css")
+    script = '"use strict";\n' + "\n".join(viewer_file(f"{name}.js") for name in VIEWER_SCRIPTS)
+    style = viewer_file("style.css")
     policy = f"default-src 'none'; script-src {csp_digest(script)}; style-src {csp_digest(style)}"
     yield "<!DOCTYPE html>"
     yield f'<html lang="en"><head><meta charset="utf-8"><title>{escape(escape_unprintable(str(data["title"])))}</title>'
@@ -371,25 +354,18 @@ def _viewer_lines(data: Mapping[str, Any]) -> Iterator[str]:
     yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
     yield f"<style>{style}</style></head>"
     yield "<body><noscript>This page draws a model with JavaScript, which is disabled.</noscript>"
-    yield f'<script id="data" type="application/octet-stream">{_pack_data(data)}</script>'
+    # Deflated JSON in base64, whose letters have no meaning in HTML.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+    yield f'<script id="data" type="application/octet-stream">{packed}</script>'
     yield f"<script>{script}</script></body></html>"
 
 
-def _viewer_script() -> str:
-    """Return the concatenated script."""
-    return '"use strict";\n' + "\n".join(_viewer_file(f"{name}.js") for name in VIEWER_SCRIPTS)
-
-
-def _viewer_file(name: str) -> str:
+def viewer_file(name: str) -> str:
+    """Return the text of a file of the pages."""
     return files("graphquant.visualize").joinpath("viewer", name).read_text("utf-8")
 
 
 def csp_digest(text: str) -> str:
     """Return the hash by which a Content-Security-Policy allows a script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _pack_data(data: Mapping[str, Any]) -> str:
-    """Return the data as deflated JSON in base64, whose letters have no meaning in HTML."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()

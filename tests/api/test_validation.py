@@ -19,7 +19,7 @@ from graphquant.calibration.holdout import split_holdout
 from graphquant.cli import main
 from graphquant.errors import UsageError
 from graphquant.formats import format_module
-from graphquant.visualize.validation_report import validation_view
+from graphquant.visualize.compare_report import validation_view
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 import graphquant as gq
-from graphquant.optimize import (
+from graphquant.optimize import search_cheapest_plan
+from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     RULE_CANDIDATE,
     Candidate,
-    PlanQuality,
     ScaleGroup,
-    SelectionResult,
     byte_costs,
     mac_costs,
     make_scale_groups,
-    search_cheapest_plan,
 )
 from graphquant.optimize.selection import (
     MAX_EXHAUSTIVE_OPS,
     MAX_MEASUREMENTS,
+    PlanQuality,
+    SelectionResult,
     _greedy_high_ops,
     cheaper_selections,
     choose_selection,
@@ -33,7 +33,7 @@ from graphquant.optimize.selection import (
     settle_selection,
     total_error,
 )
-from graphquant.visualize.validation_report import search_view
+from graphquant.visualize.compare_report import search_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ import pytest
 import graphquant as gq
 from graphquant.analysis import Comparison, SiteFigures
 from graphquant.analysis.validation import Bounds, Validation
+from graphquant.visualize.compare_report import validation_view
 from graphquant.visualize.json_export import InsertResult
-from graphquant.visualize.validation_report import validation_view
 
 if TYPE_CHECKING:
     from pathlib import Path

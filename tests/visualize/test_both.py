@@ -18,8 +18,7 @@ from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.ir.op_matching import match_ops
 from graphquant.visualize.annotations import HeatColumn, Heatmap, heatmap_data
 from graphquant.visualize.drawing import model_drawing
-from graphquant.visualize.merged_drawings import FIRST, SECOND, merge_drawings
-from graphquant.visualize.side_by_side import viewer_changes
+from graphquant.visualize.merged_drawings import FIRST, SECOND, merge_drawings, viewer_changes
 from graphquant.visualize.viewer_data import viewer_data
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from rich.console import Console
 
 from graphquant import api
 from graphquant.visualize.drawing import model_drawing, neighborhood
-from graphquant.visualize.graph_export import ascii_graph, graph_graphml, graph_json
-from graphquant.visualize.svg import graph_svg
+from graphquant.visualize.graph_export import AsciiGraph, graph_graphml, graph_json, graph_svg
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ def test_json_export(quantized: Drawing) -> None:
 def _print_ascii_graph(drawing: Drawing, chosen: list[int], encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding)
-    Console(file=stream, width=80, color_system=None, highlight=False, markup=False).print(ascii_graph(drawing, chosen))
+    Console(file=stream, width=80, color_system=None, highlight=False, markup=False).print(AsciiGraph(drawing, chosen))
     stream.flush()
     return raw.getvalue().decode(encoding)
 

@@ -113,7 +113,6 @@ def _number_cell(value: float | None, text: str) -> str:
 
 
 def _int8_bar(outcome: Outcome) -> str:
-    """Return the share as a number with a bar."""
     if outcome.int8_ops is None or outcome.int8_share is None:
         return ""
     int8_ops, all_ops = outcome.int8_ops
@@ -124,7 +123,6 @@ def _int8_bar(outcome: Outcome) -> str:
 
 
 def _name_cell(outcome: Outcome, changes: list[OutcomeChange]) -> str:
-    """Return the name, failure reasons, and foldable details."""
     digests = outcome.digests
     rows = {
         "model": outcome.model,

@@ -382,7 +382,6 @@ def _add_problem(case: ET.Element, kind: str, problem_type: str, messages: list[
 
 
 def _metrics_lines(outcome: Outcome) -> list[str]:
-    """Return the metrics of an existing output in one line."""
     if outcome.size_after is None:
         return []
     metrics = {"int8 share": percent_text(outcome.int8_share), "SQNR": metrics_sqnr_text(outcome.metrics)}

@@ -1,4 +1,7 @@
-"""Histograms prepared for drawing: an axis that fits heavy tails, bar counts, and a text line."""
+"""Histograms: an axis that fits heavy tails, bar counts, and drawings as a line of text and as SVG.
+
+SVG takes its colors from CSS variables of the page around it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import numpy as np
 from graphquant.observers import distribution_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from graphquant.numerics import Array, QParams
     from graphquant.observers import Distribution, Sketch
 
@@ -146,3 +151,104 @@ def _round_step(step: float) -> float:
     """Return the next of 1, 2 and 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next((factor * power for factor in (1, 2, 5) if factor * power >= step * 0.9999), 10 * power)
+
+
+PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 100, 700, 26, 176
+"""Ends of the plot in a picture of 900 units."""
+
+SVG_BARS = 200
+"""Bars of a large histogram, 3 units wide each."""
+
+THUMBNAIL_SIZE = (120, 20, 60)
+"""Width, height and bars of a thumbnail."""
+
+HISTOGRAM_STYLE = """
+svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.in{fill:var(--bar)}.grid{stroke:var(--line);stroke-width:1}
+"""
+"""CSS with variables for colors: --soft for text, --line, --bar."""
+
+
+def histogram_svg(sketch: Sketch) -> str:
+    """Return a histogram with axes. The sketch must have a histogram."""
+    axis = histogram_axis(sketch, None)
+    counts = bar_counts(distribution_of(sketch), axis, SVG_BARS)
+    step = (PLOT_RIGHT - PLOT_LEFT) / SVG_BARS
+    bars = _bars_path(bar_heights(counts), PLOT_LEFT, step, PLOT_BOTTOM, PLOT_BOTTOM - PLOT_TOP - 4)
+    return _plot_svg("histogram", [*_count_axis(counts), bars, *_value_axis(axis)])
+
+
+def histogram_thumbnail(sketch: Sketch) -> str:
+    """Return a small histogram without text, for a table row."""
+    width, height, bar_count = THUMBNAIL_SIZE
+    if not sketch.counts.size:
+        return ""
+    heights = bar_heights(bar_counts(distribution_of(sketch), histogram_axis(sketch, None), bar_count))
+    path = _bars_path(heights, 0, width / bar_count, height, height)
+    return f'<svg class="small" viewBox="0 0 {width} {height}" aria-hidden="true">{path}</svg>'
+
+
+def channel_ranges_svg(sketch: Sketch) -> str:
+    """Return one bar from the smallest to the largest value for each channel."""
+    low, high = sketch.low.reshape(-1), sketch.high.reshape(-1)
+    finite = np.concatenate([low, high])
+    finite = finite[np.isfinite(finite)]
+    lowest, highest = float(finite.min(initial=0.0)), float(finite.max(initial=0.0)) or 1.0
+    step = (PLOT_RIGHT - PLOT_LEFT) / low.size
+    bar_width = min(step * 0.9, 24)
+
+    def y_position(value: float) -> float:
+        return PLOT_TOP + (PLOT_BOTTOM - PLOT_TOP) * (highest - value) / (highest - lowest)
+
+    elements = []
+    for value in (lowest, 0.0, highest):
+        elements += _count_label(y_position(value), f"{value:.4g}")
+    for channel in range(low.size):
+        x = PLOT_LEFT + step * (channel + 0.5)
+        if low[channel] <= high[channel]:
+            y, height = y_position(high[channel]), y_position(low[channel]) - y_position(high[channel])
+            elements.append(
+                f'<path class="in" d="M{x - bar_width / 4:.2f} {y:.1f}'
+                f'h{bar_width / 2:.2f}v{height:.1f}h{-bar_width / 2:.2f}z"/>'
+            )
+    caption = f"channels 0 to {low.size - 1}, values in the tensor's unit"
+    elements.append(f'<text x="{PLOT_LEFT}" y="{PLOT_BOTTOM + 18}">{caption}</text>')
+    return _plot_svg("range of each channel", elements)
+
+
+def _plot_svg(label: str, elements: list[str]) -> str:
+    opening = f'<svg viewBox="0 0 900 {PLOT_BOTTOM + 34}" role="img" aria-label="{label}">'
+    return "".join([opening, *elements, "</svg>"])
+
+
+def _bars_path(heights: Array, x: float, step: float, bottom: float, scale: float) -> str:
+    """Return the bars as one outline."""
+    steps = "".join(f"V{bottom - height * scale:.1f}h{step:.2f}" for height in heights)
+    return f'<path class="in" d="M{x:.1f} {bottom}{steps}V{bottom}z"/>'
+
+
+def _count_label(y: float, text: str) -> list[str]:
+    """Return a grid line with a label at the left axis."""
+    return [
+        f'<path class="grid" d="M{PLOT_LEFT} {y:.1f}H{PLOT_RIGHT}"/>',
+        f'<text x="{PLOT_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
+    ]
+
+
+def _count_axis(counts: Array) -> Iterator[str]:
+    """Yield the left axis: powers of ten of values per bar, on a log scale."""
+    largest = max(float(counts.max()), 1.0)
+    powers = [10.0**exponent for exponent in range(19) if 10.0**exponent <= largest]
+    for power in powers[:: 1 + len(powers) // 5]:
+        y = PLOT_BOTTOM - math.log1p(power) / math.log1p(largest) * (PLOT_BOTTOM - PLOT_TOP - 4)
+        yield from _count_label(y, f"{power:,.0f}")
+
+
+def _value_axis(axis: HistogramAxis) -> Iterator[str]:
+    yield f'<path class="grid" d="M{PLOT_LEFT} {PLOT_BOTTOM}H{PLOT_RIGHT}"/>'
+    for value in axis.ticks():
+        x = PLOT_LEFT + float(axis.positions(value)) * (PLOT_RIGHT - PLOT_LEFT)
+        yield f'<path class="grid" d="M{x:.1f} {PLOT_BOTTOM}v5"/>'
+        yield f'<text x="{x:.1f}" y="{PLOT_BOTTOM + 17}" text-anchor="middle">{value:g}</text>'
+    yield f'<text x="{PLOT_RIGHT + 24}" y="{PLOT_BOTTOM + 4}">value, in its own unit</text>'
+    if max(-axis.low, axis.high) > axis.knee * 1.001:
+        yield f'<text x="{PLOT_RIGHT + 24}" y="{PLOT_BOTTOM + 18}">log beyond ±{axis.knee:.3g}</text>'

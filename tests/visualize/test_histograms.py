@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphquant.numerics import IntType, QParams, Range, choose_qparams
 from graphquant.observers import distribution_of, sketch_values
-from graphquant.visualize.histogram_bars import (
+from graphquant.visualize.histograms import (
     HistogramAxis,
     bar_counts,
     bar_heights,

@@ -12,7 +12,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.ir import Graph, Model, Op, Output
-from graphquant.visualize import notebook
+from graphquant.visualize import pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_result_html(result: gq.Result) -> None:
 def test_plan_and_comparison_html(samples: Path, result: gq.Result) -> None:
     """A plan shows a truncated table of rules and sites, and a comparison its outputs and worst tensors."""
     lines = table_text(result.plan._repr_html_()).splitlines()
-    assert len(lines) == notebook.CELL_LINES
+    assert len(lines) == pages.CELL_LINES
     assert f"{sum(site.rule == 'weight' for site in result.plan.sites)} by rule weight:" in "\n".join(lines)
     assert re.fullmatch(r"\.\.\. \d+ more lines \.\.\.", lines[-2])
     assert lines[-1].startswith(f"{len(result.plan.sites)} sites, ")
@@ -72,7 +72,7 @@ def test_large_models_are_not_drawn_in_a_cell() -> None:
     model = Model(format="onnx", graphs={})
     graph = model.graphs[""] = Graph("", model.graphs)
     producer = graph.add_op(Op(name="x", kind="input", type="Input", outputs=(Output("x", "float32", (1,)),)))
-    for number in range(notebook.MAX_DRAWN_OPS):
+    for number in range(pages.MAX_DRAWN_OPS):
         op = Op(name=f"r{number}", kind="relu", type="Relu", outputs=(Output(f"r{number}", "float32", (1,)),))
         producer = graph.add_op(op, [producer])
     drawn = model._repr_html_()

@@ -1,0 +1,162 @@
+"""Viewer pages of two models or plans, and HTML for notebook cells."""
+
+from __future__ import annotations
+
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+
+from graphquant.analysis import Comparison, prepare_like
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.api import Result, align_preparation, prepare_for_plan
+from graphquant.ir import Model
+from graphquant.ir.op_matching import match_ops
+from graphquant.quantize import Plan
+from graphquant.visualize.annotations import comparison_heatmap
+from graphquant.visualize.compare_report import comparison_view, diff_summary
+from graphquant.visualize.drawing import model_drawing, plan_drawing, result_drawing
+from graphquant.visualize.merged_drawings import merge_drawings, viewer_changes
+from graphquant.visualize.tables import plain_line, pluralize
+from graphquant.visualize.text import plan_view, summary_view
+from graphquant.visualize.viewer_data import viewer_data, viewer_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import RenderableType
+
+    from graphquant.analysis import Differences
+    from graphquant.visualize.drawing import Drawing
+    from graphquant.visualize.merged_drawings import MergedDrawing
+
+
+RANDOM_DATA_NOTE = "The data is RANDOM: the metrics do not apply to real data."
+
+FORMATS_DIFFER_NOTE = (
+    "The models have different formats, whose inner tensors cannot be matched. Only the quantized model is drawn."
+)
+
+
+def comparison_page(float_model: Model, quantized: Model, comparison: Comparison) -> str:
+    """Draw a float and a quantized model in one layout, with tensor errors as a heatmap.
+
+    Raises:
+        ModelError: The float model cannot be prepared like the quantized one.
+    """
+    notes = [RANDOM_DATA_NOTE] if comparison.random else []
+    drawing, heatmap = model_drawing(quantized), comparison_heatmap(comparison)
+    if float_model.format != quantized.format:
+        return viewer_page(viewer_data(drawing, [*notes, FORMATS_DIFFER_NOTE], heatmap=heatmap))
+    prepared = prepare_like(float_model, quantized)
+    merged = merge_drawings(
+        model_drawing(prepared), drawing, match_ops(prepared, quantized), _side_titles(float_model, quantized)
+    )
+    return viewer_page(viewer_data(merged.drawing, notes, merged=merged, heatmap=heatmap))
+
+
+def diff_page(first: Model, second: Model, differences: Differences) -> str:
+    """Draw two models in one layout, with added, removed and changed parts in colors.
+
+    Raises:
+        ModelError: The first model cannot be prepared like the second one.
+    """
+    before, after, _ = align_preparation(first, second)
+    drawings = model_drawing(before), model_drawing(after)
+    merged = merge_drawings(*drawings, match_ops(before, after), _side_titles(first, second))
+    return _changes_page(merged, differences, (before, after))
+
+
+def plan_diff_page(model: Model, first: Plan, second: Plan, differences: Differences) -> str:
+    """Draw two plans of `model` in one layout.
+
+    Raises:
+        UsageError: A plan belongs to another model.
+    """
+    before, after = prepare_for_plan(model, first), prepare_for_plan(model, second)
+    drawings = plan_drawing(before, first), plan_drawing(after, second)
+    return _changes_page(merge_drawings(*drawings, match_ops(before, after), ("plan A", "plan B")), differences)
+
+
+def _changes_page(merged: MergedDrawing, differences: Differences, models: tuple[Model, Model] | None = None) -> str:
+    changes = viewer_changes(differences, merged, models)
+    return viewer_page(viewer_data(merged.drawing, [diff_summary(differences)], merged=merged, changes=changes))
+
+
+def _side_titles(first: Model, second: Model) -> tuple[str, str]:
+    """Return the file names; with folders if the names are equal."""
+    paths = [model.path or Path("model") for model in (first, second)]
+    titles = paths[0].name, paths[1].name
+    return titles if titles[0] != titles[1] else (str(paths[0]), str(paths[1]))
+
+
+CELL_WIDTH = 100
+"""Columns of text in a cell."""
+
+CELL_LINES = 40
+"""Lines of text in a cell; the remaining ones are counted."""
+
+SUMMARY_LINES = 4
+"""Lines of the model summary: format, inputs, outputs and ops."""
+
+MAX_DRAWN_OPS = 5_000
+"""Maximum number of ops to draw in a cell. The page is stored in the notebook; 5,000 ops take half a megabyte."""
+
+SITES_LISTED = 10
+"""Number of quantized tensors to list for a comparison."""
+
+
+def notebook_html(value: object) -> str:
+    """Return HTML of a model, plan, result or comparison, which works without a network.
+
+    Raises:
+        TypeError: The value has another type.
+    """
+    match value:
+        case Model():
+            summary = _preformatted(summary_view(summarize_model(value)), lines=SUMMARY_LINES)
+            return summary + _viewer_or_hint(value, lambda: model_drawing(value))
+        case Result():
+            return _preformatted(_result_view(value)) + _viewer_or_hint(value.model, lambda: result_drawing(value))
+        case Plan():
+            return _preformatted(plan_view(value))
+        case Comparison():
+            return _preformatted(comparison_view(value, top=SITES_LISTED))
+    raise TypeError(f"{type(value).__name__} has no HTML view")
+
+
+def _result_view(result: Result) -> RenderableType:
+    """Render a result in one or two lines."""
+    uses = sum(len(insertion.site.uses) for insertion in result.inserted)
+    message = f"{pluralize(len(result.inserted), 'site')} inserted, {pluralize(uses, 'use')} rerouted"
+    message += (
+        f", calibrated on {pluralize(result.calibration_samples, 'sample')}" if result.calibration_samples else ""
+    )
+    lines = [plain_line(f"{message}. .save(PATH) writes the model, .plan is the plan.")]
+    if result.has_random_data:
+        lines.append(plain_line("The ranges come from RANDOM data: use the model for tests only."))
+    return Group(*lines)
+
+
+def _viewer_or_hint(model: Model, drawing: Callable[[], Drawing]) -> str:
+    """Return the viewer in a sandboxed frame, or a command to run if the model is too large for a cell."""
+    ops = sum(len(model.graphs[name]) for name in model.reachable_graphs())
+    if ops > MAX_DRAWN_OPS:
+        command = f"graphquant inspect {model.path or 'MODEL'} --html page.html"
+        return _preformatted(plain_line(f"{ops} ops are too many for a cell. Draw them: {command}"))
+    document = escape(viewer_page(viewer_data(drawing(), [])))
+    style = "width:100%;height:520px;border:1px solid #8886"
+    return f'<iframe sandbox="allow-scripts" style="{style}" title="the model" srcdoc="{document}"></iframe>'
+
+
+def _preformatted(view: RenderableType, lines: int = CELL_LINES) -> str:
+    """Return the first lines of terminal output as HTML."""
+    file = StringIO()
+    Console(file=file, width=CELL_WIDTH, color_system=None, highlight=False, markup=False, emoji=False).print(view)
+    rows = [line.rstrip() for line in file.getvalue().rstrip().split("\n")]
+    if len(rows) > lines == CELL_LINES:
+        rows = [*rows[: lines - 2], f"... {len(rows) - lines + 1} more lines ...", rows[-1]]
+    text = escape("\n".join(rows[:lines]))
+    return f'<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{text}</pre>'
