@@ -1,9 +1,9 @@
 """How many ops `graphquant check --for onnxruntime` traces right, on models that graphquant quantized.
 
 Run: python benchmarks/oracle.py [--rules NAME] [--models FOLDER] [NAME...]
-Each model is quantized with random data, judged, and loaded by onnxruntime. The ops of its optimized model, found by name, are the truth. The
-models: those of sample_models, those in FOLDER, the light_* nets of the onnx package with seeded random weights, a
-transformer and an LSTM made here. NAMEs choose some of them.
+Each model is quantized with random data, judged, and loaded by onnxruntime. The ops of its optimized model, found by
+name, are the truth. The models: those of sample_models, those in FOLDER, the light_* nets of the onnx package with
+seeded random weights, a transformer and an LSTM made here. NAMEs choose some of them.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _is_quantized(model: Model) -> bool:
 def check(
     model: Model | str | Path, *, backend: str | None = None, stats: Stats | str | Path | None = None
 ) -> CheckReport:
-    """Find probable mistakes in a quantized model, and predict how a backend runs each op, without running it.
+    """Find probable mistakes in a quantized model, and determine how a backend runs each op, without running it.
 
     Args:
         model: A model, or its path.

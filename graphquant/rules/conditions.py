@@ -17,7 +17,6 @@ from graphquant.ir import (
     Model,
     Op,
     Parameters,
-    Shape,
     TensorRef,
     Use,
     input_channels,
@@ -50,7 +49,6 @@ class OpNeighbors:
         self.model = model
         self.parameters = Parameters(model)
         self._consumers_by_port: dict[tuple[str, str], dict[int, list[Use]]] = {}
-        self._shapes: dict[TensorRef, Shape | None] = {}
         self._data_inputs: dict[tuple[str, str], TensorRef | None] = {}
         self._single_sources: dict[TensorRef, TensorRef | None] = {}
         self._single_readers: dict[tuple[str, str], str | None] = {}
@@ -60,15 +58,6 @@ class OpNeighbors:
         """The first output of each op that can run, with the op's kind."""
         graphs = [self.model.graphs[name] for name in self.model.reachable_graphs()]
         return [(TensorRef(graph.name, op.name), op.kind) for graph in graphs for op in graph.ops() if op.outputs]
-
-    def shape(self, tensor: TensorRef) -> Shape | None:
-        """Return the static shape of `tensor`; a parameter's also from the variable or argument behind it."""
-        if tensor not in self._shapes:
-            shape: Shape | None = self.model.output(tensor).shape
-            if shape is None and self.parameters.is_parameter(tensor):
-                shape = self.model.output(self.parameters.root_tensor(tensor)).shape
-            self._shapes[tensor] = shape
-        return self._shapes[tensor]
 
     def is_kind(self, kinds: AbstractSet[str], tensor: TensorRef) -> bool:
         """Return True if `kinds` contain the op of `tensor`."""
@@ -186,7 +175,7 @@ def _selected_size(neighbors: OpNeighbors, quantity: str, tensor: TensorRef, use
     """Return a size of `tensor`, or of the op of `use` according to its weight; None if it is unknown."""
     if quantity not in {"axes", "elements"}:
         return None if use is None else _weighted_op_size(neighbors, quantity, use)
-    shape = neighbors.shape(tensor)
+    shape = neighbors.parameters.shape(tensor)
     if shape is None:
         return None
     if quantity == "axes":
@@ -207,7 +196,7 @@ def _weighted_op_size(neighbors: OpNeighbors, quantity: str, use: Use) -> int | 
     operand = next(
         (operand for slot, operand in enumerate(graph.slots(op.name)) if operand and op.role(slot) == role), None
     )
-    shape = None if operand is None else neighbors.shape(operand)
+    shape = None if operand is None else neighbors.parameters.shape(operand)
     return None if shape is None else _SIZE_FUNCTIONS[quantity](op, shape)
 
 
@@ -398,7 +387,7 @@ class _PatternSearch:
         parameters = self._neighbors.parameters
         if (
             not parameters.is_parameter(tensor)
-            or math.prod(size or 0 for size in self._neighbors.shape(tensor) or ()) > 1
+            or math.prod(size or 0 for size in parameters.shape(tensor) or ()) > 1
         ):
             return False  # a weight is not read to compare it with a number
         value = parameters.value(tensor)

@@ -273,7 +273,7 @@ class RuleMatcher:
 
     def shape(self, tensor: TensorRef) -> Shape | None:
         """Return the static shape of `tensor`; a parameter's also from the variable or argument behind it."""
-        return self.neighbors.shape(tensor)
+        return self.neighbors.parameters.shape(tensor)
 
     def labels(self, tensor: TensorRef) -> tuple[str, ...]:
         """Return the names by which a producer's selector may refer to `tensor`."""
