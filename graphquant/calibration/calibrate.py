@@ -91,11 +91,9 @@ def available_memory() -> int:
 
 
 def observation_budget(budget: int | None, histogram_bits: Iterable[int]) -> int:
-    """Return the bytes available for the observed values of one run.
+    """Return the bytes for the observed values of one run, from those for all of calibration (None: half of the free).
 
-    Args:
-        budget: Bytes for all of calibration. None means half of the free memory.
-        histogram_bits: Mantissa bits of the histograms to fill.
+    `histogram_bits` are the mantissa bits of the histograms to fill.
     """
     budget = available_memory() // 2 if budget is None else budget
     return max(budget - sum(HISTOGRAM_BYTES[mantissa_bits] for mantissa_bits in histogram_bits), 1)
@@ -176,7 +174,7 @@ def observe_feeds(
     Args:
         runner: Runs the model.
         tensors: The tensors to observe.
-        feeds: The feeds, each with the index of the block that it completes.
+        feeds: The feeds, each with the index of the block that it completes, or None.
         on_result: Called with the values, in order and on any thread, and with the index of the completed block or
             None. Values that it leaves in the dictionary stay in memory longer than needed.
         max_elements: Upper bound of the elements of all tensors in one run; None to measure it.
@@ -215,9 +213,7 @@ def observe_feeds(
 
 
 def tee_items(items: Iterator[Item], count: int) -> list[Generator[Item, None, None]]:
-    """Split an iterator into `count` independent iterators.
-
-    Unlike `itertools.tee`, they drop items that all have consumed.
+    """Split an iterator into `count` others, which, unlike `itertools.tee`, drop items that all have consumed.
 
     An iterator that is not exhausted must be closed after it was started. Items are then no longer stored for it.
     """
@@ -253,13 +249,7 @@ def _join_samples(block: Sequence[Feeds]) -> Sequence[Feeds]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFootprint:
-    """Block size and memory footprint of running a model.
-
-    Attributes:
-        block_size: Samples in a block.
-        elements_per_sample: Elements of all float activations for one sample; None if unknown.
-        join_samples: True if a block may run as one batch.
-    """
+    """Samples in a block, which may run as one batch, and elements of all float activations per sample, if known."""
 
     block_size: int
     elements_per_sample: int | None
@@ -425,12 +415,7 @@ def _remaining_block_ranges(
 
 
 class _SketchCollector:
-    """Collector that adds observed values to accumulators, block by block.
-
-    Attributes:
-        closed_blocks: Finished blocks that the caller has not counted yet.
-        stopped: Whether no more values are added.
-    """
+    """Collector that adds observed values to accumulators. The caller counts and removes the `closed_blocks`."""
 
     def __init__(
         self, accumulators: Mapping[TensorRef, SketchAccumulator], should_stop: Callable[[], bool] | None

@@ -30,9 +30,7 @@ class HoldOut:
     """Samples that are reserved for validation or for a search.
 
     Attributes:
-        spec: Data spec of the samples.
-        max_samples: Maximum number of samples of the spec, or None for all.
-        dataset: The opened data.
+        dataset: The opened data: at most `max_samples` samples of the data spec `spec`.
         start: Index of the first reserved sample.
         reuses_samples: True if calibration uses the reserved samples too.
         calibrated_on_other_data: True if the ranges come from statistics of other data, which may contain some of
@@ -85,11 +83,7 @@ def open_optional_labels(
 def open_required_labels(
     dataset: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None
 ) -> tuple[Dataset, str]:
-    """Open the data with its labels; return the data and the key of the labels.
-
-    Raises:
-        DataError: The data has no labels, or they are not class indices.
-    """
+    """Open the data with its labels; return it and the key of the labels. Raises a DataError if these are missing."""
     from graphquant.calibration.data import open_data
 
     name = next((name for name in LABEL_KEYS if name in dataset.ignored), None)

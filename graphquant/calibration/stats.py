@@ -128,11 +128,7 @@ class Stats:
         return "" if sketch.count else f"it was empty in all {sketch.empty_arrays} observations"
 
     def save(self, path: str | Path) -> None:
-        """Write the statistics to `path` atomically.
-
-        Raises:
-            UsageError: The file cannot be written.
-        """
+        """Write the statistics to `path` atomically. Raises a UsageError if the file cannot be written."""
         try:
             with atomic_file(Path(path)) as file, zipfile.ZipFile(file, "w") as archive:
                 for name, data in _archive_members(self):
@@ -202,13 +198,9 @@ def _merge_data_runs(first: DataRun, second: DataRun) -> DataRun:
 def select_stats(
     stats: Stats, targets: Mapping[TensorRef, ObservationTarget], model_digest: str, command: str
 ) -> Stats:
-    """Select the statistics of `targets`, under the names that `targets` uses.
+    """Select the statistics of `targets`, which a plan of the model needs, under the names that `targets` uses.
 
-    Args:
-        stats: The available statistics.
-        targets: The tensors that a plan needs.
-        model_digest: Digest of the source model of the plan.
-        command: Command line that collects suitable statistics, for error messages.
+    `command` is the command line that collects suitable statistics, for error messages.
 
     Raises:
         DataError: The statistics belong to another model, have no samples, or lack a target.

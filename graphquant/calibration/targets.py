@@ -77,13 +77,8 @@ def plan_targets(
 ) -> ObservationTargets:
     """Return the tensors of the prepared `model` that `plan` needs data for.
 
-    A tensor is observed per channel if all its sites have the same axis.
-
-    Args:
-        model: The prepared model.
-        plan: The plan.
-        full_histograms: Collect a histogram even if no observer of the plan reads it.
-        overrides: Fingerprints to use instead of computed ones; see `preserved_fingerprints`.
+    A tensor is observed per channel if all its sites have the same axis. `full_histograms` collects a histogram even if
+    no observer of the plan reads it. `overrides` replace computed fingerprints; see `preserved_fingerprints`.
     """
     axes: dict[TensorRef, int | None] = {}
     bits: dict[TensorRef, int] = {}

@@ -39,34 +39,13 @@ WHOLE_TENSOR_AXIS = -1
 class NudgedRange:
     """The scale and zero point that FakeQuant computes from a range; float32 arrays, () or (C,).
 
-    Attributes:
-        scale: One step.
-        inverse_scale: Steps per 1.0, computed from the range and not from `scale`.
-        zero_point: The integer for 0.0, from 0 (narrow: 1) to 2^num_bits - 1.
-        low: The value of the smallest integer: the nudged minimum.
-        high: The value of the largest integer.
+    `inverse_scale`, the steps per 1.0, is computed from the range and not from `scale`. The integer for 0.0 is from 0
+    (narrow: 1) to 2^num_bits - 1. `low` and `high` are the values of the smallest and largest integer.
     """
 
     scale: Array
     inverse_scale: Array
     zero_point: Array
-    low: Array
-    high: Array
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ScaledRange:
-    """The scale that QuantizeAndDequantize computes from a range; arrays of the tensor's type, () or (C,).
-
-    Attributes:
-        inverse_scale: Steps per 1.0. Values are multiplied by it and rounded.
-        scale: One step, by which rounded values are multiplied: 1 / inverse_scale up to rounding.
-        low: Smallest value after clamping, if the range is given to the op.
-        high: Largest value after clamping.
-    """
-
-    inverse_scale: Array
-    scale: Array
     low: Array
     high: Array
 
@@ -163,8 +142,8 @@ def check_kernel_bits(num_bits: int, *, signed: bool) -> None:
         )
 
 
-def scale_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> ScaledRange:
-    """Compute the scale of QuantizeAndDequantize for the range `low` to `high`, for any rounding mode.
+def scale_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> Array:
+    """Return the scale, one step, of QuantizeAndDequantize for the range `low` to `high`, for any rounding mode.
 
     The ends, () or (C,), have the type of the tensor, float32 or float64. `narrow` excludes the most negative integer.
 
@@ -179,14 +158,7 @@ def scale_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: boo
     with np.errstate(all="ignore"):
         from_low = flush_denormals(np.where(qmin * flushed_low > 0, qmin / flushed_low, largest))
         from_high = flush_denormals(np.where(qmax * flushed_high > 0, qmax / flushed_high, largest))
-        by_low = from_low < from_high
-        scale = flush_denormals(np.where(by_low, flushed_low / qmin, flushed_high / qmax))
-        return ScaledRange(
-            inverse_scale=np.where(by_low, from_low, from_high),
-            scale=scale,
-            low=np.where(by_low, flushed_low, flush_denormals(qmin * scale)),
-            high=np.where(by_low, flush_denormals(qmax * scale), flushed_high),
-        )
+        return flush_denormals(np.where(from_low < from_high, flushed_low / qmin, flushed_high / qmax))
 
 
 def quantize_and_dequantize_params(
@@ -200,7 +172,7 @@ def quantize_and_dequantize_params(
         UsageError: The kernels do not support the bits, or the range has no step: (0, 0), for example.
     """
     low, high = (end.astype(np.float32) for end in (op_range.low, op_range.high))
-    scale = scale_range(low, high, num_bits=dtype.bits, signed=dtype.signed, narrow=narrow).scale
+    scale = scale_range(low, high, num_bits=dtype.bits, signed=dtype.signed, narrow=narrow)
     if not (np.isfinite(scale) & (scale > 0)).all():
         raise UsageError(f"QuantizeAndDequantize has no step in the range {low} to {high}. Choose a wider range.")
     return qparams_from_scale(scale, np.zeros(scale.shape), dtype, narrow=narrow, axis=axis)
@@ -228,7 +200,6 @@ def range_for_quantize_and_dequantize(params: QParams) -> Range:
         candidate_highs.insert(-1, end)
     candidates = [(-end if qmin == -qmax else low, end) for end in candidate_highs]
     bits, signed = params.type.bits, params.type.signed
-    scaled = [scale_range(*pair, num_bits=bits, signed=signed, narrow=params.narrow) for pair in candidates]
-    scales = np.stack([candidate.scale for candidate in scaled]).astype(np.float64)
-    best = np.argmin(np.abs(scales - target_scale), axis=0)
+    scales = [scale_range(*pair, num_bits=bits, signed=signed, narrow=params.narrow) for pair in candidates]
+    best = np.argmin(np.abs(np.stack(scales).astype(np.float64) - target_scale), axis=0)
     return Range(*(np.choose(best, ends) for ends in zip(*candidates, strict=True)))

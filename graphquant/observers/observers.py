@@ -64,13 +64,9 @@ class ObserverArgument:
 class Observer:
     """A method to choose a range.
 
-    Attributes:
-        description: One phrase for documentation.
-        choose_range: Returns the range for a sketch, the grid of the scheme and arguments. Raises a DataError with the
-            reason if there is none.
-        arguments: The arguments that a scheme can set.
-        needs_values: It uses the values of the tensor, so it needs calibration data.
-        needs_histogram: It needs more than the smallest and largest value.
+    `choose_range` returns the range for a sketch, the grid of the scheme and arguments, or raises a DataError with the
+    reason if there is none. An observer that does not need values needs no calibration data; one that does not need a
+    histogram uses only the smallest and largest value.
     """
 
     description: str

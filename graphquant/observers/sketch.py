@@ -201,8 +201,7 @@ class HistogramBuilder:
     def add(self, values: Array) -> tuple[float, float, bool]:
         """Count the finite values of a float32 array of any shape.
 
-        Returns:
-            The smallest and the largest, and whether all are finite; if not, the two mean nothing.
+        Returns the smallest and the largest value, and True if all are finite; if not, the limits are not valid.
         """
         flat = values.ravel(order="K")
         flat = flat if flat.flags.aligned else flat.copy()
@@ -245,12 +244,7 @@ class SketchAccumulator:
     """Collects the statistics of one tensor. Different threads may add to different accumulators at the same time."""
 
     def __init__(self, axis: int | None = None, bits: int = 0) -> None:
-        """Create an accumulator without values.
-
-        Args:
-            axis: The axis whose channels have separate limits; None for the whole tensor.
-            bits: Mantissa bits of the histogram, one of `HISTOGRAM_BITS`. There is no histogram per channel.
-        """
+        """Create an accumulator without values; see `sketch_values`."""
         self._axis = axis
         self._histogram = HistogramBuilder(bits) if bits and axis is None else None
         self._low, self._high = np.array(np.inf), np.array(-np.inf)
@@ -260,11 +254,7 @@ class SketchAccumulator:
         self._blocks = self._low_sum = self._high_sum = 0
 
     def add(self, values: Array) -> None:
-        """Add the values of a float array of any shape. Arrays without values are counted.
-
-        Raises:
-            DataError: The axis is missing, or has another number of channels than before.
-        """
+        """Add a float array. Raises a DataError if it lacks the axis, or has another number of channels than before."""
         if not values.size:
             self._empty_arrays += 1
             return
@@ -369,11 +359,7 @@ class SketchAccumulator:
 
 
 def add_all(batches: Iterable[tuple[SketchAccumulator, list[Array]]]) -> None:
-    """Add arrays to accumulators like `add`, mostly in one call of the kernel.
-
-    Raises:
-        DataError: An axis is missing, or has another number of channels than before.
-    """
+    """Add arrays to accumulators like `add`, mostly in one call of the kernel."""
     jobs, job_owners = [], []
     for accumulator, arrays in batches:
         job = accumulator.kernel_job(arrays[0]) if len(arrays) == 1 else None
@@ -407,12 +393,9 @@ def sketch_values(values: Array, axis: int | None = None, *, bits: int = 0) -> S
     """Return the statistics of `values`, a float array of any shape, as one block.
 
     Args:
-        values: The array.
+        values: The array. A DataError is raised if it lacks the axis.
         axis: The axis whose channels have separate limits; None for the whole array.
         bits: Mantissa bits of the histogram, one of `HISTOGRAM_BITS`. There is no histogram per channel.
-
-    Raises:
-        DataError: The array has no such axis.
     """
     accumulator = SketchAccumulator(axis, bits)
     accumulator.add(np.asarray(values))

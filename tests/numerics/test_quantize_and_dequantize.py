@@ -119,17 +119,17 @@ def test_gradient_vector_of_tensorflow(axis: int) -> None:
 
 def test_worked_ranges() -> None:
     """The documented examples: [-10, 5] steps by 1 / 12.8 and ends at 9.921875, [-10, 10] starts at -10.07874."""
-    scaled_range = tf_ranges.scale_range(np.float64(-10), np.float64(5), num_bits=8, signed=True, narrow=False)
+    scaled_range = qad.adjust_range(np.float64(-10), np.float64(5), num_bits=8, signed=True, narrow=False)
     assert (scaled_range.inverse_scale, scaled_range.scale, scaled_range.low, scaled_range.high) == (
         12.8,
         10 / 128,
         -10,
         9.921875,
     )
-    scaled_range = tf_ranges.scale_range(np.float64(-10), np.float64(10), num_bits=8, signed=True, narrow=False)
+    scaled_range = qad.adjust_range(np.float64(-10), np.float64(10), num_bits=8, signed=True, narrow=False)
     assert (scaled_range.inverse_scale, scaled_range.high) == (12.7, 10)
     assert scaled_range.low == pytest.approx(-10.07874, abs=1e-5)
-    narrow = tf_ranges.scale_range(FLOAT_1 * -10, FLOAT_1 * 10, num_bits=8, signed=True, narrow=True)
+    narrow = qad.adjust_range(FLOAT_1 * -10, FLOAT_1 * 10, num_bits=8, signed=True, narrow=True)
     assert (narrow.low, narrow.high) == (-10, 10)
 
 
@@ -254,7 +254,7 @@ def size_of(params: QParams) -> np.ndarray:
     low, high = ends.low.astype(np.float32), ends.high.astype(np.float32)
     np.testing.assert_array_equal((low, high), (ends.low, ends.high))  # it is a range of float32 numbers
     kind = params.type
-    return tf_ranges.scale_range(low, high, num_bits=kind.bits, signed=kind.signed, narrow=params.narrow).scale
+    return tf_ranges.scale_range(low, high, num_bits=kind.bits, signed=kind.signed, narrow=params.narrow)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 11, 16])

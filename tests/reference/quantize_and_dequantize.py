@@ -8,13 +8,14 @@ the TensorFlow wheel contains, and the public quantize_and_dequantize_op.cc.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from reference import eigen
 
 from graphquant.errors import UsageError
-from graphquant.numerics import broadcast_along_axis
+from graphquant.numerics import IntType, broadcast_along_axis
 from graphquant.numerics.tf_ranges import WHOLE_TENSOR_AXIS, check_kernel_bits, flush_denormals, scale_range
 
 if TYPE_CHECKING:
@@ -22,6 +23,42 @@ if TYPE_CHECKING:
 
 TFRoundMode = Literal["HALF_TO_EVEN", "HALF_UP"]
 TF_ROUND_MODES = get_args(TFRoundMode)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ScaledRange:
+    """The scale that QuantizeAndDequantize computes from a range; arrays of the tensor's type, () or (C,).
+
+    Attributes:
+        inverse_scale: Steps per 1.0. Values are multiplied by it and rounded.
+        scale: One step, by which rounded values are multiplied: 1 / inverse_scale up to rounding.
+        low: Smallest value after clamping, if the range is given to the op.
+        high: Largest value after clamping.
+    """
+
+    inverse_scale: Array
+    scale: Array
+    low: Array
+    high: Array
+
+
+def adjust_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> ScaledRange:
+    """Compute the scale of a range and the ends of the adjusted range; see `scale_range` for the arguments."""
+    scale = scale_range(low, high, num_bits=num_bits, signed=signed, narrow=narrow)
+    flushed_low, flushed_high = flush_denormals(np.asarray(low)), flush_denormals(np.asarray(high))
+    float_type = flushed_low.dtype.type
+    qmin, qmax = (float_type(end) for end in IntType(num_bits, signed).limits(narrow=narrow))
+    largest = np.finfo(float_type).max
+    with np.errstate(all="ignore"):
+        from_low = flush_denormals(np.where(qmin * flushed_low > 0, qmin / flushed_low, largest))
+        from_high = flush_denormals(np.where(qmax * flushed_high > 0, qmax / flushed_high, largest))
+        by_low = from_low < from_high
+        return ScaledRange(
+            inverse_scale=np.where(by_low, from_low, from_high),
+            scale=scale,
+            low=np.where(by_low, flushed_low, flush_denormals(qmin * scale)),
+            high=np.where(by_low, flush_denormals(qmax * scale), flushed_high),
+        )
 
 
 def quantize_and_dequantize_v1(
@@ -96,7 +133,7 @@ def quantize_and_dequantize_v2(
     check_kernel_bits(num_bits, signed=signed_input)
     _check_channel_axis(axis, values.ndim)
     ends = _checked_range(values, input_min, input_max, axis) if range_given else _observed_limits(values, axis)
-    scaled_range = scale_range(*ends, num_bits=num_bits, signed=signed_input, narrow=narrow_range)
+    scaled_range = adjust_range(*ends, num_bits=num_bits, signed=signed_input, narrow=narrow_range)
     channel_axis = None if axis == WHOLE_TENSOR_AXIS else axis
     inverse_scale, scale, low, high = (
         broadcast_along_axis(limits, channel_axis, values.ndim)

@@ -57,15 +57,7 @@ ZIP_ENCRYPTED_FLAG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredArray:
-    """An array of a file and its fit to a model input.
-
-    Attributes:
-        array_fit: Fit to the model input.
-        open_stream: Function that opens the npy form.
-        data_offset: Offset of the values in the npy form.
-        stored_dtype: dtype in the file.
-        fortran_order: Whether the first axis varies fastest.
-    """
+    """An array of a file, whose npy form `open_stream` opens, and its fit to a model input."""
 
     array_fit: ArrayFit
     open_stream: Callable[[], IO[bytes]]
@@ -219,7 +211,7 @@ def _array_blocks(array: _StoredArray, feeds_per_block: int, start: int, stop: i
     with array.open_stream() as stream, tempfile.TemporaryFile() if array.fortran_order else nullcontext() as copy:
         stream.seek(array.data_offset)
         if copy is not None:
-            mapped = _map_fortran_array(copy, stream, array.stored_dtype, array_fit.shape).reshape(shape, copy=False)
+            mapped = _map_fortran_array(copy, stream, array.stored_dtype, array_fit.shape).reshape(shape)
         else:
             stream.seek(start * rows * row_bytes, 1)
         for first_row in range(start * rows, stop * rows, rows * feeds_per_block):

@@ -33,13 +33,9 @@ _UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # streaming writers cannot fill in the size
 class Waves:
     """Conversion of a wav file to an input: value = wave * scale, where wave is in [-1, 1].
 
-    Attributes:
-        shape: Shape of a feed; -1 on the time axis if its size is open.
-        length: Number of values of a feed; None to keep the length of each wave.
-        pad: Padding of shorter waves: "end" appends zeros, "repeat" repeats the wave, "none" rejects it.
-        rate: Required samples per second; None for any rate that is the same in all files.
-        scale: Factor.
-        dtype: dtype of the input.
+    `shape` is that of a feed, with -1 on a time axis of open size. A `length` of None keeps the length of each wave;
+    shorter waves are padded by zeros ("end"), repeated ("repeat"), or rejected ("none"). A `rate` of None, in samples
+    per second, accepts any rate that is the same in all files.
     """
 
     shape: tuple[int, ...]

@@ -42,15 +42,8 @@ SWAPPED_LAYOUT_RATIO = 0.8
 class InputSummary:
     """Values that an input is fed, over all samples.
 
-    Attributes:
-        name: The input.
-        dtype: Its dtype.
-        shape: Its shape in the model.
-        data_shape: The shape of a feed. An axis is None if its size differs between samples; the shape is None if the
-            rank does.
-        low: Smallest finite value; None if there is none. Likewise `high` and `mean`.
-        nan: Number of NaN.
-        inf: Number of infinite values.
+    An axis of `data_shape` is None if its size differs between samples; the shape is None if the rank does. `low`,
+    `high` and `mean` are those of the finite values; None if there are none.
     """
 
     name: str

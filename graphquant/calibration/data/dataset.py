@@ -34,14 +34,10 @@ PIXEL_KEYS = ("preset", "size", "resize", "crop_pct", "filter", "fill", "layout"
 
 @dataclass(frozen=True, slots=True)
 class DataKind:
-    """A kind of data.
+    """A kind of data, opened by the function `opener`, "module:function".
 
-    Attributes:
-        description: Short description.
-        opener: Function that opens the data, as "module:function".
-        file_pattern: Regular expression for file names; empty if files do not identify the kind.
-        keys: Keys that a spec of this kind may have.
-        has_fields: Whether samples have named fields, so that `inputs.NAME=FIELD` can assign them to inputs.
+    `file_pattern` is a regular expression for file names; empty if files do not identify the kind. Samples with fields
+    have names, so that `inputs.NAME=FIELD` can assign them to inputs.
     """
 
     description: str
@@ -101,15 +97,10 @@ _FUNCTION_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """A parsed data spec.
+    """A parsed data spec; `spec` itself is without its keys.
 
-    Attributes:
-        spec: The spec without its keys.
-        kind: A key of `DATA_KINDS`.
-        files: The files of that kind, sorted by name.
-        keys: Settings from the spec.
-        input_keys: For some inputs, the field that feeds them.
-        ignored: Other files of the folder, by suffix.
+    `files` of the kind are sorted by name, `ignored` counts the other files of the folder by suffix. `input_keys` are
+    the fields that feed some inputs.
     """
 
     spec: str
@@ -122,15 +113,7 @@ class DataSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequest:
-    """The source of the data and the requirements on it.
-
-    Attributes:
-        source: The parsed data spec.
-        inputs: Inputs of the model.
-        samples: Maximum number of samples to use, from the first one on.
-        require_finite: Reject NaN and infinite values.
-        check_in_background: Allow samples to be used while all are still being read for the digest and checks.
-    """
+    """The source of the data and the requirements on it; see `open_data`."""
 
     source: DataSource
     inputs: Sequence[InputSpec]

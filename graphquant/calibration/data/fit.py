@@ -308,10 +308,7 @@ def dataset_of_samples(
 def dataset_of_files(request: DataRequest, settings: str, read_file: Callable[[DataFile], Array]) -> Dataset:
     """Create samples for the only input from one file each, in the order of their names.
 
-    Args:
-        request: The request.
-        settings: Description of the conversion, which enters the digest.
-        read_file: Returns the sample of a file.
+    `settings` describe the conversion, which enters the digest.
     """
     model_input = sole_input(request)
     files = request.source.files

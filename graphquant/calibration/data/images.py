@@ -70,40 +70,26 @@ ALPHA_CHANNELS = 4
 class Pixels:
     """Conversion of an image to numbers: value = (pixel * scale - mean) / std, where pixel is in [0, 255].
 
-    Attributes:
-        layout: Axes of the input, one letter each.
-        channels: 1 (gray), 3, or 4 (with alpha).
-        dtype: dtype of the input.
-        size: Width and height; None to keep them.
-        resize: "stretch", "crop" (cover, then cut the center), "pad" (fit inside, then fill) or "none".
-        crop_pct: Fraction of the covering side that a crop keeps.
-        filter: Interpolation of Pillow.
-        fill: Pixel value around a padded image.
-        order: "rgb" or "bgr".
-        scale: Factor.
-        mean: float64 (1,) or (channels,).
-        std: float64 (1,) or (channels,).
+    `layout` has one letter for each axis of the input. `size` is (width, height), or None to keep them. `resize` is
+    "stretch", "crop" (cover, then cut the center), "pad" (fit inside, then `fill`) or "none". `crop_pct` is the
+    fraction of the covering side that a crop keeps. `mean` and `std` have one value, or one for each channel.
     """
 
     layout: str
     channels: int
     dtype: str
-    size: tuple[int, int] | None = None
-    resize: str = "stretch"
-    crop_pct: float = 1.0
-    filter: str = "bilinear"
-    fill: int = 0
-    order: str = "rgb"
-    scale: float = 1.0
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
+    size: tuple[int, int] | None
+    resize: str
+    crop_pct: float
+    filter: str
+    fill: int
+    order: str
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
     def decode(self, label: str, content: bytes) -> Array:
-        """Decode an image to the layout and dtype of the input, with a first axis of 1 for a batch.
-
-        Raises:
-            DataError: The content is not an image, or the image does not fit.
-        """
+        """Decode an image to a feed. Raises a DataError if the content is not an image, or the image does not fit."""
         try:
             return self.to_feed(_decode_image(content, self))
         except DataError as error:
