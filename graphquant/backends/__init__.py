@@ -33,7 +33,6 @@ __all__ = [
     "LintFinding",
     "Verdict",
     "check_quantized_model",
-    "lint_model",
 ]
 
 BACKENDS: dict[str, Backend] = {

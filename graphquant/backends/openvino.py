@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from graphquant.backends.findings import Backend, BrokenRule
@@ -34,11 +36,6 @@ OPENVINO_PASSTHROUGH_KINDS = frozenset(
 """Kinds that pass integers through."""
 
 
-def _openvino_weight_axis(op: Op) -> int | None:
-    """Return the axis of the output channels."""
-    return op.channel_axis
-
-
 def _require_symmetric_weight(context: OpContext) -> BrokenRule | None:
     """Require weights with zero point 0."""
     for side in context.inputs:
@@ -51,16 +48,7 @@ def _require_symmetric_weight(context: OpContext) -> BrokenRule | None:
 
 def _require_one_input_scale(context: OpContext) -> BrokenRule | None:
     """Require one scale for the inputs of a Concat. Its output does not matter."""
-    return require_one_scale(
-        type(context)(
-            op=context.op,
-            graph=context.graph,
-            quantizations=context.quantizations,
-            inputs=context.inputs,
-            output_params=(),
-            float_readers=(),
-        )
-    )
+    return require_one_scale(replace(context, output_params=()))
 
 
 def _require_compatible_concat(context: OpContext) -> BrokenRule | None:
@@ -120,7 +108,7 @@ _OPENVINO_WEIGHTED = KindRequirements(
         require_types(OPENVINO_DTYPES, frozenset({"int8"})),
         require_per_tensor_activations,
         _require_compatible_concat,
-        require_weight_axis(_openvino_weight_axis),
+        require_weight_axis(attrgetter("channel_axis")),
         _require_symmetric_weight,
         require_float_bias,
     )

@@ -188,6 +188,13 @@ class OpContext:
         """Inputs that are not parameters, or that are used like activations."""
         return [side for side in self.inputs if side.role == "input"]
 
+    @property
+    def named_params(self) -> list[tuple[str, QParams]]:
+        """Known scales and zero points of inputs and output, each with its name for messages."""
+        named_params = [(f"its {side.role} {side.source}", side.params) for side in self.inputs]
+        named_params += [("its output", params) for params in self.output_params]
+        return [(name, params) for name, params in named_params if params is not None]
+
 
 Requirement = Callable[[OpContext], BrokenRule | None]
 
@@ -403,17 +410,11 @@ def require_one_scale(context: OpContext) -> BrokenRule | None:
 
 def require_symmetric(context: OpContext) -> BrokenRule | None:
     """Require zero points of 0, or of the middle of an unsigned type."""
-    for name, params in _named_params(context):
+    for name, params in context.named_params:
         if isinstance(params.type, IntType) and np.any(params.zero_point != params.type.symmetric_zero_point):
             message = f"{name} has the zero point {int(np.ravel(params.zero_point)[0])}"
             return BrokenRule("zero-point", message, "quantize it symmetrically")
     return None
-
-
-def _named_params(context: OpContext) -> list[tuple[str, QParams]]:
-    named_params = [(f"its {side.role} {side.source}", side.params) for side in context.inputs]
-    named_params += [("its output", params) for params in context.output_params]
-    return [(name, params) for name, params in named_params if params is not None]
 
 
 def require_types(activations: frozenset[str], weights: frozenset[str]) -> Requirement:

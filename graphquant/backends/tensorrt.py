@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from graphquant.backends.findings import Backend
@@ -22,7 +23,7 @@ from graphquant.backends.requirements import (
 
 if TYPE_CHECKING:
     from graphquant.backends.requirements import OpContext
-    from graphquant.ir import Op, Shape
+    from graphquant.ir import Shape
 
 
 MIN_INTEGER_CHANNELS = 16
@@ -40,11 +41,6 @@ _TENSORRT_WEIGHT_DTYPES = TENSORRT_ACTIVATION_DTYPES | {"int4"}
 _TENSORRT_ACTIVATION_KINDS = frozenset(
     {"relu", "relu6", "clip", "leaky_relu", "sigmoid", "tanh", "elu", "hard_sigmoid", "hard_swish"}
 )
-
-
-def _tensorrt_weight_axis(op: Op) -> int | None:
-    """Return the axis of weight scales: 0 for convolutions, 1 for transposed ones, the columns of matrix products."""
-    return op.channel_axis
 
 
 def _input_shape_by_role(context: OpContext, role: str) -> Shape | None:
@@ -105,7 +101,7 @@ _TENSORRT_WEIGHTED = (
     require_types(TENSORRT_ACTIVATION_DTYPES, _TENSORRT_WEIGHT_DTYPES),
     require_symmetric,
     require_per_tensor_activations,
-    require_weight_axis(_tensorrt_weight_axis),
+    require_weight_axis(attrgetter("channel_axis")),
     require_float_bias,
 )
 

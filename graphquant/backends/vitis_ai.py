@@ -36,9 +36,8 @@ VITIS_AI_DTYPES = frozenset({"int8"})
 
 def require_power_of_two(context: OpContext) -> BrokenRule | None:
     """Require that every scale is a single power of two."""
-    named_params = [(f"its {side.role} {side.source}", side.params) for side in context.inputs]
-    for name, params in [*named_params, *(("its output", params) for params in context.output_params)]:
-        if params is not None and power_of_two_position(params) is None:
+    for name, params in context.named_params:
+        if power_of_two_position(params) is None:
             scale_text = (
                 f"{params.scale.size} scales" if params.scale.size > 1 else f"the scale {float(np.max(params.scale)):g}"
             )
@@ -56,16 +55,10 @@ def _require_quantized_bias(context: OpContext) -> BrokenRule | None:
 
 def _scale_positions(context: OpContext) -> tuple[list[int], int | None]:
     """Return the positions of the input scales and of the output scale."""
-    inputs = [
-        position
-        for side in context.inputs
-        if side.params is not None and (position := power_of_two_position(side.params)) is not None
-    ]
-    outputs = [
-        position
-        for params in context.output_params
-        if params is not None and (position := power_of_two_position(params)) is not None
-    ]
+    inputs, outputs = (
+        [position for params in side if params and (position := power_of_two_position(params)) is not None]
+        for side in ([side.params for side in context.inputs], context.output_params)
+    )
     return inputs, outputs[0] if outputs else None
 
 

@@ -385,10 +385,7 @@ class _PatternSearch:
     def _is_number(self, tensor: TensorRef, number: float) -> bool:
         """Return True if `tensor` is a constant with this single value."""
         parameters = self._neighbors.parameters
-        if (
-            not parameters.is_parameter(tensor)
-            or math.prod(size or 0 for size in parameters.shape(tensor) or ()) > 1
-        ):
+        if not parameters.is_parameter(tensor) or math.prod(size or 0 for size in parameters.shape(tensor) or ()) > 1:
             return False  # a weight is not read to compare it with a number
         value = parameters.value(tensor)
         return value is not None and value.size == 1 and bool(np.isclose(float(value.reshape(-1)[0]), number))

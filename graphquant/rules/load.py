@@ -46,27 +46,6 @@ _INLINE_RULE = re.compile(
 )
 
 
-def parse_inline_rule(text: str) -> dict[str, Any]:
-    """Return the data of a rule file with the one rule in `text`. Raise a ValueError if the text is no rule."""
-    match = _INLINE_RULE.fullmatch(text)
-    if match is None:
-        raise ValueError(
-            "this is not a one-line rule. Write 'PRODUCER > CONSUMER: BITS, EXPONENT', such as"
-            " 'conv1/Relu:0 > conv2/*: 8, -4'."
-        )
-    observe = {"name": "fixed-point", "exponent": int(match["exponent"])}
-    rule = {
-        "name": "fixed-point",
-        "producer": {"name": match["producer"]},
-        "consumer": {"name": match["consumer"]},
-        "quantize": "fixed-point",
-    }
-    return {
-        "scheme": {"fixed-point": {"bits": int(match["bits"]), "narrow": True, "observe": observe}},
-        "rule": [rule],
-    }
-
-
 # Mistakes in the data of a rule file that concern several of its values.
 
 BUILTIN_OUTCOMES = ("float", "fused", "same-as-input", "passthrough")
@@ -156,7 +135,7 @@ def _sibling_mistakes(rules: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, st
     uses_sibling = {
         rule.get("name"): "sibling_rule" in selector
         for rule, selector in zip(rules, selectors, strict=True)
-        if _has_name(rule)
+        if isinstance(rule.get("name"), str)
     }
     for index, selector in enumerate(selectors):
         sibling, path = selector.get("sibling_rule"), ("rule", index, "consumer", "sibling_rule")
@@ -165,10 +144,6 @@ def _sibling_mistakes(rules: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, st
             yield path, f"there is no rule {format_value(sibling)} in the file.{close}"
         elif isinstance(sibling, str) and uses_sibling[sibling]:
             yield path, f"the rule {format_value(sibling)} has a 'sibling_rule' itself. Name that one."
-
-
-def _has_name(rule: dict[str, Any]) -> bool:
-    return isinstance(rule.get("name"), str)
 
 
 def _tables_by_name(value: object) -> dict[str, dict[str, Any]]:
@@ -335,10 +310,21 @@ def _parse_rule_content(path: Path, content: bytes) -> tuple[RuleFile, Mapping[K
 
 def _parse_inline_rule(text: str) -> tuple[RuleFile, Mapping[KeyPath, int]]:
     """Return the data of a one-line rule. Raise a RuleError with all mistakes."""
-    try:
-        file, mistakes = parse_rule_file(parse_inline_rule(text))
-    except ValueError as error:
-        raise document_error(Path(text), [(1, str(error))], RULE_FILE_KIND) from error
+    match = _INLINE_RULE.fullmatch(text)
+    if match is None:
+        sentence = (
+            "this is not a one-line rule. Write 'PRODUCER > CONSUMER: BITS, EXPONENT', such as"
+            " 'conv1/Relu:0 > conv2/*: 8, -4'."
+        )
+        raise document_error(Path(text), [(1, sentence)], RULE_FILE_KIND)
+    observe = {"name": "fixed-point", "exponent": int(match["exponent"])}
+    sides = {side: {"name": match[side]} for side in ("producer", "consumer")}
+    file, mistakes = parse_rule_file(
+        {
+            "scheme": {"fixed-point": {"bits": int(match["bits"]), "narrow": True, "observe": observe}},
+            "rule": [{"name": "fixed-point", **sides, "quantize": "fixed-point"}],
+        }
+    )
     if file is None:
         raise mistakes_error(Path(text), {}, mistakes, RULE_FILE_KIND)
     return file, {}
