@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 
 import jsonschema
+import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
 import graphquant as gq
@@ -36,6 +39,59 @@ def test_float_model(cli, samples):
     shown = cli("check", samples / "digits_cnn.onnx", "--for", "onnxruntime").stdout
     assert "`graphquant insert`" in shown
     assert "0 findings" in shown
+
+
+def save(text, path):
+    """Write the model with the ops in `text`, and constants for quantization, to `path`."""
+    message = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 21]> g (float[1,4,4,4] x) => (float[1,4,N,N] y) {{ {text} }}'
+    )
+    for name, value in (("s", np.float32(0.1)), ("z", np.uint8(128))):
+        message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+    for node in message.graph.node:
+        node.name = f"{node.output[0]}_op"
+    onnx.save(message, path)
+    return path
+
+
+PAIRED_POOL = """
+    q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z)
+    p = AveragePool<kernel_shape = [2, 2], dilations = [1, 1]>(a)
+    r = QuantizeLinear(p, s, z) y = DequantizeLinear(r, s, z)
+"""
+
+
+def test_rejected_model(cli, tmp_path):
+    """A model that ONNX Runtime cannot load has no statuses; the error and its op are reported with a remedy."""
+    path = save(PAIRED_POOL, tmp_path / "model.onnx")
+    shown = " ".join(cli("check", path, "--for", "onnxruntime", code=1).stdout.split())
+    assert "the model cannot be loaded, so nothing is known; 1 finding." in shown
+    assert "GQ109 p_op: onnxruntime rejects the model: [ONNXRuntimeError]" in shown
+    told = json.loads(cli("check", path, "--for", "onnxruntime", "--format", "json", code=1).stdout)
+    assert told["ops"] == []
+    assert "'dilations'" in told["findings"][0]["fix"]
+    explained = " ".join(cli("explain", path, "p_op", "--for", "onnxruntime").stdout.split())
+    assert "onnxruntime cannot run the model. onnxruntime rejects the model: [ONNXRuntimeError]" in explained
+
+
+def test_removed_ops(tmp_path):
+    """Ops without effect have the status "removed", and not that of the op that reads them."""
+    text = "t = Transpose<perm = [0, 2, 3, 1]>(x) u = Transpose<perm = [0, 3, 1, 2]>(t) y = Sin(u)"
+    report = gq.check(save(text, tmp_path / "model.onnx"), backend="onnxruntime")
+    assert {verdict.op: verdict.status for verdict in report.verdicts} == {
+        "t_op": "removed",
+        "u_op": "removed",
+        "y_op": "float",
+    }
+    assert report.counts == {"int8": 0, "fused": 0, "float": 1, "removed": 2}
+
+
+def test_result_in_memory(samples, tmp_path):
+    """A result has the same verdicts in memory as in a file."""
+    result = gq.insert(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz"), samples=4)
+    in_memory = gq.check(result.model, backend="onnxruntime")
+    assert in_memory.counts["int8"] > 10
+    assert in_memory.verdicts == gq.check(result.save(tmp_path / "quantized.onnx"), backend="onnxruntime").verdicts
 
 
 def test_json(cli, quantized, samples):
