@@ -19,7 +19,7 @@ import numpy as np
 
 from graphquant.ir import Parameters, TensorRef, Use, paused_gc
 from graphquant.numerics import SMALLEST_SCALE, QParams, broadcast_along_axis, qparams_from_scale
-from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits
+from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits, skipped_target
 from graphquant.optimize.weighted_ops import (
     ALGORITHM_RULE,
     NOT_OBSERVED,
@@ -73,9 +73,8 @@ class BiasStore:
 
     def is_variable(self, weighted: WeightedOp) -> bool:
         """Return True if the bias is a variable, because training may continue with it."""
-        tensor = (
-            None if weighted.bias is None else self._original_model.graphs[weighted.bias.graph].source_of(weighted.bias)
-        )
+        use = weighted.bias
+        tensor = None if use is None else self._original_model.graphs[use.graph].source_of(use)
         return tensor is not None and self._parameters.is_variable(tensor)
 
     def move_bias(self, weighted: WeightedOp, shift: Array) -> str:
@@ -136,33 +135,26 @@ class BiasStore:
         return params if isinstance(params, QParams) else None
 
     def _write_bias(self, weighted: WeightedOp, use: Use, value: Array) -> None:
-        """Replace the bias by a new constant, and set its value."""
-        if use not in self._constants:
-            unshared = find_unshared_constant(self._original_model, use, value.shape)
-            self._constants[use] = unshared or self._add_bias_constant(weighted, use, value)
-            if unshared is None:
-                return
-        target = self._constants[use]
-        graph = self.model.graphs[target.graph]
-        graph.replace_op(replace(graph.op(target.op), read_value=lambda: value))
-
-    def _add_bias_constant(self, weighted: WeightedOp, use: Use, value: Array) -> TensorRef:
-        """Add a constant that only this use reads, quantized like the previous one."""
+        """Set the value of a bias. If other uses read the constant, or there is none, add one, quantized like it."""
+        target = self._constants.get(use) or find_unshared_constant(self._original_model, use, value.shape)
+        if target is not None:
+            self._constants[use] = target
+            graph = self.model.graphs[target.graph]
+            graph.replace_op(replace(graph.op(target.op), read_value=lambda: value))
+            return
         graph = self.model.graphs[use.graph]
         in_frame = any(op.kind in FRAME_KINDS for op in graph.ops())
-        control_inputs = (weighted.op.name,) if in_frame else ()
         old_bias = graph.source_of(use)
-        new_bias = add_constant(
+        self._constants[use] = new_bias = add_constant(
             graph,
             f"{weighted.op.name}/bias_corrected",
             value,
             op_type="Const",
             rule=ALGORITHM_RULE,
-            control_sources=control_inputs,
+            control_sources=(weighted.op.name,) if in_frame else (),
         )
         graph.set_source(use, new_bias)
         self._move_site(weighted, use, new_bias, value, is_new=old_bias is None)
-        return new_bias
 
     def _move_site(self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array, *, is_new: bool) -> None:
         """Move the use's site to the new constant, or add a site where there was no bias."""
@@ -171,21 +163,21 @@ class BiasStore:
         if index is not None:
             site = sites[index]
             remaining_uses = tuple(site_use for site_use in site.uses if site_use != use)
-            bias_site = replace(site, tensor=new_bias, uses=(use,), graph=use.graph, tie=(), clone_of=None)
+            new_site = replace(site, tensor=new_bias, uses=(use,), graph=use.graph, tie=(), clone_of=None)
             if not remaining_uses:
-                sites[index] = bias_site
+                sites[index] = new_site
             else:
                 sites[index] = replace(site, uses=remaining_uses)
-                sites.append(bias_site)
-                self._sites[use] = len(sites) - 1
+                sites.append(new_site)
                 if index in params:
                     params[len(sites) - 1] = params[index]
-        elif is_new:
-            site_and_params = self._make_site_like_others(weighted, use, new_bias, value)
+        else:
+            site_and_params = self._make_site_like_others(weighted, use, new_bias, value) if is_new else None
             if site_and_params is None:
                 return
             sites.append(site_and_params[0])
             params[len(sites) - 1] = site_and_params[1]
+        if len(sites) > len(self.solution.plan.sites):
             self._sites[use] = len(sites) - 1
         self.solution = replace(self.solution, plan=replace(self.solution.plan, sites=tuple(sites)), params=params)
 
@@ -193,30 +185,17 @@ class BiasStore:
         self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array
     ) -> tuple[Site, QParams] | None:
         """Make a site for a new bias if other biases are integers. Its scale is input scale times weight scale."""
-        biases = (
-            candidate
-            for candidate in self.solution.plan.sites
-            if candidate.parameter and candidate.scheme.type.bits == BIAS_BITS
-        )
+        biases = (site for site in self.solution.plan.sites if site.parameter and site.scheme.type.bits == BIAS_BITS)
         example = next(biases, None)
-        data_use = Use(weighted.graph, weighted.op.name, weighted.op.roles.index("input"))
-        scales = [
-            params.scale.astype(np.float64)
-            for params in (self._params_at(data_use), self._params_at(weighted.weight))
-            if params
-        ]
+        operand_params = (self._params_at(weighted.data_input), self._params_at(weighted.weight))
+        scales = [params.scale.astype(np.float64) for params in operand_params if params]
         if example is None or len(scales) != len(("input", "weight")):
             return None
         scale = np.asarray(scales[0] * scales[1]).astype(np.float32)
         largest = np.max(np.abs(value) / np.maximum(scale.astype(np.float64), SMALLEST_SCALE), initial=0.0)
-        if (
-            scale.shape not in {(), value.shape}
-            or (scale < SMALLEST_SCALE).any()
-            or largest > example.scheme.type.limits()[1]
-        ):
-            return None
         axis = 0 if scale.ndim else None
-        if (example.axis is None) != (axis is None):
+        has_other_shape = scale.shape not in {(), value.shape} or (example.axis is None) != (axis is None)
+        if has_other_shape or (scale < SMALLEST_SCALE).any() or largest > example.scheme.type.limits()[1]:
             return None
         site = Site(
             tensor=new_bias,
@@ -263,7 +242,7 @@ def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightE
         for weighted in stage:
             _correct_bias(store, weighted, float_means, quantized_means)
     results = [
-        AlgorithmResult(algorithm=BIAS_CORRECTION, target=weighted.name, detail=reasons[weighted.weight], applied=False)
+        skipped_target(BIAS_CORRECTION, weighted.name, reasons[weighted.weight])
         if weighted.weight in reasons
         else AlgorithmResult(algorithm=BIAS_CORRECTION, target=weighted.name, detail=store.describe_change(weighted))
         for weighted in weighted_ops
@@ -317,21 +296,16 @@ def _isolated_means(
         rounded_output = add_channel_mean(model, graph, graph.add_op(rounded_op, graph.slots(op.name)), weighted.axes)
         rounded_ops[weighted.graph, op.name] = name
         if weighted.weight in edits.edited_weights:
-            edited_weight = edits.edited_weights[weighted.weight]
-            rounded_weights[weighted.weight] = add_constant(
-                graph, f"{name}/weight", edited_weight, op_type="Const", rule=ALGORITHM_RULE
-            )
-            graph.set_source(weighted.weight._replace(op=name), rounded_weights[weighted.weight])
+            value = edits.edited_weights[weighted.weight]
+            constant = add_constant(graph, f"{name}/weight", value, op_type="Const", rule=ALGORITHM_RULE)
+            graph.set_source(weighted.weight._replace(op=name), constant)
+            rounded_weights[weighted.weight] = constant
         means.append((weighted, float_output, rounded_output))
     plan, params = _restrict_to_rounded_ops(edits.solution, rounded_ops, rounded_weights)
     instrumented, _ = rewrite(model, plan, params, integer_cache=edits.integer_cache)
     rows = measure_channel_means(instrumented, [mean for _, *pair in means for mean in pair], samples)
-    float_means = {
-        weighted.output: rows[float_mean.tensor] for weighted, float_mean, _ in means if float_mean.tensor in rows
-    }
-    rounded_means = {
-        weighted.output: rows[rounded_mean.tensor] for weighted, _, rounded_mean in means if rounded_mean.tensor in rows
-    }
+    float_means = {weighted.output: rows[mean.tensor] for weighted, mean, _ in means if mean.tensor in rows}
+    rounded_means = {weighted.output: rows[mean.tensor] for weighted, _, mean in means if mean.tensor in rows}
     return float_means, rounded_means
 
 
@@ -349,7 +323,9 @@ def _restrict_to_rounded_ops(
                 uses_by_tensor.setdefault(rounded_weights.get(use, site.tensor), []).append(rounded_use)
         for tensor, uses in uses_by_tensor.items():
             params[len(sites)] = solution.params[index]
-            sites.append(replace(site, tensor=tensor, uses=tuple(uses), tie=(), clone_of=None))
+            # A rounded weight is in the graph of its op, where a body that captures the weight can read it.
+            graph = site.graph if tensor == site.tensor else tensor.graph
+            sites.append(replace(site, tensor=tensor, uses=tuple(uses), graph=graph, tie=(), clone_of=None))
     return replace(solution.plan, sites=tuple(sites), skips=()), params
 
 

@@ -286,3 +286,12 @@ def test_statistics_of_the_first_samples_tell_which_corrections_may_see(samples)
         False,
         False,
     )
+
+
+def test_rounded_weights_of_bodies(samples, monkeypatch):
+    """Bias correction reads the weights that GPTQ rounded, also if a body of the model captures them."""
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
+    data = str(samples / "digits_nested_calib.npz")
+    result = gq.insert(samples / "digits_nested.onnx", rules=[RULES], data=data, algorithms=["gptq"])
+    applied = {entry.algorithm for entry in result.algorithm_results if entry.applied}
+    assert applied == {"gptq", "bias-correction"}
