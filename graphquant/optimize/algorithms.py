@@ -148,13 +148,8 @@ def build_model(
         # A float weight is quantized at run time, and no op quantizes to int32.
         if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # int32
             del params[index]
-            skips[index] = Skip(
-                tensor=site.tensor,
-                uses=site.uses,
-                rule=site.rule,
-                reason="weights are kept float",
-                code=SkipCode.OPTIMIZATION,
-            )
+            reason, code = "weights are kept float", SkipCode.OPTIMIZATION
+            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=reason, code=code)
     model, insertions = rewrite(
         edits.model, solved_plan, params, float_weights=float_weights, integer_cache=edits.integer_cache
     )
@@ -201,11 +196,7 @@ def apply_precalibration(
 ) -> PreCalibrationState:
     """Apply the requested algorithms, and undo each that brings no gain on the validation samples.
 
-    Args:
-        model: The prepared model. It is not modified.
-        plan: Its plan.
-        requested: Names of algorithms.
-        samples: Samples; None if no site needs data, so that nothing is known of the activations.
+    Without samples, because no site needs data, nothing is known of the activations, and nothing is undone.
 
     Raises:
         ModelError: The model cannot be run.

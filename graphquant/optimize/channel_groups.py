@@ -20,10 +20,10 @@ from graphquant.ir import (
     Graph,
     Model,
     Op,
-    Output,
     Parameters,
     TensorRef,
     Use,
+    fully_known_shape,
     qualified_op_name,
 )
 from graphquant.optimize.algorithm import AlgorithmResult
@@ -34,13 +34,16 @@ from graphquant.optimize.channel_layout import (
     propagate_layout,
 )
 from graphquant.optimize.weighted_ops import ALGORITHM_RULE, find_unshared_constant
-from graphquant.qdq.family import add_constant
+from graphquant.qdq.family import add_constant, new_op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from graphquant.numerics import Array
     from graphquant.quantize import Plan
+
+    Joined = list[tuple[TensorRef, ChannelLayout]] | str
+    """Tensors that belong to the group too, or the reason why its channels cannot be scaled."""
 
 
 HOMOGENEOUS_KINDS: Final = frozenset(
@@ -102,10 +105,8 @@ class ChannelGroup:
 def find_channel_groups(model: Model) -> list[ChannelGroup]:
     """Find the channel groups of all reachable graphs; each input of a known weight is in one."""
     finder, groups = _ChannelGroupFinder(model), []
-    for find_start in (
-        finder.produced_channels,
-        finder.consumed_channels,
-    ):  # what makes channels knows how many there are
+    # Producers of channels come first, because only they know the number of channels.
+    for find_start in (finder.produced_channels, finder.consumed_channels):
         for name in model.reachable_graphs():
             for op in model.graphs[name].ops():
                 start = find_start(model.graphs[name], op)
@@ -125,37 +126,27 @@ class _ChannelGroupFinder:
         self.weighted_inputs: set[TensorRef] = set()
         self._parameters = Parameters(model)
 
-    def produced_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
-        """Output tensor, layout and channel count of a weighted op; None if unknown."""
+    def _weight_channels(self, graph: Graph, op: Op, *, reads: bool) -> tuple[Array, ChannelLayout, int] | None:
+        """Channel of each element of an op's weight, and layout and count of the channels; None if unknown."""
         if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles or op.type.startswith("_Fused"):
             return None
-        weight_ref = graph.source_of(Use(graph.name, op.name, op.roles.index("weight")))
-        shape = None if weight_ref is None else self._parameter_shape(weight_ref)
-        channels = None if shape is None else find_weight_channels(op, shape, reads=False)
-        return (
-            None
-            if channels is None
-            else (TensorRef(graph.name, op.name), channels[1], int(channels[0].max(initial=-1)) + 1)
-        )
+        shape = self._source_shape(Use(graph.name, op.name, op.roles.index("weight")))
+        channels = None if shape is None else find_weight_channels(op, shape, reads=reads)
+        return None if channels is None else (*channels, int(channels[0].max(initial=-1)) + 1)
+
+    def produced_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
+        """Output tensor, layout and channel count of a weighted op; None if unknown."""
+        channels = self._weight_channels(graph, op, reads=False)
+        return None if channels is None else (TensorRef(graph.name, op.name), *channels[1:])
 
     def consumed_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
         """Input tensor, layout and channel count of a weighted op; None if unknown."""
-        if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles or "input" not in op.roles:
+        channels = self._weight_channels(graph, op, reads=True) if "input" in op.roles else None
+        tensor = None if channels is None else graph.source_of(Use(graph.name, op.name, op.main_slot))
+        if channels is None or tensor is None or tensor.graph != graph.name or self._parameters.is_parameter(tensor):
             return None
-        slots = graph.slots(op.name)
-        data, weight = op.roles.index("input"), op.roles.index("weight")
-        if max(data, weight) >= len(slots) or op.type.startswith("_Fused"):
-            return None
-        tensor, weight_ref = slots[data], slots[weight]
-        if tensor is None or weight_ref is None or self._parameters.is_parameter(tensor):
-            return None
-        shape = self._parameter_shape(weight_ref)
-        if shape is None or tensor.graph != graph.name:
-            return None
-        channels = find_weight_channels(op, shape, reads=True)
-        if channels is not None:
-            self.weighted_inputs.add(tensor)
-        return None if channels is None else (tensor, channels[1], int(channels[0].max(initial=-1)) + 1)
+        self.weighted_inputs.add(tensor)
+        return (tensor, *channels[1:])
 
     def expand_group(self, start: TensorRef, layout: ChannelLayout, channels: int) -> ChannelGroup:
         """Expand the group of a tensor."""
@@ -169,8 +160,13 @@ class _ChannelGroupFinder:
                 continue
             group.tensors[tensor] = tensor_layout
             self.visited.add(tensor)
-            reason = self._find_size_conflict(tensor, tensor_layout, channels)
-            if not reason:
+            output, reason = self.model.output(tensor), ""
+            size = tensor_layout.axis_size(output.shape)
+            if output.dtype not in {None, "float32"}:
+                reason = f"it is {output.dtype}"
+            elif size is not None and size % (channels * tensor_layout.block):
+                reason = "one of its tensors has another number of channels"
+            else:
                 for outcome in (
                     self._join_producer(group, tensor, tensor_layout),
                     self._join_readers(group, tensor, tensor_layout),
@@ -182,18 +178,7 @@ class _ChannelGroupFinder:
             group.obstacle = group.obstacle or reason
         return group
 
-    def _find_size_conflict(self, tensor: TensorRef, layout: ChannelLayout, channels: int) -> str:
-        output = self.model.output(tensor)
-        if output.dtype not in {None, "float32"}:
-            return f"it is {output.dtype}"
-        size = layout.axis_size(output.shape)
-        if size is not None and size % (channels * layout.block):
-            return "one of its tensors has another number of channels"
-        return ""
-
-    def _join_producer(
-        self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout
-    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+    def _join_producer(self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout) -> Joined:
         """Add the constants and tensors of the op that produces `tensor`."""
         graph, op = self.model.graphs[tensor.graph], self.model.op(tensor)
         if tensor.port:
@@ -204,29 +189,20 @@ class _ChannelGroupFinder:
             return self._join_vectors(group, graph, op, ("scale", "offset"), layout)
         return self._join_through_op(group, graph, op, layout)
 
-    def _join_product(
-        self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout
-    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+    def _join_product(self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout) -> Joined:
         """Add the weight and bias that produce a group."""
         if op.type.startswith("_Fused"):
             return "its producer is part of a fused op"
-        use = Use(graph.name, op.name, op.roles.index("weight")) if "weight" in op.roles else None
-        weight_ref = None if use is None else graph.source_of(use)
-        shape = None if weight_ref is None else self._parameter_shape(weight_ref)
-        channels = None if shape is None else find_weight_channels(op, shape, reads=False)
-        if (
-            use is None
-            or channels is None
-            or channels[1] != layout
-            or channels[0].max(initial=-1) + 1 != group.channels
-        ):
+        channels = self._weight_channels(graph, op, reads=False)
+        if channels is None or channels[1] != layout or channels[2] != group.channels:
             return f"the channel layout of the output of this {op.type} is unknown"
+        use = Use(graph.name, op.name, op.roles.index("weight"))
         reason = self._add_constant(group, use, channels[0], reads_group=False, is_weight=True)
         return reason or self._join_vectors(group, graph, op, ("bias",), layout)
 
     def _join_vectors(
         self, group: ChannelGroup, graph: Graph, op: Op, roles: tuple[str, ...], layout: ChannelLayout
-    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+    ) -> Joined:
         """Add the constants with one value per channel that an op reads in `roles`."""
         for role in roles:
             slot = op.roles.index(role) if role in op.roles else -1
@@ -241,8 +217,7 @@ class _ChannelGroupFinder:
         self, group: ChannelGroup, use: Use, layout: ChannelLayout, op: Op, *, reads_group: bool = False
     ) -> str:
         """Add a constant with one value per channel. Return the obstacle, or ""."""
-        tensor = self.model.graphs[use.graph].source_of(use)
-        shape = None if tensor is None else self._parameter_shape(tensor)
+        shape = self._source_shape(use)
         if shape is None:
             return "the value that is added or multiplied is only known at run time"
         is_per_channel = op.kind in NORM_KINDS | WEIGHTED_KINDS | {"bias_add"}
@@ -272,24 +247,21 @@ class _ChannelGroupFinder:
         is_scale: bool = False,
     ) -> str:
         """Add a constant. Return the obstacle, or ""."""
-        tensor = self.model.graphs[use.graph].source_of(use)
-        shape = None if tensor is None else self._parameter_shape(tensor)
+        shape = self._source_shape(use)
         constant = None if shape is None else find_unshared_constant(self.model, use, shape)
-        if tensor is None or constant is None or self.model.output(constant).dtype not in {None, "float32"}:
+        if constant is None or self.model.output(constant).dtype not in {None, "float32"}:
             return "one of its weights or biases is a variable, or other ops read it too"
         group.constants.append(ChannelConstant(use, constant, channel_index, reads_group, is_weight, is_scale))
         return ""
 
-    def _join_readers(
-        self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout
-    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+    def _join_readers(self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout) -> Joined:
         """Add everything that reads `tensor`, even after an obstacle, so that the group is complete."""
         joined: list[tuple[TensorRef, ChannelLayout]] = []
         obstacle = ""
         for use in self.model.graphs[tensor.graph].consumers(tensor):
             graph = self.model.graphs[use.graph]
             op = graph.op(use.op)
-            outcome: list[tuple[TensorRef, ChannelLayout]] | str
+            outcome: Joined
             if op.kind == "shape":
                 outcome = []
             elif use.graph != tensor.graph or op.kind == "output":
@@ -306,15 +278,13 @@ class _ChannelGroupFinder:
 
     def _join_weighted_reader(
         self, group: ChannelGroup, graph: Graph, op: Op, use: Use, layout: ChannelLayout
-    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+    ) -> Joined:
         start = self.consumed_channels(graph, op) if op.role(use.slot) == "input" else None
         if start is None or start[1].axis != layout.axis:
             return "it is multiplied by a value that is only known at run time"
         weight = Use(graph.name, op.name, op.roles.index("weight"))
-        weight_ref = graph.source_of(weight)
-        shape = None if weight_ref is None else self._parameter_shape(weight_ref)
-        channels = None if shape is None else find_weight_channels(op, shape, reads=True)
-        if channels is None or start[2] % group.channels:
+        channels = self._weight_channels(graph, op, reads=True)
+        if channels is None or channels[2] % group.channels:
             return f"a {op.type} of this form reads it"
         channel_index = channels[0] // layout.block % group.channels
         reason = self._add_constant(group, weight, channel_index, reads_group=True, is_weight=True)
@@ -324,7 +294,7 @@ class _ChannelGroupFinder:
 
     def _join_through_op(
         self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout, *, forward: bool = False
-    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+    ) -> Joined:
         """Add the other tensors of a passthrough op."""
         output = TensorRef(graph.name, op.name)
         slots = [slot for slot in graph.slots(op.name) if slot is not None]
@@ -345,36 +315,37 @@ class _ChannelGroupFinder:
 
     def _join_elementwise(
         self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout, *, forward: bool
-    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+    ) -> Joined:
         """Add the operands of a sum. A product with one value per channel ends one group and starts another."""
         output = TensorRef(graph.name, op.name)
         joined, vectors = [(output, layout)], []
         for slot, tensor in enumerate(graph.slots(op.name)):
             if tensor is not None and self._parameters.is_parameter(tensor):
-                vectors.append((Use(graph.name, op.name, slot), self._parameter_shape(tensor)))
+                vectors.append(Use(graph.name, op.name, slot))
             elif tensor is not None and tensor.graph == graph.name:
                 joined.append((tensor, layout))
             else:
                 return "an op reads another graph"
         if op.kind in {"add", "sub", "bias_add"}:
-            if any(constant.use == use for constant in group.constants for use, _ in vectors):
+            if any(constant.use in vectors for constant in group.constants):
                 return []
-            return next(filter(None, (self._add_vector(group, use, layout, op) for use, _ in vectors)), "") or joined
-        use, shape = vectors[0] if len(vectors) == 1 else (Use("", "", 0), None)
-        if shape is not None and math.prod(shape) == 1 and (op.kind == "mul" or use.slot):
+            return next(filter(None, (self._add_vector(group, use, layout, op) for use in vectors)), "") or joined
+        shape = self._source_shape(vectors[0]) if len(vectors) == 1 else None
+        if shape is not None and math.prod(shape) == 1 and (op.kind == "mul" or vectors[0].slot):
             return joined
         if shape is None or op.kind == "div":
             return "it is multiplied or divided by another tensor"
-        return self._add_vector(group, use, layout, op, reads_group=forward) or []
+        return self._add_vector(group, vectors[0], layout, op, reads_group=forward) or []
 
-    def _parameter_shape(self, tensor: TensorRef) -> tuple[int, ...] | None:
-        """Shape of a parameter; None if it is unknown or the tensor is not a parameter."""
-        if not self._parameters.is_parameter(tensor):
+    def _source_shape(self, use: Use) -> tuple[int, ...] | None:
+        """Shape of the parameter that is read at `use`; None if it is unknown or not a parameter."""
+        tensor = self.model.graphs[use.graph].source_of(use)
+        if tensor is None or not self._parameters.is_parameter(tensor):
             return None
         for source in (tensor, self._parameters.root_tensor(tensor)):
-            shape = self.model.output(source).shape
-            if shape is not None and None not in shape:
-                return tuple(int(size or 0) for size in shape)
+            shape = fully_known_shape(self.model.output(source).shape)
+            if shape is not None:
+                return shape
         value = self._parameters.value(tensor)
         return None if value is None else value.shape
 
@@ -395,26 +366,20 @@ def nearest_powers_of_two(factors: Array) -> Array:
 
 def rescale_group(model: Model, group: ChannelGroup, divisors: Array) -> bool:
     """Divide the channels of a group by `divisors`, (C,) powers of two; return False if that is not exact."""
-    changed: dict[TensorRef, tuple[Array, Callable[[], Array]]] = {}
-    for channel_constant in group.constants:
-        read_value = (
-            changed[channel_constant.tensor][1]
-            if channel_constant.tensor in changed
-            else model.op(channel_constant.tensor).read_value
-        )
+    changed: dict[TensorRef, Callable[[], Array]] = {}
+    for constant in group.constants:
+        read_value = changed.get(constant.tensor, model.op(constant.tensor).read_value)
         if read_value is None:
             return False
-        read_scaled = partial(_read_and_multiply, read_value, _constant_factor(channel_constant, divisors))
-        value = read_scaled()
-        original = read_value()
-        if not np.isfinite(value).all() or not np.array_equal(
-            _read_and_multiply(partial(_return_value, value), 1 / _constant_factor(channel_constant, divisors)),
-            original,
-        ):
+        original, factor = read_value(), _constant_factor(constant, divisors)
+        value = _multiply(original, factor)
+        if not np.isfinite(value).all() or not np.array_equal(_multiply(value, 1 / factor), original):
             return False
+        # A memory-mapped weight is read again when needed, so that it does not stay in memory.
         is_memory_mapped = isinstance(original, np.memmap)
-        changed[channel_constant.tensor] = value, read_scaled if is_memory_mapped else partial(_return_value, value)
-    for tensor, (_, read_value) in changed.items():
+        read_scaled = partial(_read_and_multiply, read_value, factor)
+        changed[constant.tensor] = read_scaled if is_memory_mapped else partial(np.asarray, value)
+    for tensor, read_value in changed.items():
         graph = model.graphs[tensor.graph]
         graph.replace_op(replace(graph.op(tensor.op), read_value=read_value))
     return True
@@ -441,14 +406,18 @@ def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: A
     """
     tensor = branch.start
     graph = model.graphs[tensor.graph]
-    uses = [Use(use.graph, use.op, graph.op(use.op).roles.index("input")) for use in branch.weight_uses[tensor]]
+    uses = [use._replace(slot=graph.op(use.op).main_slot) for use in branch.weight_uses[tensor]]
     layout = branch.tensors[tensor]
     repeated = np.repeat(1 / divisors, layout.block)
     size = layout.axis_size(model.output(tensor).shape)
     value = np.tile(repeated, 1 if size is None else size // len(repeated)).astype(np.float32)
     value = value.reshape(-1, *[1] * (-layout.axis - 1))
     factor = add_constant(graph, f"{tensor.op}/factor", value, op_type="Const", rule=ALGORITHM_RULE)
-    product = graph.add_op(_make_factor_op(model, graph, tensor), [tensor, factor])
+    output = model.output(tensor)
+    attrs = {"T": DataType("float32")} if model.traits.type_attrs else {}
+    name, fields = f"{tensor.op}/scaled", {"kind": "mul", "type": "Mul", "attrs": attrs, "rule": ALGORITHM_RULE}
+    product_op = new_op(graph, name, output.dtype, output.shape, **fields)
+    product = graph.add_op(product_op, [tensor, factor])
     for use in uses:
         model.graphs[use.graph].set_source(use, product)
     sites, moved_uses = [], set(uses)
@@ -462,22 +431,14 @@ def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: A
     return replace(plan, sites=tuple(sites)), product
 
 
-def _make_factor_op(model: Model, graph: Graph, tensor: TensorRef) -> Op:
-    name, output = graph.unique_name(f"{tensor.op}/scaled"), model.output(tensor)
-    attrs: Mapping[str, DataType] = {"T": DataType("float32")} if model.traits.type_attrs else {}
-    outputs = (Output(name, output.dtype, output.shape),)
-    return Op(name=name, kind="mul", type="Mul", outputs=outputs, attrs=attrs, rule=ALGORITHM_RULE)
-
-
 def _constant_factor(channel_constant: ChannelConstant, divisors: Array) -> Array:
     expanded = divisors[channel_constant.channel_index]
     return np.asarray(expanded if channel_constant.reads_group else 1 / expanded, np.float32)
 
 
 def _read_and_multiply(read_value: Callable[[], Array], factor: Array) -> Array:
-    value = read_value()
+    return _multiply(read_value(), factor)
+
+
+def _multiply(value: Array, factor: Array) -> Array:
     return np.asarray(value * (factor if factor.ndim == value.ndim else factor.reshape(value.shape)))
-
-
-def _return_value(value: Array) -> Array:
-    return value

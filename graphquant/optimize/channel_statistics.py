@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from graphquant.calibration import sites_needing_data
-from graphquant.ir import Model, Parameters, TensorRef, Use, channel_axis
+from graphquant.ir import Model, Parameters, TensorRef, channel_axis
 from graphquant.numerics import IntType
 from graphquant.observers import Sketch, SketchAccumulator
 from graphquant.optimize.channel_groups import ChannelGroup, find_channel_groups
@@ -32,13 +32,7 @@ STEP_VARIANCE_DIVISOR: Final = 12
 
 
 class ChannelMoments(NamedTuple):
-    """Observed values of a tensor by channel.
-
-    Attributes:
-        low: float64 (C,), minimum.
-        high: float64 (C,), maximum.
-        power: float64 (C,), mean square.
-    """
+    """Minimum, maximum and mean square of a tensor's observed values by channel, float64 (C,) each."""
 
     low: Array
     high: Array
@@ -81,11 +75,7 @@ class GroupWeight:
         return maxima
 
     def rounding_noise(self, divisors: Array) -> Array | None:
-        """Power of the rounding errors of each cell at its original scale; None if the weight stays float.
-
-        Args:
-            divisors: float64 (C,), divisors of the group.
-        """
+        """Power of the rounding errors of each cell at its original scale; None if the weight stays float."""
         if self.integer_steps is None:
             return None
         factors = self.cell_factors(divisors)
@@ -100,35 +90,27 @@ class GroupWeight:
         return np.bincount(index, np.broadcast_to(cell_values, self.magnitudes.shape).reshape(-1), channels)
 
 
-def reduce_group_weight(
+def _reduce_group_weight(
     model: Model, constant: ChannelConstant, value: Array, site: Site | None, preserved_axes: Collection[int]
 ) -> GroupWeight:
     """Reduce a weight along all axes but `preserved_axes`, which carry channels of some group."""
-    axis = None
+    axis, integer_steps = None, None
     if site is not None and site.axis is not None:
         channel_axis_of_op = channel_axis(model.graphs[constant.use.graph].op(constant.use.op), value.shape)
         axis = channel_axis_of_op if site.view is not None else site.axis % value.ndim
+    if site is not None and isinstance(site.scheme.type, IntType):
+        low, high = site.scheme.type.limits(narrow=site.scheme.narrow)
+        integer_steps = float(high) if low < 0 else (high - low) / 2
     reduced_axes = tuple(index for index in range(value.ndim) if index not in preserved_axes and index != axis)
     absolute = np.abs(value.astype(np.float64))
-    magnitudes, squares = (
-        absolute.max(axis=reduced_axes, keepdims=True),
-        np.square(absolute).sum(axis=reduced_axes, keepdims=True),
-    )
     return GroupWeight(
         constant=constant,
-        magnitudes=magnitudes,
-        squares=squares,
+        magnitudes=absolute.max(axis=reduced_axes, keepdims=True),
+        squares=np.square(absolute).sum(axis=reduced_axes, keepdims=True),
         elements_per_cell=math.prod(value.shape[index] for index in reduced_axes),
-        integer_steps=_integer_step_count(site),
+        integer_steps=integer_steps,
         axis=axis,
     )
-
-
-def _integer_step_count(site: Site | None) -> float | None:
-    if site is None or not isinstance(site.scheme.type, IntType):
-        return None
-    low, high = site.scheme.type.limits(narrow=site.scheme.narrow)
-    return float(high) if low < 0 else (high - low) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +134,7 @@ class RoundingCosts:
     def total_error(self, divisors: Array) -> float:
         """Predict the error power at the outputs of the group's weighted ops, relative to their signal power, summed.
 
-        Args:
-            divisors: float64 (C,), divisor of each channel.
+        `divisors`, float64 (C,), divide the channels.
         """
         channels, total = self.group.channels, 0.0
         tensor_by_use = {use: tensor for tensor, uses in self.group.weight_uses.items() for use in uses}
@@ -187,19 +168,6 @@ class RoundingCosts:
         scaled = self.moments[tensor].scaled(divisors)
         step = (max(scaled.high.max(), 0) - min(scaled.low.min(), 0)) / self.step_counts[tensor]
         return float(step * step / STEP_VARIANCE_DIVISOR)
-
-
-def sites_by_use(plan: Plan) -> dict[Use, Site]:
-    """Map each use to its site."""
-    return {use: site for site in plan.sites for use in site.uses}
-
-
-def quantization_step_count(site: Site) -> float | None:
-    """Number of steps of a tensor's range; None if unknown."""
-    if not isinstance(site.scheme.type, IntType):
-        return None
-    low, high = site.scheme.type.limits(narrow=site.scheme.narrow)
-    return float(high - low)
 
 
 HAS_FIXED_RANGE: Final = "one of its tensors has a given range instead of an observed one"
@@ -242,18 +210,14 @@ class ChannelStatistics:
         return HAS_FIXED_RANGE if any(fixed_sites) else ""
 
     def rounding_costs(self, number: int, group: ChannelGroup) -> RoundingCosts | None:
-        """Make the rounding-cost model of a group; None without samples.
-
-        Args:
-            number: Index of the group whose weights to use.
-            group: The group, or a part of it.
-        """
+        """Make the rounding-cost model of group `number`, or a part of it; None without samples."""
         step_counts: dict[TensorRef, float] = {}
         for tensor in group.tensors:
             for site in self.sites.get(tensor, ()):
-                steps = quantization_step_count(site)
-                if steps is not None and site.axis is None:
-                    step_counts[tensor] = min(step_counts.get(tensor, steps), steps)
+                dtype = site.scheme.type
+                if isinstance(dtype, IntType) and site.axis is None:
+                    low, high = dtype.limits(narrow=site.scheme.narrow)
+                    step_counts[tensor] = min(step_counts.get(tensor, math.inf), float(high - low))
         needed_tensors = dict.fromkeys((*step_counts, *group.weight_uses))
         if not group.weight_uses or any(tensor not in self.moments for tensor in needed_tensors):
             return None
@@ -269,7 +233,7 @@ class ChannelStatistics:
 
 
 def collect_static_statistics(model: Model, plan: Plan) -> ChannelStatistics:
-    """Collect the statistics that need no run of the model.
+    """Collect the statistics that need no run of the model: channel groups, and their weights reduced to cells.
 
     Raises:
         ModelError: A weight cannot be read.
@@ -278,30 +242,22 @@ def collect_static_statistics(model: Model, plan: Plan) -> ChannelStatistics:
     for site in plan.sites:
         if not site.parameter:
             statistics.sites.setdefault(site.tensor, []).append(site)
-    by_use = {use: site for site in plan.sites for use in site.uses}
-    _add_group_weights(statistics, by_use)
-    return statistics
-
-
-def _add_group_weights(statistics: ChannelStatistics, by_use: dict[Use, Site]) -> None:
-    """Add the weights of each group, reduced along the axes that carry no channels."""
-    parameters = Parameters(statistics.model)
-    preserved_axes: defaultdict[TensorRef, set[int]] = defaultdict(set)
+    site_by_use = {use: site for site in plan.sites for use in site.uses}
+    parameters, preserved_axes = Parameters(model), defaultdict[TensorRef, set[int]](set)
     for group in statistics.groups:
         for constant in group.constants:
-            preserved_axes[constant.tensor].update(
-                axis for axis, size in enumerate(constant.channel_index.shape) if size > 1
-            )
+            axes = (axis for axis, size in enumerate(constant.channel_index.shape) if size > 1)
+            preserved_axes[constant.tensor].update(axes)
     for number, group in enumerate(statistics.groups):
         statistics.weights[number] = []
         for constant in group.constants:
-            tensor = statistics.model.graphs[constant.use.graph].source_of(constant.use)
+            tensor = model.graphs[constant.use.graph].source_of(constant.use)
             value = None if tensor is None else parameters.value(tensor)
             if value is not None and (constant.is_weight or constant.is_scale):
-                weight = reduce_group_weight(
-                    statistics.model, constant, value, by_use.get(constant.use), preserved_axes[constant.tensor]
-                )
+                weight_site, axes_to_keep = site_by_use.get(constant.use), preserved_axes[constant.tensor]
+                weight = _reduce_group_weight(model, constant, value, weight_site, axes_to_keep)
                 statistics.weights[number].append(weight)
+    return statistics
 
 
 def observe_channels(statistics: ChannelStatistics, groups: Sequence[ChannelGroup], samples: AlgorithmData) -> None:

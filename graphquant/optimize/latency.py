@@ -51,12 +51,7 @@ UNTIMED_KINDS = frozenset({"input", "constant", "variable", "read_variable"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyProfile:
-    """Distribution of one plan's run time.
-
-    Attributes:
-        op_seconds: Seconds of each op, including the ops fused into it.
-        site_seconds: Seconds of the conversions of each site.
-    """
+    """Seconds of one run by op, including the ops fused into it, and of the conversions of each site, by its index."""
 
     op_seconds: Mapping[OpKey, float]
     site_seconds: Mapping[int, float]
@@ -68,13 +63,7 @@ class LatencyProfile:
 
 
 class FloatSitesResult(NamedTuple):
-    """Result of `minimize_latency`.
-
-    Attributes:
-        float_sites: Indices of the sites that stay float.
-        plans: Number of timed plans.
-        interrupted: True if Ctrl-C ended the search early.
-    """
+    """Indices of the sites that stay float, number of timed plans, and True if Ctrl-C ended the search early."""
 
     float_sites: FloatSites
     plans: int
@@ -399,13 +388,7 @@ MAX_TIMED_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTimer:
-    """Timing of the models of one search.
-
-    Attributes:
-        source: The float model.
-        feeds: Samples of each run.
-        as_tflite: True to time TFLite files, which run on zeros.
-    """
+    """Timing of the models of one search on some samples. TFLite files run on zeros."""
 
     source: Model
     feeds: Sequence[Feeds]

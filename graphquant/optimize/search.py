@@ -238,69 +238,63 @@ def search_plan(
     return built, None if trace is unchanged else trace
 
 
+@dataclass(frozen=True, slots=True)
 class _SearchStages:
-    """The stages of a search."""
+    """The stages of a search. Each returns the trace with its plan."""
 
-    def __init__(
-        self,
-        source: Model,
-        prepared: Model,
-        build: BuildModel,
-        objective: Objective,
-        search_set: HoldOut | None,
-        progress: Progress | None,
-    ) -> None:
-        self._source, self._prepared, self._build = source, prepared, build
-        self._objective, self._search_set, self._progress = objective, search_set, progress
+    source: Model
+    prepared: Model
+    build: BuildModel
+    objective: Objective
+    search_set: HoldOut | None
+    progress: Progress | None
 
     def _validate(self, model: Model) -> Validation:
-        """Validate a model on the search samples."""
-        if self._search_set is None:
+        if self.search_set is None:
             raise ValueError("a validation needs search samples")
-        return validate_model(self._source, model, self._search_set, self._objective.bounds, None, include_sites=False)
+        return validate_model(self.source, model, self.search_set, self.objective.bounds, None, include_sites=False)
 
     def choose_weight_bits(self, trace: SearchTrace) -> SearchTrace:
         """Choose the weight bit widths of least error within the budget, or of least size within the bounds."""
-        budget, bounds = self._objective.size_budget, self._objective.bounds
-        if budget is not None:
-            max_size = parse_size_budget(budget, model_constant_bytes(self._source))
-            if float_families := families_with_float_weights(trace.plan):
-                raise UsageError(
-                    f"{float_families[0]} keeps float weights in the file, so fewer bits do not make it smaller. Remove"
-                    " --size-budget, or quantize the model as ONNX."
-                )
-            chooser = self._weight_chooser(trace.plan)
-            sized = chooser.best_plan_within(max_size, f"a budget of {budget}")
-            if sized.size > max_size:
-                raise UsageError(
-                    f"The constants take at least {sized.size:,} bytes, and the budget is {max_size:,}. Use"
-                    f" --size-budget {sized.size} or more, or rules that quantize more weights."
-                )
-            return self._with_sized_plan(trace, sized, chooser, max_size)
-        if self._search_set is None or self._objective.minimize != "size" or not bounds:
-            return trace
-        return self._minimize_size(trace)
+        budget = self.objective.size_budget
+        if budget is None:
+            minimizes_size = self.objective.minimize == "size" and self.objective.bounds and self.search_set is not None
+            return self._minimize_size(trace) if minimizes_size else trace
+        max_size = parse_size_budget(budget, model_constant_bytes(self.source))
+        if float_families := families_with_float_weights(trace.plan):
+            raise UsageError(
+                f"{float_families[0]} keeps float weights in the file, so fewer bits do not make it smaller. Remove"
+                " --size-budget, or quantize the model as ONNX."
+            )
+        chooser = self._weight_chooser(trace.plan)
+        sized = chooser.best_plan_within(max_size, f"a budget of {budget}")
+        if sized.size > max_size:
+            raise UsageError(
+                f"The constants take at least {sized.size:,} bytes, and the budget is {max_size:,}. Use"
+                f" --size-budget {sized.size} or more, or rules that quantize more weights."
+            )
+        return self._with_sized_plan(trace, sized, chooser, max_size)
 
     def _minimize_size(self, trace: SearchTrace) -> SearchTrace:
         """Bisect the size of the smallest plan that meets the bounds. Keep the plan of the rules if none is smaller."""
         plan = trace.plan
-        if families_with_float_weights(plan) or not make_candidate_plans(self._prepared, plan, small=True):
+        if families_with_float_weights(plan) or not make_candidate_plans(self.prepared, plan, small=True):
             return trace
-        rules_model = self._build(plan).model
+        rules_model = self.build(plan).model
         if not self._validate(rules_model).confirmed:
             return trace
-        report = stage_progress(self._progress, "searching")
+        report = stage_progress(self.progress, "searching")
         failing_size, passing_size = -math.inf, model_constant_bytes(rules_model)
         try:
             chooser = self._weight_chooser(plan)
             for bisection in range(MAX_BISECTIONS):
                 limit = failing_size if math.isinf(failing_size) else (failing_size + passing_size) / 2
-                sized = chooser.best_plan_within(limit, f"{self._objective.bounds}")
+                sized = chooser.best_plan_within(limit, f"{self.objective.bounds}")
                 if sized.size >= passing_size:
                     break
                 if sized.size <= failing_size:
                     failing_size = limit  # No plan has a size between the two.
-                elif self._validate(self._build(sized.plan).model).confirmed:
+                elif self._validate(self.build(sized.plan).model).confirmed:
                     trace, passing_size = self._with_sized_plan(trace, sized, chooser, None), sized.size
                 else:
                     failing_size = sized.size
@@ -313,7 +307,7 @@ class _SearchStages:
         return trace
 
     def _weight_chooser(self, plan: Plan) -> WeightBitsChooser:
-        return WeightBitsChooser(self._prepared, plan, self._build, self._search_set, self._progress)
+        return WeightBitsChooser(self.prepared, plan, self.build, self.search_set, self.progress)
 
     def _with_sized_plan(
         self, trace: SearchTrace, sized: SizedPlan, chooser: WeightBitsChooser, max_size: int | None
@@ -324,7 +318,7 @@ class _SearchStages:
             plan=sized.plan,
             size=sized.size,
             max_size=max_size,
-            float_size=model_constant_bytes(self._source),
+            float_size=model_constant_bytes(self.source),
             sized_weights=chooser.weights,
             estimated_weights=chooser.estimated,
             float_tensors={},
@@ -338,19 +332,19 @@ class _SearchStages:
         """Keep sites in float that are faster so. Return also the additional seconds of each op in float, if known."""
         plan, trace = trace.plan, replace(trace, runtime=timer.runtime, timed_samples=timer.samples)
         untuned_plan = replace(plan, algorithms=())  # Algorithms change numbers, which take as long as before.
-        build = lru_cache(2)(lambda sites: self._build(_with_float_sites(untuned_plan, sites, "")))
+        build = lru_cache(2)(lambda sites: self.build(_with_float_sites(untuned_plan, sites, "")))
         make_run = lru_cache(2)(lambda sites: timer.make_run(build(sites).model))
         if not build(()).insertions:
             return trace, None
-        trace = replace(trace, rules_ratio=timer.time_ratio(make_run(()), timer.make_run(self._source)), timed_plans=1)
-        profiler = None if timer.as_tflite else PlanProfiler(self._prepared, plan, build, timer.feeds)
+        trace = replace(trace, rules_ratio=timer.time_ratio(make_run(()), timer.make_run(self.source)), timed_plans=1)
+        profiler = None if timer.as_tflite else PlanProfiler(self.prepared, plan, build, timer.feeds)
         if profiler is None or not profiler.available:
             return trace, None
         float_sites, timed_plans, interrupted = minimize_latency(
-            make_latency_groups(self._prepared, plan, profiler.quantized_sites),
+            make_latency_groups(self.prepared, plan, profiler.quantized_sites),
             profiler.profile,
             lambda candidate, baseline: timer.time_ratio(make_run(candidate), make_run(baseline)),
-            progress=stage_progress(self._progress, "timing"),
+            progress=stage_progress(self.progress, "timing"),
         )
         if float_sites:
             # In new sessions, because the gain may come from the memory layout of the sessions so far.
@@ -373,7 +367,7 @@ class _SearchStages:
         if not trace.plan.sites:
             reason = BOUNDS_NOT_MET if trace.search_validation is not None else FLOAT_IS_FASTER
             return replace(trace, outcome_ratio=trace.rules_ratio, float_reason=reason)
-        ratio = timer.median_ratio(quantized_model, self._source, OUTCOME_PAIRS)
+        ratio = timer.median_ratio(quantized_model, self.source, OUTCOME_PAIRS)
         trace = replace(trace, outcome_ratio=ratio, timed_plans=trace.timed_plans + 1)
         if ratio.median <= MAX_RELATIVE_TIME and ratio.high < 1:
             return trace
@@ -396,8 +390,8 @@ class _SearchStages:
 
     def meet_bounds(self, trace: SearchTrace, search_set: HoldOut, costs: Mapping[OpKey, float] | None) -> SearchTrace:
         """Choose the candidates of the lowest cost that meet the bounds; weights with a chosen bit width stay."""
-        plan, bounds = trace.plan, self._objective.bounds
-        rules_build = self._build(plan)
+        plan, bounds = trace.plan, self.objective.bounds
+        rules_build = self.build(plan)
         rules_validation = self._validate(rules_build.model)
         if rules_validation.unmeasurable_bounds:
             raise UsageError(
@@ -406,27 +400,33 @@ class _SearchStages:
         unchanged = replace(trace, plans=1, search_validation=rules_validation)
         if rules_validation.confirmed or rules_validation.comparison is None or not rules_build.insertions:
             return unchanged
-        trials = CandidateTrials(self._prepared, search_set, self._progress)
-        errors, candidate_plans = trials.measure_candidates(plan, rules_build, self._build)
+        trials = CandidateTrials(self.prepared, search_set, self.progress)
+        errors, candidate_plans = trials.measure_candidates(plan, rules_build, self.build)
         if trials.interrupted:
             return replace(unchanged, interrupted=True, runs_per_site=trials.runs_per_site(errors))
         fixed_sites = [index for index, site in enumerate(plan.sites) if site.uses[0] in trace.sized_weights]
-        groups = make_scale_groups(self._prepared, plan, sorted(errors), errors, fixed_sites)
+        groups = make_scale_groups(self.prepared, plan, sorted(errors), errors, fixed_sites)
         drafts = _CandidatePlans(plan, candidate_plans, groups, errors, bounds)
         validations = {(0,) * len(groups): rules_validation}
 
         def measure(selection: Selection) -> PlanQuality:
             if selection not in validations:
-                validations[selection] = self._validate(self._build(drafts.build_plan(selection)).model)
+                validations[selection] = self._validate(self.build(drafts.build_plan(selection)).model)
             validation = validations[selection]
             return PlanQuality(met=validation.confirmed, sqnr=_worst_confirmed_sqnr(validation))
 
+        if not costs:
+            # Latency falls back to MACs if the runtime reports no times of ops.
+            if self.objective.minimize == "size":
+                costs = byte_costs(self.prepared)
+            else:
+                costs = mac_costs(self.prepared, measure_tensor_sizes(self.prepared, search_set.samples()))
         result = search_cheapest_plan(
             groups,
-            costs or self._static_costs(search_set),
+            costs,
             measure,
             target_sqnr=bounds.min_sqnr,
-            progress=stage_progress(self._progress, "searching"),
+            progress=stage_progress(self.progress, "searching"),
         )
         changed = drafts.changed_candidates(result.selection)
         quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
@@ -453,12 +453,6 @@ class _SearchStages:
             },
         )
 
-    def _static_costs(self, search_set: HoldOut) -> dict[OpKey, float]:
-        """Cost of each weighted op in float. Latency falls back to MACs if the runtime reports no times of ops."""
-        if self._objective.minimize == "size":
-            return byte_costs(self._prepared)
-        return mac_costs(self._prepared, measure_tensor_sizes(self._prepared, search_set.samples()))
-
 
 def _with_float_sites(plan: Plan, float_sites: Iterable[int], reason: str) -> Plan:
     """Return the plan with these sites as skips."""
@@ -474,15 +468,7 @@ def _worst_confirmed_sqnr(validation: Validation) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _CandidatePlans:
-    """Plans for selections of candidates.
-
-    Attributes:
-        plan: The plan of the rules.
-        candidate_plans: The plan of each other candidate.
-        groups: Groups of sites that change together.
-        errors: Error of each candidate of each site.
-        bounds: The bounds, for the reasons in plans.
-    """
+    """Plans for selections of candidates: the plan of the rules with the chosen sites of `candidate_plans`."""
 
     plan: Plan
     candidate_plans: Mapping[str, Plan]
@@ -510,13 +496,12 @@ class _CandidatePlans:
         return replace_sites(self.plan, replacements, SEARCH_RULE, lambda index: self._reason(index, changed[index]))
 
     def _reason(self, index: int, candidate: str) -> str:
-        errors = self.errors[index]
+        errors, is_float = self.errors[index], candidate == FLOAT_CANDIDATE
         rules_db, candidate_db = _error_to_db(errors[RULE_CANDIDATE]), _error_to_db(errors.get(candidate, 0.0))
-        reason = "the search keeps it float" if candidate == FLOAT_CANDIDATE else f"the search chose {candidate}"
-        reason = f"{reason} for {self.bounds}"
+        reason = f"the search {'keeps it float' if is_float else f'chose {candidate}'} for {self.bounds}"
         if rules_db is not None:
             reason += f"; quantized alone by the rules, it leaves {rules_db:.1f} dB at the outputs"
-            if candidate != FLOAT_CANDIDATE and candidate_db is not None:
+            if not is_float and candidate_db is not None:
                 reason += f", and {candidate_db:.1f} dB with this candidate"
         return reason
 
@@ -530,13 +515,8 @@ def attach_sensitivity(
 ) -> Validation:
     """Return a validation with the sensitivities that the search measured, highest sensitivity first.
 
-    If several ops quantize one tensor, each of them gets the sensitivity of all.
-
-    Args:
-        validation: The validation.
-        trace: The trace of the search.
-        quantized_model: The quantized model of its plan.
-        insertions: The inserted Q/DQ pairs of the model.
+    If several ops quantize one tensor, each of them gets the sensitivity of all. `insertions` are the Q/DQ pairs of
+    `quantized_model`, which has the plan of `trace`.
     """
     if validation.comparison is None or not trace.site_errors:
         return validation

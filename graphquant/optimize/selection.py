@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from graphquant.ir import OpKey
-    from graphquant.optimize.candidates import ScaleGroup
+    from graphquant.optimize.candidates import Candidate, ScaleGroup
 
     Selection = tuple[int, ...]
 
@@ -38,10 +38,7 @@ SUM_TOLERANCE = 1e-9
 def choose_selection(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> Selection:
     """Choose the candidate of each group, by index, so that the errors add up to at most `max_error`.
 
-    Args:
-        groups: The groups.
-        costs: Cost of each op in high precision.
-        max_error: Limit of the sum of errors, as a share of the outputs.
+    `costs` are those of ops in high precision, and `max_error` is a share of the outputs.
     """
     ops = sorted({op for group in groups for op in group.ops})
     if len(ops) > MAX_EXHAUSTIVE_OPS:
@@ -88,12 +85,11 @@ def settle_selection(groups: Sequence[ScaleGroup], ops: frozenset[OpKey], max_er
     in the order of their gain until `max_error` is met.
     """
     can_be_high = [bool(group.ops) and group.ops <= ops for group in groups]
-    selection = [
-        next((position for position, candidate in enumerate(group.candidates) if candidate.high_precision), 0)
-        if is_high
-        else 0
-        for group, is_high in zip(groups, can_be_high, strict=True)
-    ]
+    selection = [0] * len(groups)
+    for index, group in enumerate(groups):
+        if can_be_high[index]:
+            high_positions = (i for i, candidate in enumerate(group.candidates) if candidate.high_precision)
+            selection[index] = next(high_positions, 0)
     error = total_error(groups, selection)
     for gain, index, candidate in sorted(_candidate_gains(groups, selection, can_be_high), key=lambda entry: -entry[0]):
         if error <= max_error:
@@ -122,15 +118,9 @@ def _candidate_gains(
 def cheaper_selections(
     groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], ops: frozenset[OpKey], max_ratio: float
 ) -> list[Selection]:
-    """List selections that cost less than those with `ops` in high precision, by increasing error.
+    """List selections that cost at most `max_ratio` of those with `ops` in high precision, by increasing error.
 
     With few ops all subsets are listed, with many those with one op less.
-
-    Args:
-        groups: The groups.
-        costs: Cost of each op in high precision.
-        ops: Ops that run in high precision.
-        max_ratio: Largest cost relative to that of `ops`.
     """
     all_ops = sorted({op for group in groups for op in group.ops})
     max_cost = fsum(costs[op] for op in ops) * max_ratio
@@ -138,10 +128,8 @@ def cheaper_selections(
     if len(all_ops) <= MAX_EXHAUSTIVE_OPS:
         op_sets = [op_set for price, op_set in _op_sets_by_cost(all_ops, costs) if price <= max_cost]
     else:
-        op_sets = [
-            ops - {op}
-            for op in sorted(ops, key=lambda candidate_op: (-costs[candidate_op], candidate_op))[:MAX_DROPPED_OPS]
-        ]
+        dearest = sorted(ops, key=lambda op: (-costs[op], op))[:MAX_DROPPED_OPS]
+        op_sets = [ops - {op} for op in dearest]
     selections = dict.fromkeys(settle_selection(groups, op_set, 0.0) for op_set in op_sets)
     return sorted(selections, key=lambda selection: total_error(groups, selection))
 
@@ -178,7 +166,7 @@ def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float],
         if best is None:
             break
         state.make_float(best[1])
-    for op in sorted(state.high_ops, key=lambda candidate_op: (-costs[candidate_op], candidate_op)):
+    for op in sorted(state.high_ops, key=lambda key: (-costs[key], key)):
         state.restore_op(op, max_error)
     return frozenset(state.high_ops)
 
@@ -250,12 +238,7 @@ MAX_COST_RATIO = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuality:
-    """Quality of one plan.
-
-    Attributes:
-        met: True if it meets the bounds on the search samples.
-        sqnr: SQNR of the worst output in dB; infinite without any loss.
-    """
+    """True if a plan meets the bounds on the search samples, and the SQNR in dB of its worst output, or infinity."""
 
     met: bool
     sqnr: float
@@ -312,7 +295,6 @@ class _PlanSearch:
     ) -> None:
         self._groups, self._costs, self._measure, self._progress = groups, costs, measure, progress
         self._qualities: dict[Selection, PlanQuality] = {}
-        self._float_cost = sum(costs.values()) or 1.0
         self._best = self._measure_selection((0,) * len(groups))
 
     def run(self, target_sqnr: float | None) -> SelectionResult:
@@ -328,20 +310,20 @@ class _PlanSearch:
         return SelectionResult(
             selection=selection,
             quality=quality,
-            cost=price / self._float_cost,
+            cost=price / (sum(self._costs.values()) or 1.0),
             plans=len(self._qualities),
             interrupted=interrupted,
         )
 
     def _climb_to_bound(self, target_sqnr: float | None) -> tuple[float, float]:
         """Raise the aim until a plan meets the bound. Return the last aim that missed and the aim that met."""
-        quality, aim = self._best[1], _error_to_decibels(total_error(self._groups, self._best[0]))
+        quality, error = self._best[1], total_error(self._groups, self._best[0])
+        aim = -10 * math.log10(error) if error else math.inf
         for _ in range(MAX_CLIMB_PLANS):
-            missed = aim
-            shortfall = (
-                target_sqnr - quality.sqnr if target_sqnr is not None and math.isfinite(quality.sqnr) else CLIMB_STEP_DB
-            )
-            aim += max(shortfall + MIN_AIM_STEP_DB, MIN_AIM_STEP_DB)
+            missed, step = aim, CLIMB_STEP_DB
+            if target_sqnr is not None and math.isfinite(quality.sqnr):
+                step = target_sqnr - quality.sqnr
+            aim += max(step + MIN_AIM_STEP_DB, MIN_AIM_STEP_DB)
             quality = self._try_selection(self._choose_for_aim(aim))
             if quality.met:
                 return missed, aim
@@ -410,11 +392,6 @@ def _quality_rank(quality: PlanQuality, price: float) -> tuple[bool, float]:
     return (not quality.met, price if quality.met else -quality.sqnr)
 
 
-def _error_to_decibels(error: float) -> float:
-    """SQNR in dB of a sum of errors."""
-    return -10 * math.log10(error) if error else math.inf
-
-
 # Bit allocation needs no measured plans: sizes and errors of weights add up.
 
 
@@ -426,7 +403,11 @@ def allocate_weight_bits(groups: Sequence[ScaleGroup], max_bytes: float) -> Sele
     result is at most one step from the optimum.
     """
     selection = [
-        min(range(len(group.candidates)), key=lambda candidate: _size_then_error(group, candidate)) for group in groups
+        min(
+            range(len(group.candidates)),
+            key=lambda index: (group.candidates[index].size, group.candidates[index].error),
+        )
+        for group in groups
     ]
     remaining_bytes = max_bytes - sum(
         group.candidates[candidate].size for group, candidate in zip(groups, selection, strict=True)
@@ -434,7 +415,7 @@ def allocate_weight_bits(groups: Sequence[ScaleGroup], max_bytes: float) -> Sele
     upgrades = sorted(
         (-ratio, index, candidate)
         for index, group in enumerate(groups)
-        for ratio, candidate in _hull_upgrades(group, selection[index])
+        for ratio, candidate in _hull_upgrades(group.candidates, selection[index])
     )
     for _, index, candidate in upgrades:
         extra_bytes = groups[index].candidates[candidate].size - groups[index].candidates[selection[index]].size
@@ -444,23 +425,14 @@ def allocate_weight_bits(groups: Sequence[ScaleGroup], max_bytes: float) -> Sele
     return tuple(selection)
 
 
-def _size_then_error(group: ScaleGroup, candidate: int) -> tuple[float, float]:
-    return group.candidates[candidate].size, group.candidates[candidate].error
-
-
-def _hull_upgrades(group: ScaleGroup, start: int) -> Iterator[tuple[float, int]]:
+def _hull_upgrades(candidates: Sequence[Candidate], start: int) -> Iterator[tuple[float, int]]:
     """Yield the steps along the convex hull: error reduction per byte, and the new candidate."""
-    current = start
-    while True:
-        ratios = [
-            (
-                (group.candidates[current].error - candidate.error) / (candidate.size - group.candidates[current].size),
-                index,
-            )
-            for index, candidate in enumerate(group.candidates)
-            if candidate.size > group.candidates[current].size and candidate.error < group.candidates[current].error
-        ]
-        if not ratios:
-            return
-        ratio, current = max(ratios)
-        yield ratio, current
+    current = candidates[start]
+    while ratios := [
+        ((current.error - candidate.error) / (candidate.size - current.size), index)
+        for index, candidate in enumerate(candidates)
+        if candidate.size > current.size and candidate.error < current.error
+    ]:
+        ratio, index = max(ratios)
+        yield ratio, index
+        current = candidates[index]

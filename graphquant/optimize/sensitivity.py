@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,27 +31,18 @@ SWITCH_PREFIX = "graphquant/switch"
 """Prefix of the names of switch inputs; the index of the quantization follows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SwitchPoint:
-    """Quantization op that can be bypassed.
+class SwitchPoint(NamedTuple):
+    """Output of a quantization op that can be bypassed, and the float tensor that it replaces.
 
-    Attributes:
-        quantized: Its output.
-        float_source: The float tensor that it replaces; if only integers are stored, the op that dequantizes them.
+    If only integers are stored, `float_source` is a function that returns the float value.
     """
 
     quantized: TensorRef
     float_source: TensorRef | Callable[[], Array]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchedModel:
-    """Model with switches.
-
-    Attributes:
-        model: The model.
-        inputs: Name of the switch input by index of the switch point.
-    """
+class SwitchedModel(NamedTuple):
+    """Model with switches, and the name of the switch input by index of the switch point."""
 
     model: Model
     inputs: Mapping[int, str]
@@ -69,8 +61,8 @@ def find_switchable(model: Model, switch_points: Sequence[SwitchPoint]) -> list[
     }
     return [
         index
-        for index, switch_point in enumerate(switch_points)
-        if not {*_graphs_of_switch(model, switch_point)} & blind
+        for index, (tensor, _) in enumerate(switch_points)
+        if blind.isdisjoint({tensor.graph, *(use.graph for use in model.graphs[tensor.graph].consumers(tensor))})
     ]
 
 
@@ -102,12 +94,6 @@ def insert_switches(
     return SwitchedModel(model=changed, inputs=inputs)
 
 
-def _graphs_of_switch(model: Model, switch_point: SwitchPoint) -> set[str]:
-    """Graphs that produce and read the switch point."""
-    quantized = switch_point.quantized
-    return {quantized.graph, *(use.graph for use in model.graphs[quantized.graph].consumers(quantized))}
-
-
 def _make_float_tensor(
     model: Model, switch_point: SwitchPoint, replacements: Mapping[TensorRef, TensorRef]
 ) -> TensorRef:
@@ -126,11 +112,9 @@ def _add_switch_input(model: Model, index: int) -> str:
     if model.traits.named_values:
         main.add_op(Op(name=name, kind="input", type="", roles=(), outputs=(Output(name, "bool", ()),)))
     else:
-        default = add_constant(main, main.unique_name(f"{name}/off"), np.array(0, np.bool_), op_type="Const", rule="")
-        outputs = (Output(f"{name}:0", "bool", ()),)
-        main.add_op(
-            Op(name=name, kind="input", type="PlaceholderWithDefault", attrs={"shape": ()}, outputs=outputs), [default]
-        )
+        default = add_constant(main, f"{name}/off", np.array(0, np.bool_), op_type="Const", rule="")
+        fields: dict[str, Any] = {"attrs": {"shape": ()}, "outputs": (Output(f"{name}:0", "bool", ()),)}
+        main.add_op(Op(name=name, kind="input", type="PlaceholderWithDefault", **fields), [default])
     main.inputs.append(name)
     return name
 
@@ -228,7 +212,9 @@ def measure_sensitivity(
                 progress(len(errors), len(selected))
     except KeyboardInterrupt:
         interrupted = True
-    samples = sum(_count_rows(feed) if batch_independent else 1 for feed in feeds)
+    samples = len(feeds)
+    if batch_independent:
+        samples = sum(next((len(value) for value in feed.values() if value.ndim), 1) for feed in feeds)
     return Sensitivity(errors=errors, runs=runs, samples=samples, interrupted=interrupted)
 
 
@@ -251,9 +237,8 @@ def _measure_each(
         if reference is None:
             reference = _SwitchSession(insert_switches(quantized_model, switch_points, by_input=()).model, feeds, {})
             reference_runs = reference.take_run_count()
-        isolated = _SwitchSession(
-            insert_switches(quantized_model, switch_points, by_input=(), on={index}).model, feeds, None
-        )
+        variant = insert_switches(quantized_model, switch_points, by_input=(), on={index})
+        isolated = _SwitchSession(variant.model, feeds, None)
         error = isolated.relative_error(reference, {})
         yield index, error, reference_runs + isolated.take_run_count()
 
@@ -262,11 +247,9 @@ def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[l
     """Find the quantizations with a known float tensor."""
     op_keys, switch_points = [], []
     for site in sites.sites:
-        float_tensor = site.input_tensor if site.input_tensor is not None else site.read_float_weight
-        if (
-            site.input_tensor is not None
-            and quantized_model.output(site.input_tensor).shape != quantized_model.output(site.output_tensor).shape
-        ):
+        float_tensor = site.read_float_weight if site.input_tensor is None else site.input_tensor
+        shapes = (quantized_model.output(tensor).shape for tensor in (site.input_tensor, site.output_tensor) if tensor)
+        if site.input_tensor is not None and len(set(shapes)) > 1:
             float_tensor = site.quantization_op.tensor  # a weight that is quantized in another view
         if float_tensor is not None:
             op_keys.append((site.quantization_op.graph, site.quantization_op.op))
@@ -291,22 +274,16 @@ def _chunk_sample_feeds(batches: Dataset, inputs: Mapping[str, str], *, batch_in
             yield from chunk
 
 
-def _count_rows(feed: Feeds) -> int:
-    return next((len(value) for value in feed.values() if value.ndim), 1)
-
-
 class _SwitchSession:
-    """Session of a model with the samples it runs on."""
+    """Session of a model with the samples it runs on. With `reference_switches`, the model computes the reference."""
 
     def __init__(self, model: Model, feeds: Sequence[Feeds], reference_switches: Feeds | None) -> None:
-        """Create the session; with `reference_switches` the model computes the reference."""
         self._runner = formats.format_module(model.format).create_runner(model)
         self._feeds = feeds
         self._runs = 0
-        self.references = [] if reference_switches is None else [self.run(feed, reference_switches) for feed in feeds]
+        self.references = [] if reference_switches is None else [self._run(feed, reference_switches) for feed in feeds]
 
-    def run(self, feed: Feeds, switches: Feeds) -> dict[str, Array]:
-        """Run the model."""
+    def _run(self, feed: Feeds, switches: Feeds) -> dict[str, Array]:
         self._runs += 1
         return self._runner.run({**feed, **switches})
 
@@ -316,26 +293,21 @@ class _SwitchSession:
         return runs
 
     def relative_error(self, reference: _SwitchSession, switches: Feeds) -> float:
-        """Largest relative squared error of an output over all samples."""
-        power: dict[str, float] = {}
-        error: dict[str, float] = {}
+        """Largest relative squared error of a float output over all samples; NaN if there is none."""
+        power, error = defaultdict[str, float](float), defaultdict[str, float](float)
         for feed, expected in zip(self._feeds, reference.references, strict=True):
-            actual = self.run(feed, switches)
+            actual = self._run(feed, switches)
             for name, value in expected.items():
-                output_power, output_error = _power_and_error(value, actual.get(name))
-                power[name] = power.get(name, 0.0) + output_power
-                error[name] = error.get(name, 0.0) + output_error
-        float_names = [name for name in power if reference.references[0][name].dtype.kind == "f"]
-        shares = [
-            error[name] / power[name] if power[name] else (math.inf if error[name] else 0.0) for name in float_names
-        ]
+                if value.dtype.kind == "f":
+                    output_power, output_error = _power_and_error(value, actual.get(name))
+                    power[name] += output_power
+                    error[name] += output_error
+        shares = [error[name] / power[name] if power[name] else (math.inf if error[name] else 0.0) for name in power]
         return max(shares, default=math.nan)
 
 
 def _power_and_error(expected: Array, actual: Array | None) -> tuple[float, float]:
     """Sum of squares of an output and of its error. An output of another shape counts as completely wrong."""
-    if expected.dtype.kind != "f":
-        return 0.0, 0.0
     flat = expected.astype(np.float64).reshape(-1)
     power = float(flat @ flat)
     if actual is None or actual.shape != expected.shape:

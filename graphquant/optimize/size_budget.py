@@ -41,13 +41,7 @@ SIZE_BUDGET_RULE = "size-budget"
 
 
 class SizedPlan(NamedTuple):
-    """Plan with chosen weight bit widths.
-
-    Attributes:
-        plan: The plan.
-        size: Bytes of all constants of the quantized model.
-        candidates: Weights that differ from the rules, with their candidate.
-    """
+    """Plan with chosen weight bit widths, bytes of all constants, and candidates of weights unlike the rules."""
 
     plan: Plan
     size: int
@@ -91,10 +85,21 @@ class WeightBitsChooser:
             errors[name] = {**measured, **estimates}
             estimated |= estimates.keys()
         integer_ops_sites = _sites_of_integer_ops(prepared, plan, rules_pairs)
-        self._groups = [
-            _weight_group(prepared, plan, group, pairs, errors, can_be_float=not set(group) & integer_ops_sites)
-            for group in group_shared_scales(plan, sites)
-        ]
+        self._groups = []
+        for group in group_shared_scales(plan, sites):
+            candidates = [
+                Candidate(
+                    name=name,
+                    error=sum(errors[name][i] for i in group),
+                    size=sum(_weight_bytes(prepared, plan, i, candidate_pairs[i]) for i in group),
+                )
+                for name, candidate_pairs in pairs.items()
+                if all(i in candidate_pairs for i in group)
+            ]
+            if integer_ops_sites.isdisjoint(group):
+                float_size = sum(_weight_bytes(prepared, plan, i, None) for i in group)
+                candidates.append(Candidate(name=FLOAT_CANDIDATE, error=0.0, size=float_size))
+            self._groups.append(ScaleGroup(sites=tuple(group), ops=frozenset(), candidates=tuple(candidates)))
         self._fixed_size = model_constant_bytes(models[RULE_CANDIDATE].model) - sum(
             group.candidates[0].size for group in self._groups
         )
@@ -213,31 +218,6 @@ def _estimate_error(pair: InsertedPair) -> float:
     if isinstance(pair.params, DynamicQParams):
         return 1.0
     return 4.0 ** (2 - _element_bits(pair.params.type.container))
-
-
-def _weight_group(
-    prepared: Model,
-    plan: Plan,
-    sites: Sequence[int],
-    pairs: Mapping[str, Mapping[int, InsertedPair]],
-    errors: Mapping[str, Mapping[int, float]],
-    *,
-    can_be_float: bool,
-) -> ScaleGroup:
-    """Make the group of weights with one scale, with the candidates that all of them have."""
-    candidates = [
-        Candidate(
-            name=name,
-            error=sum(errors[name][index] for index in sites),
-            size=sum(_weight_bytes(prepared, plan, index, candidate_pairs[index]) for index in sites),
-        )
-        for name, candidate_pairs in pairs.items()
-        if all(index in candidate_pairs for index in sites)
-    ]
-    if can_be_float:
-        float_size = sum(_weight_bytes(prepared, plan, index, None) for index in sites)
-        candidates.append(Candidate(name=FLOAT_CANDIDATE, error=0.0, size=float_size))
-    return ScaleGroup(sites=tuple(sites), ops=frozenset(), candidates=tuple(candidates))
 
 
 def _sites_of_integer_ops(prepared: Model, plan: Plan, quantized: Collection[int]) -> set[int]:

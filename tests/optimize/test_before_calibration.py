@@ -10,8 +10,8 @@ import pytest
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
-from graphquant.optimize import PRE_CALIBRATION_ALGORITHMS, AlgorithmData, algorithm
-from graphquant.optimize.algorithm import PreCalibrationState
+from graphquant.optimize import PRE_CALIBRATION_ALGORITHMS, algorithm
+from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
 from graphquant.optimize.algorithms import apply_precalibration, apply_weight_clipping
 from graphquant.optimize.cross_layer_equalization import HAS_CHANNEL_SCALES
 from graphquant.rules import ALGORITHM_NAMES

@@ -10,7 +10,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.api.plan import prepare_and_plan
-from graphquant.optimize import make_candidate_plans, make_scale_groups
+from graphquant.optimize.candidates import make_candidate_plans, make_scale_groups
 from graphquant.quantize import check_plan
 from graphquant.utils.options import PlanOptions
 

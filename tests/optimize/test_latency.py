@@ -11,16 +11,16 @@ import graphquant as gq
 from graphquant.api.plan import prepare_and_plan
 from graphquant.errors import UsageError
 from graphquant.formats import format_module
-from graphquant.optimize import (
+from graphquant.optimize import TimeRatio, measure_time_ratio
+from graphquant.optimize.candidates import ScaleGroup
+from graphquant.optimize.latency import (
+    MAX_TIMED_PLANS,
     FusionMap,
     LatencyProfile,
-    ScaleGroup,
-    TimeRatio,
+    LatencyTimer,
     make_latency_groups,
-    measure_time_ratio,
     minimize_latency,
 )
-from graphquant.optimize.latency import MAX_TIMED_PLANS, LatencyTimer
 from graphquant.optimize.search import GAIN_TOO_SMALL
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import graphquant as gq
 from graphquant import api
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as onnx_format
-from graphquant.optimize import byte_costs, candidates, latency, make_scale_groups
+from graphquant.optimize import candidates, latency
+from graphquant.optimize.candidates import byte_costs, make_scale_groups
 
 if TYPE_CHECKING:
     from pathlib import Path

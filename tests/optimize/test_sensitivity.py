@@ -15,8 +15,7 @@ from graphquant.api.plan import prepare_for_plan
 from graphquant.calibration import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
-from graphquant.optimize import measure_sensitivity
-from graphquant.optimize.sensitivity import _find_switch_points, find_switchable, insert_switches
+from graphquant.optimize.sensitivity import _find_switch_points, find_switchable, insert_switches, measure_sensitivity
 from graphquant.quantize.rewrite import rewrite
 
 if TYPE_CHECKING:

@@ -13,15 +13,9 @@ import pytest
 
 import graphquant as gq
 from graphquant.errors import UsageError
-from graphquant.optimize import (
-    FLOAT_CANDIDATE,
-    RULE_CANDIDATE,
-    Candidate,
-    ScaleGroup,
-    allocate_weight_bits,
-    candidates,
-    size_budget,
-)
+from graphquant.optimize import candidates, size_budget
+from graphquant.optimize.candidates import FLOAT_CANDIDATE, RULE_CANDIDATE, Candidate, ScaleGroup
+from graphquant.optimize.selection import allocate_weight_bits
 from graphquant.optimize.size_budget import SIZE_BUDGET_RULE, model_constant_bytes
 
 if TYPE_CHECKING:
