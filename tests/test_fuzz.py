@@ -42,7 +42,7 @@ from graphquant.visualize import json_export as view_data
 from graphquant.visualize import text as view_text
 from graphquant.visualize.drawing import model_drawing
 from graphquant.visualize.graph_export import graph_graphml, graphviz_dot
-from graphquant.visualize.svg import graph_svg
+from graphquant.visualize.graph_export import graph_svg
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ def iterate_fields(message: Any) -> Iterator[tuple[Any, Any, Any]]:
                 pending += [part for part in parts if isinstance(part, Message)]
             elif field.message_type is not None:
                 yield current, field, None
-                pending += value if field.is_repeated else [value]
+                pending += value if hasattr(value, "extend") else [value]
             else:
-                yield current, field, value[0] if field.is_repeated else value
+                yield current, field, value[0] if hasattr(value, "extend") else value
 
 
 def change_field(rng: random.Random, holder: Any, field: Any, strings: list[str]) -> None:
@@ -128,7 +128,7 @@ def change_field(rng: random.Random, holder: Any, field: Any, strings: list[str]
         keys = sorted(value)
         if keys:
             del value[rng.choice(keys)]
-    elif field.is_repeated:
+    elif hasattr(value, "extend"):
         index = rng.randrange(len(value))
         action = rng.randrange(4)
         if action == 0:
