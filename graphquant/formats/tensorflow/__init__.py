@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from graphquant.formats import KERAS_SUFFIXES
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.from_tensorflow import from_tensorflow
+from graphquant.formats.tensorflow.live_objects import from_tensorflow, to_tensorflow
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.runner import create_runner, input_specs
 from graphquant.formats.tensorflow.save import save
 from graphquant.formats.tensorflow.source import node_metadata, original_record, read_source
-from graphquant.formats.tensorflow.to_tensorflow import to_tensorflow
 from graphquant.quantize import RECORD_KEY, restore_source
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def upgrade_opset(model: Model, opset: int) -> Model:  # noqa: ARG001  # the pro
 
 def read_metadata(model: Model) -> dict[str, str]:
     """Return the metadata that graphquant wrote into the model."""
-    entries = node_metadata(model.source, model.source.message)
+    entries = node_metadata(model.source)
     return {key: value.decode(errors="replace") for key, value in entries.items() if key != RECORD_KEY}
 
 
@@ -101,21 +100,16 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
         return None
     message, unchanged = restore_source(*record, type(model.source.message))
     digest = hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
-    return build_model(
-        replace(model.source, message=message, digest=digest), model.path or model.source.file
-    ), unchanged
+    source = replace(model.source, message=message, digest=digest)
+    return build_model(source, model.path or source.file), unchanged
 
 
 def encode_skeleton(model: Model) -> str:
     """Return the source message as text, without the data of its constants."""
     message = type(model.source.message)()
     message.CopyFrom(model.source.message)
-    graph_def = model.source.graph_def(message)
-    for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
-        for node in nodes:
-            if node.op == "Const" and "value" in node.attr:
-                tensor = node.attr["value"].tensor
-                node.attr["value"].tensor.CopyFrom(
-                    proto.TensorProto(dtype=tensor.dtype, tensor_shape=tensor.tensor_shape)
-                )
+    for node in proto.all_nodes(model.source.graph_def(message)):
+        if node.op == "Const" and "value" in node.attr:
+            tensor = node.attr["value"].tensor
+            tensor.CopyFrom(proto.TensorProto(dtype=tensor.dtype, tensor_shape=tensor.tensor_shape))
     return proto.to_text(message)

@@ -131,7 +131,6 @@ class Checkpoint:
         return proto.parse_binary(self._index[key], proto.BundleEntryProto(), source=source)
 
     def _array_layout(self, name: str, entry: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """Return the dtype and shape of a numeric variable or slice."""
         type_name = proto.dtype_name(entry.dtype)
         if type_name is None:
             raise self._error(name, f"has an unknown type, number {entry.dtype}")

@@ -115,7 +115,6 @@ class _GraphPatch:
         )
 
     def _patch_node(self, node: Any) -> None:
-        """Write the changes of a source op into its node."""
         op = self._graph.op(node.name)
         old_inputs, old_controls = proto.split_inputs(node)
         data = [

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
-from graphquant.formats.tensorflow.function_names import normalize_function_names
+from graphquant.formats.tensorflow.live_objects import normalize_function_names
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.session import first_error_line, import_tensorflow, silence_stderr
 from graphquant.formats.tensorflow.source import read_source
@@ -107,9 +107,21 @@ def load_keras(path: Path) -> Model:
     config = _read_safe_config(path)
     temp_folder = _TempFolder(tempfile.mkdtemp(prefix="graphquant-keras-"))
     folder = Path(temp_folder.name) / "model"
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     with silence_stderr(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _export_saved_model(tensorflow, path, folder, config)
+        import keras
+
+        _require_tensorflow_backend(keras)
+        _require_known_classes(keras, path, config)
+        try:
+            model = keras.saving.load_model(path, compile=False, safe_mode=True)
+            model.export(folder, format="tf_saved_model", verbose=False)
+        except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
+            raise ModelError(
+                f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))} Export it to a"
+                " SavedModel with model.export(folder) in its own environment, and pass that folder."
+            ) from error
     source = read_source(folder)
     _normalize_saved_functions(source.meta_graph(source.message))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -124,22 +136,6 @@ class _TempFolder:
         weakref.finalize(self, shutil.rmtree, name, ignore_errors=True)
 
 
-def _export_saved_model(tensorflow: Any, path: Path, folder: Path, config: Any) -> None:
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    import keras
-
-    _require_tensorflow_backend(keras)
-    _require_known_classes(keras, path, config)
-    try:
-        model = keras.saving.load_model(path, compile=False, safe_mode=True)
-        model.export(folder, format="tf_saved_model", verbose=False)
-    except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
-        raise ModelError(
-            f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))} Export it to a SavedModel"
-            " with model.export(folder) in its own environment, and pass that folder."
-        ) from error
-
-
 def _normalize_saved_functions(meta: Any) -> None:
     """Give functions the same names each time the file is read."""
     names, objects = normalize_function_names(meta.graph_def), meta.object_graph_def
@@ -151,10 +147,8 @@ def _normalize_saved_functions(meta: Any) -> None:
         if node.WhichOneof("kind") == "function":
             node.function.concrete_functions[:] = [names.get(name, name) for name in node.function.concrete_functions]
         elif node.WhichOneof("kind") == "bare_concrete_function":
-            bare_function = node.bare_concrete_function
-            bare_function.concrete_function_name = names.get(
-                bare_function.concrete_function_name, bare_function.concrete_function_name
-            )
+            bare = node.bare_concrete_function
+            bare.concrete_function_name = names.get(bare.concrete_function_name, bare.concrete_function_name)
 
 
 def _require_tensorflow_backend(keras: Any) -> None:
@@ -173,10 +167,12 @@ def _read_safe_config(path: Path) -> Any:
     except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile) as error:
         raise ModelError(f"{path} is not a Keras model: {first_error_line(str(error))} It may be damaged.") from error
     for entry in _json_objects(config):
-        name = entry.get("class_name")
+        name, layer_config = entry.get("class_name"), entry.get("config")
         if name in _CODE_CLASSES:
+            layer_name = layer_config.get("name") if isinstance(layer_config, dict) else None
+            quoted_name = f" {layer_name!r}" if isinstance(layer_name, str) else ""
             raise ModelError(
-                f"{path} has the {str(name).strip('_')} layer{_quoted_layer_name(entry)}, which contains or refers to"
+                f"{path} has the {str(name).strip('_')} layer{quoted_name}, which contains or refers to"
                 " code. Code in model files is never run. If you trust it, export the model with"
                 " model.export(folder) and pass that folder."
             )
@@ -197,14 +193,7 @@ def _require_known_classes(keras: Any, path: Path, config: Any) -> None:
             )
 
 
-def _quoted_layer_name(entry: dict[str, Any]) -> str:
-    config = entry.get("config")
-    name = config.get("name") if isinstance(config, dict) else None
-    return f" {name!r}" if isinstance(name, str) else ""
-
-
 def _json_objects(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects of a JSON value."""
     pending = [config]
     while pending:
         current = pending.pop()
@@ -253,12 +242,9 @@ def _require_self_contained_h5(file: Any) -> None:
                 continue
             visited.add(group.id)
             for key in group:
-                link, member = group.get(key, getlink=True), None
-                is_external = isinstance(link, h5py.ExternalLink)
-                if not is_external:
-                    member = group.get(key)
-                    is_external = isinstance(member, h5py.Dataset) and bool(member.external or member.is_virtual)
-                if is_external:
+                is_external = isinstance(group.get(key, getlink=True), h5py.ExternalLink)
+                member = None if is_external else group.get(key)
+                if is_external or (isinstance(member, h5py.Dataset) and (member.external or member.is_virtual)):
                     raise ValueError(f"{key[:60]!r} is stored in another file.")
                 if isinstance(member, h5py.Group):
                     pending.append(member)

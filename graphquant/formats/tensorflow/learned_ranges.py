@@ -23,7 +23,7 @@ from graphquant.formats.tensorflow.values import ConstValue, encode_attr, encode
 from graphquant.ir import DataType, unique_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
@@ -109,12 +109,20 @@ def add_initializers(
             handle = _add_handle_node(graph_def, used_names, variable)
         value_node = graph_def.node.add(name=unique_node_name(used_names, f"{handle}/initial_value"), op="Const")
         set_constant(value_node, variable.value)
-        assign_node = graph_def.node.add(name=unique_node_name(used_names, f"{handle}/Assign"), op="AssignVariableOp")
-        assign_node.input.extend([handle, value_node.name])
-        assign_node.attr["dtype"].type = value_node.attr["dtype"].type
-        control_inputs.append(f"^{assign_node.name}")
+        inputs, dtype = [handle, value_node.name], value_node.attr["dtype"].type
+        assign = add_variable_op(graph_def, used_names, f"{handle}/Assign", "AssignVariableOp", inputs, dtype)
+        control_inputs.append(f"^{assign}")
     if control_inputs:
         graph_def.node.add(name=unique_node_name(used_names, INITIALIZER_OP), op="NoOp", input=control_inputs)
+
+
+def add_variable_op(
+    graph_def: Any, used_names: set[str], name: str, op_type: str, inputs: Sequence[str], dtype: int
+) -> str:
+    """Add an op that reads or assigns a variable to the main graph; return its name."""
+    node = graph_def.node.add(name=unique_node_name(used_names, name), op=op_type, input=inputs)
+    node.attr["dtype"].type = dtype
+    return str(node.name)
 
 
 def _add_handle_node(graph_def: Any, used_names: set[str], variable: LearnedRange) -> str:
@@ -253,7 +261,6 @@ def _replace_by_arguments(body: Any, replacements: Mapping[str, str]) -> None:
 
 
 def _add_call_inputs(node: Any, names: list[str]) -> None:
-    """Add inputs to a call."""
     data, control_inputs = proto.split_inputs(node)
     if "_read_only_resource_inputs" in node.attr:
         node.attr["_read_only_resource_inputs"].list.i.extend(range(len(data), len(data) + len(names)))
@@ -271,7 +278,6 @@ def _add_call_inputs(node: Any, names: list[str]) -> None:
 
 
 def _add_resource_arg(args: Any, name: str, variable: LearnedRange) -> None:
-    """Add an argument that is a variable's handle."""
     argument = args.add(name=name, type=type_number("resource"))
     argument.handle_data.add(dtype=type_number(variable.value.dtype.name), shape=encode_shape(variable.value.shape))
 

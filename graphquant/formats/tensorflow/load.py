@@ -266,7 +266,6 @@ class TensorNames:
 
 
 def _declared_shapes(node: Any, producer: int) -> list[Shape | None]:
-    """Return the static shapes of a node's outputs, as far as the node declares them."""
     attr = node.attr
     if "_output_shapes" in attr and attr["_output_shapes"].list.shape and node.op != "VarHandleOp":
         return [decode_shape(shape) for shape in attr["_output_shapes"].list.shape]
@@ -338,7 +337,6 @@ def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping
 
 
 def _add_sink_outputs(graph: Graph) -> None:
-    """Add an output for each computed tensor without readers."""
     for op in list(graph.ops()):
         if op.kind in _NON_SINK_KINDS or graph.nx.adj[op.name]:
             continue

@@ -59,20 +59,27 @@ class _BoundInputs:
     """The variables and constants that the object graph binds to function arguments."""
 
     def __init__(self, model: Model, graph: Graph, saved_objects: Any, variables: CheckpointVariables) -> None:
-        self._model = model
+        self._main = model.main
         self._graph = graph
         self._objects = saved_objects.nodes
         self._variables = variables
         self._keys = _checkpoint_keys(saved_objects.nodes, variables)
         self._names_by_key: dict[str, str] = {}
-        self._names_by_shared_name: dict[str, list[str]] = {}
+        self._names_by_shared_name: dict[str, list[str]] = defaultdict(list)
+        # The variables that the main graph passes for an object. Keras may save a variable twice.
+        self._main_bindings: dict[int, str] = {}
         for op in model.main.ops():
             if op.kind == "variable":
                 key = variables.checkpoint_key(op.source)
                 if key is not None:
                     self._names_by_key.setdefault(key, op.name)
-                self._names_by_shared_name.setdefault(str(op.attrs.get("shared_name") or op.name), []).append(op.name)
-        self._main_bindings = dict(_main_graph_bindings(model, saved_objects))
+                self._names_by_shared_name[str(op.attrs.get("shared_name") or op.name)].append(op.name)
+            for call in op.calls:
+                if call.graph in saved_objects.concrete_functions:
+                    node_ids = saved_objects.concrete_functions[call.graph].bound_inputs
+                    for node_id, slot in zip(reversed(node_ids), reversed(model.main.slots(op.name)), strict=False):
+                        if slot is not None and model.op(slot).kind == "variable":
+                            self._main_bindings[node_id] = slot.op
 
     def resolve(self, node_id: int) -> TensorRef | None:
         """Return the variable or constant of object `node_id`, None for other objects."""
@@ -83,7 +90,11 @@ class _BoundInputs:
             case "variable":
                 return self._resolve_variable(node_id, saved_object.variable)
             case "constant":
-                return self._resolve_constant(saved_object.constant.operation)
+                name = saved_object.constant.operation
+                if name in self._main and self._main.op(name).kind == "constant":
+                    if name not in self._graph:
+                        self._graph.add_op(self._main.op(name))
+                    return TensorRef(SAVED_GRAPH, name)
         return None
 
     def _resolve_variable(self, node_id: int, saved_variable: Any) -> TensorRef:
@@ -98,25 +109,6 @@ class _BoundInputs:
         return self._graph.add_op(
             Op(name=name, kind="variable", type="VarHandleOp", roles=(), outputs=(output,), read_value=value)
         )
-
-    def _resolve_constant(self, name: str) -> TensorRef | None:
-        if name not in self._model.main or self._model.main.op(name).kind != "constant":
-            return None
-        if name not in self._graph:
-            self._graph.add_op(self._model.main.op(name))
-        return TensorRef(SAVED_GRAPH, name)
-
-
-def _main_graph_bindings(model: Model, saved_objects: Any) -> Iterator[tuple[int, str]]:
-    """Yield objects with the variables that the main graph passes for them. Keras may save a variable twice."""
-    for op in model.main.ops():
-        for call in op.calls:
-            if call.graph in saved_objects.concrete_functions:
-                node_ids = saved_objects.concrete_functions[call.graph].bound_inputs
-                slots = model.main.slots(op.name)
-                for node_id, slot in zip(reversed(node_ids), reversed(slots), strict=False):
-                    if slot is not None and model.op(slot).kind == "variable":
-                        yield node_id, slot.op
 
 
 def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int, str]:

@@ -46,43 +46,29 @@ _QUANTIZE_DEQUANTIZE_DEFAULTS: Final = {
 
 VARIABLE_OP_TYPES: Final = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
+_SAME_NAMES: Final = (
+    "Sub Pow Relu Relu6 Sigmoid Tanh Softmax Softplus Erf Exp Log Sqrt Rsqrt Neg Abs LRN Pack Unpack Squeeze"
+    " Cast Einsum"
+)
+"""Ops with inputs only, whose kind is their name in lower case."""
+
 _KINDS_BY_ROLES: Final[Mapping[tuple[str, ...], Mapping[str, str]]] = {
     (): {"constant": "Const", "variable": " ".join(sorted(VARIABLE_OP_TYPES)), "input": "Placeholder PlaceholderV2"},
     ("input",): {
+        **{name.lower(): name for name in _SAME_NAMES.split()},
         "add": "Add AddV2 AddN",
-        "sub": "Sub",
         "mul": "Mul MulNoNan",
         "div": "RealDiv Div DivNoNan",
-        "pow": "Pow",
         "max": "Maximum",
         "min": "Minimum",
-        "relu": "Relu",
-        "relu6": "Relu6",
         "leaky_relu": "LeakyRelu",
         "elu": "Elu Selu",
-        "sigmoid": "Sigmoid",
-        "tanh": "Tanh",
-        "softmax": "Softmax",
         "log_softmax": "LogSoftmax",
-        "softplus": "Softplus",
-        "erf": "Erf",
-        "exp": "Exp",
-        "log": "Log",
-        "sqrt": "Sqrt",
-        "rsqrt": "Rsqrt",
-        "neg": "Neg",
-        "abs": "Abs",
-        "lrn": "LRN",
         "max_pool": "MaxPool MaxPool3D",
         "avg_pool": "AvgPool AvgPool3D",
-        "pack": "Pack",
-        "unpack": "Unpack",
-        "squeeze": "Squeeze",
-        "cast": "Cast",
         "shape": "Shape ShapeN Size Rank",
         "depth_to_space": "DepthToSpace",
         "space_to_depth": "SpaceToDepth",
-        "einsum": "Einsum",
         "top_k": "TopK",
         "identity": "Identity StopGradient Snapshot PreventGradient RefIdentity EnsureShape",
         "merge": "Merge RefMerge",

@@ -57,7 +57,12 @@ class _SchemaBuilder:
     def _add_row(self, first: str, rest: list[str]) -> None:
         in_enum = isinstance(self._current, descriptor_pb2.EnumDescriptorProto)
         if first == "file":
-            self._start_file(*rest)
+            package, syntax = rest
+            name = f"graphquant/{package.replace('.', '/')}_{syntax}.proto"
+            self._scopes = {"": descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax=syntax)}
+            # Every file may use the types of those before it.
+            self._scopes[""].dependency.extend(file.name for file in self.files)
+            self.files.append(self._scopes[""])
         elif first in {"message", "enum"}:
             self._start_type(first, rest[0])
         elif first == "reserved" and rest[0].isdigit():
@@ -69,14 +74,6 @@ class _SchemaBuilder:
             self._current.value.add(name=rest[0], number=int(first))
         else:
             self._add_field(int(first), *rest)
-
-    def _start_file(self, package: str, syntax: str) -> None:
-        name = f"graphquant/{package.replace('.', '/')}_{syntax}.proto"
-        # Every file may use the types of those before it.
-        dependencies = [file.name for file in self.files]
-        file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax=syntax, dependency=dependencies)
-        self.files.append(file)
-        self._scopes = {"": file}
 
     def _start_type(self, kind: str, name: str) -> None:
         outer, _, leaf = name.rpartition(".")
@@ -226,6 +223,13 @@ def to_text(message: Any) -> str:
     """
     with _translate_errors(f"A {message.DESCRIPTOR.full_name} cannot be written as text"):
         return text_format.MessageToString(message, descriptor_pool=POOL)
+
+
+def all_nodes(graph_def: Any) -> Iterator[Any]:
+    """Yield the nodes of the main graph, then those of each function."""
+    yield from graph_def.node
+    for function in graph_def.library.function:
+        yield from function.node_def
 
 
 def split_inputs(node: Any) -> tuple[list[str], list[str]]:

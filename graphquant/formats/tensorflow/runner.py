@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import DataError, ModelError, did_you_mean
 from graphquant.formats import Feeds, InputSpec, prefetch
@@ -24,23 +24,55 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-SERVING_SIGNATURE: Final = "serving_default"
-
-
 def create_runner(model: Model) -> TensorFlowRunner:
     """Create a runner for `model` with its current edits."""
     return TensorFlowRunner(model, import_tensorflow())
 
 
-def input_specs(model: Model) -> Sequence[InputSpec]:
-    """Return the inputs that a run must be fed: those of the signature or, without one, the placeholders."""
-    return _message_input_specs(model, emit(model))
+def input_specs(model: Model, message: Any = None) -> Sequence[InputSpec]:
+    """Return the inputs that a run must be fed: those of the signature or, without one, the placeholders.
+
+    `message` is the emitted `model`, if the caller has it.
+    """
+    signature = _serving_signature(model, message)
+    if signature is None:
+        # Only placeholders that the outputs depend on must be fed.
+        ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
+        names = [name for name in model.main.inputs if name in ancestors and not model.main.slots(name)]
+        return tuple(_input_spec(model, name) for name in names)
+    specs = []
+    for key in sorted(signature.inputs):
+        name = signature.inputs[key].name.partition(":")[0]
+        if name not in model.main or not model.main.op(name).outputs:
+            raise ModelError(f"The signature's input {key!r} is {name!r}, which does not exist. The model is damaged.")
+        specs.append(_input_spec(model, name, key))
+    return tuple(specs)
 
 
-def _message_input_specs(model: Model, message: Any) -> Sequence[InputSpec]:
-    meta = model.source.meta_graph(message)
-    signature = _serving_signature(meta) if meta is not None else None
-    return _placeholder_specs(model) if signature is None else _signature_input_specs(model, signature)
+def output_fetches(model: Model, message: Any = None) -> dict[str, str]:
+    """Return a run's outputs and their tensors. `message` is the emitted `model`, if the caller has it."""
+    signature = _serving_signature(model, message)
+    if signature is None:
+        sources = {label: model.main.source_of(Use("", label, 0)) for label in model.main.outputs}
+        return {label.removeprefix("@"): f"{ref.op}:{ref.port}" for label, ref in sources.items() if ref is not None}
+    names = {key: signature.outputs[key].name for key in sorted(signature.outputs)}
+    return {key: name if ":" in name else f"{name}:0" for key, name in names.items() if name}
+
+
+def _serving_signature(model: Model, message: Any) -> Any:
+    """Return the signature `serving_default`, else the first with outputs; None if there is none."""
+    meta = model.source.meta_graph(emit(model) if message is None else message)
+    if meta is None:
+        return None
+    names = ["serving_default", *sorted(meta.signature_def)]
+    signatures = (meta.signature_def[name] for name in names if name in meta.signature_def and name != INIT_SIGNATURE)
+    return next((sig for sig in signatures if any(info.name for info in sig.outputs.values())), None)
+
+
+def _input_spec(model: Model, name: str, *keys: str) -> InputSpec:
+    output = model.main.op(name).outputs[0]
+    aliases = tuple(dict.fromkeys(key for key in (f"{name}:0", *keys) if key != name))
+    return InputSpec(name=name, dtype=output.dtype or "float32", shape=output.shape, aliases=aliases)
 
 
 class TensorFlowRunner:
@@ -56,7 +88,7 @@ class TensorFlowRunner:
         self._tf = module
         self.model = model
         message = emit(model)
-        self.inputs = _message_input_specs(model, message)
+        self.inputs = input_specs(model, message)
         self._fetches = output_fetches(model, message)
         self.outputs: Sequence[str] = tuple(self._fetches)
         required = {spec.name for spec in self.inputs}
@@ -100,7 +132,8 @@ class TensorFlowRunner:
     @property
     def output_tensors(self) -> Mapping[str, TensorRef]:
         """The tensors that `outputs` name."""
-        return {key: _main_tensor(name) for key, name in self._fetches.items()}
+        parts = {key: name.partition(":") for key, name in self._fetches.items()}
+        return {key: TensorRef("", op, int(port or 0)) for key, (op, _, port) in parts.items()}
 
     @staticmethod
     def unobservable(_tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
@@ -172,76 +205,17 @@ class TensorFlowRunner:
                     f"The data has {key!r}, which is not an input of the model. Its inputs are "
                     f"{', '.join(spec.name for spec in self.inputs)}.{did_you_mean(key, self._specs_by_key)}"
                 )
-            if not _shape_matches(spec, value.shape):
+            shape = value.shape if spec.shape is None else spec.shape
+            if len(shape) != len(value.shape) or any(
+                size not in {None, actual} for size, actual in zip(shape, value.shape, strict=True)
+            ):
+                sizes = ", ".join("any" if size is None else str(size) for size in shape)
                 raise DataError(
-                    f"The data for {spec.name!r} has shape {value.shape}, but the model needs"
-                    f" {_format_shape(spec)}. Reshape the data."
+                    f"The data for {spec.name!r} has shape {value.shape}, but the model needs [{sizes}]. Reshape the"
+                    " data."
                 )
             feed_dict[f"{spec.name}:0"] = value
         missing = [spec.name for spec in self.inputs if f"{spec.name}:0" not in feed_dict]
         if missing:
             raise DataError(f"The data lacks the model's input {missing[0]!r}. It has {', '.join(feeds) or 'nothing'}.")
         return feed_dict
-
-
-def _serving_signature(meta: Any) -> Any:
-    """Return the serving signature: `serving_default`, else the first with outputs; None if there is none."""
-    names = [SERVING_SIGNATURE, *sorted(meta.signature_def)]
-    signatures = (meta.signature_def[name] for name in names if name in meta.signature_def and name != INIT_SIGNATURE)
-    return next((sig for sig in signatures if any(info.name for info in sig.outputs.values())), None)
-
-
-def _signature_input_specs(model: Model, signature: Any) -> tuple[InputSpec, ...]:
-    specs = []
-    for key in sorted(signature.inputs):
-        name = signature.inputs[key].name.partition(":")[0]
-        if name not in model.main or not model.main.op(name).outputs:
-            raise ModelError(f"The signature's input {key!r} is {name!r}, which does not exist. The model is damaged.")
-        specs.append(_input_spec(model, name, key))
-    return tuple(specs)
-
-
-def _input_spec(model: Model, name: str, *keys: str) -> InputSpec:
-    output = model.main.op(name).outputs[0]
-    aliases = tuple(dict.fromkeys(key for key in (f"{name}:0", *keys) if key != name))
-    return InputSpec(name=name, dtype=output.dtype or "float32", shape=output.shape, aliases=aliases)
-
-
-def _placeholder_specs(model: Model) -> tuple[InputSpec, ...]:
-    """Return the placeholders that the outputs depend on."""
-    ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
-    names = [name for name in model.main.inputs if name in ancestors and not model.main.slots(name)]
-    return tuple(_input_spec(model, name) for name in names)
-
-
-def output_fetches(model: Model, message: Any = None) -> dict[str, str]:
-    """Return a run's outputs and their tensors. `message` is the emitted `model`, if the caller has it."""
-    meta = model.source.meta_graph(emit(model) if message is None else message)
-    signature = _serving_signature(meta) if meta is not None else None
-    return _sink_fetches(model) if signature is None else _signature_fetches(signature)
-
-
-def _signature_fetches(signature: Any) -> dict[str, str]:
-    names = {key: signature.outputs[key].name for key in sorted(signature.outputs)}
-    return {key: name if ":" in name else f"{name}:0" for key, name in names.items() if name}
-
-
-def _main_tensor(name: str) -> TensorRef:
-    """Return the tensor of the main graph named "op:port"."""
-    op, _, port = name.partition(":")
-    return TensorRef("", op, int(port or 0))
-
-
-def _sink_fetches(model: Model) -> dict[str, str]:
-    sources = {label: model.main.source_of(Use("", label, 0)) for label in model.main.outputs}
-    return {label.removeprefix("@"): f"{ref.op}:{ref.port}" for label, ref in sources.items() if ref is not None}
-
-
-def _shape_matches(spec: InputSpec, shape: tuple[int, ...]) -> bool:
-    if spec.shape is None:
-        return True
-    return len(shape) == len(spec.shape) and all(size in {None, n} for size, n in zip(spec.shape, shape, strict=True))
-
-
-def _format_shape(spec: InputSpec) -> str:
-    return "[" + ", ".join("any" if size is None else str(size) for size in spec.shape or ()) + "]"

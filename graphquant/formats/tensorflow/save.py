@@ -21,6 +21,7 @@ from graphquant.formats.tensorflow.learned_ranges import (
     INITIALIZER_OP,
     add_initializers,
     add_to_object_graph,
+    add_variable_op,
     by_shared_name,
     capture_in_functions,
     learned_ranges,
@@ -32,15 +33,17 @@ from graphquant.formats.tensorflow.values import decode_tensor, set_constant, ty
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from graphquant.formats.tensorflow.learned_ranges import LearnedRange
     from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
 
 
-VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
-MAIN_OP_COLLECTION: Final = "saved_model_main_op"
+_VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
+
+_FINGERPRINT_FILE: Final = "fingerprint.pb"
+"""Holds hashes of saved_model.pb. It is optional for readers, and a stale one would be wrong."""
 
 
 class CheckpointAdditions(NamedTuple):
@@ -50,20 +53,16 @@ class CheckpointAdditions(NamedTuple):
     object_graph: Any | None
 
 
-def checkpoint_additions(
-    source: TensorFlowSource, message: Any, variables: Iterable[LearnedRange]
+def _add_learned_ranges(
+    source: TensorFlowSource, message: Any, learned: Sequence[LearnedRange]
 ) -> CheckpointAdditions | None:
     """Add the variables of learned ranges to `message` and return their checkpoint additions; None if there are none.
 
     In a TF2 SavedModel they become objects. In a TF1 SavedModel or a MetaGraph they become members of the variable
     collections. In both, the saver restores them.
-
-    Raises:
-        ModelError: The checkpoint is damaged.
-        UsageError: An operation that cannot take more arguments calls a function.
     """
-    learned, meta = list(variables), source.meta_graph(message)
-    if not learned:
+    meta = source.meta_graph(message)
+    if meta is None or not learned:
         return None
     captures = capture_in_functions(meta.graph_def, learned)
     by_shared = by_shared_name(learned)
@@ -78,7 +77,8 @@ def checkpoint_additions(
     if object_graph is None:
         _register_in_collections(meta, by_shared, handles)
     if meta.saver_def.restore_op_name:
-        _extend_restore_op(meta, {keys[name]: (handle, by_shared[name].value) for name, handle in handles.items()})
+        types = {name: type_number(variable.value.dtype.name) for name, variable in by_shared.items()}
+        _extend_saver(meta, {keys[name]: (handle, types[name]) for name, handle in handles.items()})
     return CheckpointAdditions(values, object_graph)
 
 
@@ -114,34 +114,31 @@ def _register_in_collections(meta: Any, by_shared: Mapping[str, LearnedRange], h
     """Register the variables in TF1's collections, each with the op that assigns its initial value."""
     nodes = {node.name: node for node in meta.graph_def.node}
     add_initializers(meta.graph_def, [by_shared[shared_name] for shared_name in handles], handles)
-    add_to_collections(meta, meta.graph_def, by_shared.values())
+    add_to_collections(meta, by_shared.values())
     if not meta.saver_def.restore_op_name:
-        names = meta.collection_def[MAIN_OP_COLLECTION].node_list.value
+        names = meta.collection_def["saved_model_main_op"].node_list.value
         if names and names[0] in nodes:
             nodes[names[0]].input.append(f"^{INITIALIZER_OP}")
         else:
             names.append(INITIALIZER_OP)
 
 
-def add_to_collections(meta: Any, graph_def: Any, variables: Iterable[LearnedRange]) -> None:
-    """Add the variables of a GraphDef to a MetaGraphDef's collections, and add the ops that read them."""
+def add_to_collections(meta: Any, variables: Iterable[LearnedRange]) -> None:
+    """Add the variables to a MetaGraphDef's collections, and add the ops that read them."""
     by_shared = by_shared_name(variables)
     used_names: set[str] = set()
     reads: dict[str, str] = {}
     assigns: dict[str, tuple[str, str]] = {}
-    for node in graph_def.node:
+    for node in meta.graph_def.node:
         used_names.add(node.name)
         if node.op == "ReadVariableOp" and node.input:
             reads.setdefault(node.input[0], node.name)
         elif node.op == "AssignVariableOp" and len(node.input) > 1:
             assigns.setdefault(node.input[0], (node.name, node.input[1]))
-    for shared_name, handle in _handle_nodes(graph_def, by_shared, assigns).items():
+    for shared_name, handle in _handle_nodes(meta.graph_def, by_shared, assigns).items():
         if handle not in reads:
-            read = graph_def.node.add(
-                name=unique_node_name(used_names, f"{handle}/Read/ReadVariableOp"), op="ReadVariableOp", input=[handle]
-            )
-            read.attr["dtype"].type = type_number(by_shared[shared_name].value.dtype.name)
-            reads[handle] = read.name
+            name, dtype = f"{handle}/Read/ReadVariableOp", type_number(by_shared[shared_name].value.dtype.name)
+            reads[handle] = add_variable_op(meta.graph_def, used_names, name, "ReadVariableOp", [handle], dtype)
         definition = proto.VariableDef(
             variable_name=f"{handle}:0",
             initial_value_name=f"{assigns[handle][1]}:0",
@@ -150,66 +147,57 @@ def add_to_collections(meta: Any, graph_def: Any, variables: Iterable[LearnedRan
             is_resource=True,
             trainable=by_shared[shared_name].trainable,
         )
-        for collection in VARIABLE_COLLECTIONS if by_shared[shared_name].trainable else VARIABLE_COLLECTIONS[:1]:
+        for collection in _VARIABLE_COLLECTIONS if by_shared[shared_name].trainable else _VARIABLE_COLLECTIONS[:1]:
             meta.collection_def[collection].bytes_list.value.append(proto.to_binary(definition))
 
 
-def _extend_restore_op(meta: Any, variables: Mapping[str, tuple[str, Array]]) -> None:
-    """Extend the saver, so that it restores the variables and, if it saves in the main graph, saves them too."""
+def _extend_saver(meta: Any, variables: Mapping[str, tuple[str, int]]) -> None:
+    """Extend the saver, so that it restores the variables and, if it saves in the main graph, saves them too.
+
+    `variables` are the nodes and types of the variables, by their keys in the checkpoint.
+    """
     graph_def, saver = meta.graph_def, meta.saver_def
     nodes = {node.name: node for node in graph_def.node}
     used_names = set(nodes)
     prefix, restore_op = saver.filename_tensor_name, nodes.get(saver.restore_op_name.partition(":")[0])
     if restore_op is None or prefix.partition(":")[0] not in nodes:
         return
-    types = [type_number(value.dtype.name) for _, value in variables.values()]
+    types = [dtype for _, dtype in variables.values()]
     keys = _add_string_constant(graph_def, used_names, "keys", [key.encode() for key in variables])
     slices = _add_string_constant(graph_def, used_names, "slices", [b""] * len(types))
     restore_read = graph_def.node.add(name=unique_node_name(used_names, "learned_ranges/restore"), op="RestoreV2")
     restore_read.input.extend([prefix.removesuffix(":0"), keys, slices])
     restore_read.attr["dtypes"].list.type.extend(types)
-    for position, (handle, _) in enumerate(variables.values()):
-        assign = graph_def.node.add(name=unique_node_name(used_names, f"{handle}/restore"), op="AssignVariableOp")
-        assign.input.extend([handle, f"{restore_read.name}:{position}" if position else restore_read.name])
-        assign.attr["dtype"].type = types[position]
-        restore_op.input.append(f"^{assign.name}")
-    _extend_save_op(graph_def, used_names, variables, types)
-
-
-def _extend_save_op(
-    graph_def: Any, used_names: set[str], variables: Mapping[str, tuple[str, Array]], types: list[int]
-) -> None:
-    """Add the variables to the first SaveV2 of the main graph."""
-    nodes = {node.name: node for node in graph_def.node}
+    for position, (handle, dtype) in enumerate(variables.values()):
+        inputs = [handle, f"{restore_read.name}:{position}" if position else restore_read.name]
+        assign = add_variable_op(graph_def, used_names, f"{handle}/restore", "AssignVariableOp", inputs, dtype)
+        restore_op.input.append(f"^{assign}")
     save_op = next((node for node in graph_def.node if node.op == "SaveV2" and len(node.input) > 2), None)  # noqa: PLR2004  # prefix, names, slices
     if save_op is None:
         return
     constants = [nodes.get(tensor, proto.NodeDef()) for tensor in save_op.input[1:3]]
     if any(node.op != "Const" for node in constants):
         return
-    keys, slices = (decode_tensor(node.attr["value"].tensor, "names").reshape(-1).tolist() for node in constants)
+    saved_keys, saved_slices = (
+        decode_tensor(node.attr["value"].tensor, "names").reshape(-1).tolist() for node in constants
+    )
     data, control_inputs = proto.split_inputs(save_op)
-    data[1] = _add_string_constant(graph_def, used_names, "save_keys", [*keys, *(key.encode() for key in variables)])
-    data[2] = _add_string_constant(graph_def, used_names, "save_slices", [*slices, *[b""] * len(types)])
-    for (handle, _), dtype in zip(variables.values(), types, strict=True):
-        variable_read = graph_def.node.add(
-            name=unique_node_name(used_names, f"{handle}/save"), op="ReadVariableOp", input=[handle]
-        )
-        variable_read.attr["dtype"].type = dtype
-        data.append(variable_read.name)
+    data[1] = _add_string_constant(
+        graph_def, used_names, "save_keys", [*saved_keys, *(key.encode() for key in variables)]
+    )
+    data[2] = _add_string_constant(graph_def, used_names, "save_slices", [*saved_slices, *[b""] * len(types)])
+    data += [
+        add_variable_op(graph_def, used_names, f"{handle}/save", "ReadVariableOp", [handle], dtype)
+        for handle, dtype in variables.values()
+    ]
     save_op.input[:] = [*data, *control_inputs]
     save_op.attr["dtypes"].list.type.extend(types)
 
 
 def _add_string_constant(graph_def: Any, used_names: set[str], suffix: str, values: list[bytes]) -> str:
-    """Add a constant of strings and return its name."""
     node = graph_def.node.add(name=unique_node_name(used_names, f"learned_ranges/{suffix}"), op="Const")
     set_constant(node, np.array(values, object))
     return str(node.name)
-
-
-FINGERPRINT_FILE: Final = "fingerprint.pb"
-"""Holds hashes of saved_model.pb. It is optional for readers, and a stale one would be wrong."""
 
 
 def save(model: Model, path: Path) -> None:
@@ -224,9 +212,7 @@ def save(model: Model, path: Path) -> None:
     source: TensorFlowSource = model.source
     message = emit(model)
     write_metadata(message, model)
-    additions = None
-    if source.message_type != "GraphDef":
-        additions = checkpoint_additions(source, message, learned_ranges(model))
+    additions = _add_learned_ranges(source, message, learned_ranges(model))
     try:
         if source.folder is not None:
             _save_folder(source, source.folder, message, path, additions)
@@ -292,7 +278,7 @@ def _save_folder(
             f"{path} exists and is not a SavedModel. A SavedModel is written as a folder; choose another path."
         )
     data = _serialize_message(source, message, text=source.text)
-    stale = set(SAVED_MODEL_FILES) if message == source.message else {*SAVED_MODEL_FILES, FINGERPRINT_FILE}
+    stale = set(SAVED_MODEL_FILES) if message == source.message else {*SAVED_MODEL_FILES, _FINGERPRINT_FILE}
     visited: set[str] = set()
 
     def ignored_names(subfolder: str, _names: list[str]) -> set[str]:

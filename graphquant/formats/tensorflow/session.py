@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 _QUEUE_PREFIX: Final = "graphquant_observe"
 
 
-def queue_name(index: int) -> str:
-    """Return the `shared_name` of queue `index`."""
-    return f"{_QUEUE_PREFIX}_{index}"
-
-
 def unfetchable_ops(graph: Graph) -> set[str]:
     """Return the ops of the main graph that may run never or repeatedly: all descendants of an Enter or Switch."""
     return set(reachable((op.name for op in graph.ops() if op.kind in {"enter", "switch"}), graph.nx.adj.__getitem__))
@@ -65,42 +60,35 @@ def instrument_with_queues(model: Model, tensors: Iterable[TensorRef], size_only
 
 
 def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_only: bool) -> None:
-    output = graph.op(tensor.op).outputs[tensor.port]
-    kind = graph.op(tensor.op).kind
-    source = graph.slots(tensor.op)[0] if kind == "next_iteration" else None
+    def add_op(
+        name: str,
+        op_type: str,
+        attrs: Mapping[str, object],
+        inputs: Sequence[TensorRef] = (),
+        control_source: TensorRef | None = None,
+        output: Output | None = None,
+    ) -> TensorRef:
+        name = graph.unique_name(f"{_QUEUE_PREFIX}/{index}/{name}")
+        outputs = (output or Output("", "resource"),)
+        op = Op(name=name, kind="stateful", type=op_type, attrs=attrs, outputs=outputs)
+        return graph.add_op(op, inputs, control_sources=[control_source.op] if control_source else ())
+
+    output = graph.output(tensor)
+    source = graph.slots(tensor.op)[0] if graph.op(tensor.op).kind == "next_iteration" else None
     # TensorFlow allows no op between NextIteration and Merge; the input of NextIteration has the same value.
     tensor = tensor if source is None else source
     uses = graph.consumers(tensor)
     dtype = DataType(output.dtype or "float32")
-    name, observed, types = f"{_QUEUE_PREFIX}/{index}", tensor, [dtype]
+    observed, types = tensor, [dtype]
     if size_only:
         types = [DataType("int64")]
-        size_op = _make_queue_op(
-            graph, f"{name}/size", "Size", {"T": dtype, "out_type": types[0]}, Output("", "int64", ())
-        )
-        observed = graph.add_op(size_op, [tensor])
-    queue = graph.add_op(
-        _make_queue_op(
-            graph, f"{name}/queue", "FIFOQueueV2", {"component_types": types, "shared_name": queue_name(index)}
-        ),
-        control_sources=[tensor.op],
-    )
-    enqueue = graph.add_op(
-        _make_queue_op(graph, f"{name}/enqueue", "QueueEnqueueV2", {"Tcomponents": types}), [queue, observed]
-    )
-    identity = _make_queue_op(graph, f"{name}/value", "Identity", {"T": dtype}, Output("", output.dtype, output.shape))
-    forwarded = graph.add_op(identity, [tensor], control_sources=[enqueue.op])
-    graph.reroute(tensor, uses, forwarded)
-
-
-def _make_queue_op(graph: Graph, name: str, op_type: str, attrs: dict[str, object], output: Output | None = None) -> Op:
-    return Op(
-        name=graph.unique_name(name),
-        kind="stateful",
-        type=op_type,
-        attrs=attrs,
-        outputs=(output or Output("", "resource"),),
-    )
+        attrs = {"T": dtype, "out_type": types[0]}
+        observed = add_op("size", "Size", attrs, [tensor], output=Output("", "int64", ()))
+    queue_attrs = {"component_types": types, "shared_name": f"{_QUEUE_PREFIX}_{index}"}
+    queue = add_op("queue", "FIFOQueueV2", queue_attrs, control_source=tensor)
+    enqueue = add_op("enqueue", "QueueEnqueueV2", {"Tcomponents": types}, [queue, observed])
+    value = Output("", output.dtype, output.shape)
+    graph.reroute(tensor, uses, add_op("value", "Identity", {"T": dtype}, [tensor], enqueue, value))
 
 
 INIT_SIGNATURE: Final = "__saved_model_init_op"
@@ -188,7 +176,7 @@ class TensorFlowSession:
         raw_ops, queues = self.tf.raw_ops, []
         with self.graph.as_default():
             for index, dtype in enumerate(dtypes):
-                queue = raw_ops.FIFOQueueV2(component_types=[dtype], shared_name=queue_name(index))
+                queue = raw_ops.FIFOQueueV2(component_types=[dtype], shared_name=f"{_QUEUE_PREFIX}_{index}")
                 queues.append(_ObservationQueue(queue, dtype, raw_ops.QueueSizeV2(handle=queue)))
         return queues
 
@@ -234,7 +222,6 @@ class TensorFlowSession:
             self.run(self.operation(name), assets)
 
     def _assign_learned_ranges(self, variables: Sequence[LearnedRange]) -> None:
-        """Assign initial values to the learned ranges that were added to the model."""
         raw_ops = self.tf.raw_ops
         with self.graph.as_default(), translate_tf_errors(self.tf):
             assignments = []
@@ -255,7 +242,6 @@ class TensorFlowSession:
         assign_variables(self.tf, self.tf_session, missing)
 
     def _copy_live_values(self, live_object: LiveObject) -> None:
-        """Assign the variable values of the object that the model was read from."""
         ops = self.graph.get_operations()
         variables = [op for op in ops if op.type in VARIABLE_OP_TYPES and LEARNED_ATTR not in op.node_def.attr]
         if variables and not live_object.values:
@@ -314,20 +300,18 @@ def assign_variables(tensorflow: Any, session: Any, values: Mapping[str, Any]) -
     with session.graph.as_default(), translate_tf_errors(tensorflow):
         for name, value in values.items():
             variable = session.graph.get_operation_by_name(name)
-            setter = _find_assign_op(variable)
+            handle = variable.outputs[0]
+            assign_ops = (
+                reader
+                for reader in handle.consumers()
+                if reader.type in {"AssignVariableOp", "Assign"} and reader.inputs[0] is handle
+            )
+            setter = next((reader for reader in assign_ops if not reader.control_inputs), None)
             if setter is None or setter.inputs[1].name in feed_dict:  # two variables may have the same initial tensor
                 setter = _add_assign_op(tensorflow, variable, value)
             setters.append(setter)
             feed_dict[setter.inputs[1].name] = value
         session.run(setters, feed_dict)
-
-
-def _find_assign_op(variable: Any) -> Any:
-    """Return an op that assigns a variable and has no control inputs, None if there is none."""
-    handle = variable.outputs[0]
-    kinds = {"AssignVariableOp", "Assign"}
-    assign_ops = (reader for reader in handle.consumers() if reader.type in kinds and reader.inputs[0] is handle)
-    return next((reader for reader in assign_ops if not reader.control_inputs), None)
 
 
 def _add_assign_op(tensorflow: Any, variable: Any, value: Any) -> Any:
@@ -341,11 +325,8 @@ def _add_assign_op(tensorflow: Any, variable: Any, value: Any) -> Any:
 
 def _without_xla(graph_def: Any) -> Any:
     """Return `graph_def` without requests for XLA, which has no queues and fuses observed tensors."""
-    for function in graph_def.library.function:
-        function.attr.pop(COMPILE_ATTR, None)
-    for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
-        for node in nodes:
-            node.attr.pop(COMPILE_ATTR, None)
+    for message in (*graph_def.library.function, *proto.all_nodes(graph_def)):
+        message.attr.pop(COMPILE_ATTR, None)
     return graph_def
 
 

@@ -17,7 +17,7 @@ from graphquant.formats.tensorflow.object_graph import CheckpointVariables, reso
 from graphquant.quantize import RECORD_KEY, make_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from graphquant.formats.tensorflow.values import Array
@@ -56,19 +56,14 @@ class LiveObject:
         if not self.value_tensors:
             return {name: value() for name, value in self.values.items()}
         try:
-            return dict(
-                zip(
-                    self.value_tensors,
-                    fetch_from_session(self.instance, list(self.value_tensors.values())),
-                    strict=True,
-                )
-            )
+            values = fetch_from_session(self.instance, list(self.value_tensors.values()))
         except sys.modules["tensorflow"].errors.FailedPreconditionError:  # a variable has no value
-            values: dict[str, Array] = {}
+            initialized: dict[str, Array] = {}
             for name, value in self.values.items():
                 with suppress(ModelError):
-                    values[name] = value()
-            return values
+                    initialized[name] = value()
+            return initialized
+        return dict(zip(self.value_tensors, values, strict=True))
 
 
 def fetch_from_session(session: Any, tensors: list[Any]) -> list[Array]:
@@ -85,21 +80,21 @@ class TensorFlowSource:
 
     Attributes:
         message: A GraphDef, MetaGraphDef or SavedModel.
+        file: The loaded file.
+        digest: Hex SHA-256 of the file.
         index: The index of the model among a SavedModel's meta graphs; 0 for other messages.
         text: True if the file is in text format.
-        file: The loaded file.
         folder: A SavedModel's folder, None for other messages.
-        digest: Hex SHA-256 of the file.
         live_object: The object in memory that the model was read from, None for a file.
         temp_folder: The temporary folder of the files, deleted with the last reference to the model.
     """
 
     message: Any
-    index: int
-    text: bool
     file: Path
-    folder: Path | None
     digest: str
+    index: int = 0
+    text: bool = False
+    folder: Path | None = None
     live_object: LiveObject | None = None
     temp_folder: Any = None
 
@@ -141,40 +136,28 @@ def read_source(path: Path) -> TensorFlowSource:
     Raises:
         ModelError: There is no model, or it is damaged.
     """
-    file = _model_file(path)
+    file = path
+    if path.is_dir():
+        existing = [path / name for name in SAVED_MODEL_FILES if (path / name).is_file()]
+        if not existing:
+            raise ModelError(f"{path} is a folder without saved_model.pb. Give a SavedModel's folder or a model file.")
+        file = existing[0]
     try:
         data = file.read_bytes()
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}.") from error
     if not data:
         raise ModelError(f"{file} is empty. It is not a TensorFlow model.")
-    text = _looks_like_text(data)
+    # Text has no control characters but white space. Binary messages soon contain some.
+    text = not any(byte < 9 or 13 < byte < 32 for byte in data[:4096])  # noqa: PLR2004
     message = _parse_text_model(data, file) if text else _parse_binary_model(data, file)
     folder = file.parent if message.DESCRIPTOR.name == "SavedModel" else None
-    index = _serving_index(message.meta_graphs) if folder is not None else 0
-    return TensorFlowSource(
-        message=message, index=index, text=text, file=file, folder=folder, digest=hashlib.sha256(data).hexdigest()
-    )
-
-
-def _model_file(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    for name in SAVED_MODEL_FILES:
-        if (path / name).is_file():
-            return path / name
-    raise ModelError(f"{path} is a folder without saved_model.pb. Give a SavedModel's folder or a model file.")
-
-
-def _serving_index(meta_graphs: Any) -> int:
-    """Return the index of the meta graph tagged `serve` with the fewest other tags, else 0."""
-    tagged = [index for index, meta in enumerate(meta_graphs) if "serve" in meta.meta_info_def.tags]
-    return min(tagged, key=lambda index: (len(meta_graphs[index].meta_info_def.tags), index), default=0)
-
-
-def _looks_like_text(data: bytes) -> bool:
-    """Return True for text format, which has no control characters. Binary messages soon contain some."""
-    return not any(byte < 9 or 13 < byte < 32 for byte in data[:4096])  # noqa: PLR2004  # all but white space
+    # The meta graph tagged `serve` with the fewest other tags, else the first.
+    tags = [meta.meta_info_def.tags for meta in message.meta_graphs] if folder is not None else []
+    serving = [index for index, names in enumerate(tags) if "serve" in names]
+    index = min(serving, key=lambda index: len(tags[index]), default=0)
+    digest = hashlib.sha256(data).hexdigest()
+    return TensorFlowSource(message=message, file=file, digest=digest, index=index, text=text, folder=folder)
 
 
 def _parse_text_model(data: bytes, file: Path) -> Any:
@@ -182,12 +165,10 @@ def _parse_text_model(data: bytes, file: Path) -> Any:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"{file} is neither a TensorFlow model in binary form nor text. It may be damaged.") from error
-    candidates = (proto.GraphDef, proto.MetaGraphDef, proto.SavedModel)
     errors = []
-    for message_class in candidates:
-        message = message_class()
+    for message_class in (proto.GraphDef, proto.MetaGraphDef, proto.SavedModel):
         try:
-            proto.parse_text(text, message, source=str(file))
+            message = proto.parse_text(text, message_class(), source=str(file))
         except ModelError as error:
             errors.append(error)
             continue
@@ -207,9 +188,8 @@ def _error_line(error: ModelError) -> int:
 def _parse_binary_model(data: bytes, file: Path) -> Any:
     # Field numbers mean different fields in each message, so a file may parse as several: the content decides.
     for message_class in (proto.SavedModel, proto.MetaGraphDef, proto.GraphDef):
-        message = message_class()
         try:
-            proto.parse_binary(data, message, source=str(file))
+            message = proto.parse_binary(data, message_class(), source=str(file))
         except ModelError:
             continue
         if _has_nodes(message):
@@ -221,9 +201,8 @@ def _parse_binary_model(data: bytes, file: Path) -> Any:
 
 def _has_nodes(message: Any) -> bool:
     """Return True if `message` has nodes, each with a name and an operation."""
-    message_type = message.DESCRIPTOR.name
-    meta_graphs = message.meta_graphs if message_type == "SavedModel" else (message,)
-    graphs = [message] if message_type == "GraphDef" else [meta.graph_def for meta in meta_graphs]
+    meta_graphs = message.meta_graphs if isinstance(message, proto.SavedModel) else [message]
+    graphs = [message] if isinstance(message, proto.GraphDef) else [meta.graph_def for meta in meta_graphs]
     nodes = [node for graph in graphs for node in graph.node]
     return bool(nodes) and all(node.name and node.op for node in nodes)
 
@@ -243,21 +222,22 @@ def write_metadata(message: Any, model: Model) -> None:
     if model.provenance is None:
         return
     source: TensorFlowSource = model.source
-    _clear_metadata(source, message)
+    graph_def = source.graph_def(message)
+    _clear_metadata(graph_def)
     entries: dict[str, bytes] = {key: value.encode() for key, value in model.provenance.items()}
     if model.original_model is not None:
         entries[RECORD_KEY] = make_record(model.original_model.source.message, message)
-    node = next((node for node in _graph_def_nodes(source, message) if RULE_ATTR in node.attr), None)
+    node = next((node for node in proto.all_nodes(graph_def) if RULE_ATTR in node.attr), None)
     if node is not None:
         for key in sorted(entries):
             node.attr[_METADATA_PREFIX + key].s = entries[key]
 
 
-def node_metadata(source: TensorFlowSource, message: Any) -> dict[str, bytes]:
+def node_metadata(source: TensorFlowSource) -> dict[str, bytes]:
     """Return the metadata of a model, by key."""
     return {
         key.removeprefix(_METADATA_PREFIX): node.attr[key].s
-        for node in _graph_def_nodes(source, message)
+        for node in proto.all_nodes(source.graph_def(source.message))
         for key in sorted(node.attr)
         if key.startswith(_METADATA_PREFIX)
     }
@@ -265,24 +245,16 @@ def node_metadata(source: TensorFlowSource, message: Any) -> dict[str, bytes]:
 
 def original_record(source: TensorFlowSource) -> tuple[bytes, Any] | None:
     """Return the original's record in a model, and the model without its metadata; None if there is no record."""
-    data = node_metadata(source, source.message).get(RECORD_KEY)
+    data = node_metadata(source).get(RECORD_KEY)
     if data is None:
         return None
     stripped = type(source.message)()
     stripped.CopyFrom(source.message)
-    _clear_metadata(source, stripped)
+    _clear_metadata(source.graph_def(stripped))
     return data, stripped
 
 
-def _clear_metadata(source: TensorFlowSource, message: Any) -> None:
-    """Remove the metadata of a model."""
-    for node in _graph_def_nodes(source, message):
+def _clear_metadata(graph_def: Any) -> None:
+    for node in proto.all_nodes(graph_def):
         for key in [key for key in node.attr if key.startswith(_METADATA_PREFIX)]:
             del node.attr[key]
-
-
-def _graph_def_nodes(source: TensorFlowSource, message: Any) -> Iterator[Any]:
-    graph_def = source.graph_def(message)
-    yield from graph_def.node
-    for function in graph_def.library.function:
-        yield from function.node_def

@@ -68,20 +68,22 @@ def run_tflite_converter(model: Model) -> bytes:
     """Convert a frozen model with FakeQuants to a TFLite file. Float inputs and outputs with a range become int8."""
     tensorflow = import_tensorflow()
     v1 = tensorflow.compat.v1
-    graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(emit(model))))
+    message = emit(model)
+    graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(message)))
+    input_names = [spec.name for spec in input_specs(model, message)]
+    output_names = list(output_fetches(model, message).values())
     with _silence_converter(), translate_tf_errors(tensorflow):
         function = v1.wrap_function(lambda: v1.import_graph_def(graph_def, name=""), [])
-        feeds = [function.graph.as_graph_element(f"{spec.name}:0") for spec in input_specs(model)]
-        fetches = [function.graph.as_graph_element(name) for name in output_fetches(model).values()]
+        feeds = [function.graph.as_graph_element(f"{name}:0") for name in input_names]
+        fetches = [function.graph.as_graph_element(name) for name in output_names]
         converter = tensorflow.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
         # Without ranges the optimization would quantize the weights only.
-        has_ranges = any(op.kind == "qdq" for op in model.main.ops())
-        if has_ranges:
+        if any(op.kind == "qdq" for op in model.main.ops()):
             converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
-        if has_ranges and all(_input_is_quantized(model, spec.name) for spec in input_specs(model)):
-            converter.inference_input_type = tensorflow.int8
-        if has_ranges and all(_output_is_quantized(model, name) for name in output_fetches(model).values()):
-            converter.inference_output_type = tensorflow.int8
+            if all(_input_is_quantized(model, name) for name in input_names):
+                converter.inference_input_type = tensorflow.int8
+            if all(_output_is_quantized(model, name) for name in output_names):
+                converter.inference_output_type = tensorflow.int8
     from tensorflow.lite.python.convert_phase import ConverterError
 
     try:
@@ -183,25 +185,19 @@ def freeze_graph(model: Model) -> Model:
     source: TensorFlowSource = model.source
     tensorflow = import_tensorflow()
     with translate_tf_errors(tensorflow), silence_stderr():
-        if source.message_type == "GraphDef" and not _needs_freezing(model):
-            graph_def = type(source.message)()
-            graph_def.CopyFrom(emit(model))
+        values = source.live_object.values if source.live_object else {}
+        learned = any(op.kind == "variable" and LEARNED_ATTR in op.attrs for op in model.main.ops())
+        if source.message_type == "GraphDef" and len(model.graphs) == 1 and not values and not learned:
+            graph_def = emit(model)
         else:
             data, outputs = _freeze_with_tensorflow(tensorflow, model)
             graph_def = _restore_op_names(proto.parse_binary(data, proto.GraphDef(), source=str(source.file)), outputs)
         _write_inferred_shapes(tensorflow, graph_def)
     digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
-    frozen = TensorFlowSource(message=graph_def, index=0, text=False, file=source.file, folder=None, digest=digest)
+    frozen = TensorFlowSource(message=graph_def, file=source.file, digest=digest)
     frozen_model = build_model(frozen, model.path or source.file)
     frozen_model.path = model.path
     return frozen_model
-
-
-def _needs_freezing(model: Model) -> bool:
-    """Return True if there is something to freeze: functions, variables with values, or learned ranges."""
-    values = model.source.live_object.values if model.source.live_object else {}
-    ranges = any(op.kind == "variable" and LEARNED_ATTR in op.attrs for op in model.main.ops())
-    return len(model.graphs) > 1 or bool(values) or ranges
 
 
 def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:
@@ -240,8 +236,7 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
 
     traced: list[Any] = []
     function = v1.wrap_function(lambda: traced.extend(rebuild()), [])
-    pruned = function.prune(*traced)
-    frozen_function = convert_variables_to_constants_v2(pruned)
+    frozen_function = convert_variables_to_constants_v2(function.prune(*traced))
     pairs = zip(fetches, frozen_function.outputs, strict=True)
     outputs = {key: (output.name, output.dtype.as_datatype_enum) for key, output in pairs}
     return frozen_function.graph.as_graph_def().SerializeToString(), outputs
@@ -268,8 +263,7 @@ def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) ->
         new_node.CopyFrom(node)
         new_node.name = new_names[node.name]
         new_node.attr.pop("_class", None)
-        for index, tensor_name in enumerate(node.input):
-            new_node.input[index] = _rename_input(tensor_name, bypassed_inputs, new_names)
+        new_node.input[:] = [_rename_input(tensor_name, bypassed_inputs, new_names) for tensor_name in node.input]
     return renamed
 
 

@@ -131,7 +131,6 @@ def encode_attr(value: Any) -> Any:
 
 
 def _encode_item(value: Any) -> tuple[str, Any]:
-    """Return the AttrValue field for `value` and its content."""
     for types, kind, encoder in _ENCODERS:
         if isinstance(value, types):
             return kind, encoder(value)
