@@ -1,86 +1,47 @@
-"""Load TFLite files: each subgraph becomes a graph, each tensor an op's output with its stored scale and zero point."""
+"""Load TFLite files: each subgraph becomes a graph, each tensor an op's output with its stored scale and zero point.
+
+The files are FlatBuffers (https://flatbuffers.dev/internals/): a table starts with the distance to its vtable, which
+lists the offset of each field; strings, vectors and tables in fields are distances forward. Files may be damaged or
+hostile, so every offset is checked. Distances are followed only as deep as the schema goes, and shared data counts each
+time it is read, so that a small file cannot cause endless work.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import mmap
+import struct
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from graphquant.errors import ModelError
 from graphquant.formats.tflite import ops
-from graphquant.formats.tflite.flatbuffer import FlatBuffer, FlatTable, damaged_file_error
 from graphquant.formats.tflite.ops import SUBGRAPH_FIELDS, describe_tflite_op
 from graphquant.ir import Call, Graph, Model, Op, Output, StoredQuantization, TensorRef, paused_gc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from graphquant.numerics import Array
 
 
-NON_NUMERIC_DTYPES = frozenset({"string", "resource", "variant"})
-"""Types without numeric values."""
+_NON_NUMERIC_DTYPES: Final = frozenset({"string", "resource", "variant"})
+_PACKED_DTYPES: Final = {"int4": (4, ml_dtypes.int4), "uint4": (4, ml_dtypes.uint4), "int2": (2, ml_dtypes.int2)}
 
-_PACKED_DTYPES = {"int4": (4, ml_dtypes.int4), "uint4": (4, ml_dtypes.uint4), "int2": (2, ml_dtypes.int2)}
-
-
-class BufferSpan(NamedTuple):
-    """Position of a buffer's bytes in the file: inside the FlatBuffer, or after it in files over 2 GB."""
-
-    start: int
-    size: int
-
-
-def buffer_span(table: FlatTable) -> BufferSpan:
-    """Return the position of a Buffer's bytes; its size is 0 if the buffer is empty.
-
-    Raises:
-        ModelError: The bytes are outside the file.
-    """
-    start, size = table.vector_span("data", 1)
-    offset = table.number("offset", "Q")
-    if not size and offset > 1:  # an offset of 1 marks omitted bytes
-        start, size = offset, table.number("size", "Q")
-        if start + size > len(table.buffer.data):
-            raise damaged_file_error(f"a buffer of {size} bytes at {start} is outside of its {len(table.buffer.data)}")
-    return BufferSpan(start, size)
-
-
-def constant_reader(
-    data: memoryview, span: BufferSpan, output: Output, sizes: tuple[int, ...]
-) -> Callable[[], Array] | None:
-    """Return a reader of a constant's value, None if the file does not hold its numbers."""
-    if not span.size or output.dtype in NON_NUMERIC_DTYPES:
-        return None
-    return partial(_read_constant, data, span, output, sizes)
-
-
-def _read_constant(data: memoryview, span: BufferSpan, output: Output, sizes: tuple[int, ...]) -> Array:
-    count, name = math.prod(sizes), output.dtype or ""
-    bits, element_type = _PACKED_DTYPES.get(name, (0, None))
-    dtype: Any = np.dtype("uint8" if bits else ml_dtypes.bfloat16 if name == "bfloat16" else name)
-    needed = (count * bits + 7) // 8 if bits else count * dtype.itemsize
-    if needed != span.size:
-        raise damaged_file_error(
-            f"{output.name!r} of shape {list(sizes)} and {name} has {span.size} bytes, not {needed}"
-        )
-    stored = np.frombuffer(data, dtype, needed // dtype.itemsize, span.start)
-    if not bits:
-        return stored.reshape(sizes)
-    unpacked = [(stored >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
-    integers = np.stack(unpacked, axis=-1).reshape(-1)[:count].astype(np.uint8).view(np.int8)
-    return integers.astype(element_type).reshape(sizes)
-
-
-MAX_SUBGRAPHS = 10_000
+_MAX_SUBGRAPHS: Final = 10_000
 """Limit on the subgraphs of a file, above that of any real model."""
+
+_MAX_READS_PER_BYTE: Final = 4
+"""The average number of times that each byte of a file may be read as part of a table or vector."""
+
+_MIN_READ_BUDGET: Final = 1 << 16
+"""Bytes that may be read from any file, however small."""
 
 
 def load(path: Path) -> Model:
@@ -114,12 +75,106 @@ def parse_tflite(data: bytes | mmap.mmap, path: Path | None = None) -> Model:
         raise ModelError("This is not a TFLite model: it lacks the identifier TFL3 at byte 4. Export the model again.")
     model = Model(format="tflite", path=path, source=view, digest=hashlib.sha256(view).hexdigest())
     with paused_gc():
-        _ModelReader(model, FlatBuffer(view).root(ops.MODEL)).read_subgraphs()
+        buffer = _FlatBuffer(view)
+        _ModelReader(model, buffer.table(buffer.number("I", 0), ops.MODEL)).read_subgraphs()
     return model
 
 
+class _FlatBuffer:
+    """A FlatBuffers file with a budget for reads."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self._read_budget = _MAX_READS_PER_BYTE * len(data) + _MIN_READ_BUDGET
+
+    def require_range(self, position: int, size: int) -> None:
+        """Check that `size` bytes from `position` on are in the file, and subtract them from the budget."""
+        if position < 0 or position + size > len(self.data):
+            raise _damaged_file_error(f"{size} bytes at {position} are outside of its {len(self.data)}")
+        self._read_budget -= size
+        if self._read_budget < 0:
+            raise _damaged_file_error("its tables refer to each other too often")
+
+    def number(self, struct_format: str, position: int) -> Any:
+        """Read the number at `position`; `struct_format` is a format of the `struct` module."""
+        self.require_range(position, struct.calcsize(struct_format))
+        return struct.unpack_from(f"<{struct_format}", self.data, position)[0]
+
+    def table(self, position: int, fields: Mapping[str, int]) -> _FlatTable:
+        """Return the table at `position`, whose fields have these numbers."""
+        vtable = position - self.number("i", position)
+        size = self.number("H", vtable)
+        self.require_range(vtable, size)
+        return _FlatTable(self, position, struct.unpack_from(f"<{size // 2}H", self.data, vtable)[2:], fields)
+
+
 @dataclass(frozen=True, slots=True)
-class _TensorEntry:
+class _FlatTable:
+    """A table; its fields are accessed by their names in the schema.
+
+    Attributes:
+        buffer: The file.
+        start: The position of the table.
+        field_offsets: The offset of each field from `start`, 0 for an absent field.
+        fields: The numbers of the fields.
+    """
+
+    buffer: _FlatBuffer
+    start: int
+    field_offsets: tuple[int, ...]
+    fields: Mapping[str, int]
+
+    def number(self, field: str, struct_format: str) -> Any:
+        """Return a number, 0 if the field is absent; `struct_format` is a format of the `struct` module."""
+        position = self._field_position(field)
+        return 0 if position is None else self.buffer.number(struct_format, position)
+
+    def table(self, field: str, fields: Mapping[str, int]) -> _FlatTable | None:
+        """Return the table in a field, None if the field is absent."""
+        position = self._referenced_position(field)
+        return None if position is None else self.buffer.table(position, fields)
+
+    def tables(self, field: str, fields: Mapping[str, int]) -> list[_FlatTable]:
+        """Return the tables of a vector."""
+        start, count = self.vector_span(field, 4)
+        positions = range(start, start + 4 * count, 4)
+        return [self.buffer.table(position + self.buffer.number("I", position), fields) for position in positions]
+
+    def text(self, field: str) -> str:
+        """Return a string; bytes that are not UTF-8 are escaped."""
+        start, count = self.vector_span(field, 1)
+        return bytes(self.buffer.data[start : start + count]).decode("utf-8", errors="backslashreplace")
+
+    def array(self, field: str, dtype: str) -> Array:
+        """Return a vector of numbers, (n,)."""
+        kind = np.dtype(dtype).newbyteorder("<")
+        start, count = self.vector_span(field, kind.itemsize)
+        return np.frombuffer(self.buffer.data, kind, count, start).astype(dtype)
+
+    def vector_span(self, field: str, size: int) -> tuple[int, int]:
+        """Return start and count of a vector's elements of `size` bytes; (0, 0) if the field is absent."""
+        position = self._referenced_position(field)
+        if position is None:
+            return 0, 0
+        count = self.buffer.number("I", position)
+        self.buffer.require_range(position + 4, count * size)
+        return position + 4, count
+
+    def _field_position(self, field: str) -> int | None:
+        number = self.fields[field]
+        offset = self.field_offsets[number] if number < len(self.field_offsets) else 0
+        return self.start + offset if offset else None
+
+    def _referenced_position(self, field: str) -> int | None:
+        position = self._field_position(field)
+        return None if position is None else position + self.buffer.number("I", position)
+
+
+def _damaged_file_error(problem: str) -> ModelError:
+    return ModelError(f"The file is damaged: {problem}. Export or copy the model again.")
+
+
+class _TensorEntry(NamedTuple):
     """A tensor of a subgraph, and its value if the file holds one."""
 
     output: Output
@@ -138,16 +193,16 @@ class _SubgraphScope:
 
     def claim_label(self, index: int, prefix: str = "") -> str:
         """Return a free op name for tensor `index`."""
-        return claim_name(prefix + (self.tensors[index].output.name or f"tensor_{index}"), self.used_names)
+        return _claim_name(prefix + (self.tensors[index].output.name or f"tensor_{index}"), self.used_names)
 
-    def tensor_indices(self, table: FlatTable, name: str) -> list[int]:
+    def tensor_indices(self, table: _FlatTable, name: str) -> list[int]:
         """Return the tensor indices in a field, -1 for an omitted one."""
         indices: list[int] = table.array(name, "int32").tolist()
         if indices and not (min(indices) >= -1 and max(indices) < len(self.tensors)):
             listed = f"the {name} {min(indices)} to {max(indices)} are listed"
-            raise damaged_file_error(f"{listed}, but it has {len(self.tensors)} tensors")
+            raise _damaged_file_error(f"{listed}, but it has {len(self.tensors)} tensors")
         if table.fields is ops.SUBGRAPH and -1 in indices:
-            raise damaged_file_error(f"one of its {name} is not a tensor")
+            raise _damaged_file_error(f"one of its {name} is not a tensor")
         return indices
 
     def add_op(self, op: Op, indices: Sequence[int]) -> None:
@@ -155,7 +210,7 @@ class _SubgraphScope:
         self.graph.add_op(op)
         for port, index in enumerate(indices):
             if index in self.tensor_refs:
-                raise damaged_file_error(f"tensor {index}, {self.tensors[index].output.name!r}, has two producers")
+                raise _damaged_file_error(f"tensor {index}, {self.tensors[index].output.name!r}, has two producers")
             if index >= 0:
                 self.tensor_refs[index] = TensorRef(self.graph.name, op.name, port)
 
@@ -172,12 +227,11 @@ class _SubgraphScope:
 class _ModelReader:
     """Fills `model` with the subgraphs of a file."""
 
-    def __init__(self, model: Model, root: FlatTable) -> None:
+    def __init__(self, model: Model, root: _FlatTable) -> None:
         self._model = model
         self._root = root
-        self._view: memoryview = model.source
         self._op_types = [_op_type_name(table) for table in root.tables("operator_codes", ops.OPERATOR_CODE)]
-        self._buffer_spans = [buffer_span(table) for table in root.tables("buffers", ops.BUFFER)]
+        self._buffer_spans = [_buffer_span(table) for table in root.tables("buffers", ops.BUFFER)]
         self._graph_names: list[str] = []
 
     def read_subgraphs(self) -> None:
@@ -185,22 +239,19 @@ class _ModelReader:
         tables = self._root.tables("subgraphs", ops.SUBGRAPH)
         if not tables:
             raise ModelError("The file contains no graph. Export the model again.")
-        if len(tables) > MAX_SUBGRAPHS:
-            raise damaged_file_error(f"it has {len(tables)} graphs")
+        if len(tables) > _MAX_SUBGRAPHS:
+            raise _damaged_file_error(f"it has {len(tables)} graphs")
         used_names = {"": 0}
         for index, table in enumerate(tables):
             preferred = table.text("name") or f"subgraph_{index}" if index else ""
-            self._graph_names.append(claim_name(preferred, used_names) if index else "")
+            self._graph_names.append(_claim_name(preferred, used_names) if index else "")
             self._model.graphs[self._graph_names[index]] = Graph(self._graph_names[index], self._model.graphs)
         self._model.entry_graphs = tuple(self._graph_names)
         for name, table in zip(self._graph_names, tables, strict=True):
             self._fill_graph(self._model.graphs[name], table)
 
-    def _fill_graph(self, graph: Graph, table: FlatTable) -> None:
-        tensors = [
-            self._read_tensor(index, tensor_table)
-            for index, tensor_table in enumerate(table.tables("tensors", ops.TENSOR))
-        ]
+    def _fill_graph(self, graph: Graph, table: _FlatTable) -> None:
+        tensors = [self._read_tensor(*entry) for entry in enumerate(table.tables("tensors", ops.TENSOR))]
         nodes = table.tables("operators", ops.OPERATOR)
         scope = _SubgraphScope(graph, tensors)
         for index in scope.tensor_indices(table, "inputs"):
@@ -216,40 +267,37 @@ class _ModelReader:
             graph.add_op(Op(name=label, kind="output", type="Output"), [scope.tensor_refs.get(index)])
             graph.outputs.append(label)
 
-    def _read_tensor(self, index: int, table: FlatTable) -> _TensorEntry:
+    def _read_tensor(self, index: int, table: _FlatTable) -> _TensorEntry:
         code = table.number("type", "b")
         if not 0 <= code < len(ops.TYPES):
             raise ModelError(f"Tensor {index} has the unknown type {code}, which this version cannot read.")
         dtype = ops.TYPES[code]
         sizes = tuple(table.array("shape", "int32").tolist())
         if min(sizes, default=0) < 0:
-            raise damaged_file_error(f"tensor {index} has the shape {list(sizes)}")
+            raise _damaged_file_error(f"tensor {index} has the shape {list(sizes)}")
         signature = table.array("shape_signature", "int32").tolist() or sizes
         shape = tuple(None if size < 0 else size for size in signature)
         output = Output(table.text("name"), dtype, shape, _read_quantization(index, sizes, table))
         buffer = table.number("buffer", "I")
         if buffer >= max(len(self._buffer_spans), 1):
-            raise damaged_file_error(f"tensor {index} stores its data in buffer {buffer} of {len(self._buffer_spans)}")
+            raise _damaged_file_error(f"tensor {index} stores its data in buffer {buffer} of {len(self._buffer_spans)}")
         is_elsewhere = table.table("sparsity", {}) is not None or table.number("external_buffer", "I")
-        buffer_span = self._buffer_spans[buffer] if buffer and not is_elsewhere else BufferSpan(0, 0)
-        return _TensorEntry(
-            output, constant_reader(self._view, buffer_span, output, sizes), bool(table.number("is_variable", "b"))
-        )
+        start, size = self._buffer_spans[buffer] if buffer and not is_elsewhere else (0, 0)
+        value = None
+        if size and dtype not in _NON_NUMERIC_DTYPES:
+            value = partial(_read_constant, self._model.source, start, size, output, sizes)
+        return _TensorEntry(output, value, bool(table.number("is_variable", "b")))
 
-    def _node_op_type(self, node: FlatTable) -> str:
-        index = node.number("opcode_index", "I")
-        if index >= len(self._op_types):
-            raise damaged_file_error(f"an op has the code {index} of {len(self._op_types)}")
-        op_type: str = self._op_types[index]
-        return op_type
-
-    def _add_node(self, scope: _SubgraphScope, node: FlatTable) -> str:
+    def _add_node(self, scope: _SubgraphScope, node: _FlatTable) -> str:
         """Add an op, named after its first output; return its name."""
-        op_type = self._node_op_type(node)
+        code = node.number("opcode_index", "I")
+        if code >= len(self._op_types):
+            raise _damaged_file_error(f"an op has the code {code} of {len(self._op_types)}")
+        op_type = self._op_types[code]
         op_info = describe_tflite_op(op_type)
         outputs = scope.tensor_indices(node, "outputs")
         first_output = next((index for index in outputs if index >= 0), None)
-        name = claim_name(op_type, scope.used_names) if first_output is None else scope.claim_label(first_output)
+        name = _claim_name(op_type, scope.used_names) if first_output is None else scope.claim_label(first_output)
         op = Op(
             name=name,
             kind=op_info.kind,
@@ -263,7 +311,7 @@ class _ModelReader:
         scope.add_op(op, outputs)
         return name
 
-    def _subgraph_calls(self, op_type: str, node: FlatTable) -> Iterator[Call]:
+    def _subgraph_calls(self, op_type: str, node: _FlatTable) -> Iterator[Call]:
         if op_type not in SUBGRAPH_FIELDS:
             return
         fields, subgraph_fields = SUBGRAPH_FIELDS[op_type]
@@ -271,18 +319,44 @@ class _ModelReader:
         for name, (offset, loop) in subgraph_fields.items():
             index = 0 if options is None else options.number(name, "i")
             if not 0 <= index < len(self._graph_names):
-                raise damaged_file_error(f"{op_type} runs graph {index} of {len(self._graph_names)}")
+                raise _damaged_file_error(f"{op_type} runs graph {index} of {len(self._graph_names)}")
             yield Call(name.removesuffix("_subgraph_index"), self._graph_names[index], offset, loop)
 
 
-def _op_type_name(table: FlatTable) -> str:
+def _buffer_span(table: _FlatTable) -> tuple[int, int]:
+    """Return start and size of a Buffer's bytes: inside the FlatBuffer, or after it in files over 2 GB."""
+    start, size = table.vector_span("data", 1)
+    offset = table.number("offset", "Q")
+    if not size and offset > 1:  # an offset of 1 marks omitted bytes
+        start, size = offset, table.number("size", "Q")
+        if start + size > len(table.buffer.data):
+            raise _damaged_file_error(f"a buffer of {size} bytes at {start} is outside of its {len(table.buffer.data)}")
+    return start, size
+
+
+def _read_constant(data: memoryview, start: int, size: int, output: Output, sizes: tuple[int, ...]) -> Array:
+    count, name = math.prod(sizes), output.dtype or ""
+    bits, element_type = _PACKED_DTYPES.get(name, (0, None))
+    dtype: Any = np.dtype("uint8" if bits else ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    needed = (count * bits + 7) // 8 if bits else count * dtype.itemsize
+    if needed != size:
+        raise _damaged_file_error(f"{output.name!r} of shape {list(sizes)} and {name} has {size} bytes, not {needed}")
+    stored = np.frombuffer(data, dtype, needed // dtype.itemsize, start)
+    if not bits:
+        return stored.reshape(sizes)
+    unpacked = [(stored >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    integers = np.stack(unpacked, axis=-1).reshape(-1)[:count].astype(np.uint8).view(np.int8)
+    return integers.astype(element_type).reshape(sizes)
+
+
+def _op_type_name(table: _FlatTable) -> str:
     """Return the name of an op type. The old field stores codes below 127 and is 127 for all others."""
     code = max(table.number("builtin_code", "i"), table.number("deprecated_builtin_code", "b"))
     name: str = ops.BUILTINS[code] if 0 <= code < len(ops.BUILTINS) else f"BUILTIN_{code}"
     return (table.text("custom_code") or name) if name == ops.CUSTOM else name
 
 
-def _read_quantization(index: int, sizes: tuple[int, ...], table: FlatTable) -> StoredQuantization:
+def _read_quantization(index: int, sizes: tuple[int, ...], table: _FlatTable) -> StoredQuantization:
     """Return the stored scale of a tensor; most tensors of a float model have none."""
     quantization = table.table("quantization", ops.QUANTIZATION)
     if quantization is None:
@@ -300,7 +374,7 @@ def _read_quantization(index: int, sizes: tuple[int, ...], table: FlatTable) -> 
     )
 
 
-def claim_name(name: str, used_names: dict[str, int]) -> str:
+def _claim_name(name: str, used_names: dict[str, int]) -> str:
     """Return `name`, or `name_k` with the smallest free k; `used_names` remembers the last k of each name."""
     candidate, number = name, used_names.get(name, 0)
     while candidate in used_names:

@@ -96,114 +96,86 @@ class TFLiteOpInfo:
     channel_axis: int | None = None
 
 
-_WEIGHTED_ROLES: Final = ("input", "weight", "bias")
-_TRANSPOSE_CONV_ROLES: Final = ("shape", "weight", "input", "bias")
-_REDUCE_ROLES: Final = ("input", "axis")
-_SHAPE_ROLES: Final = ("input", "shape")
-_RNN_ROLES: Final = ("input", "weight", "recurrent_weight", "bias", "variable")
-_LSTM_ROLES: Final = (
-    "input",
-    *("weight",) * 4,
-    *("recurrent_weight",) * 4,
-    *("peephole",) * 3,
-    *("bias",) * 4,
-    "weight",
-    "bias",
-    *("variable",) * 2,
-    "scale",
+_SAME_NAMES: Final = (
+    "SUB MUL DIV POW RELU RELU6 LEAKY_RELU ELU GELU HARD_SWISH TANH SOFTMAX LOG_SOFTMAX EXP LOG SQRT RSQRT NEG"
+    " ABS SQUEEZE PACK UNPACK CAST DEPTH_TO_SPACE SPACE_TO_DEPTH QUANTIZE DEQUANTIZE WHILE"
 )
+"""Ops with inputs only, whose kind is their name in lower case."""
 
-_SIMPLE_OPS: Final = {
-    name: TFLiteOpInfo(kind)
-    for kind, names in {
+_KINDS_BY_ROLES: Final[Mapping[tuple[str, ...], Mapping[str, str]]] = {
+    (): {"variable": "VAR_HANDLE"},
+    ("input",): {
+        **{name.lower(): name for name in _SAME_NAMES.split()},
         "add": "ADD ADD_N",
-        "sub": "SUB",
-        "mul": "MUL",
-        "div": "DIV",
         "max": "MAXIMUM",
         "min": "MINIMUM",
-        "pow": "POW",
-        "relu": "RELU",
-        "relu6": "RELU6",
         "clip": "RELU_N1_TO_1 RELU_0_TO_1",
-        "leaky_relu": "LEAKY_RELU",
-        "elu": "ELU",
-        "gelu": "GELU",
-        "hard_swish": "HARD_SWISH",
         "sigmoid": "LOGISTIC",
-        "tanh": "TANH",
-        "softmax": "SOFTMAX",
-        "log_softmax": "LOG_SOFTMAX",
-        "exp": "EXP",
-        "log": "LOG",
-        "sqrt": "SQRT",
-        "rsqrt": "RSQRT",
-        "neg": "NEG",
-        "abs": "ABS",
         "max_pool": "MAX_POOL_2D",
         "avg_pool": "AVERAGE_POOL_2D",
         "lrn": "LOCAL_RESPONSE_NORMALIZATION",
         "concat": "CONCATENATION",
-        "squeeze": "SQUEEZE",
-        "pack": "PACK",
-        "unpack": "UNPACK",
-        "cast": "CAST",
         "shape": "SHAPE RANK",
-        "depth_to_space": "DEPTH_TO_SPACE",
-        "space_to_depth": "SPACE_TO_DEPTH",
-        "quantize": "QUANTIZE",
-        "dequantize": "DEQUANTIZE",
         "qdq": "FAKE_QUANT",
-        "while": "WHILE",
         "call": "CALL CALL_ONCE",
         "random": "RANDOM_STANDARD_NORMAL RANDOM_UNIFORM MULTINOMIAL",
-    }.items()
-    for name in names.split()
+    },
+    ("input", "weight"): {"matmul": "BATCH_MATMUL", "prelu": "PRELU"},
+    ("input", "axis"): {
+        "reduce_mean": "MEAN",
+        "reduce_sum": "SUM",
+        "reduce_max": "REDUCE_MAX",
+        "reduce_min": "REDUCE_MIN",
+        "arg_max": "ARG_MAX",
+        "transpose": "TRANSPOSE",
+        "unsqueeze": "EXPAND_DIMS",
+    },
+    ("input", "shape"): {
+        "top_k": "TOPK_V2",
+        "reshape": "RESHAPE",
+        "expand": "BROADCAST_TO",
+        "tile": "TILE",
+        "pad": "PAD MIRROR_PAD",
+        "resize": "RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR",
+    },
+    ("input", "shape", "axis"): {"split": "SPLIT_V"},
+    ("input", "shape", "other"): {"pad": "PADV2"},
+    ("input", "indices"): {"slice": "SLICE STRIDED_SLICE", "gather": "GATHER GATHER_ND"},
+    ("axis", "input"): {"split": "SPLIT"},
+    ("shape", "input"): {"expand": "FILL"},
+    ("indices", "input"): {"gather": "EMBEDDING_LOOKUP"},
+    ("condition", "input"): {"where": "SELECT SELECT_V2", "if": "IF"},
+    ("input", "weight", "recurrent_weight", "bias", "variable"): {"rnn": "RNN UNIDIRECTIONAL_SEQUENCE_RNN"},
+    (
+        "input",
+        *("weight",) * 4,
+        *("recurrent_weight",) * 4,
+        *("peephole",) * 3,
+        *("bias",) * 4,
+        "weight",
+        "bias",
+        *("variable",) * 2,
+        "scale",
+    ): {"lstm": "UNIDIRECTIONAL_SEQUENCE_LSTM"},
+    ("variable",): {"read_variable": "READ_VARIABLE"},
+    ("variable", "input"): {"stateful": "ASSIGN_VARIABLE"},
 }
+_WEIGHTED_ROLES: Final = ("input", "weight", "bias")
+_TRANSPOSE_CONV_ROLES: Final = ("shape", "weight", "input", "bias")
 
 _OP_INFOS: Final[Mapping[str, TFLiteOpInfo]] = {
-    **_SIMPLE_OPS,
+    **{
+        name: TFLiteOpInfo(kind, roles)
+        for roles, kinds in _KINDS_BY_ROLES.items()
+        for kind, names in kinds.items()
+        for name in names.split()
+    },
     "CONV_2D": TFLiteOpInfo("conv", _WEIGHTED_ROLES, 0),
     "CONV_3D": TFLiteOpInfo("conv", _WEIGHTED_ROLES, 4),
     "DEPTHWISE_CONV_2D": TFLiteOpInfo("depthwise_conv", _WEIGHTED_ROLES, 3),
     "TRANSPOSE_CONV": TFLiteOpInfo("conv_transpose", _TRANSPOSE_CONV_ROLES, 0),
     "CONV_3D_TRANSPOSE": TFLiteOpInfo("conv_transpose", _TRANSPOSE_CONV_ROLES, 3),
     "FULLY_CONNECTED": TFLiteOpInfo("gemm", _WEIGHTED_ROLES, 0),
-    "BATCH_MATMUL": TFLiteOpInfo("matmul", ("input", "weight")),
-    "RNN": TFLiteOpInfo("rnn", _RNN_ROLES),
-    "UNIDIRECTIONAL_SEQUENCE_RNN": TFLiteOpInfo("rnn", _RNN_ROLES),
-    "UNIDIRECTIONAL_SEQUENCE_LSTM": TFLiteOpInfo("lstm", _LSTM_ROLES),
-    "PRELU": TFLiteOpInfo("prelu", ("input", "weight")),
-    "MEAN": TFLiteOpInfo("reduce_mean", _REDUCE_ROLES),
-    "SUM": TFLiteOpInfo("reduce_sum", _REDUCE_ROLES),
-    "REDUCE_MAX": TFLiteOpInfo("reduce_max", _REDUCE_ROLES),
-    "REDUCE_MIN": TFLiteOpInfo("reduce_min", _REDUCE_ROLES),
-    "ARG_MAX": TFLiteOpInfo("arg_max", _REDUCE_ROLES),
-    "TOPK_V2": TFLiteOpInfo("top_k", _SHAPE_ROLES),
-    "SPLIT": TFLiteOpInfo("split", ("axis", "input")),
-    "SPLIT_V": TFLiteOpInfo("split", ("input", "shape", "axis")),
-    "SLICE": TFLiteOpInfo("slice", ("input", "indices")),
-    "STRIDED_SLICE": TFLiteOpInfo("slice", ("input", "indices")),
-    "GATHER": TFLiteOpInfo("gather", ("input", "indices")),
-    "GATHER_ND": TFLiteOpInfo("gather", ("input", "indices")),
-    "EMBEDDING_LOOKUP": TFLiteOpInfo("gather", ("indices", "input")),
-    "RESHAPE": TFLiteOpInfo("reshape", _SHAPE_ROLES),
-    "TRANSPOSE": TFLiteOpInfo("transpose", _REDUCE_ROLES),
-    "EXPAND_DIMS": TFLiteOpInfo("unsqueeze", _REDUCE_ROLES),
-    "BROADCAST_TO": TFLiteOpInfo("expand", _SHAPE_ROLES),
-    "FILL": TFLiteOpInfo("expand", ("shape", "input")),
-    "TILE": TFLiteOpInfo("tile", _SHAPE_ROLES),
-    "PAD": TFLiteOpInfo("pad", _SHAPE_ROLES),
-    "PADV2": TFLiteOpInfo("pad", ("input", "shape", "other")),
-    "MIRROR_PAD": TFLiteOpInfo("pad", _SHAPE_ROLES),
-    "RESIZE_BILINEAR": TFLiteOpInfo("resize", _SHAPE_ROLES),
-    "RESIZE_NEAREST_NEIGHBOR": TFLiteOpInfo("resize", _SHAPE_ROLES),
-    "SELECT": TFLiteOpInfo("where", ("condition", "input")),
-    "SELECT_V2": TFLiteOpInfo("where", ("condition", "input")),
-    "IF": TFLiteOpInfo("if", ("condition", "input")),
-    "VAR_HANDLE": TFLiteOpInfo("variable", ()),
-    "READ_VARIABLE": TFLiteOpInfo("read_variable", ("variable",)),
-    "ASSIGN_VARIABLE": TFLiteOpInfo("stateful", ("variable", "input")),
 }
 
 SUBGRAPH_FIELDS: Final[Mapping[str, tuple[Mapping[str, int], Mapping[str, tuple[int | None, bool]]]]] = {
