@@ -21,11 +21,10 @@ from onnx import ModelProto, NodeProto, checker, defs, helper, inliner, shape_in
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, emit_message, node_bodies
 from graphquant.formats.onnx.file_writer import external_tensors
-from graphquant.formats.onnx.functions import NODE_MARK, nested_graphs
 from graphquant.formats.onnx.index import retain_entries
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import OnnxRunner
-from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS
+from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS, NODE_MARK, nested_graphs
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external
 
 if TYPE_CHECKING:

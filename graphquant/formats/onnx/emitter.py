@@ -6,6 +6,7 @@ Graph outputs keep their names, so other values are renamed if an output reads a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,10 @@ class _MessageEmitter:
         for name, node in zip(source.node_names, target.node, strict=True):
             op = _loaded_op(graph, name)
             if op is not None:
-                self._patch_bodies(op, node, imports)
+                body_graphs = node_bodies(node) if op.calls else {}
+                for call in op.calls:
+                    if call.attr in body_graphs:
+                        self._patch_graph(self._model.graphs[call.graph], body_graphs[call.attr], imports)
                 if op is not source.loaded_ops[name]:
                     patch_node(node, op, source.loaded_ops[name])
                 self._patch_connections(graph, name, node, patches.get(name, set()))
@@ -161,13 +165,6 @@ class _MessageEmitter:
             self._patch_inputs(graph, source, target, new_ops)
             self._patch_initializers(graph, source, target, new_ops)
             self._patch_value_infos(graph, source, target, new_ops)
-
-    def _patch_bodies(self, op: Op, node: Any, imports: Any) -> None:
-        if op.calls:
-            body_graphs = node_bodies(node)
-            for call in op.calls:
-                if call.attr in body_graphs:
-                    self._patch_graph(self._model.graphs[call.graph], body_graphs[call.attr], imports)
 
     def _patch_connections(self, graph: Graph, name: str, node: Any, slots: set[int]) -> None:
         """Patch the inputs in `slots` and the renamed outputs of the copy of a source node."""
@@ -339,11 +336,21 @@ class OutputRenames:
         renamed_tensors: New names of values.
         identity_copies: Identity nodes to add: output value to (node name, tensor read).
         output_names: New names for outputs of bodies and functions, by position; there the order counts, not the name.
+        issued_names: The names that `free_name` returned.
     """
 
     renamed_tensors: dict[TensorRef, str] = field(default_factory=dict)
     identity_copies: dict[str, tuple[str, TensorRef]] = field(default_factory=dict)
     output_names: dict[int, str] = field(default_factory=dict)
+    issued_names: set[str] = field(default_factory=set)
+
+    def free_name(self, graph: Graph, base: str) -> str:
+        """Return a name that is free in the graph and that was not returned before."""
+        name, suffix = graph.unique_name(base), 1
+        while name in self.issued_names:
+            name, suffix = graph.unique_name(f"{base}_{suffix}"), suffix + 1
+        self.issued_names.add(name)
+        return name
 
 
 def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> OutputRenames:
@@ -359,14 +366,13 @@ def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> Ou
         ModelError: The main graph's output is one of its inputs, so both would need the same name.
     """
     renames = OutputRenames()
-    free_name = _FreeNames(graph)
+    free_name = partial(renames.free_name, graph)
     read_tensors = {name: graph.slots(name)[0] for name in graph.outputs}
-    edited = [name for name in graph.outputs if Use(graph.name, name, 0) in graph.rerouted_uses]
-    changed = {name: None for name in edited if not _reads_loaded_tensor(graph, source, name)}
+    changed = {name: tensor for name, tensor in read_tensors.items() if _is_changed_output(graph, source, name, tensor)}
     claimed = {tensor for name, tensor in read_tensors.items() if name not in changed}
     freed_names: list[str] = []
-    for name in changed:
-        tensor, value = read_tensors[name], output_value_name(graph.op(name))
+    for name, tensor in changed.items():
+        value = output_value_name(graph.op(name))
         if tensor is None:
             raise ModelError(f"The graph output {value!r} reads nothing. Reroute it to a tensor.")
         can_rename = tensor.graph == graph.name and tensor not in claimed and _is_node_output(model.op(tensor))
@@ -389,35 +395,17 @@ def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> Ou
             renames.renamed_tensors[tensor] = value  # Case 1.
     for value in freed_names:
         previous = source.values[value]
-        if (
-            previous not in renames.renamed_tensors
-            and previous.op in graph
-            and graph.op(previous.op).source is not None
-        ):
+        if previous not in renames.renamed_tensors and _loaded_op(graph, previous.op) is not None:
             renames.renamed_tensors[previous] = free_name(f"{value}/float")  # Case 4.
     return renames
 
 
-class _FreeNames:
-    """Returns names that are free in a graph, each once."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._issued: set[str] = set()
-
-    def __call__(self, base: str) -> str:
-        name, suffix = self._graph.unique_name(base), 1
-        while name in self._issued:
-            name, suffix = self._graph.unique_name(f"{base}_{suffix}"), suffix + 1
-        self._issued.add(name)
-        return name
-
-
-def _reads_loaded_tensor(graph: Graph, source: OnnxGraphSource, name: str) -> bool:
-    """Return True if output `name` reads the same tensor as at load."""
-    tensor = graph.slots(name)[0]
+def _is_changed_output(graph: Graph, source: OnnxGraphSource, name: str, tensor: TensorRef | None) -> bool:
+    """Return True if output `name`, which reads `tensor`, read another tensor at load."""
+    if Use(graph.name, name, 0) not in graph.rerouted_uses:
+        return False
     loaded_tensor = source.values.get(output_value_name(graph.op(name)))
-    return tensor is not None and tensor == loaded_tensor and graph.op(tensor.op) is source.loaded_ops[tensor.op]
+    return tensor is None or tensor != loaded_tensor or graph.op(tensor.op) is not source.loaded_ops[tensor.op]
 
 
 def _is_node_output(op: Op) -> bool:

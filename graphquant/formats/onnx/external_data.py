@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.unknown_fields import UnknownFieldSet
 from onnx import GraphProto, TensorProto, numpy_helper
 
-from graphquant.formats.onnx.functions import nested_graphs
+from graphquant.formats.onnx.shape_inference import nested_graphs
 from graphquant.formats.onnx.tensors import (
     DTYPE_CODES,
     DTYPE_NAMES,
@@ -65,7 +65,7 @@ def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
         for field, value in message.ListFields():
             if field.name == skipped_field:
                 continue
-            if field.is_repeated:
+            if hasattr(value, "extend"):  # a repeated field
                 getattr(copy, field.name).extend(value)
             else:
                 setattr(copy, field.name, value)
@@ -77,11 +77,6 @@ def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
         _write_weightless(tensor, target.graph.initializer.add(), {_DEFERRED_KEY: len(deferred)})
         deferred.append(tensor)
     return deferred
-
-
-def new_weight_bytes(ops: Sequence[DeferredWeight]) -> int:
-    """Return the number of bytes of the new constants among deferred weights."""
-    return sum(constant_bytes(op) for op in ops if isinstance(op, Op))
 
 
 def missing_weight_bytes(message: Any, ops: Sequence[DeferredWeight]) -> int:
@@ -133,6 +128,12 @@ def take_session_weights(
     ONNX cannot represent a value.
     """
     loaders: dict[str, Callable[[], Array]] = {}
+
+    def fill(tensor: Any, op: DeferredWeight) -> None:
+        name = tensor.name
+        tensor.CopyFrom(constant_tensor(op, name) if isinstance(op, Op) else op)
+        tensor.name = name
+
     remaining_new = sum(isinstance(op, Op) for op in ops)
     for tensor in message.graph.initializer:
         op = _deferred_weight(tensor, ops)
@@ -141,18 +142,12 @@ def take_session_weights(
             loaders[tensor.name] = partial(_deferred_value, op)
             tensor.external_data[0].key = "location"  # the tensor is not deferred any more
         elif op is not None:
-            _fill_tensor(tensor, op)
+            fill(tensor, op)
     for tensor in message_tensors(message) if remaining_new else ():  # bodies are searched last because that takes long
         op = _deferred_weight(tensor, ops)
         if op is not None:
-            _fill_tensor(tensor, op)
+            fill(tensor, op)
     return loaders
-
-
-def _fill_tensor(tensor: Any, op: DeferredWeight) -> None:
-    name = tensor.name
-    tensor.CopyFrom(constant_tensor(op, name) if isinstance(op, Op) else op)
-    tensor.name = name
 
 
 def _deferred_value(op: DeferredWeight) -> Array:
@@ -177,9 +172,15 @@ def write_external_weights(
         if tensor.data_type == TensorProto.STRING or (is_inline and tensor.ByteSize() < EXTERNAL_MIN_BYTES):
             continue
         value = tensor_value(tensor, folder) if op is None else _deferred_value(op)
+        packed = value.dtype.name in SUB_BYTE_BITS
         file.write(bytes(-file.tell() % ALIGNMENT))
         start = file.tell()
-        file.write(_raw_bytes(value))
+        # As ONNX stores the elements, without a copy where possible.
+        file.write(
+            numpy_helper.from_array(value).raw_data
+            if packed
+            else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        )
         stub = TensorProto()
         _write_weightless(tensor, stub, {"location": "", "offset": start, "length": file.tell() - start})
         tensor.CopyFrom(stub)
@@ -191,13 +192,6 @@ def _deferred_weight(tensor: Any, ops: Sequence[DeferredWeight]) -> DeferredWeig
     """Return the deferred weight that belongs in `tensor`, None if its value is not deferred."""
     entry = next(iter(tensor.external_data), None) if is_external(tensor) else None
     return ops[int(entry.value)] if entry is not None and entry.key == _DEFERRED_KEY else None
-
-
-def _raw_bytes(value: Array) -> Any:
-    """Return the bytes of an array as ONNX stores them, without a copy where possible."""
-    if value.dtype.name in SUB_BYTE_BITS:
-        return numpy_helper.from_array(value).raw_data
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
 
 
 def message_tensors(message: Any) -> Iterator[Any]:

@@ -18,23 +18,22 @@ from graphquant.errors import ModelError, UsageError
 from graphquant.formats.model_files import HashingWriter, replacing_model, weights_path
 from graphquant.formats.onnx.emitter import emit_message
 from graphquant.formats.onnx.external_data import (
+    constant_bytes,
     fill_deferred_weights,
     message_tensors,
     missing_weight_bytes,
-    new_weight_bytes,
     write_external_weights,
 )
 from graphquant.formats.onnx.index import write_onnx_metadata
 from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message, serialization_form
 from graphquant.formats.onnx.tensors import external_location, external_path, is_external, tensor_value
-from graphquant.ir import paused_gc
+from graphquant.ir import Op, paused_gc
 from graphquant.utils.atomic_files import atomic_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from graphquant.formats.onnx.emitter import Emission
-    from graphquant.formats.onnx.external_data import DeferredWeight
     from graphquant.ir import Model
 
 
@@ -48,34 +47,40 @@ def save(model: Model, path: Path) -> None:
 
     All large weights go to one file, `NAME.onnx.DIGEST.data`, if the message would exceed 2 GB, or if the source has
     external data and there are many new weights. That file is complete before the model is written, and the weights
-    file of a replaced model is deleted.
+    file of a replaced model is deleted. Any model that is at `path` meanwhile still has its own weights file.
 
     Raises:
-        ModelError: A change cannot be expressed in ONNX, or a text form would exceed 2 GB.
+        ModelError: A change cannot be expressed in ONNX, a weight cannot be read, or a text form would exceed 2 GB.
         UsageError: `path` cannot be written.
     """
     emission = emit_message(model, defer_weights=True)
     message, folder = emission.message, model.source.folder
-    external = is_binary_path(path) and _needs_external_weights(model, emission)
+    external = serialization_form(path) == "protobuf" and _needs_external_weights(model, emission)
     if not external:
         fill_deferred_weights(message, emission.deferred)
     write_onnx_metadata(message, model, record=not external)
+    writer: HashingWriter
     try:
         with replacing_model(path, external_weights=external):
-            if external:
-                _save_with_external_weights(message, emission.deferred, folder, path)
+            if not external:
+                data = serialize_message(message, path)
+                link_external_data(message, folder, path)
+                with atomic_file(path) as file:
+                    file.write(data)
                 return
-            data = serialize_message(message, path)
-            link_external_data(message, folder, path)
-            with atomic_file(path) as file:
-                file.write(data)
+            with (
+                atomic_file(path) as file,
+                atomic_file(
+                    path.with_name(f"{path.name}.data"), lambda: weights_path(path, writer.digest)
+                ) as weights_file,
+            ):  # leaving this context moves the weights into place before the model
+                writer = HashingWriter(weights_file)
+                for location_entry in write_external_weights(message, emission.deferred, folder, writer):
+                    location_entry.value = weights_path(path, writer.digest).name
+                file.write(message_bytes(message))
+                file.flush()  # a full disk raises here, before any file is replaced
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}. Give another output path.") from error
-
-
-def is_binary_path(path: Path) -> bool:
-    """Return True if the suffix of `path` names the binary protocol buffer form."""
-    return serialization_form(path) == "protobuf"
 
 
 def _needs_external_weights(model: Model, emission: Emission) -> bool:
@@ -89,34 +94,8 @@ def _needs_external_weights(model: Model, emission: Emission) -> bool:
     except (EncodeError, ValueError):
         return True
     has_external_data = any(True for _ in external_tensors(model.source.message))
-    return new_weight_bytes(emission.deferred) > EXTERNALIZE_BYTES and has_external_data
-
-
-def _save_with_external_weights(
-    message: Any, deferred: Sequence[DeferredWeight], folder: Path | None, path: Path
-) -> None:
-    """Write the weights to a file named by their digest, then the model to `path`.
-
-    Any model that is at `path` meanwhile still has its own weights file.
-
-    Raises:
-        ModelError: A weight cannot be read.
-        OSError: The files cannot be written.
-    """
-    writer: HashingWriter
-
-    def final_weights_path() -> Path:
-        return weights_path(path, writer.digest)
-
-    with (
-        atomic_file(path) as file,
-        atomic_file(path.with_name(f"{path.name}.data"), final_weights_path) as weights_file,
-    ):  # leaving this context moves the weights into place before the model
-        writer = HashingWriter(weights_file)
-        for location_entry in write_external_weights(message, deferred, folder, writer):
-            location_entry.value = weights_path(path, writer.digest).name
-        file.write(message_bytes(message))
-        file.flush()  # a full disk raises here, before any file is replaced
+    new_bytes = sum(constant_bytes(op) for op in emission.deferred if isinstance(op, Op))
+    return new_bytes > EXTERNALIZE_BYTES and has_external_data
 
 
 def serialize_message(message: Any, path: Path) -> bytes:
@@ -126,22 +105,18 @@ def serialize_message(message: Any, path: Path) -> bytes:
         return message_bytes(message)
     with warnings.catch_warnings(action="ignore"):  # onnx warns that its text form is experimental
         data: bytes = serialization.registry.get(form).serialize_proto(message)
-    if form == "onnxtxt" and not _text_round_trips(data, message, path):
-        raise ModelError(
-            f"onnx's text form loses parts of this model. Write {path.stem}.onnx or {path.stem}.textproto instead."
-        )
+    if form == "onnxtxt":
+        reparsed = parse_message(data, path)
+        pairs = zip(message.graph.initializer, reparsed.graph.initializer, strict=True)
+        if printer.to_text(reparsed).encode() != data or not all(
+            old.name == new.name and np.array_equal(tensor_value(old, None), tensor_value(new, None))
+            for old, new in pairs
+            if not is_external(old)
+        ):
+            raise ModelError(
+                f"onnx's text form loses parts of this model. Write {path.stem}.onnx or {path.stem}.textproto instead."
+            )
     return data
-
-
-def _text_round_trips(data: bytes, message: Any, path: Path) -> bool:
-    """Return True if onnx's experimental text form parses to the same text and the same weights."""
-    reparsed = parse_message(data, path)
-    pairs = zip(message.graph.initializer, reparsed.graph.initializer, strict=True)
-    return printer.to_text(reparsed).encode() == data and all(
-        old.name == new.name and np.array_equal(tensor_value(old, None), tensor_value(new, None))
-        for old, new in pairs
-        if not is_external(old)
-    )
 
 
 def message_bytes(message: Any) -> bytes:
@@ -171,12 +146,10 @@ def link_external_data(message: Any, source: Path | None, path: Path) -> None:
         UsageError: Another file has its name.
         OSError: The files cannot be written.
     """
-    linked_locations: set[str] = set()
+    tensors: dict[str, Any] = {}
     for tensor in external_tensors(message):
-        location = external_location(tensor)
-        if location in linked_locations:
-            continue
-        linked_locations.add(location)
+        tensors.setdefault(external_location(tensor), tensor)
+    for location, tensor in tensors.items():
         source_file, target = external_path(tensor, source), path.parent / location
         if target.exists():
             if not target.samefile(source_file) and not filecmp.cmp(source_file, target, shallow=False):
@@ -186,10 +159,8 @@ def link_external_data(message: Any, source: Path | None, path: Path) -> None:
         try:  # a hard link costs neither time nor space
             os.link(source_file.resolve(), target)
         except OSError:  # another file system, or one without hard links
-            with (
-                source_file.open("rb") as file,
-                atomic_file(target.with_name(f"{path.name}.data"), partial(Path, target)) as copy,
-            ):
+            temporary = target.with_name(f"{path.name}.data")
+            with source_file.open("rb") as file, atomic_file(temporary, partial(Path, target)) as copy:
                 shutil.copyfileobj(file, copy)
 
 

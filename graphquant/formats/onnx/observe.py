@@ -10,23 +10,36 @@ with an additional leading axis, 0 returns nothing. As with an output, onnxrunti
 values have the same bits, but the tensor can be freed after its Loop has run. onnxruntime runs the last of the nodes
 without readers first, after its inputs. Therefore the Loops come after all other nodes, with those of the first tensors
 last. The model's own outputs would also stay in memory, so Loops read them too.
+
+A value inside a body needs an output of each enclosing body:
+
+1. A branch of If returns the value. The other branch returns an empty tensor of shape [0].
+2. The body of Scan returns it as a scan output. A Scan around an If or Loop is first converted to a Loop.
+3. The body of Loop collects it in a carried value, because scan outputs must have a constant shape. From opset 13 on
+   that is a sequence, before that three vectors of all elements, sizes and ranks. Branches around or inside the Loop
+   return what it carries.
+
+A Scan is converted to the Loop that computes the same, because only a Loop can carry a sequence out of its body:
+
+    states, outs = Scan(states, xs)    becomes    states, outs = Loop(length of xs, , states), where x = Gather(xs, i)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from onnx import ModelProto, TensorProto, inliner
-from onnx.helper import make_graph, make_node, make_tensor_value_info
+from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
+from onnx.helper import make_graph, make_node, make_tensor_sequence_value_info, make_tensor_value_info
 
 from graphquant.errors import UnobservableTensorError
 from graphquant.formats.onnx.emitter import node_bodies
 from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS, infer_types
-from graphquant.formats.onnx.subgraph_outputs import MarkedNode, SubgraphLifter, ValueOutputs, find_marked_nodes
-from graphquant.formats.onnx.tensors import DTYPE_CODES, first_line
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, DTYPE_CODES, first_line
 from graphquant.ir import TensorRef, Use
 
 if TYPE_CHECKING:
@@ -38,6 +51,340 @@ if TYPE_CHECKING:
 
 
 Array = np.ndarray[Any, Any]
+
+SEQUENCE_LOOP_OPSET = 13
+"""First opset whose Loop carries sequences."""
+
+SCAN_WITHOUT_BATCH_OPSET = 9
+"""First opset whose Scan has no batch axis."""
+
+SLICE_STEPS_OPSET = 10
+"""First opset whose Slice has steps, which reverse the values that a Scan collects."""
+
+
+def convert_scan_to_loop(graph: Any, node: Any, body: Any, opset: int, new_name: Callable[[], str]) -> None:
+    """Convert the Scan `node` (opset 9 or later) of `graph` to a Loop with the same `body`, in place.
+
+    Raises:
+        UnobservableTensorError: A Loop cannot express the layout of its outputs.
+    """
+    attributes = {attr.name: list(attr.ints) for attr in node.attribute}
+    states = len(node.input) - next(attr.i for attr in node.attribute if attr.name == "num_scan_inputs")
+    scanned, slices = list(node.input[states:]), [info.name for info in body.input[states:]]
+    axes, input_reversals = (
+        attributes.get(f"scan_input_{name}", [0] * len(scanned)) for name in ("axes", "directions")
+    )
+    out_axes, output_reversals = (
+        attributes.get(f"scan_output_{name}", [0] * (len(body.output) - states)) for name in ("axes", "directions")
+    )
+    nodes_after: list[Any] = []
+    for position, info in enumerate(body.output[states : len(node.output)], states):
+        axis, is_reversed = out_axes[position - states], bool(output_reversals[position - states])
+        if (result := node.output[position]) and (axis or is_reversed):
+            node.output[position] = new_name()
+            nodes_after += _rearrangement_nodes(
+                node.output[position], result, info.type.tensor_type, axis, is_reversed, opset, new_name
+            )
+    axis_name, one, shape, length, last_index = (new_name() for _ in range(5))
+    nodes_before = [
+        _int64_node(axis_name, axes[0]),
+        _int64_node(one, 1),
+        make_node("Shape", [scanned[0]], [shape]),
+        make_node("Gather", [shape, axis_name], [length], axis=0),
+        make_node("Sub", [length, one], [last_index]),
+    ]
+    iteration, condition, condition_out = new_name(), new_name(), new_name()
+    body_head = [make_node("Identity", [condition], [condition_out])]
+    for source, value, axis, is_reversed in zip(scanned, slices, axes, input_reversals, strict=True):
+        index = new_name() if is_reversed else iteration
+        body_head += [make_node("Sub", [last_index, iteration], [index])] if is_reversed else []
+        body_head.append(make_node("Gather", [source, index], [value], axis=axis))
+    del body.input[states:]
+    int64, boolean = TensorProto.INT64, TensorProto.BOOL
+    node_position = next(k for k, candidate in enumerate(graph.node) if candidate is node)
+    for repeated, position, entries in (
+        (body.node, 0, body_head),
+        (body.input, 0, [make_tensor_value_info(iteration, int64, []), make_tensor_value_info(condition, boolean, [])]),
+        (body.output, 0, [make_tensor_value_info(condition_out, boolean, [])]),
+        (graph.node, node_position + 1, nodes_after),
+        (graph.node, node_position, nodes_before),
+    ):
+        for offset, entry in enumerate(entries):
+            repeated.insert(position + offset, entry)
+    for attr in [attr for attr in node.attribute if attr.name != "body"]:
+        node.attribute.remove(attr)
+    node.op_type = "Loop"
+    node.input[:] = [length, "", *node.input[:states]]
+
+
+def _int64_node(name: str, value: int, dims: Sequence[int] = ()) -> Any:
+    tensor = TensorProto(data_type=TensorProto.INT64, dims=dims, int64_data=[value])
+    return make_node("Constant", [], [name], value=tensor)
+
+
+def _rearrangement_nodes(
+    stacked: str, result: str, type_: Any, axis: int, is_reversed: bool, opset: int, new_name: Callable[[], str]
+) -> list[Any]:
+    """Return nodes that convert the stacked values of a Loop to those of the Scan: reversed, and along another axis."""
+    nodes = []
+    if is_reversed:
+        if opset < SLICE_STEPS_OPSET:
+            raise UnobservableTensorError("it is inside a Scan that collects in reverse order")
+        start, end, slice_axis, reversed_values = (new_name() for _ in range(4))
+        # A Slice that runs backwards to the first element ends before all indices.
+        bounds = {start: -1, end: -(1 << 63), slice_axis: 0}
+        nodes = [_int64_node(name, value, dims=[1]) for name, value in bounds.items()]
+        target = reversed_values if axis else result
+        nodes.append(make_node("Slice", [stacked, start, end, slice_axis, start], [target]))
+        stacked = reversed_values
+    if axis:
+        if not type_.HasField("shape"):
+            raise UnobservableTensorError("it is inside a Scan that collects along an axis of a tensor of unknown rank")
+        rank = len(type_.shape.dim) + 1
+        perm = list(range(1, rank))
+        perm.insert(axis % rank, 0)
+        nodes.append(make_node("Transpose", [stacked], [result], perm=perm))
+    return nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOutputs:
+    """Graph outputs from which the values of a watched tensor are read.
+
+    Attributes:
+        outputs: The graph outputs to fetch: one, or three that hold the elements, sizes and ranks of all values.
+        lifted: True if the value comes from a body, so that shape [0] means "not reached".
+        stacked_axes: Number of leading axes that count iterations.
+    """
+
+    outputs: tuple[str, ...]
+    lifted: bool = False
+    stacked_axes: int = 0
+
+    def values(self, fetched: Mapping[str, Any]) -> list[Array]:
+        """Return the values of the tensor, given the fetched outputs."""
+        result = fetched[self.outputs[0]]
+        if not self.lifted:
+            return [np.asarray(result)]
+        if len(self.outputs) > 1:
+            arrays = _split_packed_values(*(fetched[name] for name in self.outputs))
+        else:
+            arrays = result if isinstance(result, list) else [result]
+            arrays = [value for value in arrays if value.shape != (0,)]
+        for _ in range(self.stacked_axes):
+            arrays = [element for value in arrays for element in value]
+        return [np.asarray(value) for value in arrays]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BodyLevel:
+    """One step out of a body: the node that owns it, and the graph that holds the node."""
+
+    graph: Any
+    node: Any
+    body: Any
+
+    @property
+    def op_type(self) -> str:
+        """Type of the node, with its domain if that is not ONNX's own."""
+        foreign = self.node.domain not in DEFAULT_DOMAINS
+        return f"{self.node.domain}:{self.node.op_type}" if foreign else str(self.node.op_type)
+
+    @property
+    def siblings(self) -> list[Any]:
+        """The other bodies of the node."""
+        return [body for body in node_bodies(self.node).values() if body is not self.body]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedNode:
+    """A node whose first output is to become a graph output.
+
+    Attributes:
+        key: Text after the prefix in the node's doc_string.
+        node: The node.
+        dtype: ONNX element type of that output, 0 if unknown.
+        levels: The bodies around it, the innermost first.
+    """
+
+    key: str
+    node: Any
+    dtype: int
+    levels: tuple[BodyLevel, ...]
+
+
+def find_marked_nodes(message: Any, typed_message: Any, prefix: str) -> list[MarkedNode]:
+    """Return the nodes whose doc_string starts with `prefix`, those of outer graphs first.
+
+    `typed_message` has the same nodes as `message`, with types in the graphs' value_info; it may be `message` itself.
+    """
+    marked_nodes: list[MarkedNode] = []
+    pending: list[tuple[Any, Any, tuple[BodyLevel, ...]]] = [(message.graph, typed_message.graph, ())]
+    for graph, typed_graph, levels in pending:  # grows while bodies are visited
+        types: dict[str, int] | None = None
+        for node, typed_node in zip(graph.node, typed_graph.node, strict=True):
+            if node.doc_string.startswith(prefix):
+                if types is None:
+                    types = {info.name: info.type.tensor_type.elem_type for info in typed_graph.value_info}
+                key = node.doc_string.removeprefix(prefix)
+                marked_nodes.append(MarkedNode(key=key, node=node, dtype=types.get(node.output[0], 0), levels=levels))
+            typed_bodies = node_bodies(typed_node)
+            for name, body in node_bodies(node).items():
+                level = BodyLevel(graph=graph, node=node, body=body)
+                pending.append((body, typed_bodies[name], (level, *levels)))
+    return marked_nodes
+
+
+class SubgraphLifter:
+    """Adds outputs to `message`, in place."""
+
+    def __init__(self, message: Any, opset: int, new_name: Callable[[], str]) -> None:
+        """Prepare a message; `opset` is that of the default domain, and `new_name` returns a new value name."""
+        self._message = message
+        self._opset = opset
+        self._new_name = new_name
+        self._outputs = {info.name for info in message.graph.output}
+        self._initial_carries: dict[int, tuple[str, ...]] = {}
+
+    def publish(self, name: str) -> None:
+        """Make a value of the main graph an output."""
+        if name not in self._outputs:
+            self._outputs.add(name)
+            self._message.graph.output.append(ValueInfoProto(name=name))
+
+    def convert_scans(self, levels: Iterable[BodyLevel]) -> None:
+        """Convert each Scan that does not just stack the value to a Loop; `levels` has the innermost first."""
+        only_scans = True
+        for level in levels:
+            only_scans = only_scans and level.op_type == "Scan"
+            if level.op_type == "Scan" and not only_scans and self._opset >= SCAN_WITHOUT_BATCH_OPSET:
+                convert_scan_to_loop(level.graph, level.node, level.body, self._opset, self._new_name)
+
+    def lift_value(self, mark: MarkedNode, dtype: int) -> ValueOutputs:
+        """Make the marked value a graph output; raise UnobservableTensorError if its body cannot return it."""
+        levels, value, stacked_axes = list(mark.levels), mark.node.output[0], 0
+        while levels and levels[0].op_type == "Scan" and self._opset >= SCAN_WITHOUT_BATCH_OPSET:
+            value = self._add_scan_output(levels.pop(0), value, dtype)
+            stacked_axes += 1
+        unsupported = [level for level in levels if level.op_type not in {"If", "Loop"}]
+        if unsupported:
+            raise UnobservableTensorError(f"it is inside {unsupported[0].op_type} {unsupported[0].node.output[0]!r}")
+        if levels and not dtype:
+            raise UnobservableTensorError("its type is unknown before the model runs")
+        outputs: tuple[str, ...] = (value,)
+        if any(level.op_type == "Loop" for level in levels):
+            outputs = self._add_carried_values(levels, value, dtype)
+        else:
+            for level in levels:
+                outputs = self._add_branch_output(level, outputs[0], dtype)
+        for name in outputs:
+            self.publish(name)
+        return ValueOutputs(outputs=outputs, lifted=bool(mark.levels), stacked_axes=stacked_axes)
+
+    def _add_scan_output(self, level: BodyLevel, value: str, dtype: int) -> str:
+        """Handle case 2: return the name of the stacked values outside."""
+        level.body.output.append(make_tensor_value_info(value, dtype, None))
+        for attr in level.node.attribute:
+            if attr.name in {"scan_output_axes", "scan_output_directions"}:
+                attr.ints.append(0)
+        return self._add_node_output(level, len(level.body.output) - 1)
+
+    def _add_branch_output(self, level: BodyLevel, value: str, dtype: int) -> tuple[str]:
+        """Handle case 1: return the value's name outside."""
+        level.body.output.append(make_tensor_value_info(value, dtype, None))
+        for sibling in level.siblings:
+            sibling.output.append(make_tensor_value_info(self._add_empty_constant(sibling, dtype), dtype, None))
+        return (self._add_node_output(level, len(level.body.output) - 1),)
+
+    def _add_carried_values(self, levels: Sequence[BodyLevel], value: str, dtype: int) -> tuple[str, ...]:
+        """Handle case 3: carry the collected values through all bodies, and return their names outside."""
+        initial = carried = self._initial_carry(dtype)
+        for level in reversed(levels):
+            if level.op_type == "Loop":
+                level.node.input.extend([""] * (2 - len(level.node.input)))
+                level.node.input.extend(carried)
+                carried = tuple(self._new_name() for _ in carried)
+                level.body.input.extend(self._carry_infos(carried, dtype))
+            else:
+                for sibling in level.siblings:
+                    if len(carried) == 1:  # Identity takes no sequence before opset 14
+                        passed = self._append_to_carry(sibling, carried, self._add_empty_constant(sibling, dtype))
+                    else:
+                        passed = tuple(self._new_name() for _ in carried)
+                        sibling.node.extend(
+                            make_node("Identity", [old], [new]) for old, new in zip(carried, passed, strict=True)
+                        )
+                    sibling.output.extend(self._carry_infos(passed, dtype))
+        carried = self._append_to_carry(levels[0].body, carried, value)
+        for level in levels:
+            is_loop = level.op_type == "Loop"
+            position = len(level.body.input) - 1 - len(initial) if is_loop else len(level.body.output)
+            for offset, info in enumerate(self._carry_infos(carried, dtype)):
+                level.body.output.insert(position + offset, info)
+            carried = tuple(self._add_node_output(level, position + offset - is_loop) for offset in range(len(carried)))
+        return carried
+
+    def _add_node_output(self, level: BodyLevel, position: int) -> str:
+        """Give the node of `level` a new output at that position."""
+        name = self._new_name()
+        level.node.output.extend([""] * (position - len(level.node.output)))
+        level.node.output.insert(position, name)
+        return name
+
+    def _initial_carry(self, dtype: int) -> tuple[str, ...]:
+        """Return the values that a Loop carries before its first iteration."""
+        if dtype not in self._initial_carries:
+            nodes = self._message.graph.node
+            if self._opset >= SEQUENCE_LOOP_OPSET:
+                names: tuple[str, ...] = (self._new_name(),)
+                nodes.insert(0, make_node("SequenceEmpty", [], list(names), dtype=dtype))
+            else:
+                names = (self._new_name(), self._new_name(), self._new_name())
+                for name, code in zip(names, (dtype, TensorProto.INT64, TensorProto.INT64), strict=True):
+                    nodes.insert(0, make_node("Constant", [], [name], value=TensorProto(data_type=code, dims=[0])))
+            self._initial_carries[dtype] = names
+        return self._initial_carries[dtype]
+
+    @staticmethod
+    def _carry_infos(names: Sequence[str], dtype: int) -> list[Any]:
+        if len(names) == 1:
+            return [make_tensor_sequence_value_info(names[0], dtype, None)]
+        codes = (dtype, TensorProto.INT64, TensorProto.INT64)
+        return [make_tensor_value_info(name, code, None) for name, code in zip(names, codes, strict=True)]
+
+    def _append_to_carry(self, body: Any, carried: tuple[str, ...], value: str) -> tuple[str, ...]:
+        """Return the carried values of `body` after `value` is appended."""
+        extended = tuple(self._new_name() for _ in carried)
+        if len(carried) == 1:
+            body.node.append(make_node("SequenceInsert", [carried[0], value], list(extended)))
+            return extended
+        flat_shape, elements, sizes, rank = (self._new_name() for _ in range(4))
+        body.node.extend(
+            [
+                _int64_node(flat_shape, -1, dims=[1]),
+                make_node("Reshape", [value, flat_shape], [elements]),
+                make_node("Shape", [value], [sizes]),
+                make_node("Shape", [sizes], [rank]),
+                *(
+                    make_node("Concat", [old, addition], [new], axis=0)
+                    for old, addition, new in zip(carried, (elements, sizes, rank), extended, strict=True)
+                ),
+            ]
+        )
+        return extended
+
+    def _add_empty_constant(self, body: Any, dtype: int) -> str:
+        name = self._new_name()
+        body.node.append(make_node("Constant", [], [name], value=TensorProto(data_type=dtype, dims=[0])))
+        return name
+
+
+def _split_packed_values(elements: Array, sizes: Array, ranks: Array) -> list[Array]:
+    """Return the values whose elements, sizes and ranks are concatenated."""
+    shapes = [tuple(shape.tolist()) for shape in np.split(sizes, np.cumsum(ranks))[:-1]]
+    parts = np.split(elements, np.cumsum([math.prod(shape) for shape in shapes], dtype=np.int64))[:-1]
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
 
 WATCH_MARK = "graphquant.seen "
 
@@ -127,7 +474,9 @@ class _WatchBuilder:
             elif not tensor.graph and op.kind == "input":
                 probes[tensor] = Probe(input_name=op.name, value=op.read_value)
             elif not tensor.graph and self._mode == "values":
-                outputs[tensor] = self._published_value(tensor)
+                nodes = self._watch_nodes(tensor, "")
+                self._message.graph.node.extend(nodes)
+                outputs[tensor] = nodes[-1].output[0] if nodes else self._emission.value_name(self._model, tensor)
             else:
                 marked_tensors.append(tensor)
         if self._mode != "values":
@@ -139,19 +488,29 @@ class _WatchBuilder:
             lifter.publish(name)
             probes[tensor] = Probe(sources=(ValueOutputs(outputs=(name,)),))
         for tensor, sources in self._lift_marked(lifter, marked).items():
+            if tensor not in probes:
+                continue
             flag = self._flags.get(tensor, "")
-            if tensor in probes:
-                gated = (
-                    replace(source, lifted=True, stacked_axes=source.stacked_axes + 1) if flag else source
-                    for source in sources
-                )
-                probes[tensor] = Probe(sources=tuple(gated), flag=flag)
+            gated = (replace(source, lifted=True, stacked_axes=source.stacked_axes + 1) for source in sources)
+            probes[tensor] = Probe(sources=tuple(gated if flag else sources), flag=flag)
         return WatchedMessage(
             message=self._message,
             probes={tensor: probe for tensor, probe in probes.items() if tensor not in self._rejected},
             flags=tuple(self._flags.values()),
             rejected=self._rejected,
         )
+
+    def _last_produced_first(self, tensors: Sequence[TensorRef]) -> list[TensorRef]:
+        """Sort tensors by the position of their producers, last first; tensors that a graph receives come last."""
+
+        def producer_position(tensor: TensorRef) -> int:
+            try:
+                self._graph_proto(tensor.graph)
+            except UnobservableTensorError:  # rejected by `_mark_tensors`
+                return -1
+            return self._positions(tensor.graph).get(self._emission.value_name(self._model, tensor), -1)
+
+        return sorted(tensors, key=producer_position, reverse=True)
 
     def _detach_outputs(self) -> list[TensorRef]:
         """Remove the graph's outputs and return their tensors; outputs that are no tensors stay."""
@@ -166,36 +525,17 @@ class _WatchBuilder:
                 del infos[index]
         return list(dict.fromkeys(output_tensors))
 
-    def _last_produced_first(self, tensors: Sequence[TensorRef]) -> list[TensorRef]:
-        """Sort tensors by the position of their producers, last first; tensors that a graph receives come last."""
-        return sorted(tensors, key=self._producer_position, reverse=True)
-
-    def _producer_position(self, tensor: TensorRef) -> int:
-        """Return the position of the node that produces `tensor` in its graph, -1 if there is none."""
-        try:
-            self._graph_proto(tensor.graph)
-        except UnobservableTensorError:  # rejected by `_mark_tensors`
-            return -1
-        return self._positions(tensor.graph).get(self._emission.value_name(self._model, tensor), -1)
-
-    def _published_value(self, tensor: TensorRef) -> str:
-        """Return the value of the main graph that holds the watched data of `tensor`."""
-        nodes = self._watch_nodes(tensor, "")
-        self._message.graph.node.extend(nodes)
-        return str(nodes[-1].output[0]) if nodes else self._emission.value_name(self._model, tensor)
-
     def _watch_nodes(self, tensor: TensorRef, mark: str) -> list[Any]:
         """Return nodes, the last of which computes the watched data of `tensor`; at least one for a `mark`."""
         op_types = ["Size"] if self._mode == "sizes" else ["Identity"] if mark else []
-        if self._model.output(tensor).dtype == "bfloat16":
+        if self._model.output(tensor).dtype == "bfloat16":  # onnxruntime does not return it
             op_types.insert(0, "Cast")
         nodes, value = [], self._emission.value_name(self._model, tensor)
         for op_type in op_types:
-            made_name = self._model.graphs[tensor.graph].unique_name(f"graphquant/shown/{next(self._counter)}")
-            nodes.append(
-                _cast_to_float(value, made_name) if op_type == "Cast" else make_node(op_type, [value], [made_name])
-            )
-            value = made_name
+            target = self._model.graphs[tensor.graph].unique_name(f"graphquant/shown/{next(self._counter)}")
+            attrs = {"to": TensorProto.FLOAT} if op_type == "Cast" else {}
+            nodes.append(make_node(op_type, [value], [target], **attrs))
+            value = target
         if mark:
             nodes[-1].doc_string = mark
         return nodes
@@ -213,7 +553,10 @@ class _WatchBuilder:
             self._inline_calls(inliner.inline_local_functions, tensors)
         marked_nodes = find_marked_nodes(self._message, self._message, WATCH_MARK) if tensors else []
         if any(level.op_type == "SequenceMap" for mark in marked_nodes for level in mark.levels):
-            self._inline_calls(_expand_sequence_maps, tensors)
+            expand = partial(
+                inliner.inline_selected_functions, function_ids=[("", "SequenceMap")], inline_schema_functions=True
+            )
+            self._inline_calls(expand, tensors)
         types_known = self._mode == "sizes" or all(self._model.output(tensor).dtype for tensor in tensors)
         typed_message = self._message if types_known else infer_types(self._message, self._model.source.folder)
         marked_nodes = find_marked_nodes(self._message, typed_message, WATCH_MARK) if tensors else []
@@ -297,14 +640,12 @@ class _WatchBuilder:
 
     def _graph_proto(self, graph: str) -> Any:
         """Return the copy of the GraphProto or FunctionProto of a graph."""
-        names = [graph]
-        while names[-1] not in self._protos:
-            names.append(self._parent_of(names[-1])[0])
-        for name in reversed(names[:-1]):
-            outer, owner = self._parent_of(name)
+        if graph not in self._protos:
+            outer, owner = self._model.graphs[graph].parent or ("", "")
+            self._graph_proto(outer)  # bodies are nested at most `index.MAX_NESTING` levels deep
             op = self._model.graphs[outer].op(owner)
-            attr = next(call.attr for call in op.calls if call.graph == name)
-            self._protos[name] = node_bodies(self._owner_node(outer, op))[attr]
+            attr = next(call.attr for call in op.calls if call.graph == graph)
+            self._protos[graph] = node_bodies(self._owner_node(outer, op))[attr]
         return self._protos[graph]
 
     def _owner_node(self, graph: str, op: Op) -> Any:
@@ -322,9 +663,6 @@ class _WatchBuilder:
             self._value_positions[graph] = {name: k for k, node in enumerate(nodes) for name in node.output if name}
         return self._value_positions[graph]
 
-    def _parent_of(self, graph: str) -> tuple[str, str]:
-        return self._model.graphs[graph].parent or ("", "")
-
     def _root_graph(self, graph: str) -> str:
         """Return the name of the main graph or function that contains a graph."""
         while (parent := self._model.graphs[graph].parent) is not None:
@@ -340,13 +678,3 @@ class _WatchBuilder:
 
     def _new_name(self) -> str:
         return self._model.main.unique_name(f"graphquant/observed/{next(self._counter)}")
-
-
-def _cast_to_float(value: str, name: str) -> Any:
-    """Return a node that casts bfloat16, which onnxruntime does not return, to float32."""
-    return make_node("Cast", [value], [name], to=TensorProto.FLOAT)
-
-
-def _expand_sequence_maps(message: Any) -> Any:
-    """Return `message` with each SequenceMap expanded to the Loop that defines it."""
-    return inliner.inline_selected_functions(message, [("", "SequenceMap")], inline_schema_functions=True)

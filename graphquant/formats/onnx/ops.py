@@ -34,7 +34,6 @@ class NodeFacts(NamedTuple):
 _WEIGHTED_ROLES = ("input", "weight", "bias")
 _RECURRENT_ROLES = ("input", "weight", "recurrent_weight", "bias", "lengths", "state", "state", "peephole")
 _NORM_ROLES = ("input", "scale", "offset")
-_REDUCE_ROLES = ("input", "axis")
 _QDQ_ROLES = ("input", "scale", "zero_point")
 
 OTHER_OP = OnnxOpInfo("other")
@@ -50,30 +49,26 @@ _SIMPLE_OPS = """
 """
 """Ops whose inputs all have the role "input", as TYPE=KIND."""
 
+_REDUCTIONS = ("mean", "sum", "max", "min")
+
 DEFAULT_DOMAIN_OPS: dict[str, OnnxOpInfo] = {
     **{name: OnnxOpInfo(kind) for name, kind in (pair.split("=") for pair in _SIMPLE_OPS.split())},
+    **{f"Reduce{name.title()}": OnnxOpInfo(f"reduce_{name}", ("input", "axis")) for name in _REDUCTIONS},
+    **{kind.upper(): OnnxOpInfo(kind, _RECURRENT_ROLES, 1) for kind in ("lstm", "gru", "rnn")},
+    **{
+        f"{name}Normalization": OnnxOpInfo(f"{name.lower()}norm", _NORM_ROLES)
+        for name in ("Layer", "Instance", "Group")
+    },
+    **dict.fromkeys(("Gather", "GatherElements", "GatherND"), OnnxOpInfo("gather", ("input", "indices"))),
     "Conv": OnnxOpInfo("conv", _WEIGHTED_ROLES, 0),
     "ConvTranspose": OnnxOpInfo("conv_transpose", _WEIGHTED_ROLES, 1),
     "MatMul": OnnxOpInfo("matmul", ("input", "weight")),
     "Gemm": OnnxOpInfo("gemm", _WEIGHTED_ROLES, 1),
-    "LSTM": OnnxOpInfo("lstm", _RECURRENT_ROLES, 1),
-    "GRU": OnnxOpInfo("gru", _RECURRENT_ROLES, 1),
-    "RNN": OnnxOpInfo("rnn", _RECURRENT_ROLES, 1),
     "Clip": OnnxOpInfo("clip", ("input", "min", "max")),
     "PRelu": OnnxOpInfo("prelu", ("input", "slope")),
     "BatchNormalization": OnnxOpInfo("batchnorm", (*_NORM_ROLES, "mean", "variance")),
-    "LayerNormalization": OnnxOpInfo("layernorm", _NORM_ROLES),
-    "InstanceNormalization": OnnxOpInfo("instancenorm", _NORM_ROLES),
-    "GroupNormalization": OnnxOpInfo("groupnorm", _NORM_ROLES),
-    "ReduceMean": OnnxOpInfo("reduce_mean", _REDUCE_ROLES),
-    "ReduceSum": OnnxOpInfo("reduce_sum", _REDUCE_ROLES),
-    "ReduceMax": OnnxOpInfo("reduce_max", _REDUCE_ROLES),
-    "ReduceMin": OnnxOpInfo("reduce_min", _REDUCE_ROLES),
     "Split": OnnxOpInfo("split", ("input", "sizes")),
     "Slice": OnnxOpInfo("slice", ("input", "indices", "indices", "axis", "indices")),
-    "Gather": OnnxOpInfo("gather", ("input", "indices")),
-    "GatherElements": OnnxOpInfo("gather", ("input", "indices")),
-    "GatherND": OnnxOpInfo("gather", ("input", "indices")),
     "Reshape": OnnxOpInfo("reshape", ("input", "shape")),
     "Squeeze": OnnxOpInfo("squeeze", ("input", "axis")),
     "Unsqueeze": OnnxOpInfo("unsqueeze", ("input", "axis")),
@@ -102,10 +97,7 @@ INTEGER_OPS = (
 )
 """Ops that compute on integers themselves, in addition to those called QLinear..."""
 
-MICROSOFT_DOMAIN_OPS: dict[str, OnnxOpInfo] = {
-    "QuantizeLinear": OnnxOpInfo("quantize", _QDQ_ROLES),
-    "DequantizeLinear": OnnxOpInfo("dequantize", _QDQ_ROLES),
-}
+MICROSOFT_DOMAIN_OPS = {name: DEFAULT_DOMAIN_OPS[name] for name in ("QuantizeLinear", "DequantizeLinear")}
 
 
 def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OnnxOpInfo:

@@ -14,15 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, checker, helper, shape_inference
+from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, checker, helper, inliner, shape_inference
 
 from graphquant.errors import ModelError
-from graphquant.formats.onnx.functions import add_function_types, inline_marked_functions, nested_graphs
-from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, is_external, tensor_value
+from graphquant.formats.onnx.tensors import (
+    DEFAULT_DOMAINS,
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    is_external,
+    tensor_value,
+    type_and_shape,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from graphquant.ir import Shape
 
 
 HIDDEN_DOMAIN = "graphquant.hidden"
@@ -41,6 +49,9 @@ INT32_LIMIT = 1 << 31
 """Numbers from here on change when onnx truncates them to 32 bits, which it does after checking them."""
 
 INTEGER_TYPES = (TensorProto.INT32, TensorProto.INT64)
+
+_BULKY_TYPES = (AttributeProto.TENSOR, AttributeProto.GRAPH)
+"""Types of attributes that may hold weights."""
 
 _GROWING_OPS = frozenset(
     {"Concat", "ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"}
@@ -76,17 +87,16 @@ def hide_crashing_nodes(message: Any) -> None:
 
 
 def _may_crash_inference(node: Any) -> bool:
-    for attr in node.attribute:
-        if attr.type == AttributeProto.INT and not -INT32_LIMIT <= attr.i < INT32_LIMIT:
-            return True
-        # onnx trusts num_outputs and writes past the end of the outputs.
-        if (
+    # onnx trusts num_outputs and writes past the end of the outputs.
+    return any(
+        (attr.type == AttributeProto.INT and not -INT32_LIMIT <= attr.i < INT32_LIMIT)
+        or (
             node.op_type == "Split"
             and attr.name == "num_outputs"
-            and (attr.ref_attr_name or attr.i != len(node.output))
-        ):
-            return True
-    return False
+            and bool(attr.ref_attr_name or attr.i != len(node.output))
+        )
+        for attr in node.attribute
+    )
 
 
 def reveal_safe_nodes(typed_message: Any) -> bool:
@@ -99,7 +109,10 @@ def reveal_safe_nodes(typed_message: Any) -> bool:
         if not guarded and not nested_bodies:
             continue
         graph_types = dict(_declared_types(graph))
-        graph_types.update((tensor.name, _tensor_type(tensor)) for tensor in graph.initializer)
+        graph_types.update(
+            (tensor.name, helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
+            for tensor in graph.initializer
+        )
         types = outer_types.new_child(graph_types)
         pending += [(body, types) for _, body in nested_bodies]
         for node in guarded:
@@ -113,24 +126,25 @@ def hide_costly_nodes(typed_message: Any) -> bool:
     """Hide nodes for which onnx must not propagate values; return True if vectors are short enough to propagate any."""
     total_length = read_elements = 0
     long_readers: list[Any] = []
-    for root in [typed_message.graph, *typed_message.functions]:
-        for graph in nested_graphs(root):
-            types = dict(_declared_types(graph))
-            vectors = {name: _vector_length(type_) for name, type_ in types.items()}
-            total_length += sum(size or 0 for name, size in vectors.items() if _may_be_integers(types[name]))
-            for node in graph.node:
-                output_name = next(iter(node.output), "")
-                if (
-                    node.op_type in _GROWING_OPS
-                    and vectors.get(output_name) is None
-                    and (output_name not in types or _may_be_integers(types[output_name]))
-                ):
-                    node.domain = HIDDEN_DOMAIN
-                elif node.op_type in _VALUE_PROPAGATED_OPS:
-                    sizes = [vectors.get(name) or 0 for name in node.input]
-                    if max(sizes, default=0) > SHORT_VECTOR_ELEMENTS:
-                        read_elements += sum(sizes)
-                        long_readers.append(node)
+    for graph in (graph for root in [typed_message.graph, *typed_message.functions] for graph in nested_graphs(root)):
+        types = dict(_declared_types(graph))
+        vectors = {name: _vector_length(type_) for name, type_ in types.items()}
+        codes = {name: type_.tensor_type.elem_type for name, type_ in types.items()}
+        may_be_integers = {name for name, code in codes.items() if not code or code in INTEGER_TYPES}
+        total_length += sum(vectors[name] or 0 for name in may_be_integers)
+        for node in graph.node:
+            output_name = next(iter(node.output), "")
+            if (
+                node.op_type in _GROWING_OPS
+                and vectors.get(output_name) is None
+                and (output_name not in types or output_name in may_be_integers)
+            ):
+                node.domain = HIDDEN_DOMAIN
+            elif node.op_type in _VALUE_PROPAGATED_OPS:
+                sizes = [vectors.get(name) or 0 for name in node.input]
+                if max(sizes, default=0) > SHORT_VECTOR_ELEMENTS:
+                    read_elements += sum(sizes)
+                    long_readers.append(node)
     for node in long_readers if read_elements > MAX_READ_ELEMENTS else ():
         node.domain = HIDDEN_DOMAIN
     return total_length <= MAX_VECTOR_ELEMENTS
@@ -142,25 +156,16 @@ def _declared_types(graph: Any) -> Iterator[tuple[str, Any]]:
     return ((info.name, info.type) for info in [*graph.value_info, *interface_infos])
 
 
-def _may_be_integers(type_: Any) -> bool:
-    """Return True if the elements may be integers."""
-    return not type_.tensor_type.elem_type or type_.tensor_type.elem_type in INTEGER_TYPES
-
-
 def _vector_length(type_: Any) -> int | None:
     """Return the length of a possible vector, 0 if the type is certainly none, None if that is unknown."""
-    tensor = type_.tensor_type
-    if len(tensor.shape.dim) > 1:
+    dims = type_.tensor_type.shape.dim
+    if len(dims) > 1:
         return 0
-    if not tensor.HasField("shape"):
+    if not type_.tensor_type.HasField("shape"):
         return None
-    sizes = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
-    return max(sizes[0] or 0, 0) if sizes and sizes[0] is not None else (None if sizes else 1)
-
-
-def _tensor_type(tensor: Any) -> Any:
-    """Return the TypeProto of a TensorProto."""
-    return helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+    if not dims:
+        return 1
+    return max(dims[0].dim_value, 0) if dims[0].HasField("dim_value") else None
 
 
 def _is_safe_to_reveal(node: Any, types: Mapping[str, Any]) -> bool:
@@ -208,26 +213,16 @@ def infer_types(message: Any, folder: Path | None = None) -> Any:
     External data in `folder` that may be a shape is read. Raise ModelError if a function calls itself, or if inlining
     would give too many nodes.
     """
-    return add_inferred_types(strip_weight_data(message, folder))
-
-
-def strip_weight_data(message: Any, folder: Path | None = None) -> Any:
-    """Return a ModelProto with the nodes of `message`, without data that is no shape, for `add_inferred_types`."""
     _check_function_calls(message)
     weightless = ModelProto(
         ir_version=message.ir_version, opset_import=message.opset_import, functions=message.functions
     )
     _copy_graph_stripped(message.graph, weightless.graph, folder)
-    return weightless
-
-
-def add_inferred_types(weightless: Any) -> Any:
-    """Return the model, which may be changed in place, with all value types that could be inferred."""
     typed_message = _infer_message_types(weightless)
     if weightless.functions:
         with suppress(*INFERENCE_ERRORS):  # otherwise values in functions have no types
-            inlined_message, origins = inline_marked_functions(weightless)
-            add_function_types(typed_message.functions, _infer_message_types(inlined_message), origins)
+            inlined_message, origins = _inline_marked_functions(weightless)
+            _add_function_types(typed_message.functions, _infer_message_types(inlined_message), origins)
     return typed_message
 
 
@@ -262,7 +257,8 @@ def _check_function_calls(message: Any) -> None:
     calls: nx.DiGraph[Any] = nx.DiGraph()
     node_counts: dict[Any, Counter[Any]] = {}
     for key, callable_proto in callables.items():
-        node_counts[key] = Counter((node.domain, node.op_type, node.overload) for node in _all_nodes(callable_proto))
+        nodes = (node for graph in nested_graphs(callable_proto) for node in graph.node)
+        node_counts[key] = Counter((node.domain, node.op_type, node.overload) for node in nodes)
         calls.add_node(key)
         calls.add_edges_from((key, callee) for callee in node_counts[key] if callee in callables and callee != main)
     try:
@@ -281,42 +277,31 @@ def _check_function_calls(message: Any) -> None:
         )
 
 
-def _all_nodes(root: Any) -> Iterator[Any]:
-    """Return the nodes of a GraphProto or FunctionProto and of all bodies in it."""
-    return (node for graph in nested_graphs(root) for node in graph.node)
-
-
 def _copy_graph_stripped(source: Any, target: Any, folder: Path | None) -> None:
     """Copy a GraphProto without data that is no shape."""
     target.name = source.name
-    target.input.extend(source.input)
-    target.output.extend(source.output)
-    target.value_info.extend(source.value_info)
-    target.sparse_initializer.extend(source.sparse_initializer)
+    for field in ("input", "output", "value_info", "sparse_initializer"):
+        getattr(target, field).extend(getattr(source, field))
     for node in source.node:
-        _copy_node_stripped(node, target.node.add(), folder)
-    for tensor in source.initializer:
-        _copy_tensor_stripped(tensor, target.initializer.add(), folder)
-
-
-def _copy_node_stripped(source: Any, target: Any, folder: Path | None) -> None:
-    bulky_types = (AttributeProto.TENSOR, AttributeProto.GRAPH)
-    if not any(attr.type in bulky_types for attr in source.attribute):
-        target.CopyFrom(source)
-        return
-    target.op_type, target.domain, target.name = source.op_type, source.domain, source.name
-    target.input.extend(source.input)
-    target.output.extend(source.output)
-    for attr in source.attribute:
-        attr_copy = target.attribute.add()
-        if attr.type in bulky_types and not attr.ref_attr_name:
+        copy = target.node.add()
+        if not any(attr.type in _BULKY_TYPES for attr in node.attribute):
+            copy.CopyFrom(node)
+            continue
+        copy.op_type, copy.domain, copy.name = node.op_type, node.domain, node.name
+        copy.input.extend(node.input)
+        copy.output.extend(node.output)
+        for attr in node.attribute:
+            attr_copy = copy.attribute.add()
+            if attr.type not in _BULKY_TYPES or attr.ref_attr_name:
+                attr_copy.CopyFrom(attr)
+                continue
             attr_copy.name, attr_copy.type = attr.name, attr.type
             if attr.type == AttributeProto.TENSOR:
                 _copy_tensor_stripped(attr.t, attr_copy.t, folder)
             else:
                 _copy_graph_stripped(attr.g, attr_copy.g, folder)
-        else:
-            attr_copy.CopyFrom(attr)
+    for tensor in source.initializer:
+        _copy_tensor_stripped(tensor, target.initializer.add(), folder)
 
 
 def _copy_tensor_stripped(source: Any, target: Any, folder: Path | None) -> None:
@@ -329,3 +314,102 @@ def _copy_tensor_stripped(source: Any, target: Any, folder: Path | None) -> None
     if keeps_data:
         with suppress(ModelError, OSError):  # the error is raised when the value is needed
             target.raw_data = tensor_value(source, folder).tobytes()
+
+
+# Types in functions: on inlined copies, as far as all calls agree.
+
+TypeAndShape = tuple[str | None, "Shape | None"]
+"""Data type and shape, each None if unknown."""
+
+NODE_MARK = "graphquant.node "
+
+
+def nested_graphs(root: Any) -> Iterator[Any]:
+    """Yield a GraphProto or FunctionProto and all bodies in it."""
+    pending = [root]
+    while pending:
+        graph = pending.pop()
+        yield graph
+        for node in graph.node:
+            for attr in node.attribute:
+                pending += [attr.g] if attr.HasField("g") else []
+                pending += attr.graphs
+
+
+def _inline_marked_functions(message: Any) -> tuple[Any, list[tuple[int, int]]]:
+    """Return a copy of a ModelProto with its functions inlined and their nodes marked, and the origins of the marks.
+
+    The origin of the number after `NODE_MARK` is the index of the function and of the node in it, counted through the
+    bodies in the order of `nested_graphs`. Raise one of `INFERENCE_ERRORS` if a function cannot be inlined.
+    """
+    marked_message = ModelProto()
+    marked_message.CopyFrom(message)
+    origins: list[tuple[int, int]] = []
+    for index, function in enumerate(marked_message.functions):
+        for node_index, node in enumerate(node for graph in nested_graphs(function) for node in graph.node):
+            node.doc_string = f"{NODE_MARK}{len(origins)}"
+            origins.append((index, node_index))
+    return inliner.inline_local_functions(marked_message), origins
+
+
+def _add_function_types(functions: Sequence[Any], inlined_message: Any, origins: Sequence[tuple[int, int]]) -> None:
+    """Add to `functions`, and to the bodies in them, the types that their values have in `inlined_message`.
+
+    `inlined_message` and `origins` are the results of `_inline_marked_functions`, with types added.
+    """
+    nodes = [[(graph, node) for graph in nested_graphs(function) for node in graph.node] for function in functions]
+    input_names = [set(function.input) for function in functions]
+    merged_types: dict[tuple[int, str], tuple[Any, TypeAndShape]] = {}
+    for node, lookup_type in _marked_nodes(inlined_message):
+        index, node_index = origins[int(node.doc_string.removeprefix(NODE_MARK))]
+        graph, function_node = nodes[index][node_index]
+        pairs = [p for p in zip(function_node.input, node.input, strict=False) if p[0] in input_names[index]]
+        for name, call_name in [*pairs, *zip(function_node.output, node.output, strict=False)]:
+            if not name:
+                continue
+            owner = functions[index] if name in input_names[index] else graph
+            call_type = lookup_type(call_name)
+            previous = merged_types.get((index, name))
+            merged_types[index, name] = owner, call_type if previous is None else _common_type(previous[1], call_type)
+    for (_, name), (owner, (dtype, shape)) in merged_types.items():
+        if dtype is not None:
+            owner.value_info.append(helper.make_tensor_value_info(name, DTYPE_CODES[dtype], shape))
+    for body in (graph for function in functions for graph in nested_graphs(function) if isinstance(graph, GraphProto)):
+        body_types = {info.name: info.type for info in body.value_info}
+        for output in body.output:
+            if output.name in body_types and not output.type.tensor_type.elem_type:
+                output.type.CopyFrom(body_types[output.name])
+
+
+def _marked_nodes(inlined_message: Any) -> Iterator[tuple[Any, Callable[[str], TypeAndShape]]]:
+    """Yield the marked nodes of a ModelProto, each with a function that returns the type of a value in its scope."""
+    pending: list[tuple[Any, tuple[dict[str, TypeAndShape], ...]]] = [(inlined_message.graph, ())]
+    for graph, outer_scopes in pending:  # grows while bodies are visited
+        scopes = (_graph_types(graph), *outer_scopes)
+
+        def lookup_type(name: str, scopes: tuple[dict[str, TypeAndShape], ...] = scopes) -> TypeAndShape:
+            return next((scope[name] for scope in scopes if name in scope), (None, None))
+
+        for node in graph.node:
+            if node.doc_string.startswith(NODE_MARK):
+                yield node, lookup_type
+            for attr in node.attribute:
+                pending += [(attr.g, scopes)] if attr.HasField("g") else []
+                pending += [(body, scopes) for body in attr.graphs]
+
+
+def _graph_types(graph: Any) -> dict[str, TypeAndShape]:
+    """Return the types of the values that a GraphProto itself declares."""
+    infos = (*graph.value_info, *graph.output, *graph.input)
+    types: dict[str, TypeAndShape] = {info.name: type_and_shape(info.type) for info in infos}
+    types.update((tensor.name, (DTYPE_NAMES.get(tensor.data_type), tuple(tensor.dims))) for tensor in graph.initializer)
+    return types
+
+
+def _common_type(first: TypeAndShape, second: TypeAndShape) -> TypeAndShape:
+    """Return the type and shape on which two calls agree."""
+    if first[0] != second[0]:
+        return None, None
+    if first[1] is None or second[1] is None or len(first[1]) != len(second[1]):
+        return first[0], None
+    return first[0], tuple(a if a == b else None for a, b in zip(first[1], second[1], strict=True))

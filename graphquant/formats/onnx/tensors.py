@@ -246,13 +246,6 @@ def _external_array(tensor: Any, folder: Path | None) -> Array:
     return np.memmap(path, dtype, "r", offset, shape)
 
 
-def _decode_text(value: bytes) -> str | bytes:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value
-
-
 _DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {
     AttributeProto.STRING: lambda attr, _: _decode_text(attr.s),
     AttributeProto.STRINGS: lambda attr, _: [_decode_text(s) for s in attr.strings],
@@ -262,6 +255,13 @@ _DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {
     AttributeProto.FLOATS: lambda attr, _: list(attr.floats),
     AttributeProto.INTS: lambda attr, _: list(attr.ints),
 }
+
+
+def _decode_text(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def first_line(error: BaseException) -> str:
