@@ -96,7 +96,10 @@ def compare_conversion(
     tensors = []
     for insertion in inserted:
         if insertion.site.parameter:
-            converted_output, axis = _find_weight_constant(model, insertion.output, constants)
+            # The constant is named after the last inserted op, or the one before it.
+            graph, output_op = model.graphs[insertion.output.graph], insertion.output.op
+            ops = [output_op, *(slot.op for slot in graph.slots(output_op) if slot is not None)]
+            converted_output, axis = next((constants[op] for op in ops if op in constants), (None, None))
         else:
             equivalents = _equivalent_tensors(model, callers, insertion.site.tensor)
             name = next((names_by_tensor[ref] for ref in equivalents if ref in names_by_tensor), None)
@@ -127,15 +130,6 @@ def _weight_channel_axis(graph: Graph, tensor: TensorRef) -> int | None:
         if op.role(use.slot) == "weight":
             return op.channel_axis
     return None
-
-
-def _find_weight_constant(
-    model: Model, output: TensorRef, constants: Mapping[str, tuple[Output, int | None]]
-) -> tuple[Output | None, int | None]:
-    """Find the constant of a quantized weight, named after the last inserted op or the one before it."""
-    graph = model.graphs[output.graph]
-    names = [output.op, *(slot.op for slot in graph.slots(output.op) if slot is not None)]
-    return next((constants[name] for name in names if name in constants), (None, None))
 
 
 def _compare_tensor(

@@ -141,10 +141,7 @@ def _outcome_without_plan(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> 
     """Rule and outcome of a use that is neither in a site nor skipped."""
     first = next((rule for rule in matcher.ruleset.rules if not matcher.miss_reason(rule, tensor, use)), None)
     if first is not None and first.rule.quantize == "passthrough":
-        return (
-            first.rule.name,
-            "quantized already: the producer passes quantized values through",
-        )
+        return first.rule.name, "quantized already: the producer passes quantized values through"
     return "", "not quantized: no rule matches"
 
 
@@ -203,47 +200,41 @@ def explain_quantized(model: Model, name: str) -> tuple[Explanation, ...]:
     Raises:
         UsageError: No float tensor or op has this name.
     """
-    quantization_ops = {
-        (quantization_op.graph, quantization_op.op): quantization_op
-        for quantization_op in summarize_model(model).quantization_ops
-    }
+    quantization_ops = {(op.graph, op.op): op for op in summarize_model(model).quantization_ops}
     tensors_by_scale: dict[object, list[str]] = {}
-    for quantization_op in quantization_ops.values():
-        tensors_by_scale.setdefault(_scale_key(quantization_op), []).append(
-            str(unquantized_source(model, quantization_op.tensor))
-        )
+    for op in quantization_ops.values():
+        tensors_by_scale.setdefault(_scale_key(op), []).append(str(unquantized_source(model, op.tensor)))
     matcher = RuleMatcher(model, NO_RULES)
+
+    def tensor_names(tensor: TensorRef) -> tuple[str, ...]:
+        """Names of a tensor: its own, and that of the quantized float tensor."""
+        is_quantized = model.op(tensor).kind in QUANTIZATION_KINDS
+        quantized_names = matcher.labels(unquantized_source(model, tensor)) if is_quantized else ()
+        return (*matcher.labels(tensor), *quantized_names)
+
     explanations = []
-    for tensor, use, requested_op in uses_by_name(matcher, name, lambda tensor: _tensor_names(matcher, tensor)):
+    for tensor, use, requested_op in uses_by_name(matcher, name, tensor_names):
         if is_inserted(model.graphs[use.graph].op(use.op)):
-            continue  # told where it is read
+            continue  # its consumers are explained instead
         reading_op = quantization_ops.get((tensor.graph, tensor.op))
         source = unquantized_source(model, tensor)
-        producing_op = (source.graph, source.op) if requested_op == (tensor.graph, tensor.op) else requested_op
+        winner, outcome, reasons = "", FLOAT_OUTCOME, tuple[str, ...]()
+        if reading_op is not None:
+            winner, outcome = reading_op.rule, f"quantized {_describe_params(reading_op)}, by {reading_op.op}"
+            reasons = _shared_scale_note(tensors_by_scale[_scale_key(reading_op)], str(source))
         explanations.append(
             Explanation(
                 tensor=source,
                 use=use,
                 quantized=reading_op is not None,
-                winner="" if reading_op is None else reading_op.rule,
-                outcome=FLOAT_OUTCOME
-                if reading_op is None
-                else f"quantized {_describe_params(reading_op)}, by {reading_op.op}",
-                scale_reasons=()
-                if reading_op is None
-                else _shared_scale_note(tensors_by_scale[_scale_key(reading_op)], str(source)),
+                winner=winner,
+                outcome=outcome,
+                scale_reasons=reasons,
                 misses=(),
-                requested_op=producing_op,
+                requested_op=(source.graph, source.op) if requested_op == (tensor.graph, tensor.op) else requested_op,
             )
         )
     return tuple(explanations)
-
-
-def _tensor_names(matcher: RuleMatcher, tensor: TensorRef) -> tuple[str, ...]:
-    """Names of a tensor: its own, and that of the quantized float tensor."""
-    if matcher.model.op(tensor).kind not in QUANTIZATION_KINDS:
-        return matcher.labels(tensor)
-    return (*matcher.labels(tensor), *matcher.labels(unquantized_source(matcher.model, tensor)))
 
 
 def _scale_key(quantization_op: QuantizationOp) -> object:
@@ -340,9 +331,8 @@ def _with_placeholder_ranges(model: Model, plan: Plan) -> Plan:
         for _ in range(MAX_TIES):
             range_source = site_by_use.get(range_source.tie[0], range_source) if range_source.tie else range_source
         needs_range = id(site) in unranged_sites
-        sites.append(
-            replace(site, range=_placeholder_range(model, parameters, range_source.tensor)) if needs_range else site
-        )
+        placeholder = _placeholder_range(model, parameters, range_source.tensor) if needs_range else site.range
+        sites.append(replace(site, range=placeholder))
     return replace(plan, sites=tuple(sites))
 
 

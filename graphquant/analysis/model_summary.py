@@ -141,22 +141,26 @@ def summarize_model(model: Model) -> ModelSummary:
         for op in graph.ops():
             if op.kind not in {"input", "output", "constant"}:
                 types[op.type] += 1
-            stored = _stored_tensors(graph, op)
+            stored = [
+                StoredScaleTensor(
+                    tensor=TensorRef(name, op.name, port), kind=op.kind, output=output, stored=output.quantization
+                )
+                for port, output in enumerate(op.outputs)
+                if output.quantization is not None
+            ]
             tensors += stored
             if op.kind in QUANTIZATION_KINDS and not stored and not _is_paired_quantize(graph, op):
                 quantization_ops.append(_read_quantization_op(graph, op, parameters))
             if op.kind in MULTIPLYING_KINDS:
                 reason = _float_input_reason(graph, op)
                 coverage.append(OpCoverage(graph=name, op=op.name, kind=op.kind, quantized=not reason, reason=reason))
-    ordered = dict(sorted(types.items(), key=lambda entry: (-entry[1], entry[0])))
-    reached = set(live)
-    unreachable = tuple(name for name in model.graphs if name not in reached and name not in model.saved_functions)
-    quantized = {(op_coverage.graph, op_coverage.op) for op_coverage in coverage if op_coverage.quantized}
     graph_order = {name: number for number, name in enumerate(live)}
+    unreachable = tuple(name for name in model.graphs if name not in graph_order and name not in model.saved_functions)
+    quantized = {(op_coverage.graph, op_coverage.op) for op_coverage in coverage if op_coverage.quantized}
     tensors.sort(key=lambda stored_tensor: (graph_order[stored_tensor.tensor.graph], stored_tensor.stored.index))
     return ModelSummary(
         model=model,
-        op_types=ordered,
+        op_types=dict(sorted(types.items(), key=lambda entry: (-entry[1], entry[0]))),
         quantization_ops=tuple(quantization_ops),
         coverage=tuple(coverage),
         tensors=tuple(tensors),
@@ -182,25 +186,10 @@ def _float_clone_ops(model: Model, parameters: Parameters, quantized: set[tuple[
                 yield OpCoverage(graph=name, op=op.name, kind=op.kind, quantized=False, reason=reason)
 
 
-def _stored_tensors(graph: Graph, op: Op) -> list[StoredScaleTensor]:
-    """Outputs of `op` with stored scales."""
-    return [
-        StoredScaleTensor(
-            tensor=TensorRef(graph.name, op.name, port), kind=op.kind, output=output, stored=output.quantization
-        )
-        for port, output in enumerate(op.outputs)
-        if output.quantization is not None
-    ]
-
-
 def _is_paired_quantize(graph: Graph, op: Op) -> bool:
     """Return True if `op` is a quantize op whose dequantize op has the same information."""
-    readers = graph.consumers(TensorRef(graph.name, op.name))
-    return (
-        op.kind == "quantize"
-        and bool(readers)
-        and all(graph.graphs[use.graph].op(use.op).kind == "dequantize" for use in readers)
-    )
+    readers = graph.consumers(TensorRef(graph.name, op.name)) if op.kind == "quantize" else []
+    return bool(readers) and all(graph.graphs[use.graph].op(use.op).kind == "dequantize" for use in readers)
 
 
 def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> QuantizationOp:
@@ -208,6 +197,7 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
     tensor = graph.source_of(Use(graph.name, op.name, 0)) or TensorRef(graph.name, op.name)
     if op.kind == "dequantize" and graph.graphs[tensor.graph].op(tensor.op).kind == "quantize":
         tensor = graph.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0)) or tensor
+    ends = [slot for slot in graph.slots(op.name)[1:] if slot is not None and parameters.is_parameter(slot)]
     return QuantizationOp(
         graph=graph.name,
         op=op.name,
@@ -217,15 +207,9 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
         params=None if family is None else family.read_params(graph, op, parameters),
         rule=op.rule,
         rounding="" if family is None else family.rounding_mode_of(op),
-        learned=_has_learned_range(graph, op, parameters),
-    )
-
-
-def _has_learned_range(graph: Graph, op: Op, parameters: Parameters) -> bool:
-    """Return True if the range of the op is in variables."""
-    ends = [slot for slot in graph.slots(op.name)[1:] if slot is not None and parameters.is_parameter(slot)]
-    return any(
-        graph.graphs[source.graph].op(source.op).kind == "variable" for source in map(parameters.root_tensor, ends)
+        learned=any(
+            graph.graphs[source.graph].op(source.op).kind == "variable" for source in map(parameters.root_tensor, ends)
+        ),
     )
 
 

@@ -148,11 +148,9 @@ def sketches_of_fixed_ranges(
     calibrated_tensors = {site.tensor for site in sites_needing_data(plan)}
     live = set(prepared.reachable_graphs())
     fixed_tensors = [
-        planned_site.tensor
-        for planned_site in plan.sites
-        if not planned_site.parameter
-        and planned_site.tensor.graph in live
-        and planned_site.tensor not in calibrated_tensors
+        site.tensor
+        for site in plan.sites
+        if not site.parameter and site.tensor.graph in live and site.tensor not in calibrated_tensors
     ]
     if not fixed_tensors:
         return {}
@@ -160,15 +158,11 @@ def sketches_of_fixed_ranges(
         target.fingerprint: tensor for tensor, target in stats.targets.items() if target.axis is None
     }
     fixed_fingerprints = fingerprints(prepared, fixed_tensors, known_fingerprints)
-    stats_tensors = {
-        tensor: tensor_by_fingerprint[fixed_fingerprints[tensor]]
-        for tensor in fixed_tensors
-        if fixed_fingerprints[tensor] in tensor_by_fingerprint
-    }
+    sources = {tensor: tensor_by_fingerprint.get(fixed_fingerprints[tensor]) for tensor in fixed_tensors}
     return {
-        tensor: stats.sketches[stats_tensor]
-        for tensor, stats_tensor in stats_tensors.items()
-        if stats_tensor in stats.sketches
+        tensor: stats.sketches[source]
+        for tensor, source in sources.items()
+        if source is not None and source in stats.sketches
     }
 
 
@@ -193,7 +187,9 @@ def model_range_report(
             note=stats.missing_reason(quantization_op.tensor) or ("" if params else "its range is that of each run"),
         )
         tensor_ranges.append(
-            _with_costs(tensor_range, _grid_of_params(params) if params else None, compare_methods=compare_methods)
+            _with_costs(
+                tensor_range, None if params is None else _grid_of_params(params), compare_methods=compare_methods
+            )
         )
     if not tensor_ranges:
         raise DataError(
@@ -222,19 +218,16 @@ def _with_costs(tensor_range: TensorRange, grid: QuantizationGrid | None, *, com
     cost = estimate_cost(tensor_range.sketch, tensor_range.params)
     if cost is None:
         return tensor_range
-    methods = (
-        CALIBRATION_METHODS if compare_methods else ("auto", "minmax", "mse") if tensor_range.method == "auto" else ()
-    )
+    is_auto = tensor_range.method == "auto"
+    methods = CALIBRATION_METHODS if compare_methods else ("auto", "minmax", "mse") if is_auto else ()
     ranges = {
         name: method_range
         for name in methods
         if (method_range := _range_by_method(name, tensor_range.sketch, grid)) is not None
     }
-    auto_method = _resolve_auto_method(ranges) if tensor_range.method == "auto" else ""
-    if not compare_methods:
-        return replace(tensor_range, cost=cost, auto_method=auto_method)
+    auto_method = _resolve_auto_method(ranges) if is_auto else ""
     alternatives = []
-    for name, alternative_range in ranges.items():
+    for name, alternative_range in ranges.items() if compare_methods else ():
         params = _params_for_range(alternative_range, tensor_range.params, grid)
         alternatives.append(MethodRange(method=name, params=params, cost=estimate_cost(tensor_range.sketch, params)))
     return replace(tensor_range, cost=cost, auto_method=auto_method, alternatives=tuple(alternatives))
@@ -243,11 +236,9 @@ def _with_costs(tensor_range: TensorRange, grid: QuantizationGrid | None, *, com
 def _range_by_method(method: str, sketch: Sketch, grid: QuantizationGrid) -> Range | None:
     """Range of an observer with default arguments; None if it cannot give one."""
     observer = OBSERVERS[method]
-    defaults = {name: argument.default for name, argument in observer.arguments.items()}
+    defaults = {name: argument.default for name, argument in observer.arguments.items() if argument.default is not None}
     try:
-        return observer.choose_range(
-            sketch, grid, {name: value for name, value in defaults.items() if value is not None}
-        )
+        return observer.choose_range(sketch, grid, defaults)
     except DataError:
         return None
 

@@ -149,16 +149,11 @@ def align_preparation(before: Model, after: Model) -> tuple[Model, Model, str]:
     Raises:
         ModelError: The opset cannot be upgraded.
     """
-    steps = _recorded_steps(before, after)
+    steps = ""
+    if after.format == before.format and after.traits.rewritable:
+        provenance = formats.format_module(after.format).read_metadata(after)
+        steps = provenance.get("steps", "") if provenance.get("source") == before.digest else ""
     return (prepare_with_steps(before, steps, after.opset) if steps else before), after, steps
-
-
-def _recorded_steps(before: Model, after: Model) -> str:
-    """Return the preparation steps that `after` records, or "" if it was not quantized from `before`."""
-    if after.format != before.format or not after.traits.rewritable:
-        return ""
-    provenance = formats.format_module(after.format).read_metadata(after)
-    return provenance.get("steps", "") if provenance.get("source") == before.digest else ""
 
 
 def plan_or_none(source: object) -> Plan | None:

@@ -423,12 +423,15 @@ def _modification_filter(can_modify: object, cannot_modify: object) -> Callable[
 def _reroute_pairs(
     pairs: Iterable[tuple[Tensor, Tensor]], may_modify: Callable[[Operation], bool], *, swap: bool
 ) -> int:
+    def modifiable_uses(tensor: Tensor) -> list[Use]:
+        return [use for use in tensor.uses() if may_modify(Operation(tensor.graph.graphs[use.graph], use.op))]
+
     moves = []
     for new, old in pairs:
         if new != old:
-            moves.append(_Move(old, new, _modifiable_uses(old, may_modify)))
+            moves.append(_Move(old, new, modifiable_uses(old)))
             if swap:
-                moves.append(_Move(new, old, _modifiable_uses(new, may_modify)))
+                moves.append(_Move(new, old, modifiable_uses(new)))
     rerouted: list[tuple[Use, Tensor]] = []
     try:
         for move in moves:
@@ -438,10 +441,6 @@ def _reroute_pairs(
             old.graph.graphs[use.graph].set_source(use, old.ref)
         raise
     return len(rerouted)
-
-
-def _modifiable_uses(tensor: Tensor, may_modify: Callable[[Operation], bool]) -> list[Use]:
-    return [use for use in tensor.uses() if may_modify(Operation(tensor.graph.graphs[use.graph], use.op))]
 
 
 def _apply_move(move: _Move, *, swap: bool) -> list[tuple[Use, Tensor]]:

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from graphquant.analysis.range_report import Loss
     from graphquant.analysis.validation import Validation
     from graphquant.calibration.data import Dataset
-    from graphquant.calibration.holdout import HoldOut
     from graphquant.ir import Model, TensorRef
     from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace
     from graphquant.quantize import Conflict, ScaleChange, Skip, Solution
@@ -283,10 +282,11 @@ def _make_result(
     )
     built.model.original_model = None if any(pair.folded for pair in built.insertions) else source
     validation = None
-    if built.insertions:
-        holdout = data.validation_set(has_search=objective.uses_search_set)
-        if holdout is not None:
-            validation = _validate(source, built, holdout, objective.bounds, trace, progress)
+    holdout = data.validation_set(has_search=objective.uses_search_set) if built.insertions else None
+    if holdout is not None:
+        validation = validate_model(source, built.model, holdout, objective.bounds, progress)
+        if trace is not None:
+            validation = attach_sensitivity(validation, trace, built.model, built.insertions)
     return Result(
         model=built.model if built.insertions else source,
         source=source,
@@ -308,19 +308,6 @@ def _make_result(
         search=trace,
         validation=validation,
     )
-
-
-def _validate(
-    source: Model,
-    built: BuiltModel,
-    holdout: HoldOut,
-    bounds: Bounds,
-    trace: SearchTrace | None,
-    progress: Progress | None,
-) -> Validation:
-    """Validate the quantized model, with the sensitivities that a search measured."""
-    validation = validate_model(source, built.model, holdout, bounds, progress)
-    return validation if trace is None else attach_sensitivity(validation, trace, built.model, built.insertions)
 
 
 def _notes_by_tensor(solution: Solution) -> dict[TensorRef, str]:

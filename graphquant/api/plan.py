@@ -87,8 +87,15 @@ def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) ->
     required_opset = _required_opset(prepared, plan) if plan.sites else 0
     if model.opset and model.opset < required_opset:
         # The upgrade may change the ops that the steps match, so the model is prepared again from its source.
-        upgraded, step = _upgrade_opset(model, required_opset)
-        prepared, steps = prepare(upgraded, ruleset.prepare)
+        module = formats.format_module(model.format)
+        step = Step(
+            step=OPSET_STEP,
+            target="model",
+            detail=f"opset {model.opset} to {required_opset}",
+            why="the inserted ops need this opset",
+            undo={"from": model.opset, "to": required_opset, "message": module.encode_skeleton(model)},
+        )
+        prepared, steps = prepare(module.upgrade_opset(model, required_opset), ruleset.prepare)
         plan = make_plan(prepared, ruleset, selection, steps=(step, *steps), source_digest=model.digest)
     skipped_steps = [
         Skip(tensor=skipped.tensor, uses=(), rule=skipped.step, reason=skipped.reason, code=SkipCode.PREPARATION)
@@ -169,14 +176,6 @@ def select_sites(
                 raise UsageError(f"The pattern {pattern[:60]!r} of --{option} is invalid: {message}.") from error
     default = formats.format_module(model.format).DEFAULT_FAMILY
     return SiteSelection(family=family or default, include=include, exclude=exclude)
-
-
-def _upgrade_opset(model: Model, opset: int) -> tuple[Model, Step]:
-    module = formats.format_module(model.format)
-    undo = {"from": model.opset, "to": opset, "message": module.encode_skeleton(model)}
-    detail, reason = f"opset {model.opset} to {opset}", "the inserted ops need this opset"
-    step = Step(step=OPSET_STEP, target="model", detail=detail, why=reason, undo=undo)
-    return module.upgrade_opset(model, opset), step
 
 
 def _required_opset(prepared: Model, plan: Plan) -> int:

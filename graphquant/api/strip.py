@@ -18,11 +18,17 @@ from graphquant.quantize import prepare, requantize
 from graphquant.quantize.strip import strip_quantization
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from graphquant.ir import Model
     from graphquant.numerics import QParams
+
+
+LASTING_CHANGES = {
+    "steps": "The model keeps its preparation for quantization",
+    "algorithms": "Weights and biases keep the changes of optimization algorithms",
+}
+"""Notes about recorded changes that remain in the model without its quantization."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +104,7 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
         )
         raise UsageError(f"{source.path or 'The model'} has {missing}")
     provenance = module.read_metadata(source)
-    notes += _lasting_changes(provenance)
+    notes += [f"{text}: {provenance[key]}." for key, text in LASTING_CHANGES.items() if provenance.get(key)]
     if removed.replaced_arguments:
         weight_names = ", ".join(map(str, removed.replaced_arguments))
         notes.append(
@@ -113,16 +119,6 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
         steps=provenance.get("steps", ""),
         notes=tuple(notes),
     )
-
-
-def _lasting_changes(provenance: Mapping[str, str]) -> list[str]:
-    """Return notes about recorded changes that remain in the model without its quantization."""
-    notes = []
-    if provenance.get("steps"):
-        notes.append(f"The model keeps its preparation for quantization: {provenance['steps']}.")
-    if provenance.get("algorithms"):
-        notes.append(f"Weights and biases keep the changes of optimization algorithms: {provenance['algorithms']}.")
-    return notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,14 +159,11 @@ def prove_stripped(stripped: StripResult, original: Model | str | Path) -> Proof
     differences = diff_models(prepared, stripped_model)
     rounded_names = _rounded_weight_names(prepared, stripped)
     unexplained = tuple(
-        difference
-        for difference in differences.changes
-        if difference.kind != "weight" or difference.location not in rounded_names
+        change for change in differences.changes if change.kind != "weight" or change.location not in rounded_names
     )
-    rounded_count = sum(change.kind == "weight" and change.location in rounded_names for change in differences.changes)
     return Proof(
         equal=False,
-        rounded_weights=rounded_count,
+        rounded_weights=len(differences.changes) - len(unexplained),
         other_differences=replace(differences, changes=unexplained),
         steps=stripped.steps,
     )

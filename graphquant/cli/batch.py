@@ -174,7 +174,13 @@ class ReportOptions:
             report = compare_reports(report, earlier_report, sqnr_step=sqnr_step, fail=self.fail_on is not None)
         self._print_report(report)  # before the files, so that a write error does not hide the result
         if self.attest:
-            _write_attestations(report, entries)
+            from graphquant.batch.attestation import write_attestation
+            from graphquant.calibration.data.files import is_remote
+
+            by_name = {entry.name: entry for entry in entries}
+            for outcome in report.outcomes:
+                if outcome.products and not is_remote(outcome.output):
+                    write_attestation(by_name[outcome.name], outcome)
         from graphquant.batch.reports import write_report
 
         for path in self.reports:
@@ -206,16 +212,6 @@ def report_options(command: CommandFunction) -> CommandFunction:
     for option in reversed(REPORT_OPTIONS):
         decorated = option(decorated)
     return decorated  # type: ignore[no-any-return]  # click's decorators return the type of their argument
-
-
-def _write_attestations(report: BatchReport, entries: Sequence[Entry]) -> None:
-    from graphquant.batch.attestation import write_attestation
-    from graphquant.calibration.data.files import is_remote
-
-    by_name = {entry.name: entry for entry in entries}
-    for outcome in report.outcomes:
-        if outcome.products and not is_remote(outcome.output):
-            write_attestation(by_name[outcome.name], outcome)
 
 
 @click.command("batch")
@@ -285,6 +281,7 @@ def batch_command(
         return
     if scheduler is not None and jobs is not None:
         raise UsageError("The cluster decides the number of workers. Remove -j or --scheduler.")
+    from graphquant.batch.attestation import verify_outputs
     from graphquant.batch.cache import OutcomeCache, default_cache_folder, parse_prune_limit
     from graphquant.batch.manifest import has_manifest, load_entries
     from graphquant.batch.run import BatchOptions
@@ -320,31 +317,18 @@ def batch_command(
     def run(todo: Sequence[Entry], options: BatchOptions) -> BatchReport:
         return _run_workers(todo, options, scheduler, jobs, timeout, limit, retries)
 
+    rebuild_options = replace(options, cache=False, resume=False)
     report = (
-        _verify_batch(shard_entries, options, run, earlier_report) if reporting.verify else run(shard_entries, options)
+        verify_outputs(
+            shard_entries, lambda entries, folder: run(entries, replace(rebuild_options, folder=folder)), earlier_report
+        )
+        if reporting.verify
+        else run(shard_entries, options)
     )
     report = reporting.publish(report, earlier_report, shard_entries)
     if prune_cache is not None:
         _prune_cache(OutcomeCache(folder), prune_cache, reporting)
     _exit_with_report(report)
-
-
-def _verify_batch(
-    entries: Sequence[Entry],
-    options: BatchOptions,
-    run: Callable[[Sequence[Entry], BatchOptions], BatchReport],
-    earlier_report: BatchReport | None,
-) -> BatchReport:
-    """Rebuild all outputs without the cache, and compare them."""
-    from graphquant.batch.attestation import verify_outputs
-
-    return verify_outputs(
-        entries,
-        lambda moved_entries, cache_folder: run(
-            moved_entries, replace(options, folder=cache_folder, cache=False, resume=False)
-        ),
-        earlier_report,
-    )
 
 
 def _run_workers(
@@ -375,12 +359,11 @@ def _run_workers(
             worker = partial(quantize_entry, max_memory=limit // 2 if limit else None)
             return run_on_cluster(scheduler, todo, worker, limits)
 
+        def warn(message: str) -> None:
+            click.echo(escape_unprintable(message), err=True)
+
         execute_batch: Execute = execute
-        return run_batch(entries, options, execute_batch, on_outcome=bars.finish_model, on_warning=_echo_warning)
-
-
-def _echo_warning(message: str) -> None:
-    click.echo(escape_unprintable(message), err=True)
+        return run_batch(entries, options, execute_batch, on_outcome=bars.finish_model, on_warning=warn)
 
 
 def _exit_with_report(report: BatchReport, *, merged: bool = False) -> None:

@@ -59,7 +59,8 @@ def calibrate_command(
     settings = collect_options(CalibrateOptions, values, shard=parse_shard(shard_text))
     partial_stats = _load_partial_stats(paths[0], output, force=force)
     _check_stats_name(output)
-    with _stop_on_interrupt() as stop_request, progress_bar() as progress, _name_stats_in_errors(output):
+    stop_request = StopRequest()
+    with stop_request.handle_interrupts(), progress_bar() as progress, _name_stats_in_errors(output):
         stats = api.calibrate(
             paths[0],
             None,
@@ -91,6 +92,15 @@ class StopRequest:
         self._requested = True
         os.write(2, b"Stopping after this block of samples. Press Ctrl-C again to stop immediately.\n")
 
+    @contextmanager
+    def handle_interrupts(self) -> Iterator[None]:
+        """Let Ctrl-C request a stop instead of raising KeyboardInterrupt."""
+        previous_handler = signal.signal(signal.SIGINT, self.handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous_handler)
+
     def is_requested(self) -> bool:
         """Return True if a stop was requested."""
         return self._requested
@@ -109,17 +119,6 @@ class StopRequest:
                 progress(stage_name, completed, total)
 
         return listen
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[StopRequest]:
-    """Let Ctrl-C request a stop instead of raising KeyboardInterrupt."""
-    stop = StopRequest()
-    previous_handler = signal.signal(signal.SIGINT, stop.handle)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous_handler)
 
 
 @contextmanager

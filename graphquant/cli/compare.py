@@ -98,10 +98,9 @@ def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
         raise UsageError("--min-sqnr applies to float outputs, and the models have none. Remove it.")
     if bounds.min_agreement is not None and comparison.agreement is None:
         raise UsageError("--min-agreement applies to class scores and integers, which no output has. Use --min-sqnr.")
-    failures = []
-    if bounds.min_sqnr is not None and comparison.sqnr is not None and not comparison.sqnr >= bounds.min_sqnr:
-        failures.append(f"the worst output has {comparison.sqnr:.2f} dB, and --min-sqnr is {bounds.min_sqnr:g} dB")
-    agreement = comparison.agreement
+    failures, sqnr, agreement = [], comparison.sqnr, comparison.agreement
+    if bounds.min_sqnr is not None and sqnr is not None and not sqnr >= bounds.min_sqnr:
+        failures.append(f"the worst output has {sqnr:.2f} dB, and --min-sqnr is {bounds.min_sqnr:g} dB")
     if bounds.min_agreement is not None and agreement is not None and not agreement >= bounds.min_agreement:
         failures.append(f"{100 * agreement:.2f}% agree, and --min-agreement is {100 * bounds.min_agreement:g}%")
     uncomparable = [output for output in comparison.outputs if output.problem]
