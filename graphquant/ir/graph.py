@@ -432,12 +432,10 @@ def check_invariants(model: Model, stage: str) -> None:
     4. The listed inputs and outputs exist and have that kind.
     5. An ONNX graph has no cycle.
 
-    Args:
-        model: The model.
-        stage: The stage that just ended, for the message.
+    The message of an error names `stage`, the stage that just ended.
 
     Raises:
-        InternalError: An invariant is broken. The message names the stage, which caused it.
+        InternalError: An invariant is broken.
     """
     for graph in model.graphs.values():
         _check_graph_ends(graph, stage)

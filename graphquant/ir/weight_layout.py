@@ -52,12 +52,7 @@ def merged_channel_shape(op: Op, shape: Shape) -> Shape | None:
 
 
 def input_channels(op: Op, shape: Shape) -> int | None:
-    """Return the number of channels that `op` reads, in all groups; for a matrix product the rows of its weight.
-
-    Args:
-        op: The op.
-        shape: The shape of its weight.
-    """
+    """Return the number of channels that `op` reads, in all groups, for a weight of `shape`; its rows for a product."""
     axis = reduction_axis(op, "weight", shape)
     if axis is None or shape[axis] is None:
         return None
@@ -90,9 +85,7 @@ def matrix_rows(op: Op, shape: Shape) -> int | None:
 def count_macs(model: Model, sizes: Mapping[TensorRef, int] | None = None) -> dict[OpKey, int]:
     """Count the multiply-adds of each op of `MAC_KINDS` for one sample. Ops of unknown sizes are omitted.
 
-    Args:
-        model: The model.
-        sizes: Measured numbers of elements of the tensors that `unsized_tensors` lists.
+    `sizes` are the measured numbers of elements of the tensors that `unsized_tensors` lists.
     """
     parameters, macs = Parameters(model), {}
     for graph, op, elements in _driving_elements(model, sizes or {}):

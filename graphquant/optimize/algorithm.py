@@ -11,7 +11,7 @@ from graphquant.ir import check_invariants
 from graphquant.quantize.rewrite import rewrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from graphquant.formats import Feeds, Runner
     from graphquant.ir import Model, TensorRef, Use
@@ -60,6 +60,15 @@ class AlgorithmData:
     feeds: Sequence[Feeds]
     validation_feeds: Sequence[Feeds]
     create_runner: Callable[[Model], Runner]
+
+    def observe(
+        self, model: Model, tensors: Iterable[TensorRef], max_in_flight: int = 1
+    ) -> Iterator[dict[TensorRef, list[Array]]]:
+        """Yield for each of `feeds` the values of those `tensors` that can be observed."""
+        runner, distinct_tensors = self.create_runner(model), list(dict.fromkeys(tensors))
+        refused = runner.unobservable(distinct_tensors)
+        if observable := [tensor for tensor in distinct_tensors if tensor not in refused]:
+            yield from runner.observe(observable, self.feeds, max_in_flight=max_in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

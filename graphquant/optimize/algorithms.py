@@ -223,11 +223,7 @@ def run_postcalibration_algorithms(
 ) -> WeightEdits:
     """Run the algorithms of a plan that change weights and biases once scales are known; see `apply_validated`.
 
-    Args:
-        prepared: The prepared model. It is not modified.
-        solution: Scales and zero points of its plan.
-        plan: The plan.
-        calibration_data: The calibration samples, or None without data.
+    Without data, `calibration_data` is None, and no algorithm runs.
 
     Raises:
         DataError: A sample cannot be read.
@@ -296,9 +292,7 @@ def _spread_samples(batches: Dataset, count: int) -> Iterator[Feeds]:
 def choose_algorithms(rule_algorithms: Sequence[str], requested: Sequence[str]) -> tuple[str, ...]:
     """Return the algorithms of the rules with the changes that a caller requests, in the order in which they run.
 
-    Args:
-        rule_algorithms: Names in the rules.
-        requested: Names to add, or with a leading "not " to remove.
+    `requested` are names to add, or with a leading "not " to remove.
 
     Raises:
         UsageError: An algorithm does not exist.

@@ -80,10 +80,7 @@ class BiasStore:
     def move_bias(self, weighted: WeightedOp, shift: Array) -> str:
         """Shift a bias by the error of the op's mean. Return the reason if that is impossible, else "".
 
-        Args:
-            weighted: The op.
-            shift: float64 (C,). If another op adds the bias, the op's own output does not contain it, nor earlier
-                shifts.
+        `shift` is float64 (C,). If another op adds the bias, the op's output does not contain it, nor earlier shifts.
         """
         use = weighted.bias
         if use is None:
@@ -263,14 +260,7 @@ def _correct_bias(store: BiasStore, weighted: WeightedOp, float_means: SampleMea
 
 
 def shrink_mean(rows: Array) -> Array:
-    """Shrink the mean of `rows` by the share that chance explains.
-
-    Args:
-        rows: float64 (samples, C).
-
-    Returns:
-        float64 (C,).
-    """
+    """Shrink the mean of `rows`, float64 (samples, C), by the share that chance explains. Returns float64 (C,)."""
     mean = rows.mean(0)
     mean_variance = rows.var(0, ddof=1) / len(rows)
     power = np.square(mean)

@@ -85,10 +85,7 @@ def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> di
 
     Candidates that change no site are omitted.
 
-    Args:
-        model: The prepared model.
-        plan: The plan of the rules.
-        small: True to offer weights of few bits.
+    `small` offers weights of few bits instead.
     """
     if small:
         changed = {
@@ -230,12 +227,7 @@ def make_scale_groups(
 ) -> list[ScaleGroup]:
     """Group the sites `site_indices` of a plan, in order.
 
-    Args:
-        model: The prepared model.
-        plan: The plan.
-        site_indices: Indices of the quantized sites.
-        errors: Error of each site by candidate. Unknown errors count as 0.
-        fixed: Indices of sites that must not change.
+    Unknown `errors` count as 0. The sites `fixed` must not change.
     """
     ops_by_site = find_reading_ops(model, plan, site_indices, lambda op: op.kind in MAC_KINDS, COPYING_KINDS)
     live_graphs = set(model.reachable_graphs())  # a SavedModel keeps copies of functions that nothing here calls
@@ -414,10 +406,7 @@ class CandidateTrials:
     ) -> tuple[CandidateErrors, dict[str, Plan]]:
         """Measure the error of each candidate of each site until `interrupted`. Return the errors and the plans.
 
-        Args:
-            plan: The plan of the rules.
-            rules_build: The quantized model of that plan.
-            build: Build the quantized model of a plan.
+        `plan` is that of the rules, and `rules_build` its quantized model.
 
         Raises:
             ModelError: A model cannot be run.

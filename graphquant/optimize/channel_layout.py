@@ -43,10 +43,7 @@ class ChannelLayout(NamedTuple):
 def find_weight_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
     """Find the channel of each element of a weight, int64, and the channel layout of the op's tensor; None if unknown.
 
-    Args:
-        op: The weighted op.
-        shape: Shape of the weight.
-        reads: True for the channels that the op reads, False for those that it produces.
+    With `reads` these are the channels that the op reads, else those that it produces.
     """
     rank = len(shape)
     match op.type:

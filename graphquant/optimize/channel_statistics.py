@@ -272,14 +272,11 @@ def observe_channels(statistics: ChannelStatistics, groups: Sequence[ChannelGrou
         for tensor, layout in group.tensors.items()
         if tensor in group.weight_uses or tensor in statistics.sites
     }
-    runner = samples.create_runner(statistics.model)
-    refused = runner.unobservable(list(layouts))
-    observable = [tensor for tensor in layouts if tensor not in refused]
-    moments_by_tensor: dict[TensorRef, list[ChannelMoments]] = {}
-    for values_by_tensor in runner.observe(observable, samples.feeds) if observable else ():
-        for tensor in observable:
-            run_moments = (measure_channel_moments(value, *layouts[tensor]) for value in values_by_tensor[tensor])
-            moments_by_tensor.setdefault(tensor, []).extend(moments for moments in run_moments if moments is not None)
+    moments_by_tensor = defaultdict[TensorRef, list[ChannelMoments]](list)
+    for values_by_tensor in samples.observe(statistics.model, layouts):
+        for tensor, values in values_by_tensor.items():
+            run_moments = (measure_channel_moments(value, *layouts[tensor]) for value in values)
+            moments_by_tensor[tensor].extend(moments for moments in run_moments if moments is not None)
     for tensor, tensor_moments in moments_by_tensor.items():
         if tensor_moments:
             low, high, power = (np.stack(column) for column in zip(*tensor_moments, strict=True))
@@ -296,16 +293,15 @@ def sketch_sample_ranges(model: Model, plan: Plan, samples: AlgorithmData) -> di
     for site in sites_needing_data(plan):
         bits = FINE_MANTISSA_BITS if site.scheme.type.bits > MIN_FINE_BITS else COARSE_MANTISSA_BITS
         accumulators[site.tensor] = SketchAccumulator(site.axis, 0 if site.axis is not None else bits)
-    runner = samples.create_runner(model)
-    refused = runner.unobservable(list(accumulators))
-    observable = [tensor for tensor in accumulators if tensor not in refused]
-    for values_by_tensor in runner.observe(observable, samples.feeds) if observable else ():
-        for tensor in observable:
-            for value in values_by_tensor[tensor]:
+    observed: dict[TensorRef, None] = {}
+    for values_by_tensor in samples.observe(model, accumulators):
+        observed |= dict.fromkeys(values_by_tensor)
+        for tensor, values in values_by_tensor.items():
+            for value in values:
                 if value.size:
                     accumulators[tensor].add(value)
                     accumulators[tensor].close_block()
-    return {tensor: accumulators[tensor].to_sketch() for tensor in observable}
+    return {tensor: accumulators[tensor].to_sketch() for tensor in observed}
 
 
 def measure_channel_moments(value: Array, layout: ChannelLayout, channels: int) -> ChannelMoments | None:

@@ -81,11 +81,7 @@ def minimize_latency(
     Profiles predict the gain and give the order of trials. A trial is accepted if it is faster than the best plan when
     the two are timed side by side. If several groups together bring no gain, halves of them are tried.
 
-    Args:
-        groups: The sites.
-        profile_plan: Profile the plan with these sites in float.
-        compare_plans: Time the plan with the first sites in float relative to the plan with the second.
-        progress: Callback with the number of timed plans and its maximum.
+    `compare_plans` times the plan with the first sites in float relative to the plan with the second.
     """
     return _LatencySearch(groups, profile_plan, compare_plans, progress).run()
 

@@ -109,9 +109,7 @@ class WeightBitsChooser:
     def best_plan_within(self, max_size: float, goal: str) -> SizedPlan:
         """Return the plan with the least error of those of at most `max_size` bytes, or the smallest one.
 
-        Args:
-            max_size: Largest size in bytes.
-            goal: Description of the limit for the reasons in the plan.
+        `goal` describes the limit in the reasons of the plan.
         """
         smallest, weight_budget = allocate_weight_bits(self._groups, -math.inf), max_size - self._fixed_size
         while True:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -187,11 +187,8 @@ def measure_gram_matrices(
     Raises:
         ModelError: The model cannot be run.
     """
-    runner = samples.create_runner(model)
-    refused = runner.unobservable([tensor for tensor, _, _ in inputs])
-    observable = list(dict.fromkeys(tensor for tensor, _, _ in inputs if tensor not in refused))
     sums: list[GramSum | None] = [None] * len(inputs)
-    for values_by_tensor in runner.observe(observable, samples.feeds) if observable else ():
+    for values_by_tensor in samples.observe(model, (tensor for tensor, _, _ in inputs)):
         for position, (tensor, op, form) in enumerate(inputs):
             total: Array | None = None
             for value in values_by_tensor.get(tensor, ()):
@@ -204,19 +201,18 @@ def measure_gram_matrices(
     return [None if gram_sum is None else shrink_gram_matrix(gram_sum) for gram_sum in sums]
 
 
-@dataclass(frozen=True, slots=True)
-class GramSum:
+class GramSum(NamedTuple):
     """Sum of the samples' Gram matrices, each divided by the power of its sample.
 
     Attributes:
         total: float64 (groups, inputs, inputs).
         power: Sum over the samples of the squared off-diagonal entries.
-        count: Number of samples.
+        samples: Number of samples.
     """
 
     total: Array
     power: float
-    count: int
+    samples: int
 
 
 def add_gram_product(previous: GramSum | None, product: Array) -> GramSum | None:
@@ -232,7 +228,7 @@ def add_gram_product(previous: GramSum | None, product: Array) -> GramSum | None
     power = _off_diagonal_power(normalized)
     if previous is None:
         return GramSum(normalized, power, 1)
-    return GramSum(previous.total + normalized, previous.power + power, previous.count + 1)
+    return GramSum(previous.total + normalized, previous.power + power, previous.samples + 1)
 
 
 def shrink_gram_matrix(gram_sum: GramSum) -> Array:
@@ -246,8 +242,8 @@ def shrink_gram_matrix(gram_sum: GramSum) -> Array:
     """
     off_diagonal = _off_diagonal_power(gram_sum.total)
     share = 0.0
-    if gram_sum.count > 1 and off_diagonal:
-        chance_power = (gram_sum.power - off_diagonal / gram_sum.count) * gram_sum.count / (gram_sum.count - 1)
+    if gram_sum.samples > 1 and off_diagonal:
+        chance_power = (gram_sum.power - off_diagonal / gram_sum.samples) * gram_sum.samples / (gram_sum.samples - 1)
         share = max(1 - chance_power / off_diagonal, 0.0)
     index = np.arange(gram_sum.total.shape[-1])
     shrunk = gram_sum.total * share

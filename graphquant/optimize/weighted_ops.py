@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,14 +18,13 @@ from graphquant.ir import (
     Graph,
     Model,
     Op,
-    Output,
     Parameters,
     TensorRef,
     Use,
     qualified_op_name,
     reachable,
 )
-from graphquant.qdq.family import add_constant
+from graphquant.qdq.family import add_constant, new_op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,29 +83,21 @@ def add_channel_mean(model: Model, graph: Graph, tensor: TensorRef, axes: Output
     if not averaged_axes:
         return ChannelMean(tensor, tensor)
     name, inputs = graph.unique_name(f"{tensor.op}/mean"), [tensor]
+    has_type_attrs = model.traits.type_attrs
     attrs: dict[str, Any] = {"keepdims": 0}
-    axes_value = np.array(averaged_axes)
-    if model.traits.type_attrs:
+    if has_type_attrs:
         attrs = {"T": DataType("float32"), "Tidx": DataType("int32"), "keep_dims": False}
-        axes_value = np.array(averaged_axes, np.int32)
-    if model.traits.type_attrs or model.opset >= AXES_INPUT_OPSET:
-        control_sources = (tensor.op,) if model.traits.type_attrs else ()
+    if has_type_attrs or model.opset >= AXES_INPUT_OPSET:
+        value = np.array(averaged_axes, np.int32 if has_type_attrs else np.int64)
+        control = (tensor.op,) if has_type_attrs else ()
+        axes_name = f"{name}/axes"
         inputs.append(
-            add_constant(
-                graph, f"{name}/axes", axes_value, op_type="Const", rule=ALGORITHM_RULE, control_sources=control_sources
-            )
+            add_constant(graph, axes_name, value, op_type="Const", rule=ALGORITHM_RULE, control_sources=control)
         )
     else:
         attrs["axes"] = averaged_axes
-    mean_op = Op(
-        name=name,
-        kind="reduce_mean",
-        type="Mean" if model.traits.type_attrs else "ReduceMean",
-        outputs=(Output(name, "float32", None),),
-        attrs=attrs,
-        rule=ALGORITHM_RULE,
-    )
-    return ChannelMean(tensor, graph.add_op(mean_op, inputs))
+    fields = {"type": "Mean" if has_type_attrs else "ReduceMean", "attrs": attrs, "rule": ALGORITHM_RULE}
+    return ChannelMean(tensor, graph.add_op(new_op(graph, name, "float32", None, kind="reduce_mean", **fields), inputs))
 
 
 def measure_channel_means(model: Model, means: Sequence[ChannelMean], samples: AlgorithmData) -> dict[TensorRef, Array]:
@@ -114,18 +106,14 @@ def measure_channel_means(model: Model, means: Sequence[ChannelMean], samples: A
     Raises:
         ModelError: The model cannot be run.
     """
-    runner = samples.create_runner(model)
-    refused = runner.unobservable([mean.observed_tensor for mean in means])
-    observable = [mean for mean in means if mean.observed_tensor not in refused]
-    rows: dict[TensorRef, list[Array]] = {mean.tensor: [] for mean in observable}
-    tensors = list(dict.fromkeys(mean.observed_tensor for mean in observable))
-    for values_by_tensor in runner.observe(tensors, samples.feeds, max_in_flight=MAX_RUNS_IN_FLIGHT) if tensors else ():
-        for mean in observable:
-            values = [np.asarray(value, np.float64) for value in values_by_tensor[mean.observed_tensor]]
+    rows: dict[TensorRef, list[Array]] = defaultdict(list)
+    for values_by_tensor in samples.observe(model, (mean.observed_tensor for mean in means), MAX_RUNS_IN_FLIGHT):
+        for mean in means:
+            values = [np.asarray(value, np.float64) for value in values_by_tensor.get(mean.observed_tensor, ())]
             flattened = [value.reshape(-1, value.shape[-1]) for value in values if value.size]
             if flattened:
                 rows[mean.tensor].append(np.concatenate(flattened).mean(0))
-    return {tensor: np.stack(sample_means) for tensor, sample_means in rows.items() if sample_means}
+    return {tensor: np.stack(sample_means) for tensor, sample_means in rows.items()}
 
 
 RANK_UNKNOWN: Final = "its number of axes is not known before the model runs"
