@@ -150,13 +150,11 @@ def block_feeds(
             block: Iterator[Feeds] = itertools.islice(samples, block_size)
             if join_samples:
                 block = iter(_join_samples(list(block)))
-            feed = None
-            for next_feed in block:
-                if feed is not None:
-                    yield feed, None
-                feed = next_feed
-            if feed is not None:
-                yield feed, index
+            feed = next(block, None)
+            while feed is not None:
+                following = next(block, None)
+                yield feed, index if following is None else None
+                feed = following
 
 
 def observe_feeds(
@@ -284,15 +282,13 @@ def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint
 
 def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | None]:
     """Return the elements per sample of the outputs `read_ports`. A first axis of unknown size counts samples."""
-    if op.kind in {"constant", "variable", "output"}:
-        return []
     element_counts: list[int | None] = []
     for port, output in enumerate(op.outputs):
-        if port not in read_ports:
+        if port not in read_ports or op.kind in {"constant", "variable", "output"}:
             continue
-        sizes = output.shape if output.shape is None else output.shape[1:]
-        first_size = output.shape[0] or 1 if output.shape else 1
-        size = None if sizes is None or None in sizes else first_size * math.prod(size or 0 for size in sizes)
+        size = None
+        if output.shape is not None and None not in output.shape[1:]:
+            size = math.prod(axis_size or 0 for axis_size in output.shape[1:]) * ((*output.shape, 1)[0] or 1)
         element_counts.append(size if output.dtype is None or "float" in output.dtype else 0)
     return element_counts
 
@@ -389,12 +385,9 @@ def collect_stats(
                     break
         sketches = dict(zip(accumulators, pool.map(SketchAccumulator.to_sketch, accumulators.values()), strict=True))
     reached_sketches = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count or sketch.empty_arrays}
-    new_run = replace(
-        data_run,
-        data_digest=dataset.final_digest(),
-        block_ranges=tuple(finished if observed_targets else block_ranges),
-    )
-    stats = replace(stats, runs=tuple(replace(known_run, data_digest=new_run.data_digest) for known_run in stats.runs))
+    digest, new_ranges = dataset.final_digest(), tuple(finished if observed_targets else block_ranges)
+    stats = replace(stats, runs=tuple(replace(known_run, data_digest=digest) for known_run in stats.runs))
+    new_run = replace(data_run, data_digest=digest, block_ranges=new_ranges)
     return combine_stats([stats, replace(stats, sketches=reached_sketches, runs=(new_run,))])
 
 
@@ -442,8 +435,7 @@ class _SketchCollector:
 
 def _fill_accumulators(pool: Executor, tasks: list[tuple[SketchAccumulator, list[Array]]]) -> None:
     """Add values to their accumulators on several threads. Each accumulator belongs to one thread."""
-    own_group, *background_groups = (tasks[start::FILL_THREADS] for start in range(FILL_THREADS))
-    futures = [pool.submit(add_all, task_group) for task_group in background_groups]
-    add_all(own_group)
+    futures = [pool.submit(add_all, tasks[start::FILL_THREADS]) for start in range(1, FILL_THREADS)]
+    add_all(tasks[::FILL_THREADS])
     for future in futures:
         future.result()

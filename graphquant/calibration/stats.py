@@ -263,6 +263,9 @@ HEADER_MEMBER = "header.json"
 ARRAY_DTYPES = {"low": "<f8", "high": "<f8", "bins": "<u4", "counts": "<i8", "sums": "<u8"}
 """Arrays and their dtypes. `low` and `high` have one entry per channel, the others one per bin."""
 
+STORED_NUMBERS = ("count", "nan", "inf", "empty_arrays", "blocks")
+"""Numbers of a sketch that the header stores unchanged."""
+
 MAX_STATS_BYTES = 1 << 31
 """Maximum number of bytes of all arrays of a file. The header may have a sixteenth of it."""
 
@@ -377,11 +380,7 @@ def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Ske
         bits=target.bits,
         channels=0 if sketch is None else sketch.low.size if sketch.low.ndim else None,
         bins=values.bins.size,
-        count=values.count,
-        nan=values.nan,
-        inf=values.inf,
-        empty_arrays=values.empty_arrays,
-        blocks=values.blocks,
+        **{name: getattr(values, name) for name in STORED_NUMBERS},
         low_sum=f"{values.low_sum:x}",
         high_sum=f"{values.high_sum:x}",
     )
@@ -491,15 +490,11 @@ def _build_sketch(
     return Sketch(
         low=low.reshape(()) if per_tensor else low,
         high=high.reshape(()) if per_tensor else high,
-        count=entry.count,
-        nan=entry.nan,
-        inf=entry.inf,
-        empty_arrays=entry.empty_arrays,
+        **{name: getattr(entry, name) for name in STORED_NUMBERS},
         bits=entry.bits if entry.axis is None else 0,
         bins=bins.astype(np.uint32),
         counts=counts,
         sums=sums,
-        blocks=entry.blocks,
         low_sum=int(entry.low_sum, 16),
         high_sum=int(entry.high_sum, 16),
     )

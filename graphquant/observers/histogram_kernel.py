@@ -59,8 +59,7 @@ def count_values_numpy(values: Array, shift: int, table: Array | None) -> tuple[
     Args:
         values: float32 (N,), aligned and contiguous; can be empty.
         shift: Number of low bits that bins drop.
-        table: A result of `new_histogram_table` for 23 - shift bits with capacity for the values, in which no NaN or
-            infinity is counted; None to compute only the limits.
+        table: A result of `new_histogram_table` for 23 - shift bits, with capacity for the values.
 
     Returns:
         The smallest and largest value, and True if all are finite. If not, the limits are not valid, and values that
@@ -83,12 +82,8 @@ def count_all_values_numpy(jobs: Sequence[KernelJob]) -> list[tuple[float, float
 def sum_squares_numpy(expected: Array, actual: Array) -> tuple[float, float]:
     """Return the sums of the squares of `expected` and of `actual - expected`, like the compiled `squares`.
 
-    Args:
-        expected: float32 (N,), aligned and contiguous.
-        actual: The same.
-
-    Returns:
-        Both sums, up to rounding; infinite, NaN or too small if float32 cannot represent the squares.
+    Both are float32 (N,), aligned and contiguous. The sums are exact up to rounding; infinite, NaN or too small if
+    float32 cannot represent the squares.
     """
     power = error = 0.0
     for start in range(0, expected.size, SQUARES_CHUNK):
@@ -114,8 +109,7 @@ with suppress(ImportError, AttributeError):  # there was no C compiler during in
 def unpack_entries(table: Array, minimum: int = 1, *, clear: bool = False) -> tuple[Array, Array, Array]:
     """Return the contents of the entries of at least `minimum`, and set these to zero if `clear`.
 
-    Returns:
-        Bins, uint32 (K,), ascending, their numbers of values, int64 (K,), and sums of dropped bits, uint64 (K,).
+    These are bins, uint32 (K,), ascending, their numbers of values, int64 (K,), and sums of dropped bits, uint64 (K,).
     """
     entries: Array = np.flatnonzero(table >= minimum)
     counts: Array = (table[entries] // COUNT_UNIT).astype(np.int64)

@@ -73,11 +73,7 @@ class _StoredArray:
 
 
 def open_arrays(request: DataRequest) -> Dataset:
-    """Open npz or npy files, one after the other. All fed values are read once to check and hash them.
-
-    Raises:
-        DataError: A file cannot be read or does not fit the inputs.
-    """
+    """Open npz or npy files, one after the other. All fed values are read once to check and hash them."""
     counts: list[int] = []
     ignored: dict[str, None] = {}
     for file in request.source.files:

@@ -10,8 +10,8 @@ import numpy as np
 
 from graphquant.calibration.data.files import DataFile, wrap_read_errors
 from graphquant.calibration.data.fit import dataset_of_files, dtype_kind, numpy_dtype, sole_input
-from graphquant.calibration.data.images import parse_number
-from graphquant.errors import DataError, did_you_mean
+from graphquant.calibration.data.images import check_choice, parse_number
+from graphquant.errors import DataError
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 MAX_WAV_BYTES = 1 << 28
 """Maximum size of a wav file: more than two hours of 16-bit mono at 16 kHz."""
-
-WAV_PADDINGS = ("end", "repeat", "none")
 
 _PCM_FORMAT, _FLOAT_FORMAT, _EXTENSIBLE_FORMAT = 1, 3, 0xFFFE
 _UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # streaming writers cannot fill in the size
@@ -47,11 +45,7 @@ class Waves:
 
 
 def open_audio(request: DataRequest) -> Dataset:
-    """Open wav files in the order of their names. The digest covers their bytes and the settings.
-
-    Raises:
-        DataError: The spec does not fit the input, or a file cannot be read or has another rate.
-    """
+    """Open wav files in the order of their names. The digest covers their bytes and the settings."""
     model_input = sole_input(request)
     settings = _wave_settings(request, model_input)
     expected_rate, origin = settings.rate, "required by the key rate"
@@ -86,10 +80,7 @@ def _wave_settings(request: DataRequest, model_input: InputSpec) -> Waves:
             f"{label}: length={length}, but input {model_input.name!r} takes {fixed_length}. Remove length."
         )
     pad = keys.get("pad", "end")
-    if pad not in WAV_PADDINGS:
-        raise DataError(
-            f"{label}: pad={pad} is unknown. Use one of {', '.join(WAV_PADDINGS)}.{did_you_mean(pad, WAV_PADDINGS)}"
-        )
+    check_choice(label, "pad", pad, ("end", "repeat", "none"))
     full_scale = 1.0 if dtype_kind(dtype) == "float" else 2.0 ** (dtype.itemsize * 8 - 1)
     return Waves(
         shape=shape,

@@ -156,11 +156,7 @@ class _InputStats:
 
 
 def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec]) -> DataReport:
-    """Read all data once and report likely mistakes. Open it with `require_finite=False` to count NaN.
-
-    Raises:
-        DataError: A sample cannot be read or does not fit.
-    """
+    """Read all data once and report likely mistakes. Open it with `require_finite=False` to count NaN."""
     stats_of_inputs = [(model_input, _InputStats()) for model_input in inputs]
     for index, feed in enumerate(dataset):
         for model_input, stats in stats_of_inputs:

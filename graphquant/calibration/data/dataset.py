@@ -137,11 +137,10 @@ class Dataset:
 
     Attributes:
         count: Number of samples.
-        digest: Hex SHA-256 of the fed values. It is the same wherever the data is opened and whichever range is read.
-            It is a future while samples are read in the background; the future raises a DataError for an invalid
-            sample.
+        digest: Hex SHA-256 of the fed values, the same wherever the data is opened and whichever range is read. It is a
+            future while samples are read in the background, which raises a DataError for an invalid sample.
         ignored: Keys or files of the data that no input takes, for example "labels".
-        random: Whether the values are random, so that the output can report it.
+        random: Whether the values are random.
         stacked_shapes: For some inputs, the shape of the first item of a function that was split into several samples.
         open_feeds: Function that opens the data and yields the feeds from one sample index up to another. It skips
             earlier samples as cheaply as the format allows.

@@ -83,11 +83,7 @@ def dtype_kind(dtype: np.dtype[Any]) -> str:
 
 
 def match_input_keys(label: str, available_keys: Sequence[str], request: DataRequest) -> list[str]:
-    """Return the key of each input: the requested key, its name, or an alias that is not the name of another input.
-
-    Raises:
-        DataError: An input has no key.
-    """
+    """Return the key of each input: the requested key, its name, or an alias that is not the name of another input."""
     names, input_keys = request.input_names, request.source.input_keys
     for name in input_keys:
         if name not in names:
@@ -115,11 +111,7 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
 
 
 def fit_array(label: str, model_input: InputSpec, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayFit:
-    """Fit an array of `shape` and `dtype` to an input: a stack of samples, a stack of whole feeds, or one sample.
-
-    Raises:
-        DataError: The array does not fit.
-    """
+    """Fit an array of `shape` and `dtype` to an input: a stack of samples, a stack of whole feeds, or one sample."""
     input_dtype, stored_dtype = numpy_dtype(model_input.dtype), dtype.newbyteorder("=")
     # NumPy saves bfloat16 and other small types as raw bytes, "V2" and "V1".
     is_raw_bytes = stored_dtype.kind == "V" and stored_dtype.names is None and stored_dtype.subdtype is None
@@ -270,11 +262,7 @@ SampleReader = Callable[[int, int], Iterator[tuple[str, Feed]]]
 def dataset_of_samples(
     request: DataRequest, read_samples: SampleReader, *, count: int, digest: str, unused_keys: Iterable[str] = ()
 ) -> Dataset:
-    """Create feeds of one sample each, or of as many as the fixed batch size of the model requires.
-
-    Raises:
-        DataError: There are no samples, the first one does not fit, or some are left over.
-    """
+    """Create feeds of one sample each, or of as many as the fixed batch size of the model requires."""
     spec = request.source.spec
     if not count:
         raise DataError(f"{spec} contains no samples. Provide at least one.")
@@ -323,11 +311,7 @@ def dataset_of_files(request: DataRequest, settings: str, read_file: Callable[[D
 
 
 def sole_input(request: DataRequest) -> InputSpec:
-    """Return the only input of the model, which each file feeds.
-
-    Raises:
-        DataError: The model has more inputs, or none.
-    """
+    """Return the only input of the model, which each file feeds."""
     if len(request.inputs) != 1:
         names = ", ".join(map(repr, request.input_names)) or "no inputs"
         raise DataError(

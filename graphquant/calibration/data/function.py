@@ -47,11 +47,7 @@ MAX_ITEMS = 1_000_000
 
 
 def open_function(request: DataRequest) -> Dataset:
-    """Open the data of a function. One pass over all items counts and hashes them, so that all shards agree on them.
-
-    Raises:
-        DataError: The function is missing or fails, or its items do not fit the inputs.
-    """
+    """Open the data of a function. One pass over all items counts and hashes them, so that all shards agree on them."""
     spec = request.source.spec
     create_iterable = _import_factory(spec)
     digest = hashlib.sha256()
@@ -209,11 +205,7 @@ MAX_DIGITS = 10
 
 
 def open_random(request: DataRequest) -> Dataset:
-    """Create as many random feeds as the spec requests, for example "random:8".
-
-    Raises:
-        DataError: The spec has no number, or the shape or dtype of an input is not definite enough.
-    """
+    """Create as many random feeds as the spec requests, for example "random:8"."""
     spec = request.source.spec
     text = spec.removeprefix("random:")
     if not (text.isascii() and text.isdigit() and len(text) < MAX_DIGITS and int(text) > 0):

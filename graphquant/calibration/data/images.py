@@ -16,7 +16,7 @@ from graphquant.errors import DataError, MissingDependencyError, did_you_mean
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from graphquant.calibration.data.dataset import DataRequest, Dataset
     from graphquant.calibration.data.files import DataFile
@@ -51,8 +51,7 @@ PIXEL_CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("rgb", "bgr"),
 }
 
-PILLOW_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow mode for each number of channels."""
+PILLOW_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # by number of channels
 
 PILLOW_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow readers that may be used. The others start programs or are hardly tested."""
@@ -61,9 +60,6 @@ MAX_PIXELS = 1 << 27
 """Maximum number of pixels of an image, before and after resizing."""
 
 MIN_CROP = 0.1
-
-ALPHA_CHANNELS = 4
-"""Number of channels of an image with transparency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,16 +109,10 @@ class Pixels:
 
 
 def pixel_settings(label: str, model_input: InputSpec, keys: Mapping[str, str]) -> Pixels:
-    """Return the conversion of images to `model_input`, from `keys` and, for missing keys, from its shape.
-
-    Raises:
-        DataError: A key has an invalid value or does not fit the input, or a setting is ambiguous.
-    """
+    """Return the conversion of images to `model_input`, from `keys` and, for missing keys, from its shape."""
     keys = _apply_preset(label, model_input, keys)
     for key, choices in PIXEL_CHOICES.items():
-        if key in keys and keys[key] not in choices:
-            suggestion = did_you_mean(keys[key], choices)
-            raise DataError(f"{label}: {key}={keys[key]} is unknown. Use one of {', '.join(choices)}.{suggestion}")
+        check_choice(label, key, keys.get(key, choices[0]), choices)
     layout = keys.get("layout") or _layout_from_shape(label, model_input)
     if model_input.shape is not None and len(model_input.shape) != len(layout):
         raise DataError(
@@ -154,12 +144,15 @@ def pixel_settings(label: str, model_input: InputSpec, keys: Mapping[str, str]) 
     return settings
 
 
-def parse_number(label: str, key: str, text: str) -> float:
-    """Parse a number such as "0.5" or "1/255".
+def check_choice(label: str, key: str, value: str, choices: Collection[str]) -> None:
+    """Raise a DataError if `value` is not one of `choices`."""
+    if value not in choices:
+        suggestion = did_you_mean(value, choices)
+        raise DataError(f"{label}: {key}={value} is unknown. Use one of {', '.join(choices)}.{suggestion}")
 
-    Raises:
-        DataError: `text` is not a finite number.
-    """
+
+def parse_number(label: str, key: str, text: str) -> float:
+    """Parse a number such as "0.5" or "1/255". Raises a DataError if `text` is not a finite number."""
     numerator, _, denominator = text.partition("/")
     try:
         value = float(numerator) / float(denominator or "1")
@@ -171,12 +164,8 @@ def parse_number(label: str, key: str, text: str) -> float:
 
 
 def _apply_preset(label: str, model_input: InputSpec, keys: Mapping[str, str]) -> dict[str, str]:
-    preset = keys.get("preset")
-    if preset is not None and preset not in PIXEL_PRESETS:
-        suggestion = did_you_mean(preset, PIXEL_PRESETS)
-        raise DataError(f"{label}: preset={preset} is unknown. Use one of {', '.join(PIXEL_PRESETS)}.{suggestion}")
-    specified = preset is not None or keys.keys() & {"scale", "mean", "std"}
-    if not specified and dtype_kind(numpy_dtype(model_input.dtype)) == "float":
+    check_choice(label, "preset", keys.get("preset", "raw"), PIXEL_PRESETS)
+    if not keys.keys() & {"preset", "scale", "mean", "std"} and dtype_kind(numpy_dtype(model_input.dtype)) == "float":
         raise DataError(
             f"{label}: input {model_input.name!r} takes {model_input.dtype}, and the conversion of pixels is not"
             f" defined. Define it as in training: {label},preset=imagenet (or {', '.join(PIXEL_PRESETS)}), or"
@@ -186,7 +175,7 @@ def _apply_preset(label: str, model_input: InputSpec, keys: Mapping[str, str]) -
         raise DataError(
             f"{label}: input {model_input.name!r} takes {model_input.dtype}, which is not numeric. Use an .npz file."
         )
-    return {**(PIXEL_PRESETS[preset] if preset else {}), **{key: text for key, text in keys.items() if key != "preset"}}
+    return {**PIXEL_PRESETS[keys.get("preset", "raw")], **{key: text for key, text in keys.items() if key != "preset"}}
 
 
 def _layout_from_shape(label: str, model_input: InputSpec) -> str:
@@ -324,23 +313,17 @@ def _resize_image(image: Any, settings: Pixels) -> Any:
             " Crop it first."
         )
     image = image.resize(scaled, resampling)
-    left_offset, top_offset = (scaled[0] - width) / 2, (scaled[1] - height) / 2
+    left, top = round((scaled[0] - width) / 2), round((scaled[1] - height) / 2)
     if settings.resize == "crop":
-        left_offset, top_offset = round(left_offset), round(top_offset)
-        return image.crop((left_offset, top_offset, left_offset + width, top_offset + height))
-    fill = (settings.fill,) * min(settings.channels, 3) + (255,) * (settings.channels == ALPHA_CHANNELS)
+        return image.crop((left, top, left + width, top + height))
+    fill = (settings.fill, settings.fill, settings.fill, 255)[: settings.channels]  # opaque
     canvas = Image.new(image.mode, settings.size, fill if settings.channels > 1 else settings.fill)
-    canvas.paste(image, (round(-left_offset), round(-top_offset)))
+    canvas.paste(image, (-left, -top))
     return canvas
 
 
 def open_images(request: DataRequest) -> Dataset:
-    """Open image files in the order of their names. The digest covers the files and the settings.
-
-    Raises:
-        DataError: The spec is ambiguous, or an image cannot be read.
-        MissingDependencyError: Pillow is not installed.
-    """
+    """Open image files in the order of their names. The digest covers the files and the settings."""
     model_input = sole_input(request)
     settings = pixel_settings(request.source.spec, model_input, request.source.keys)
 

@@ -126,12 +126,7 @@ PARQUET_ADVICE = "Check that the Parquet file is complete."
 
 
 def open_parquet(request: DataRequest) -> Dataset:
-    """Open Parquet files: columns are inputs, and each row is one sample. The digest covers the files.
-
-    Raises:
-        DataError: A file is broken, or its columns do not fit the inputs.
-        MissingDependencyError: pyarrow is not installed.
-    """
+    """Open Parquet files: columns are inputs, and each row is one sample. The digest covers the files."""
     source = request.source
     try:
         from pyarrow import parquet
@@ -278,11 +273,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def open_tfrecord(request: DataRequest) -> Dataset:
-    """Open TFRecord files of tf.train.Example. One pass over the records counts and hashes them.
-
-    Raises:
-        DataError: A file is broken, a record is not an Example, or its features do not fit the inputs.
-    """
+    """Open TFRecord files of tf.train.Example. One pass over the records counts and hashes them."""
     source = request.source
     digest = hashlib.sha256(f"{source.keys} {source.input_keys} {request.input_names}\n".encode())
     # If the model has a fixed batch size k, one feed consists of k records.
@@ -399,11 +390,7 @@ _BIT_PATTERN_TENSORS = frozenset({10, 16})
 
 
 def open_onnx_sets(request: DataRequest) -> Dataset:
-    """Open folders of ONNX test data, each one feed with a TensorProto per input. The digest covers the files.
-
-    Raises:
-        DataError: A file is not a tensor, or the tensors do not fit the inputs.
-    """
+    """Open folders of ONNX test data, each one feed with a TensorProto per input. The digest covers the files."""
     by_folder: dict[PurePosixPath, list[DataFile]] = {}
     for file in request.source.files:
         by_folder.setdefault(PurePosixPath(file.name).parent, []).append(file)
