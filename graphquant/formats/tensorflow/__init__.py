@@ -16,7 +16,7 @@ from graphquant.formats.tensorflow.live_objects import from_tensorflow, to_tenso
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.runner import create_runner, input_specs
 from graphquant.formats.tensorflow.save import save
-from graphquant.formats.tensorflow.source import node_metadata, original_record, read_source
+from graphquant.formats.tensorflow.source import clear_metadata, node_metadata, read_source
 from graphquant.quantize import RECORD_KEY, restore_source
 
 if TYPE_CHECKING:
@@ -27,22 +27,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 
-__all__ = [
-    "DEFAULT_FAMILY",
-    "DEFAULT_RULES",
-    "create_runner",
-    "emit",
-    "encode_skeleton",
-    "from_tensorflow",
-    "input_specs",
-    "load",
-    "prepare_timed_run",
-    "prepare_timed_tflite_run",
-    "profile_ops",
-    "save",
-    "to_tensorflow",
-    "upgrade_opset",
-]
+__all__ = ["create_runner", "emit", "from_tensorflow", "input_specs", "save", "to_tensorflow"]
 
 DEFAULT_RULES = "tflite"
 DEFAULT_FAMILY = "fake-quant"
@@ -95,10 +80,13 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
     Raises:
         ModelError: The record is damaged, or weights were changed.
     """
-    record = original_record(model.source)
+    record = node_metadata(model.source).get(RECORD_KEY)
     if record is None:
         return None
-    message, unchanged = restore_source(*record, type(model.source.message))
+    edited = type(model.source.message)()
+    edited.CopyFrom(model.source.message)
+    clear_metadata(model.source.graph_def(edited))
+    message, unchanged = restore_source(record, edited, type(edited))
     digest = hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
     source = replace(model.source, message=message, digest=digest)
     return build_model(source, model.path or source.file), unchanged

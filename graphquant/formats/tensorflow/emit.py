@@ -34,9 +34,9 @@ def emit(model: Model) -> Any:
     message.CopyFrom(source.message)
     graph_def, meta = source.graph_def(message), source.meta_graph(message)
     table = opdefs.model_op_table(graph_def, meta)
-    new_nodes = _GraphPatch(model.main, table, in_function=False).apply(graph_def.node)
+    new_nodes = _GraphPatch(model.main, table).apply(graph_def.node)
     for function in graph_def.library.function:
-        graph_patch = _GraphPatch(model.graphs[function.signature.name], table, in_function=True)
+        graph_patch = _GraphPatch(model.graphs[function.signature.name], table)
         new_nodes += graph_patch.apply(function.node_def)
         graph_patch.apply_results(function)
     if meta is None:
@@ -51,8 +51,8 @@ def emit(model: Model) -> Any:
 class _GraphPatch:
     """Writes the changes of one graph into its nodes."""
 
-    def __init__(self, graph: Graph, table: opdefs.OpTable, *, in_function: bool) -> None:
-        self._graph, self._table, self._in_function = graph, table, in_function
+    def __init__(self, graph: Graph, table: opdefs.OpTable) -> None:
+        self._graph, self._table = graph, table
         self._ports: dict[str, list[tuple[str, int, str]]] = {}
 
     def apply(self, nodes: Any) -> list[Any]:
@@ -65,7 +65,7 @@ class _GraphPatch:
         if not (new_ops or patched or graph.removed_ops):
             return []
         new_nodes = {op.name: self._make_node(op) for op in new_ops.values()}
-        if self._in_function:
+        if self._graph.name:
             # Inputs refer to the output names of the new nodes, which follow from their attributes.
             self._ports = {name: opdefs.output_ports(node, self._table) for name, node in new_nodes.items()}
         for name, node in new_nodes.items():
@@ -97,8 +97,8 @@ class _GraphPatch:
         op = self._graph.op(tensor.op)
         if op.source is not None:
             name = op.outputs[tensor.port].name
-            return name if self._in_function else name.removesuffix(":0")
-        if self._in_function:
+            return name if self._graph.name else name.removesuffix(":0")
+        if self._graph.name:
             arg, index, _ = self._ports[tensor.op][tensor.port]
             return f"{tensor.op}:{arg}:{index}"
         return f"{tensor.op}:{tensor.port}" if tensor.port else tensor.op

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from graphquant.formats.tensorflow.opdefs import builtin_table
 from graphquant.ir import NO_ATTRS
@@ -12,21 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFlowOpInfo:
-    """Properties of an op type that the graph representation needs.
+class TensorFlowOpInfo(NamedTuple):
+    """Kind, roles of the input slots (the last one repeats), and channel axis of the "weight" slot.
 
-    Attributes:
-        kind: The kind, which all formats share.
-        roles: The role of each input slot; the last one applies to all further slots.
-        channel_axis: The output channel axis of the "weight" slot, from the end if negative.
-        defaults: Values of attributes that a file may omit.
+    The axis counts from the end if negative. `defaults` are the values of attributes that a file may omit.
     """
 
     kind: str
     roles: tuple[str, ...] = ("input",)
     channel_axis: int | None = None
-    defaults: Mapping[str, Any] = field(default_factory=lambda: NO_ATTRS)
+    defaults: Mapping[str, Any] = NO_ATTRS
 
 
 _WEIGHTED_ROLES: Final = ("input", "weight")
@@ -180,9 +174,9 @@ def describe_tf_op(op_type: str, attr: Mapping[str, Any], input_count: int) -> T
     if op_type in _OP_INFOS:
         op_info = _OP_INFOS[op_type]
         if op_type == "MatMul" and "transpose_b" in attr and attr["transpose_b"].b:
-            return replace(op_info, channel_axis=0)
+            return op_info._replace(channel_axis=0)
         if op_info.channel_axis == -1 and "adj_y" in attr and attr["adj_y"].b:
-            return replace(op_info, channel_axis=-2)
+            return op_info._replace(channel_axis=-2)
         return op_info
     if op_type == "ConcatV2":
         return TensorFlowOpInfo("concat", (*("input",) * (input_count - 1), "axis"))

@@ -100,7 +100,7 @@ class TensorFlowRunner:
 
     @cached_property
     def _session(self) -> TensorFlowSession:
-        return TensorFlowSession.start(self._tf, self.model)
+        return TensorFlowSession(self._tf, self.model)
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """Return the model's outputs by name, for one feed. Inputs may be given by name or alias.
@@ -122,7 +122,7 @@ class TensorFlowRunner:
 
     def prepare_timed_run(self, feeds: Sequence[Feeds]) -> Callable[[], object]:
         """Prepare a run on each of `feeds`, on one thread, with all of TensorFlow's optimizations."""
-        session = TensorFlowSession.start(self._tf, self.model, for_timing=True)
+        session = TensorFlowSession(self._tf, self.model, for_timing=True)
         feed_dicts = [self._make_feed_dict(feed) for feed in feeds]
         target_ops = [session.operation(name) for name in self._fetches.values()]
         for feed_dict in feed_dicts:
@@ -182,7 +182,7 @@ class TensorFlowRunner:
         hidden = self._unfetchable
         queued = [ref for ref in watched if ref.graph in live_graphs and (ref.graph or ref.op in hidden)]
         instrumented = instrument_with_queues(self.model, queued, counted) if queued else self.model
-        session = TensorFlowSession.start(self._tf, instrumented) if queued else self._session
+        session = TensorFlowSession(self._tf, instrumented) if queued else self._session
         dtypes = ["int64" if tensor in counted else self.model.output(tensor).dtype or "float32" for tensor in queued]
         names = {tensor: f"{tensor.op}:{tensor.port}" for tensor in direct}
         sizes = session.add_size_tensors({tensor: names[tensor] for tensor in direct if tensor in counted})

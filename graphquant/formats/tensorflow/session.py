@@ -92,9 +92,6 @@ def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_
 
 
 INIT_SIGNATURE: Final = "__saved_model_init_op"
-INIT_COLLECTIONS: Final = ("saved_model_main_op", "legacy_init_op")
-COMPILE_ATTR: Final = "_XlaMustCompile"
-ERROR_HEADING: Final = "Graph execution error:"
 OP_THREADS: Final = min(4, os.cpu_count() or 1)
 """Threads within an op. The number is fixed so that results do not depend on other settings of the process."""
 
@@ -112,18 +109,18 @@ class _ObservationQueue:
     dequeues: list[Any] = field(default_factory=list)
 
 
-@dataclass(slots=True)
 class TensorFlowSession:
-    """A model in a TensorFlow session of its own. `message` is the model as it was emitted for the session."""
+    """A model in a TensorFlow session of its own, with restored and initialized variables.
 
-    tf: Any
-    graph: Any
-    tf_session: Any = field(repr=False)
-    message: Any = field(repr=False)
+    Attributes:
+        tf: The module `tensorflow`.
+        graph: The tf.Graph.
+        tf_session: TensorFlow's session.
+        message: The model as it was emitted for the session.
+    """
 
-    @classmethod
-    def start(cls, tensorflow: Any, model: Model, *, for_timing: bool = False) -> TensorFlowSession:
-        """Import the model, restore and initialize its variables; `for_timing` uses TensorFlow's own settings."""
+    def __init__(self, tensorflow: Any, model: Model, *, for_timing: bool = False) -> None:
+        """Start a session; `for_timing` uses TensorFlow's own settings."""
         source: TensorFlowSource = model.source
         if source.live_object is not None and source.live_object.foreign_capture:
             raise ModelError(
@@ -131,11 +128,10 @@ class TensorFlowSession:
                 f" {source.live_object.foreign_capture!r}, and cannot run without it. Use ranges that need no data, or"
                 " save it as a SavedModel and calibrate that."
             )
-        message = emit(model)
-        v1 = tensorflow.compat.v1
-        graph_def = v1.GraphDef.FromString(proto.to_binary(_without_xla(source.graph_def(message))))
-        graph = tensorflow.Graph()
-        with graph.as_default(), translate_tf_errors(tensorflow):
+        self.tf, self.message, v1 = tensorflow, emit(model), tensorflow.compat.v1
+        graph_def = v1.GraphDef.FromString(proto.to_binary(_without_xla(source.graph_def(self.message))))
+        self.graph = tensorflow.Graph()
+        with self.graph.as_default(), translate_tf_errors(tensorflow):
             tensorflow.import_graph_def(graph_def, name="")
         config = v1.ConfigProto(
             device_count={"GPU": 0},
@@ -145,18 +141,17 @@ class TensorFlowSession:
         )
         # Optimized graphs round differently, and observed values must equal those of the model that runs.
         config.graph_options.rewrite_options.disable_meta_optimizer = not for_timing
-        started = cls(tensorflow, graph, v1.Session(graph=graph, config=config), message)
-        meta = source.meta_graph(message)
+        self.tf_session = v1.Session(graph=self.graph, config=config)
+        meta = source.meta_graph(self.message)
         if meta is not None:
-            started._initialize(source, meta)
+            self._initialize(source, meta)
         elif any(node.name == INITIALIZER_OP for node in graph_def.node):
-            started.run(started.operation(INITIALIZER_OP), {})
-        started._assign_learned_ranges(learned_ranges(model))
+            self.run(self.operation(INITIALIZER_OP), {})
+        self._assign_learned_ranges(learned_ranges(model))
         if source.live_object is not None:
-            started._copy_live_values(source.live_object)
+            self._copy_live_values(source.live_object)
         elif meta is not None:
-            started._restore_missing(model)
-        return started
+            self._restore_missing(model)
 
     def add_size_tensors(self, names: Mapping[TensorRef, str]) -> dict[TensorRef, Any]:
         """Add tensors that count the elements of others, which are given by name."""
@@ -215,7 +210,8 @@ class TensorFlowSession:
             for asset in meta.asset_file_def
             if source.folder is not None and Path(asset.filename).name == asset.filename
         }
-        names = [meta.collection_def[key].node_list.value for key in INIT_COLLECTIONS if key in meta.collection_def]
+        collections = [key for key in ("saved_model_main_op", "legacy_init_op") if key in meta.collection_def]
+        names = [meta.collection_def[key].node_list.value for key in collections]
         if INIT_SIGNATURE in meta.signature_def:
             names.insert(0, [tensor_info.name for tensor_info in meta.signature_def[INIT_SIGNATURE].outputs.values()])
         for name in next((listed for listed in names if listed), ()):
@@ -326,7 +322,7 @@ def _add_assign_op(tensorflow: Any, variable: Any, value: Any) -> Any:
 def _without_xla(graph_def: Any) -> Any:
     """Return `graph_def` without requests for XLA, which has no queues and fuses observed tensors."""
     for message in (*graph_def.library.function, *proto.all_nodes(graph_def)):
-        message.attr.pop(COMPILE_ATTR, None)
+        message.attr.pop("_XlaMustCompile", None)
     return graph_def
 
 
@@ -344,7 +340,7 @@ def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
 def first_error_line(text: str) -> str:
     """Return the first line of an error's text that states a reason."""
     lines = (line.strip() for line in text.splitlines())
-    return next((line for line in lines if line not in {"", ERROR_HEADING}), "no reason given")
+    return next((line for line in lines if line not in {"", "Graph execution error:"}), "no reason given")
 
 
 def import_tensorflow() -> Any:

@@ -223,7 +223,7 @@ def write_metadata(message: Any, model: Model) -> None:
         return
     source: TensorFlowSource = model.source
     graph_def = source.graph_def(message)
-    _clear_metadata(graph_def)
+    clear_metadata(graph_def)
     entries: dict[str, bytes] = {key: value.encode() for key, value in model.provenance.items()}
     if model.original_model is not None:
         entries[RECORD_KEY] = make_record(model.original_model.source.message, message)
@@ -243,18 +243,8 @@ def node_metadata(source: TensorFlowSource) -> dict[str, bytes]:
     }
 
 
-def original_record(source: TensorFlowSource) -> tuple[bytes, Any] | None:
-    """Return the original's record in a model, and the model without its metadata; None if there is no record."""
-    data = node_metadata(source).get(RECORD_KEY)
-    if data is None:
-        return None
-    stripped = type(source.message)()
-    stripped.CopyFrom(source.message)
-    _clear_metadata(source.graph_def(stripped))
-    return data, stripped
-
-
-def _clear_metadata(graph_def: Any) -> None:
+def clear_metadata(graph_def: Any) -> None:
+    """Remove the metadata of a model."""
     for node in proto.all_nodes(graph_def):
         for key in [key for key in node.attr if key.startswith(_METADATA_PREFIX)]:
             del node.attr[key]

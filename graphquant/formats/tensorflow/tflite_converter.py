@@ -219,7 +219,7 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
     from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
     v1 = tensorflow.compat.v1
-    session = TensorFlowSession.start(tensorflow, model)
+    session = TensorFlowSession(tensorflow, model)
     fetches, specs = output_fetches(model), input_specs(model)
     with session.tf_session:
         ops = [name.partition(":")[0] for name in fetches.values()]

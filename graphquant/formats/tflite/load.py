@@ -214,14 +214,13 @@ class _SubgraphScope:
             if index >= 0:
                 self.tensor_refs[index] = TensorRef(self.graph.name, op.name, port)
 
-    def add_constants(self, computed: set[int]) -> None:
-        """Add the tensors that are neither inputs nor in `computed`: constants, variables and unused ones."""
-        for index, entry in enumerate(self.tensors):
-            if index not in self.tensor_refs and index not in computed:
-                type_ = "Variable" if entry.is_variable else "Constant"
-                name, outputs = self.claim_label(index), (entry.output,)
-                op = Op(name=name, kind=type_.lower(), type=type_, roles=(), outputs=outputs, read_value=entry.value)
-                self.add_op(op, [index])
+    def add_source(self, kind: str, index: int) -> str:
+        """Add an op without inputs that produces tensor `index`; return its name."""
+        name, (output, value, _) = self.claim_label(index), self.tensors[index]
+        read_value = None if kind == "input" else value
+        op = Op(name=name, kind=kind, type=kind.capitalize(), roles=(), outputs=(output,), read_value=read_value)
+        self.add_op(op, [index])
+        return name
 
 
 class _ModelReader:
@@ -254,11 +253,11 @@ class _ModelReader:
         tensors = [self._read_tensor(*entry) for entry in enumerate(table.tables("tensors", ops.TENSOR))]
         nodes = table.tables("operators", ops.OPERATOR)
         scope = _SubgraphScope(graph, tensors)
-        for index in scope.tensor_indices(table, "inputs"):
-            graph.inputs.append(scope.claim_label(index))
-            output = tensors[index].output
-            scope.add_op(Op(name=graph.inputs[-1], kind="input", type="Input", roles=(), outputs=(output,)), [index])
-        scope.add_constants({index for node in nodes for index in scope.tensor_indices(node, "outputs")})
+        graph.inputs = [scope.add_source("input", index) for index in scope.tensor_indices(table, "inputs")]
+        computed = {index for node in nodes for index in scope.tensor_indices(node, "outputs")}
+        for index, entry in enumerate(tensors):
+            if index not in scope.tensor_refs and index not in computed:  # constants, variables and unused tensors
+                scope.add_source("variable" if entry.is_variable else "constant", index)
         op_names = [self._add_node(scope, node) for node in nodes]
         for op, node in zip(op_names, nodes, strict=True):
             graph.connect_inputs(op, [scope.tensor_refs.get(index) for index in scope.tensor_indices(node, "inputs")])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,15 +80,8 @@ BUILTINS: Final = tuple(_BUILTINS.split())
 """Names of the built-in ops by BuiltinOperator."""
 
 
-@dataclass(frozen=True, slots=True)
-class TFLiteOpInfo:
-    """Properties of an op type that the graph representation needs.
-
-    Attributes:
-        kind: The kind, which all formats share.
-        roles: The role of each input slot; the last one applies to all further slots.
-        channel_axis: The output channel axis of the "weight" slot.
-    """
+class TFLiteOpInfo(NamedTuple):
+    """Kind, roles of the input slots (the last one repeats), and channel axis of the "weight" slot."""
 
     kind: str
     roles: tuple[str, ...] = ("input",)
