@@ -30,18 +30,15 @@ if TYPE_CHECKING:
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
-BUILD_TYPE = "urn:graphquant:insert:1"
-"""Build type, which defines the parameters: those of a manifest's entry."""
+BUILD_TYPE = "urn:graphquant:insert:1"  # build type, which defines the parameters: those of a manifest's entry
 
 BUILDER_ID = "urn:graphquant:batch"
 
-DIGEST_NAME = "graphquantSha256"
-"""Name of digests over several files."""
+DIGEST_NAME = "graphquantSha256"  # name of digests over several files
 
 ATTESTATION_SUFFIX = ".intoto.json"
 
-MAX_ATTESTATION_BYTES = 64 << 20
-"""Maximum size of an attestation."""
+MAX_ATTESTATION_BYTES = 64 << 20  # maximum size of an attestation
 
 
 def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
@@ -129,11 +126,7 @@ def verify_outputs(
     """Rebuild every entry in a temporary folder, and return a report that fails on differences.
 
     The rebuilt files are compared with the output, its attestation if there is one, and an earlier report if given.
-
-    Args:
-        entries: Entries with their existing outputs.
-        build: Runs a batch, given entries and a folder for its files.
-        previous: Earlier report.
+    `build` runs a batch, given entries and a folder for its files.
     """
     with tempfile.TemporaryDirectory(prefix="graphquant-") as temp_folder:
         rebuilt_entries = [

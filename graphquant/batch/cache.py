@@ -23,6 +23,7 @@ from graphquant.calibration.data.files import is_remote
 from graphquant.errors import UsageError
 from graphquant.formats.model_files import replacing_model
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
+from graphquant.utils.text import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,11 +89,7 @@ class Journal:
         self._file.close()
 
     def add(self, outcome: Outcome) -> None:
-        """Append an outcome and write it to the disk, except one that the cache also has.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Append an outcome and write it to the disk, except one that the cache also has. A full disk is an OSError."""
         line, end = json.dumps(outcome_json(outcome)).encode() + b"\n", self._file.seek(0, os.SEEK_END)
         if self._file.write(line) != len(line):  # a raw file writes partially if the disk is full
             self._file.truncate(end)
@@ -260,13 +257,7 @@ class OutcomeCache:
 
 
 def parse_prune_limit(limit: str) -> tuple[int, int | None]:
-    """Parse a limit: seconds and None for an age, or seconds of a month and bytes for a size.
-
-    Raises:
-        UsageError: `limit` is neither.
-    """
-    from graphquant.utils.text import parse_size
-
+    """Parse a limit: seconds and None for an age, or seconds of a month and bytes for a size; else a UsageError."""
     age = _AGE_PATTERN.fullmatch(limit.strip())
     return (int(age[1]) * _UNIT_SECONDS[age[2].lower()], None) if age else (_DEFAULT_AGE, parse_size(limit))
 

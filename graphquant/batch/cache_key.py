@@ -45,8 +45,7 @@ VERSIONED_PACKAGES = (
 KEY_GATES = (*METRIC_GATES, "check")
 """Gates in the cache key: bounds steer the search, and findings of the check are stored."""
 
-CODE_SUFFIXES = {".py", ".c", ".so", ".pyd", ".txt", ".toml"}
-"""Suffixes of the program's files."""
+CODE_SUFFIXES = {".py", ".c", ".so", ".pyd", ".txt", ".toml"}  # suffixes of the program's files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +97,7 @@ def cache_inputs(
 ) -> CacheInputs:
     """Return everything that the output of `entry` depends on.
 
-    Args:
-        entry: The entry.
-        file_hashes: Digests of files.
-        program: Digest of the program, from `program_digest`.
-        digest_data: Function `data_digest` for a spec, cached because many entries share one.
+    `program` is its `program_digest`. `digest_data` is `data_digest`, cached because many entries share one spec.
 
     Raises:
         GraphQuantError: A file is missing or unknown.
@@ -146,11 +141,7 @@ def data_digest(spec: str, file_hashes: FileHashes) -> tuple[str, bool]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the hex SHA-256 of a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the hex SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -206,8 +197,7 @@ def _json_sha256(*values: Any) -> str:
 TIMESTAMP_GRAIN = 2_000_000_000
 """Nanoseconds within which a file may change without a new timestamp: the resolution of file systems."""
 
-LOCK_TIMEOUT = 60
-"""Seconds to wait for the database lock of another run."""
+LOCK_TIMEOUT = 60  # seconds to wait for the database lock of another run
 
 _CREATE_TABLES = """
 create table if not exists fingerprints (
@@ -220,10 +210,7 @@ _SELECT_DIGEST = "select mtime, ctime, size, inode, device, sha256 from fingerpr
 
 
 class FileHashes:
-    """Database of file digests and claimed outputs, safe for concurrent use and crashes.
-
-    Args:
-        path: The database, created if missing.
+    """Database of file digests and claimed outputs, safe for concurrent use and crashes; created if missing.
 
     Raises:
         UsageError: The file cannot be written, or is not a database.
@@ -255,11 +242,7 @@ class FileHashes:
             ) from error
 
     def digest(self, path: Path) -> str:
-        """Return the hex SHA-256 of a file. The file is read only if its fingerprint changed.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Return the hex SHA-256 of a file. The file is read only if its fingerprint changed."""
         name, now = os.path.realpath(path), time.time_ns()
         fingerprint = _stat_fingerprint(path)
         with self._database_errors():
@@ -273,10 +256,7 @@ class FileHashes:
         return digest
 
     def output_digest(self, output: str | Path) -> str | None:
-        """Return the digest of a batch's last output at a path.
-
-        It is "" if a batch was about to write there, and None if none did.
-        """
+        """Return the digest of a batch's last output at a path; "" if a batch was about to write, None if none did."""
         with self._database_errors():
             query = "select sha256 from outputs where path = ?"
             row = self._database.execute(query, (canonical_output(output),)).fetchone()

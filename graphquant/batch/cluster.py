@@ -51,11 +51,8 @@ except ImportError as _missing:
 SCHEDULER_TIMEOUT = "10s"
 """Timeout for the answer of the scheduler."""
 
-SHUTDOWN_SECONDS, POLL_SECONDS = 10.0, 0.02
-"""Seconds for worker processes to end, and between two polls."""
-
-STATS_FILE_NAME = "stats.gqs"
-"""Name of a statistics file in a temporary folder."""
+SHUTDOWN_SECONDS, POLL_SECONDS = 10.0, 0.02  # seconds for worker processes to end, and between two polls
+STATS_FILE_NAME = "stats.gqs"  # name of a statistics file in a temporary folder
 
 
 def run_on_cluster(
@@ -63,14 +60,8 @@ def run_on_cluster(
 ) -> Iterator[Outcome]:
     """Yield the outcome of each entry as it arrives, like `run_workers`. Closing the generator stops the work.
 
-    The cluster decides on parallelism: one entry per worker thread. With fewer entries than threads, calibration of
-    each entry is sharded; merged statistics are exact.
-
-    Args:
-        address: Address of the scheduler, "tcp://host:8786".
-        entries: The entries.
-        worker: Function for one entry; must be picklable.
-        limits: Limits of each worker process.
+    The cluster at `address`, "tcp://host:8786", decides on parallelism: one entry per worker thread. With fewer entries
+    than threads, calibration of each entry is sharded; merged statistics are exact. `worker` must be picklable.
 
     Raises:
         UsageError: The scheduler is missing or lost, or has no workers.

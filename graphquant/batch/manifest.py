@@ -20,7 +20,7 @@ from graphquant.batch.manifest_schema import (
     ModelTable,
     set_keys,
 )
-from graphquant.batch.remote import LOCAL_SCHEME, find_models, open_folder, suffix_of
+from graphquant.batch.remote import LOCAL_SCHEME, find_models, is_model_folder, suffix_of
 from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Entry, Gates
 from graphquant.calibration.data import parse_data_spec
 from graphquant.calibration.data.dataset import rebase_data_spec
@@ -65,8 +65,7 @@ _FILE_OPTIONS = {
 }
 """Options with the path of a file, and the message if it is missing."""
 
-TEMPLATE_KEYS = ("data", *_FILE_OPTIONS, "output")
-"""Keys that may contain placeholders."""
+TEMPLATE_KEYS = ("data", *_FILE_OPTIONS, "output")  # keys that may contain placeholders
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
@@ -146,7 +145,7 @@ def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_Sele
                     message = f"{name!r} has its own entry above. Give one of them a 'variant', or remove it."
                     mistakes.append((("model", index, "path"), message))
     return [
-        _SelectedModel(name=name, index=index, is_folder=open_folder(name, request.folder).is_folder(name))
+        _SelectedModel(name=name, index=index, is_folder=is_model_folder(name, request.folder))
         for (_, name), (index, _) in sorted(table_by_model.items(), key=lambda item: (item[1][0], item[0][1]))
     ]
 
@@ -320,8 +319,7 @@ PROJECT_FILE = "pyproject.toml"
 _TOOL_TABLE: KeyPath = ("tool", "graphquant")
 """Table of a manifest in pyproject.toml."""
 
-_FILE_KEYS = ("path", "exclude_models", "variant", *TEMPLATE_KEYS)
-"""Keys that select the files of an entry."""
+_FILE_KEYS = ("path", "exclude_models", "variant", *TEMPLATE_KEYS)  # keys that select the files of an entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,11 +70,7 @@ def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome
 
 
 def remote_exists(address: str) -> bool:
-    """Return True if an address exists.
-
-    Raises:
-        UsageError: The service does not answer.
-    """
+    """Return True if an address exists, or raise a UsageError if the service does not answer."""
     with _remote_file_system(address, UsageError, "looked at") as (system, path):
         return bool(system.exists(path))
 
@@ -192,27 +188,21 @@ def _remote_file_system(address: str, error_class: type[GraphQuantError], action
         ) from error
 
 
-MAX_MODELS = 100_000
-"""Maximum number of models in a batch."""
+MAX_MODELS = 100_000  # maximum number of models in a batch
 
 MODEL_SUFFIXES = (".onnx", ".onnxtxt", ".pb", ".pbtxt", ".keras")
 """Suffixes that a glob matches as models. Suffixes of other formats match only if the glob ends with them."""
 
-_QUANTIZED_NAME = re.compile(r"\.quant(\.|$)")
-"""Pattern of output names of earlier runs."""
-
-_TEST_DATA = re.compile(r"(in|out)put_\d+\.pb")
-"""Pattern of tensor files of ONNX test sets."""
+_QUANTIZED_NAME = re.compile(r"\.quant(\.|$)")  # pattern of output names of earlier runs
+_TEST_DATA = re.compile(r"(in|out)put_\d+\.pb")  # pattern of tensor files of ONNX test sets
 
 LOCAL_SCHEME = "file://"
 """Scheme of local addresses."""
 
-_SAVED_MODEL_FILES = ("saved_model.pb", "saved_model.pbtxt")
-
 
 @dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """Base folder of relative paths, local or on fsspec.
+class _ModelFolder:
+    """Base folder of relative paths.
 
     Attributes:
         path: The folder.
@@ -223,20 +213,16 @@ class ModelFolder:
     system: Any = None
 
     def path_of(self, name: str) -> str:
-        """Return the path of `name` in the folder."""
         return posixpath.normpath(posixpath.join(self.path, name)) if self.system is None else name
 
     def is_file(self, name: str) -> bool:
-        """Return True if `name` is a file."""
         return Path(self.path_of(name)).is_file() if self.system is None else bool(self.system.isfile(name))
 
     def is_folder(self, name: str) -> bool:
-        """Return True if `name` is a folder."""
         return Path(self.path_of(name)).is_dir() if self.system is None else bool(self.system.isdir(name))
 
     def is_saved_model(self, name: str) -> bool:
-        """Return True if `name` is the folder of a SavedModel."""
-        return any(self.is_file(f"{name}/{inside}") for inside in _SAVED_MODEL_FILES)
+        return any(self.is_file(f"{name}/{inside}") for inside in ("saved_model.pb", "saved_model.pbtxt"))
 
     def glob(self, pattern: str) -> list[str]:
         """Return the names that match a glob, without hidden ones."""
@@ -245,7 +231,6 @@ class ModelFolder:
         return [self.system.unstrip_protocol(name) for name in self.system.glob(pattern)]
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder."""
         if not self.is_folder(folder):
             return []
         if self.system is None:
@@ -253,23 +238,23 @@ class ModelFolder:
         return sorted(map(posixpath.basename, self.system.ls(folder, detail=False)))
 
 
-def open_folder(path: str, base: str) -> ModelFolder:
-    """Return the folder in which `path` is resolved: `base`, or an fsspec file system.
-
-    Raises:
-        MissingDependencyError: fsspec, or its package for the service, is not installed.
-        UsageError: The service is unknown.
-    """
+def _open_folder(path: str, base: str) -> _ModelFolder:
+    """Return the folder in which `path` is resolved: `base`, or an fsspec file system."""
     if not is_remote(path):
-        return ModelFolder(base)
+        return _ModelFolder(base)
     try:
         import fsspec
 
-        return ModelFolder("", fsspec.core.url_to_fs(path)[0])
+        return _ModelFolder("", fsspec.core.url_to_fs(path)[0])
     except ImportError as error:
         raise _missing_package(path, error) from error
     except ValueError as error:
         raise UsageError(f"{path} cannot be opened: {error}. Give a path, or an address that fsspec knows.") from error
+
+
+def is_model_folder(name: str, base: str) -> bool:
+    """Return True if a model, relative to `base` or at an address, is a folder."""
+    return _open_folder(name, base).is_folder(name)
 
 
 def find_models(pattern: str, base: str) -> tuple[list[str], bool]:
@@ -283,7 +268,7 @@ def find_models(pattern: str, base: str) -> tuple[list[str], bool]:
         UsageError: Nothing matches.
     """
     pattern = pattern.removeprefix(LOCAL_SCHEME)
-    folder = open_folder(pattern, base)
+    folder = _open_folder(pattern, base)
     try:
         return _match_pattern(folder, pattern)
     except OSError as error:
@@ -295,7 +280,7 @@ def suffix_of(name: str) -> str:
     return posixpath.splitext(posixpath.basename(name))[1]
 
 
-def _match_pattern(folder: ModelFolder, pattern: str) -> tuple[list[str], bool]:
+def _match_pattern(folder: _ModelFolder, pattern: str) -> tuple[list[str], bool]:
     """Return the models that match in `folder`, and True if the pattern is a path."""
     if folder.is_file(pattern):
         if suffix_of(pattern) not in SUFFIXES:
@@ -319,7 +304,7 @@ def _match_pattern(folder: ModelFolder, pattern: str) -> tuple[list[str], bool]:
     return models, False
 
 
-def _filter_models(folder: ModelFolder, pattern: str, names: Iterable[str]) -> list[str]:
+def _filter_models(folder: _ModelFolder, pattern: str, names: Iterable[str]) -> list[str]:
     """Return the names that are models to quantize."""
     last = pattern.rstrip("/").rpartition("/")[2]
     suffixes = {*MODEL_SUFFIXES, suffix_of(pattern)} & SUFFIXES.keys()
@@ -345,7 +330,7 @@ def _filter_models(folder: ModelFolder, pattern: str, names: Iterable[str]) -> l
     return models
 
 
-def _suggest_model(folder: ModelFolder, pattern: str) -> str:
+def _suggest_model(folder: _ModelFolder, pattern: str) -> str:
     """Suggest the nearest name in the deepest existing folder of a pattern."""
     parent, _, last = pattern.rstrip("/").rpartition("/")
     while parent and not folder.is_folder(parent) and "/" in parent:

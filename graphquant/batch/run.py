@@ -1,7 +1,13 @@
-"""Run of a batch: reuse of finished and cached outputs, processing of the remaining entries, and the report."""
+"""Run of a batch: reuse of finished and cached outputs, processing of the remaining entries, and the report.
+
+Machines that do not communicate share a batch by shards: each deals the models in the same way and runs its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import json
 import os
 import time
 from collections.abc import Generator
@@ -18,7 +24,7 @@ from graphquant.batch.remote import remote_exists, remote_fingerprint
 from graphquant.batch.types import BatchReport, Outcome
 from graphquant.batch.work import apply_gates, failed_outcome
 from graphquant.batch.workers import remove_stale_files
-from graphquant.calibration.data.files import is_remote
+from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
 
@@ -31,8 +37,7 @@ if TYPE_CHECKING:
     Execute = Callable[[Sequence[Entry]], Iterator[Outcome]]
 
 
-OUTPUT_STATUSES = ("done", "gate")
-"""Statuses of processed entries that have an output."""
+OUTPUT_STATUSES = ("done", "gate")  # statuses of processed entries that have an output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,3 +339,42 @@ def _output_state(entry: Entry, outcome: Outcome) -> str:
     with suppress(GraphQuantError):
         return remote_fingerprint(entry.output, outcome.products)
     return ""
+
+
+def select_shard(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry]:
+    """Return the entries of one shard, in order. All shards together have each entry once.
+
+    The largest models are dealt first, each to the shard with the fewest bytes so far. Machines with the same models
+    deal the same way. `shard` is the number of the shard, from 1, and the number of shards.
+
+    Raises:
+        UsageError: There is no such shard.
+    """
+    number, total = shard
+    if not 1 <= number <= total:
+        raise UsageError(f"There is no shard {number} of {total}. Shards are numbered from 1, as in --shard 1/{total}.")
+    sizes = {entry.name: model_size(entry.model) for entry in entries}
+    heap = [(0, shard_number) for shard_number in range(1, total + 1)]
+    selected = set()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        bytes_assigned, shard_number = heapq.heappop(heap)
+        heapq.heappush(heap, (bytes_assigned + sizes[name] + 1, shard_number))  # an empty file still counts as work
+        if shard_number == number:
+            selected.add(name)
+    return [entry for entry in entries if entry.name in selected]
+
+
+def deal_digest(entries: Sequence[Entry]) -> str:
+    """Return a digest of names and sizes: machines with other models or sizes deal differently."""
+    encoded = json.dumps(sorted((entry.name, model_size(entry.model)) for entry in entries))
+    return hashlib.sha256(encoded.encode(errors="surrogatepass")).hexdigest()
+
+
+def model_size(model: str) -> int:
+    """Return the bytes of a model with all its files; 0 if unreadable, which the quantization then reports."""
+    try:
+        if is_remote(model):
+            return sum(file.filesystem.size(file.name) or 0 for file in list_data_files(model)[0])
+        return sum(file.stat().st_size for file in model_files(Path(model)))
+    except (GraphQuantError, OSError):
+        return 0

@@ -15,11 +15,8 @@ from graphquant.ir import qualified_op_name
 if TYPE_CHECKING:
     from pathlib import Path
 
-REPORT_SCHEMA_VERSION = 2
-"""Schema version of reports."""
-
-MAX_REPORT_BYTES = 1 << 30
-"""Maximum size of a report file."""
+REPORT_SCHEMA_VERSION = 2  # schema version of reports
+MAX_REPORT_BYTES = 1 << 30  # maximum size of a report file
 
 Level = Literal["error", "warning", "note"]
 """Severity of a finding or change. It repeats `graphquant.backends`, whose import is slow."""
@@ -36,8 +33,7 @@ ChangeKind = Literal[
     "status", "sqnr", "not-measured", "agreement", "accuracy", "size", "int8", "seconds", "missing", "digest"
 ]
 
-PASSED_STATUSES = ("done", "unchanged")
-"""Statuses of success."""
+PASSED_STATUSES = ("done", "unchanged")  # statuses of success
 
 TIME_KEYS = ("seconds", "attempts", "started")
 """Keys of a report that differ between runs."""

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from graphquant.utils import Progress
 
 
-SQNR_DECIMALS = 2
-"""Decimals of the stored SQNR. Rounding of TensorFlow's oneDNN kernels depends on memory alignment."""
+SQNR_DECIMALS = 2  # Decimals of the stored SQNR. Rounding of TensorFlow's oneDNN kernels depends on memory alignment
 
 
 def outcome_metrics(result: Result) -> OutcomeMetrics | None:
@@ -65,14 +64,7 @@ def outcome_metrics(result: Result) -> OutcomeMetrics | None:
 def gate_misses(
     gates: Gates, metrics: OutcomeMetrics | None, size: int, findings: Sequence[BatchFinding]
 ) -> tuple[GateMiss, ...]:
-    """Return the gates that are missed or cannot be checked.
-
-    Args:
-        gates: The bounds.
-        metrics: Measured metrics, None without data.
-        size: Bytes of the output.
-        findings: Findings of the backend check.
-    """
+    """Return the gates that are missed or cannot be checked; `metrics` is None without data, `size` is in bytes."""
     messages: dict[str, str] = {}
     for gate in METRIC_GATES:
         bound = getattr(gates, gate)
@@ -111,19 +103,14 @@ def _metric_miss(gate: str, bound: float, metrics: OutcomeMetrics) -> str:
     return message
 
 
-DEFAULT_BACKEND = "onnxruntime"
-"""Backend that predicts int8 ops if no gate names one."""
+DEFAULT_BACKEND = "onnxruntime"  # backend that predicts int8 ops if no gate names one
 
 
 def quantize_entry(entry: Entry, *, max_memory: int | None = None, progress: Progress | None = None) -> Outcome:
     """Quantize a model, write it, and check its gates.
 
-    An existing output is replaced; the caller has checked that this is allowed.
-
-    Args:
-        entry: The entry.
-        max_memory: Bytes for calibration; by default half of the free memory.
-        progress: Progress callback.
+    An existing output is replaced; the caller has checked that this is allowed. `max_memory` is in bytes, for
+    calibration; by default half of the free memory.
     """
     start = time.monotonic()
     attempt = partial(_run_safely, partial(_quantize, max_memory=max_memory, progress=progress))

@@ -70,26 +70,13 @@ def _remove_if_stale(path: Path, names: set[str]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-BYTES_PER_WORKER = 2 << 30
-"""Free memory per worker for the default number of workers."""
-
-MEMORY_POLL_SECONDS = 0.05
-"""Seconds between two polls of memory. A worker may exceed its limit for that long."""
-
-WORKER_POLL_SECONDS = 1.0
-"""Seconds between two polls for dead workers; most of them also close their pipes."""
-
-STARTUP_SECONDS = 120.0
-"""Seconds for the start of a worker, not counted as time for the model."""
-
-MAX_IDLE_BYTES = 1 << 30
-"""Bytes that a worker may keep between two models; above that, it is replaced."""
-
-PROGRESS_SECONDS = 0.1
-"""Seconds between two progress messages."""
-
-MAX_LOG_CHARS = 300
-"""Maximum number of characters of a dead worker's last output line."""
+BYTES_PER_WORKER = 2 << 30  # free memory per worker for the default number of workers
+MEMORY_POLL_SECONDS = 0.05  # Seconds between two polls of memory. A worker may exceed its limit for that long
+WORKER_POLL_SECONDS = 1.0  # seconds between two polls for dead workers; most of them also close their pipes
+STARTUP_SECONDS = 120.0  # seconds for the start of a worker, not counted as time for the model
+MAX_IDLE_BYTES = 1 << 30  # bytes that a worker may keep between two models; above that, it is replaced
+PROGRESS_SECONDS = 0.1  # seconds between two progress messages
+MAX_LOG_CHARS = 300  # maximum number of characters of a dead worker's last output line
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl on Linux
 _STARTED = "begun"

@@ -154,7 +154,7 @@ class ReportOptions:
         Raises:
             UsageError: A report cannot be read, or the reports belong to different batches.
         """
-        from graphquant.batch.shards import merge_reports
+        from graphquant.batch.reports import merge_reports
         from graphquant.batch.types import read_report
 
         return merge_reports({Path(name): read_report(Path(name)) for name in names})
@@ -284,7 +284,7 @@ def batch_command(
     from graphquant.batch.attestation import verify_outputs
     from graphquant.batch.cache import OutcomeCache, default_cache_folder, parse_prune_limit
     from graphquant.batch.manifest import has_manifest, load_entries
-    from graphquant.batch.run import BatchOptions
+    from graphquant.batch.run import BatchOptions, deal_digest, select_shard
 
     folder = cache_dir or default_cache_folder()
     if prune_cache is not None:
@@ -297,8 +297,6 @@ def batch_command(
     if reporting.merge:
         _exit_with_report(reporting.publish(reporting.merge_reports(names), earlier_report), merged=True)
         return
-    from graphquant.batch.shards import deal_digest, select_shard
-
     shard_position = parse_shard(shard)
     merge_disabled_algorithms(settings)
     given_settings = {

@@ -108,13 +108,7 @@ class AnnotationSet:
 def annotate_model(
     summary: ModelSummary, rule_reasons: Mapping[str, str], range_report: RangeReport | None = None
 ) -> AnnotationSet:
-    """Annotate the quantization in a model.
-
-    Args:
-        summary: Summary of the model.
-        rule_reasons: Reasons of rules by rule name.
-        range_report: Statistics, matched to tensors by name.
-    """
+    """Annotate the quantization in a model, with reasons by rule name, and statistics matched to tensors by name."""
     annotation_set = AnnotationSet()
     ranges_by_tensor = _ranges_by_tensor(range_report)
     for reading in summary.quantization_ops:
@@ -164,12 +158,7 @@ def annotate_plan(plan: Plan, range_report: RangeReport | None = None) -> Annota
 
 
 def annotate_result(result: Result, summary: ModelSummary) -> AnnotationSet:
-    """Annotate the result of `insert`.
-
-    Args:
-        result: The result.
-        summary: Summary of the rewritten model.
-    """
+    """Annotate the result of `insert`, given the summary of the rewritten model."""
     plan = result.plan
     annotation_set = annotate_model(summary, {site.rule: site.why for site in plan.sites})
     sketches = result.stats.sketches if result.stats is not None else {}

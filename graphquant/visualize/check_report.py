@@ -12,7 +12,8 @@ from rich.text import Text
 from graphquant import __version__
 from graphquant.backends import LINT_CODES
 from graphquant.errors import escape_unprintable
-from graphquant.visualize.tables import NameTable, bracketed_shape, join_names, plain_line, pluralize
+from graphquant.utils.text import format_shape, join_limited
+from graphquant.visualize.tables import NameTable, group_values, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from graphquant.backends.lint import LintCode
     from graphquant.calibration.data.check import DataReport
 
-CHECK_NAMES_SHOWN = 6
-"""Number of op names in a line; the remaining ops are counted."""
+CHECK_NAMES_SHOWN = 6  # number of op names in a line; the remaining ops are counted
 
 NAME_ONLY_RULES = {"not-quantized": "no quantized neighbors:", "no-kernel": "no integer"}
 """Backend rules whose ops are listed by name only, with the text before the op type."""
@@ -75,10 +75,11 @@ def _verdict_sections(report: CheckReport) -> list[RenderableType]:
     if table.row_count:
         sections.append(table)
     for rule, prefix in NAME_ONLY_RULES.items():
-        names_by_type: dict[str, list[str]] = {}
-        for verdict in report.verdicts:
-            if verdict.broken_rule is not None and verdict.broken_rule.rule == rule:
-                names_by_type.setdefault(verdict.type, []).append(verdict.location)
+        names_by_type = group_values(
+            (verdict.type, verdict.location)
+            for verdict in report.verdicts
+            if verdict.broken_rule is not None and verdict.broken_rule.rule == rule
+        )
         for kind, names in sorted(names_by_type.items()):
             sections.append(plain_line(f"  {prefix} {kind}: {join_names(names, CHECK_NAMES_SHOWN)}", "dim"))
     return sections
@@ -116,14 +117,12 @@ def data_check_view(report: DataReport) -> RenderableType:
     """Render the table of inputs, ignored names, and findings."""
     table = NameTable("input", "dtype", "in the model", "in the data", "low", "high", "mean", "NaN, inf")
     for entry in report.inputs:
-        shapes = ("any" if shape is None else bracketed_shape(shape) for shape in (entry.shape, entry.data_shape))
+        shapes = ("any" if shape is None else format_shape(shape) for shape in (entry.shape, entry.data_shape))
         values = ("" if value is None else f"{value:.4g}" for value in (entry.low, entry.high, entry.mean))
         table.add_row(entry.name, entry.dtype, *shapes, *values, f"{entry.nan}, {entry.inf}")
     sections: list[RenderableType] = [table]
     if report.ignored:
-        omitted_count = len(report.ignored) - IGNORED_SHOWN
-        names = ", ".join(report.ignored[:IGNORED_SHOWN]) + (f" and {omitted_count} more" if omitted_count > 0 else "")
-        sections.append(plain_line(f"No input uses: {names}", "dim"))
+        sections.append(plain_line(f"No input uses: {join_limited(report.ignored, IGNORED_SHOWN)}", "dim"))
     sections += [plain_line(finding.message, "yellow") for finding in report.findings]
     finding_text = pluralize(len(report.findings), "finding") if report.findings else "no findings"
     sections.append(plain_line(f"{pluralize(report.samples, 'sample')}, {finding_text}.", "bold"))
@@ -132,8 +131,7 @@ def data_check_view(report: DataReport) -> RenderableType:
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
-_LONE_SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Surrogates that represent no byte of a file name."""
+_LONE_SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # Surrogates that represent no byte of a file name
 
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 
@@ -227,8 +225,7 @@ def escape_annotation(text: str, *, property_: bool = False) -> str:
 NEAR_MISS_THRESHOLD = 2
 """Closeness from which a rule is listed: all its conditions on the producer or on the consumer hold."""
 
-NEAR_MISSES_SHOWN = 5
-"""Maximum number of near misses for a use."""
+NEAR_MISSES_SHOWN = 5  # maximum number of near misses for a use
 
 
 def explain_view(explanations: ExplanationReport, *, all_rules: bool = False) -> RenderableType:

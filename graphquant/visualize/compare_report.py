@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from graphquant.errors import escape_unprintable
+from graphquant.utils.text import join_limited, percent
 from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
@@ -104,8 +105,7 @@ CHANGE_LABELS = {
 }
 """Singular and plural label of each kind of change."""
 
-NOTABLE_SCALE_CHANGE = 0.01
-"""Relative change above which a scale counts as changed."""
+NOTABLE_SCALE_CHANGE = 0.01  # relative change above which a scale counts as changed
 
 
 def diff_view(differences: Differences, *, summary_only: bool) -> RenderableType:
@@ -145,9 +145,8 @@ def strip_view(stripped: StripResult, written: Path | None) -> RenderableType:
     if stripped.exact:
         message = "The source model, bit for bit"
     elif stripped.weights:
-        names = ", ".join(str(tensor.op) for tensor, _ in stripped.weights[:3])
-        more_text = f" and {len(stripped.weights) - 3} more" if len(stripped.weights) > 3 else ""  # noqa: PLR2004  # a line
-        message += f"; {pluralize(len(stripped.weights), 'weight')} dequantized, still rounded: {names}{more_text}"
+        names = join_limited([tensor.op for tensor, _ in stripped.weights], 3)
+        message += f"; {pluralize(len(stripped.weights), 'weight')} dequantized, still rounded: {names}"
     lines.append(plain_line(f"{message}." + (f" Written to {written}" if written else ""), "bold"))
     return Group(*lines)
 
@@ -171,11 +170,8 @@ def strip_proof_view(proof: Proof, original: str) -> RenderableType:
     return Group(*sections)
 
 
-WORST_SHOWN = 3
-"""Number of outputs and tensors to list if all bounds are met."""
-
-MISSED_SHOWN = 6
-"""Number of tensors to list if a bound is missed."""
+WORST_SHOWN = 3  # number of outputs and tensors to list if all bounds are met
+MISSED_SHOWN = 6  # number of tensors to list if a bound is missed
 
 
 def validation_view(validation: Validation | None) -> list[RenderableType]:
@@ -188,7 +184,7 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
     missed = validation.failures
     worst_sites = validation.worst_sites[: MISSED_SHOWN if missed else WORST_SHOWN]
     if validation.quantized_share is not None:
-        share = f"  {_floor_percent(validation.quantized_share)} of {validation.total_macs:,} multiply-adds"
+        share = f"  {percent(validation.quantized_share)} of {validation.total_macs:,} multiply-adds"
         lines.append(plain_line(f"{share} have quantized inputs"))
     if worst_sites:
         texts = [
@@ -227,7 +223,7 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
         qualifier = " on these samples, but other samples may miss them" if caveats else ""
         return [*lines, plain_line(f"Searched: this plan meets the bounds{qualifier}."), *caveats]
     message = f"Searched {pluralize(search.plans, 'plan')}, {search.runs_per_site:.1f} runs for each site"
-    message += f", float ops with {_floor_percent(search.cost)} of the cost{choices}"
+    message += f", float ops with {percent(search.cost)} of the cost{choices}"
     lines += [plain_line(f"{message}."), *caveats]
     if search.interrupted:
         lines.append(plain_line("The search was interrupted; this is its best plan.", "yellow"))
@@ -290,12 +286,7 @@ def _output_metrics_text(output: OutputFigures) -> str:
     if output.sqnr is not None:
         figures.append({math.inf: "equal", -math.inf: "no SQNR"}.get(output.sqnr, f"{output.sqnr:.1f} dB"))
     if output.agreement is not None:
-        figures.append(f"{_floor_percent(output.agreement)} agree")
+        figures.append(f"{percent(output.agreement)} agree")
     if output.accuracy is not None:
-        figures.append(f"accuracy {_floor_percent(output.accuracy[0])} to {_floor_percent(output.accuracy[1])}")
+        figures.append(f"accuracy {percent(output.accuracy[0])} to {percent(output.accuracy[1])}")
     return " ".join([output.name, " and ".join(figures)]) if figures else output.name
-
-
-def _floor_percent(share: float) -> str:
-    """Format a share as a percentage; 100% only if it is complete."""
-    return f"{math.floor(round(1000 * share, 6)) / 10:g}%"

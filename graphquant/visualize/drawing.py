@@ -15,6 +15,7 @@ from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Parameters, TensorRef, Use, paused_gc, qualified_op_name
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.visualize.annotations import annotate_model, annotate_plan, annotate_result
+from graphquant.visualize.tables import group_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 COMPUTE_ROLES = frozenset({"input", "weight", "recurrent_weight"})
 """Roles of the inputs that decide whether an op computes in float."""
 
-MAX_DEPTH = 8
-"""Number of outermost name scopes that become groups."""
+MAX_DEPTH = 8  # number of outermost name scopes that become groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +151,7 @@ class Drawing:
 
     def tensors(self) -> list[tuple[int, int, list[int]]]:
         """Return each drawn tensor as source box, port, and wire numbers."""
-        wires_by_tensor: dict[tuple[int, int], list[int]] = {}
-        for number, wire in enumerate(self.wires):
-            wires_by_tensor.setdefault((wire.source, wire.port), []).append(number)
+        wires_by_tensor = group_values(((wire.source, wire.port), number) for number, wire in enumerate(self.wires))
         return [(source, port, wires) for (source, port), wires in wires_by_tensor.items()]
 
 

@@ -153,12 +153,7 @@ FILL_COLOURS = {
 
 
 def graphviz_dot(model: Model, subdrawing: Drawing | None = None) -> str:
-    """Return DOT text with one cluster per reachable graph.
-
-    Args:
-        model: The model.
-        subdrawing: Limits the ops to those in it, including folded quantization ops.
-    """
+    """Return DOT text with one cluster per reachable graph; only the ops that `subdrawing` shows or folds, if given."""
     return "\n".join(_dot_lines(model, None if subdrawing is None else _shown_ops(subdrawing))) + "\n"
 
 
@@ -277,7 +272,9 @@ class AsciiGraph:
             column, line = _op_line(rails, inputs[box], unread, "◉" if box in self.highlighted else "●")
             drawn = drawing.boxes[box]
             style = STATE_STYLES.get(drawn.inputs, "") or ("yellow" if drawn.reason else "")
-            yield Text(f"{line} {_box_label(drawn)}", style=style)
+            shape = drawn_shape(drawn.op.outputs[0]) if drawn.op.outputs else ""
+            label = escape_unprintable("  ".join(filter(None, (drawn.op.type, drawn.op.name, shape))))
+            yield Text(f"{line} {label}", style=style)
             outputs = outgoing.get(box, [])
             rails[column] = outputs[0] if outputs else None
             if len(outputs) > 1:
@@ -301,11 +298,6 @@ class AsciiGraph:
             yield escape_unprintable(annotation_text(annotations[badge]))
         if box.reason:
             yield escape_unprintable(f"float: {box.reason}")
-
-
-def _box_label(box: Box) -> str:
-    shape = drawn_shape(box.op.outputs[0]) if box.op.outputs else ""
-    return escape_unprintable("  ".join(text for text in (box.op.type, box.op.name, shape) if text))
 
 
 def _op_line(
@@ -366,8 +358,7 @@ def _fork_line(rails: list[RailTensor | None], column: int, outputs: Sequence[Ra
 BOX_HEIGHT, ROW_GAP, MARGIN = 52, 58, 24
 """Box height, room above a box, and outer margin; the viewer uses the same numbers."""
 
-LETTER_WIDTH = 6.4
-"""Width of a letter in a box."""
+LETTER_WIDTH = 6.4  # width of a letter in a box
 
 GRAPH_STYLE = """
 text{font:10px system-ui,sans-serif;fill:#5b6470;text-anchor:middle}

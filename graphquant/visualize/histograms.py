@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 AXIS_BEND = 0.5 / math.log(10)
 """Rate of the axis' bend. Far beyond the knee, each power of ten takes half the length from zero to the knee."""
 
-LINEAR_SHARE = 0.999
-"""Share of the magnitudes on the linear part of the axis if there is no range."""
+LINEAR_SHARE = 0.999  # share of the magnitudes on the linear part of the axis if there is no range
 
 BAR_GLYPHS = " ▁▂▃▄▅▆▇█"
 ASCII_BAR_GLYPHS = " .:-=+*#@"
@@ -153,14 +152,9 @@ def _round_step(step: float) -> float:
     return next((factor * power for factor in (1, 2, 5) if factor * power >= step * 0.9999), 10 * power)
 
 
-PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 100, 700, 26, 176
-"""Ends of the plot in a picture of 900 units."""
-
-SVG_BARS = 200
-"""Bars of a large histogram, 3 units wide each."""
-
-THUMBNAIL_SIZE = (120, 20, 60)
-"""Width, height and bars of a thumbnail."""
+PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 100, 700, 26, 176  # ends of the plot in a picture of 900 units
+SVG_BARS = 200  # bars of a large histogram, 3 units wide each
+THUMBNAIL_SIZE = (120, 20, 60)  # width, height and bars of a thumbnail
 
 HISTOGRAM_STYLE = """
 svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.in{fill:var(--bar)}.grid{stroke:var(--line);stroke-width:1}

@@ -21,25 +21,20 @@ if TYPE_CHECKING:
 OP_GAP = 24
 """Room between two ops of a layer, in drawing units."""
 
-FRAME_GAP = 7
-"""Extra room for each frame that begins or ends between two ops of a layer."""
+FRAME_GAP = 7  # extra room for each frame that begins or ends between two ops of a layer
 
 TRUNK_WIDTH = 10
 """Room of a tensor that passes a layer."""
 
-LANE_WIDTH = 14
-"""Room between two lanes at the right."""
+LANE_WIDTH = 14  # room between two lanes at the right
 
 MAX_LANES = 12
 
 MAX_SWEEPS = 4
 """Maximum number of ordering sweeps."""
 
-MAX_GROUP_DEPTH = 12
-"""Number of outermost group levels that are kept adjacent."""
-
-MAX_TRUNK_ITEMS = 2
-"""Maximum number of trunk items per op and tensor of the graph; longer tensors get a lane."""
+MAX_GROUP_DEPTH = 12  # number of outermost group levels that are kept adjacent
+MAX_TRUNK_ITEMS = 2  # maximum number of trunk items per op and tensor of the graph; longer tensors get a lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from graphquant.ir import qualified_op_name
@@ -57,14 +58,7 @@ class MergedDrawing:
 def merge_drawings(
     first: Drawing, second: Drawing, matches: OpMatching, titles: tuple[str, str] | None = None
 ) -> MergedDrawing:
-    """Merge two drawings into one, in linear time.
-
-    Args:
-        first: First drawing.
-        second: Second drawing.
-        matches: Matched ops of the two models.
-        titles: Titles of the sides; by default those of the drawings.
-    """
+    """Merge two drawings into one, in linear time. The default titles of the sides are those of the drawings."""
     return _DrawingMerger(first, second, matches).merge(titles or (first.title, second.title))
 
 
@@ -72,7 +66,8 @@ class _DrawingMerger:
     def __init__(self, first: Drawing, second: Drawing, matches: OpMatching) -> None:
         self.first_drawing, self.second_drawing = first, second
         self.counterparts: dict[int, int] = {}
-        self.first_numbers, self.second_numbers = self._renumber_boxes(matches)
+        first_numbers, second_numbers = self._renumber_boxes(matches)
+        self.numbered = ((first, first_numbers), (second, second_numbers))
         self.groups, self.first_groups = _merge_groups(first.groups, second.groups)
 
     def _renumber_boxes(self, matches: OpMatching) -> tuple[list[int], list[int]]:
@@ -93,13 +88,11 @@ class _DrawingMerger:
             else:
                 unmatched_before.setdefault(following, []).append(number)
         first, second = [-1] * len(matched), []
-        count = 0
+        counter = count()
         for number in range(len(self.second_drawing.boxes) + 1):
             for unmatched in reversed(unmatched_before.get(number, ())):
-                first[unmatched] = count
-                count += 1
-            second.append(count)
-            count += 1
+                first[unmatched] = next(counter)
+            second.append(next(counter))
         for number, partner in enumerate(matched):
             if partner >= 0:
                 first[number] = second[partner]
@@ -107,8 +100,9 @@ class _DrawingMerger:
 
     def merge(self, titles: tuple[str, str]) -> MergedDrawing:
         first_drawing, second_drawing = self.first_drawing, self.second_drawing
-        first_boxes = dict(zip(self.first_numbers, first_drawing.boxes, strict=True))
-        second_boxes = dict(zip(self.second_numbers, second_drawing.boxes, strict=True))
+        first_boxes, second_boxes = (
+            dict(zip(numbers, drawing.boxes, strict=True)) for drawing, numbers in self.numbered
+        )
         boxes, box_sides, constant_sides, replaced = [], [], [], {}
         for number in sorted({*first_boxes, *second_boxes}):
             first, second = first_boxes.get(number), second_boxes.get(number)
@@ -119,6 +113,11 @@ class _DrawingMerger:
             box_sides.append(_side_bits(first, second))
             constant_sides += sides
         wires = self._merge_wires()
+        controls = [
+            (numbers[source], numbers[target])
+            for side, numbers in reversed(self.numbered)
+            for source, target in side.controls
+        ]
         drawing = replace(
             second_drawing,
             title=f"{titles[0]} and {titles[1]}",
@@ -128,16 +127,7 @@ class _DrawingMerger:
             folded_ops=[*first_drawing.folded_ops, *second_drawing.folded_ops],
             groups=self.groups,
             planned=first_drawing.planned and second_drawing.planned,
-            controls=list(
-                dict.fromkeys(
-                    (numbers[source], numbers[target])
-                    for side, numbers in (
-                        (second_drawing, self.second_numbers),
-                        (first_drawing, self.first_numbers),
-                    )
-                    for source, target in side.controls
-                )
-            ),
+            controls=list(dict.fromkeys(controls)),
         )
         return MergedDrawing(
             drawing=drawing,
@@ -184,10 +174,7 @@ class _DrawingMerger:
     def _merge_wires(self) -> list[tuple[Wire, int]]:
         first_wires, second_wires = (
             {(numbers[wire.source], wire.port, numbers[wire.target], wire.slot): wire for wire in drawing.wires}
-            for drawing, numbers in (
-                (self.first_drawing, self.first_numbers),
-                (self.second_drawing, self.second_numbers),
-            )
+            for drawing, numbers in self.numbered
         )
         wires = []
         for ends in dict.fromkeys((*second_wires, *first_wires)):
@@ -232,13 +219,7 @@ SITE_CHANGES = frozenset({"site-added", "site-removed", "site-changed", "scale"}
 def viewer_changes(
     differences: Differences, merged: MergedDrawing, models: tuple[Model, Model] | None = None
 ) -> list[dict[str, Any]]:
-    """Return differences as viewer data, each with its boxes and annotations.
-
-    Args:
-        differences: Differences of two models or plans.
-        merged: Drawing of both.
-        models: Both models; None for plans.
-    """
+    """Return differences as viewer data, each with its boxes and annotations; `models` is None for plans."""
     index = _ChangeIndex(merged, models)
     return [
         {

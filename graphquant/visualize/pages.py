@@ -92,20 +92,17 @@ def _side_titles(first: Model, second: Model) -> tuple[str, str]:
     return titles if titles[0] != titles[1] else (str(paths[0]), str(paths[1]))
 
 
-CELL_WIDTH = 100
-"""Columns of text in a cell."""
+CELL_WIDTH = 100  # columns of text in a cell
 
 CELL_LINES = 40
 """Lines of text in a cell; the remaining ones are counted."""
 
-SUMMARY_LINES = 4
-"""Lines of the model summary: format, inputs, outputs and ops."""
+SUMMARY_LINES = 4  # lines of the model summary: format, inputs, outputs and ops
 
 MAX_DRAWN_OPS = 5_000
 """Maximum number of ops to draw in a cell. The page is stored in the notebook; 5,000 ops take half a megabyte."""
 
-SITES_LISTED = 10
-"""Number of quantized tensors to list for a comparison."""
+SITES_LISTED = 10  # number of quantized tensors to list for a comparison
 
 
 def notebook_html(value: object) -> str:

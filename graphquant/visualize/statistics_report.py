@@ -20,9 +20,9 @@ from graphquant.visualize.histograms import (
     histogram_svg,
     histogram_thumbnail,
 )
-from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
+from graphquant.visualize.tables import NameTable, group_values, join_names, plain_line, pluralize
 from graphquant.visualize.text import incomplete_stats
-from graphquant.visualize.viewer_data import viewer_file
+from graphquant.visualize.viewer_data import page_head, viewer_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,19 +33,13 @@ if TYPE_CHECKING:
     from graphquant.observers import QuantizationCost
 
 
-STATS_NAME_WIDTH, MIN_HISTOGRAM_WIDTH = 20, 16
-"""Minimum widths of the name and histogram columns."""
-
-MAX_HISTOGRAM_WIDTH = 44
-"""Maximum width of a histogram."""
+STATS_NAME_WIDTH, MIN_HISTOGRAM_WIDTH = 20, 16  # minimum widths of the name and histogram columns
+MAX_HISTOGRAM_WIDTH = 44  # maximum width of a histogram
 
 STATS_COLUMN_GAP = 2
 
-MAX_NOTES = 12
-"""Maximum number of notes to print; the JSON data has all of them."""
-
-EXACT_SQNR = 140.0
-"""Decibels from which on the result counts as exact: the precision of float32."""
+MAX_NOTES = 12  # maximum number of notes to print; the JSON data has all of them
+EXACT_SQNR = 140.0  # decibels from which on the result counts as exact: the precision of float32
 
 
 def range_report_view(report: RangeReport) -> RenderableType:
@@ -62,10 +56,7 @@ def range_report_view(report: RangeReport) -> RenderableType:
         sections.append(plain_line("No tensor gets a range from insert." if report.model else "It is empty."))
         return Group(*sections)
     sections.append(_RangeTable(report.tensor_ranges, RANGE_COLUMNS if report.model else STATS_COLUMNS))
-    names_by_note: dict[str, list[str]] = {}
-    for tensor_range in report.tensor_ranges:
-        if tensor_range.note:
-            names_by_note.setdefault(tensor_range.note, []).append(str(tensor_range.tensor))
+    names_by_note = group_values((entry.note, str(entry.tensor)) for entry in report.tensor_ranges if entry.note)
     note_lines = [f"{join_names(names)}: {note}" for note, names in names_by_note.items()]
     sections += [plain_line(note, style="yellow") for note in note_lines[:MAX_NOTES]]
     if len(note_lines) > MAX_NOTES:
@@ -176,9 +167,6 @@ class _RangeTable:
             yield plain_line(f"For more columns ({', '.join(omitted)}) widen the terminal.", style="dim")
 
 
-STATS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Content-Security-Policy of the page, which loads nothing."""
-
 STATS_LEGEND = (
     "Heights are values per bar on a log scale. The axis is linear for 99.9% of magnitudes and logarithmic beyond."
 )
@@ -190,13 +178,10 @@ def stats_page(report: RangeReport) -> str:
 
 
 def _stats_lines(report: RangeReport) -> Iterator[str]:
-    title = _stats_text(str(report.path or "statistics"))
-    yield "<!DOCTYPE html>"
-    yield f'<html lang="en"><head><meta charset="utf-8"><title>{title}: statistics</title>'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{STATS_POLICY}">'
-    yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    yield f"<style>\n{viewer_file('statistics.css')}{HISTOGRAM_STYLE}</style></head><body>"
-    yield f"<h1>{title}</h1>"
+    title = str(report.path or "statistics")
+    style = f"\n{viewer_file('statistics.css')}{HISTOGRAM_STYLE}"
+    yield page_head(f"{title}: statistics", style) + "<body>"
+    yield f"<h1>{_stats_text(title)}</h1>"
     yield f"<p>{_stats_text(stats_heading(report))}.</p>"
     stats = report.stats
     if stats.random:
@@ -227,12 +212,14 @@ def _stats_table(report: RangeReport) -> Iterator[str]:
 
 def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
     yield f'<section id="t{number}"><h2>{_stats_text(str(tensor_range.tensor))}</h2>'
-    facts = list(_value_facts(tensor_range))
-    if facts:
+    sketch = tensor_range.sketch
+    if sketch is not None:
+        ends = value_range_text(tensor_range)
+        facts = [f"{sketch.count:,} values" + (f" in {ends}" if ends else ", none finite")]
+        facts += [f"{count:,} {label}" for count, label in ((sketch.nan, "NaN"), (sketch.inf, "infinite")) if count]
         yield f"<p>{_stats_text('; '.join(facts))}.</p>"
     if tensor_range.note:
         yield f'<p class="warn">{_stats_text(tensor_range.note)}</p>'
-    sketch = tensor_range.sketch
     if sketch is not None and sketch.low.ndim:
         yield channel_ranges_svg(sketch)
     elif sketch is not None and sketch.counts.size:
@@ -240,16 +227,6 @@ def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
     elif sketch is not None:
         yield '<p class="soft">No histogram was stored.</p>'
     yield "</section>"
-
-
-def _value_facts(tensor_range: TensorRange) -> Iterator[str]:
-    sketch = tensor_range.sketch
-    if sketch is not None:
-        ends = value_range_text(tensor_range)
-        yield f"{sketch.count:,} values" + (f" in {ends}" if ends else ", none finite")
-        for count, label in ((sketch.nan, "NaN"), (sketch.inf, "infinite")):
-            if count:
-                yield f"{count:,} {label}"
 
 
 def _stats_text(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from io import StringIO
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -15,27 +15,21 @@ from rich.text import Text
 from graphquant.errors import escape_unprintable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from rich.console import ConsoleOptions, RenderResult
 
     from graphquant.numerics import Array
 
 
-NAMES_SHOWN = 3
-"""Names in a cell; the remaining ones are counted."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
-UNFOLDED_WIDTH = 10_000
-"""Width for output that is not a terminal: one line per site, for grep and diff."""
-
-COLUMN_GAP = 2
-"""Spaces between columns."""
-
-MIN_NAME_WIDTH = 16
-"""Minimum width of a column of names; below it, names get lines of their own."""
-
-CELL_INDENT = 4
-"""Indentation of cells on a line of their own."""
+NAMES_SHOWN = 3  # names in a cell; the remaining ones are counted
+UNFOLDED_WIDTH = 10_000  # width for output that is not a terminal: one line per site, for grep and diff
+COLUMN_GAP = 2  # spaces between columns
+MIN_NAME_WIDTH = 16  # minimum width of a column of names; below it, names get lines of their own
+CELL_INDENT = 4  # indentation of cells on a line of their own
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
@@ -82,9 +76,12 @@ def join_names(names: Sequence[str], limit: int = NAMES_SHOWN) -> str:
     return ", ".join(names[:limit]) + more_text
 
 
-def bracketed_shape(shape: Sequence[int | None]) -> str:
-    """Return a shape like `[1, ?, 3]`."""
-    return f"[{', '.join('?' if side is None else str(side) for side in shape)}]"
+def group_values(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, in order of first use."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 class NameTable:

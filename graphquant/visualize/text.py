@@ -16,11 +16,12 @@ from graphquant.ir import qualified_op_name
 from graphquant.numerics import DynamicQParams
 from graphquant.quantize.planner import ALREADY_QUANTIZED
 from graphquant.rules import load_ruleset, shipped_rule_files
+from graphquant.utils.text import format_shape
 from graphquant.visualize.compare_report import search_view, validation_view
 from graphquant.visualize.tables import (
     NameTable,
-    bracketed_shape,
     format_value_range,
+    group_values,
     join_names,
     plain_line,
     pluralize,
@@ -39,11 +40,8 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan, RangeTransfer, Site, Skip
 
 
-CHANGES_SHOWN = 20
-"""Maximum number of changes and conflicts to print."""
-
-PARAM_COLUMNS = ("dtype", "scale", "zero", "range")
-"""Columns that `_param_cells` fills."""
+CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
+PARAM_COLUMNS = ("dtype", "scale", "zero", "range")  # columns that `_param_cells` fills
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -123,9 +121,7 @@ def _limited_lines(label: str, entries: Sequence[object]) -> list[RenderableType
 
 def stats_view(stats: Stats, output: Path) -> RenderableType:
     """Render the statistics that `calibrate` collected."""
-    reasons: dict[str, list[str]] = {}
-    for tensor in stats.targets:
-        reasons.setdefault(stats.missing_reason(tensor), []).append(str(tensor))
+    reasons = group_values((stats.missing_reason(tensor), str(tensor)) for tensor in stats.targets)
     lines: list[RenderableType] = [
         plain_line(f"skipped: {join_names(names)}: {reason}", style="yellow")
         for reason, names in reasons.items()
@@ -244,7 +240,7 @@ def _stored_tables(summary: ModelSummary) -> list[RenderableType]:
             format_value_range(stored.scale, ".6g", ".4g") if stored.scale.size else stored.details,
             format_value_range(stored.zero_point, "d") if stored.zero_point.size else "",
             f"[{stored.low.min():.4g}, {stored.high.max():.4g}]" if stored.low.size and stored.high.size else "",
-            bracketed_shape(shape),
+            format_shape(shape),
         )
     lines: list[RenderableType] = []
     for graph, table in tables.items():
@@ -255,26 +251,23 @@ def _stored_tables(summary: ModelSummary) -> list[RenderableType]:
 
 def _rule_tables(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[RenderableType]:
     """Return a table for each rule under its name and reason, in order of first use."""
-    tables: dict[str, NameTable] = {}
-    reasons: dict[str, str] = {}
-    for site, cells in rows:
-        tables.setdefault(site.rule, NameTable("tensor", *columns)).add_row(str(site.tensor), *cells)
-        reasons.setdefault(site.rule, " ".join(site.why.split()))
     sections: list[RenderableType] = []
-    for rule, table in tables.items():
+    for rule, rule_rows in group_values((site.rule, (site, cells)) for site, cells in rows).items():
+        table = NameTable("tensor", *columns)
+        for site, cells in rule_rows:
+            table.add_row(str(site.tensor), *cells)
         heading = plain_line(f"{table.row_count} by rule {rule}", style="bold")
-        heading.append(f": {escape_unprintable(reasons[rule])}" if reasons[rule] else "", style="not bold")
+        reason = " ".join(rule_rows[0][0].why.split())
+        heading.append(f": {escape_unprintable(reason)}" if reason else "", style="not bold")
         sections += [heading, table, ""]
     return sections
 
 
 def _preparation_lines(plan: Plan) -> list[RenderableType]:
-    targets_by_step: dict[tuple[str, str, bool], list[str]] = {}
-    for step in plan.steps:
-        whole_model = step.target == "model"
-        targets_by_step.setdefault((step.step, step.why, whole_model), []).append(
-            step.detail if whole_model else step.target
-        )
+    targets_by_step = group_values(
+        ((step.step, step.why, step.target == "model"), step.detail if step.target == "model" else step.target)
+        for step in plan.steps
+    )
     lines: list[RenderableType] = []
     for (name, reason, whole_model), targets in targets_by_step.items():
         heading = name if whole_model else f"{name}, {pluralize(len(targets), 'op')}"
@@ -284,13 +277,10 @@ def _preparation_lines(plan: Plan) -> list[RenderableType]:
 
 def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]:
     """Return a line for each applied optimization algorithm, and for each reason to skip one."""
-    applied: dict[str, list[str]] = {}
-    skipped: dict[tuple[str, str], list[str]] = {}
-    for result in results:
-        if result.applied:
-            applied.setdefault(result.algorithm, []).append(result.target)
-        else:
-            skipped.setdefault((result.algorithm, result.detail), []).append(result.target)
+    applied = group_values((result.algorithm, result.target) for result in results if result.applied)
+    skipped = group_values(
+        ((result.algorithm, result.detail), result.target) for result in results if not result.applied
+    )
     lines: list[RenderableType] = [
         plain_line(f"corrected: {name}, {pluralize(len(ops), 'op')}: {join_names(ops)}")
         for name, ops in applied.items()
@@ -305,9 +295,7 @@ def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]
 
 
 def _skip_lines(skips: Sequence[Skip]) -> list[RenderableType]:
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for skip in skips:
-        reasons.setdefault((skip.rule, skip.reason), []).append(str(skip.tensor))
+    reasons = group_values(((skip.rule, skip.reason), str(skip.tensor)) for skip in skips)
     return [
         plain_line(f"skipped: {join_names(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
         for (rule, reason), tensors in reasons.items()
@@ -360,7 +348,7 @@ def _tensor_signature(model: object, name: str, is_output: bool) -> str:
     label = name.removeprefix("@")
     if output is None or output.shape is None:
         return label
-    return f"{label} {output.dtype}{bracketed_shape(output.shape)}"
+    return f"{label} {output.dtype}{format_shape(output.shape)}"
 
 
 def _unused_rules_lines(plan: Plan, *, shipped: bool) -> list[RenderableType]:

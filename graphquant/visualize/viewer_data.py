@@ -26,7 +26,7 @@ from graphquant.visualize.layout import layered_layout
 from graphquant.visualize.merged_drawings import FIRST, SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from graphquant.analysis.range_report import TensorRange
     from graphquant.ir import Op
@@ -37,20 +37,11 @@ if TYPE_CHECKING:
 
 VIEWER_DATA_VERSION = 2
 
-MIN_BOX_WIDTH, MAX_BOX_WIDTH = 84, 240
-"""Minimum and maximum width of a box, in drawing units."""
-
-VIEWER_BARS = 80
-"""Bars of a histogram."""
-
-MAX_SCALES = 2048
-"""Maximum number of scales of one tensor; a weight quantized in blocks has very many."""
-
-MAX_SHOWN = 12
-"""Maximum number of attributes of an op, and of numbers in a list."""
-
-MAX_ATTR_LENGTH = 60
-"""Maximum number of characters of an attribute."""
+MIN_BOX_WIDTH, MAX_BOX_WIDTH = 84, 240  # minimum and maximum width of a box, in drawing units
+VIEWER_BARS = 80  # bars of a histogram
+MAX_SCALES = 2048  # maximum number of scales of one tensor; a weight quantized in blocks has very many
+MAX_SHOWN = 12  # maximum number of attributes of an op, and of numbers in a list
+MAX_ATTR_LENGTH = 60  # maximum number of characters of an attribute
 
 INPUT_STATES = ("", "none", "some", "all")
 
@@ -341,24 +332,17 @@ VIEWER_SCRIPTS = (
 
 def viewer_page(data: Mapping[str, Any]) -> str:
     """Return the viewer page; deterministic."""
-    return "\n".join(_viewer_lines(data)) + "\n"
-
-
-def _viewer_lines(data: Mapping[str, Any]) -> Iterator[str]:
     script = '"use strict";\n' + "\n".join(viewer_file(f"{name}.js") for name in VIEWER_SCRIPTS)
-    style = viewer_file("style.css")
-    policy = f"default-src 'none'; script-src {csp_digest(script)}; style-src {csp_digest(style)}"
-    yield "<!DOCTYPE html>"
-    yield f'<html lang="en"><head><meta charset="utf-8"><title>{escape(escape_unprintable(str(data["title"])))}</title>'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    yield f"<style>{style}</style></head>"
-    yield "<body><noscript>This page draws a model with JavaScript, which is disabled.</noscript>"
     # Deflated JSON in base64, whose letters have no meaning in HTML.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-    yield f'<script id="data" type="application/octet-stream">{packed}</script>'
-    yield f"<script>{script}</script></body></html>"
+    lines = (
+        page_head(str(data["title"]), viewer_file("style.css"), script),
+        "<body><noscript>This page draws a model with JavaScript, which is disabled.</noscript>",
+        f'<script id="data" type="application/octet-stream">{packed}</script>',
+        f"<script>{script}</script></body></html>\n",
+    )
+    return "\n".join(lines)
 
 
 def viewer_file(name: str) -> str:
@@ -366,6 +350,20 @@ def viewer_file(name: str) -> str:
     return files("graphquant.visualize").joinpath("viewer", name).read_text("utf-8")
 
 
-def csp_digest(text: str) -> str:
-    """Return the hash by which a Content-Security-Policy allows a script or style."""
+def page_head(title: str, style: str, script: str | None = None) -> str:
+    """Return the head of a page. Its Content-Security-Policy allows this style and script only."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"  # the style is a constant of graphquant
+    if script is not None:
+        policy = f"default-src 'none'; script-src {_csp_digest(script)}; style-src {_csp_digest(style)}"
+    lines = (
+        "<!DOCTYPE html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(escape_unprintable(title))}</title>',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width,initial-scale=1">',
+        f"<style>{style}</style></head>",
+    )
+    return "\n".join(lines)
+
+
+def _csp_digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

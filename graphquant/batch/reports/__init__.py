@@ -1,4 +1,4 @@
-"""Batch reports: their file formats, JSON Schema, and comparison with an earlier report."""
+"""Batch reports: their file formats, JSON Schema, merge of shards, and comparison with an earlier report."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from graphquant.batch.reports.text import (
     report_notices,
     status_text,
 )
-from graphquant.batch.types import OutcomeChange, batch_report_json
+from graphquant.batch.types import TIME_KEYS, OutcomeChange, batch_report_json, outcome_json
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.rules import field_descriptions
 from graphquant.utils.atomic_files import atomic_file
 from graphquant.visualize.check_report import github_annotations, sarif_log
+from graphquant.visualize.tables import group_values, join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from graphquant.batch.types import BatchReport, ChangeKind, Level, Outcome
@@ -115,14 +116,9 @@ def report_schema() -> dict[str, Any]:
 SQNR_STEP = 0.5
 """Loss of SQNR in dB that is no regression."""
 
-SHARE_STEP = 0.01
-"""Decrease of agreement or accuracy that is a regression; with few samples, it is one sample."""
-
-SIZE_STEP = 0.01
-"""Relative growth that is no regression, since outputs contain version strings."""
-
-SLOWDOWN_FACTOR = 1.5
-"""Slowdown that is reported, from one second on. It is no regression, because machines differ."""
+SHARE_STEP = 0.01  # decrease of agreement or accuracy that is a regression; with few samples, it is one sample
+SIZE_STEP = 0.01  # relative growth that is no regression, since outputs contain version strings
+SLOWDOWN_FACTOR = 1.5  # Slowdown that is reported, from one second on. It is no regression, because machines differ
 
 
 def compare_reports(
@@ -205,3 +201,76 @@ def _metric_regressions(old: Outcome, new: Outcome, sqnr_step: float) -> Iterato
 def _percent_with_decimal(share: float | None) -> str:
     """Format a share with one decimal, since small differences matter here."""
     return "not known" if share is None else f"{100 * share:.1f} %"
+
+
+def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
+    """Merge the reports of all shards into the report that one machine would have made.
+
+    Raises:
+        UsageError: They belong to different batches or versions, or a shard is duplicate or missing.
+    """
+    _check_shards(reports)
+    ordered = sorted(reports.values(), key=lambda report: report.shard)
+    outcomes_by_name = group_values((outcome.name, outcome) for report in ordered for outcome in report.outcomes)
+    names: Iterable[str] = outcomes_by_name
+    # The order of the manifest is known only if every report has all of its models.
+    if any(len(report.outcomes) < len(outcomes_by_name) for report in ordered):
+        names = sorted(outcomes_by_name)
+    return replace(
+        ordered[0],
+        outcomes=tuple(_merge_outcomes(name, outcomes_by_name[name]) for name in names),
+        shard=(1, 1),
+        deal_digest="",
+        started=min(report.started for report in ordered),
+        seconds=max(report.seconds for report in ordered),
+        changes=(),
+    )
+
+
+def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
+    versions = {report.version: path for path, report in reports.items()}
+    if len(versions) > 1:
+        (first_version, first), (second_version, second) = list(versions.items())[:2]
+        raise UsageError(
+            f"{first} is of graphquant {first_version} and {second} of {second_version}. Run all"
+            " shards with one version."
+        )
+    totals = {report.shard[1]: path for path, report in reports.items()}
+    if len(totals) > 1:
+        (first_total, first), (second_total, second) = list(totals.items())[:2]
+        raise UsageError(
+            f"{first} is one of {first_total} shards and {second} one of {second_total}. Give the reports of one batch."
+        )
+    deal_digests = {report.deal_digest: path for path, report in reports.items()}
+    if len(deal_digests) > 1:
+        first, second = list(deal_digests.values())[:2]
+        raise UsageError(
+            f"{first} and {second} have different models or sizes, so a model may be in"
+            " neither. Give all shards the same files."
+        )
+    path_by_number: dict[int, Path] = {}
+    for path, report in reports.items():
+        earlier = path_by_number.setdefault(report.shard[0], path)
+        if earlier != path:
+            raise UsageError(
+                f"{path} and {earlier} both belong to shard {report.shard[0]}. Give each shard's report once."
+            )
+    (total,) = totals
+    missing = [f"{number}/{total}" for number in range(1, total + 1) if number not in path_by_number]
+    if missing:
+        raise UsageError(
+            f"There is no report of shard {join_names(missing)}. Give the reports of all shards; otherwise the result"
+            " is unknown."
+        )
+
+
+def _merge_outcomes(name: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of an entry from the shard that processed it."""
+    finished = [outcome for outcome in outcomes if outcome.status != "skipped"] or outcomes[:1]
+    ignored = {*TIME_KEYS, "status"}
+    contents = [
+        {key: value for key, value in outcome_json(outcome).items() if key not in ignored} for outcome in finished
+    ]
+    if any(content != contents[0] for content in contents):
+        raise UsageError(f"Two shards have different outcomes of {name}. Give the reports of one batch.")
+    return finished[0]

@@ -29,7 +29,8 @@ from graphquant.batch.reports.text import (
 )
 from graphquant.errors import GraphQuantError, UsageError, escape_unprintable
 from graphquant.utils.atomic_files import atomic_file
-from graphquant.visualize.viewer_data import csp_digest
+from graphquant.visualize.tables import group_values
+from graphquant.visualize.viewer_data import page_head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,23 +40,13 @@ if TYPE_CHECKING:
 
 
 def report_page(report: BatchReport, graphs: Mapping[str, str] | None = None) -> str:
-    """Return the page; deterministic.
-
-    Args:
-        report: The report.
-        graphs: Relative addresses of the models' graph pages, by name.
-    """
+    """Return the page; deterministic. `graphs` has relative addresses of the models' graph pages, by name."""
     return "\n".join(_report_lines(report, graphs or {})) + "\n"
 
 
 def _report_lines(report: BatchReport, graphs: Mapping[str, str]) -> Iterator[str]:
     script, style = _report_file("report.js"), _report_file("report.css")
-    policy = f"default-src 'none'; script-src {csp_digest(script)}; style-src {csp_digest(style)}"
-    yield "<!DOCTYPE html>"
-    yield '<html lang="en"><head><meta charset="utf-8"><title>graphquant batch</title>'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    yield f"<style>{style}</style></head><body>"
+    yield page_head("graphquant batch", style, script) + "<body>"
     yield from _page_header(report)
     yield '<table id="models"><thead><tr>'
     for column in REPORT_COLUMNS:
@@ -63,9 +54,7 @@ def _report_lines(report: BatchReport, graphs: Mapping[str, str]) -> Iterator[st
         attributes += f' title="{_html_text(INT8_NOTE)}"' if column.title == "int8" else ""
         yield f'<th{attributes} aria-sort="none"><button type="button">{column.title}</button></th>'
     yield "<th>graph</th>\n</tr></thead><tbody>"
-    changes: dict[str, list[OutcomeChange]] = {}
-    for change in report.changes:
-        changes.setdefault(change.name, []).append(change)
+    changes = group_values((change.name, change) for change in report.changes)
     for outcome in report.outcomes:
         yield _model_row(outcome, changes.pop(outcome.name, []), graphs.get(outcome.name))
     yield "</tbody></table>"
@@ -153,17 +142,11 @@ def _report_file(name: str) -> str:
     return files("graphquant.batch.reports").joinpath(name).read_text("utf-8")
 
 
-MAX_NAME_LENGTH = 80
-"""Maximum number of characters of a model's name in its page's name."""
+MAX_NAME_LENGTH = 80  # maximum number of characters of a model's name in its page's name
 
 
 def draw_graphs(report: BatchReport, report_path: Path, progress: Progress | None = None) -> dict[str, str]:
     """Draw each local output into a folder next to the report, unless it is drawn already.
-
-    Args:
-        report: The report.
-        report_path: Path of the report.
-        progress: Called with the number of drawn models.
 
     Returns:
         Address of each page relative to the report, by model name.
@@ -179,19 +162,16 @@ def draw_graphs(report: BatchReport, report_path: Path, progress: Progress | Non
     ]
     links: dict[str, str] = {}
     for number, outcome in enumerate(drawn):
-        page = folder / _page_name(outcome)
+        # The name changes with the output and the version of graphquant.
+        version_key = f"{outcome.name}\0{outcome.digests.output}\0{__version__}"
+        mark = hashlib.sha256(version_key.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "_", outcome.name)[:MAX_NAME_LENGTH].strip("._")
+        page = folder / f"{stem}-{mark}.html"
         if page.is_file() or _draw_output(outcome, page):
             links[outcome.name] = f"{quote(folder.name)}/{quote(page.name)}"
         if progress is not None:
             progress("drawing", number + 1, len(drawn))
     return links
-
-
-def _page_name(outcome: Outcome) -> str:
-    """Return a name that changes with the output and the version of graphquant."""
-    version_key = f"{outcome.name}\0{outcome.digests.output}\0{__version__}"
-    mark = hashlib.sha256(version_key.encode("utf-8", "surrogateescape")).hexdigest()[:12]
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', outcome.name)[:MAX_NAME_LENGTH].strip('._')}-{mark}.html"
 
 
 def _draw_output(outcome: Outcome, page: Path) -> bool:

@@ -19,12 +19,12 @@ from graphquant.backends import LINT_CODES
 from graphquant.backends.lint import LintCode
 from graphquant.errors import escape_unprintable
 from graphquant.visualize.check_report import Notice
-from graphquant.visualize.tables import NameTable, plain_line, pluralize
+from graphquant.visualize.tables import NameTable, group_values, plain_line, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from graphquant.batch.types import BatchReport, Outcome, OutcomeChange, OutcomeMetrics, Status
+    from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics, Status
 
 
 STATUS_LABELS: dict[Status, str] = {
@@ -149,8 +149,7 @@ def _sqnr(outcome: Outcome) -> float | None:
     return EXACT_SORT_KEY if outcome.metrics.exact else outcome.metrics.sqnr
 
 
-EXACT_SORT_KEY = 10_000.0
-"""Sort key of an exact output, above any SQNR."""
+EXACT_SORT_KEY = 10_000.0  # sort key of an exact output, above any SQNR
 
 REPORT_COLUMNS = (
     ReportColumn("model", lambda outcome: outcome.name),
@@ -258,11 +257,8 @@ def _outcome_notices(outcome: Outcome) -> Iterator[Notice]:
         yield Notice(finding.code, finding.level, outcome.output, finding.site, finding.op, message)
 
 
-MAX_MARKDOWN_BYTES = 900_000
-"""Maximum size in bytes; GitHub accepts a summary of 1 MiB."""
-
-MAX_REASON_LENGTH = 600
-"""Maximum number of characters of a reason."""
+MAX_MARKDOWN_BYTES = 900_000  # maximum size in bytes; GitHub accepts a summary of 1 MiB
+MAX_REASON_LENGTH = 600  # maximum number of characters of a reason
 
 
 def report_markdown(report: BatchReport) -> str:
@@ -273,7 +269,12 @@ def report_markdown(report: BatchReport) -> str:
     rules = " | ".join("---" if column.value is None else "---:" for column in REPORT_COLUMNS)
     table = [f"| {titles} |", f"| {rules} |"]
     problems = _truncate_lines([*_problem_items(report)], MAX_MARKDOWN_BYTES // 2)
-    rows = [_markdown_row(outcome) for outcome in sorted(report.outcomes, key=lambda outcome: outcome.passed)]
+    rows = []
+    for outcome in sorted(report.outcomes, key=lambda outcome: outcome.passed):
+        cells = [_escape_markdown(column.text(outcome)) for column in REPORT_COLUMNS]
+        if not outcome.passed:
+            cells[1] = f"**{cells[1]}**"
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join([*heading, *problems, "", *table, *_truncate_lines(rows, MAX_MARKDOWN_BYTES // 2)]) + "\n"
 
 
@@ -288,13 +289,6 @@ def _problem_items(report: BatchReport) -> Iterator[str]:
     for change in report.changes:
         if change.level == "note":
             yield f"- {_escape_markdown(change.name)}: {_escape_markdown(change.message)}"
-
-
-def _markdown_row(outcome: Outcome) -> str:
-    cells = [_escape_markdown(column.text(outcome)) for column in REPORT_COLUMNS]
-    if not outcome.passed:
-        cells[1] = f"**{cells[1]}**"
-    return f"| {' | '.join(cells)} |"
 
 
 def _escape_markdown(text: str) -> str:
@@ -318,10 +312,7 @@ def junit_xml(report: BatchReport) -> str:
 
     A failed model or missed gate is a failure, a dead worker an error.
     """
-    regressions: dict[str, list[OutcomeChange]] = {}
-    for change in report.changes:
-        if change.level == "error":
-            regressions.setdefault(change.name, []).append(change)
+    regressions = group_values((change.name, change) for change in report.changes if change.level == "error")
     kinds = [_case_kind(outcome, outcome.name in regressions) for outcome in report.outcomes]
     missing = [name for name in regressions if name not in {outcome.name for outcome in report.outcomes}]
     suites = ET.Element("testsuites")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.batch_reports import report_without_times
 
-from graphquant.batch.shards import merge_reports
+from graphquant.batch.reports import merge_reports
 from graphquant.batch.types import BatchReport, Outcome, OutcomeChange
 from graphquant.errors import UsageError
 
