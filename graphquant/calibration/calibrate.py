@@ -288,7 +288,8 @@ def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | Non
             continue
         size = None
         if output.shape is not None and None not in output.shape[1:]:
-            size = math.prod(axis_size or 0 for axis_size in output.shape[1:]) * ((*output.shape, 1)[0] or 1)
+            first_size = (output.shape[0] if output.shape else None) or 1
+            size = first_size * math.prod(axis_size or 0 for axis_size in output.shape[1:])
         element_counts.append(size if output.dtype is None or "float" in output.dtype else 0)
     return element_counts
 

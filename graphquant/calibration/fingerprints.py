@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from graphquant.ir import Graph
 
-
 _FingerprintNode = tuple[str, str, str]
 """("op", graph, name), or ("entry", graph, "") for the conditions and inputs with which a graph is called."""
 

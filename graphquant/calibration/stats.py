@@ -72,9 +72,8 @@ class DataRun:
     @property
     def samples_done(self) -> int:
         """Number of finished samples."""
-        return sum(
-            min(stop * self.block_size, self.samples) - start * self.block_size for start, stop in self.block_ranges
-        )
+        size = self.block_size
+        return sum(min(stop * size, self.samples) - start * size for start, stop in self.block_ranges)
 
     @property
     def complete(self) -> bool:
@@ -152,9 +151,8 @@ def _merge_two_stats(first: Stats, second: Stats) -> Stats:
     if first.model_digest != second.model_digest:
         raise DataError("The statistics are of different models. Merge only statistics of one model.")
     if dict(first.targets) != dict(second.targets) or dict(first.unobservable) != dict(second.unobservable):
-        differing = [
-            str(t) for t in {**first.targets, **second.targets} if first.targets.get(t) != second.targets.get(t)
-        ]
+        all_targets = {**first.targets, **second.targets}
+        differing = [tensor for tensor in all_targets if first.targets.get(tensor) != second.targets.get(tensor)]
         difference = f"the first one is {differing[0]}" if differing else "some can be observed in only one of them"
         raise DataError(
             f"The statistics differ in their tensors or collected details ({difference}). Calibrate all shards with"
@@ -164,15 +162,12 @@ def _merge_two_stats(first: Stats, second: Stats) -> Stats:
     for run in second.runs:
         known_run = data_runs.get(run.data_digest)
         data_runs[run.data_digest] = run if known_run is None else _merge_data_runs(known_run, run)
-    tensors = [tensor for tensor in first.targets if tensor in first.sketches or tensor in second.sketches]
-    return replace(
-        first,
-        sketches={
-            t: merge_sketches(first.sketches.get(t, EMPTY_SKETCH), second.sketches.get(t, EMPTY_SKETCH))
-            for t in tensors
-        },
-        runs=tuple(data_runs[data] for data in sorted(data_runs)),
-    )
+    sketches = {
+        tensor: merge_sketches(first.sketches.get(tensor, EMPTY_SKETCH), second.sketches.get(tensor, EMPTY_SKETCH))
+        for tensor in first.targets
+        if tensor in first.sketches or tensor in second.sketches
+    }
+    return replace(first, sketches=sketches, runs=tuple(data_runs[data] for data in sorted(data_runs)))
 
 
 def _merge_data_runs(first: DataRun, second: DataRun) -> DataRun:

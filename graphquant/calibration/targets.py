@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
     from graphquant.quantize import Plan, Site
 
-
 COARSE_BITS, FINE_BITS = 7, 10
 """Mantissa bits of a histogram: for schemes of up to 8 bits, and for wider ones. See `histogram_bits`."""
 

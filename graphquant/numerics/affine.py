@@ -186,11 +186,7 @@ def choose_qparams(
 class QuantizationGrid:
     """The quantized values that a scheme can represent, up to the scale. Observers choose a range for a grid.
 
-    Attributes:
-        type: The type of the quantized values.
-        symmetric: Fixes the zero point.
-        narrow: Excludes the most negative value of the type.
-        power_of_two: Restricts scales to powers of two.
+    `symmetric` fixes the zero point; `narrow` excludes the most negative value of the type.
     """
 
     type: QType

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array, QParams
     from graphquant.observers.sketch import Sketch
 
-
 DISTRIBUTION_CHUNK = 1 << 17
 """Numbers that are processed at a time, so that temporary arrays stay in the cache."""
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     KernelJob = tuple[Array, int, Array | None]
 
-
 COUNT_UNIT = np.uint64(1 << 40)
 """Increment of an entry for each value, in addition to its dropped bits."""
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
     from graphquant.observers.histogram_kernel import KernelJob
 
-
 MANTISSA_BITS = 23
 """Mantissa bits of a float32."""
 

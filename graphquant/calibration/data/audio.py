@@ -140,10 +140,8 @@ def _read_wave(file: DataFile) -> tuple[int, Array]:
         if sample_format == _EXTENSIBLE_FORMAT:
             (sample_format,) = struct.unpack_from("<H", chunks["fmt "], 24)
         if not channels or not rate or frame_bytes * 8 != channels * bits:
-            raise ValueError(
-                f"its header is inconsistent: {channels} channels of {bits} bits, {frame_bytes} bytes per frame, rate"
-                f" {rate}"
-            )
+            layout = f"{channels} channels of {bits} bits, {frame_bytes} bytes per frame"
+            raise ValueError(f"its header is inconsistent: {layout}, rate {rate}")
         whole_frames = chunks["data"][: len(chunks["data"]) // frame_bytes * frame_bytes]
         values = _decode_wave_values(whole_frames, sample_format, bits)
     return rate, values.reshape(-1, channels).mean(axis=1)

@@ -109,10 +109,8 @@ def _wrap_user_errors(spec: str, failure: str) -> Iterator[None]:
     except GraphQuantError:
         raise
     except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(
-            f"{spec} {failure}: {type(error).__name__}: {reason}. Run it separately to find the cause."
-        ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise DataError(f"{spec} {failure}: {reason}. Run it separately to find the cause.") from error
 
 
 def _iterate_items(create_iterable: Callable[[], Any], request: DataRequest) -> Iterator[tuple[str, dict[str, Array]]]:
