@@ -100,17 +100,16 @@ def upgrade_opset(model: Model, opset: int) -> Model:
 
 def _raise_function_opset(function: Any, opset: int) -> str:
     """Raise the opset of a function, which onnx's converter ignores; return an op whose meaning changes, or ""."""
-    entries = [entry for entry in function.opset_import if entry.domain in DEFAULT_DOMAINS and entry.version < opset]
-    for entry in entries:
-        for node in (
-            node for graph in nested_graphs(function) for node in graph.node if node.domain in DEFAULT_DOMAINS
-        ):
+    nodes = [node for graph in nested_graphs(function) for node in graph.node if node.domain in DEFAULT_DOMAINS]
+    for entry in function.opset_import:
+        if entry.domain not in DEFAULT_DOMAINS or entry.version >= opset:
+            continue
+        for op_type in (str(node.op_type) for node in nodes):
             try:
-                signatures = [_op_signature(node.op_type, version) for version in (entry.version, opset)]
+                if _op_signature(op_type, entry.version) != _op_signature(op_type, opset):
+                    return op_type
             except defs.SchemaError:
-                return str(node.op_type)
-            if signatures[0] != signatures[1]:
-                return str(node.op_type)
+                return op_type
         entry.version = opset
     return ""
 
@@ -155,7 +154,8 @@ def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
     light.CopyFrom(source)
     inputs = {info.name for info in light.graph.input}
     nested = _graphs_with_paths(light.graph)
-    name_counts = Counter(name for graph, _ in nested for name in _defined_names(graph))
+    name_counts = Counter(tensor.name for graph, _ in nested for tensor in graph.initializer)
+    name_counts.update(name for graph, _ in nested for node in graph.node for name in node.output)
     hoisted: list[_HoistedWeight] = []
     for graph, path in reversed(nested):  # inner bodies first: rebuilding a list of nodes copies their bodies
         large_constants = [
@@ -191,12 +191,6 @@ def _graphs_with_paths(main: Any) -> list[tuple[Any, BodyPath]]:
             first_output = next(iter(node.output), "")
             entries += [(body, (*path, (first_output, attr))) for attr, body in node_bodies(node).items()]
     return entries
-
-
-def _defined_names(graph: Any) -> Iterator[str]:
-    """Yield the names of the values that a graph defines."""
-    yield from (tensor.name for tensor in graph.initializer)
-    yield from (name for node in graph.node for name in node.output)
 
 
 def _constant_tensors(graph: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -261,7 +255,10 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     except ModelError as error:
         raise fail(f"the result does not run: {_runtime_reason(error)}") from error
     for name, value in expected.items():
-        if not _outputs_agree(value, results[name]):
+        actual, is_float = results[name], value.dtype.kind == "f"
+        close = partial(np.allclose, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE, equal_nan=True)
+        same_type = (value.shape, value.dtype) == (actual.shape, actual.dtype)
+        if not same_type or not (close(value, actual) if is_float else np.array_equal(value, actual)):
             raise fail(f"its output {name!r} differs afterwards")
 
 
@@ -277,14 +274,6 @@ def _synthetic_input(spec: InputSpec, rng: np.random.Generator) -> Array | None:
     if spec.dtype == "bool" or spec.dtype.startswith(("int", "uint")):
         return None if hasattr(ml_dtypes, spec.dtype) else np.ones(shape, spec.dtype)
     return None
-
-
-def _outputs_agree(expected: Array, actual: Array) -> bool:
-    if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return False
-    if expected.dtype.kind != "f":
-        return bool(np.array_equal(expected, actual))
-    return bool(np.allclose(expected, actual, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE, equal_nan=True))
 
 
 def _upgrade_error(model: Model, opset: int, reason: str) -> ModelError:

@@ -63,35 +63,28 @@ def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array]
     node = NodeProto()
     node.CopyFrom(op.source)
     del node.input[:], node.output[:]
-    node.input.extend(f"i{k}" for k in range(len(inputs)))
+    values = {f"i{k}": value for k, value in enumerate(inputs)}
+    node.input.extend(values)
     node.output.extend(f"o{k}" for k in range(len(op.source.output)))
     try:
-        model = _single_node_model(node, inputs, opset_import)
-        if _largest_output_elements(model) > max(MAX_RESULT_ELEMENTS, sum(value.size for value in inputs)):
+        infos = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            for name, value in values.items()
+        ]
+        outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
+        # Small inputs are initializers too, so that shape inference knows their values.
+        small = [
+            numpy_helper.from_array(value, name) for name, value in values.items() if value.size <= _SMALL_ELEMENTS
+        ]
+        graph = helper.make_graph([node], "one", infos, outputs, small)
+        model = helper.make_model(graph, opset_imports=list(opset_import))
+        inferred = shape_inference.infer_shapes(model, data_prop=True).graph.output
+        counts = [math.prod(max(d.dim_value, 1) for d in output.type.tensor_type.shape.dim) for output in inferred]
+        if max(counts, default=0) > max(MAX_RESULT_ELEMENTS, sum(value.size for value in inputs)):
             return None
-        results = ReferenceEvaluator(model).run(None, {f"i{k}": value for k, value in enumerate(inputs)})
-        return [np.asarray(result) for result in results]
+        return [np.asarray(result) for result in ReferenceEvaluator(model).run(None, values)]
     except _EVALUATION_ERRORS:
         return None
-
-
-def _single_node_model(node: NodeProto, inputs: list[Array], opset_import: Any) -> Any:
-    """Return a model of one node. Small inputs are initializers too, so that shape inference knows their values."""
-    infos = [
-        helper.make_tensor_value_info(f"i{k}", helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-        for k, value in enumerate(inputs)
-    ]
-    outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
-    small = [numpy_helper.from_array(value, f"i{k}") for k, value in enumerate(inputs) if value.size <= _SMALL_ELEMENTS]
-    graph = helper.make_graph([node], "one", infos, outputs, small)
-    return helper.make_model(graph, opset_imports=list(opset_import))
-
-
-def _largest_output_elements(model: Any) -> int:
-    """Return the number of elements of the largest output, as far as shape inference knows it."""
-    outputs = shape_inference.infer_shapes(model, data_prop=True).graph.output
-    counts = [math.prod(max(d.dim_value, 1) for d in output.type.tensor_type.shape.dim) for output in outputs]
-    return max(counts, default=0)
 
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
