@@ -14,12 +14,11 @@ from graphquant.ir import (
     Graph,
     Model,
     Op,
-    Output,
     Parameters,
     TensorRef,
     Use,
-    qualified_op_name,
 )
+from graphquant.qdq.family import new_op
 from graphquant.quantize.preparation_undo import RecordedEdits, ScaledWeight, SkippedStep, Step, remove_unread_ops
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 # converted from Caffe have such a pair after each BatchNorm; the BatchNorm absorbs it where no convolution can.
 
 MATRIX_RANK: Final = 2
-
 VARIABLES_NOT_FOLDED: Final = "its values are variables, which training may still change; freeze the model to fold it"
 
 
@@ -59,16 +57,6 @@ class FoldCandidate:
     adder: Op | None
     weight: Use
     bias: Use | None
-
-
-def fold_candidates(model: Model, parameters: Parameters) -> Iterator[tuple[Graph, Op, FoldCandidate | str]]:
-    """Yield each BatchNorm in inference mode with its fold candidate, or with the reason why there is none."""
-    for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for op in list(graph.ops()):
-            candidate = find_fold_candidate(model, graph, op, parameters)
-            if candidate is not None:
-                yield graph, op, candidate
 
 
 def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parameters) -> FoldCandidate | str | None:
@@ -229,7 +217,6 @@ def decode_text(value: Any) -> Any:
 
 
 FOLD_BATCHNORM_STEP: Final = "fold-batchnorm"
-
 _MAX_AXES: Final = 1 << 10
 """An upper bound on the number of axes of any tensor."""
 
@@ -248,59 +235,34 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
         for op in list(graph.ops()):
             candidate = find_fold_candidate(model, graph, op, parameters)
             if isinstance(candidate, FoldCandidate):
-                values = _compute_fold(graph, candidate, parameters)
-                if isinstance(values, _FoldedValues):
-                    yield _apply_fold(model, candidate, values, parameters)
+                folded = _compute_fold(graph, candidate, parameters)
+                if not isinstance(folded, str):
+                    yield _apply_fold(model, candidate, *folded, parameters)
 
 
 def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
     """Yield the BatchNorms in inference mode that were not folded, with the reason."""
     parameters = Parameters(model)
-    for graph, op, candidate in fold_candidates(model, parameters):
-        reason = candidate if isinstance(candidate, str) else _compute_fold(graph, candidate, parameters)
-        if isinstance(reason, str):
-            yield SkippedStep(step=FOLD_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+    for graph in (model.graphs[name] for name in model.reachable_graphs()):
+        for op in graph.ops():
+            candidate = find_fold_candidate(model, graph, op, parameters)
+            reason = _compute_fold(graph, candidate, parameters) if isinstance(candidate, FoldCandidate) else candidate
+            if isinstance(reason, str):
+                yield SkippedStep(step=FOLD_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _FoldedValues:
-    """The arrays of one fold.
-
-    Attributes:
-        weight: The weight before the fold.
-        factor: float64 (C,), the factor of each output channel.
-        product_shape: The shape in which the weight is multiplied.
-        factor_shape: The shape of the factor in that product.
-        new_weight: float32, of the weight's shape.
-        new_bias: float32 (C,).
-    """
-
-    weight: Array
-    factor: Array
-    product_shape: tuple[int, ...]
-    factor_shape: tuple[int, ...]
-    new_weight: Array
-    new_bias: Array
-
-
-def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> _FoldedValues | str:
-    """Compute the folded arrays, or return the reason why it is impossible."""
+def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> tuple[ScaledWeight, Array] | str:
+    """Return the folded weight and bias, float32 (C,), or the reason why it is impossible."""
     constants = [_parameter_value(graph, use, parameters) for use in candidate.values]
-    values, weight = (
-        [value for value in constants if value is not None],
-        _parameter_value(graph, candidate.weight, parameters),
-    )
+    values = [value for value in constants if value is not None]
+    weight = _parameter_value(graph, candidate.weight, parameters)
     has_bias = candidate.bias is not None and graph.source_of(candidate.bias) is not None
     bias = _parameter_value(graph, candidate.bias, parameters) if candidate.bias is not None and has_bias else None
     if len(values) != len(constants) or weight is None or (has_bias and bias is None):
         return f"its values, or those of {candidate.weighted.name}, are only known at run time"
     shapes = _product_and_factor_shapes(candidate.weighted, weight.shape)
     channels = int(np.prod(shapes[1])) if shapes is not None else 0
-    statistics = (
-        values
-        if candidate.mul is None
-        else _multiply_add_statistics(values, _count_axes_after_channels(graph, candidate, weight))
-    )
+    statistics = values if candidate.mul is None else _multiply_add_statistics(graph, candidate, values, weight)
     if weight.dtype != np.float32:
         return f"the weight of {candidate.weighted.name} is {weight.dtype}; only float32 is folded"
     if shapes is None or any(value.shape != (channels,) for value in statistics):
@@ -317,33 +279,26 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
         new_weight = _scale_output_channels(weight, factor, *shapes)
     if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):
         return "its variance is negative or its values are too large: the folded weight would not be finite"
-    return _FoldedValues(weight, factor, *shapes, new_weight, new_bias)
+    scaled_weight = ScaledWeight(
+        weight=weight, product=new_weight, factor=factor, product_shape=shapes[0], factor_shape=shapes[1]
+    )
+    return scaled_weight, new_bias
 
 
-def _count_axes_after_channels(graph: Graph, candidate: FoldCandidate, weight: Array) -> int:
-    """Return the number of data axes after the channel axis."""
-    shape = graph.output(TensorRef(graph.name, candidate.norm.name)).shape
-    match candidate.weighted.type:
-        case "Conv" | "ConvTranspose":
-            return weight.ndim - 2
-        case "BatchNormalization":
-            return len(shape) - 2 if shape is not None else _MAX_AXES
-        case _:
-            return 0
-
-
-def _multiply_add_statistics(values: list[Array], trailing_axes: int) -> list[Array]:
-    """Return scale, offset, mean and variance of a normalization that is written as a Mul and an Add.
-
-    `trailing_axes` axes follow the channel axis.
-    """
-    scale, offset = (_channel_values(value, value.ndim - 1 - trailing_axes) for value in values)
+def _multiply_add_statistics(graph: Graph, candidate: FoldCandidate, values: list[Array], weight: Array) -> list[Array]:
+    """Return scale, offset, mean and variance of a normalization that is written as a Mul and an Add."""
+    shape, trailing_axes = graph.output(TensorRef(graph.name, candidate.norm.name)).shape, 0
+    if candidate.weighted.type in {"Conv", "ConvTranspose"}:
+        trailing_axes = weight.ndim - 2
+    elif candidate.weighted.type == "BatchNormalization":
+        trailing_axes = len(shape) - 2 if shape is not None else _MAX_AXES
+    axes = [value.ndim - 1 - trailing_axes for value in values]
+    scale, offset = (
+        # A value that differs along other axes gets an axis more, so that its shape is refused.
+        value.reshape(-1) if axis >= 0 and value.shape[axis] == value.size else value[None]
+        for value, axis in zip(values, axes, strict=True)
+    )
     return [scale, offset, np.zeros_like(scale), np.ones_like(scale)]
-
-
-def _channel_values(value: Array, axis: int) -> Array:
-    """Return the values along the channel axis, (C,), or an array of another shape if they differ along other axes."""
-    return value.reshape(-1) if axis >= 0 and value.shape[axis] == value.size else value[None]
 
 
 def _parameter_value(graph: Graph, use: Use, parameters: Parameters) -> Array | None:
@@ -380,7 +335,9 @@ def _scale_output_channels(
     return product.astype(np.float32).reshape(weight.shape)
 
 
-def _apply_fold(model: Model, candidate: FoldCandidate, values: _FoldedValues, parameters: Parameters) -> Step:
+def _apply_fold(
+    model: Model, candidate: FoldCandidate, scaled_weight: ScaledWeight, new_bias: Array, parameters: Parameters
+) -> Step:
     """Give the weighted op new constants, which no other reader of the old ones sees, and remove the BatchNorm."""
     graph, norm, weighted = model.graphs[candidate.weight.graph], candidate.norm, candidate.weighted
     uses = [candidate.weight, *([] if candidate.bias is None else [candidate.bias]), *candidate.values]
@@ -389,22 +346,12 @@ def _apply_fold(model: Model, candidate: FoldCandidate, values: _FoldedValues, p
     origin_op = model.op(origin_ref)
     edits = RecordedEdits(model)
     constant = _folded_constant(
-        graph, f"{weighted.name}/weight_folded", values.new_weight, _lazy_folded_weight(values, origin_op)
+        graph, f"{weighted.name}/weight_folded", scaled_weight.product, _lazy_folded_weight(scaled_weight, origin_op)
     )
     if origin_op.kind == "constant":
-        edits.note_scaled_weight(
-            ScaledWeight(
-                op=origin_ref,
-                weight=values.weight,
-                product_name=constant.name,
-                product=values.new_weight,
-                factor=values.factor,
-                product_shape=values.product_shape,
-                factor_shape=values.factor_shape,
-            )
-        )
+        edits.note_scaled_weight(origin_ref, constant.name, scaled_weight)
     edits.connect(candidate.weight, edits.add(graph, constant))
-    bias_constant = edits.add(graph, _folded_constant(graph, f"{weighted.name}/bias_folded", values.new_bias))
+    bias_constant = edits.add(graph, _folded_constant(graph, f"{weighted.name}/bias_folded", new_bias))
     result = TensorRef(graph.name, weighted.name if candidate.bias is None else candidate.bias.op)
     if candidate.bias is not None:
         edits.connect(candidate.bias, bias_constant)
@@ -418,64 +365,53 @@ def _apply_fold(model: Model, candidate: FoldCandidate, values: _FoldedValues, p
         edits.remove(graph, candidate.mul.name)
     output_uses = [use for use in readers if graph.graphs[use.graph].op(use.op).kind == "output"]
     if output_uses and not model.traits.named_values and not graph.name:
-        renamed_result = edits.add(graph, _identity_with_name(norm), [result])
+        # Outputs of a GraphDef are fetched by op name.
+        identity = Op(
+            name=norm.name,
+            kind="identity",
+            type="Identity",
+            outputs=norm.outputs[:1],
+            attrs={"T": DataType("float32")},
+            rule=FOLD_BATCHNORM_STEP,
+        )
+        renamed_result = edits.add(graph, identity, [result])
         for use in output_uses:
             edits.connect(use, renamed_result)
     removable_kinds = frozenset({"constant", "identity", "input"})
     remove_unread_ops(model, stale[:1], removable_kinds, edits)
     remove_unread_ops(model, stale[1:], removable_kinds if candidate.mul is None else None, edits)
-    detail, undo = f"folded into {weighted.name}", {"weighted": weighted.name, **edits.to_record()}
-    return Step(step=FOLD_BATCHNORM_STEP, target=qualified_op_name(graph.name, norm.name), detail=detail, undo=undo)
+    return edits.to_step(FOLD_BATCHNORM_STEP, graph, norm, f"folded into {weighted.name}", weighted=weighted.name)
 
 
-def _lazy_folded_weight(values: _FoldedValues, origin_op: Op) -> Callable[[], Array] | None:
+def _lazy_folded_weight(scaled_weight: ScaledWeight, origin_op: Op) -> Callable[[], Array] | None:
     """Return a function that reads the weight from its file and scales it, None if the weight is in memory anyway."""
-    read_weight = origin_op.read_value
-    if not isinstance(values.weight, np.memmap) or origin_op.kind != "constant" or read_weight is None:
+    read_weight, factor = origin_op.read_value, scaled_weight.factor
+    if not isinstance(scaled_weight.weight, np.memmap) or origin_op.kind != "constant" or read_weight is None:
         return None
-    factor, product_shape, factor_shape = values.factor, values.product_shape, values.factor_shape
-    return lambda: _scale_output_channels(read_weight(), factor, product_shape, factor_shape)
+    shapes = scaled_weight.product_shape, scaled_weight.factor_shape  # the function must not hold the product
+    return lambda: _scale_output_channels(read_weight(), factor, *shapes)
 
 
 def _bias_add_op(model: Model, graph: Graph, norm: Op, weighted: Op) -> Op:
     """Return an op that adds the bias. TensorFlow's BiasAdd accepts only two data formats."""
-    label = graph.unique_name(f"{norm.name}/bias_add")
-    weighted_output = graph.output(TensorRef(graph.name, weighted.name))
-    outputs = (Output(label, weighted_output.dtype, weighted_output.shape),)
-    if not model.traits.type_attrs:
-        return Op(name=label, kind="add", type="Add", outputs=outputs, rule=FOLD_BATCHNORM_STEP)
-    data_format = str(decode_text(weighted.attrs.get("data_format", "NHWC")))
-    return Op(
-        name=label,
-        kind="bias_add",
-        type="BiasAdd",
-        roles=("input", "bias"),
-        outputs=outputs,
-        attrs={"T": DataType("float32"), "data_format": "NCHW" if data_format.startswith("NC") else "NHWC"},
-        rule=FOLD_BATCHNORM_STEP,
-    )
-
-
-def _identity_with_name(norm: Op) -> Op:
-    """Return an Identity with the BatchNorm's name: outputs of a GraphDef are fetched by op name."""
-    return Op(
-        name=norm.name,
-        kind="identity",
-        type="Identity",
-        outputs=norm.outputs[:1],
-        attrs={"T": DataType("float32")},
-        rule=FOLD_BATCHNORM_STEP,
-    )
+    output = graph.output(TensorRef(graph.name, weighted.name))
+    fields: dict[str, Any] = {"kind": "add", "type": "Add"}
+    if model.traits.type_attrs:
+        data_format = str(decode_text(weighted.attrs.get("data_format", "NHWC")))
+        attrs = {"T": DataType("float32"), "data_format": "NCHW" if data_format.startswith("NC") else "NHWC"}
+        fields = {"kind": "bias_add", "type": "BiasAdd", "roles": ("input", "bias"), "attrs": attrs}
+    return new_op(graph, f"{norm.name}/bias_add", output.dtype, output.shape, rule=FOLD_BATCHNORM_STEP, **fields)
 
 
 def _folded_constant(graph: Graph, name: str, value: Array, read: Callable[[], Array] | None = None) -> Op:
-    label = graph.unique_name(name)
-    return Op(
-        name=label,
+    return new_op(
+        graph,
+        name,
+        str(value.dtype),
+        value.shape,
         kind="constant",
         type="Const",
         roles=(),
-        outputs=(Output(label, str(value.dtype), value.shape),),
         read_value=read or (lambda: value),
         rule=FOLD_BATCHNORM_STEP,
     )

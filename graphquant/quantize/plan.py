@@ -172,7 +172,6 @@ class Plan(HtmlRepresentation):
 
 PLAN_SCHEMA_VERSION = 2
 MAX_PLAN_BYTES = 1 << 30
-
 MAX_MISTAKES = 100
 """Mistakes of one plan that are listed in one error."""
 

@@ -257,11 +257,8 @@ def make_plan(
 
 
 SAME_AS_INPUT = "same-as-input"
-
 PASSTHROUGH = "passthrough"
-
 FUSED = "fused"
-
 INPUT_DEPENDENT = frozenset({SAME_AS_INPUT, PASSTHROUGH})
 """Outcomes that depend on whether the producer's input is quantized."""
 
@@ -269,7 +266,6 @@ CONCATENATING_KINDS = frozenset({"concat", "pack"})
 """Kinds whose output contains all of their inputs, weights included."""
 
 COMPUTES_WEIGHT = "its consumer computes a weight from weights, and that weight is quantized where it is used"
-
 CAPTURED_BY_SUBGRAPH = (
     "a subgraph captures its consumer's output; onnxruntime would move the Q/DQ pair into the subgraph and crash"
 )
@@ -278,7 +274,6 @@ QDQ_MOVING_KINDS = frozenset({"max_pool", "reshape", "transpose", "squeeze", "un
 """Kinds past which onnxruntime moves Q/DQ pairs."""
 
 NO_INPUT_TO_TIE = "the rule ties it to its producer's input, but the producer has none"
-
 TIED_INPUT_NOT_QUANTIZED = "the rule ties it to its producer's input, which is not quantized"
 """Skip reason of a tied tensor. It is a constant so that reports can group equal reasons into one line."""
 

@@ -18,10 +18,10 @@ import numpy as np
 from pydantic import ConfigDict
 
 from graphquant.errors import ModelError
-from graphquant.ir import TensorRef, Use
+from graphquant.ir import TensorRef, Use, qualified_op_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from graphquant.ir import Graph, Model, Op
 
@@ -39,14 +39,48 @@ _TENSOR_DATA_FIELDS = (
 """Fields of ONNX's and TensorFlow's TensorProto that hold the elements."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One preparation that was applied before matching.
+
+    Attributes:
+        step: Its name, "fold-batchnorm".
+        target: The op, input or model that was changed.
+        detail: The change, for people.
+        why: The purpose of the step.
+        undo: JSON data that undoes the change.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    step: str
+    target: str
+    detail: str
+    why: str = ""
+    undo: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedStep:
+    """An op that a preparation step applies to and that was left unchanged.
+
+    Attributes:
+        step: The step's name.
+        tensor: The op's output.
+        reason: The reason, and a remedy if there is one.
+    """
+
+    step: str
+    tensor: TensorRef
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledWeight:
     """A weight that was multiplied by a factor per output channel.
 
     Attributes:
-        op: The constant that held the weight.
         weight: float32, the value before.
-        product_name: The constant that holds the product.
         product: float32, of the same shape.
         factor: float64 (C,).
         product_shape: The shape in which the weight is multiplied: [2, 3, 4, 1, 1] for two groups of a transposed
@@ -54,9 +88,7 @@ class ScaledWeight:
         factor_shape: The shape of the factor in that product.
     """
 
-    op: TensorRef
     weight: Array
-    product_name: str
     product: Array
     factor: Array
     product_shape: tuple[int, ...]
@@ -72,7 +104,7 @@ class RecordedEdits:
         self._removed: list[dict[str, Any]] = []
         self._rewired: list[dict[str, Any]] = []
         self._added: list[dict[str, Any]] = []
-        self._scaled_weights: dict[tuple[str, str], ScaledWeight] = {}
+        self._scaled_weights: dict[tuple[str, str], tuple[str, ScaledWeight]] = {}
 
     def connect(self, use: Use, tensor: TensorRef | None) -> None:
         """Make `use` read `tensor`, or nothing."""
@@ -89,15 +121,8 @@ class RecordedEdits:
     def replace(self, graph: Graph, op: Op) -> None:
         """Replace the op of the same name by `op`. If they are constants, both must have the same value."""
         old = graph.op(op.name)
-        reads = [_tensor_record(operand) for operand in graph.slots(op.name)]
-        without_data = _is_large_constant(old)
-        record = {
-            **_op_record(graph.name, op.name),
-            "type": old.type,
-            "reads": reads,
-            "node": encode_source_node(old, without_data=without_data),
-        }
-        if without_data and old.read_value is not None:
+        record = _removed_op_record(graph, old, without_data=_is_large_constant(old))
+        if _is_large_constant(old) and old.read_value is not None:
             value = old.read_value()
             record["value"] = {"shape": list(value.shape), "sha256": _array_digest(value), "now": op.name}
         graph.replace_op(op)
@@ -106,29 +131,25 @@ class RecordedEdits:
 
     def remove(self, graph: Graph, name: str) -> None:
         """Remove an op that nothing reads."""
-        op = graph.op(name)
-        record = {
-            **_op_record(graph.name, name),
-            "type": op.type,
-            "reads": [_tensor_record(operand) for operand in graph.slots(name)],
-        }
-        scaled_weight = self._scaled_weights.get((graph.name, name))
+        op, scaled_weight = graph.op(name), self._scaled_weights.get((graph.name, name))
+        without_data = scaled_weight is not None or _is_large_constant(op)
+        record = _removed_op_record(graph, op, without_data=without_data)
         if scaled_weight is not None:
-            record["value"] = _weight_reference(scaled_weight)
+            record["value"] = _weight_reference(*scaled_weight)
         elif op.kind == "constant" and op.read_value is not None and not _tensor_protos(op.source):
             record["value"] = encode_array(op.read_value())
+        record["node"] = record.pop("node")  # the order of keys in plans
         graph.remove_op(name)
-        self._removed.append(
-            {**record, "node": encode_source_node(op, without_data=scaled_weight is not None or _is_large_constant(op))}
-        )
+        self._removed.append(record)
 
-    def note_scaled_weight(self, scaled_weight: ScaledWeight) -> None:
-        """Note how the value of a constant can be restored, in case the constant is removed."""
-        self._scaled_weights[scaled_weight.op.graph, scaled_weight.op.op] = scaled_weight
+    def note_scaled_weight(self, op: TensorRef, product_name: str, scaled_weight: ScaledWeight) -> None:
+        """Note how the value of constant `op` can be restored from constant `product_name`, in case it is removed."""
+        self._scaled_weights[op.graph, op.op] = product_name, scaled_weight
 
-    def to_record(self) -> dict[str, Any]:
-        """Return the record of all edits so far."""
-        return {"removed": self._removed, "rewired": self._rewired, "added": self._added}
+    def to_step(self, step: str, graph: Graph, op: Op, detail: str, **undo: Any) -> Step:
+        """Return the step that changed `op`, with the record of all edits so far."""
+        undo |= {"removed": self._removed, "rewired": self._rewired, "added": self._added}
+        return Step(step=step, target=qualified_op_name(graph.name, op.name), detail=detail, undo=undo)
 
 
 def original_weights(
@@ -210,7 +231,7 @@ def _restore_weight(record: dict[str, Any], current: Array) -> tuple[Array, bool
     return quotient, False
 
 
-def _weight_reference(scaled_weight: ScaledWeight) -> dict[str, Any]:
+def _weight_reference(product_name: str, scaled_weight: ScaledWeight) -> dict[str, Any]:
     """Return name and digest of a weight, and its relation to the product."""
     quotient = _divide_by_factor(
         scaled_weight.product, scaled_weight.factor, scaled_weight.product_shape, scaled_weight.factor_shape
@@ -219,7 +240,7 @@ def _weight_reference(scaled_weight: ScaledWeight) -> dict[str, Any]:
         "dtype": "float32",
         "shape": list(scaled_weight.weight.shape),
         "sha256": _array_digest(scaled_weight.weight),
-        "now": scaled_weight.product_name,
+        "now": product_name,
         "factor": encode_array(scaled_weight.factor),
         "split": list(scaled_weight.product_shape),
         "along": list(scaled_weight.factor_shape),
@@ -279,51 +300,21 @@ def _tensor_protos(message: Any) -> list[Any]:
     return [attributes["value"].tensor] if "value" in attributes else []
 
 
+def _removed_op_record(graph: Graph, op: Op, *, without_data: bool) -> dict[str, Any]:
+    return {
+        **_op_record(graph.name, op.name),
+        "type": op.type,
+        "reads": [_tensor_record(operand) for operand in graph.slots(op.name)],
+        "node": encode_source_node(op, without_data=without_data),
+    }
+
+
 def _op_record(graph: str, op: str) -> dict[str, Any]:
     return {"graph": graph, "op": op} if graph else {"op": op}
 
 
 def _tensor_record(tensor: TensorRef | None) -> dict[str, Any] | None:
     return None if tensor is None else {**_op_record(tensor.graph, tensor.op), "port": tensor.port}
-
-
-# Records of preparation steps, and edits that several steps share.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One preparation that was applied before matching.
-
-    Attributes:
-        step: Its name, "fold-batchnorm".
-        target: The op, input or model that was changed.
-        detail: The change, for people.
-        why: The purpose of the step.
-        undo: JSON data that undoes the change.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    step: str
-    target: str
-    detail: str
-    why: str = ""
-    undo: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedStep:
-    """An op that a preparation step applies to and that was left unchanged.
-
-    Attributes:
-        step: The step's name.
-        tensor: The op's output.
-        reason: The reason, and a remedy if there is one.
-    """
-
-    step: str
-    tensor: TensorRef
-    reason: str
 
 
 def remove_unread_ops(
@@ -351,30 +342,19 @@ def remove_unread_ops(
             continue
         op = graph.op(tensor.op)
         if op.kind == "input" and (kinds is None or op.kind in kinds) and graph.name and graph.parent is None:
-            calls = [use for use, _ in callers.get(graph.name, ())]
-            pending.extend(_disconnect_argument(model, calls, graph.inputs.index(op.name), edits))
+            for call, _ in callers.get(graph.name, ()):
+                use = Use(call.graph, call.op, graph.inputs.index(op.name))
+                operand = model.graphs[call.graph].source_of(use)
+                if operand is not None:
+                    pending.append(operand)
+                    (edits.connect if edits is not None else model.graphs[call.graph].set_source)(use, None)
         if op.kind in {"input", "output"} or op.calls or (kinds is not None and op.kind not in kinds):
             continue
         pending.extend(operand for operand in graph.slots(tensor.op) if operand is not None)
-        if edits is None:
-            graph.remove_op(tensor.op)
-        else:
+        if edits is not None:
             edits.remove(graph, tensor.op)
-
-
-def _disconnect_argument(
-    model: Model, calls: Iterable[Use], slot: int, edits: RecordedEdits | None
-) -> Iterator[TensorRef]:
-    """Disconnect an argument of the ops that call a function; yield the tensors they read there."""
-    for graph_name, op_name, _ in calls:
-        use = Use(graph_name, op_name, slot)
-        tensor = model.graphs[graph_name].source_of(use)
-        if tensor is not None:
-            if edits is None:
-                model.graphs[graph_name].set_source(use, None)
-            else:
-                edits.connect(use, None)
-            yield tensor
+        else:
+            graph.remove_op(tensor.op)
 
 
 def feeds_graph_output(graph: Graph, name: str) -> bool:

@@ -22,8 +22,8 @@ from graphquant.ir import (
     TensorRef,
     Use,
     check_invariants,
+    follow_to_end,
     paused_gc,
-    qualified_op_name,
 )
 from graphquant.quantize import fold_batchnorm, requantize
 from graphquant.quantize.preparation_undo import (
@@ -35,13 +35,12 @@ from graphquant.quantize.preparation_undo import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 
 # Constants in the form that every backend expects: initializers that callers cannot override, and no Constant nodes.
 
 INITIALIZER_INPUTS_STEP: Final = "initializer-inputs"
-
 CONSTANT_NODES_STEP: Final = "constant-nodes"
 
 
@@ -50,32 +49,22 @@ def freeze_initializer_inputs(model: Model) -> Iterator[Step]:
     graph = model.main
     for position, name in enumerate(graph.inputs):
         op = graph.op(name)
-        if op.read_value is None:
-            continue
-        graph.replace_op(replace(op, kind="constant", roles=()))
-        yield Step(
-            step=INITIALIZER_INPUTS_STEP,
-            target=name,
-            detail="initializer is no graph input any more",
-            undo={"position": position, "input": encode_source_node(op)},
-        )
+        if op.read_value is not None:
+            graph.replace_op(replace(op, kind="constant", roles=()))
+            undo = {"position": position, "input": encode_source_node(op)}
+            detail = "initializer is no graph input any more"
+            yield Step(step=INITIALIZER_INPUTS_STEP, target=name, detail=detail, undo=undo)
     graph.inputs = [name for name in graph.inputs if graph.op(name).kind == "input"]
 
 
 def convert_constant_nodes(model: Model) -> Iterator[Step]:
     """Turn ONNX Constant nodes into initializers of their graphs. Functions have no initializers and keep the nodes."""
     for graph, op in _constant_node_ops(model):
-        if _constant_node_obstacle(graph, op) is not None:
-            continue
-        edits = RecordedEdits(model)
-        initializer = replace(op, type="Initializer", roles=(), attrs=NO_ATTRS, outputs=op.outputs[:1], source=None)
-        edits.replace(graph, initializer)
-        yield Step(
-            step=CONSTANT_NODES_STEP,
-            target=qualified_op_name(graph.name, op.name),
-            detail="is an initializer",
-            undo=edits.to_record(),
-        )
+        if _constant_node_obstacle(graph, op) is None:
+            edits = RecordedEdits(model)
+            initializer = replace(op, type="Initializer", roles=(), attrs=NO_ATTRS, outputs=op.outputs[:1], source=None)
+            edits.replace(graph, initializer)
+            yield edits.to_step(CONSTANT_NODES_STEP, graph, op, "is an initializer")
 
 
 def skipped_constant_nodes(model: Model) -> Iterator[SkippedStep]:
@@ -88,10 +77,16 @@ def skipped_constant_nodes(model: Model) -> Iterator[SkippedStep]:
 
 def _constant_node_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
     """Yield ONNX Constant nodes in graphs that run and can have initializers."""
+    for graph, op in _ops_of_named_values(model, {"Constant"}):
+        if op.kind == "constant" and not graph.is_function:
+            yield graph, op
+
+
+def _ops_of_named_values(model: Model, types: Container[str]) -> Iterator[tuple[Graph, Op]]:
+    """Yield the ops of some types in the graphs that run, if removing an op keeps the name of an output."""
     for name in model.reachable_graphs() if model.traits.named_values else ():
         graph = model.graphs[name]
-        if not name or graph.parent is not None:
-            yield from [(graph, op) for op in graph.ops() if op.type == "Constant" and op.kind == "constant"]
+        yield from [(graph, op) for op in graph.ops() if op.type in types]
 
 
 def _constant_node_obstacle(graph: Graph, op: Op) -> str | None:
@@ -110,23 +105,28 @@ def _constant_node_obstacle(graph: Graph, op: Op) -> str | None:
 # TensorFlow's Identity ops stay: they are fetched by name, carry control dependencies and read variables.
 
 DROP_IDENTITY_STEP: Final = "drop-identity"
-
 DROP_DROPOUT_STEP: Final = "drop-dropout"
-
 _DROPPED_TYPES = {DROP_IDENTITY_STEP: "Identity", DROP_DROPOUT_STEP: "Dropout"}
 
 _INFERENCE_BY_DEFAULT_OPSET: Final = 7
 """Dropout of an older opset trains unless its `is_test` attribute is set."""
 
 
-def drop_identity(model: Model) -> Iterator[Step]:
-    """Let the consumers of each Identity read its input."""
-    return _drop_forwarding_ops(model, DROP_IDENTITY_STEP)
-
-
-def drop_dropout(model: Model) -> Iterator[Step]:
-    """Let the consumers of each Dropout in inference mode read its input."""
-    return _drop_forwarding_ops(model, DROP_DROPOUT_STEP)
+def drop_forwarding_ops(model: Model, step: str) -> Iterator[Step]:
+    """Let the consumers of each Identity, or of each Dropout in inference mode, read its input."""
+    parameters = Parameters(model)  # no value changes by this
+    for graph, op in [
+        (graph, op)
+        for graph, op in _forwarding_ops(model, step)
+        if _drop_obstacle(model, graph, op, parameters) is None
+    ]:
+        source = graph.source_of(Use(graph.name, op.name, 0))
+        if source is not None:
+            edits = RecordedEdits(model)
+            for use in graph.consumers(TensorRef(graph.name, op.name)):
+                edits.connect(use, source)
+            edits.remove(graph, op.name)
+            yield edits.to_step(step, graph, op, f"its readers read {source}")
 
 
 def skipped_forwarding_ops(model: Model, step: str) -> Iterator[SkippedStep]:
@@ -140,50 +140,21 @@ def skipped_forwarding_ops(model: Model, step: str) -> Iterator[SkippedStep]:
 
 def look_through_dropped_ops(model: Model, tensor: TensorRef, parameters: Parameters) -> TensorRef:
     """Return the tensor behind ops that these steps remove, or would remove if they did not name an output."""
-    for _ in range(len(model.graphs[tensor.graph])):  # a broken model may hold a ring of them
-        graph = model.graphs[tensor.graph]
-        op = graph.op(tensor.op)
-        source = graph.source_of(Use(graph.name, op.name, 0))
-        if (
-            not model.traits.named_values
-            or op.type not in _DROPPED_TYPES.values()
-            or op.domain
-            or tensor.port
-            or source is None
-        ):
-            break
-        if op.kind == "dropout" and _dropout_trains(model, graph, op, parameters):
-            break
-        tensor = source
-    return tensor
 
+    def source_of_dropped_op(current: TensorRef) -> TensorRef | None:
+        graph = model.graphs[current.graph]
+        op = graph.op(current.op)
+        is_dropped = op.type in _DROPPED_TYPES.values() and not op.domain and not current.port
+        if not is_dropped or (op.kind == "dropout" and _dropout_trains(model, graph, op, parameters)):
+            return None
+        return graph.source_of(Use(graph.name, op.name, 0))
 
-def _drop_forwarding_ops(model: Model, step: str) -> Iterator[Step]:
-    parameters = Parameters(model)  # no value changes by this
-    for graph, op in [
-        graph_and_op
-        for graph_and_op in _forwarding_ops(model, step)
-        if _drop_obstacle(model, *graph_and_op, parameters) is None
-    ]:
-        source = graph.source_of(Use(graph.name, op.name, 0))
-        if source is None:
-            continue
-        edits = RecordedEdits(model)
-        for use in graph.consumers(TensorRef(graph.name, op.name)):
-            edits.connect(use, source)
-        edits.remove(graph, op.name)
-        yield Step(
-            step=step,
-            target=qualified_op_name(graph.name, op.name),
-            detail=f"its readers read {source}",
-            undo=edits.to_record(),
-        )
+    limit = len(model.graphs[tensor.graph]) if model.traits.named_values else 0
+    return follow_to_end(tensor, source_of_dropped_op, limit)
 
 
 def _forwarding_ops(model: Model, step: str) -> Iterator[tuple[Graph, Op]]:
-    for name in model.reachable_graphs() if model.traits.named_values else ():
-        graph = model.graphs[name]
-        yield from [(graph, op) for op in graph.ops() if op.type == _DROPPED_TYPES[step] and not op.domain]
+    return ((graph, op) for graph, op in _ops_of_named_values(model, {_DROPPED_TYPES[step]}) if not op.domain)
 
 
 def _drop_obstacle(model: Model, graph: Graph, op: Op, parameters: Parameters) -> str | None:
@@ -203,8 +174,7 @@ def _dropout_trains(model: Model, graph: Graph, op: Op, parameters: Parameters) 
     """Return True if a Dropout may change its input."""
     if model.opset < _INFERENCE_BY_DEFAULT_OPSET:
         return not op.attrs.get("is_test")
-    use = Use(graph.name, op.name, 2)
-    training_mode = graph.source_of(use)
+    training_mode = graph.source_of(Use(graph.name, op.name, 2))
     if training_mode is None:
         return False
     value = parameters.value(training_mode)
@@ -214,7 +184,6 @@ def _dropout_trains(model: Model, graph: Graph, op: Op, parameters: Parameters) 
 # Switch BatchNorms that use the statistics of each batch, as in training, to their moving statistics.
 
 INFERENCE_BATCHNORM_STEP: Final = "inference-batchnorm"
-
 INFERENCE_STEP_HINT: Final = (
     f'; a rule file with prepare = ["{INFERENCE_BATCHNORM_STEP}"] switches it to its moving mean and variance'
 )
@@ -238,61 +207,50 @@ def inference_batchnorm(model: Model) -> Iterator[Step]:
         for slot, tensor in zip((3, 4), statistics, strict=True):
             if graph.source_of(Use(graph.name, op.name, slot)) != tensor:
                 edits.connect(Use(graph.name, op.name, slot), tensor)
-        detail = f"takes {statistics[0]} and {statistics[1]}"
-        yield Step(
-            step=INFERENCE_BATCHNORM_STEP,
-            target=qualified_op_name(graph.name, op.name),
-            detail=detail,
-            undo=edits.to_record(),
-        )
+        yield edits.to_step(INFERENCE_BATCHNORM_STEP, graph, op, f"takes {statistics[0]} and {statistics[1]}")
 
 
 def find_training_batchnorms(model: Model, *, step_requested: bool) -> Iterator[SkippedStep]:
     """Yield the BatchNorms in training mode, with a hint if `inference_batchnorm` was not requested."""
     parameters = Parameters(model)
+    reasons = {}
     for graph, op in _tensorflow_training_batchnorms(model):
-        hint = (
-            NO_MOVING_STATISTICS
-            if step_requested or _moving_statistics(graph, op, parameters) is None
-            else INFERENCE_STEP_HINT
-        )
+        has_statistics = _moving_statistics(graph, op, parameters) is not None
+        hint = INFERENCE_STEP_HINT if has_statistics and not step_requested else NO_MOVING_STATISTICS
         reason = f"it normalizes by the mean and variance of each batch (is_training){hint}"
-        yield SkippedStep(step=INFERENCE_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+        reasons[TensorRef(graph.name, op.name)] = reason
     for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for op in graph.ops():
+        for op in model.graphs[name].ops():
             if op.kind == "batchnorm" and op.attrs.get("training_mode"):
-                yield SkippedStep(
-                    step=INFERENCE_BATCHNORM_STEP, tensor=TensorRef(name, op.name), reason=ONNX_TRAINING_MODE
-                )
+                reasons[TensorRef(name, op.name)] = ONNX_TRAINING_MODE
+    for tensor, reason in reasons.items():
+        yield SkippedStep(step=INFERENCE_BATCHNORM_STEP, tensor=tensor, reason=reason)
 
 
 def _tensorflow_training_batchnorms(model: Model) -> list[tuple[Graph, Op]]:
     """Return TensorFlow's BatchNorms in training mode, in the graphs that run."""
     graphs = [model.graphs[name] for name in model.reachable_graphs()]
     return [
-        (graph, op) for graph in graphs for op in graph.ops() if op.kind == "batchnorm" and _uses_batch_statistics(op)
+        (graph, op)
+        for graph in graphs
+        for op in graph.ops()
+        if op.kind == "batchnorm" and op.type.startswith("FusedBatchNorm") and op.attrs.get("is_training")
     ]
-
-
-def _uses_batch_statistics(op: Op) -> bool:
-    return op.type.startswith("FusedBatchNorm") and bool(op.attrs.get("is_training"))
 
 
 def _moving_statistics(graph: Graph, op: Op, parameters: Parameters) -> tuple[TensorRef, TensorRef] | None:
     """Return the moving mean and variance: the tensors the op reads, or the ones its batch statistics are added to."""
     statistics = []
     for slot, port in ((3, 1), (4, 2)):
-        direct = graph.source_of(Use(graph.name, op.name, slot))
         updated = [_moving_average(graph, use) for use in graph.consumers(TensorRef(graph.name, op.name, port))]
-        filled = [
-            candidate
-            for candidate in (direct, *updated)
-            if candidate is not None and _is_nonempty_vector(parameters, candidate)
-        ]
-        if not filled:
+        for candidate in (graph.source_of(Use(graph.name, op.name, slot)), *updated):
+            value = None if candidate is None else parameters.value(candidate)
+            # A graph in training mode may pass an empty vector.
+            if candidate is not None and value is not None and value.ndim == 1 and value.size:
+                statistics.append(candidate)
+                break
+        else:
             return None
-        statistics.append(filled[0])
     return statistics[0], statistics[1]
 
 
@@ -303,12 +261,6 @@ def _moving_average(graph: Graph, use: Use) -> TensorRef | None:
     average = graph.source_of(Use(graph.name, use.op, 0))
     must_wait = average is None or graph.control_inputs(average.op)  # a dependency may be on the consumer
     return None if must_wait else average
-
-
-def _is_nonempty_vector(parameters: Parameters, tensor: TensorRef) -> bool:
-    """Return True for a parameter with one value per channel. A graph in training mode may pass an empty one."""
-    value = parameters.value(tensor)
-    return value is not None and value.ndim == 1 and value.size > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,12 +299,12 @@ PREPARATION_STEPS: dict[str, Preparation] = {
     ),
     DROP_IDENTITY_STEP: Preparation(
         purpose="an op that changes nothing prevents fusions in the runtime",
-        apply=drop_identity,
+        apply=partial(drop_forwarding_ops, step=DROP_IDENTITY_STEP),
         find_skipped=partial(skipped_forwarding_ops, step=DROP_IDENTITY_STEP),
     ),
     DROP_DROPOUT_STEP: Preparation(
         purpose="in inference mode it changes nothing and prevents fusions in the runtime",
-        apply=drop_dropout,
+        apply=partial(drop_forwarding_ops, step=DROP_DROPOUT_STEP),
         find_skipped=partial(skipped_forwarding_ops, step=DROP_DROPOUT_STEP),
     ),
     fold_batchnorm.FOLD_BATCHNORM_STEP: Preparation(

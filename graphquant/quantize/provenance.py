@@ -66,7 +66,7 @@ class LargeValue:
     @property
     def key(self) -> str:
         """The hash of its bytes."""
-        return value_key(self.data)
+        return hashlib.blake2b(self.data, digest_size=12).hexdigest()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -74,11 +74,6 @@ class LargeValue:
         if hasattr(self.message, "tensor_shape"):
             return tuple(dim.size for dim in self.message.tensor_shape.dim)
         return tuple(getattr(self.message, "dims", ()))
-
-
-def value_key(data: bytes) -> str:
-    """Return the hash of `data`."""
-    return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def large_values(message: Any) -> Iterator[LargeValue]:
@@ -98,10 +93,13 @@ def large_values(message: Any) -> Iterator[LargeValue]:
         pending.extend(reversed(submessages))
 
 
-def clear_large_values(message: Any) -> None:
-    """Clear all large values of `message`."""
-    for large_value in list(large_values(message)):
+def _without_large_values(message: Any) -> Any:
+    """Return a copy of `message` without its large values."""
+    skeleton = type(message)()
+    skeleton.CopyFrom(message)
+    for large_value in list(large_values(skeleton)):
         large_value.message.ClearField(large_value.field.name)
+    return skeleton
 
 
 def restore_value(message: Any, path: FieldPath, data: bytes) -> None:
@@ -120,21 +118,17 @@ def restore_value(message: Any, path: FieldPath, data: bytes) -> None:
                 value, remaining = value[remaining[0]], remaining[1:]
             holder = value
             field, remaining = holder.DESCRIPTOR.fields_by_number[remaining[0]], remaining[1:]
-        _set_field(holder, field, data)
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            setattr(holder, field.name, data)
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            setattr(holder, field.name, data.decode())
+        else:
+            holder.ClearField(field.name)
+            getattr(holder, field.name).extend(np.frombuffer(data, NUMPY_DTYPES[field.type]).tolist())
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             "The provenance record in the model is inconsistent. It is damaged; start from the float model."
         ) from error
-
-
-def _set_field(holder: Any, field: Any, data: bytes) -> None:
-    if field.type == FieldDescriptor.TYPE_BYTES:
-        setattr(holder, field.name, data)
-    elif field.type == FieldDescriptor.TYPE_STRING:
-        setattr(holder, field.name, data.decode())
-    else:
-        holder.ClearField(field.name)
-        getattr(holder, field.name).extend(np.frombuffer(data, NUMPY_DTYPES[field.type]).tolist())
 
 
 def _value_bytes(field: Any, value: Any) -> bytes | None:
@@ -242,7 +236,6 @@ def _divide_by_factors(values: Array, factors: Array) -> Array:
 
 
 RECORD_SCHEMA = 1
-
 MAX_RECORD_BYTES = 1 << 30
 """Largest size of an unpacked record in bytes, as a protection against hostile files."""
 
@@ -269,13 +262,19 @@ def make_record(source: Any, written: Any) -> bytes:
     for key, large_value in written_values.items():
         if key not in source_keys:
             unclaimed_values[large_value.sizes].append(large_value)
-    value_sources.extend(
-        [large_value.path, *_encode_value(large_value, unclaimed_values[large_value.sizes], blobs)]
-        for large_value in changed_values
-    )
-    skeleton = type(source)()
-    skeleton.CopyFrom(source)
-    clear_large_values(skeleton)
+    for large_value in changed_values:
+        candidates = unclaimed_values[large_value.sizes]
+        for position, candidate in enumerate(candidates):
+            scaling = fit_channel_factors(large_value.data, candidate.data, large_value.sizes)
+            if scaling is not None:
+                del candidates[position]
+                blobs.append(scaling[1])
+                value_sources.append([large_value.path, candidate.key, list(scaling[0]), len(scaling[1])])
+                break
+        else:
+            blobs.append(large_value.data)
+            value_sources.append([large_value.path, len(large_value.data)])
+    skeleton = _without_large_values(source)
     header = {
         "schema": RECORD_SCHEMA,
         "digest": _message_digest(source),
@@ -333,25 +332,7 @@ def restore_source(record: bytes, written: Any, message_type: Any) -> tuple[Any,
 
 def structure_digest(message: Any) -> str:
     """Return the hex SHA-256 of a message without its large values."""
-    skeleton = type(message)()
-    skeleton.CopyFrom(message)
-    clear_large_values(skeleton)
-    return _message_digest(skeleton)
-
-
-def _encode_value(large_value: LargeValue, candidates: list[LargeValue], blobs: list[bytes]) -> list[Any]:
-    """Return the reference from which a value that is not in the written model is restored.
-
-    Additional bytes go to `blobs`.
-    """
-    for position, candidate in enumerate(candidates):
-        scaling = fit_channel_factors(large_value.data, candidate.data, large_value.sizes)
-        if scaling is not None:
-            del candidates[position]
-            blobs.append(scaling[1])
-            return [candidate.key, list(scaling[0]), len(scaling[1])]
-    blobs.append(large_value.data)
-    return [len(large_value.data)]
+    return _message_digest(_without_large_values(message))
 
 
 def _decode_value(encoded: list[Any], written_values: dict[str, bytes], blobs: bytes, offset: int) -> tuple[bytes, int]:

@@ -19,14 +19,13 @@ from graphquant.ir import (
     Graph,
     Model,
     Op,
-    Output,
     Parameters,
     TensorRef,
     Use,
-    qualified_op_name,
 )
 from graphquant.numerics import Array, FloatType, QParams, dequantize
 from graphquant.qdq import read_qparams
+from graphquant.qdq.family import new_op
 from graphquant.quantize.preparation_undo import RecordedEdits, SkippedStep, Step, remove_unread_ops
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 
 REQUANTIZE_STEP: Final = "requantize"
-
 _SIGN_PRESERVING_KINDS: Final = frozenset(
     {"max_pool", "avg_pool", "global_avg_pool", "reshape", "flatten", "transpose", "squeeze", "unsqueeze", "slice"}
     | {"identity", "dropout", "concat"}
@@ -53,7 +51,6 @@ _INSERTED_DEQUANTIZE_NAME: Final = re.compile(r"(.+)/quant(?:_[0-9]+)?(?:/[^/]+)
 """The name that `rewrite` gives a dequantize op; group 1 is the name of the quantized op."""
 
 _RELU6_LIMIT: Final = 6.0
-
 _CLIP_INPUTS_OPSET: Final = 11
 """First opset whose Clip reads its limits as inputs."""
 
@@ -64,16 +61,13 @@ def requantize(model: Model) -> Iterator[Step]:
     relu_outputs: dict[TensorRef, TensorRef] = {}
     float_constants: dict[tuple[TensorRef, ...], TensorRef] = {}
     for graph, op in _ops_of_kinds(model, {"dequantize", "qdq"}):
-        float_tensor, params = _float_source(model, graph, op), _known_qparams(graph, op, parameters)
+        float_tensor, known_params = _float_source(model, graph, op), read_qparams(graph, op, parameters)
+        params = known_params if isinstance(known_params, QParams) else None
         operands = [tensor for tensor in graph.slots(op.name) if tensor is not None]
         edits = RecordedEdits(model)
         if float_tensor is None and params is not None and _reads_stored_integers(model, graph, op):
             if tuple(operands) not in float_constants:
-                constant_graph = model.graphs[operands[0].graph]
-                value = partial(_dequantized_constant, model.op(operands[0]), params, op.outputs[0].dtype)
-                float_constants[tuple(operands)] = edits.add(
-                    constant_graph, _float_constant(model, constant_graph, op, value)
-                )
+                float_constants[tuple(operands)] = _add_float_constant(model, edits, operands[0], op, params)
             float_tensor = float_constants[tuple(operands)]
         elif float_tensor is not None and params is not None and _pair_removes_negatives(model, float_tensor, params):
             if float_tensor not in relu_outputs:
@@ -86,25 +80,19 @@ def requantize(model: Model) -> Iterator[Step]:
         edits.remove(graph, op.name)
         _remove_quantize_chain(model, edits, operands)
         _remove_reshape_pair(model, edits, float_tensor)
-        yield Step(
-            step=REQUANTIZE_STEP,
-            target=qualified_op_name(graph.name, op.name),
-            detail=f"its readers read {float_tensor}",
-            undo=edits.to_record(),
-        )
+        yield edits.to_step(REQUANTIZE_STEP, graph, op, f"its readers read {float_tensor}")
 
 
 def skipped_quantization_ops(model: Model) -> Iterator[SkippedStep]:
     """Yield ops that quantize or compute on integers and were not removed."""
+    reasons = {
+        "integer": "it is an integer op; start from the float model",
+        "dequantize": "its integers or its scale are computed at run time",
+        "quantize": "an op other than a dequantize op reads its integers",
+    }
     for graph, op in _ops_of_kinds(model, QUANTIZATION_KINDS | {"integer"}):
-        reason = "it is an integer op; start from the float model" if op.kind == "integer" else ""
-        if op.kind == "dequantize":
-            reason = "its integers or its scale are computed at run time"
-        if op.kind == "quantize":
-            reason = "an op other than a dequantize op reads its integers"
-        yield SkippedStep(
-            step=REQUANTIZE_STEP, tensor=TensorRef(graph.name, op.name), reason=reason or "its input is unknown"
-        )
+        reason = reasons.get(op.kind, "its input is unknown")
+        yield SkippedStep(step=REQUANTIZE_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
 def _ops_of_kinds(model: Model, kinds: frozenset[str] | set[str]) -> list[tuple[Graph, Op]]:
@@ -122,27 +110,16 @@ def _float_source(model: Model, graph: Graph, op: Op) -> TensorRef | None:
         return None
     float_tensor = home.source_of(Use(home.name, quantized.op, 0))
     for _ in CLAMPING_KINDS:
-        if (
-            float_tensor is None
-            or float_tensor.graph != home.name
-            or home.op(float_tensor.op).kind not in CLAMPING_KINDS
-        ):
+        if float_tensor is None or float_tensor.graph != home.name:
             break
-        data_inputs = [
-            operand
-            for operand in home.slots(float_tensor.op)
-            if operand is not None and model.op(operand).kind != "constant"
-        ]
+        if home.op(float_tensor.op).kind not in CLAMPING_KINDS:
+            break
+        operands = [operand for operand in home.slots(float_tensor.op) if operand is not None]
+        data_inputs = [operand for operand in operands if model.op(operand).kind != "constant"]
         if len(home.consumers(float_tensor)) != 1 or len(data_inputs) != 1:
             break
         float_tensor = data_inputs[0]
     return float_tensor
-
-
-def _known_qparams(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
-    """Return scale and zero point of a quantization op, None if they are unknown."""
-    params = read_qparams(graph, op, parameters)
-    return params if isinstance(params, QParams) else None
 
 
 def _reads_stored_integers(model: Model, graph: Graph, op: Op) -> bool:
@@ -183,41 +160,34 @@ def _add_relu(model: Model, edits: RecordedEdits, float_tensor: TensorRef, param
     graph, float_output = model.graphs[float_tensor.graph], model.output(float_tensor)
     step = float(params.scale)
     is_relu6 = abs((params.type.limits()[1] - int(params.zero_point)) * step - _RELU6_LIMIT) <= step / 2
+    fields: dict[str, Any] = {"kind": "relu", "type": "Relu"}
     inputs: list[TensorRef | None] = [float_tensor]
-    for limit_name, bound in (
-        (("min", 0.0), ("max", _RELU6_LIMIT)) if is_relu6 and model.opset >= _CLIP_INPUTS_OPSET else ()
-    ):
-        label = graph.unique_name(f"{float_tensor.op}/{limit_name}")
-        bound_output = Output(label, "float32", ())
-        value = partial(np.array, bound, np.float32)
-        inputs.append(
-            edits.add(
-                graph,
-                Op(name=label, kind="constant", type="Constant", roles=(), outputs=(bound_output,), read_value=value),
-            )
-        )
-    label = graph.unique_name(f"{float_tensor.op}/relu")
-    outputs = (Output(label, float_output.dtype, float_output.shape),)
-    clip = len(inputs) > 1
-    roles = ("input", "min", "max") if clip else ("input",)
-    op = Op(name=label, kind="relu6" if clip else "relu", type="Clip" if clip else "Relu", roles=roles, outputs=outputs)
-    return edits.add(graph, op, inputs)
+    if is_relu6 and model.opset >= _CLIP_INPUTS_OPSET:
+        fields = {"kind": "relu6", "type": "Clip", "roles": ("input", "min", "max")}
+        constant_fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": ()}
+        for limit_name, bound in (("min", 0.0), ("max", _RELU6_LIMIT)):
+            value = partial(np.array, bound, np.float32)
+            name = f"{float_tensor.op}/{limit_name}"
+            inputs.append(edits.add(graph, new_op(graph, name, "float32", (), read_value=value, **constant_fields)))
+    name = f"{float_tensor.op}/relu"
+    return edits.add(graph, new_op(graph, name, float_output.dtype, float_output.shape, **fields), inputs)
 
 
-def _float_constant(model: Model, graph: Graph, op: Op, value: Any) -> Op:
-    """Return a constant that replaces the output of `op`."""
+def _add_float_constant(model: Model, edits: RecordedEdits, integers: TensorRef, op: Op, params: QParams) -> TensorRef:
+    """Add a constant that replaces the output of `op`, which dequantizes `integers`."""
+    graph, output = model.graphs[integers.graph], op.outputs[0]
     name_match = _INSERTED_DEQUANTIZE_NAME.fullmatch(op.name)
-    label = graph.unique_name(name_match[1] if name_match else f"{op.name}/float")
-    old_output = op.outputs[0]
-    new_output = Output(label, old_output.dtype, old_output.shape)
-    return Op(
-        name=label,
+    constant = new_op(
+        graph,
+        name_match[1] if name_match else f"{op.name}/float",
+        output.dtype,
+        output.shape,
         kind="constant",
         type=model.traits.constant_type,
         roles=(),
-        outputs=(new_output,),
-        read_value=value,
+        read_value=partial(_dequantized_constant, model.op(integers), params, output.dtype),
     )
+    return edits.add(graph, constant)
 
 
 def _dequantized_constant(integers: Op, params: QParams, dtype: str | None) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from graphquant.ir import (
     TensorRef,
     Use,
     check_invariants,
+    fully_known_shape,
     paused_gc,
     unique_name,
 )
@@ -32,12 +32,12 @@ from graphquant.numerics import (
     iter_slabs,
     quantize,
 )
-from graphquant.qdq import FAMILIES, QDQSite
+from graphquant.qdq import QDQSite
 from graphquant.quantize.plan import check_plan
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from graphquant.ir import Shape
@@ -115,7 +115,9 @@ def rewrite(
     parameters = Parameters(model)
     names = _InsertedOpNames(plan, params)
     framed = {name for name, graph in changed.graphs.items() if any(op.kind in FRAME_KINDS for op in graph.ops())}
-    variables = _LearnedVariableNames(changed)
+    variables = (op for graph in changed.graphs.values() for op in graph.ops() if op.kind == "variable")
+    variable_names = {str(op.attrs.get("shared_name") or op.name).rpartition("/")[0] for op in variables}
+    prefixes: dict[Use, str] = {}  # of the variables of learned ranges, one for a site and its clones
     quantized_uses = {use for index, site in enumerate(plan.sites) if index in params for use in site.uses}
     inserted = []
     for index, site in enumerate(plan.sites):
@@ -126,27 +128,25 @@ def rewrite(
         lowering = _make_lowering(
             model, parameters, site, params[index], name, float_weights=float_weights, integer_cache=integer_cache
         )
-        learned = variables.get_name(site, name) if site.scheme.range == "learned" else ""
-        lowering = replace(lowering, in_frame=site.graph in framed, variable_prefix=learned)
-        with _record_anchor(changed, site):
-            outputs = _insert_site(changed, site, lowering, quantized_uses)
+        prefix = ""
+        if site.scheme.range == "learned":
+            original_prefix = None if site.clone_of is None else prefixes.get(site.clone_of)
+            prefix = original_prefix or unique_name(name, variable_names)
+            variable_names.add(prefix)
+            prefixes.update(dict.fromkeys(site.uses, prefix))
+        lowering = replace(lowering, in_frame=site.graph in framed, variable_prefix=prefix)
+        anchored_graphs = [changed.graphs[graph_name] for graph_name in {site.graph, *(use.graph for use in site.uses)}]
+        for anchored_graph in anchored_graphs:
+            anchored_graph.anchor = str(site.tensor)  # recorded in the ops that are added
+        outputs = _insert_site(changed, site, lowering, quantized_uses)
+        for anchored_graph in anchored_graphs:
+            anchored_graph.anchor = ""
         inserted.append(
             InsertedPair(site=site, params=params[index], outputs=outputs, folded=lowering.read_value is not None)
         )
     remove_unread_ops(changed, (pair.site.tensor for pair in inserted if pair.folded))
     check_invariants(changed, "rewrite")
     return changed, inserted
-
-
-@contextmanager
-def _record_anchor(model: Model, site: Site) -> Iterator[None]:
-    """Record the quantized tensor in the ops that are added meanwhile."""
-    graphs = [model.graphs[name] for name in dict.fromkeys([site.graph, *(use.graph for use in site.uses)])]
-    for graph in graphs:
-        graph.anchor = str(site.tensor)
-    yield
-    for graph in graphs:
-        graph.anchor = ""
 
 
 def _insert_site(
@@ -163,7 +163,7 @@ def _insert_site(
         lowering: The ops that its family makes.
         quantized_uses: All uses that read dequantized tensors in the end.
     """
-    lower = FAMILIES[site.scheme.family or ""].add_ops
+    lower = site.family.add_ops
     home = model.graphs[site.graph]
     readers: dict[str, list[Use]] = {}
     for use in site.uses:
@@ -223,55 +223,53 @@ def _make_lowering(
     integer_cache: IntegerCache | None,
 ) -> QDQSite:
     """Return the ops that the site's family makes. The weight is read here, once, and only if it is needed."""
-    shape = model.output(site.tensor).shape
-    folding = site.parameter and not float_weights and FAMILIES[site.scheme.family or ""].stores_integer_weights
-    unknown = site.axis is not None and (shape is None or None in shape)
+    shape: Shape | None = model.output(site.tensor).shape
+    folding = site.parameter and not float_weights and site.family.stores_integer_weights
     stored = _find_stored_constant(model, parameters, site.tensor) if folding else None
-    needs_value = site.parameter and (folding or float_weights or unknown) and stored is None
-    value = parameters.value(site.tensor) if needs_value else None
+    needs_shape = site.axis is not None and fully_known_shape(shape) is None
+    value = None
     if stored is not None:
         shape = stored[1]
-    elif value is not None:
-        shape = value.shape
+    elif site.parameter and (folding or float_weights or needs_shape):
+        value = parameters.value(site.tensor)
+        shape = shape if value is None else value.shape
     viewed_shape = site.view or shape
+    static_params = params if isinstance(params, QParams) else None
     if (
-        not isinstance(params, DynamicQParams)
-        and params.axis is not None
+        static_params is not None
+        and static_params.axis is not None
         and viewed_shape is not None
-        and not _scales_cover_shape(params, params.axis, viewed_shape)
+        and not _scales_cover(static_params, static_params.axis, viewed_shape)
     ):
-        cells = "channels" if params.block is None else f"blocks of {params.block}"
+        cells = "channels" if static_params.block is None else f"blocks of {static_params.block}"
         raise UsageError(
-            f"The plan gives {site.tensor} {params.scale.size} {cells} on axis {params.axis}, but its shape is"
-            f" {viewed_shape}. Correct the site, or create the plan again."
+            f"The plan gives {site.tensor} {static_params.scale.size} {cells} on axis {static_params.axis}, but its"
+            f" shape is {viewed_shape}. Correct the site, or create the plan again."
         )
     folded = partial(_reread_weight, parameters, site.tensor) if folding and (stored or value is not None) else None
-    if (
-        folded is None
-        and FAMILIES[site.scheme.family or ""].stores_integer_weights
-        and params.type.bits > MAX_RUN_TIME_BITS
-    ):
+    if folded is None and site.family.stores_integer_weights and params.type.bits > MAX_RUN_TIME_BITS:
         raise UsageError(
             f"No op quantizes to {params.type.name} at run time, as {site.tensor} would need. Remove its site from the"
             " plan."
         )
-    clip = (
-        value is None
-        or folded is not None
-        or isinstance(params, DynamicQParams)
-        or _exceeds_type(value, params, site.view)
+    fits = (
+        value is not None
+        and folded is None
+        and static_params is not None
+        and not _exceeds_type(value, static_params, site.view)
     )
+    reuse_integers = None
+    if integer_cache is not None and stored is not None:
+        reuse_integers = partial(integer_cache.get_or_compute, stored[0], params)
     return QDQSite(
         tensor=site.tensor,
         name=name,
         params=params,
         rule=site.rule,
         read_value=folded,
-        reuse_integers=None
-        if integer_cache is None or stored is None
-        else partial(integer_cache.get_or_compute, stored[0], params),
+        reuse_integers=reuse_integers,
         is_parameter=site.parameter,
-        needs_clip=clip,
+        needs_clip=not fits,
         shape=shape,
         merged_shape=site.view,
         rounding_mode=site.scheme.round,
@@ -285,15 +283,9 @@ def _find_stored_constant(
 ) -> tuple[Callable[[], Array], Shape] | None:
     """Return the reader of the constant behind a weight, and its shape; None if the weight is computed."""
     op = model.op(parameters.root_tensor(tensor))
-    shape = op.outputs[0].shape
-    is_reliable = op.kind == "constant" and (
-        op.source is None or op.type == "Initializer"
-    )  # else a file may say otherwise
-    return (
-        (op.read_value, shape)
-        if is_reliable and op.read_value is not None and shape is not None and None not in shape
-        else None
-    )
+    shape = fully_known_shape(op.outputs[0].shape)
+    is_reliable = op.kind == "constant" and (op.source is None or op.type == "Initializer")  # else a file may differ
+    return (op.read_value, shape) if is_reliable and op.read_value is not None and shape is not None else None
 
 
 def _reread_weight(parameters: Parameters, tensor: TensorRef) -> Array:
@@ -304,12 +296,12 @@ def _reread_weight(parameters: Parameters, tensor: TensorRef) -> Array:
     return value
 
 
-def _scales_cover_shape(params: QParams, axis: int, shape: Shape) -> bool:
+def _scales_cover(params: QParams, axis: int, shape: Shape) -> bool:
     """Return True if there is a scale for each channel or block of `shape`."""
     if params.block is None:
         return shape[axis : axis + 1] == params.scale.shape
-    sizes = tuple(size for size in shape if size is not None)
-    return len(sizes) == len(shape) and block_scale_shape(sizes, axis, params.block) == params.scale.shape
+    sizes = fully_known_shape(shape)
+    return sizes is not None and block_scale_shape(sizes, axis, params.block) == params.scale.shape
 
 
 def _exceeds_type(value: Array, params: QParams, view: tuple[int, ...] | None) -> bool:
@@ -324,23 +316,6 @@ def _exceeds_type(value: Array, params: QParams, view: tuple[int, ...] | None) -
         np.array_equal(quantize(piece, slab_params), quantize(piece, replace(slab_params, type=wide, narrow=False)))
         for piece, slab_params in pieces
     )
-
-
-class _LearnedVariableNames:
-    """Common names of the variables of learned ranges, one for a site and its clones."""
-
-    def __init__(self, model: Model) -> None:
-        ops = (op for graph in model.graphs.values() for op in graph.ops() if op.kind == "variable")
-        self._used_names = {str(op.attrs.get("shared_name") or op.name).rpartition("/")[0] for op in ops}
-        self._names: dict[Use, str] = {}
-
-    def get_name(self, site: Site, name: str) -> str:
-        """Return the name of the original's variables, or a new one based on the site's ops."""
-        original_name = None if site.clone_of is None else self._names.get(site.clone_of)
-        label = original_name or unique_name(name, self._used_names)
-        self._used_names.add(label)
-        self._names.update(dict.fromkeys(site.uses, label))
-        return label
 
 
 class _InsertedOpNames:

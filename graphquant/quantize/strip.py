@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from graphquant.errors import InternalError
-from graphquant.ir import Model, Op, Output, Parameters, TensorRef, Use, check_invariants, paused_gc
+from graphquant.ir import Model, Op, Parameters, TensorRef, check_invariants, paused_gc
 from graphquant.ir.op_matching import is_inserted
 from graphquant.numerics import QParams, dequantize
 from graphquant.qdq import read_qparams
+from graphquant.qdq.family import new_op
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.prepare import PREPARATION_STEPS
 
@@ -69,8 +70,16 @@ class _QuantizationRemover:
         ]
         for op_ref in inserted_ops:
             self._reroute_readers(op_ref)
-        removed = [op_ref for op_ref in reversed(inserted_ops) if self._remove_if_unread(op_ref)]
-        remove_unread_ops(changed, [slot for op_ref in removed for slot in self._original_inputs(op_ref)])
+        removed = []
+        for op_ref in reversed(inserted_ops):
+            graph = changed.graphs[op_ref.graph]
+            if graph.nx.adj[op_ref.op]:
+                self._remaining.setdefault(op_ref, "remaining ops read it")
+            else:
+                graph.remove_op(op_ref.op)
+                removed.append(op_ref)
+        original_inputs = (slot for ref in removed for slot in self._model.graphs[ref.graph].slots(ref.op))
+        remove_unread_ops(changed, [slot for slot in original_inputs if slot is not None])
         self._remove_leftovers()
         check_invariants(changed, "strip")
         return StrippedModel(
@@ -83,17 +92,16 @@ class _QuantizationRemover:
 
     def _is_removable(self, op: Op) -> bool:
         """Return True if `op` is a quantization op that graphquant inserted."""
-        is_ours = bool(op.rule) and op.rule not in PREPARATION_STEPS
-        return is_ours and is_inserted(op)
-
-    def _original_inputs(self, op_ref: TensorRef) -> list[TensorRef]:
-        """Return the inputs of an op in the original model."""
-        return [slot for slot in self._model.graphs[op_ref.graph].slots(op_ref.op) if slot is not None]
+        return bool(op.rule) and op.rule not in PREPARATION_STEPS and is_inserted(op)
 
     def _reroute_readers(self, op_ref: TensorRef) -> None:
         """Reroute the consumers of a quantized tensor to the float tensor behind it."""
         op = self._model.op(op_ref)
-        uses = [use for use in self._changed.graphs[op_ref.graph].consumers(op_ref) if not self._will_be_removed(use)]
+        uses = [
+            use
+            for use in self._changed.graphs[op_ref.graph].consumers(op_ref)
+            if use.slot or not self._is_removable(self._changed.graphs[use.graph].op(use.op))
+        ]
         if not uses:
             return
         if op.kind == "quantize":
@@ -104,9 +112,6 @@ class _QuantizationRemover:
             self._remaining[op_ref] = "its integers are computed at run time, or its scale is not in the model"
         else:
             self._changed.graphs[op_ref.graph].reroute(op_ref, uses, float_source)
-
-    def _will_be_removed(self, use: Use) -> bool:
-        return use.slot == 0 and self._is_removable(self._changed.graphs[use.graph].op(use.op))
 
     def _find_float_source(self, op_ref: TensorRef) -> TensorRef | None:
         """Return the float tensor behind a quantized one, None if there is none."""
@@ -137,15 +142,9 @@ class _QuantizationRemover:
         graph, dtype = self._changed.graphs[home], op.outputs[0].dtype or "float32"
         if name in graph and graph.op(name).kind == "input":
             self._replaced_arguments[TensorRef(home, name)] = None
-        label = graph.unique_name(name)
-        constant = Op(
-            name=label,
-            kind="constant",
-            type="Constant",
-            roles=(),
-            outputs=(Output(label, dtype, self._model.output(integers).shape),),
-            read_value=partial(_dequantized_weight, self._parameters, integers, params, dtype),
-        )
+        read_value = partial(_dequantized_weight, self._parameters, integers, params, dtype)
+        shape = self._model.output(integers).shape
+        constant = new_op(graph, name, dtype, shape, kind="constant", type="Constant", roles=(), read_value=read_value)
         float_tensor = graph.add_op(constant)
         self._floats[key] = float_tensor, params
         return float_tensor
@@ -156,15 +155,6 @@ class _QuantizationRemover:
         while graph.name and not name.startswith(f"{graph.name}/") and graph.parent is not None:
             graph = self._model.graphs[graph.parent[0]]
         return graph.name, name.removeprefix(f"{graph.name}/") if graph.name else name
-
-    def _remove_if_unread(self, op_ref: TensorRef) -> bool:
-        """Remove an op that nothing reads any more; return False if something does."""
-        graph = self._changed.graphs[op_ref.graph]
-        if graph.nx.adj[op_ref.op]:
-            self._remaining.setdefault(op_ref, "remaining ops read it")
-            return False
-        graph.remove_op(op_ref.op)
-        return True
 
     def _remove_leftovers(self) -> None:
         """Remove auxiliary ops: variables of learned ranges and their initializers."""

@@ -6,6 +6,7 @@ Weights are excluded unless they are mapped by name: the model's own values give
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ import numpy as np
 
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import (
-    CONTROL_EDGE,
     FORWARDING_KINDS,
     WEIGHTED_KINDS,
     Model,
@@ -25,6 +25,9 @@ from graphquant.ir import (
     TensorRef,
     Use,
     connected_groups,
+    follow,
+    follow_to_end,
+    fully_known_shape,
 )
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, IntType
 
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from graphquant.ir import Call, Graph
-    from graphquant.numerics import Array
     from graphquant.quantize.plan import Plan, Site
 
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 # the names of several tensors belongs to none of them. Constants have such names too and never match: a kernel named
 # `conv` is not the output of the op `conv`.
 
-CONVERTER_PREFIXES = ("StatefulPartitionedCall/", "PartitionedCall/", "serving_default_")
+CONVERTER_PREFIXES = re.compile(r"^((Stateful)?PartitionedCall/|serving_default_)+")
 """Prefixes that the converter adds to names inside a SavedModel's functions and to its inputs."""
 
 MAX_PASSTHROUGH_OPS = 64
@@ -65,7 +67,7 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
     ranks: dict[TensorRef, int] = {}
     for name in model.reachable_graphs():
         graph = model.graphs[name]
-        for op_rank, op in enumerate(_topological_ops(graph)):
+        for op_rank, op in enumerate(graph.topological_order()):
             for port, output in enumerate(graph.op(op).outputs):
                 ref = TensorRef(name, op, port)
                 ranks[ref] = op_rank
@@ -98,25 +100,9 @@ def _strip_name_counter(name: str, names: Collection[str]) -> str:
 
 def _may_have_same_size(first: Shape | None, second: Shape | None) -> bool:
     """Return True if two tensors may have the same number of elements per sample. Data formats may differ."""
-    sample_shapes = [None if shape is None or None in shape[1:] else shape[1:] for shape in (first, second)]
-    products = [
-        None if sample_shape is None else math.prod(size or 0 for size in sample_shape)
-        for sample_shape in sample_shapes
-    ]
-    return None in products or products[0] == products[1]
-
-
-def _topological_ops(graph: Graph) -> Iterator[str]:
-    """Yield the ops of a graph in topological order; those in or after loops are omitted."""
-    waiting = {name: sum(key != CONTROL_EDGE for _, _, key in graph.nx.in_edges(name, keys=True)) for name in graph.nx}
-    ready = [name for name, count in waiting.items() if not count]
-    for name in ready:
-        yield name
-        for _, target, key in graph.nx.out_edges(name, keys=True):
-            if key != CONTROL_EDGE:
-                waiting[target] -= 1
-                if not waiting[target]:
-                    ready.append(target)
+    sample_shapes = [fully_known_shape(shape[1:]) for shape in (first, second) if shape is not None]
+    known_sizes = {math.prod(shape) for shape in sample_shapes if shape is not None}
+    return len(known_sizes) <= 1
 
 
 def _find_fused_tensors(
@@ -131,7 +117,7 @@ def _find_fused_tensors(
     """
     refs_by_graph: dict[str, tuple[list[TensorRef], list[TensorRef]]] = {}
     for name_part, is_unique in unique_parts.items():
-        plain_name = _strip_converter_prefixes(name_part)
+        plain_name = CONVERTER_PREFIXES.sub("", name_part)
         for ref in refs_by_spelling.get(
             plain_name, refs_by_spelling.get(plain_name.removesuffix("/quant"), [])
         ):  # graphquant inserted it
@@ -165,24 +151,13 @@ def _last_of_largest_group(
 
 def _iterate_sources(graph: Graph, name: str) -> Iterator[str]:
     """Yield the ops that an op reads, looking through ops that graphquant inserted, which the file cannot know."""
+
+    def source_of_inserted_op(op: str) -> str | None:
+        producer = graph.source_of(Use(graph.name, op, 0)) if graph.op(op).rule and graph.slots(op) else None
+        return producer.op if producer is not None and producer.graph == graph.name else None
+
     for source in graph.nx.pred[name]:
-        yield source
-        current: str | None = source
-        for _ in range(MAX_PASSTHROUGH_OPS):
-            if current is None or not graph.op(current).rule:
-                break
-            producer = graph.source_of(Use(graph.name, current, 0)) if graph.slots(current) else None
-            current = producer.op if producer is not None and producer.graph == graph.name else None
-            if current is not None:
-                yield current
-
-
-def _strip_converter_prefixes(name: str) -> str:
-    prefix = next((prefix for prefix in CONVERTER_PREFIXES if name.startswith(prefix)), "")
-    while prefix:
-        name = name.removeprefix(prefix)
-        prefix = next((prefix for prefix in CONVERTER_PREFIXES if name.startswith(prefix)), "")
-    return name
+        yield from follow(source, source_of_inserted_op, MAX_PASSTHROUGH_OPS)
 
 
 def stored_quantization(output: Output) -> StoredQuantization:
@@ -192,50 +167,51 @@ def stored_quantization(output: Output) -> StoredQuantization:
 
 def _have_same_quantization(outputs: list[Output]) -> bool:
     """Return True if several tensors of the file have the same quantization."""
-    first = stored_quantization(outputs[0])
     return all(
         outputs[0].dtype == output.dtype
-        and np.array_equal(first.scale, stored_quantization(output).scale)
-        and np.array_equal(first.zero_point, stored_quantization(output).zero_point)
-        and np.array_equal(first.low, stored_quantization(output).low)
+        and all(
+            np.array_equal(getattr(stored_quantization(outputs[0]), name), getattr(stored_quantization(output), name))
+            for name in ("scale", "zero_point", "low")
+        )
         for output in outputs[1:]
     )
 
 
 def _innermost_producer(model: Model, ref: TensorRef) -> TensorRef:
     """Return the op that computes the tensor, inside a called function and before pass-through ops."""
-    for _ in range(MAX_PASSTHROUGH_OPS):
-        op, graph = model.op(ref), model.graphs[ref.graph]
-        source = None
-        if op.kind == "call" and op.calls and ref.port < len(model.graphs[op.calls[0].graph].outputs):
+
+    def inner_source(current: TensorRef) -> TensorRef | None:
+        op = model.op(current)
+        if op.kind == "call" and op.calls and current.port < len(model.graphs[op.calls[0].graph].outputs):
             body = model.graphs[op.calls[0].graph]
-            source = body.source_of(Use(body.name, body.outputs[ref.port], 0))
-        elif op.kind in FORWARDING_KINDS | {"qdq"}:
-            source = graph.source_of(Use(ref.graph, ref.op, 0))
-        if source is None:
-            break
-        ref = source
-    return ref
+            return body.source_of(Use(body.name, body.outputs[current.port], 0))
+        return _forwarded_tensor(model, current)
+
+    return follow_to_end(ref, inner_source, MAX_PASSTHROUGH_OPS)
+
+
+def _forwarded_tensor(model: Model, tensor: TensorRef) -> TensorRef | None:
+    """Return the tensor that a forwarding op or a Q/DQ pair reads, None for another op."""
+    if model.op(tensor).kind not in FORWARDING_KINDS | {"qdq"}:
+        return None
+    return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
 
 
 def iterate_equivalent_tensors(
     model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef
 ) -> Iterator[TensorRef]:
     """Yield the tensor, and the tensors that are forwarded to it, through Q/DQ pairs and out of its function."""
-    for _ in range(MAX_PASSTHROUGH_OPS):
-        yield tensor
-        op, graph = model.op(tensor), model.graphs[tensor.graph]
-        source = None
-        if op.kind in FORWARDING_KINDS | {"qdq"}:
-            source = graph.source_of(Use(tensor.graph, tensor.op, 0))
-        elif op.kind == "input" and len(callers.get(tensor.graph, ())) == 1:
-            use, call = callers[tensor.graph][0]
-            if call.offset is not None and not call.loop:
-                slot = graph.inputs.index(tensor.op) + call.offset
-                source = model.graphs[use.graph].source_of(Use(use.graph, use.op, slot))
-        if source is None:
-            return
-        tensor = source
+
+    def outer_source(current: TensorRef) -> TensorRef | None:
+        if model.op(current).kind != "input" or len(callers.get(current.graph, ())) != 1:
+            return _forwarded_tensor(model, current)
+        use, call = callers[current.graph][0]
+        if call.offset is None or call.loop:
+            return None
+        slot = model.graphs[current.graph].inputs.index(current.op) + call.offset
+        return model.graphs[use.graph].source_of(Use(use.graph, use.op, slot))
+
+    yield from follow(tensor, outer_source, MAX_PASSTHROUGH_OPS - 1)
 
 
 MAX_NAME_MAP_BYTES = 1 << 24
@@ -313,20 +289,15 @@ def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[s
     entries = _quantized_entries(source)
     mapped = _map_names(plan, entries, name_map)
     activations = {name: output for name, (output, is_constant) in entries.items() if not is_constant}
-    file_names = match_tensor_names(model, activations, _all_tensor_names(source))
+    all_names = {output.name for graph in source.graphs.values() for op in graph.ops() for output in op.outputs}
+    file_names = match_tensor_names(model, activations, all_names)
     callers = model.callers()
     sites, transferred, missing, used_names = [], [], [], set()
     for site in plan.sites:
         name = mapped.get(site.tensor)
         if name is None and not site.parameter and site.clone_of is None:
-            name = next(
-                (
-                    file_names[ref]
-                    for ref in iterate_equivalent_tensors(model, callers, site.tensor)
-                    if ref in file_names
-                ),
-                None,
-            )
+            equivalent_tensors = iterate_equivalent_tensors(model, callers, site.tensor)
+            name = next((file_names[ref] for ref in equivalent_tensors if ref in file_names), None)
         updated = None if name is None else _with_file_scale(site, entries[name][0])
         sites.append(updated or site)
         if name is not None and updated is not None:
@@ -360,10 +331,6 @@ def _quantized_entries(source: Model) -> dict[str, tuple[Output, bool]]:
     return entries
 
 
-def _all_tensor_names(source: Model) -> set[str]:
-    return {output.name for graph in source.graphs.values() for op in graph.ops() for output in op.outputs}
-
-
 def _map_names(plan: Plan, entries: Mapping[str, object], name_map: Mapping[str, str]) -> dict[TensorRef, str]:
     refs_by_name: dict[str, list[TensorRef]] = {}
     for site in plan.sites:
@@ -385,12 +352,10 @@ def _with_file_scale(site: Site, output: Output) -> Site | None:
     scale, zero_points = quantization.scale.astype(float).tolist(), quantization.zero_point.tolist()
     if site.range is not None or site.scale is not None or quantization.details or len(zero_points) != len(scale):
         return None
-    if not scale:
-        return (
-            None
-            if site.parameter
-            else _with_file_range(site, quantization.low.astype(float), quantization.high.astype(float))
-        )
+    if not scale:  # the file may have a range without a scale
+        low, high = quantization.low.astype(float).tolist(), quantization.high.astype(float).tolist()
+        is_range = len(low) == len(high) == 1 and -math.inf < low[0] <= high[0] < math.inf
+        return replace(site, range=(low[0], high[0])) if is_range and not site.parameter else None
     if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE for value in scale):
         return None
     if _scheme_allows(site, dtype, scale, zero_points):
@@ -399,13 +364,6 @@ def _with_file_scale(site: Site, output: Output) -> Site | None:
         return None
     qmin, qmax = IntType.parse(dtype).limits()
     return replace(site, range=((qmin - zero_points[0]) * scale[0], (qmax - zero_points[0]) * scale[0]))
-
-
-def _with_file_range(site: Site, low: Array, high: Array) -> Site | None:
-    """Return the site with a range that the file recorded without a scale."""
-    if low.size != 1 or high.size != 1 or not -math.inf < low[0] <= high[0] < math.inf:
-        return None
-    return replace(site, range=(float(low[0]), float(high[0])))
 
 
 def _scheme_allows(site: Site, dtype: str, scale: list[float], zero_points: list[int]) -> bool:

@@ -215,7 +215,7 @@ def test_every_weight_is_restored(weight, factor):
         factor_shape=(1,),
     )
     restored, exact = preparation_undo._restore_weight(
-        json.loads(json.dumps(preparation_undo._weight_reference(scaled))), product
+        json.loads(json.dumps(preparation_undo._weight_reference("p", scaled))), product
     )
     assert exact
     assert restored.tobytes() == weight.tobytes()
