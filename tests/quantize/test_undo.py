@@ -206,9 +206,7 @@ def test_every_weight_is_restored(weight, factor):
     if not np.isfinite(product).all():
         return
     scaled = preparation_undo.ScaledWeight(
-        op=None,
         weight=weight,
-        product_name="p",
         product=product,
         factor=np.array([factor]),
         product_shape=(9,),
