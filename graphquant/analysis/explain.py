@@ -221,7 +221,9 @@ def explain_quantized(model: Model, name: str) -> tuple[Explanation, ...]:
         winner, outcome, reasons = "", FLOAT_OUTCOME, tuple[str, ...]()
         if reading_op is not None:
             winner, outcome = reading_op.rule, f"quantized {_describe_params(reading_op)}, by {reading_op.op}"
-            reasons = _shared_scale_note(tensors_by_scale[_scale_key(reading_op)], str(source))
+            others = [name for name in dict.fromkeys(tensors_by_scale[_scale_key(reading_op)]) if name != str(source)]
+            if others:
+                reasons = (f"one scale and zero point with {join_limited(others, MAX_LISTED)}",)
         explanations.append(
             Explanation(
                 tensor=source,
@@ -253,11 +255,6 @@ def _describe_params(quantization_op: QuantizationOp) -> str:
         return f"to {params.type.name} with the range of each run"
     zero = f", zero point {params.zero_point.item()}" if params.scale.size == 1 else ""
     return f"to {params.type.name}, scale {format_values(params.scale)}{zero}"
-
-
-def _shared_scale_note(names: list[str], tensor_name: str) -> tuple[str, ...]:
-    sharing_names = [name for name in dict.fromkeys(names) if name != tensor_name]
-    return (f"one scale and zero point with {join_limited(sharing_names, MAX_LISTED)}",) if sharing_names else ()
 
 
 # Predictions for a plan need a scale per site. Without data, placeholder ranges stand for them.

@@ -186,11 +186,11 @@ def model_range_report(
             params=params,
             note=stats.missing_reason(quantization_op.tensor) or ("" if params else "its range is that of each run"),
         )
-        tensor_ranges.append(
-            _with_costs(
-                tensor_range, None if params is None else _grid_of_params(params), compare_methods=compare_methods
-            )
-        )
+        grid = None
+        if params is not None:
+            symmetric = bool((params.zero_point == params.type.symmetric_zero_point).all())
+            grid = QuantizationGrid(type=params.type, symmetric=symmetric, narrow=params.narrow)
+        tensor_ranges.append(_with_costs(tensor_range, grid, compare_methods=compare_methods))
     if not tensor_ranges:
         raise DataError(
             "The statistics are of another model, and this one quantizes none of their tensors. Pass the calibrated"
@@ -228,7 +228,12 @@ def _with_costs(tensor_range: TensorRange, grid: QuantizationGrid | None, *, com
     auto_method = _resolve_auto_method(ranges) if is_auto else ""
     alternatives = []
     for name, alternative_range in ranges.items() if compare_methods else ():
-        params = _params_for_range(alternative_range, tensor_range.params, grid)
+        if grid.symmetric and grid.type.symmetric_zero_point and not tensor_range.params.zero_point.any():
+            # An unsigned type without zero point starts at 0.
+            high = np.maximum(alternative_range.high, 0.0)
+            params = replace(grid, symmetric=False).qparams(Range(np.zeros(()), high))
+        else:
+            params = grid.qparams(alternative_range)
         alternatives.append(MethodRange(method=name, params=params, cost=estimate_cost(tensor_range.sketch, params)))
     return replace(tensor_range, cost=cost, auto_method=auto_method, alternatives=tuple(alternatives))
 
@@ -241,19 +246,6 @@ def _range_by_method(method: str, sketch: Sketch, grid: QuantizationGrid) -> Ran
         return observer.choose_range(sketch, grid, defaults)
     except DataError:
         return None
-
-
-def _params_for_range(method_range: Range, chosen: QParams, grid: QuantizationGrid) -> QParams:
-    """Scale and zero point of a range. An unsigned type without zero point starts at 0."""
-    if grid.symmetric and grid.type.symmetric_zero_point and not chosen.zero_point.any():
-        return replace(grid, symmetric=False).qparams(Range(np.zeros(()), np.maximum(method_range.high, 0.0)))
-    return grid.qparams(method_range)
-
-
-def _grid_of_params(params: QParams) -> QuantizationGrid:
-    """Reconstruct the grid of a scheme from scale and zero point."""
-    symmetric = bool((params.zero_point == params.type.symmetric_zero_point).all())
-    return QuantizationGrid(type=params.type, symmetric=symmetric, narrow=params.narrow)
 
 
 def _resolve_auto_method(ranges: Mapping[str, Range]) -> str:

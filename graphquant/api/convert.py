@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from graphquant.quantize import Site
 
 
-TFLITE_SUFFIX = ".tflite"
-
 CONVERTIBLE_BITS = 8
 """The only bit width that the converter supports: others silently become wrong int16 convolutions, or fail."""
 

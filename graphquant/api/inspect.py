@@ -60,7 +60,8 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
     ruleset, omitted_reason = (resolve_ruleset(model, settings.rules), "") if plan is None else _ruleset_of_plan(plan)
     backend = settings.backend or backend_of_rules(model, ruleset.files)
     has_data = settings.data is not None or settings.stats is not None
-    if plan is None and not settings.rules and not has_data and _is_quantized(model):
+    kinds = {op.kind for name in model.reachable_graphs() for op in model.graphs[name].ops()}
+    if plan is None and not settings.rules and not has_data and not kinds.isdisjoint(QUANTIZATION_KINDS):
         uses = explain_quantized(model, name)
         verdicts = predict_verdicts(model, backend, uses) if backend else ()
         return ExplanationReport(uses=uses, verdicts=verdicts, backend=backend, already_quantized=True)
@@ -101,11 +102,6 @@ def _ruleset_of_plan(plan: Plan) -> tuple[RuleSet, str]:
     if plan.digest not in {"", ruleset.digest}:
         return empty_ruleset, "Other rules are not listed, because the rule files changed after the plan was created."
     return ruleset, ""
-
-
-def _is_quantized(model: Model) -> bool:
-    graphs = [model.graphs[name] for name in model.reachable_graphs()]
-    return any(op.kind in QUANTIZATION_KINDS for graph in graphs for op in graph.ops())
 
 
 def check(

@@ -354,14 +354,3 @@ def takes_options(options_class: type[Any]) -> Callable[[AnyFunction], AnyFuncti
         return function
 
     return document
-
-
-def options_table(options_class: type[Any]) -> str:
-    """Return a Markdown table of the options, for the documentation."""
-    rows = ["| Python | command line | default | meaning |", "| --- | --- | --- | --- |"]
-    for entry in option_fields(options_class):
-        value = f" {entry.form.metavar}" if entry.form.metavar else ""
-        flag = "" if entry.form.python_only else f"`{entry.flag}{value}`".replace("|", "\\|")
-        default = "" if entry.default in (None, (), {}) else f"`{entry.default!r}`"
-        rows.append(f"| `{entry.name}` | {flag} | {default} | {entry.description} |")
-    return "\n".join(rows)

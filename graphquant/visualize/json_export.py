@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
 from graphquant.analysis.conversion_report import FloatOp
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport
     from graphquant.analysis.model_summary import StoredScaleTensor
     from graphquant.analysis.range_report import TensorRange
-    from graphquant.analysis.validation import Validation
     from graphquant.api import Result
     from graphquant.ir import StoredQuantization
     from graphquant.optimize import TimeRatio
@@ -79,15 +78,6 @@ def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _rounded_or_none(value: float | None) -> float | None:
-    """Round a metric to six digits, because TensorFlow runs differ in the ninth."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-
-
-def _plain_numbers(values: Any) -> Any:
-    return values.tolist() if isinstance(values, np.ndarray) else values
-
-
 def _finite_ends(ends: Any) -> Any:
     """Return the ends of a tensor or of its channels; null without finite values."""
     values = [_finite_or_none(value) for value in ends.reshape(-1).tolist()]
@@ -112,10 +102,12 @@ def _named(*keys: str) -> BeforeValidator:
 Text = Annotated[str, BeforeValidator(str)]
 OptionalText = Annotated[str | None, BeforeValidator(lambda value: str(value) if value else None)]
 Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
-Metric = Annotated[float | None, BeforeValidator(_rounded_or_none)]
-Numbers = Annotated[float | list[Any], BeforeValidator(_plain_numbers)]
+Metric = Annotated[Finite, AfterValidator(lambda value: None if value is None else float(f"{value:.6g}"))]
+"""A metric with six digits, because TensorFlow runs differ in the ninth."""
+PlainNumbers = BeforeValidator(lambda values: values.tolist() if isinstance(values, np.ndarray) else values)
+Numbers = Annotated[float | list[Any], PlainNumbers]
 """One number, or a list of them for channels or blocks."""
-Integers = Annotated[int | list[Any], BeforeValidator(_plain_numbers)]
+Integers = Annotated[int | list[Any], PlainNumbers]
 Ends = Annotated[float | list[float | None] | None, BeforeValidator(_finite_ends)]
 Sizes = tuple[int | None, ...] | None
 """A shape; a size is null if it is unknown."""
@@ -599,10 +591,6 @@ class BoundsJson(JsonObject):
     accuracy_drop: float | None = at("max_accuracy_drop")
 
 
-def _multiply_adds(validation: Validation) -> dict[str, int]:
-    return {"quantized": validation.quantized_macs, "total": validation.total_macs}
-
-
 class ValidationJson(JsonObject):
     """Validation of the quantized model."""
 
@@ -611,7 +599,10 @@ class ValidationJson(JsonObject):
     reused: bool = at("reuses_samples")
     other_data: bool = at("calibrated_on_other_data")
     bounds: BoundsJson
-    multiply_adds: Annotated[dict[Literal["quantized", "total"], int], BeforeValidator(_multiply_adds)] = at("itself")
+    multiply_adds: Annotated[
+        dict[Literal["quantized", "total"], int],
+        BeforeValidator(lambda validation: {"quantized": validation.quantized_macs, "total": validation.total_macs}),
+    ] = at("itself")
     comparison: CompareResult | None
 
 

@@ -20,7 +20,6 @@ from graphquant.utils.options import (
     InsertOptions,
     PlanOptions,
     option_fields,
-    options_table,
     resolve_options,
 )
 
@@ -70,6 +69,17 @@ def test_batch_has_each_option_of_insert_or_a_reason() -> None:
     assert names - manifest == set(OMITTED_OPTIONS)
     assert all(OMITTED_OPTIONS.values())
     assert names - set(OMITTED_OPTIONS) <= command
+
+
+def options_table(options_class: type) -> str:
+    """Return a Markdown table of the options, for the documentation."""
+    rows = ["| Python | command line | default | meaning |", "| --- | --- | --- | --- |"]
+    for entry in option_fields(options_class):
+        value = f" {entry.form.metavar}" if entry.form.metavar else ""
+        flag = "" if entry.form.python_only else f"`{entry.flag}{value}`".replace("|", "\\|")
+        default = "" if entry.default in (None, (), {}) else f"`{entry.default!r}`"
+        rows.append(f"| `{entry.name}` | {flag} | {default} | {entry.description} |")
+    return "\n".join(rows)
 
 
 @pytest.mark.parametrize("options_class", [*FUNCTIONS.values(), ExplainOptions, CompareBounds])
