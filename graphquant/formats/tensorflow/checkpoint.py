@@ -149,7 +149,7 @@ class Checkpoint:
         if entry.size != expected:
             raise self._error(name, f"has {entry.size} bytes, but its shape and dtype need {expected}")
         data = self._read_bytes(name, entry)
-        if google_crc32c.value(data) != unmask_crc(entry.crc32c):
+        if mask_crc(google_crc32c.value(data)) != entry.crc32c:
             path = _shard_path(self._prefix, entry.shard_id, self._shard_count)
             raise ModelError(f"{path}: the checksum of variable {name!r} does not match, it is damaged.")
         if self._byte_order == "big" and dtype.itemsize > 1:
@@ -192,7 +192,7 @@ class Checkpoint:
         stored = data[position : position + 4]
         length_crc = _length_crc(length, self._byte_order)
         checksum = google_crc32c.extend(google_crc32c.extend(length_crc, stored), payload)
-        if unmask_crc(int.from_bytes(stored, self._byte_order)) != length_crc or unmask_crc(entry.crc32c) != checksum:
+        if int.from_bytes(stored, self._byte_order) != mask_crc(length_crc) or entry.crc32c != mask_crc(checksum):
             raise ModelError(f"{path}: the checksum of {name} does not match, it is damaged.")
         return payload
 
@@ -336,14 +336,8 @@ def _shard_path(prefix: Path, shard: int, shards: int) -> Path:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def unmask_crc(masked: int) -> int:
-    """Return the CRC-32C of a masked one. Files mask checksums, as they may be checksummed again."""
-    rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
-    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
-
-
 def mask_crc(crc: int) -> int:
-    """Return a CRC-32C as it is stored: rotated and shifted."""
+    """Return a CRC-32C as it is stored: rotated and shifted, as files may be checksummed again."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
@@ -447,7 +441,7 @@ def _read_block(data: bytes, handle: bytes) -> bytes:
     if end + _TRAILER_SIZE > len(data) - _FOOTER_SIZE:
         raise ModelError("a block lies outside the file")
     stored = int.from_bytes(data[end + 1 : end + _TRAILER_SIZE], "little")
-    if google_crc32c.value(data[offset : end + 1]) != unmask_crc(stored):
+    if mask_crc(google_crc32c.value(data[offset : end + 1])) != stored:
         raise ModelError(f"the checksum of the block at byte {offset} does not match, the file is damaged")
     compression = data[end]
     if compression == _NO_COMPRESSION:

@@ -166,13 +166,11 @@ class _GraphPatch:
         spec = self._table.find_spec(op.type)
         if spec is None:
             raise InternalError(f"op {op.name!r} has the type {op.type!r}, which is not registered in TensorFlow.")
-        for slot, arg in enumerate(spec.inputs):
-            slots = self._graph.slots(op.name)
+        for tensor, arg in zip(self._graph.slots(op.name), spec.inputs, strict=False):
             if arg.number_attr or arg.type_list_attr:
                 return  # slots after a list have no fixed position
-            if arg.type_attr and arg.type_attr not in node.attr and slot < len(slots):
-                tensor = slots[slot]
-                dtype = None if tensor is None else self._graph.output(tensor).dtype
+            if arg.type_attr and arg.type_attr not in node.attr and tensor is not None:
+                dtype = self._graph.output(tensor).dtype
                 if dtype is not None:
                     node.attr[arg.type_attr].type = type_number(dtype)
 

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 import weakref
 import zipfile
 from dataclasses import replace
@@ -108,8 +107,7 @@ def load_keras(path: Path) -> Model:
     temp_folder = _TempFolder(tempfile.mkdtemp(prefix="graphquant-keras-"))
     folder = Path(temp_folder.name) / "model"
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    with silence_stderr(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silence_stderr():
         import keras
 
         _require_tensorflow_backend(keras)

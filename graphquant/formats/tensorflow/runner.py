@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -142,12 +143,9 @@ class TensorFlowRunner:
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
         """Return the element count of each tensor in one run of `feed`, over all iterations; 0 if it does not run."""
-        watch = self._start_watch(tensors, count_elements=True)
-        try:
+        with closing(self._start_watch(tensors, count_elements=True)) as watch:
             counts = watch.observe(self._make_feed_dict(feed))
-            return {tensor: sum(map(int, values)) for tensor, values in counts.items()}
-        finally:
-            watch.close()
+        return {tensor: sum(map(int, values)) for tensor, values in counts.items()}
 
     def observe(
         self,
@@ -163,13 +161,10 @@ class TensorFlowRunner:
         Runs never overlap, because a model may have state; the next feed runs while the values of one are processed.
         TensorFlow fuses ops with no observed tensor between them, so the sizes of `other_tensors` are fetched as well.
         """
-        watch = self._start_watch(tensors, other_tensors)
-        try:
+        with closing(self._start_watch(tensors, other_tensors)) as watch:
             yield from prefetch(
                 lambda feed: watch.observe(self._make_feed_dict(feed)), feeds, max_in_flight, on_result, threads=1
             )
-        finally:
-            watch.close()
 
     def _start_watch(
         self, tensors: Sequence[TensorRef], other_tensors: Sequence[TensorRef] = (), *, count_elements: bool = False

@@ -350,8 +350,7 @@ def import_tensorflow() -> Any:
         return sys.modules["tensorflow"]
     disable_onednn()
     try:
-        with silence_stderr(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with silence_stderr():
             import tensorflow as tf
     except ImportError as error:
         raise MissingDependencyError(
@@ -364,12 +363,14 @@ def import_tensorflow() -> Any:
 
 @contextmanager
 def silence_stderr() -> Iterator[None]:
-    """Discard output of libraries to file descriptor 2."""
+    """Discard warnings, and output of libraries to file descriptor 2. Errors still propagate."""
     sys.stderr.flush()
     saved_stderr, null_device = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null_device, 2)
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         os.dup2(saved_stderr, 2)
         os.close(saved_stderr)

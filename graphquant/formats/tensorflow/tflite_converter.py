@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -72,7 +71,7 @@ def run_tflite_converter(model: Model) -> bytes:
     graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(message)))
     input_names = [spec.name for spec in input_specs(model, message)]
     output_names = list(output_fetches(model, message).values())
-    with _silence_converter(), translate_tf_errors(tensorflow):
+    with silence_stderr(), translate_tf_errors(tensorflow):
         function = v1.wrap_function(lambda: v1.import_graph_def(graph_def, name=""), [])
         feeds = [function.graph.as_graph_element(f"{name}:0") for name in input_names]
         fetches = [function.graph.as_graph_element(name) for name in output_names]
@@ -87,7 +86,7 @@ def run_tflite_converter(model: Model) -> bytes:
     from tensorflow.lite.python.convert_phase import ConverterError
 
     try:
-        with _silence_converter():
+        with silence_stderr():
             data: bytes = converter.convert()
     except (ConverterError, ValueError, RuntimeError) as error:
         raise ModelError(
@@ -100,7 +99,7 @@ def run_tflite_converter(model: Model) -> bytes:
 def prepare_interpreter(data: bytes) -> Callable[[], object]:
     """Prepare a run of a TFLite file on zeros, with TFLite's defaults and one thread."""
     tensorflow = import_tensorflow()
-    with _silence_converter(), _translate_runtime_errors():
+    with silence_stderr(), _translate_runtime_errors():
         interpreter = tensorflow.lite.Interpreter(model_content=data, num_threads=1)
         interpreter.allocate_tensors()
         for tensor in interpreter.get_input_details():
@@ -114,7 +113,7 @@ def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
     """Return the interpreter's report of each tensor, after it allocated all of them."""
     tensorflow = import_tensorflow()
     resolver = tensorflow.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
-    with _silence_converter(), _translate_runtime_errors():
+    with silence_stderr(), _translate_runtime_errors():
         interpreter = tensorflow.lite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
         interpreter.allocate_tensors()
         details = interpreter.get_tensor_details()
@@ -160,14 +159,6 @@ def _output_is_quantized(model: Model, name: str) -> bool:
         return False
     dtype = model.output(tensor).dtype
     return dtype not in FLOAT_TYPES or model.op(tensor).kind in {"qdq", "softmax", "sigmoid", "tanh"}
-
-
-@contextlib.contextmanager
-def _silence_converter() -> Iterator[None]:
-    """Suppress the notes of the converter and the interpreter. Errors still propagate."""
-    with silence_stderr(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 _CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
