@@ -146,9 +146,6 @@ def _submit_calibration(
     return client.submit(_merge_shard_stats, shards, pure=False)
 
 
-# -- functions that run on a worker --------------------------------------------------------------
-
-
 def _shard_stats(
     entry: Entry,
     shard: tuple[int, int],

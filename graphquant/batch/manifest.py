@@ -110,9 +110,6 @@ def _request_entries(request: BatchRequest) -> list[Entry]:
     return [entry for _, entry in entries]
 
 
-# -- selection of models -------------------------------------------------------------------------
-
-
 def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_SelectedModel]:
     """Select each model with its table.
 
@@ -159,9 +156,6 @@ def _matching_models(
     except UsageError as error:
         mistakes.append((("model", index, key), str(error)))
         return (), False
-
-
-# -- settings of each entry ----------------------------------------------------------------------
 
 
 class _FileChecks:
@@ -275,9 +269,6 @@ def _join_path(folder: str, path: str) -> str:
     """Return a path relative to the current folder."""
     path = path.removeprefix(LOCAL_SCHEME)
     return path if is_remote(path) else posixpath.normpath(posixpath.join(folder, path))
-
-
-# -- outputs -------------------------------------------------------------------------------------
 
 
 def _output_clashes(request: BatchRequest, entries: Sequence[tuple[_SelectedModel, Entry]]) -> Iterator[Mistake]:

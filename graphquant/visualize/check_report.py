@@ -87,17 +87,11 @@ def _verdict_sections(report: CheckReport) -> list[RenderableType]:
 
 def check_notices(report: CheckReport) -> list[Notice]:
     """Return the findings as notices for SARIF and GitHub."""
-    return [
-        Notice(
-            finding.code,
-            LINT_CODES[finding.code].level,
-            report.path,
-            finding.location,
-            finding.op,
-            f"{finding.message}. Remedy: {finding.fix}.",
-        )
-        for finding in report.findings
-    ]
+    notices = []
+    for finding in report.findings:
+        level, message = LINT_CODES[finding.code].level, f"{finding.message}. Remedy: {finding.fix}."
+        notices.append(Notice(finding.code, level, report.path, finding.location, finding.op, message))
+    return notices
 
 
 def check_sarif(reports: Sequence[CheckReport]) -> dict[str, Any]:
@@ -164,12 +158,8 @@ class Notice(NamedTuple):
 def sarif_log(notices: Iterable[Notice], codes: Mapping[str, LintCode]) -> dict[str, Any]:
     """Return notices as one SARIF 2.1.0 log for code scanning."""
     rules = [
-        {
-            "id": code,
-            "shortDescription": {"text": code_info.description},
-            "defaultConfiguration": {"level": code_info.level},
-        }
-        for code, code_info in codes.items()
+        {"id": code, "shortDescription": {"text": info.description}, "defaultConfiguration": {"level": info.level}}
+        for code, info in codes.items()
     ]
     indexes = {code: index for index, code in enumerate(codes)}
     results = [

@@ -202,8 +202,6 @@ class _DrawingBuilder:
             planned=not self.annotations.float_reasons and bool(self.annotations.by_use),
         )
 
-    # -- folded ops ------------------------------------------------------------------------------
-
     def _is_folded(self, graph: Graph, op: Op) -> bool:
         """Return True if the op is part of an annotation or a constant and gets no box."""
         if op.kind in {"constant", "variable"}:
@@ -250,8 +248,6 @@ class _DrawingBuilder:
         """Return the annotation of a tensor that stores its own scale."""
         annotation = self.annotations.by_tensor.get(tensor)
         return () if annotation is None else (annotation,)
-
-    # -- boxes and wires -------------------------------------------------------------------------
 
     def _split_inputs(self, graph: Graph, op: Op) -> tuple[list[DrawnConstant], list[Wire]]:
         """Split the inputs of an op into constants and wires."""
@@ -345,8 +341,6 @@ class _DrawingBuilder:
                 if source is not None and source[:2] in self.numbers:
                     entered = self.numbers[name, body_input]
                     yield Wire(source=self.numbers[source[:2]], port=source.port, target=entered, slot=-1)
-
-    # -- groups ----------------------------------------------------------------------------------
 
     def _assign_groups(self, drawn: list[tuple[Graph, Op]]) -> list[int]:
         """Create the groups, and return the innermost group of each op."""

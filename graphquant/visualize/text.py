@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.model_summary import ModelSummary
     from graphquant.api import Result
     from graphquant.calibration import Stats
+    from graphquant.ir import Model
     from graphquant.numerics import QParams
     from graphquant.optimize import AlgorithmResult
     from graphquant.quantize import Plan, RangeTransfer, Site, Skip
@@ -341,8 +342,8 @@ def _param_cells(params: QParams | DynamicQParams) -> tuple[str, str, str, str]:
     return dtype, format_value_range(params.scale, ".6g", ".4g"), zero_point, range_text
 
 
-def _tensor_signature(model: object, name: str, is_output: bool) -> str:
-    graph = model.main  # type: ignore[attr-defined]  # a Model
+def _tensor_signature(model: Model, name: str, is_output: bool) -> str:
+    graph = model.main
     tensor = graph.slots(name)[0] if is_output else None
     output = graph.output(tensor) if tensor is not None else (graph.op(name).outputs or (None,))[0]
     label = name.removeprefix("@")
