@@ -41,8 +41,7 @@ from graphquant.quantize import plan_to_json
 from graphquant.visualize import json_export as view_data
 from graphquant.visualize import text as view_text
 from graphquant.visualize.drawing import model_drawing
-from graphquant.visualize.graph_export import graph_graphml, graphviz_dot
-from graphquant.visualize.graph_export import graph_svg
+from graphquant.visualize.graph_export import graph_graphml, graph_svg, graphviz_dot
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 if TYPE_CHECKING:
