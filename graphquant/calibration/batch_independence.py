@@ -26,8 +26,7 @@ PROBE_SCALES = (1, -1, 4, 0.25)
 """Factors of the samples that are compared, as far as they are floats. Samples of one data set may have one maximum,
 with which a range or a branch that depends on the whole batch would not show."""
 
-ROUNDING_ERROR = 1e-4
-"""Relative error up to which values differ only by float rounding in another order."""
+ROUNDING_ERROR = 1e-4  # relative error up to which values differ only by float rounding in another order
 
 DEPENDENT_KINDS = LOOP_KINDS | {"enter", "exit", "if", "loop_cond", "merge", "next_iteration", "random", "switch"}
 """Kinds that rule batches out, because other samples may take another path than those that are compared."""

@@ -42,23 +42,15 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-DEFAULT_BLOCK_SIZE = 8
-"""Samples per block if samples are run one by one, or if the sizes of activations are unknown."""
-
-MAX_BATCH_SIZE = 32
-"""Maximum samples per batch. Larger batches make no model faster."""
-
-MAX_BATCH_ELEMENTS = 1 << 24
-"""Maximum elements of all activations of a batch: 64 MB of float32."""
-
-MAX_CONCURRENT_RUNS = min(4, os.cpu_count() or 1)
-"""Maximum number of concurrent runs."""
+DEFAULT_BLOCK_SIZE = 8  # samples per block if samples are run one by one, or if the sizes of activations are unknown
+MAX_BATCH_SIZE = 32  # Maximum samples per batch. Larger batches make no model faster.
+MAX_BATCH_ELEMENTS = 1 << 24  # maximum elements of all activations of a batch: 64 MB of float32
+MAX_CONCURRENT_RUNS = min(4, os.cpu_count() or 1)  # maximum number of concurrent runs
 
 FILL_THREADS = max(MAX_CONCURRENT_RUNS // 2, 1)
 """Number of threads that fill sketches, each for different tensors. A run takes longer than filling."""
 
-TENSORS_PER_TASK = 8
-"""Number of tensors whose values are added to sketches in one task."""
+TENSORS_PER_TASK = 8  # number of tensors whose values are added to sketches in one task
 
 GROUPED_ELEMENT_BYTES = 8
 """Bytes per element while one group of tensors is observed: the value itself and the temporaries of its sketch."""

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 _FingerprintNode = tuple[str, str, str]
 """("op", graph, name), or ("entry", graph, "") for the conditions and inputs with which a graph is called."""
 
-FINGERPRINT_LENGTH = 32
-"""Length of a fingerprint in hexadecimal characters."""
+FINGERPRINT_LENGTH = 32  # length of a fingerprint in hexadecimal characters
 
 
 @paused_gc()

@@ -15,33 +15,21 @@ if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.stats import Stats
 
-MIN_HOLDOUT_SAMPLES = 4
-"""Minimum size of the hold-out. Data with fewer than twice as many samples is not split."""
-
-HOLDOUT_DIVISOR = 5
-"""The hold-out is one in this many samples."""
-
-LABEL_KEYS = ("labels", "label")
-"""Keys under which data may store the class of each sample."""
+MIN_HOLDOUT_SAMPLES = 4  # Minimum size of the hold-out. Data with fewer than twice as many samples is not split.
+HOLDOUT_DIVISOR = 5  # the hold-out is one in this many samples
+LABEL_KEYS = ("labels", "label")  # keys under which data may store the class of each sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOut:
-    """Samples that are reserved for validation or for a search.
-
-    Attributes:
-        dataset: The opened data: at most `max_samples` samples of the data spec `spec`.
-        start: Index of the first reserved sample.
-        reuses_samples: True if calibration uses the reserved samples too.
-        calibrated_on_other_data: True if the ranges come from statistics of other data, which may contain some of
-            these samples.
-    """
+    """Samples that are reserved for validation or for a search."""
 
     spec: str
     max_samples: int | None
-    dataset: Dataset
-    start: int
-    reuses_samples: bool
+    dataset: Dataset  # the opened data: at most `max_samples` samples of the data spec `spec`
+    start: int  # index of the first reserved sample
+    reuses_samples: bool  # true if calibration uses the reserved samples too
+    # True if the ranges come from statistics of other data, which may contain some of these samples.
     calibrated_on_other_data: bool = False
 
     def samples(self) -> Dataset:
@@ -104,24 +92,16 @@ class CalibrationData:
     """The data of one `insert`, and its split into samples for calibration, a search and validation.
 
     The data is opened on first use, because a plan may need no data at all.
-
-    Attributes:
-        spec: Data spec, or None without data.
-        max_samples: Number of samples to use, or None for all.
-        open_samples: Opens the given number of leading samples, or all for None.
-        validates: True if a hold-out is reserved for validation.
-        stats: Statistics that provide the ranges, or None.
-        calibration: Samples for calibration and optimization algorithms, or None if neither needs data.
-        holdout: Samples for validation, or None if the data was not split.
     """
 
-    spec: str | None
-    max_samples: int | None
-    open_samples: Callable[[int | None], Dataset]
-    validates: bool
-    stats: Stats | None = None
+    spec: str | None  # data spec, or None without data
+    max_samples: int | None  # number of samples to use, or None for all
+    open_samples: Callable[[int | None], Dataset]  # opens the given number of leading samples, or all for None
+    validates: bool  # true if a hold-out is reserved for validation
+    stats: Stats | None = None  # statistics that provide the ranges, or None
+    # Samples for calibration and optimization algorithms, or None if neither needs data.
     calibration: Dataset | None = None
-    holdout: HoldOut | None = None
+    holdout: HoldOut | None = None  # samples for validation, or None if the data was not split
 
     @cached_property
     def dataset(self) -> Dataset:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from graphquant.numerics import Array
 
-MAX_LISTED_TENSORS = 5
-"""Maximum number of tensors that an error lists."""
+MAX_LISTED_TENSORS = 5  # maximum number of tensors that an error lists
 
 _HexText = Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
 _HexSum = Annotated[str, Field(pattern=r"^-?[0-9a-f]{1,600}$")]
@@ -41,23 +40,15 @@ _FORBID = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRun:
-    """One data set and the blocks of its samples that were run. The header of a statistics file has the same fields.
-
-    Attributes:
-        data_digest: Digest of all samples.
-        samples: Total number of samples.
-        block_size: Samples in a block; the last block may have fewer.
-        block_ranges: Ranges [start, stop) of finished blocks, ascending and disjoint.
-        random: Whether the data is random.
-    """
+    """One data set and the blocks of its samples that were run. The header of a statistics file has the same fields."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
 
-    data_digest: Annotated[_HexText, Field(alias="data")]
-    samples: _Count
-    block_size: Annotated[int, Field(ge=1, lt=1 << 20)]
-    block_ranges: tuple[tuple[_Count, _Count], ...]
-    random: bool = False
+    data_digest: Annotated[_HexText, Field(alias="data")]  # digest of all samples
+    samples: _Count  # total number of samples
+    block_size: Annotated[int, Field(ge=1, lt=1 << 20)]  # samples in a block; the last block may have fewer
+    block_ranges: tuple[tuple[_Count, _Count], ...]  # ranges [start, stop) of finished blocks, ascending and disjoint
+    random: bool = False  # whether the data is random
 
     @property
     def blocks(self) -> int:
@@ -261,14 +252,12 @@ ARRAY_DTYPES = {"low": "<f8", "high": "<f8", "bins": "<u4", "counts": "<i8", "su
 STORED_NUMBERS = ("count", "nan", "inf", "empty_arrays", "blocks")
 """Numbers of a sketch that the header stores unchanged."""
 
-MAX_STATS_BYTES = 1 << 31
-"""Maximum number of bytes of all arrays of a file. The header may have a sixteenth of it."""
+MAX_STATS_BYTES = 1 << 31  # Maximum number of bytes of all arrays of a file. The header may have a sixteenth of it.
 
 MAX_CHANNELS = 1 << 24
 MEMBER_DATE = (1980, 1, 1, 0, 0, 0)
 
-_MAX_BIN_COUNT = 1 << 40
-"""Maximum number of values in one bin, so that the sum of their dropped bits fits into 64 bits."""
+_MAX_BIN_COUNT = 1 << 40  # maximum number of values in one bin, so that the sum of their dropped bits fits into 64 bits
 
 _STATS_READ_ERRORS = (
     OSError,

@@ -31,17 +31,11 @@ NON_ACTIVATION_KINDS = frozenset({"constant", "variable", "output", "next_iterat
 
 @dataclass(frozen=True, slots=True)
 class ObservationTarget:
-    """Details that calibration collects for a tensor.
+    """Details that calibration collects for a tensor."""
 
-    Attributes:
-        fingerprint: Hash of the fan-in of the tensor. Tensors with the same fingerprint hold the same values.
-        axis: Channel axis for the minimum and maximum; None for one minimum and maximum of the tensor.
-        bits: Mantissa bits of the histogram; 0 for none.
-    """
-
-    fingerprint: str
-    axis: int | None = None
-    bits: int = 0
+    fingerprint: str  # Hash of the fan-in of the tensor. Tensors with the same fingerprint hold the same values.
+    axis: int | None = None  # Channel axis for the minimum and maximum; None for one minimum and maximum of the tensor.
+    bits: int = 0  # mantissa bits of the histogram; 0 for none
 
     def shortfall(self, needed: ObservationTarget) -> str:
         """Return the reason why the collected details do not suffice for `needed`, or "" if they do."""

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 MAX_PATH_CHANGES: Final = 4
 """Limit of changes to the path of a function while its callers are collected. A recursive function has no path."""
 
-MAX_WEIGHT_DISTANCE: Final = 4
-"""Limit of ops between a weight and the op that reads it quantized."""
+MAX_WEIGHT_DISTANCE: Final = 4  # limit of ops between a weight and the op that reads it quantized
 
 _CALL_NAME: Final = re.compile(r"\A(Stateful)?PartitionedCall(_\d+)?\Z")
 _UNMATCHED_KINDS: Final = BOUNDARY_KINDS | STORED_KINDS | {"identity", "call", "read_variable"}

@@ -118,8 +118,7 @@ BOUNDARY_KINDS = frozenset({"input", "output"})
 RESHAPING_KINDS = frozenset({"reshape", "squeeze", "unsqueeze", "transpose"})
 """Kinds that move values to other positions and change none."""
 
-TRANSPARENT_KINDS = frozenset({"identity", "dropout"})
-"""Kinds that compute nothing when a model is not trained."""
+TRANSPARENT_KINDS = frozenset({"identity", "dropout"})  # kinds that compute nothing when a model is not trained
 
 FORWARDING_KINDS = frozenset({"identity", "enter", "switch", "read_variable"})
 """Kinds whose output 0 (for "switch": each output) equals slot 0."""

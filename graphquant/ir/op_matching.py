@@ -24,17 +24,12 @@ INSERTED_HELPER_KINDS = frozenset({"reshape", "max", "min", "clip"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpMatching:
-    """Matched ops of a first and a second model.
+    """Matched ops of a first and a second model."""
 
-    Attributes:
-        forward: Ops of the second model by those of the first. Q/DQ ops are not matched.
-        backward: Ops of the first model by those of the second.
-        graphs: Graphs of the second model by those of the first.
-    """
-
+    # Ops of the second model by those of the first. Q/DQ ops are not matched.
     forward: dict[OpKey, OpKey] = field(default_factory=dict)
-    backward: dict[OpKey, OpKey] = field(default_factory=dict)
-    graphs: dict[str, str] = field(default_factory=dict)
+    backward: dict[OpKey, OpKey] = field(default_factory=dict)  # ops of the first model by those of the second
+    graphs: dict[str, str] = field(default_factory=dict)  # graphs of the second model by those of the first
 
     def matching_tensor(self, tensor: TensorRef) -> TensorRef | None:
         """Return the tensor of the second model for one of the first, or None if its op has no match."""

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
 
     Node = TypeVar("Node", bound=Hashable)
 
-MAX_HOPS = 256
-"""Default limit of nodes on one path."""
+MAX_HOPS = 256  # default limit of nodes on one path
 
 
 def follow(start: Node, step: Callable[[Node], Node | None], limit: int = MAX_HOPS) -> Iterator[Node]:

@@ -68,27 +68,18 @@ def fully_known_shape(shape: Shape | None) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredQuantization:
-    """The quantization that a file stores with a tensor itself, as TFLite does, and not in Q/DQ ops.
+    """The quantization that a file stores with a tensor itself, as TFLite does, and not in Q/DQ ops."""
 
-    Attributes:
-        index: Position in the graph's list of tensors.
-        sizes: Sizes stored in the file. `Output.shape` has None for those that may change.
-        scale: float32 (C,), real units per step; (0,) if the tensor is not quantized.
-        zero_point: int64 (C,), steps.
-        axis: Axis of the scales if there are several.
-        low: float32 (C,), smallest value during training or calibration; usually (0,).
-        high: float32 (C,), largest value.
-        details: Name of a quantization that is not one scale and zero point per tensor or channel, else "".
-    """
-
-    index: int
-    sizes: tuple[int, ...]
+    index: int  # position in the graph's list of tensors
+    sizes: tuple[int, ...]  # Sizes stored in the file. `Output.shape` has None for those that may change.
+    # float32 (C,), real units per step; (0,) if the tensor is not quantized.
     scale: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))
-    zero_point: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.int64))
-    axis: int = 0
+    zero_point: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.int64))  # int64 (C,), steps
+    axis: int = 0  # axis of the scales if there are several
+    # float32 (C,), smallest value during training or calibration; usually (0,).
     low: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))
-    high: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))
-    details: str = ""
+    high: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))  # float32 (C,), largest value
+    details: str = ""  # name of a quantization that is not one scale and zero point per tensor or channel, else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +97,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A graph that an op runs: a branch, a loop body or a function.
+    """A graph that an op runs: a branch, a loop body or a function."""
 
-    Attributes:
-        attr: The op's attribute that names or holds the graph.
-        graph: The graph's name in the model.
-        offset: Operand `i + offset` of the op becomes input `i` of the graph; None if they do not correspond.
-        loop: The graph's outputs become its inputs in the next iteration. An input is then a parameter only if the
-            body passes it through.
-    """
-
-    attr: str
-    graph: str
+    attr: str  # the op's attribute that names or holds the graph
+    graph: str  # the graph's name in the model
+    # Operand `i + offset` of the op becomes input `i` of the graph; None if they do not correspond.
     offset: int | None = None
+    # The graph's outputs become its inputs in the next iteration. An input is then a parameter only if the body
+    # passes it through.
     loop: bool = False
 
 
@@ -187,33 +173,20 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatTraits:
-    """Properties of one model format. Outside `formats`, code asks for these instead of the name of a format.
+    """Properties of one model format. Outside `formats`, code asks for these instead of the name of a format."""
 
-    Attributes:
-        runtime: Framework that runs the models.
-        rewritable: True if models can be changed, written and run.
-        predictable: True if the backends of `check` predict how they run the models.
-        acyclic: True if no graph has cycles. The loop frames of TensorFlow 1 are cycles.
-        named_values: True if values have names of their own, so that removing an op keeps the name of an output.
-        removable_arguments: True if unused arguments of functions can be removed.
-        stacked_matmul: True if matrix products also multiply stacks of matrices, along any axis.
-        type_attrs: True if ops store their data types in attributes.
-        constant_type: Op type of a constant.
-        select_type: Op type that selects one of two tensors by a condition.
-        data_format: Default data format of convolutions.
-    """
-
-    runtime: str
-    rewritable: bool = True
-    predictable: bool = False
-    acyclic: bool = False
+    runtime: str  # framework that runs the models
+    rewritable: bool = True  # true if models can be changed, written and run
+    predictable: bool = False  # true if the backends of `check` predict how they run the models
+    acyclic: bool = False  # True if no graph has cycles. The loop frames of TensorFlow 1 are cycles.
+    # True if values have names of their own, so that removing an op keeps the name of an output.
     named_values: bool = False
-    removable_arguments: bool = False
-    stacked_matmul: bool = False
-    type_attrs: bool = False
-    constant_type: str = ""
-    select_type: str = ""
-    data_format: str = "NHWC"
+    removable_arguments: bool = False  # true if unused arguments of functions can be removed
+    stacked_matmul: bool = False  # true if matrix products also multiply stacks of matrices, along any axis
+    type_attrs: bool = False  # true if ops store their data types in attributes
+    constant_type: str = ""  # op type of a constant
+    select_type: str = ""  # op type that selects one of two tensors by a condition
+    data_format: str = "NHWC"  # default data format of convolutions
 
 
 FORMAT_TRAITS: dict[str, FormatTraits] = {

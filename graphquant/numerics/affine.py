@@ -24,8 +24,7 @@ from graphquant.numerics.data_types import Array, FloatType, QType
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SLAB_ELEMENTS = 1 << 22
-"""Elements of a weight that are processed at a time, which limits the size of temporary arrays."""
+SLAB_ELEMENTS = 1 << 22  # elements of a weight that are processed at a time, which limits the size of temporary arrays
 
 
 def block_scale_shape(shape: tuple[int, ...], axis: int, block: int) -> tuple[int, ...]:

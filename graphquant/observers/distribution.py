@@ -14,21 +14,15 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array, QParams
     from graphquant.observers.sketch import Sketch
 
-DISTRIBUTION_CHUNK = 1 << 17
-"""Numbers that are processed at a time, so that temporary arrays stay in the cache."""
+DISTRIBUTION_CHUNK = 1 << 17  # numbers that are processed at a time, so that temporary arrays stay in the cache
 
 POINT_PIECE_WIDTH = 1e-3
 """Share of a step. A narrower piece is treated as one value with a variance, which is exact except at rounding borders,
 and avoids small differences of large numbers."""
 
-NARROW_PIECE_WIDTH = 1e-9
-"""Share of its value. The part of a narrower piece beyond a rounding border is negligible."""
-
-STEP_SUBDIVISIONS = 8
-"""Number of parts into which `kl_divergence` divides a step."""
-
-ROUNDING_SLACK = 1e-9
-"""Share of a sum of squares, larger than the rounding error of a difference of such sums."""
+NARROW_PIECE_WIDTH = 1e-9  # Share of its value. The part of a narrower piece beyond a rounding border is negligible.
+STEP_SUBDIVISIONS = 8  # number of parts into which `kl_divergence` divides a step
+ROUNDING_SLACK = 1e-9  # share of a sum of squares, larger than the rounding error of a difference of such sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     KernelJob = tuple[Array, int, Array | None]
 
-COUNT_UNIT = np.uint64(1 << 40)
-"""Increment of an entry for each value, in addition to its dropped bits."""
+COUNT_UNIT = np.uint64(1 << 40)  # increment of an entry for each value, in addition to its dropped bits
 
 SPARE_ENTRIES = 3
 """Additional entries for zeros at the end of a table, so that additions of several zeros do not wait for each other."""
@@ -36,8 +35,7 @@ FULL_ENTRY = 1 << 63
 TABLE_CAPACITY = 1 << 23
 """Values that can be added between two checks for full entries. A count has 24 bits, and a sum 16 bits per value."""
 
-COUNTING_CHUNK = 1 << 16
-"""Values that numpy counts at a time, so that temporary arrays stay in the cache."""
+COUNTING_CHUNK = 1 << 16  # values that numpy counts at a time, so that temporary arrays stay in the cache
 
 SQUARES_CHUNK = 1 << 13
 """Values that numpy squares at a time, so that they stay in a core's cache and BLAS uses one thread."""

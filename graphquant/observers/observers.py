@@ -26,8 +26,7 @@ ArgumentValues = Mapping[str, float]
 RangePicker = Callable[[Sketch, QuantizationGrid, ArgumentValues], Range]
 CandidateCost = Callable[[QParams], Array]
 
-NARROW_BITS = 8
-"""Types of up to 8 bits need a histogram of 7 mantissa bits, wider types one of 10."""
+NARROW_BITS = 8  # types of up to 8 bits need a histogram of 7 mantissa bits, wider types one of 10
 
 COARSE_SHARES = 2.0 ** -np.concatenate([np.arange(0, 4, 0.5), np.arange(4, 17)])
 """Shares of an end that are tried first: half octaves, then octaves down to 1/65,536."""
@@ -36,11 +35,8 @@ REFINEMENTS = tuple(2.0 ** (reach * np.linspace(-1, 1, 17)) for reach in (2**-1,
 """Factors by which the best shares are then multiplied, one row after the other. The last factors differ by 1/10,000.
 Errors are flat there, except for tensors whose values are nearly equal."""
 
-FLAT_COST_SHARE = 1e-2
-"""If the costs of a row differ by less than this share, finer rows are not tried."""
-
-SMALLEST_DIVISOR = 1e-300
-"""Divisor in place of zero."""
+FLAT_COST_SHARE = 1e-2  # if the costs of a row differ by less than this share, finer rows are not tried
+SMALLEST_DIVISOR = 1e-300  # divisor in place of zero
 
 WINDOW_OCTAVES, WINDOW_POSITIONS = 12, 33
 """Number of power-of-two scales that are tried, from the one that covers all values down, and of positions for each."""
@@ -366,16 +362,11 @@ OBSERVERS: dict[str, Observer] = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizationCost:
-    """The estimated effect of quantization on the finite values of a tensor.
+    """The estimated effect of quantization on the finite values of a tensor."""
 
-    Attributes:
-        clipped_below: Share of values, 0 to 1, that are more than half a step below the lower end.
-        clipped_above: Share of values that are more than half a step above the upper end.
-        squared_error: The mean squared error, in the tensor's unit squared; `power` is the mean square of the values.
-    """
-
-    clipped_below: float
-    clipped_above: float
+    clipped_below: float  # share of values, 0 to 1, that are more than half a step below the lower end
+    clipped_above: float  # share of values that are more than half a step above the upper end
+    # The mean squared error, in the tensor's unit squared; `power` is the mean square of the values.
     squared_error: float
     power: float
 

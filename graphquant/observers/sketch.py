@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
     from graphquant.observers.histogram_kernel import KernelJob
 
-MANTISSA_BITS = 23
-"""Mantissa bits of a float32."""
-
-HISTOGRAM_BITS = (0, 7, 10)
-"""Mantissa bits of a histogram; 0 is no histogram. 8-bit types need 7, wider types 10."""
+MANTISSA_BITS = 23  # mantissa bits of a float32
+HISTOGRAM_BITS = (0, 7, 10)  # mantissa bits of a histogram; 0 is no histogram. 8-bit types need 7, wider types 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,8 +89,7 @@ class Sketch:
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
 
-EMPTY_SKETCH = Sketch(np.array(np.inf), np.array(-np.inf))
-"""A sketch without values. Merging it changes nothing."""
+EMPTY_SKETCH = Sketch(np.array(np.inf), np.array(-np.inf))  # A sketch without values. Merging it changes nothing.
 
 
 def merge_sketches(first: Sketch, second: Sketch) -> Sketch:
@@ -235,8 +231,7 @@ class HistogramBuilder:
         return parts[0] if len(parts) == 1 else merge_bins(parts)
 
 
-SUBNORMAL_EXPONENT = 1074
-"""Every float64 is an integer multiple of 2**-1074, the smallest denormal."""
+SUBNORMAL_EXPONENT = 1074  # every float64 is an integer multiple of 2**-1074, the smallest denormal
 
 
 class SketchAccumulator:

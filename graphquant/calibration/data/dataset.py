@@ -133,24 +133,18 @@ class DataRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Feeds for a model, one per sample. Each iteration starts from the first sample.
+    """Feeds for a model, one per sample. Each iteration starts from the first sample."""
 
-    Attributes:
-        count: Number of samples.
-        digest: Hex SHA-256 of the fed values, the same wherever the data is opened and whichever range is read. It is a
-            future while samples are read in the background, which raises a DataError for an invalid sample.
-        ignored: Keys or files of the data that no input takes, for example "labels".
-        random: Whether the values are random.
-        stacked_shapes: For some inputs, the shape of the first item of a function that was split into several samples.
-        open_feeds: Function that opens the data and yields the feeds from one sample index up to another. It skips
-            earlier samples as cheaply as the format allows.
-    """
-
-    count: int
+    count: int  # number of samples
+    # Hex SHA-256 of the fed values, the same wherever the data is opened and whichever range is read. It is a future
+    # while samples are read in the background, which raises a DataError for an invalid sample.
     digest: str | Future[str]
-    ignored: tuple[str, ...] = ()
-    random: bool = False
+    ignored: tuple[str, ...] = ()  # keys or files of the data that no input takes, for example "labels"
+    random: bool = False  # whether the values are random
+    # For some inputs, the shape of the first item of a function that was split into several samples.
     stacked_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # Function that opens the data and yields the feeds from one sample index up to another. It skips earlier samples
+    # as cheaply as the format allows.
     open_feeds: Callable[[int, int], Iterator[Feed]]
 
     def final_digest(self) -> str:

@@ -30,25 +30,16 @@ STRING_DTYPES = frozenset({"string", "str", "object"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayFit:
-    """Fit of an array to a model input.
+    """Fit of an array to a model input."""
 
-    Attributes:
-        input_name: Name of the input.
-        label: Name of the array in messages.
-        stored_dtype: dtype of the array, in native byte order.
-        feed_dtype: dtype of the input.
-        shape: Shape of the array. A single sample without a sample axis gets a first axis of 1.
-        rows_per_feed: Number of entries along the first axis that form one feed; 0 if every feed gets the whole array.
-        whole_feeds: Whether each entry is a whole feed, so that the first axis is dropped.
-    """
-
-    input_name: str
-    label: str
-    stored_dtype: np.dtype[Any]
-    feed_dtype: np.dtype[Any]
-    shape: tuple[int, ...]
+    input_name: str  # name of the input
+    label: str  # name of the array in messages
+    stored_dtype: np.dtype[Any]  # dtype of the array, in native byte order
+    feed_dtype: np.dtype[Any]  # dtype of the input
+    shape: tuple[int, ...]  # Shape of the array. A single sample without a sample axis gets a first axis of 1.
+    # Number of entries along the first axis that form one feed; 0 if every feed gets the whole array.
     rows_per_feed: int = 0
-    whole_feeds: bool = False
+    whole_feeds: bool = False  # whether each entry is a whole feed, so that the first axis is dropped
 
     @property
     def samples(self) -> int:

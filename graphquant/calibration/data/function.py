@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
-MAX_ITEMS = 1_000_000
-"""Number of items after which an iterable is considered endless."""
+MAX_ITEMS = 1_000_000  # number of items after which an iterable is considered endless
 
 
 def open_function(request: DataRequest) -> Dataset:

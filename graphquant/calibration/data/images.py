@@ -56,8 +56,7 @@ PILLOW_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # by number of channels
 PILLOW_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow readers that may be used. The others start programs or are hardly tested."""
 
-MAX_PIXELS = 1 << 27
-"""Maximum number of pixels of an image, before and after resizing."""
+MAX_PIXELS = 1 << 27  # maximum number of pixels of an image, before and after resizing
 
 MIN_CROP = 0.1
 

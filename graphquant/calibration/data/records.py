@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
 # -- conversion of values to feeds -----------------------------------------------------------------
 
-IMAGE_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")
-"""First bytes of encoded images."""
+IMAGE_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")  # first bytes of encoded images
 
 
 def _feed_converters(request: DataRequest) -> dict[str, Callable[[str, Any], Array]]:
@@ -119,8 +118,7 @@ def _reshape_to_input(label: str, model_input: InputSpec, values: Array) -> Arra
     return values.reshape(target_shape)
 
 
-ROWS_PER_BATCH = 16
-"""Rows that are decoded at a time."""
+ROWS_PER_BATCH = 16  # rows that are decoded at a time
 
 PARQUET_ADVICE = "Check that the Parquet file is complete."
 
@@ -265,8 +263,7 @@ TensorMessage: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTyp
 
 # -- TFRecord --------------------------------------------------------------------------------------
 
-MAX_RECORD_BYTES = 1 << 28
-"""Maximum size of a record; a compressed record may claim any size."""
+MAX_RECORD_BYTES = 1 << 28  # maximum size of a record; a compressed record may claim any size
 
 _CRC_MASK_DELTA = 0xA282EAD8
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -385,8 +382,7 @@ _TENSOR_DTYPES: dict[int, tuple[Any, str]] = {
 }
 
 _STRING_TENSOR = 8
-_BIT_PATTERN_TENSORS = frozenset({10, 16})
-"""Types whose values are stored in int32_data as bit patterns."""
+_BIT_PATTERN_TENSORS = frozenset({10, 16})  # types whose values are stored in int32_data as bit patterns
 
 
 def open_onnx_sets(request: DataRequest) -> Dataset:

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 EXTERNAL_MIN_BYTES = 1 << 10
 """Minimum size of a tensor that is stored externally. Smaller tensors may be shapes and stay in the message."""
 
-ALIGNMENT = 64
-"""Each tensor in a weights file starts at a multiple of this number of bytes."""
+ALIGNMENT = 64  # each tensor in a weights file starts at a multiple of this number of bytes
 
 WEIGHT_DTYPES = frozenset({"float16", "float32", "float64", "int8", "uint8", "int16", "uint16"})
 """Types that onnxruntime accepts from numpy, and that no shape has."""

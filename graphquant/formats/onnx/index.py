@@ -40,36 +40,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxGraphSource:
-    """One graph as it was loaded.
+    """One graph as it was loaded."""
 
-    Attributes:
-        proto: The GraphProto, or the FunctionProto of a function.
-        node_names: Names of the ops in the order of `proto.node`.
-        loaded_ops: The ops as they were loaded, by name.
-        values: Tensor of each value name of this graph.
-        dimension_names: Symbolic dimension names by axis for values that have some, "" for an axis without.
-    """
-
-    proto: Any
-    node_names: list[str]
-    loaded_ops: dict[str, Op]
-    values: dict[str, TensorRef]
+    proto: Any  # the GraphProto, or the FunctionProto of a function
+    node_names: list[str]  # names of the ops in the order of `proto.node`
+    loaded_ops: dict[str, Op]  # the ops as they were loaded, by name
+    values: dict[str, TensorRef]  # tensor of each value name of this graph
+    # Symbolic dimension names by axis for values that have some, "" for an axis without.
     dimension_names: dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxSource:
-    """The ModelProto of a loaded model, which is never changed. Emission compares the model with it.
+    """The ModelProto of a loaded model, which is never changed. Emission compares the model with it."""
 
-    Attributes:
-        message: The ModelProto.
-        graphs: Source of each graph, by its name in the model.
-        folder: Folder of its external data; None for a model built in memory.
-    """
-
-    message: Any
-    graphs: dict[str, OnnxGraphSource]
-    folder: Path | None
+    message: Any  # the ModelProto
+    graphs: dict[str, OnnxGraphSource]  # source of each graph, by its name in the model
+    folder: Path | None  # Folder of its external data; None for a model built in memory.
 
 
 def output_value_name(op: Op) -> str:
@@ -78,8 +65,7 @@ def output_value_name(op: Op) -> str:
     return name
 
 
-METADATA_IR_VERSION = 10
-"""First IR version whose nodes have metadata_props."""
+METADATA_IR_VERSION = 10  # first IR version whose nodes have metadata_props
 
 
 def read_metadata(model: Model) -> dict[str, str]:
@@ -129,8 +115,7 @@ def read_rule_notes(message: Any) -> dict[str, dict[str, tuple[str, str]]]:
         return {}
 
 
-MAX_NESTING = 30
-"""Maximum nesting depth of bodies. The binary form of a message cannot hold more."""
+MAX_NESTING = 30  # Maximum nesting depth of bodies. The binary form of a message cannot hold more.
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -52,14 +52,9 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-SEQUENCE_LOOP_OPSET = 13
-"""First opset whose Loop carries sequences."""
-
-SCAN_WITHOUT_BATCH_OPSET = 9
-"""First opset whose Scan has no batch axis."""
-
-SLICE_STEPS_OPSET = 10
-"""First opset whose Slice has steps, which reverse the values that a Scan collects."""
+SEQUENCE_LOOP_OPSET = 13  # first opset whose Loop carries sequences
+SCAN_WITHOUT_BATCH_OPSET = 9  # first opset whose Scan has no batch axis
+SLICE_STEPS_OPSET = 10  # first opset whose Slice has steps, which reverse the values that a Scan collects
 
 
 def convert_scan_to_loop(graph: Any, node: Any, body: Any, opset: int, new_name: Callable[[], str]) -> None:
@@ -149,17 +144,12 @@ def _rearrangement_nodes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueOutputs:
-    """Graph outputs from which the values of a watched tensor are read.
+    """Graph outputs from which the values of a watched tensor are read."""
 
-    Attributes:
-        outputs: The graph outputs to fetch: one, or three that hold the elements, sizes and ranks of all values.
-        lifted: True if the value comes from a body, so that shape [0] means "not reached".
-        stacked_axes: Number of leading axes that count iterations.
-    """
-
+    # The graph outputs to fetch: one, or three that hold the elements, sizes and ranks of all values.
     outputs: tuple[str, ...]
-    lifted: bool = False
-    stacked_axes: int = 0
+    lifted: bool = False  # true if the value comes from a body, so that shape [0] means "not reached"
+    stacked_axes: int = 0  # number of leading axes that count iterations
 
     def values(self, fetched: Mapping[str, Any]) -> list[Array]:
         """Return the values of the tensor, given the fetched outputs."""
@@ -198,19 +188,12 @@ class BodyLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedNode:
-    """A node whose first output is to become a graph output.
+    """A node whose first output is to become a graph output."""
 
-    Attributes:
-        key: Text after the prefix in the node's doc_string.
-        node: The node.
-        dtype: ONNX element type of that output, 0 if unknown.
-        levels: The bodies around it, the innermost first.
-    """
-
-    key: str
-    node: Any
-    dtype: int
-    levels: tuple[BodyLevel, ...]
+    key: str  # text after the prefix in the node's doc_string
+    node: Any  # the node
+    dtype: int  # ONNX element type of that output, 0 if unknown
+    levels: tuple[BodyLevel, ...]  # the bodies around it, the innermost first
 
 
 def find_marked_nodes(message: Any, typed_message: Any, prefix: str) -> list[MarkedNode]:
@@ -394,19 +377,13 @@ WatchMode = Literal["values", "values by flag", "sizes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Source of the values of a watched tensor.
+    """Source of the values of a watched tensor."""
 
-    Attributes:
-        sources: Graph outputs of the values; a function has one entry for each of its calls.
-        flag: Graph input that must be 1 to get values, "" if there is none.
-        input_name: The graph input that the tensor is, "" if it is none.
-        value: Returns the value if the tensor is constant or not fed.
-    """
-
+    # Graph outputs of the values; a function has one entry for each of its calls.
     sources: tuple[ValueOutputs, ...] = ()
-    flag: str = ""
-    input_name: str = ""
-    value: Callable[[], Array] | None = None
+    flag: str = ""  # graph input that must be 1 to get values, "" if there is none
+    input_name: str = ""  # the graph input that the tensor is, "" if it is none
+    value: Callable[[], Array] | None = None  # returns the value if the tensor is constant or not fed
 
     def values(self, fetched: Mapping[str, Any], feed: Feeds) -> list[Array]:
         """Return the values of the tensor, given the fetched outputs and the feed."""
@@ -419,19 +396,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedMessage:
-    """A message that returns watched tensors.
+    """A message that returns watched tensors."""
 
-    Attributes:
-        message: The ModelProto.
-        probes: Source of each tensor's values.
-        flags: All flag inputs; they must be fed.
-        rejected: The tensors that cannot be watched, with the reason.
-    """
-
-    message: Any
-    probes: Mapping[TensorRef, Probe]
-    flags: tuple[str, ...]
-    rejected: Mapping[TensorRef, UnobservableTensorError]
+    message: Any  # the ModelProto
+    probes: Mapping[TensorRef, Probe]  # source of each tensor's values
+    flags: tuple[str, ...]  # all flag inputs; they must be fed
+    rejected: Mapping[TensorRef, UnobservableTensorError]  # the tensors that cannot be watched, with the reason
 
 
 def outputs_to_fetch(probes: Iterable[Probe]) -> list[str]:

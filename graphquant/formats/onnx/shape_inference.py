@@ -39,8 +39,7 @@ MAX_VECTOR_ELEMENTS = 1 << 20
 """Maximum total length of a graph's integer vectors for which onnx may propagate values: it creates an object per
 element."""
 
-SHORT_VECTOR_ELEMENTS = 1 << 10
-"""Length of a vector that any number of nodes may read while values are propagated."""
+SHORT_VECTOR_ELEMENTS = 1 << 10  # length of a vector that any number of nodes may read while values are propagated
 
 MAX_READ_ELEMENTS = 1 << 26
 """Maximum total length of longer vectors, counted once per reader: onnx creates an object for each element it reads."""
@@ -50,8 +49,7 @@ INT32_LIMIT = 1 << 31
 
 INTEGER_TYPES = (TensorProto.INT32, TensorProto.INT64)
 
-_BULKY_TYPES = (AttributeProto.TENSOR, AttributeProto.GRAPH)
-"""Types of attributes that may hold weights."""
+_BULKY_TYPES = (AttributeProto.TENSOR, AttributeProto.GRAPH)  # types of attributes that may hold weights
 
 _GROWING_OPS = frozenset(
     {"Concat", "ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"}
@@ -198,11 +196,8 @@ MAX_SHAPE_ELEMENTS = 1 << 10
 MAX_SCALE_ELEMENTS = 8
 """Maximum number of elements of a float constant that keeps its data, as it may hold the scales of Resize."""
 
-MAX_REVEAL_ROUNDS = 4
-"""Maximum number of times that hidden nodes are revealed. Each time all types are inferred again."""
-
-MAX_INLINED_NODES = 1 << 18
-"""Maximum number of nodes after inlining the functions, as onnx and onnxruntime do."""
+MAX_REVEAL_ROUNDS = 4  # Maximum number of times that hidden nodes are revealed. Each time all types are inferred again.
+MAX_INLINED_NODES = 1 << 18  # maximum number of nodes after inlining the functions, as onnx and onnxruntime do
 
 _VISIBLE_ELEMENTS = {TensorProto.FLOAT: MAX_SCALE_ELEMENTS, **dict.fromkeys(INTEGER_TYPES, MAX_SHAPE_ELEMENTS)}
 
