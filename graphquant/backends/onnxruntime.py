@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from graphquant.numerics import QParams
 
     Condition = Callable[["_FloatOp"], BrokenRule | None]
+
+ResultT = TypeVar("ResultT")
 
 
 INTEGER_OP_TYPES = frozenset(
@@ -85,15 +87,33 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
         RejectedModelError: ONNX Runtime cannot load the model.
     """
     # imported when needed, because onnxruntime is slow to import
-    from graphquant.formats.onnx import OptimizationError, optimize_model
+    from graphquant.formats.onnx import optimize_model
+
+    return _RuntimeJudge(model, _explain_rejection(partial(optimize_model, model, int8_activations=int8))).verdicts()
+
+
+def load_in_onnxruntime(model: Model) -> None:
+    """Load an ONNX model in the installed ONNX Runtime, and discard the session.
+
+    Raises:
+        ModelError: The model cannot be emitted.
+        RejectedModelError: ONNX Runtime cannot load the model.
+    """
+    from graphquant.formats.onnx import require_loadable
+
+    _explain_rejection(partial(require_loadable, model))
+
+
+def _explain_rejection(load: Callable[[], ResultT]) -> ResultT:
+    """Return the result of a function that loads a model; its SessionError becomes a RejectedModelError with advice."""
+    from graphquant.formats.onnx import SessionError
 
     try:
-        optimized = optimize_model(model, int8_activations=int8)
-    except OptimizationError as error:
+        return load()
+    except SessionError as error:
         message = str(error)
         remedies = (remedy for part, remedy in REJECTION_REMEDIES.items() if part in message)
         raise RejectedModelError(message, next(remedies, UNKNOWN_REJECTION_REMEDY), error.op_key) from error
-    return _RuntimeJudge(model, optimized).verdicts()
 
 
 class _RuntimeJudge:

@@ -183,6 +183,7 @@ def _if_supported(model: Model, site: Site) -> Site | None:
         shape=site.view or output.shape,
         is_parameter=site.parameter,
         in_function=model.graphs[site.tensor.graph].is_function,
+        opset=model.opset,
     )
     is_supported = family.unsupported_reason(request) is None
     return None if not is_supported or 0 < model.opset < family.minimum_opset(request) else site

@@ -113,6 +113,7 @@ class FamilyRequest:
         args: The family's own arguments.
         block: Number of elements along the axis that share one scale; None without blocks.
         in_function: The tensor is in a function of the model, where constants are ops.
+        opset: The model's opset in the ONNX default domain; 0 if it is unknown, and in other formats.
     """
 
     type: QType
@@ -126,6 +127,7 @@ class FamilyRequest:
     args: FamilyArguments = field(default_factory=FamilyArguments)
     block: int | None = None
     in_function: bool = False
+    opset: int = 0
 
     @property
     def is_dynamic(self) -> bool:

@@ -2,7 +2,8 @@
 
 docs/decisions/0031-onnx-types.md has the types, granularities and opsets that onnxruntime was measured to run. Below
 the opset that has 4 and 16 bits in the default domain, onnxruntime supports these in its own domain, in models of any
-opset. Therefore only blocks and float8 require a higher opset.
+opset. Therefore only blocks and float8 require a higher opset. From the first opset whose ops onnxruntime does not
+implement, all other types are in its own domain, and these two are not supported.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ OPSET_FLOAT8, OPSET_BLOCKS = 19, 21
 OPSET_4_AND_16_BITS = 21
 """First opset with 4 and 16 bits in the default domain."""
 
+OPSET_WITHOUT_KERNELS = 28
+"""First opset whose QuantizeLinear and DequantizeLinear no onnxruntime up to 1.32 implements."""
+
 MICROSOFT_DOMAIN = "com.microsoft"
-"""onnxruntime's domain, which has 4 and 16 bits in models of any opset."""
+"""onnxruntime's domain, which has 4, 8 and 16 bits in models of any opset, but neither blocks nor float8."""
 
 OPSET_BROADCAST = 8
 """First opset whose Max and Min broadcast, which clipping needs for widths without a container."""
@@ -89,7 +93,9 @@ class OnnxFamily(QDQFamily):
         scale = _add_site_constant(graph, site, "scale", scales)
         zero_point = _add_site_constant(graph, site, "zero_point", zero_points)
         attrs = {} if _is_single_block(params) else {"axis": params.axis, "block_size": params.block}
-        in_microsoft_domain = site.opset < OPSET_4_AND_16_BITS and container in TYPES_OF_4_AND_16_BITS
+        in_microsoft_domain = site.opset >= OPSET_WITHOUT_KERNELS or (
+            site.opset < OPSET_4_AND_16_BITS and container in TYPES_OF_4_AND_16_BITS
+        )
         fields: dict[str, Any] = {
             "domain": MICROSOFT_DOMAIN if in_microsoft_domain else "",
             "roles": ("input", "scale", "zero_point"),
@@ -123,6 +129,10 @@ class OnnxFamily(QDQFamily):
                 "only weights can have blocks, since calibration does not collect statistics for blocks of activations;"
                 ' use per = "tensor" or per = "channel"'
             )
+        is_only_in_default_domain = request.block is not None or isinstance(request.type, FloatType)
+        if is_only_in_default_domain and request.opset >= OPSET_WITHOUT_KERNELS:
+            kind, opset = "float8" if request.block is None else "blocks", OPSET_WITHOUT_KERNELS
+            return f"onnxruntime runs {kind} only below opset {opset}; export the model with a lower opset"
         if request.type.name == "int32" and request.is_parameter:
             return None
         if isinstance(request.type, FloatType) or request.type.container in {"int8", "uint8", *TYPES_OF_4_AND_16_BITS}:

@@ -485,7 +485,12 @@ def _find_scheme_conflicts(model: Model, parameters: Parameters, site: Site) -> 
         yield f"{family.name} has no zero point; set it to 0"
     in_function = model.graphs[site.tensor.graph].is_function
     request = site.scheme.family_request(
-        axis=site.axis, dtype=output.dtype, shape=shape, is_parameter=is_parameter, in_function=in_function
+        axis=site.axis,
+        dtype=output.dtype,
+        shape=shape,
+        is_parameter=is_parameter,
+        in_function=in_function,
+        opset=model.opset,
     )
     reason = family.unsupported_reason(request)
     if reason is not None:

@@ -473,6 +473,7 @@ class _PlanBuilder:
             dtype=dtype,
             shape=view or self.matcher.shape(match.tensor),
             is_parameter=self.matcher.parameters.is_parameter(match.tensor),
+            opset=model.opset,
         )
         return family.unsupported_reason(request) or ""
 

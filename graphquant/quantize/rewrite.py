@@ -11,7 +11,6 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir import (
-    MATRIX_PRODUCT_KINDS,
     Graph,
     Model,
     Parameters,
@@ -38,7 +37,6 @@ from graphquant.quantize.preparation_undo import remove_unread_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
 
     from graphquant.ir import Shape
     from graphquant.quantize.plan import Plan, Site
@@ -118,7 +116,6 @@ def rewrite(
     variables = (op for graph in changed.graphs.values() for op in graph.ops() if op.kind == "variable")
     variable_names = {str(op.attrs.get("shared_name") or op.name).rpartition("/")[0] for op in variables}
     prefixes: dict[Use, str] = {}  # of the variables of learned ranges, one for a site and its clones
-    quantized_uses = {use for index, site in enumerate(plan.sites) if index in params for use in site.uses}
     inserted = []
     for index, site in enumerate(plan.sites):
         if index not in params:
@@ -138,7 +135,7 @@ def rewrite(
         anchored_graphs = [changed.graphs[graph_name] for graph_name in {site.graph, *(use.graph for use in site.uses)}]
         for anchored_graph in anchored_graphs:
             anchored_graph.anchor = str(site.tensor)  # recorded in the ops that are added
-        outputs = _insert_site(changed, site, lowering, quantized_uses)
+        outputs = _insert_site(changed, site, lowering)
         for anchored_graph in anchored_graphs:
             anchored_graph.anchor = ""
         inserted.append(
@@ -149,19 +146,18 @@ def rewrite(
     return changed, inserted
 
 
-def _insert_site(
-    model: Model, site: Site, lowering: QDQSite, quantized_uses: AbstractSet[Use]
-) -> tuple[TensorRef, ...]:
+def _insert_site(model: Model, site: Site, lowering: QDQSite) -> tuple[TensorRef, ...]:
     """Add the ops of one site and reroute its uses; return the dequantized tensor of each graph.
 
-    A tensor that is quantized in one graph is dequantized in each subgraph that reads it. A backend runs an op on
-    integers only if the DequantizeLinear is in the op's own graph, and if the quantized tensor has no float consumers.
+    A tensor that is quantized in one graph is dequantized in each subgraph that reads it, and a weight is quantized
+    there. A backend runs an op on integers only if the DequantizeLinear, with its constants, is in the op's own graph,
+    and if the quantized tensor has no float consumers. onnxruntime rejects a product with float values whose integer
+    weight is in another graph.
 
     Args:
         model: The model, changed in place.
         site: The site.
         lowering: The ops that its family makes.
-        quantized_uses: All uses that read dequantized tensors in the end.
     """
     lower = site.family.add_ops
     home = model.graphs[site.graph]
@@ -172,11 +168,7 @@ def _insert_site(
     outputs = []
     for name, uses in readers.items():
         graph = model.graphs[name]
-        if (
-            name != site.graph
-            and lowering.read_value is not None
-            and _multiplies_float_values(graph, uses, quantized_uses)
-        ):
+        if name != site.graph and site.parameter:
             output = lower(graph, replace(lowering, name=graph.unique_name(lowering.name)))
         else:
             dequantized = dequantized or lower(home, lowering)
@@ -188,28 +180,18 @@ def _insert_site(
     return tuple(outputs)
 
 
-def _multiplies_float_values(graph: Graph, uses: Sequence[Use], quantized_uses: AbstractSet[Use]) -> bool:
-    """Return True if a weight is multiplied by values that stay float.
-
-    onnxruntime fuses such a product into an op for low-bit matrices, and refuses a model in which the integers are not
-    in the subgraph with the product.
-    """
-    operand_uses = (
-        Use(use.graph, use.op, slot)
-        for use in uses
-        if graph.op(use.op).kind in MATRIX_PRODUCT_KINDS
-        for slot in range(len(graph.slots(use.op)))
-        if graph.op(use.op).role(slot) in {"input", "weight"}
-    )
-    return any(operand_use not in quantized_uses for operand_use in operand_uses)
-
-
 def _copy_dequantize(home: Graph, dequantized: TensorRef, graph: Graph) -> TensorRef:
-    """Copy the op that produces `dequantized` from `home` to `graph`; the copy reads the same inputs."""
-    op = home.op(dequantized.op)
-    label = graph.unique_name(op.name)
-    outputs = tuple(replace(output, name=label) for output in op.outputs)
-    return graph.add_op(replace(op, name=label, outputs=outputs), home.slots(op.name))
+    """Copy the op that produces `dequantized` from `home` to `graph`, with the constants that it reads."""
+
+    def copy_op(name: str, sources: Sequence[TensorRef | None]) -> TensorRef:
+        op, label = home.op(name), graph.unique_name(name)
+        return graph.add_op(replace(op, name=label, outputs=(replace(op.outputs[0], name=label),)), sources)
+
+    sources = [
+        copy_op(tensor.op, ()) if tensor is not None and home.op(tensor.op).kind == "constant" else tensor
+        for tensor in home.slots(dequantized.op)
+    ]
+    return copy_op(dequantized.op, sources)
 
 
 def _make_lowering(

@@ -264,7 +264,14 @@ class Scheme:
             raise ValueError(reason)
 
     def family_request(
-        self, *, axis: int | None, dtype: str, shape: Shape | None, is_parameter: bool, in_function: bool = False
+        self,
+        *,
+        axis: int | None,
+        dtype: str,
+        shape: Shape | None,
+        is_parameter: bool,
+        in_function: bool = False,
+        opset: int = 0,
     ) -> FamilyRequest:
         """Return the request of the scheme to a family for such a tensor."""
         return FamilyRequest(
@@ -279,6 +286,7 @@ class Scheme:
             args=self.args,
             block=self.block_size,
             in_function=in_function,
+            opset=opset,
         )
 
     @property

@@ -221,6 +221,24 @@ def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float
             np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=f"{opset} {floats}")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint4", "int16"])
+def test_opset_without_kernels(tmp_path: Path, dtype: str) -> None:
+    """At opset 28, whose pair no onnxruntime implements, the pair is in onnxruntime's domain, and is read back."""
+    result = api.insert(save(tmp_path, 28), rules=rules(tmp_path, dtype, "channel", WEIGHT))
+    path = result.save(tmp_path / "out.onnx")
+    (node,) = (node for node in onnx.load(path).graph.node if node.op_type == "DequantizeLinear")
+    assert node.domain == "com.microsoft"
+    _is_read_back(path, result.inserted[0].params, parameter=True)
+    assert [op.op for op in api.strip(path).ops] == [node.name]
+
+
+@pytest.mark.parametrize(("dtype", "per"), [("int8", "block"), ("float8_e4m3fn", "tensor")])
+def test_types_without_ops_at_opset_28(tmp_path: Path, dtype: str, per: str) -> None:
+    """Onnxruntime's domain has neither blocks nor float8, so such sites are skipped."""
+    plan = api.plan(save(tmp_path, 28), rules=rules(tmp_path, dtype, per, WEIGHT))
+    assert (plan.sites, [skip.tensor.op for skip in plan.skips]) == ((), ["weight"])
+
+
 def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
     """There are no statistics per block, and the skip names an alternative."""
     plan = api.plan(save(tmp_path, 21), rules=rules(tmp_path, "int8", "block", ACTIVATION))

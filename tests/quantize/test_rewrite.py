@@ -261,7 +261,7 @@ THEN, ELSE = Use("y/then_branch", "a", 0), Use("y/else_branch", "b", 0)
 
 @pytest.mark.parametrize(("graph", "then"), [("", [0.5, 0.0]), ("y/else_branch", [0.4375, 0.0])])
 def test_captured_tensors(tmp_path, graph, then):
-    """It is quantized beside the producer or in the body, dequantized in the body; only planned branches read that."""
+    """It is quantized beside the producer or in the body, and dequantized in the body with constants of the body."""
     model = load(tmp_path, BRANCH)
     uses = (THEN, ELSE) if not graph else (ELSE,)
     rewritten, (pairs,) = rewrite(model, plan(site("t", *uses, graph=graph)), {0: scale(0.5)})
@@ -269,7 +269,7 @@ def test_captured_tensors(tmp_path, graph, then):
     kinds = {name: [op.kind for op in inner.ops() if op.rule] for name, inner in rewritten.graphs.items()}
     pair = ["constant", "constant", "quantize", "dequantize"]
     assert kinds == (
-        {"": pair[:3], "y/then_branch": pair[3:], "y/else_branch": pair[3:]}
+        {"": pair[:3], "y/then_branch": [*pair[:2], "dequantize"], "y/else_branch": [*pair[:2], "dequantize"]}
         if not graph
         else {"": [], "y/then_branch": [], "y/else_branch": pair}
     )
@@ -290,22 +290,26 @@ g (bool p, float[2,4] x) => (float[2,4] y)
 """
 
 
+@pytest.mark.parametrize("float_weights", [False, True])
 @pytest.mark.parametrize("fed", ["y/then_branch", "y/else_branch", ""])
-def test_weights_of_bodies(tmp_path, fed):
-    """Integers of a weight stay outside where the other factor is quantized; onnxruntime requires all others inside."""
+def test_weights_of_bodies(tmp_path, fed, float_weights):
+    """A weight is quantized in each body that reads it, with scales of that body; onnxruntime rejects all else."""
     weight = np.arange(-8, 8, dtype=np.float32).reshape(4, 4)
     model = load(tmp_path, PRODUCT, w=weight)
     branches = {"y/then_branch": "a", "y/else_branch": "b"}
     uses = [Use(name, op, 1) for name, op in branches.items()]
     inputs = [site("t", Use(fed, branches[fed], 0), scheme=ACTIVATION)] if fed else []
     rewritten, _ = rewrite(
-        model, plan(site("w", *uses, parameter=True), *inputs), {0: scale(1.0), 1: scale(0.5, 128, UINT8)}
+        model,
+        plan(site("w", *uses, parameter=True), *inputs),
+        {0: scale(1.0), 1: scale(0.5, 128, UINT8)},
+        float_weights=float_weights,
     )
     for name, op in branches.items():
         dequantized = rewritten.graphs[name].source_of(Use(name, op, 1))
-        integers = rewritten.graphs[name].source_of(Use(name, dequantized.op, 0))
-        assert (dequantized.graph, integers.graph) == (name, "" if name == fed else name)
-    assert "w" not in rewritten.main
+        sources = [dequantized, *rewritten.graphs[name].slots(dequantized.op)]
+        assert {source.graph for source in sources} == {name}
+    assert ("w" in rewritten.main) == float_weights
     feed = {"x": np.full((2, 4), 0.5, np.float32)}
     for branch in (True, False):
         assert np.array_equal(run(rewritten, "ORT_ENABLE_ALL", p=np.array(branch), **feed)[0], feed["x"] @ weight)

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.index import read_metadata
     from graphquant.formats.onnx.reader import load, restore_original
     from graphquant.formats.onnx.session import (
-        OptimizationError,
         OptimizedModel,
+        SessionError,
         create_runner,
         optimize_model,
         prepare_timed_run,
         profile_ops,
+        require_loadable,
     )
     from graphquant.ir import Model
 
@@ -37,14 +38,15 @@ _MODULES = {
     "encode_skeleton": "conversions",
     "inline_functions": "conversions",
     "load": "reader",
-    "OptimizationError": "session",
     "OptimizedModel": "session",
     "optimize_model": "session",
     "prepare_timed_run": "session",
     "profile_ops": "session",
     "read_metadata": "index",
+    "require_loadable": "session",
     "restore_original": "reader",
     "save": "file_writer",
+    "SessionError": "session",
     "upgrade_opset": "conversions",
 }
 
@@ -67,8 +69,8 @@ def input_specs(model: Model) -> Sequence[InputSpec]:
 __all__ = [
     "DEFAULT_FAMILY",
     "DEFAULT_RULES",
-    "OptimizationError",
     "OptimizedModel",
+    "SessionError",
     "create_runner",
     "emit",
     "encode_skeleton",
@@ -79,6 +81,7 @@ __all__ = [
     "prepare_timed_run",
     "profile_ops",
     "read_metadata",
+    "require_loadable",
     "restore_original",
     "save",
     "upgrade_opset",

@@ -362,8 +362,8 @@ MAX_INLINE_OPTIMIZED_BYTES = 1 << 18
 """Size from which a weight of an optimized model goes to a file of its own, which nobody reads. Scales are smaller."""
 
 
-class OptimizationError(ModelError):
-    """onnxruntime cannot load the model that it should optimize.
+class SessionError(ModelError):
+    """onnxruntime cannot load a model; the message is its reason.
 
     Attributes:
         op_key: Graph and name of the op that the error names, both "" if it names none.
@@ -373,6 +373,33 @@ class OptimizationError(ModelError):
         """Create the error."""
         super().__init__(message)
         self.op_key = op_key
+
+
+def require_loadable(model: Model) -> None:
+    """Create a session for the model and close it.
+
+    Raises:
+        ModelError: The model cannot be emitted.
+        SessionError: onnxruntime rejects the model.
+    """
+    _create_numbered_session(model, {})
+
+
+def _create_numbered_session(model: Model, options: Mapping[str, str], optimized: Path | None = None) -> _OpLookup:
+    """Create a session in which nodes have numbers, so that its errors can name the op; return the ops by number."""
+    emission = emit_message(model, defer_weights=True)
+    lookup = _number_nodes(model, emission)
+    external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(model, emission))
+    data, external_bytes = serialize_for_session(emission.message, external_weights)
+    weights = {name: value() for name, value in external_weights.items()}
+    options = {"session.disable_prepacking": "1", **options}
+    try:
+        create_session(data, model.source.folder, external_bytes, weights, extra_options=options, optimized=optimized)
+    except ModelError as error:
+        reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
+        message = NODE_NUMBER.sub(lookup.name_of_number, reason)
+        raise SessionError(message, lookup.numbered_op(reason) or ("", "")) from error
+    return lookup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,26 +426,16 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
 
     Raises:
         ModelError: The model cannot be emitted.
-        OptimizationError: onnxruntime rejects the model.
+        SessionError: onnxruntime rejects the model.
     """
-    emission = emit_message(model, defer_weights=True)
-    lookup = _number_nodes(model, emission)
-    external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(model, emission))
-    data, external_bytes = serialize_for_session(emission.message, external_weights)
     options = {
-        "session.disable_prepacking": "1",
         "session.optimized_model_external_initializers_file_name": "weights",
         "session.optimized_model_external_initializers_min_size_in_bytes": str(MAX_INLINE_OPTIMIZED_BYTES),
         **({"session.qdqisint8allowed": "1"} if int8_activations else {}),
     }
-    weights = {name: value() for name, value in external_weights.items()}
     with TemporaryDirectory() as folder:
         path = Path(folder, "optimized.onnx")
-        try:
-            create_session(data, model.source.folder, external_bytes, weights, extra_options=options, optimized=path)
-        except ModelError as error:
-            message = NODE_NUMBER.sub(lookup.name_of_number, str(error))
-            raise OptimizationError(message, lookup.numbered_op(str(error)) or ("", "")) from error
+        lookup = _create_numbered_session(model, options, path)
         optimized = load(path)
     return _trace_optimized(model, optimized, lookup)
 
@@ -452,6 +469,9 @@ MAX_PROFILER_OVERHEAD, MIN_OP_SECONDS = 5e-6, 0.5e-6
 
 NODE_NUMBER = re.compile("@([0-9]{1,9})@")
 """Number of a node, its name during profiling. Names of fused nodes contain those of their parts."""
+
+STATUS_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
+"""Status code at the start of an error of onnxruntime."""
 
 GENERATED_SUFFIX = re.compile(r"(_nchwc|_q|_dq|_q_to_dq)$")
 """Suffix that onnxruntime adds to the name of a tensor to name an op after it."""
