@@ -1,6 +1,6 @@
 """Backends: the predicted execution of each op in low precision, and lint findings about a quantized model.
 
-`BACKENDS` lists the backends. A new backend is a module that defines a `Backend`, plus its entry here.
+`BACKENDS` lists the backends. A new backend is a table and a `Backend` in `tables.py`, plus its entry here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING
 from graphquant.backends.findings import Backend, BrokenRule, CheckReport, LintFinding, Verdict
 from graphquant.backends.lint import LINT_CODES, lint_model
 from graphquant.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_ARM
-from graphquant.backends.openvino import OPENVINO
-from graphquant.backends.qnn import QNN
-from graphquant.backends.tensorrt import TENSORRT
-from graphquant.backends.vitis_ai import VITIS_AI
+from graphquant.backends.tables import OPENVINO, QNN, TENSORRT, VITIS_AI
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import QUANTIZATION_KINDS
 

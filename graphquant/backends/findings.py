@@ -12,7 +12,7 @@ from graphquant.ir import QUANTIZATION_KINDS, qualified_op_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from graphquant.ir import Model, OpKey
+    from graphquant.ir import Graph, Model, Op, OpKey
 
 
 UNJUDGED_KINDS = QUANTIZATION_KINDS | {
@@ -87,6 +87,14 @@ class Verdict:
     def location(self) -> str:
         """Graph and name of the op."""
         return qualified_op_name(self.graph, self.op)
+
+
+def make_verdict(
+    graph: Graph, op: Op, status: RunStatus, runs_as: str, broken_rule: BrokenRule | None = None, note: str = ""
+) -> Verdict:
+    """Return the verdict on an op of a graph."""
+    key = {"graph": graph.name, "op": op.name, "type": op.type}
+    return Verdict(**key, status=status, runs_as=runs_as, broken_rule=broken_rule, note=note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,17 +57,10 @@ LINT_CODES = {
 KNOWN_OUTPUT_RANGES = {"sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "hard_sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
 """Kinds whose output range is known."""
 
-MIN_SHARED_STEPS = 16
-"""Minimum number of integers that a range must span if it shares a scale."""
-
-MIN_CHANNEL_STEPS = 4
-"""Minimum number of integers between the smallest and largest value of a weight channel."""
-
-MAX_UNUSED_SHARE = 0.25
-"""Share of integers below zero from which the output of a Relu counts as symmetric."""
-
-BIAS_SCALE_TOLERANCE = 0.01
-"""Maximum relative error of the scale of a bias."""
+MIN_SHARED_STEPS = 16  # minimum number of integers that a range must span if it shares a scale
+MIN_CHANNEL_STEPS = 4  # minimum number of integers between the smallest and largest value of a weight channel
+MAX_UNUSED_SHARE = 0.25  # share of integers below zero from which the output of a Relu counts as symmetric
+BIAS_SCALE_TOLERANCE = 0.01  # maximum relative error of the scale of a bias
 
 INT32_MAX = (1 << 31) - 1
 
@@ -422,7 +415,8 @@ def _check_unused_quantization(context: LintContext, graph: Graph, op: Op) -> It
 
 def _check_uncalled_functions(model: Model) -> Iterator[LintFinding]:
     """Yield findings about quantizations in functions that nothing calls."""
-    live = set(model.reachable_graphs())
+    # Python code calls the functions of a SavedModel's objects.
+    live = set(model.graphs_reachable_from((*model.entry_graphs, *model.saved_functions)))
     for name, graph in model.graphs.items():
         quantization_ops = [] if name in live else [op for op in graph.ops() if op.kind in QUANTIZATION_KINDS]
         if quantization_ops:

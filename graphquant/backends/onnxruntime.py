@@ -19,7 +19,7 @@ from graphquant.backends.findings import (
     Backend,
     BrokenRule,
     RejectedModelError,
-    Verdict,
+    make_verdict,
 )
 from graphquant.backends.requirements import QuantizationReader, same_quantization
 from graphquant.ir import DATA_MOVEMENT_KINDS, FLOAT_TYPES, QUANTIZATION_KINDS, Op, Parameters, TensorRef, Use
@@ -28,7 +28,7 @@ from graphquant.quantize import clip_limits, saturates_like_clip
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphquant.backends.findings import RunStatus
+    from graphquant.backends.findings import RunStatus, Verdict
     from graphquant.formats.onnx import OptimizedModel
     from graphquant.ir import Graph, Model, OpKey, Shape
     from graphquant.numerics import QParams
@@ -196,14 +196,14 @@ class _RuntimeJudge:
         key = graph.name, op.name
         host_key = self.hosts[key]
         if host_key is None:
-            return _make_verdict(graph, op, "removed", "")
+            return make_verdict(graph, op, "removed", "")
         host_graph, host = self.optimized.model.graphs[host_key[0]], self._host_op(host_key)
         is_own = self.optimized.origins.get(host_key, key) == key
         kernel = _integer_kernel(self.optimized.model, host_graph, host)
         if kernel or host.kind in QUANTIZATION_KINDS:
             status: RunStatus = "int8" if is_own and kernel else "fused"
-            return _make_verdict(graph, op, status, kernel or host.type)
-        return _make_verdict(graph, op, "float", host.type, self._find_reason(op, host_graph, host))
+            return make_verdict(graph, op, status, kernel or host.type)
+        return make_verdict(graph, op, "float", host.type, self._find_reason(op, host_graph, host))
 
     def _find_reason(self, op: Op, host_graph: Graph, host: Op) -> BrokenRule:
         """Return the rule that keeps `op` in float, from the surroundings of its host."""
@@ -232,12 +232,6 @@ class _RuntimeJudge:
     def user_op(self, graph: str, name: str) -> str:
         """Return the name of the op of the given model after which an op of the optimized model is named."""
         return self.optimized.origins.get((graph, name), (graph, name))[1]
-
-
-def _make_verdict(
-    graph: Graph, op: Op, status: RunStatus, runs_as: str, broken_rule: BrokenRule | None = None
-) -> Verdict:
-    return Verdict(graph=graph.name, op=op.name, type=op.type, status=status, runs_as=runs_as, broken_rule=broken_rule)
 
 
 def _integer_kernel(model: Model, graph: Graph, op: Op) -> str:

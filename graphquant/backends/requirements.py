@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.backends.findings import NOT_QUANTIZED, UNJUDGED_KINDS, BrokenRule, Verdict
+from graphquant.backends.findings import NOT_QUANTIZED, UNJUDGED_KINDS, BrokenRule, make_verdict
 from graphquant.ir import FLOAT_TYPES, TRANSPARENT_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import IntType, QParams
 from graphquant.qdq import read_qparams
@@ -21,14 +21,11 @@ from graphquant.qdq import read_qparams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphquant.backends.findings import RunStatus
+    from graphquant.backends.findings import Verdict
 
 
-MAX_TRANSPARENT_OPS = 20
-"""Maximum number of consecutive Identity and Dropout ops to look through."""
-
-QUANTIZABLE_ROLES = frozenset({"input", "weight", "bias", "recurrent_weight"})
-"""Roles of inputs that may be quantized."""
+MAX_TRANSPARENT_OPS = 20  # maximum number of consecutive Identity and Dropout ops to look through
+QUANTIZABLE_ROLES = frozenset({"input", "weight", "bias", "recurrent_weight"})  # roles of inputs that may be quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +56,7 @@ class QuantizationReader:
 
     def __init__(self, model: Model) -> None:
         """Create a reader; quantizations are read on demand."""
-        self.model = model
-        self.parameters = Parameters(model)
+        self.model, self.parameters = model, Parameters(model)
         self._params: dict[tuple[str, str], QParams | None] = {}
 
     def inputs(self, graph: Graph, op: Op) -> list[QuantizedInput]:
@@ -77,17 +73,16 @@ class QuantizationReader:
             producer = self.model.op(tensor)
             quantized = producer.kind in {"dequantize", "qdq"}
             source = self.quantized_source(tensor) if quantized else tensor
-            quantized_inputs.append(
-                QuantizedInput(
-                    slot=slot,
-                    role=op.role(slot),
-                    tensor=tensor,
-                    dequantize_op=producer.name if quantized else "",
-                    params=self.params(tensor.graph, producer.name) if quantized else None,
-                    source=source,
-                    parameter=self._is_weight(source),
-                )
+            quantized_input = QuantizedInput(
+                slot=slot,
+                role=op.role(slot),
+                tensor=tensor,
+                dequantize_op=producer.name if quantized else "",
+                params=self.params(tensor.graph, producer.name) if quantized else None,
+                source=source,
+                parameter=self.model.op(source).kind != "input" and self.parameters.is_parameter(source),
             )
+            quantized_inputs.append(quantized_input)
         return quantized_inputs
 
     def look_through(self, tensor: TensorRef) -> TensorRef:
@@ -146,16 +141,14 @@ class QuantizationReader:
             self._params[key] = op_params if isinstance(op_params, QParams) else None
         return self._params[key]
 
-    def _is_weight(self, tensor: TensorRef) -> bool:
-        return self.model.op(tensor).kind != "input" and self.parameters.is_parameter(tensor)
-
 
 def same_quantization(first: QParams | None, second: QParams | None) -> bool:
     """Return whether two quantizations map integers to the same values."""
     if first is None or second is None:
         return False
-    comparable = first.type == second.type and first.scale.shape == second.scale.shape and first.axis == second.axis
-    return comparable and bool((first.scale == second.scale).all() and (first.zero_point == second.zero_point).all())
+    comparable = first.type == second.type and first.axis == second.axis
+    equal_scales = np.array_equal(first.scale, second.scale)
+    return comparable and equal_scales and bool((first.zero_point == second.zero_point).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,37 +195,26 @@ SlowdownNote = Callable[[OpContext], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindRequirements:
-    """Requirements of a backend for ops of some kinds.
-
-    Attributes:
-        requires: Requirements, in the order in which they are checked.
-        notes: Reasons why low precision does not pay for an op that meets them.
-    """
-
-    requires: tuple[Requirement, ...]
-    notes: tuple[SlowdownNote, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequirementTable:
     """Requirement table of a backend.
 
     Attributes:
         name: Name of the backend in messages.
-        rows: Requirements by kind. Ops of other kinds stay float.
+        rows: Requirements by kind, in the order in which they are checked. Ops of other kinds stay float.
         fuses: For each kind, the kinds of following ops that are fused with it.
         passthrough_kinds: Kinds that pass the scale of their input through, so that their readers read integers.
         passthrough_if: Kinds of which only some ops do, with a predicate.
         absorbable_sums: Kinds of sums that a weighted op fuses if all other branches are quantized.
+        notes: For some kinds, the reason why low precision does not pay for an op that meets the requirements.
     """
 
     name: str
-    rows: Mapping[str, KindRequirements]
+    rows: Mapping[str, tuple[Requirement, ...]]
     fuses: Mapping[str, frozenset[str]] = field(default_factory=dict)
     passthrough_kinds: frozenset[str] = frozenset()
     passthrough_if: Mapping[str, Callable[[Op], bool]] = field(default_factory=dict)
     absorbable_sums: frozenset[str] = frozenset()
+    notes: Mapping[str, SlowdownNote] = field(default_factory=dict)
 
 
 def predict_from_table(model: Model, table: RequirementTable) -> tuple[Verdict, ...]:
@@ -247,12 +229,8 @@ class _TablePredictor:
         self.passthrough_inputs: dict[TensorRef, QuantizedInput | None] = {}
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        ops = [
-            (self.model.graphs[name], op)
-            for name in self.model.reachable_graphs()
-            for op in self.model.graphs[name].ops()
-        ]
-        ops = [(graph, op) for graph, op in ops if self._needs_verdict(graph, op)]
+        graphs = map(self.model.graphs.__getitem__, self.model.reachable_graphs())
+        ops = [(graph, op) for graph in graphs for op in graph.ops() if self._needs_verdict(graph, op)]
         tails = {(graph.name, op.name): self._fused_tail(graph, op) for graph, op in ops}
         by_op: dict[tuple[str, str], Verdict] = {}
         for graph, op in ops:
@@ -286,7 +264,7 @@ class _TablePredictor:
         if requirements is None:
             message = f"{self.table.name} has no integer kernel for {op.type}"
             no_kernel_rule = BrokenRule("no-kernel", message, "keep it in float, and quantize only the ops around it")
-            return self._make_verdict(graph, op, no_kernel_rule)
+            return make_verdict(graph, op, "float", op.type, no_kernel_rule)
         quantize_ops, float_uses = self.quantizations.outputs(graph, tail)
         context = OpContext(
             op=op,
@@ -296,20 +274,15 @@ class _TablePredictor:
             output_params=tuple(params for _, params in quantize_ops),
             float_readers=tuple(float_uses),
         )
-        broken_rule = next(filter(None, (require(context) for require in requirements.requires)), None)
-        if (
-            broken_rule is not None
-            and op.kind in self.table.absorbable_sums
-            and (branch := self._summing_branch(graph, context))
-        ):
+        broken_rule = next(filter(None, (require(context) for require in requirements)), None)
+        may_absorb = broken_rule is not None and op.kind in self.table.absorbable_sums
+        if may_absorb and (branch := self._summing_branch(graph, context)):
             self.fused_into[graph.name, op.name] = branch
-            return self._make_verdict(graph, op, None)
-        note = (
-            ""
-            if broken_rule
-            else "; ".join(filter(None, (slowdown_note(context) for slowdown_note in requirements.notes)))
-        )
-        return self._make_verdict(graph, op, broken_rule, note)
+            return make_verdict(graph, op, "int8", f"{op.type} on integers")
+        if broken_rule is not None:
+            return make_verdict(graph, op, "float", op.type, broken_rule)
+        note = self.table.notes[op.kind](context) if op.kind in self.table.notes else ""
+        return make_verdict(graph, op, "int8", f"{op.type} on integers", note=note)
 
     def _summing_branch(self, graph: Graph, context: OpContext) -> str:
         """Return the weighted op that fuses a sum: the producer of the only float input, if only the sum reads it."""
@@ -339,22 +312,8 @@ class _TablePredictor:
         return replace(quantized_input, slot=side.slot, role=side.role, tensor=side.tensor)
 
     def _is_passthrough(self, op: Op) -> bool:
-        return op.kind in self.table.passthrough_kinds or (
-            op.kind in self.table.passthrough_if and self.table.passthrough_if[op.kind](op)
-        )
-
-    def _make_verdict(self, graph: Graph, op: Op, broken_rule: BrokenRule | None, note: str = "") -> Verdict:
-        status: RunStatus = "int8" if broken_rule is None else "float"
-        runs_as = op.type if broken_rule is not None else f"{op.type} on integers"
-        return Verdict(
-            graph=graph.name,
-            op=op.name,
-            type=op.type,
-            status=status,
-            runs_as=runs_as,
-            broken_rule=broken_rule,
-            note=note,
-        )
+        predicate = self.table.passthrough_if.get(op.kind)
+        return op.kind in self.table.passthrough_kinds or (predicate is not None and predicate(op))
 
     def _final_verdict(self, by_op: Mapping[tuple[str, str], Verdict], graph: Graph, op: Op) -> Verdict:
         """Return the verdict of an op, or the verdict of the op that it is fused with."""
@@ -363,15 +322,8 @@ class _TablePredictor:
             return by_op[graph.name, op.name]
         host_verdict = by_op[graph.name, host_name]
         if host_verdict.status == "int8":
-            return Verdict(graph=graph.name, op=op.name, type=op.type, status="fused", runs_as=host_verdict.runs_as)
-        return Verdict(
-            graph=graph.name,
-            op=op.name,
-            type=op.type,
-            status="float",
-            runs_as=op.type,
-            broken_rule=host_verdict.broken_rule,
-        )
+            return make_verdict(graph, op, "fused", host_verdict.runs_as)
+        return make_verdict(graph, op, "float", op.type, host_verdict.broken_rule)
 
 
 # -- requirements ----------------------------------------------------------------------------------
