@@ -68,7 +68,7 @@ def calibrate(
     settings = resolve_options(CalibrateOptions, options, values)
     if data is None:
         raise UsageError("There is no calibration data. Pass an .npz file, or random:8 for a test.")
-    source = as_model(model)
+    source = as_model(model, allow_links=settings.allow_links)
     prepared, resolved_plan = prepare_and_plan(source, PlanOptions(rules=settings.rules), plan)
     if settings.everything:
         prepared, targets = source, all_float_targets(source, finest_histogram_bits(resolved_plan))

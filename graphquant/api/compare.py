@@ -56,7 +56,9 @@ def compare(
     from graphquant.calibration.data import open_data
 
     settings = resolve_options(CompareOptions, options, values)
-    float_ir, quantized_ir = as_model(model), as_model(quantized_model)
+    float_ir, quantized_ir = (
+        as_model(operand, allow_links=settings.allow_links) for operand in (model, quantized_model)
+    )
     for model_ir in (float_ir, quantized_ir):
         if not model_ir.traits.rewritable:
             raise UsageError(

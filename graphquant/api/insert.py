@@ -141,7 +141,7 @@ def insert(
         from graphquant.calibration.data import parse_data_spec
 
         parse_data_spec(settings.data)
-    source = as_model(model)
+    source = as_model(model, allow_links=settings.allow_links)
     prepared, plan = prepare_and_plan(source, settings, settings.plan)
     plan, transfer = _apply_tflite_ranges(prepared, plan, settings)
     stats = None if settings.stats is None else resolve_stats(settings.stats)

@@ -97,7 +97,7 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
         ) from error
 
 
-def load(source: Any, *, outputs: Sequence[Any] = ()) -> Model:
+def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False) -> Model:
     """Load a model from a path, or from a TensorFlow object.
 
     Args:
@@ -106,6 +106,7 @@ def load(source: Any, *, outputs: Sequence[Any] = ()) -> Model:
             changed; `to_tf` returns a new one of the same kind.
         outputs: Output tensors of a tf.Graph or a session, or their names; by default all tensors without consumers.
             Ops that lead to no output, such as initializers and optimizers, are not quantized.
+        allow_links: Follow links of the model's files out of its folder.
 
     Raises:
         MissingDependencyError: The model is a Keras file, and tensorflow is not installed.
@@ -117,7 +118,8 @@ def load(source: Any, *, outputs: Sequence[Any] = ()) -> Model:
             raise UsageError(
                 f"{source} is a file, but outputs can be chosen only for a tf.Graph or a session. Remove outputs."
             )
-        model = formats.format_module(formats.detect_format(Path(source))).load(Path(source))
+        module = formats.format_module(formats.detect_format(Path(source)))
+        model = module.load(Path(source), allow_links=allow_links)
     else:
         from graphquant.formats.tensorflow import from_tensorflow
 
@@ -145,6 +147,6 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     return destination
 
 
-def as_model(model: Any) -> Model:
-    """Return `model`, loaded from its path if it is a path or a TensorFlow object."""
-    return model if isinstance(model, Model) else load(model)
+def as_model(model: Any, *, allow_links: bool = False) -> Model:
+    """Return `model`, loaded from its path if it is a path or a TensorFlow object; see `load`."""
+    return model if isinstance(model, Model) else load(model, allow_links=allow_links)

@@ -49,7 +49,9 @@ def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
     """
     digests = outcome.digests
     parameters = {name: value for name, value in asdict(entry).items() if name in ENTRY_OPTIONS}
-    is_single_file = not is_remote(entry.model) and len(model_files(Path(entry.model))) == 1
+    is_single_file = (
+        not is_remote(entry.model) and len(model_files(Path(entry.model), allow_links=entry.allow_links)) == 1
+    )
     materials = [
         ("model", entry.model, "sha256" if is_single_file else DIGEST_NAME, digests.model),
         ("rules", ", ".join(entry.rules), DIGEST_NAME, digests.rules),

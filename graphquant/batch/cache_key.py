@@ -103,7 +103,7 @@ def cache_inputs(
         GraphQuantError: A file is missing or unknown.
         OSError: A file cannot be read.
     """
-    model, size = _model_digest(entry.model, file_hashes)
+    model, size = _model_digest(entry.model, file_hashes, allow_links=entry.allow_links)
     rule_contents = [  # an inline rule is its own content
         name if INLINE_ARROW in name or "\n" in name else file_hashes.digest(find_rule_file(name))
         for name in entry.rules
@@ -152,13 +152,13 @@ def combined_digest(files: Iterable[tuple[str, str]]) -> str:
     return digests[0][1] if len(digests) == 1 else _json_sha256(digests)
 
 
-def _model_digest(path: str, file_hashes: FileHashes) -> tuple[str, int]:
+def _model_digest(path: str, file_hashes: FileHashes, *, allow_links: bool) -> tuple[str, int]:
     """Return digest and bytes of a model with its companion files.
 
     Files in the folder of a remote model that are not models may be its weights, and count too.
     """
     if not is_remote(path):
-        local_files = model_files(Path(path))
+        local_files = model_files(Path(path), allow_links=allow_links)
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         digests = [(file.relative_to(folder).as_posix(), file_hashes.digest(file)) for file in local_files]
         return combined_digest(digests), sum(file.stat().st_size for file in local_files)

@@ -179,7 +179,7 @@ def _write_shard_stats(
 
     data = entry.data or ""
     try:
-        model = api.load(Path(entry.model))
+        model = api.load(Path(entry.model), allow_links=entry.allow_links)
         quantization_plan = api.plan(
             model, rules=entry.rules, include=entry.include, exclude=entry.exclude, family=entry.family
         )

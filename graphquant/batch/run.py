@@ -282,7 +282,7 @@ class _BatchRun:
             reason = "was changed after a batch wrote it."
         elif (source := _recorded_source(entry.output)) is None:
             reason = "exists already, and was not created by a batch."
-        elif source == _model_digest_or_none(entry.model):
+        elif source == _model_digest_or_none(entry):
             return None
         else:
             reason = (
@@ -322,13 +322,13 @@ def _recorded_source(output: str) -> str | None:
     return None
 
 
-def _model_digest_or_none(model: str) -> str | None:
+def _model_digest_or_none(entry: Entry) -> str | None:
     """Return the digest by which outputs identify this model, None if it cannot be read."""
     from graphquant import api
 
     with suppress(GraphQuantError, OSError):
-        if not is_remote(model):
-            return api.load(model).digest
+        if not is_remote(entry.model):
+            return api.load(entry.model, allow_links=entry.allow_links).digest
     return None
 
 
@@ -353,7 +353,7 @@ def select_shard(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry
     number, total = shard
     if not 1 <= number <= total:
         raise UsageError(f"There is no shard {number} of {total}. Shards are numbered from 1, as in --shard 1/{total}.")
-    sizes = {entry.name: model_size(entry.model) for entry in entries}
+    sizes = {entry.name: model_size(entry.model, allow_links=entry.allow_links) for entry in entries}
     heap = [(0, shard_number) for shard_number in range(1, total + 1)]
     selected = set()
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -366,15 +366,16 @@ def select_shard(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry
 
 def deal_digest(entries: Sequence[Entry]) -> str:
     """Return a digest of names and sizes: machines with other models or sizes deal differently."""
-    encoded = json.dumps(sorted((entry.name, model_size(entry.model)) for entry in entries))
+    sizes = sorted((entry.name, model_size(entry.model, allow_links=entry.allow_links)) for entry in entries)
+    encoded = json.dumps(sizes)
     return hashlib.sha256(encoded.encode(errors="surrogatepass")).hexdigest()
 
 
-def model_size(model: str) -> int:
+def model_size(model: str, *, allow_links: bool = False) -> int:
     """Return the bytes of a model with all its files; 0 if unreadable, which the quantization then reports."""
     try:
         if is_remote(model):
             return sum(file.filesystem.size(file.name) or 0 for file in list_data_files(model)[0])
-        return sum(file.stat().st_size for file in model_files(Path(model)))
+        return sum(file.stat().st_size for file in model_files(Path(model), allow_links=allow_links))
     except (GraphQuantError, OSError):
         return 0

@@ -109,6 +109,7 @@ class Entry(_Record):
 
 
 ENTRY_OPTIONS = tuple(field.name for field in fields(Entry) if field.name not in {"name", "model", "output", "gates"})
+    allow_links: bool = False
 """Options of `insert` in an entry."""
 
 PLAIN_OPTIONS = tuple(name for name in ENTRY_OPTIONS if name not in {"rules", "data", "stats", "ranges", "ranges_map"})

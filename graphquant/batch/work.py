@@ -164,14 +164,14 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     output.parent.mkdir(parents=True, exist_ok=True)
     models.check_model_output(output, model, format_name, force=True)
     result = api.insert(
-        api.load(model),
+        api.load(model, allow_links=entry.allow_links),
         **{name: getattr(entry, name) for name in ENTRY_OPTIONS},
         **{name: getattr(entry.gates, name) for name in METRIC_GATES},
         max_memory=max_memory,
         progress=progress,
     )
     result.save(output, force=True)
-    before = sum(file.stat().st_size for file in model_files(model))
+    before = sum(file.stat().st_size for file in model_files(model, allow_links=entry.allow_links))
     files = model_files(output)
     flush_to_disk(files)  # the journal may list them only once they are on the disk
     digests = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]

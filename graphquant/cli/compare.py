@@ -10,7 +10,7 @@ import click
 from graphquant.cli.options import FORCE, HTML, OUTPUT, collect_options, format_option, options_of
 from graphquant.cli.output import print_view, progress_bar, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import CompareBounds, CompareOptions
+from graphquant.utils.options import CompareBounds, CompareOptions, ReadOptions
 
 if TYPE_CHECKING:
     from graphquant.analysis import Comparison, Differences
@@ -60,7 +60,10 @@ def compare_command(
         raise UsageError("--sensitivity measures quantized tensors. Remove --outputs-only.")
     if html is not None and not settings.sites:
         raise UsageError("--html shows the errors of quantized tensors. Remove --outputs-only.")
-    models = api.load(float_path), api.load(quantized_path)
+    models = (
+        api.load(float_path, allow_links=settings.allow_links),
+        api.load(quantized_path, allow_links=settings.allow_links),
+    )
     with progress_bar() as progress:
         comparison = api.compare(*models, data, settings, progress=progress)
     if form == "json":
@@ -120,11 +123,18 @@ def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
     metavar="FILE",
     help="Statistics from calibrate: report quantizations that no sample reached.",
 )
+@options_of(ReadOptions)
 @format_option("json", "sarif", "github")
 @OUTPUT
 @FORCE
 def check_command(
-    models: tuple[Path, ...], backend: str | None, stats: Path | None, form: str, output: Path | None, force: bool
+    models: tuple[Path, ...],
+    backend: str | None,
+    stats: Path | None,
+    allow_links: bool,
+    form: str,
+    output: Path | None,
+    force: bool,
 ) -> None:
     """Find probable mistakes in quantized MODELs. With --for, also show which ops stay float on that backend.
 
@@ -138,7 +148,8 @@ def check_command(
 
     if output is not None:
         check_output(output, models[0], force=force)
-    reports = [api.check(model, backend=backend, stats=stats) for model in models]
+    loaded = (api.load(model, allow_links=allow_links) for model in models)
+    reports = [api.check(model, backend=backend, stats=stats) for model in loaded]
     if form == "text":
         from rich.console import Group
 
@@ -164,6 +175,7 @@ def check_command(
 @format_option("json")
 @HTML
 @click.option("--model", type=click.Path(path_type=Path), metavar="FILE", help="With --html: the model of two plans.")
+@options_of(ReadOptions)
 @OUTPUT
 @FORCE
 def diff_command(
@@ -174,6 +186,7 @@ def diff_command(
     form: str,
     html: Path | None,
     model: Path | None,
+    allow_links: bool,
     output: Path | None,
     force: bool,
 ) -> None:
@@ -189,9 +202,10 @@ def diff_command(
     for path in filter(None, (first, second, model)):
         for output_path in filter(None, (output, html)):
             check_output(output_path, path, force=force)
-    operands = [api.plan_or_none(path) or api.load(path) for path in (first, second)]
+    operands = [api.plan_or_none(path) or api.load(path, allow_links=allow_links) for path in (first, second)]
     differences = api.diff(*operands, quantization=ignore is None)
-    page = _diff_page(operands, differences, model) if html is not None else ""
+    drawn_model = None if html is None or model is None else api.load(model, allow_links=allow_links)
+    page = _diff_page(operands, differences, drawn_model) if html is not None else ""
     if form == "json":
         write_result("diff", differences, output)
     else:
@@ -202,9 +216,8 @@ def diff_command(
         raise click.exceptions.Exit(FindingsError.exit_code)
 
 
-def _diff_page(operands: list[Model | Plan], differences: Differences, path: Path | None) -> str:
-    """Return the page of a difference. A page of two plans needs their model, at `path`."""
-    from graphquant import api
+def _diff_page(operands: list[Model | Plan], differences: Differences, model: Model | None) -> str:
+    """Return the page of a difference. A page of two plans needs their model."""
     from graphquant.ir import Model
     from graphquant.visualize.pages import diff_page, plan_diff_page
 
@@ -212,6 +225,6 @@ def _diff_page(operands: list[Model | Plan], differences: Differences, path: Pat
     if len(models) == len(operands):
         return diff_page(models[0], models[1], differences)
     plans = [operand for operand in operands if not isinstance(operand, Model)]
-    if path is None:
+    if model is None:
         raise UsageError("A and B are plans, which contain no graph to draw. Pass their model with --model FILE.")
-    return plan_diff_page(api.load(path), plans[0], plans[1], differences)
+    return plan_diff_page(model, plans[0], plans[1], differences)

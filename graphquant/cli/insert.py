@@ -10,7 +10,7 @@ import click
 from graphquant.cli.options import FORCE, HTML, collect_options, options_of
 from graphquant.cli.output import print_view, progress_bar, write_drawing_page, write_text_or_json
 from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import InsertOptions
+from graphquant.utils.options import InsertOptions, ReadOptions
 
 if TYPE_CHECKING:
     from graphquant.api import Result
@@ -51,7 +51,7 @@ def insert_command(
 
     target = output or default_output(model)
     to_tflite = _check_outputs(model, target, report, html, dry_run=dry_run, force=force)
-    source = api.load(model)
+    source = api.load(model, allow_links=settings.allow_links)
     if to_tflite:
         from graphquant.api.convert import freeze
 
@@ -59,7 +59,8 @@ def insert_command(
     with progress_bar() as progress:
         result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
     _write_and_print(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
-    _exit_with_result(result, "Nothing was written." if dry_run else f"{target} was written.", strict=strict)
+    note = "Nothing was written." if dry_run else f"{target} was written."
+    _exit_with_result(result, settings, note, strict=strict)
 
 
 def _check_combinations(settings: InsertOptions, *, strict: bool) -> None:
@@ -166,11 +167,14 @@ def _exit_with_result(result: Result, written_note: str, *, strict: bool) -> Non
     help="Verify that the result equals this model.",
 )
 @FORCE
-def strip_command(model: Path, output: Path | None, everything: bool, original: Path | None, force: bool) -> None:
+def strip_command(
+    model: Path, output: Path | None, everything: bool, original: Path | None, allow_links: bool, force: bool
+) -> None:
     """Remove the quantization that graphquant inserted into MODEL.
 
     The result is the source model bit for bit if insert kept its weights float. Otherwise it is the prepared model, and
     its weights keep their rounding error. With --check, the exit code is 1 if the result differs from ORIGINAL.
+@options_of(ReadOptions)
     """
     from graphquant import api
     from graphquant.api.models import check_model_output
@@ -181,11 +185,15 @@ def strip_command(model: Path, output: Path | None, everything: bool, original: 
         raise UsageError("There is no output for the float model. Use -o OUT, or only --check ORIGINAL.")
     if output is not None:
         check_model_output(output, model, detect_format(model), force=force)
-    stripped = api.strip(model, everything=everything)
-    written = api.save(stripped.model, output, force=force) if output is not None else None
+    stripped = api.strip(api.load(model, allow_links=allow_links), everything=everything)
+    original_model = None if original is None else api.load(original, allow_links=allow_links)
+    proof = None if original_model is None else api.prove_stripped(stripped, original_model)
+    holds = proof is None or proof.holds
+    written = api.save(stripped.model, output, force=force) if output is not None and holds else None
     print_view(strip_view(stripped, written))
     if original is not None:
         proof = api.prove_stripped(stripped, original)
         print_view(strip_proof_view(proof, str(original)))
-        if not proof.holds:
-            raise FindingsError(f"The model differs from {original} in more than rounded weights; see the list above.")
+    if not holds:
+        message = f"The model differs from {original} in more than rounded weights; see the list above."
+        raise FindingsError(f"{message} Nothing was written.")

@@ -11,7 +11,7 @@ import click
 from graphquant.cli.options import FORCE, HTML, OUTPUT, collect_options, format_option, options_of
 from graphquant.cli.output import print_view, write_drawing_page, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import ExplainOptions, PlanOptions
+from graphquant.utils.options import ExplainOptions, PlanOptions, ReadOptions
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -36,7 +36,7 @@ def plan_command(model: Path, form: str, html: Path | None, output: Path | None,
 
     settings = collect_options(PlanOptions, values)
     _check_paths(model, html, output, force=force)
-    source = api.load(model)
+    source = api.load(model, allow_links=settings.allow_links)
     plan = api.plan(source, settings)
     if html is not None:
         from graphquant.visualize.drawing import plan_drawing
@@ -73,7 +73,7 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
     from graphquant import api
     from graphquant.visualize.check_report import explain_view
 
-    explanation = api.explain(api.load(model), name, settings)
+    explanation = api.explain(api.load(model, allow_links=settings.allow_links), name, settings)
     if form == "json":
         write_result("explain", explanation)
     else:
@@ -100,6 +100,7 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
     metavar="N",
     help="Size of the neighborhood, in edges.",
 )
+@options_of(ReadOptions)
 @OUTPUT
 @FORCE
 def inspect_command(
@@ -110,6 +111,7 @@ def inspect_command(
     html: Path | None,
     around: str | None,
     hops: int,
+    allow_links: bool,
     output: Path | None,
     force: bool,
 ) -> None:
@@ -132,7 +134,7 @@ def inspect_command(
         return
     if rules and stats is None:
         raise UsageError("--rules computes ranges from statistics. Add --stats FILE, which calibrate writes.")
-    source = api.load(model)
+    source = api.load(model, allow_links=allow_links)
     draws_graph = form in GRAPH_FORMATS or around is not None
     if html is not None or draws_graph:
         _draw_model(source, stats, rules, form if draws_graph else None, html, (around, hops), output)
@@ -235,13 +237,14 @@ def data_group() -> None:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("spec")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Check only the first N samples.")
+@options_of(ReadOptions)
 @format_option("json")
-def data_check_command(model: Path, spec: str, samples: int | None, form: str) -> None:
+def data_check_command(model: Path, spec: str, samples: int | None, allow_links: bool, form: str) -> None:
     """Show the data that SPEC feeds to each input of MODEL, and probable mistakes. Exit code 1 if there are any."""
     from graphquant import api
     from graphquant.visualize import check_report as view
 
-    report = api.check_data(model, spec, samples=samples)
+    report = api.check_data(api.load(model, allow_links=allow_links), spec, samples=samples)
     if form == "json":
         write_result("data check", report)
     else:

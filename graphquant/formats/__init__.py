@@ -120,8 +120,8 @@ class FormatModule(Protocol):
     DEFAULT_RULES: str
     DEFAULT_FAMILY: str
 
-    def load(self, path: Path) -> Model:
-        """Read a model; raise ModelError if that fails."""
+    def load(self, path: Path, *, allow_links: bool = False) -> Model:
+        """Read a model; raise ModelError if that fails. Links may lead out of its folder only with `allow_links`."""
 
     def emit(self, model: Model) -> Any:
         """Return the changed copy of the source message."""

@@ -7,6 +7,7 @@ run. Nothing here parses more of a model than it needs.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import os
 import re
@@ -35,8 +36,31 @@ _WEIGHTS_FILE_NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")
 _SUFFIX_LENGTH = len("0123456789abcdef.data")
 
 
-def model_files(path: Path) -> tuple[Path, ...]:
+LINKS_ADVICE = (
+    "Copy the file into that folder, or use --allow-links (in Python allow_links=True) if you trust the model"
+)
+"""Remedy for a link that leads out of the folder of a model."""
+
+
+def refuse_outside_links(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise ModelError if one of `paths` in the folder of a model is a link out of it: its target may be a secret."""
+    for path in paths:
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise ModelError(f"{path} is a link to {os.path.realpath(path)}, outside {folder}. {LINKS_ADVICE}.")
+
+
+def walk_saved_model(folder: Path, *, follow_links: bool = False) -> Iterator[Path]:
+    """Yield the files and folders in the folder of a SavedModel."""
+    for root, folders, names in os.walk(folder, followlinks=follow_links):
+        yield from (Path(root) / name for name in (*folders, *names))
+
+
+def model_files(path: Path, *, allow_links: bool = False) -> tuple[Path, ...]:
     """Return the files of the model at `path`, starting with the file that refers to the others.
+
+    Args:
+        path: The model.
+        allow_links: True if its files may be links out of its folder.
 
     Raises:
         ModelError: There is no model, or one of its files is missing or outside its folder.
@@ -44,14 +68,16 @@ def model_files(path: Path) -> tuple[Path, ...]:
     """
     format_name = detect_format(path)
     if path.is_dir():
-        return _saved_model_files(path)
+        return _saved_model_files(path, allow_links=allow_links)
     if format_name == "onnx" and may_have_external_data(path):
         from graphquant.formats.onnx.file_writer import external_data_files
 
-        return (path, *external_data_files(path))
+        return (path, *external_data_files(path, allow_links=allow_links))
     if path.suffix == ".meta":
         names = _checkpoint_file_names(path, [file.name for file in path.parent.iterdir()])
-        return (path, *map(path.with_name, names))
+        files = (path, *map(path.with_name, names))
+        refuse_outside_links(path.parent, () if allow_links else files[1:])
+        return files
     return (path,)
 
 
@@ -81,14 +107,13 @@ def _checkpoint_file_names(path: Path, folder_names: Iterable[str]) -> list[str]
     return [name for name, suffix in suffixes.items() if suffix == ".index" or suffix.startswith(".data-")]
 
 
-def _saved_model_files(path: Path) -> tuple[Path, ...]:
+def _saved_model_files(path: Path, *, allow_links: bool) -> tuple[Path, ...]:
     """Return the files of a SavedModel, sorted, with `saved_model.pb` first."""
-    files: list[Path] = []
-    for subfolder, child_folders, names in os.walk(path):
-        child_folders.sort()
-        files += [Path(subfolder) / name for name in sorted(names)]
-        if len(files) > MAX_FILES:
-            raise ModelError(f"{path} has more than {MAX_FILES} files. Give the folder of one SavedModel.")
+    paths = list(itertools.islice(walk_saved_model(path, follow_links=allow_links), MAX_FILES + 1))
+    if len(paths) > MAX_FILES:
+        raise ModelError(f"{path} has more than {MAX_FILES} files. Give the folder of one SavedModel.")
+    refuse_outside_links(path, () if allow_links else paths)
+    files = [file for file in paths if not file.is_dir()]
     for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is not a regular file. Remove it from the model's folder.")

@@ -81,7 +81,18 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Options):
+class ReadOptions(Options):
+    """Options of each function that reads a model."""
+
+    allow_links: bool = option(
+        False,
+        "Follow symbolic links of a model's files out of its folder, as in the cache of Hugging Face. Their content"
+        " becomes part of the output.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ReadOptions):
     """Options of `plan`: the tensors to quantize, and how."""
 
     rules: Names = option(
@@ -181,7 +192,7 @@ class InsertOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(Options):
+class CalibrateOptions(ReadOptions):
     """Options of `calibrate`."""
 
     rules: Names = option(
@@ -205,7 +216,7 @@ class CalibrateOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(Options):
+class CompareOptions(ReadOptions):
     """Options of `compare`."""
 
     samples: Count | None = option(None, "Use only the first N samples.", metavar="N")
@@ -235,7 +246,7 @@ class CompareBounds(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions(Options):
+class ExplainOptions(ReadOptions):
     """Options of `explain`."""
 
     rules: Names = option(

@@ -93,7 +93,7 @@ def upgrade_opset(model: Model, opset: int) -> Model:
         _restore_weights(source, converted, hoisted)
     except KeyError as error:
         raise fail(f"onnx's converter changed the node {error} around a weight") from error
-    result = model_from_message(converted, path=model.path)
+    result = model_from_message(converted, path=model.path, folder=model.source.folder)
     _check_upgrade(model, result, opset)
     return result
 
@@ -303,13 +303,15 @@ def inline_functions(model: Model) -> tuple[Model, dict[OpKey, OpKey]]:
     """
     message = emit_message(model).message
     op_keys: list[OpKey] = []
-    for graph in model_from_message(message, path=model.path).graphs.values():
+    for graph in model_from_message(message, path=model.path, folder=model.source.folder).graphs.values():
         for op in graph.ops():
             if isinstance(op.source, NodeProto):
                 op.source.doc_string = f"{NODE_MARK}{len(op_keys)}"
                 op_keys.append((graph.name, op.name))
     try:
-        inlined_model = model_from_message(inliner.inline_local_functions(message), path=model.path)
+        inlined_model = model_from_message(
+            inliner.inline_local_functions(message), path=model.path, folder=model.source.folder
+        )
     except INFERENCE_ERRORS:
         return model, {}
     originals = {}

@@ -169,10 +169,11 @@ def external_tensors(message: Any) -> Iterator[Any]:
     return filter(is_external, message_tensors(message))
 
 
-def external_data_files(path: Path) -> tuple[Path, ...]:
+def external_data_files(path: Path, *, allow_links: bool = False) -> tuple[Path, ...]:
     """Return the files of external data of the model at `path`, sorted; raise ModelError if one is missing."""
     message = parse_message(path.read_bytes(), path)
-    return tuple(sorted({external_path(tensor, path.parent) for tensor in external_tensors(message)}))
+    tensors = external_tensors(message)
+    return tuple(sorted({external_path(tensor, path.parent, allow_links=allow_links) for tensor in tensors}))
 
 
 def external_data_names(path: Path) -> tuple[str, ...]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import os
 import re
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +22,13 @@ from onnx import ModelProto, NodeProto, checker, helper, numpy_helper, parser, s
 from onnx.reference import ReferenceEvaluator
 
 from graphquant.errors import ModelError
+from graphquant.formats.onnx.external_data import message_tensors
 from graphquant.formats.onnx.index import GraphIndexer, OnnxSource, clear_metadata, read_metadata
-from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, external_location, external_path, first_line, is_external
 from graphquant.ir import Model, paused_gc
 from graphquant.quantize import RECORD_KEY, restore_source
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from graphquant.ir import Op
 
 
@@ -105,8 +106,10 @@ _PARSE_ERRORS = (
 )
 
 
-def load(path: Path) -> Model:
+def load(path: Path, *, allow_links: bool = False) -> Model:
     """Read the model at `path`: `.onnx`, `.onnxtxt`, `.textproto` or `.json`; external data is read lazily.
+
+    With `allow_links`, external data may be links out of the folder of the model.
 
     Raises:
         ModelError: The file is not a valid ONNX model.
@@ -122,7 +125,8 @@ def load(path: Path) -> Model:
     try:
         digest, message = hashlib.sha256(data).hexdigest(), parse_message(data, path)
         del data  # it may contain all weights
-        return model_from_message(message, path=path, digest=digest)
+        folder = _resolve_links(message, path.parent) if allow_links else path.parent
+        return model_from_message(message, path=path, digest=digest, folder=folder)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
 
@@ -159,8 +163,31 @@ def _bracket_depth(data: bytes) -> int:
     return deepest
 
 
-def model_from_message(message: Any, *, path: Path | None = None, digest: str = "") -> Model:
-    """Return the model of a ModelProto, which must not be changed afterwards.
+def _resolve_links(message: Any, folder: Path) -> Path:
+    """Name the targets of links in the locations of external data; return the folder that the locations start from.
+
+    onnxruntime refuses links out of that folder, so none of them may remain.
+    """
+    targets = {
+        external_location(tensor): external_path(tensor, folder, allow_links=True).resolve()
+        for tensor in message_tensors(message)
+        if is_external(tensor)
+    }
+    if all(target.is_relative_to(folder.resolve()) for target in targets.values()):
+        return folder
+    root = Path(os.path.commonpath([target.parent for target in targets.values()]))
+    for tensor in filter(is_external, message_tensors(message)):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = targets[external_location(tensor)].relative_to(root).as_posix()
+                break
+    return root
+
+
+def model_from_message(
+    message: Any, *, path: Path | None = None, digest: str = "", folder: Path | None = None
+) -> Model:
+    """Return the model of a ModelProto, which must not be changed afterwards; `folder` has its external data.
 
     Raises:
         ModelError: The message has no graph, or its content is inconsistent.
@@ -168,7 +195,7 @@ def model_from_message(message: Any, *, path: Path | None = None, digest: str = 
     if not message.HasField("graph"):
         raise ModelError("The model has no graph. Export or copy the model again.")
     opset = next((entry.version for entry in message.opset_import if entry.domain in DEFAULT_DOMAINS), 0)
-    source = OnnxSource(message=message, graphs={}, folder=path.parent if path else None)
+    source = OnnxSource(message=message, graphs={}, folder=folder)
     model = Model(format="onnx", source=source, path=path, opset=opset)
     model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
     model.evaluate_op = partial(evaluate_node, message.opset_import)
@@ -201,4 +228,4 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
             f"The record in the model is not valid base64 ({error}). Start from the float model."
         ) from error
     message, unchanged = restore_source(data, clean_message, ModelProto)
-    return model_from_message(message, path=model.path), unchanged
+    return model_from_message(message, path=model.path, folder=model.source.folder), unchanged

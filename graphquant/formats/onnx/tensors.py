@@ -14,6 +14,7 @@ import numpy as np
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
+from graphquant.formats.model_files import LINKS_ADVICE
 from graphquant.ir import DataType, Op
 
 if TYPE_CHECKING:
@@ -160,8 +161,11 @@ def constant_value(node: Any, folder: Path | None) -> Array:
     raise ModelError(f"The Constant node that produces {list(node.output)} has no value. Export the model again.")
 
 
-def external_path(tensor: Any, folder: Path | None) -> Path:
-    """Return the file of a tensor's external data; raise ModelError if it is missing or outside the folder."""
+def external_path(tensor: Any, folder: Path | None, *, allow_links: bool = False) -> Path:
+    """Return the file of a tensor's external data; raise ModelError if it is missing or outside the folder.
+
+    With `allow_links`, the file may be a link out of the folder. Its name stays relative to the folder.
+    """
     location = external_location(tensor)
     claim = f"The external data of tensor {tensor.name!r} should be in {location!r}"
     pure = PurePosixPath(location)
@@ -170,7 +174,11 @@ def external_path(tensor: Any, folder: Path | None) -> Path:
     escapes = pure.is_absolute() or ".." in pure.parts or "\0" in location or PureWindowsPath(location).drive
     path = folder / location
     try:
-        if escapes or not location or not path.resolve().is_relative_to(folder.resolve()):
+        if not (escapes or allow_links or path.resolve().is_relative_to(folder.resolve())):
+            raise ModelError(
+                f"{claim}, which is a link to {path.resolve()}, outside the model's folder. {LINKS_ADVICE}."
+            )
+        if escapes or not location:
             raise ModelError(
                 f"{claim}, outside the model's folder. Move the data into that folder and store its relative path."
             )

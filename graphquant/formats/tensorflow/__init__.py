@@ -33,8 +33,10 @@ DEFAULT_RULES = "tflite"
 DEFAULT_FAMILY = "fake-quant"
 
 
-def load(path: Path) -> Model:
+def load(path: Path, *, allow_links: bool = False) -> Model:
     """Load the GraphDef, MetaGraphDef, SavedModel or Keras file at `path`, whatever its suffix.
+
+    With `allow_links`, files may be links out of the folder of the model.
 
     Raises:
         MissingDependencyError: It is a Keras file, and tensorflow is not installed.
@@ -44,7 +46,7 @@ def load(path: Path) -> Model:
         from graphquant.formats.tensorflow.keras import load_keras
 
         return load_keras(path)
-    return build_model(read_source(path), path)
+    return build_model(read_source(path, allow_links=allow_links), path)
 
 
 def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:

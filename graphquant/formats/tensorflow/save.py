@@ -241,6 +241,7 @@ def _serialize_message(source: TensorFlowSource, message: Any, *, text: bool) ->
 
 def _copy_checkpoint(source: TensorFlowSource, prefix: Path) -> None:
     """Copy the checkpoint of a MetaGraph next to the new one, under its name."""
+    source.require_links_inside()
     source_prefix = source.checkpoint_prefix()
     if source_prefix is None or source_prefix.resolve() == prefix.resolve():
         return
@@ -282,9 +283,12 @@ def _save_folder(
     visited: set[str] = set()
 
     def ignored_names(subfolder: str, _names: list[str]) -> set[str]:
-        _require_inside_model(subfolder, folder, visited)
+        if os.path.realpath(subfolder) in visited:
+            raise ModelError(f"{subfolder} is part of a cycle of links. Copy the model without links.")
+        visited.add(os.path.realpath(subfolder))
         return stale if subfolder == str(folder) else set()
 
+    source.require_links_inside()
     staging = make_staging_folder(path)
     try:
         new_folder = staging / "new"
@@ -301,14 +305,3 @@ def _save_folder(
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _require_inside_model(subfolder: str, folder: Path, visited: set[str]) -> None:
-    """Refuse a subfolder that links reach a second time, or that is outside the model's folder."""
-    real_path = os.path.realpath(subfolder)
-    if real_path in visited or not Path(real_path).is_relative_to(os.path.realpath(folder)):
-        raise ModelError(
-            f"{subfolder} is a link to a folder outside the model, or part of a cycle of links. Copy the model without"
-            " links."
-        )
-    visited.add(real_path)

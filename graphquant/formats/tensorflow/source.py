@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import sys
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from graphquant.errors import ModelError
+from graphquant.formats.model_files import refuse_outside_links, walk_saved_model
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
 from graphquant.formats.tensorflow.object_graph import CheckpointVariables, resolve_variables
@@ -87,6 +89,7 @@ class TensorFlowSource:
         folder: A SavedModel's folder, None for other messages.
         live_object: The object in memory that the model was read from, None for a file.
         temp_folder: The temporary folder of the files, deleted with the last reference to the model.
+        allow_links: True if files may be links out of the folder of the model.
     """
 
     message: Any
@@ -97,6 +100,7 @@ class TensorFlowSource:
     folder: Path | None = None
     live_object: LiveObject | None = None
     temp_folder: Any = None
+    allow_links: bool = False
 
     @property
     def message_type(self) -> str:
@@ -120,6 +124,13 @@ class TensorFlowSource:
         prefix = self.folder / "variables" / "variables" if self.folder is not None else self.file.with_suffix("")
         return prefix if prefix.with_name(prefix.name + ".index").is_file() else None
 
+    def require_links_inside(self) -> None:
+        """Raise ModelError if a file of the model is a link out of its folder, unless this is allowed."""
+        if not self.allow_links and self.folder is not None:
+            refuse_outside_links(self.folder, walk_saved_model(self.folder))
+        elif not self.allow_links and self.message_type == "MetaGraphDef":
+            refuse_outside_links(self.file.parent, self.file.parent.glob(f"{glob.escape(self.file.stem)}.*"))
+
     def checkpoint(self) -> CheckpointVariables:
         """Return the checkpoint and its keys by node name or shared name; no keys if there is none."""
         prefix = self.checkpoint_prefix()
@@ -130,8 +141,8 @@ class TensorFlowSource:
         return CheckpointVariables(checkpoint, resolve_variables(meta_graphs, checkpoint))
 
 
-def read_source(path: Path) -> TensorFlowSource:
-    """Read the model at `path`.
+def read_source(path: Path, *, allow_links: bool = False) -> TensorFlowSource:
+    """Read the model at `path`; with `allow_links`, files may be links out of its folder.
 
     Raises:
         ModelError: There is no model, or it is damaged.
@@ -157,7 +168,17 @@ def read_source(path: Path) -> TensorFlowSource:
     serving = [index for index, names in enumerate(tags) if "serve" in names]
     index = min(serving, key=lambda index: len(tags[index]), default=0)
     digest = hashlib.sha256(data).hexdigest()
-    return TensorFlowSource(message=message, file=file, digest=digest, index=index, text=text, folder=folder)
+    source = TensorFlowSource(
+        message=message,
+        file=file,
+        digest=digest,
+        index=index,
+        text=text,
+        folder=folder,
+        allow_links=allow_links,
+    )
+    source.require_links_inside()
+    return source
 
 
 def _parse_text_model(data: bytes, file: Path) -> Any:

@@ -44,7 +44,7 @@ _MIN_READ_BUDGET: Final = 1 << 16
 """Bytes that may be read from any file, however small."""
 
 
-def load(path: Path) -> Model:
+def load(path: Path, *, allow_links: bool = False) -> Model:  # noqa: ARG001  # the protocol's signature
     """Load the model at `path`. Its constants are memory-mapped and read on request.
 
     Raises:

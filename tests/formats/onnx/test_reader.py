@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
+from graphquant.formats.model_files import model_files
 from graphquant.formats.onnx import tensors
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.ir import Output, Parameters, TensorRef, Use
@@ -491,6 +493,31 @@ def test_unsuitable_external_data(location: str, entries: dict[str, str], messag
     with pytest.raises(ModelError, match=message) as caught:
         model.main.op("w").read_value()
     assert "'w'" in str(caught.value)
+
+
+def test_links_out_of_the_folder_need_the_option(tmp_path: Path) -> None:
+    """In the layout of the Hugging Face cache, model and data are links: read, run and written with the option."""
+    snapshot, blobs = tmp_path / "snapshots/a", tmp_path / "blobs"
+    blobs.mkdir()
+    write_external_model(blobs, "w.bin", offset="8", length="8").rename(blobs / "x")
+    (blobs / "y").write_bytes(struct.pack("<4f", 1, 2, 3, 4))
+    snapshot.mkdir(parents=True)
+    (snapshot / "m.onnx").symlink_to("../../blobs/x")
+    (snapshot / "w.bin").symlink_to("../../blobs/y")
+    path = snapshot / "m.onnx"
+    with pytest.raises(ModelError, match="--allow-links"):
+        format_.load(path).main.op("w").read_value()
+    with pytest.raises(ModelError, match="--allow-links"):
+        model_files(path)
+    assert model_files(path, allow_links=True) == (path, snapshot / "w.bin")
+    model = format_.load(path, allow_links=True)
+    np.testing.assert_array_equal(model.main.op("w").read_value(), [3, 4])
+    x = {"x": np.array([1, 1], np.float32)}
+    np.testing.assert_array_equal(format_.create_runner(model).run(x)["y"], [4, 5])
+    (tmp_path / "out").mkdir()
+    format_.save(model, tmp_path / "out/n.onnx")
+    shutil.rmtree(blobs)
+    np.testing.assert_array_equal(format_.create_runner(format_.load(tmp_path / "out/n.onnx")).run(x)["y"], [4, 5])
 
 
 def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, model_of: Any) -> None:

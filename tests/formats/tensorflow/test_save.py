@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from graphquant.errors import ModelError, UsageError
+from graphquant.formats.model_files import model_files
 from graphquant.formats.tensorflow import emit, load, save, source
 from graphquant.ir import Use, paused_gc
 
@@ -116,7 +117,9 @@ def test_message_type_is_detected_by_content(tmp_path: Path) -> None:
         ({"zero": "/dev/zero"}, "/zero"),
         ({"assets/one": "..", "assets/two": ".."}, "assets/(one|two)"),
         ({"assets/out": "/"}, "assets/out"),
-        ({"gone": "/nowhere"}, "gone cannot be copied"),
+        ({"gone": "/nowhere"}, "/gone"),
+        ({"assets/deep": "/etc/hostname"}, "assets/deep"),
+        ({"gone": "nowhere"}, "gone cannot be copied"),
     ],
 )
 def test_links_in_a_saved_model(tmp_path: Path, links: dict[str, str], match: str) -> None:
@@ -129,3 +132,42 @@ def test_links_in_a_saved_model(tmp_path: Path, links: dict[str, str], match: st
     with pytest.raises((UsageError, ModelError), match=match):
         save(load(source_), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["saved_model.pb", "variables/variables.index", "assets.extra/secret"])
+def test_links_out_of_a_saved_model_need_the_option(tmp_path: Path, name: str) -> None:
+    """A file that is a link out of the folder is read and copied only with the option, which the error names."""
+    shutil.copytree(SAMPLES / "digits_cnn_saved_model", tmp_path / "model")
+    file, target = tmp_path / "model" / name, tmp_path / "blob"
+    file.parent.mkdir(exist_ok=True)
+    if file.exists():
+        file.rename(target)
+    else:
+        target.write_text("secret")
+    file.symlink_to("../" * (name.count("/") + 1) + "blob")
+    with pytest.raises(ModelError, match="--allow-links"):
+        load(tmp_path / "model")
+    with pytest.raises(ModelError, match="--allow-links"):
+        model_files(tmp_path / "model")
+    model = load(tmp_path / "model", allow_links=True)
+    save(model, tmp_path / "out")
+    copied = model_files(tmp_path / "out")
+    assert [path.relative_to(tmp_path / "out") for path in copied] == [
+        path.relative_to(tmp_path / "model") for path in model_files(tmp_path / "model", allow_links=True)
+    ]
+    assert (tmp_path / "out" / name).read_bytes() == target.read_bytes()
+    assert not any(path.is_symlink() for path in copied)
+
+
+def test_links_of_a_checkpoint_need_the_option(tmp_path: Path) -> None:
+    """The checkpoint of a MetaGraph may be a link out of its folder only with the option."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = folder / "net.meta"
+    message = load(SAMPLES / "digits_cnn_saved_model").source.message
+    path.write_bytes(message.meta_graphs[0].SerializeToString())
+    for file in (SAMPLES / "digits_cnn_saved_model/variables").iterdir():
+        (folder / f"net{file.suffix}").symlink_to(file)
+    with pytest.raises(ModelError, match="--allow-links"):
+        load(path)
+    assert load(path, allow_links=True).source.checkpoint_prefix() == folder / "net"
