@@ -3,7 +3,6 @@
 from graphquant.rules.json_schema import rule_file_schema
 from graphquant.rules.load import find_rule_file, load_ruleset, rebase_rule_paths, shipped_rule_files
 from graphquant.rules.matcher import RuleMatch, RuleMatcher, RuleMiss, name_matches
-from graphquant.rules.pattern_syntax import ChainLink, PatternOp, parse_chain, parse_pattern
 from graphquant.rules.rule import ALGORITHM_NAMES, NEGATION, Rule, RuleSet, Selector
 from graphquant.rules.scheme import ObserverConfig, Scheme
 from graphquant.rules.toml_document import (
@@ -22,12 +21,10 @@ from graphquant.rules.toml_lines import KeyPath
 __all__ = [
     "ALGORITHM_NAMES",
     "NEGATION",
-    "ChainLink",
     "DocumentKind",
     "KeyPath",
     "Mistake",
     "ObserverConfig",
-    "PatternOp",
     "Rule",
     "RuleMatch",
     "RuleMatcher",
@@ -41,9 +38,7 @@ __all__ = [
     "load_ruleset",
     "mistakes_error",
     "name_matches",
-    "parse_chain",
     "parse_document",
-    "parse_pattern",
     "read_document",
     "rebase_rule_paths",
     "rule_file_schema",

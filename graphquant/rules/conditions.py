@@ -19,6 +19,7 @@ from graphquant.ir import (
     Parameters,
     TensorRef,
     Use,
+    fully_known_shape,
     input_channels,
     kernel_size,
     matrix_rows,
@@ -31,11 +32,10 @@ from graphquant.rules.pattern_syntax import (
     PatternOp,
     expand_spellings,
     parse_chain,
-    parse_pattern,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
     from graphquant.rules.rule import Selector
@@ -51,7 +51,7 @@ class OpNeighbors:
         self._consumers_by_port: dict[tuple[str, str], dict[int, list[Use]]] = {}
         self._data_inputs: dict[tuple[str, str], TensorRef | None] = {}
         self._single_sources: dict[TensorRef, TensorRef | None] = {}
-        self._single_readers: dict[tuple[str, str], str | None] = {}
+        self._single_readers: dict[TensorRef, TensorRef | None] = {}
 
     @cached_property
     def first_outputs(self) -> list[tuple[TensorRef, str]]:
@@ -83,43 +83,41 @@ class OpNeighbors:
 
     def single_source(self, tensor: TensorRef, *, literal: bool) -> TensorRef | None:
         """Return the main input of the op of `tensor` if it has no other reader, through forwarding ops."""
-        source = self.data_input(tensor)
-        if source is None or literal:
-            return source if source is not None and len(self.consumers(source)) == 1 else None
-        path: list[TensorRef] = []
-        while source is not None and source not in self._single_sources:
-            self._single_sources[source] = None  # also ends a ring of identities
-            path.append(source)
-            if len(self.consumers(source)) != 1:
-                source = None
-            elif self.model.op(source).kind not in TRANSPARENT_KINDS:
-                break
-            else:
-                source = self.data_input(source)
-        nearest = source if path and source == path[-1] else None if source is None else self._single_sources[source]
-        self._single_sources.update(dict.fromkeys(path, nearest))
-        return nearest
+        return self._nearest(tensor, self._sole_source, None if literal else self._single_sources)
 
-    def single_reader(self, graph: Graph, name: str, *, literal: bool) -> str | None:
-        """Return the only op of this graph that reads output 0 of op `name`, looking through ops that forward it."""
-        if literal:
-            return self._sole_reader(graph, name)
-        path: list[str] = []
-        current: str | None = name
-        while current is not None and (graph.name, current) not in self._single_readers:
-            self._single_readers[graph.name, current] = None
+    def _sole_source(self, tensor: TensorRef) -> TensorRef | None:
+        source = self.data_input(tensor)
+        return source if source is not None and len(self.consumers(source)) == 1 else None
+
+    def single_reader(self, tensor: TensorRef, *, literal: bool) -> TensorRef | None:
+        """Return output 0 of the only op of the graph that reads `tensor`, looking through ops that forward it."""
+        return self._nearest(tensor, self._sole_reader, None if literal else self._single_readers)
+
+    def _sole_reader(self, tensor: TensorRef) -> TensorRef | None:
+        readers = self.consumers(tensor)
+        return TensorRef(*readers[0][:2]) if len(readers) == 1 and readers[0].graph == tensor.graph else None
+
+    def _nearest(
+        self,
+        tensor: TensorRef,
+        step: Callable[[TensorRef], TensorRef | None],
+        cache: dict[TensorRef, TensorRef | None] | None,
+    ) -> TensorRef | None:
+        """Return the tensor that `step` leads to, with a `cache` the first one whose op does not forward values."""
+        if cache is None:
+            return step(tensor)
+        path: list[TensorRef] = []
+        current: TensorRef | None = tensor
+        while current is not None and current not in cache:
+            cache[current] = None  # also ends a ring of identities
             path.append(current)
-            current = self._sole_reader(graph, current)
-            if current is not None and graph.op(current).kind not in TRANSPARENT_KINDS:
+            current = step(current)
+            if current is not None and self.model.op(current).kind not in TRANSPARENT_KINDS:
                 break
         else:
-            current = None if current is None else self._single_readers[graph.name, current]
-        self._single_readers.update({(graph.name, passed_op): current for passed_op in path})
+            current = None if current is None else cache[current]
+        cache.update(dict.fromkeys(path, current))
         return current
-
-    def _sole_reader(self, graph: Graph, name: str) -> str | None:
-        readers = self.consumers(TensorRef(graph.name, name))
-        return readers[0].op if len(readers) == 1 and readers[0].graph == graph.name else None
 
     def data_input(self, tensor: TensorRef) -> TensorRef | None:
         """Return the main input of the op of `tensor`: the first one that is no parameter, or the first one."""
@@ -144,17 +142,18 @@ _SIZE_FUNCTIONS = {
 
 def size_miss_reason(neighbors: OpNeighbors, selector: Selector, tensor: TensorRef, use: Use | None) -> str:
     """Return the condition on sizes that fails. A condition on an unknown size always fails."""
-    bounds = (
-        ("axes", selector.min_rank, selector.max_rank),
-        ("elements", selector.min_size, selector.max_size),
-        ("channels", selector.min_channels, selector.max_channels),
-        ("input channels", selector.min_in_channels, selector.max_in_channels),
-        ("rows", selector.min_rows, selector.max_rows),
-        ("kernel size", selector.min_kernel, None),
-        ("groups", None, selector.max_groups),
+    conditions = (
+        ("axes", selector.min_rank, selector.max_rank, None),
+        ("elements", selector.min_size, selector.max_size, None),
+        ("channels", selector.min_channels, selector.max_channels, None),
+        ("input channels", selector.min_in_channels, selector.max_in_channels, None),
+        ("rows", selector.min_rows, selector.max_rows, None),
+        ("kernel size", selector.min_kernel, None, None),
+        ("groups", None, selector.max_groups, None),
+        ("input channels", None, None, selector.multiple_of),
     )
-    for quantity, minimum, maximum in bounds:
-        if minimum is None and maximum is None:
+    for quantity, minimum, maximum, divisor in conditions:
+        if minimum is None and maximum is None and divisor is None:
             continue
         size = _selected_size(neighbors, quantity, tensor, use)
         subject = tensor if use is None or quantity in {"axes", "elements"} else use.op
@@ -163,11 +162,8 @@ def size_miss_reason(neighbors: OpNeighbors, selector: Selector, tensor: TensorR
             return f"{statement}, not at least {minimum}"
         if maximum is not None and (size is None or size > maximum):
             return f"{statement}, not at most {maximum}"
-    if selector.multiple_of is not None:
-        size = _selected_size(neighbors, "input channels", tensor, use)
-        if size is None or size % selector.multiple_of:
-            actual = "an unknown number of" if size is None else size
-            return f"{use.op if use else tensor} has {actual} input channels, no multiple of {selector.multiple_of}"
+        if divisor is not None and (size is None or size % divisor):
+            return f"{statement}, no multiple of {divisor}"
     return ""
 
 
@@ -176,12 +172,10 @@ def _selected_size(neighbors: OpNeighbors, quantity: str, tensor: TensorRef, use
     if quantity not in {"axes", "elements"}:
         return None if use is None else _weighted_op_size(neighbors, quantity, use)
     shape = neighbors.parameters.shape(tensor)
-    if shape is None:
-        return None
     if quantity == "axes":
-        return len(shape)
-    sizes = [side for side in shape if side is not None]
-    return math.prod(sizes) if len(sizes) == len(shape) else None
+        return None if shape is None else len(shape)
+    known_shape = fully_known_shape(shape)
+    return None if known_shape is None else math.prod(known_shape)
 
 
 def _weighted_op_size(neighbors: OpNeighbors, quantity: str, use: Use) -> int | None:
@@ -198,13 +192,6 @@ def _weighted_op_size(neighbors: OpNeighbors, quantity: str, use: Use) -> int | 
     )
     shape = None if operand is None else neighbors.parameters.shape(operand)
     return None if shape is None else _SIZE_FUNCTIONS[quantity](op, shape)
-
-
-def type_miss_reason(selector: Selector, op: Op) -> str:
-    """Return the failed condition on the type of `op`, "" if there is none."""
-    if selector.type is not None and op.type not in selector.type.split("|"):
-        return f"{op.name} is of type {op.type!r}, not {selector.type!r}"
-    return ""
 
 
 def attribute_miss_reason(selector: Selector, op: Op) -> str:
@@ -238,54 +225,51 @@ def _plain_attribute(value: Any) -> Any:
 
 # Match chains of kinds, `conv > batchnorm? > relu`, against the ops before a tensor or after a use.
 
-cached_chain_links = lru_cache(maxsize=1024)(parse_chain)
-
 
 def matches_chain_up(neighbors: OpNeighbors, links: tuple[ChainLink, ...], tensor: TensorRef) -> bool:
     """Return True if the ops before `tensor` form the chain. Every tensor inside it must have one reader."""
-    if len(links) == 1:
-        return neighbors.is_kind(links[0].kinds, tensor)
-    literal = _names_transparent_kind(links)
-    positions = _skip_optional_links(links, len(links), -1)
-    current: TensorRef | None = tensor
-    while current is not None and positions and 0 not in positions:
-        matched = {index - 1 for index in positions if neighbors.is_kind(links[index - 1].kinds, current)}
-        positions = frozenset().union(*(_skip_optional_links(links, index, -1) for index in matched))
-        current = neighbors.single_source(current, literal=literal)
-    return 0 in positions
+    return _matches_links(links[::-1], tensor, neighbors.is_kind, neighbors.single_source)
 
 
 def matches_chain_down(neighbors: OpNeighbors, links: tuple[ChainLink, ...], use: Use) -> bool:
     """Return True if the op of `use` and its sole readers form the chain."""
-    graph = neighbors.model.graphs[use.graph]
-    literal = _names_transparent_kind(links)
-    positions = _skip_optional_links(links, 0, 1)
-    current: str | None = use.op
-    while current is not None and positions and len(links) not in positions:
-        kind = graph.op(current).kind
-        matched = {index + 1 for index in positions if not links[index].kinds.isdisjoint((kind, "*"))}
-        positions = frozenset().union(*(_skip_optional_links(links, index, 1) for index in matched))
-        current = neighbors.single_reader(graph, current, literal=literal)
-    return len(links) in positions
+
+    def is_kind(kinds: AbstractSet[str], tensor: TensorRef) -> bool:
+        return not kinds.isdisjoint((neighbors.model.op(tensor).kind, "*"))
+
+    return _matches_links(links, TensorRef(use.graph, use.op), is_kind, neighbors.single_reader)
+
+
+def _matches_links(
+    links: tuple[ChainLink, ...],
+    start: TensorRef,
+    is_kind: Callable[[AbstractSet[str], TensorRef], bool],
+    next_tensor: Callable[..., TensorRef | None],
+) -> bool:
+    """Return True if the ops from `start` on form the chain."""
+    literal = any(not link.kinds.isdisjoint(TRANSPARENT_KINDS) for link in links)
+    positions, current = _skip_optional_links(links, 0), start
+    while True:
+        matched = {index + 1 for index in positions if is_kind(links[index].kinds, current)}
+        positions = frozenset().union(*(_skip_optional_links(links, index) for index in matched))
+        if not positions or len(links) in positions:
+            return bool(positions)
+        following = next_tensor(current, literal=literal)
+        if following is None:
+            return False
+        current = following
 
 
 def possible_last_links(text: str) -> list[ChainLink]:
     """Return the links that may be the last op of a chain, considering optional links."""
-    links = cached_chain_links(text)
-    return [links[index - 1] for index in sorted(_skip_optional_links(links, len(links), -1)) if index]
+    links = parse_chain(text)[::-1]
+    return [links[index] for index in sorted(_skip_optional_links(links, 0))]
 
 
-def _names_transparent_kind(links: tuple[ChainLink, ...]) -> bool:
-    return any(not link.kinds.isdisjoint(TRANSPARENT_KINDS) for link in links)
-
-
-def _skip_optional_links(links: tuple[ChainLink, ...], index: int, step: int) -> frozenset[int]:
+def _skip_optional_links(links: tuple[ChainLink, ...], index: int) -> frozenset[int]:
     """Return the positions between links that can be reached from `index` by skipping optional links."""
-    positions = {index}
-    while 0 <= (link := index if step > 0 else index - 1) < len(links) and links[link].optional:
-        index += step
-        positions.add(index)
-    return frozenset(positions)
+    required = (position for position in range(index, len(links)) if not links[position].optional)
+    return frozenset(range(index, next(required, len(links)) + 1))
 
 
 # Match patterns, small graphs written as text, against the ops above each op.
@@ -293,35 +277,20 @@ def _skip_optional_links(links: tuple[ChainLink, ...], index: int, step: int) ->
 MAX_BINDING_STEPS = 2000
 """Operands that are tried for one match of a pattern: commuted operands of a hostile model would never end."""
 
-pattern_ops_of = lru_cache(maxsize=1024)(parse_pattern)
-
 
 def find_pattern(
     neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]
 ) -> dict[str, set[tuple[str, str]]]:
-    """Return for each part the ops that have its role in a match of any spelling of the pattern."""
-    ops_by_name: dict[str, set[tuple[str, str]]] = {pattern_op.name: set() for pattern_op in pattern_ops}
-    ops_by_name[ANY_OP] = set()
+    """Return for each part the ops that have its role in a match of any spelling; the first match at each op counts."""
+    ops_by_name: dict[str, set[tuple[str, str]]] = {part: set() for part in (ANY_OP, *(op.name for op in pattern_ops))}
     for spelling in expand_spellings(pattern_ops):
-        for part, ops in _find_spelling(neighbors, name, spelling).items():
-            ops_by_name[ANY_OP] |= ops
-            if part in ops_by_name:
-                ops_by_name[part] |= ops
-    return ops_by_name
-
-
-def _find_spelling(
-    neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]
-) -> dict[str, set[tuple[str, str]]]:
-    """Return for each part the ops that have its role. Only the first match at each op counts."""
-    ops_by_name: dict[str, set[tuple[str, str]]] = {pattern_op.name: set() for pattern_op in pattern_ops}
-    search = _PatternSearch(neighbors, name, pattern_ops)
-    kinds = pattern_ops[-1].kinds
-    any_kind = not kinds.isdisjoint(("*", "parameter"))
-    for tensor, kind in neighbors.first_outputs:
-        bound = search.bind_pattern(tensor) or {} if any_kind or kind in kinds else {}
-        for pattern_op in pattern_ops if bound else ():
-            ops_by_name[pattern_op.name].add((tensor.graph, bound[pattern_op.name].op))
+        search, kinds = _PatternSearch(neighbors, name, spelling), spelling[-1].kinds
+        any_kind = not kinds.isdisjoint(("*", "parameter"))
+        for root in (tensor for tensor, kind in neighbors.first_outputs if any_kind or kind in kinds):
+            bound = search.bind_pattern(root) or {}
+            for part in (op.name for op in spelling if bound):
+                for role in {ANY_OP, part} & ops_by_name.keys():
+                    ops_by_name[role].add((root.graph, bound[part].op))
     return ops_by_name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -13,10 +13,6 @@ from graphquant.qdq import FAMILIES, FamilyArguments
 from graphquant.rules.rule import CONSUMER_CONDITIONS, Pattern, Rule, RuleFile, Selector
 from graphquant.rules.scheme import SCHEME_DTYPES, ObserverConfig, Scheme
 from graphquant.rules.toml_document import DocumentKind, describe_table_schema, table_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 RULE_FILE_VERSION = 2
 """Version of the rule file format. It increases when a valid rule file becomes invalid."""
@@ -96,9 +92,13 @@ def _add_constraints(tables: dict[str, Any]) -> None:
         "anyOf": [{"enum": names_without_arguments}, {"$ref": observe_schema["$ref"]}],
     }
     observe["properties"]["name"]["enum"] = list(OBSERVERS)
+    argument_names = [name for name in table_keys(ObserverConfig) if name != "name"]
     observe["oneOf"] = [
         {
-            "properties": {"name": {"const": name}, **dict.fromkeys(_foreign_arguments(observer.arguments), False)},
+            "properties": {
+                "name": {"const": name},
+                **{argument: False for argument in argument_names if argument not in observer.arguments},
+            },
             "required": list(observer.required_arguments),
         }
         for name, observer in OBSERVERS.items()
@@ -118,7 +118,3 @@ def _add_constraints(tables: dict[str, Any]) -> None:
     sides = tables["Rule"]["properties"]
     sides["producer"]["properties"] = dict.fromkeys(CONSUMER_CONDITIONS, False)
     sides["consumer"]["properties"] = {"readers": False}
-
-
-def _foreign_arguments(arguments: Iterable[str]) -> list[str]:
-    return [name for name in table_keys(ObserverConfig) if name != "name" and name not in arguments]

@@ -17,16 +17,13 @@ from graphquant.ir import FLOAT_TYPES, Model, Shape, TensorRef, Use
 from graphquant.rules.conditions import (
     OpNeighbors,
     attribute_miss_reason,
-    cached_chain_links,
     find_pattern,
     matches_chain_down,
     matches_chain_up,
-    pattern_ops_of,
     possible_last_links,
     size_miss_reason,
-    type_miss_reason,
 )
-from graphquant.rules.pattern_syntax import compile_regex
+from graphquant.rules.pattern_syntax import compile_regex, parse_chain, parse_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -46,11 +43,11 @@ MAX_ANCESTORS = 256
 def branch_lengths(neighbors: OpNeighbors, ends: list[TensorRef]) -> list[int]:
     """Return the distance of each of `ends` from the nearest op that all are computed from, 0 if there is none."""
     ancestors = [_ancestor_distances(neighbors, end) for end in ends]
-    common = [op for op in ancestors[0] if all(op in distances for distances in ancestors[1:])]
-    if not common:
-        return [0] * len(ends)
-    nearest = min(common, key=lambda op: sum(distances[op] for distances in ancestors))
-    return [distances[nearest] for distances in ancestors]
+    common = set(ancestors[0]).intersection(*ancestors[1:])
+    # The order of the first branch decides between ancestors that are equally near.
+    candidates = (op for op in ancestors[0] if op in common)
+    nearest = min(candidates, key=lambda op: sum(distances[op] for distances in ancestors), default=None)
+    return [0 if nearest is None else distances[nearest] for distances in ancestors]
 
 
 def _ancestor_distances(neighbors: OpNeighbors, end: TensorRef) -> dict[tuple[str, str], int]:
@@ -108,22 +105,16 @@ def all_consumer_names(model: Model) -> Iterator[str]:
 
 
 def check_name_selectors(model: Model, ruleset: RuleSet, tensors: Callable[[], TensorConsumers]) -> None:
-    """Check that each name selector of a rule that is not optional matches something.
-
-    Args:
-        model: The model.
-        ruleset: The rules.
-        tensors: Returns the tensors that rules apply to, each with its consumers.
+    """Check that each name selector of a rule that is not optional matches one of the `tensors` that rules apply to.
 
     Raises:
         UsageError: A selector matches nothing, or the two selectors of a rule never meet.
     """
-    sides = (("producer", all_producer_names), ("consumer", all_consumer_names))
-    for side, names_of in sides:
-        selected = [(rule, getattr(rule.rule, side).name) for rule in ruleset.rules if not rule.rule.optional]
-        named_rules = [(rule, pattern) for rule, pattern in selected if pattern is not None]
-        names = list(dict.fromkeys(names_of(model))) if named_rules else []
-        for rule, pattern in named_rules:
+    required = [rule for rule in ruleset.rules if not rule.rule.optional]
+    for side, names_of in (("producer", all_producer_names), ("consumer", all_consumer_names)):
+        selected = [(rule, pattern) for rule in required if (pattern := getattr(rule.rule, side).name) is not None]
+        names = list(dict.fromkeys(names_of(model))) if selected else []
+        for rule, pattern in selected:
             if not name_matches(pattern, *names):
                 raise UsageError(
                     f"{rule.file}:{rule.line}: rule {rule.rule.name!r}: the {side} name {pattern!r} matches nothing"
@@ -131,8 +122,8 @@ def check_name_selectors(model: Model, ruleset: RuleSet, tensors: Callable[[], T
                     f"{did_you_mean(pattern, names) or ' List the names with: graphquant inspect MODEL.'}"
                     " If it may be absent, set optional = true."
                 )
-    for rule in ruleset.rules:
-        if rule.rule.producer.name and rule.rule.consumer.name and not rule.rule.optional:
+    for rule in required:
+        if rule.rule.producer.name and rule.rule.consumer.name:
             _check_producer_feeds_consumer(model, tensors(), rule, rule.rule.producer.name, rule.rule.consumer.name)
 
 
@@ -189,11 +180,7 @@ class RuleMatcher:
     """Matches the rules of `ruleset` against `model`, which must not be edited meanwhile."""
 
     def __init__(self, model: Model, ruleset: RuleSet) -> None:
-        """Check the name selectors.
-
-        Raises:
-            UsageError: A name selector of a rule that is not optional matches nothing.
-        """
+        """Check the name selectors. Raise a UsageError if that of a rule that is not optional matches nothing."""
         self.model = model
         self.ruleset = ruleset
         self.neighbors = OpNeighbors(model)
@@ -206,8 +193,6 @@ class RuleMatcher:
         self._rules_by_name = {(rule.file, rule.rule.name): rule for rule in ruleset.rules}
         check_name_selectors(model, ruleset, self.tensors)
 
-    # -- the two questions -----------------------------------------------------------------------
-
     def matches(self) -> Iterator[RuleMatch]:
         """Yield the first rule that matches for each use of a float tensor, in the order of the model.
 
@@ -215,21 +200,11 @@ class RuleMatcher:
             UsageError: A pattern has too many possible matches in the model.
         """
         for tensor, uses in self.tensors():
-            op_key = (tensor.graph, tensor.op)
-            rules = [
-                rule
-                for rule in self._candidate_rules(tensor)
-                if (
-                    rule.rule.producer.pattern is None
-                    or op_key in self._ops_in_pattern(rule, rule.rule.producer.pattern)
-                )
-                and not self._producer_miss_reason(rule, tensor)
-            ]
+            rules = [rule for rule in self._candidate_rules(tensor) if not self._producer_miss_reason(rule, tensor)]
             for use in uses if rules else ():
-                for rule in rules:
-                    if not self._consumer_miss_reason(rule, tensor, use):
-                        yield RuleMatch(tensor=tensor, use=use, rule=rule)
-                        break
+                rule = next((rule for rule in rules if not self._consumer_miss_reason(rule, tensor, use)), None)
+                if rule is not None:
+                    yield RuleMatch(tensor=tensor, use=use, rule=rule)
 
     def _candidate_rules(self, tensor: TensorRef) -> list[BoundRule]:
         """Return the rules whose producer may end in an op of that kind: few, as most rules name kinds."""
@@ -251,15 +226,15 @@ class RuleMatcher:
 
     def evaluate_rule(self, rule: BoundRule, tensor: TensorRef, use: Use) -> RuleMiss:
         """Return the reason why `rule` does not match `use` of `tensor`, and how close it comes."""
-        sides = (
-            (rule.rule.producer, self._producer_mismatch(rule, tensor), self._producer_miss_reason(rule, tensor)),
-            (rule.rule.consumer, self._consumer_mismatch(rule, use), self._consumer_miss_reason(rule, tensor, use)),
+        closeness, reasons = (
+            0,
+            (self._producer_miss_reason(rule, tensor), self._consumer_miss_reason(rule, tensor, use)),
         )
-        closeness = sum(
-            0 if mismatch else 1 if reason or not _identifies_op(selector) else 2
-            for selector, mismatch, reason in sides
-        )
-        return RuleMiss(rule=rule, reason=sides[0][2] or sides[1][2], closeness=closeness)
+        sides = ((rule.rule.producer, None), (rule.rule.consumer, use))
+        for (selector, reading_use), reason in zip(sides, reasons, strict=True):
+            if not self._op_mismatch(rule, tensor, reading_use):
+                closeness += 1 if reason or not _identifies_op(selector) else 2
+        return RuleMiss(rule=rule, reason=next(filter(None, reasons), ""), closeness=closeness)
 
     def tensors(self) -> Iterator[tuple[TensorRef, list[Use]]]:
         """Yield each float tensor of the reachable graphs, or one of unknown dtype, with its consumers."""
@@ -283,57 +258,47 @@ class RuleMatcher:
         """Return every name that a selector can match, in the reachable graphs."""
         return list(dict.fromkeys((*all_producer_names(self.model), *all_consumer_names(self.model))))
 
-    # -- selectors -------------------------------------------------------------------------------
-
     def _producer_miss_reason(self, rule: BoundRule, tensor: TensorRef) -> str:
-        selector, op = rule.rule.producer, self.model.op(tensor)
-        reason = self._producer_mismatch(rule, tensor)
-        if not reason and selector.readers is not None and len(self.neighbors.consumers(tensor)) != selector.readers:
-            reason = f"{tensor} has {len(self.neighbors.consumers(tensor))} consumers, not {selector.readers}"
-        reason = (
-            reason or attribute_miss_reason(selector, op) or size_miss_reason(self.neighbors, selector, tensor, None)
-        )
+        selector, reason = rule.rule.producer, self._op_mismatch(rule, tensor, None)
+        if not reason and selector.readers is not None:
+            count = len(self.neighbors.consumers(tensor))
+            reason = "" if count == selector.readers else f"{tensor} has {count} consumers, not {selector.readers}"
+        reason = reason or attribute_miss_reason(selector, self.model.op(tensor))
+        reason = reason or size_miss_reason(self.neighbors, selector, tensor, None)
         return f"producer {reason}" if reason else ""
 
-    def _producer_mismatch(self, rule: BoundRule, tensor: TensorRef) -> str:
-        """Return the reason why the op that produces `tensor` is not the rule's producer, "" if it is."""
-        selector, op = rule.rule.producer, self.model.op(tensor)
-        if selector.kind is not None and not matches_chain_up(
-            self.neighbors, cached_chain_links(selector.kind), tensor
-        ):
-            actual = "a parameter" if self.parameters.is_parameter(tensor) else repr(op.kind)
-            return f"{op.name} is {actual}, not {selector.kind!r}"
-        if selector.name is not None and not name_matches(selector.name, *self.labels(tensor)):
-            return f"{tensor} does not match the name {selector.name!r}"
-        if selector.pattern is not None and (tensor.graph, tensor.op) not in self._ops_in_pattern(
-            rule, selector.pattern
-        ):
-            return f"{op.name} is not {selector.pattern!r} of that pattern"
-        return type_miss_reason(selector, op)
+    def _op_mismatch(self, rule: BoundRule, tensor: TensorRef, use: Use | None) -> str:
+        """Return why the op that reads at `use`, or without it the one that produces `tensor`, is not the rule's op."""
+        selector = rule.rule.producer if use is None else rule.rule.consumer
+        graph, name = (tensor.graph, tensor.op) if use is None else (use.graph, use.op)
+        op, neighbors = self.model.graphs[graph].op(name), self.neighbors
+        if selector.kind is not None:
+            links = parse_chain(selector.kind)
+            is_chain = (
+                matches_chain_up(neighbors, links, tensor) if use is None else matches_chain_down(neighbors, links, use)
+            )
+            if not is_chain:
+                is_weight = use is None and self.parameters.is_parameter(tensor)
+                return f"{name} is {'a parameter' if is_weight else repr(op.kind)}, not {selector.kind!r}"
+        if selector.name is not None:
+            labels = self.labels(tensor) if use is None else op_selector_names(graph, name)
+            if not name_matches(selector.name, *labels):
+                return f"{tensor if use is None else name} does not match the name {selector.name!r}"
+        if selector.pattern is not None and (graph, name) not in self._ops_in_pattern(rule, selector.pattern):
+            return f"{name} is not {selector.pattern!r} of that pattern"
+        if selector.type is not None and op.type not in selector.type.split("|"):
+            return f"{name} is of type {op.type!r}, not {selector.type!r}"
+        return ""
 
     def _consumer_miss_reason(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
         selector, op = rule.rule.consumer, self.model.graphs[use.graph].op(use.op)
-        reason = self._consumer_mismatch(rule, use)
+        reason = self._op_mismatch(rule, tensor, use)
         if not reason and selector.input is not None and op.role(use.slot) not in selector.input.split("|"):
             reason = f"{use} reads it as {op.role(use.slot)!r}, not as {selector.input!r}"
-        reason = (
-            reason or attribute_miss_reason(selector, op) or size_miss_reason(self.neighbors, selector, tensor, use)
-        )
+        reason = reason or attribute_miss_reason(selector, op)
+        reason = reason or size_miss_reason(self.neighbors, selector, tensor, use)
         reason = reason or self._inputs_miss_reason(rule, use)
         return f"consumer {reason}" if reason else ""
-
-    def _consumer_mismatch(self, rule: BoundRule, use: Use) -> str:
-        """Return the reason why the op that reads is not the rule's consumer, "" if it is."""
-        selector, op = rule.rule.consumer, self.model.graphs[use.graph].op(use.op)
-        if selector.kind is not None and not matches_chain_down(self.neighbors, cached_chain_links(selector.kind), use):
-            return f"{op.name} is {op.kind!r}, not {selector.kind!r}"
-        if selector.name is not None and not name_matches(selector.name, *op_selector_names(use.graph, op.name)):
-            return f"{op.name} does not match the name {selector.name!r}"
-        if selector.pattern is not None and (use.graph, use.op) not in self._ops_in_pattern(rule, selector.pattern):
-            return f"{op.name} is not {selector.pattern!r} of that pattern"
-        return type_miss_reason(selector, op)
-
-    # -- the other inputs of an op -----------------------------------------------------------------
 
     def _inputs_miss_reason(self, rule: BoundRule, use: Use) -> str:
         """Return the failed condition that concerns all inputs of the op of `use`."""
@@ -350,16 +315,11 @@ class RuleMatcher:
         """Return the uses of the op of `use` that `rule` matches first, ignoring rules with `sibling_rule`."""
         key = (id(rule), use.graph, use.op)
         if key not in self._claimed_uses:
-            candidates = [candidate for candidate in self.ruleset.rules if candidate.rule.consumer.sibling_rule is None]
-            first_rules = {
-                operand_use: next(
-                    (candidate for candidate in candidates if not self.miss_reason(candidate, tensor, operand_use)),
-                    None,
-                )
-                for tensor, operand_use in self.neighbors.inputs(use)
-            }
+            others = [candidate for candidate in self.ruleset.rules if candidate.rule.consumer.sibling_rule is None]
             self._claimed_uses[key] = frozenset(
-                claimed_use for claimed_use, claiming_rule in first_rules.items() if claiming_rule is rule
+                operand_use
+                for tensor, operand_use in self.neighbors.inputs(use)
+                if next((other for other in others if not self.miss_reason(other, tensor, operand_use)), None) is rule
             )
         return self._claimed_uses[key]
 
@@ -367,31 +327,21 @@ class RuleMatcher:
         """Return the use at the end of the longest path into the op of `use`, None without two paths."""
         key = (id(rule), use.graph, use.op)
         if key not in self._longest_path_uses:
-            data = [
-                (tensor, operand_use)
-                for tensor, operand_use in self.neighbors.inputs(use)
-                if not self.parameters.is_parameter(tensor)
-            ]
-            candidates = [
-                (tensor, operand_use) for tensor, operand_use in data if not self._producer_miss_reason(rule, tensor)
-            ]
-            if len(data) < 2 or not candidates:  # noqa: PLR2004  # two paths
-                self._longest_path_uses[key] = None
-            else:
-                lengths = (
-                    branch_lengths(self.neighbors, [tensor for tensor, _ in candidates]) if len(candidates) > 1 else [0]
-                )
+            inputs = self.neighbors.inputs(use)
+            data = [(tensor, end) for tensor, end in inputs if not self.parameters.is_parameter(tensor)]
+            candidates = [(tensor, end) for tensor, end in data if not self._producer_miss_reason(rule, tensor)]
+            self._longest_path_uses[key] = None
+            if len(data) > 1 and candidates:
+                lengths = branch_lengths(self.neighbors, [tensor for tensor, _ in candidates])
                 self._longest_path_uses[key] = candidates[lengths.index(max(lengths))][1]
         return self._longest_path_uses[key]
-
-    # -- patterns --------------------------------------------------------------------------------
 
     def _ops_in_pattern(self, rule: BoundRule, reference: str) -> set[tuple[str, str]]:
         """Return (graph, op) of every op that has the named role in a match of the pattern."""
         key = (id(rule.patterns), reference)
         if key not in self._ops_by_reference:
             name, _, op_name = reference.partition(".")
-            pattern_ops = pattern_ops_of(rule.patterns[name].ops)
+            pattern_ops = parse_pattern(rule.patterns[name].ops)
             if pattern_ops not in self._pattern_matches:
                 self._pattern_matches[pattern_ops] = find_pattern(self.neighbors, name, pattern_ops)
             self._ops_by_reference[key] = self._pattern_matches[pattern_ops][op_name or pattern_ops[-1].name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -96,17 +97,22 @@ def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:
     """
     if not lines:
         raise ValueError("a pattern has at least one op")
-    ops: list[PatternOp] = []
-    defined: set[str] = set()
+    ops: dict[str, PatternOp] = {}
     for line in lines:
         op = _parse_pattern_op(line)
-        if op.name in defined:
+        if op.name in ops:
             raise ValueError(f"{op.name!r} is defined twice")
-        defined.add(op.name)
-        ops.append(op)
-    _check_order(ops)
-    _check_connected(ops)
-    return tuple(ops)
+        ops[op.name] = op
+    names = list(ops)
+    for index, op in enumerate(ops.values()):
+        if early := [operand for operand in op.operands if operand in names[index:]]:
+            raise ValueError(f"{early[0]!r} is used before the line that defines it")
+    connected = {names[-1]}
+    for name in reversed(names):
+        connected.update(ops[name].operands if name in connected else ())
+    if unconnected := [repr(name) for name in names if name not in connected]:
+        raise ValueError(f"{', '.join(unconnected)} is not connected to the last op {names[-1]!r}; remove it or use it")
+    return tuple(ops.values())
 
 
 def _parse_pattern_op(line: str) -> PatternOp:
@@ -119,29 +125,6 @@ def _parse_pattern_op(line: str) -> PatternOp:
     if match[1] == ANY_OPERAND:
         raise ValueError(f"{ANY_OPERAND!r} in {line!r} stands for any operand; give the op another name")
     return PatternOp(match[1], frozenset(match[2].split("|")), operands)
-
-
-def _check_order(ops: list[PatternOp]) -> None:
-    position = {op.name: index for index, op in enumerate(ops)}
-    for index, op in enumerate(ops):
-        for operand in op.operands:
-            if position.get(operand, -1) >= index:
-                raise ValueError(f"{operand!r} is used before the line that defines it")
-
-
-def _check_connected(ops: list[PatternOp]) -> None:
-    operands = {op.name: op.operands for op in ops}
-    connected: set[str] = set()
-    pending = [ops[-1].name]
-    while pending:
-        name = pending.pop()
-        if name in operands and name not in connected:
-            connected.add(name)
-            pending.extend(operands[name])
-    if unconnected := [repr(op.name) for op in ops if op.name not in connected]:
-        raise ValueError(
-            f"{', '.join(unconnected)} is not connected to the last op {ops[-1].name!r}; remove it or use it"
-        )
 
 
 MAX_PATTERN_VARIANTS = 64
@@ -166,10 +149,7 @@ def expand_spellings(ops: tuple[PatternOp, ...]) -> tuple[tuple[PatternOp, ...],
         ValueError: A function has the wrong number of operands, or there are too many spellings.
     """
     choices = [_spellings_of(op) for op in ops]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
-    if count > MAX_PATTERN_VARIANTS:
+    if (count := math.prod(map(len, choices))) > MAX_PATTERN_VARIANTS:
         raise ValueError(f"the pattern has {count} spellings; the limit is {MAX_PATTERN_VARIANTS}")
     return tuple(tuple(op for part in parts for op in part) for parts in product(*choices))
 
@@ -218,19 +198,15 @@ def _products(name: str, factors: tuple[str, ...]) -> list[list[PatternOp]]:
     """Return the binary trees of mul ops over `factors`. Operands of each mul match in both orders anyway."""
     if len(factors) < 2:  # noqa: PLR2004  # a mul has two operands
         raise ValueError("'product' takes at least 2 operands")
-    mul = frozenset({"mul"})
-    if len(factors) == 2:  # noqa: PLR2004  # a mul has two operands
-        return [[PatternOp(name, mul, factors)]]
     trees = []
     first, rest = factors[0], factors[1:]
     # The first factor stays on the left side, so that no tree occurs twice.
-    for size in range(len(rest)):
-        for chosen in combinations(range(len(rest)), size):
-            left = (first, *(rest[index] for index in chosen))
-            right = tuple(factor for index, factor in enumerate(rest) if index not in chosen)
-            sides: list[list[tuple[list[PatternOp], str]]] = [
-                [([], side[0])] if len(side) == 1 else [(tree, mark) for tree in _products(mark, side)]
-                for side, mark in ((left, f"{name}'"), (right, f'{name}"'))
-            ]
-            trees += [[*a, *b, PatternOp(name, mul, (x, y))] for (a, x), (b, y) in product(*sides)]
+    for chosen in (subset for size in range(len(rest)) for subset in combinations(range(len(rest)), size)):
+        left = (first, *(rest[index] for index in chosen))
+        right = tuple(factor for index, factor in enumerate(rest) if index not in chosen)
+        sides: list[list[tuple[list[PatternOp], str]]] = [
+            [([], side[0])] if len(side) == 1 else [(tree, mark) for tree in _products(mark, side)]
+            for side, mark in ((left, f"{name}'"), (right, f'{name}"'))
+        ]
+        trees += [[*a, *b, PatternOp(name, frozenset({"mul"}), (x, y))] for (a, x), (b, y) in product(*sides)]
     return trees

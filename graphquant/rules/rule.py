@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from graphquant.rules.pattern_syntax import SPELLINGS, compile_regex, expand_spellings, parse_chain, parse_pattern
@@ -129,12 +129,8 @@ class Selector:
     def _check_attr_values(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name, condition in value.items():
             alternatives = condition if isinstance(condition, list) else [condition]
-            scalars = [
-                scalar
-                for alternative in alternatives
-                for scalar in (alternative if isinstance(alternative, list) else [alternative])
-            ]
-            if not all(isinstance(scalar, bool | int | float | str) for scalar in scalars):
+            rows = [entry if isinstance(entry, list) else [entry] for entry in alternatives]
+            if not all(isinstance(scalar, bool | int | float | str) for row in rows for scalar in row):
                 raise ValueError(f"the attribute {name!r} can only be compared with strings, numbers and booleans")
         return value
 
@@ -243,13 +239,8 @@ NEGATION = "not "
 """Prefix of a step that a rule file switches off, whatever later files request."""
 
 
-def _check_steps(value: list[str], allowed: tuple[str, ...]) -> list[str]:
-    """Validate a list of requested and switched-off steps."""
-    check_known_words("step", [name.removeprefix(NEGATION) for name in value], allowed)
-    contradicted = next((name for name in value if NEGATION + name in value), None)
-    if contradicted is not None:
-        raise ValueError(f"{contradicted!r} is switched on and off; remove one of the two")
-    return value
+def _step_choices(names: tuple[str, ...]) -> Any:
+    return Field(json_schema_extra={"enum": [*names, *(NEGATION + name for name in names)]})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
@@ -268,36 +259,26 @@ class RuleFile:
     """
 
     description: str = ""
-    prepare: list[
-        Annotated[
-            str,
-            Field(json_schema_extra={"enum": [*PREPARATION_NAMES, *(NEGATION + name for name in PREPARATION_NAMES)]}),
-        ]
-    ] = Field(default_factory=list)
-    algorithms: list[
-        Annotated[
-            str, Field(json_schema_extra={"enum": [*ALGORITHM_NAMES, *(NEGATION + name for name in ALGORITHM_NAMES)]})
-        ]
-    ] = Field(default_factory=list)
+    prepare: list[Annotated[str, _step_choices(PREPARATION_NAMES)]] = Field(default_factory=list)
+    algorithms: list[Annotated[str, _step_choices(ALGORITHM_NAMES)]] = Field(default_factory=list)
     use: list[ShortText] = Field(default_factory=list)
     scheme: dict[str, Scheme] = Field(default_factory=dict)
     pattern: dict[str, Pattern] = Field(default_factory=dict)
     rule: list[Rule] = Field(default_factory=list)
 
-    @field_validator("prepare")
+    @field_validator("prepare", "algorithms")
     @classmethod
-    def _check_preparations(cls, value: list[str]) -> list[str]:
-        return _check_steps(value, PREPARATION_NAMES)
+    def _check_steps(cls, value: list[str], field: ValidationInfo) -> list[str]:
+        allowed = PREPARATION_NAMES if field.field_name == "prepare" else ALGORITHM_NAMES
+        check_known_words("step", [name.removeprefix(NEGATION) for name in value], allowed)
+        if contradicted := next((name for name in value if NEGATION + name in value), None):
+            raise ValueError(f"{contradicted!r} is switched on and off; remove one of the two")
+        return value
 
-    @field_validator("algorithms")
-    @classmethod
-    def _check_algorithms(cls, value: list[str]) -> list[str]:
-        return _check_steps(value, ALGORITHM_NAMES)
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class BoundRule:
-    """A rule with its file: the file's schemes and patterns, and `place` to find its line."""
+    """A rule with the name of its file, its line, its scheme, and the patterns of the file."""
 
     rule: Rule
     file: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from graphquant.errors import did_you_mean
 from graphquant.numerics import FLOAT8_NAMES, FloatType, IntType, QType, QuantizationGrid, parse_type
-from graphquant.observers import OBSERVERS, ObserverArgument
+from graphquant.observers import OBSERVERS
 from graphquant.qdq import FAMILIES, FamilyArguments, FamilyRequest, RangeSource, RoundingMode
 
 if TYPE_CHECKING:
@@ -35,11 +34,8 @@ def check_known_words(noun: str, words: Iterable[str], allowed: Iterable[str]) -
     """Raise a ValueError about the first of `words` that is not in `allowed`."""
     for word in words:
         if word not in allowed:
-            raise ValueError(f"there is no {noun} {word!r}.{did_you_mean(word, allowed) or _list_known_words(allowed)}")
-
-
-def _list_known_words(allowed: Iterable[str]) -> str:
-    return f" Use one of {', '.join(sorted(allowed))}."
+            hint = did_you_mean(word, allowed) or f" Use one of {', '.join(sorted(allowed))}."
+            raise ValueError(f"there is no {noun} {word!r}.{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
@@ -71,11 +67,7 @@ class _ObserverConfig:
         return self
 
     def _specified_arguments(self) -> dict[str, float]:
-        values = {
-            config_field.name: getattr(self, config_field.name)
-            for config_field in dataclasses.fields(self)
-            if config_field.name != "name"
-        }
+        values = {name: getattr(self, name) for name in _OBSERVER_ARGUMENTS}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -90,12 +82,6 @@ _OBSERVER_ARGUMENTS = {
 }
 
 
-def _argument_type(argument: ObserverArgument) -> Any:
-    """Return the type of an argument's field."""
-    number_type = StrictInt if argument.is_integer else StrictFloat
-    return Annotated[number_type, Field(ge=argument.minimum, le=argument.maximum)] | None
-
-
 if TYPE_CHECKING:
 
     class ObserverConfig(_ObserverConfig):
@@ -104,7 +90,13 @@ if TYPE_CHECKING:
         def __init__(self, *, name: str, **arguments: float | None) -> None: ...
 
 else:
-    _fields = {name: _argument_type(argument) for name, argument in _OBSERVER_ARGUMENTS.items()}
+    _fields = {
+        name: Annotated[
+            StrictInt if argument.is_integer else StrictFloat, Field(ge=argument.minimum, le=argument.maximum)
+        ]
+        | None
+        for name, argument in _OBSERVER_ARGUMENTS.items()
+    }
     ObserverConfig = dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)(
         type(
             "Observe",
@@ -199,38 +191,38 @@ class Scheme:
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Scheme:
-        if self.dtype and (self.bits is not None or self.signed is not None):
-            raise ValueError("'dtype' replaces 'bits' and 'signed'; give one or the other")
-        if self.observe.name == "fixed-point" and self.zero != "symmetric":
-            raise ValueError("the observer 'fixed-point' has zero point 0; the scheme must be symmetric")
-        if self.range == "given" and self.scale == "power-of-two":
-            raise ValueError(
-                "the ops compute the scale of a range that is 'given'; a power of two needs range 'observed'"
-            )
-        if self.shifts is not None and (self.scale != "power-of-two" or self.per != "tensor"):
-            raise ValueError('\'shifts\' needs scale = "power-of-two" and per = "tensor"')
-        self._check_float8()
-        self._check_blocks()
+        observer, dtype = self.observe.name, self.type
+        is_float, is_symmetric = isinstance(dtype, FloatType), self.zero == "symmetric"
+        supports_blocks = not OBSERVERS[observer].needs_histogram and observer not in {"mean-minmax", "bias"}
+        conflicts = {
+            "'dtype' replaces 'bits' and 'signed'; give one or the other": (
+                self.dtype and (self.bits is not None or self.signed is not None)
+            ),
+            "the observer 'fixed-point' has zero point 0; the scheme must be symmetric": (
+                observer == "fixed-point" and not is_symmetric
+            ),
+            "the ops compute the scale of a range that is 'given'; a power of two needs range 'observed'": (
+                self.range == "given" and self.scale == "power-of-two"
+            ),
+            '\'shifts\' needs scale = "power-of-two" and per = "tensor"': (
+                self.shifts is not None and (self.scale != "power-of-two" or self.per != "tensor")
+            ),
+            f"{dtype.name} has no zero point; the scheme must be symmetric": is_float and not is_symmetric,
+            f"{dtype.name} is symmetric around 0; remove 'narrow'": is_float and self.narrow,
+            "'block_size' and per = \"block\" need each other; give both, or neither": (
+                (self.per == "block") != (self.block_size is not None)
+            ),
+            "a scheme per tensor has no 'axis'; remove it, or set per = \"channel\"": (
+                self.per == "tensor" and self.axis is not None
+            ),
+            f"the observer {observer!r} does not support blocks; use minmax or absmax": (
+                self.per == "block" and not supports_blocks
+            ),
+        }
+        if message := next((message for message, applies in conflicts.items() if applies), None):
+            raise ValueError(message)
         self._check_family_support()
         return self
-
-    def _check_float8(self) -> None:
-        """Raise a ValueError if the scheme needs a property that float8 types lack."""
-        if isinstance(self.type, FloatType):
-            if self.zero != "symmetric":
-                raise ValueError(f"{self.type.name} has no zero point; the scheme must be symmetric")
-            if self.narrow:
-                raise ValueError(f"{self.type.name} is symmetric around 0; remove 'narrow'")
-
-    def _check_blocks(self) -> None:
-        """Raise a ValueError for blocks without a size, or with an observer that does not support blocks."""
-        if (self.per == "block") != (self.block_size is not None):
-            raise ValueError("'block_size' and per = \"block\" need each other; give both, or neither")
-        if self.per == "tensor" and self.axis is not None:
-            raise ValueError("a scheme per tensor has no 'axis'; remove it, or set per = \"channel\"")
-        observer = self.observe.name
-        if self.per == "block" and (OBSERVERS[observer].needs_histogram or observer in {"mean-minmax", "bias"}):
-            raise ValueError(f"the observer {observer!r} does not support blocks; use minmax or absmax")
 
     def _check_family_support(self) -> None:
         """Raise a ValueError if the ops of the named family cannot implement the scheme for any tensor."""
@@ -240,27 +232,18 @@ class Scheme:
                 raise ValueError(f"{specified[0]!r} is an argument of one family's ops; name the 'family'")
             return
         family = FAMILIES[self.family]
-        unknown = next((name for name in specified if name not in family.argument_names), None)
-        if unknown is not None:
+        if unknown := next((name for name in specified if name not in family.argument_names), None):
             accepted = " and ".join(map(repr, sorted(family.argument_names))) or "no arguments"
             raise ValueError(f"the family {self.family!r} has no {unknown!r}; it takes {accepted}")
         low, high = self.args.input_min, self.args.input_max
         if low is not None and high is not None and not low <= high:
             raise ValueError(f"'input_min' {low} is above 'input_max' {high}")
-        is_plain_integer = self.per != "block" and isinstance(self.type, IntType)
-        if (
-            is_plain_integer
-            and not specified
-            and self.range == "observed"
-            and self.round is None
-            and self.zero == "symmetric"
-        ):
+        is_plain_integer = self.per != "block" and isinstance(self.type, IntType) and self.zero == "symmetric"
+        if is_plain_integer and not specified and self.range == "observed" and self.round is None:
             return  # the remaining conditions depend on the tensor
         axis = None if self.per == "tensor" else 0
-        reason = family.unsupported_reason(
-            self.family_request(axis=axis, dtype="float32", shape=(1,), is_parameter=True)
-        )
-        if reason is not None:
+        request = self.family_request(axis=axis, dtype="float32", shape=(1,), is_parameter=True)
+        if reason := family.unsupported_reason(request):
             raise ValueError(reason)
 
     def family_request(

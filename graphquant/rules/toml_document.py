@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from pydantic_core import ErrorDetails
+
 
 MAX_BYTES = 1 << 20
 """Largest file. Shipped files have a few thousand bytes."""
@@ -29,51 +31,57 @@ def read_document(path: Path, kind: DocumentKind) -> bytes:
     """Return the bytes of the file at `path`, at most `MAX_BYTES` + 1 of a larger one.
 
     Raises:
-        GraphQuantError: The file cannot be read. The exception class is the form's.
+        GraphQuantError: The file cannot be read. The exception class is that of the kind.
     """
     if path.is_dir():
-        raise document_error(path, [(1, f"this is a folder. Name a {kind.noun} in it.")], kind)
+        raise document_error(path, kind, f"this is a folder. Name a {kind.noun} in it.")
     if not path.is_file():
-        raise document_error(path, [(1, "this is not a regular file. Save its text to a file first.")], kind)
+        raise document_error(path, kind, "this is not a regular file. Save its text to a file first.")
     try:
         with path.open("rb") as stream:
             return stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise document_error(
-            path, [(1, f"the file cannot be read ({error.strerror}). Check its permissions.")], kind
-        ) from error
+        sentence = f"the file cannot be read ({error.strerror}). Check its permissions."
+        raise document_error(path, kind, sentence) from error
 
 
 def parse_document(path: Path, content: bytes, kind: DocumentKind) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     """Return the data of a TOML file, and the line of each of its keys.
 
     Raises:
-        GraphQuantError: The text is not TOML, or is nested too deeply. The exception class is the form's.
+        GraphQuantError: The text is not TOML, or is nested too deeply. The exception class is that of the kind.
     """
     if len(content) > MAX_BYTES:
-        raise document_error(
-            path, [(1, f"the file has more than {MAX_BYTES} bytes, too many for a {kind.noun}.")], kind
-        )
+        raise document_error(path, kind, f"the file has more than {MAX_BYTES} bytes, too many for a {kind.noun}.")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise document_error(path, [(line, "the file is not UTF-8. Save it in that encoding.")], kind) from error
-    if any(line.count(".") > MAX_NESTING for line in text.split("\n")):  # keys of which tomllib might never come back
-        _check_nesting(path, text, kind)
-    data = _parse_toml(path, text, kind)
-    if _is_deep(data):
-        _check_nesting(path, text, kind)
+        raise document_error(path, kind, "the file is not UTF-8. Save it in that encoding.", line) from error
+    try:
+        # tomllib might never come back from keys with so many parts, so their depth is checked before.
+        if any(line.count(".") > MAX_NESTING for line in text.split("\n")):
+            locate_keys(text)
+        try:
+            data = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # tomllib raises int()'s ValueError on a number of 5,000 digits
+            locate_keys(text)
+            raise _syntax_error(path, text, kind, str(error)) from error
+        if _is_deep(data):
+            locate_keys(text)
+    except NestingError as error:
+        sentence = f"this is {error}. No {kind.noun} needs half of that."
+        raise document_error(path, kind, sentence, error.line) from error
     return data, KeyLines(text)
 
 
-def _check_nesting(path: Path, text: str, kind: DocumentKind) -> None:
-    try:
-        locate_keys(text)
-    except NestingError as error:
-        raise document_error(
-            path, [(error.line, f"this is {error}. No {kind.noun} needs half of that.")], kind
-        ) from error
+def _syntax_error(path: Path, text: str, kind: DocumentKind, message: str) -> GraphQuantError:
+    position = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
+    line = int(position[1]) if position and position[1] else text.count("\n") + 1 if position else 1
+    column = f" at column {position[2]}" if position and position[2] else ""
+    reason = message[: position.start()] if position else message
+    sentence = f"this is not valid TOML: {reason}{column}. Strings need quotes, as in {kind.example}."
+    return document_error(path, kind, sentence, line)
 
 
 def _is_deep(data: dict[str, Any]) -> bool:
@@ -88,36 +96,21 @@ def _is_deep(data: dict[str, Any]) -> bool:
 def mistakes_error(
     path: Path, lines: Mapping[KeyPath, int], mistakes: Iterable[Mistake], kind: DocumentKind, table_path: KeyPath = ()
 ) -> GraphQuantError:
-    """Return the error with all `mistakes`, whose key paths are relative to the table `under`."""
-    return document_error(
-        path, [(nearest_line(lines, (*table_path, *key)), sentence) for key, sentence in mistakes], kind
-    )
+    """Return one error for all mistakes of a file, sorted by line, one line each.
+
+    The key paths of the mistakes are relative to the table at `table_path`.
+    """
+    located = [(nearest_line(lines, (*table_path, *key)), sentence) for key, sentence in mistakes]
+    unique = list(dict.fromkeys(sorted(located, key=lambda mistake: mistake[0])))
+    if remaining := unique[MAX_MISTAKES:]:
+        rest = f"and {len(remaining)} more mistakes from here on. Correct the others first."
+        unique[MAX_MISTAKES:] = [(remaining[0][0], rest)]
+    return kind.error_class("\n".join(escape_unprintable(f"{path}:{line}: {sentence}") for line, sentence in unique))
 
 
-def document_error(path: Path, mistakes: Iterable[tuple[int, str]], kind: DocumentKind) -> GraphQuantError:
-    """Return one error for all mistakes (line, sentences) of a file, sorted by line, one line each."""
-    unique_mistakes = list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake[0])))
-    messages = [f"{path}:{line}: {sentence}" for line, sentence in unique_mistakes[:MAX_MISTAKES]]
-    if len(unique_mistakes) > MAX_MISTAKES:
-        remaining = unique_mistakes[MAX_MISTAKES:]
-        messages.append(
-            f"{path}:{remaining[0][0]}: and {len(remaining)} more mistakes from here on. Correct the others first."
-        )
-    return kind.error_class("\n".join(escape_unprintable(line) for line in messages))
-
-
-def _parse_toml(path: Path, text: str, kind: DocumentKind) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # tomllib lets out int()'s ValueError on a number of 5,000 digits
-        _check_nesting(path, text, kind)
-        message = str(error)
-        position = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
-        line = int(position[1]) if position and position[1] else text.count("\n") + 1 if position else 1
-        column = f" at column {position[2]}" if position and position[2] else ""
-        reason = message[: position.start()] if position else message
-        sentence = f"this is not valid TOML: {reason}{column}. Strings need quotes, as in {kind.example}."
-        raise document_error(path, [(line, sentence)], kind) from error
+def document_error(path: Path, kind: DocumentKind, sentence: str, line: int = 1) -> GraphQuantError:
+    """Return the error for one mistake of a file."""
+    return kind.error_class(escape_unprintable(f"{path}:{line}: {sentence}"))
 
 
 # Kinds of TOML files: their dataclasses, the docstrings as descriptions, and the nouns for messages.
@@ -229,27 +222,17 @@ def validate_document(data: dict[str, Any], table: type[T], kind: DocumentKind) 
         return TypeAdapter(table).validate_python(data), []
     except ValidationError as error:
         return None, [
-            (
-                error_details["loc"],
-                _mistake_sentence(
-                    kind,
-                    error_details["type"],
-                    error_details["loc"],
-                    error_details["input"],
-                    error_details.get("ctx", {}),
-                ),
-            )
-            for error_details in error.errors(include_url=False)
-            if not (error_details["type"] == "too_short" and error_details["input"])  # each of its entries is reported
+            (details["loc"], _mistake_sentence(kind, details))
+            for details in error.errors(include_url=False)
+            if not (details["type"] == "too_short" and details["input"])  # each of its entries is reported
         ]
 
 
-def _mistake_sentence(
-    kind: DocumentKind, error_type: str, path: KeyPath, value: object, context: dict[str, Any]
-) -> str:
-    """Return a sentence about the value at `path`, and one about the expected value."""
+def _mistake_sentence(kind: DocumentKind, details: ErrorDetails) -> str:
+    """Return a sentence about the value that pydantic rejects, and one about the expected value."""
+    path, value, context = details["loc"], details["input"], details.get("ctx", {})
     table = kind.table_key(path[:-1])
-    match error_type:
+    match error_type := details["type"]:
         case "unexpected_keyword_argument":
             table_keys = kind.keys(kind.tables[table])
             close = did_you_mean(str(path[-1])[:MAX_VALUE_LENGTH], table_keys)

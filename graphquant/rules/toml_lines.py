@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,10 +82,7 @@ class KeyLines(Mapping[KeyPath, int]):
 
 def nearest_line(lines: Mapping[KeyPath, int], path: KeyPath) -> int:
     """Return the line of `path`, or of the innermost enclosing table that has one."""
-    for depth in range(len(path), 0, -1):
-        if path[:depth] in lines:
-            return lines[path[:depth]]
-    return 1
+    return next((lines[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in lines), 1)
 
 
 def _tokenize(text: str) -> Iterator[_Token]:
@@ -163,7 +161,10 @@ class _KeyScanner:
         keys: list[str] = []
         while self._next.kind in {"word", "string"}:
             token = self._advance()
-            keys.append(_unquote_key(token.text) if token.kind == "string" else token.text)
+            keys.append(token.text)
+            if token.kind == "string":
+                with suppress(tomllib.TOMLDecodeError):
+                    keys[-1] = str(tomllib.loads(f"key = {token.text}")["key"])
             if len(keys) > MAX_NESTING:
                 raise NestingError(token.line)
             if not self._accept("."):
@@ -209,11 +210,3 @@ class _KeyScanner:
             else:
                 self._lines[(*path, index)] = self._next.line
                 self._value((*path, index), depth + 1)
-
-
-def _unquote_key(quoted: str) -> str:
-    """Return the text of a quoted key."""
-    try:
-        return str(tomllib.loads(f"key = {quoted}")["key"])
-    except tomllib.TOMLDecodeError:
-        return quoted

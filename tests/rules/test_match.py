@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
-from graphquant.rules import RuleMatcher, load_ruleset, name_matches, parse_chain
+from graphquant.rules import RuleMatcher, load_ruleset, name_matches
 from graphquant.rules.conditions import MAX_BINDING_STEPS, OpNeighbors, matches_chain_down, matches_chain_up
+from graphquant.rules.pattern_syntax import parse_chain
 
 SCHEME = "[scheme.q]\nbits = 8\n"
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'

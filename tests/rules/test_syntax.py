@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from graphquant.rules import ChainLink, PatternOp, parse_chain, parse_pattern
+from graphquant.rules.pattern_syntax import ChainLink, PatternOp, parse_chain, parse_pattern
 
 
 def test_chain():
