@@ -105,11 +105,11 @@ class Entry(_Record):
     ranges_map: str | None = None
     optimize: Literal["macs", "size", "latency"] = "macs"
     size_budget: str | None = None
+    allow_links: bool = False
     gates: Gates = field(default_factory=Gates)
 
 
 ENTRY_OPTIONS = tuple(field.name for field in fields(Entry) if field.name not in {"name", "model", "output", "gates"})
-    allow_links: bool = False
 """Options of `insert` in an entry."""
 
 PLAIN_OPTIONS = tuple(name for name in ENTRY_OPTIONS if name not in {"rules", "data", "stats", "ranges", "ranges_map"})

@@ -59,8 +59,7 @@ def insert_command(
     with progress_bar() as progress:
         result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
     _write_and_print(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
-    note = "Nothing was written." if dry_run else f"{target} was written."
-    _exit_with_result(result, settings, note, strict=strict)
+    _exit_with_result(result, "Nothing was written." if dry_run else f"{target} was written.", strict=strict)
 
 
 def _check_combinations(settings: InsertOptions, *, strict: bool) -> None:
@@ -164,8 +163,9 @@ def _exit_with_result(result: Result, written_note: str, *, strict: bool) -> Non
     "original",
     type=click.Path(path_type=Path),
     metavar="ORIGINAL",
-    help="Verify that the result equals this model. Nothing is written if it differs.",
+    help="Verify that the result equals this model.",
 )
+@options_of(ReadOptions)
 @FORCE
 def strip_command(
     model: Path, output: Path | None, everything: bool, original: Path | None, allow_links: bool, force: bool
@@ -174,7 +174,6 @@ def strip_command(
 
     The result is the source model bit for bit if insert kept its weights float. Otherwise it is the prepared model, and
     its weights keep their rounding error. With --check, the exit code is 1 if the result differs from ORIGINAL.
-@options_of(ReadOptions)
     """
     from graphquant import api
     from graphquant.api.models import check_model_output
