@@ -6,11 +6,9 @@ model = gq.load("model.pb")
 ge.insert_quant_op(model, "conv1/Relu:0", "conv2", ge.FixedPoint(bits=8, exponent=-4))
 model.save("model.quant.pb")
 
-`Operation` and `Tensor` are references, not copies: they stay valid while the graph is edited, and two with the same
-name are equal. As in TensorFlow 1, `reroute_ts` and `swap_ts` reroute all readers of a tensor to the other tensor of
-its pair. Three things are stricter. Each input slot is rerouted individually, so that swapping the operands of `Add(a,
-b)` gives `Add(b, a)`. No cycle is ever created. If an error is raised, nothing is changed.
-
+`Operation` and `Tensor` are references that stay valid while the graph is edited; two with the same name are equal.
+Three things are stricter than in TensorFlow 1. Each input slot is rerouted individually, so that swapping the operands
+of `Add(a, b)` gives `Add(b, a)`. No cycle is ever created. If an error is raised, nothing is changed.
 docs/from-graph-editor.md shows how to port TF1 code.
 """
 
@@ -20,6 +18,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -52,16 +51,12 @@ __all__ = [
     "swap_ts",
 ]
 
-RULE_NAME = "insert_quant_op"
-"""Stamped on each new op in place of a rule's name."""
+RULE_NAME = "insert_quant_op"  # stamped on each new op in place of a rule's name
 
 QUANT_SCOPE = "SlimQuant"
-
 MIN_BITS, MAX_BITS = 2, 16
 MIN_EXPONENT = -126
-
-MAX_LISTED_CONSUMERS = 5
-"""Number of consumers that an error lists."""
+MAX_LISTED_CONSUMERS = 5  # number of consumers that an error lists
 
 _TENSORFLOW_SCOPE = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 
@@ -179,22 +174,14 @@ def all_tensors(graph: Graph | Model) -> Iterator[Tensor]:
 
 
 def as_operations(selection: object, *, ignore_ts: bool = False) -> list[Operation]:
-    """Return the ops of a selection: one op, an iterable of ops, a graph or a model.
-
-    Raises:
-        UsageError: The selection contains something else. With `ignore_ts`, tensors are allowed.
-    """
+    """Return the ops of a selection: one op, an iterable of ops, a graph or a model. `ignore_ts` allows tensors."""
     if isinstance(selection, Graph | Model):
         return list(all_operations(selection))
     return _members(selection, Operation, ignored=Tensor if ignore_ts else Operation)
 
 
 def as_tensors(selection: object, *, ignore_ops: bool = False) -> list[Tensor]:
-    """Return the tensors of a selection: one tensor, an iterable of tensors, a graph or a model.
-
-    Raises:
-        UsageError: The selection contains something else. With `ignore_ops`, ops are allowed.
-    """
+    """Return the tensors of a selection: one tensor, an iterable of tensors, a graph or a model."""
     if isinstance(selection, Graph | Model):
         return list(all_tensors(selection))
     return _members(selection, Tensor, ignored=Operation if ignore_ops else Tensor)
@@ -204,10 +191,11 @@ def _members(selection: object, member_type: type[T], *, ignored: type) -> list[
     members = list(selection) if isinstance(selection, Iterable) and not isinstance(selection, str) else [selection]
     for member in members:
         if not isinstance(member, member_type | ignored):
-            select = "an op. Select ops with graph_editor.select_ops."
-            if member_type is Tensor:
-                select = "a tensor. Select tensors with graph_editor.select_ts."
-            raise UsageError(f"The {type(member).__name__} {str(member)[:60]!r} is not {select}")
+            noun, plural, function = ("a tensor", "tensors", "select_ts")
+            if member_type is Operation:
+                noun, plural, function = ("an op", "ops", "select_ops")
+            message = f"The {type(member).__name__} {str(member)[:60]!r} is not {noun}."
+            raise UsageError(f"{message} Select {plural} with graph_editor.{function}.")
     return [member for member in members if isinstance(member, member_type)]
 
 
@@ -230,15 +218,12 @@ def select_ops(
     Raises:
         UsageError: An expression is given without `graph`, it is not a regular expression, or an argument is not an op.
     """
-    selected: dict[Operation, None] = {}
-    for arg in args:
-        if isinstance(arg, str | re.Pattern):
-            pattern, searched = _compile_pattern(arg, graph)
-            ops = (op for op in all_operations(searched) if op.kind != "output" or "@" in pattern.pattern)
-            selected.update(dict.fromkeys(op for op in ops if pattern.search(op.name) or pattern.search(str(op))))
-        else:
-            selected.update(dict.fromkeys(as_operations(arg, ignore_ts=True)))
-    return _apply_filter(selected, positive_filter)
+
+    def search(pattern: re.Pattern[str], searched: Graph | Model) -> list[Operation]:
+        ops = (op for op in all_operations(searched) if op.kind != "output" or "@" in pattern.pattern)
+        return [op for op in ops if pattern.search(op.name) or pattern.search(str(op))]
+
+    return _select(args, graph, positive_filter, search, partial(as_operations, ignore_ts=True))
 
 
 def select_ts(
@@ -257,15 +242,33 @@ def select_ts(
         UsageError: An expression is given without `graph`, it is not a regular expression, or an argument is not a
             tensor.
     """
-    selected: dict[Tensor, None] = {}
+
+    def search(pattern: re.Pattern[str], searched: Graph | Model) -> list[Tensor]:
+        return [tensor for tensor in all_tensors(searched) if any(map(pattern.search, _searchable_names(tensor)))]
+
+    return _select(args, graph, positive_filter, search, partial(as_tensors, ignore_ops=True))
+
+
+def _select(
+    args: tuple[object, ...],
+    graph: Graph | Model | None,
+    positive_filter: Callable[[T], bool] | None,
+    search: Callable[[re.Pattern[str], Graph | Model], list[T]],
+    convert: Callable[[object], list[T]],
+) -> list[T]:
+    selected: dict[T, None] = {}
     for arg in args:
-        if isinstance(arg, str | re.Pattern):
-            pattern, searched = _compile_pattern(arg, graph)
-            tensors = (ts for ts in all_tensors(searched) if any(map(pattern.search, _searchable_names(ts))))
-            selected.update(dict.fromkeys(tensors))
-        else:
-            selected.update(dict.fromkeys(as_tensors(arg, ignore_ops=True)))
-    return _apply_filter(selected, positive_filter)
+        if not isinstance(arg, str | re.Pattern):
+            selected.update(dict.fromkeys(convert(arg)))
+            continue
+        if graph is None:
+            raise UsageError("A regular expression needs a graph to search. Give graph=model.")
+        try:
+            pattern = re.compile(arg)
+        except re.error as error:
+            raise UsageError(f"{arg!r} is not a regular expression: {error}. Escape literal characters.") from error
+        selected.update(dict.fromkeys(search(pattern, graph)))
+    return [candidate for candidate in selected if positive_filter is None or positive_filter(candidate)]
 
 
 def get_name_scope_ops(ops: object, scope: str) -> list[Operation]:
@@ -298,13 +301,7 @@ def get_tensor_by_name(graph: Graph | Model, name: str) -> Tensor:
 
 
 def find_tensors(graph: Graph | Model, name: str) -> list[Tensor]:
-    """Return every tensor called `name`; function clones hold one each.
-
-    A name in the file takes precedence over `op:port`, which takes precedence over the name of an op.
-
-    Raises:
-        UsageError: There is no such tensor; the error lists the closest names.
-    """
+    """Return every tensor called `name` in the file, or else as `op:port`, or else as `op`; clones hold one each."""
     by_file, by_port, by_op = list[Tensor](), list[Tensor](), list[Tensor]()
     for owner in searched_graphs(graph):
         for op in owner.ops():
@@ -330,21 +327,6 @@ def find_tensors(graph: Graph | Model, name: str) -> list[Tensor]:
 
 def _searchable_names(tensor: Tensor) -> tuple[str, ...]:
     return (tensor.name, str(tensor), tensor.op.node.outputs[tensor.ref.port].name)
-
-
-def _apply_filter(selected: Iterable[T], positive_filter: Callable[[T], bool] | None) -> list[T]:
-    return [candidate for candidate in selected if positive_filter is None or positive_filter(candidate)]
-
-
-def _compile_pattern(
-    expression: str | re.Pattern[str], graph: Graph | Model | None
-) -> tuple[re.Pattern[str], Graph | Model]:
-    if graph is None:
-        raise UsageError("A regular expression needs a graph to search. Give graph=model.")
-    try:
-        return re.compile(expression), graph
-    except re.error as error:
-        raise UsageError(f"{expression!r} is not a regular expression: {error}. Escape literal characters.") from error
 
 
 # -- rerouting -----------------------------------------------------------------------------------------
@@ -374,31 +356,13 @@ def reroute_ts(ts0: object, ts1: object, can_modify: object = None, cannot_modif
 
 
 def swap_ts(ts0: object, ts1: object, can_modify: object = None, cannot_modify: object = None) -> int:
-    """Swap the readers of each pair of tensors.
-
-    Args:
-        ts0: A tensor or an iterable of tensors.
-        ts1: As many tensors, each of the same dtype and a compatible shape.
-        can_modify: Ops, or a graph; only these are rerouted.
-        cannot_modify: Ops, or a graph; these are not rerouted.
-
-    Returns:
-        The number of rerouted inputs.
+    """Swap the readers of each pair of tensors, with the arguments and the result of `reroute_ts`.
 
     Raises:
         UsageError: As for `reroute_ts`; or an op to reroute lies between the two tensors of a pair, so that the swap
             would create a cycle.
     """
     return _reroute_pairs(_matched_pairs(ts0, ts1), _modification_filter(can_modify, cannot_modify), swap=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Readers of `old_tensor` to reroute to `new_tensor`."""
-
-    old_tensor: Tensor
-    new_tensor: Tensor
-    uses: list[Use]
 
 
 def _matched_pairs(ts0: object, ts1: object) -> list[tuple[Tensor, Tensor]]:
@@ -429,13 +393,12 @@ def _reroute_pairs(
     moves = []
     for new, old in pairs:
         if new != old:
-            moves.append(_Move(old, new, modifiable_uses(old)))
-            if swap:
-                moves.append(_Move(new, old, modifiable_uses(new)))
+            moves += [(old, new, modifiable_uses(old))]
+            moves += [(new, old, modifiable_uses(new))] if swap else []
     rerouted: list[tuple[Use, Tensor]] = []
     try:
-        for move in moves:
-            rerouted += _apply_move(move, swap=swap)
+        for old, new, uses in moves:
+            rerouted += [(use, old) for use in _move_uses(old, new, uses, swap=swap)]
     except UsageError:
         for use, old in reversed(rerouted):
             old.graph.graphs[use.graph].set_source(use, old.ref)
@@ -443,21 +406,20 @@ def _reroute_pairs(
     return len(rerouted)
 
 
-def _apply_move(move: _Move, *, swap: bool) -> list[tuple[Use, Tensor]]:
-    """Reroute the uses that still read `old_tensor`, except ancestors of `new_tensor`; return the rerouted ones."""
-    graphs = move.old_tensor.graph.graphs
-    current_uses = [use for use in move.uses if graphs[use.graph].source_of(use) == move.old_tensor.ref]
-    ancestors = _ancestors(move.new_tensor, move.old_tensor) if current_uses else set()
-    cycle_uses = [use for use in current_uses if _enclosing_op(move.new_tensor, use) in ancestors]
+def _move_uses(old: Tensor, new: Tensor, uses: list[Use], *, swap: bool) -> list[Use]:
+    """Reroute the uses that still read `old` to `new`, except ancestors of `new`; return the rerouted ones."""
+    current_uses = [use for use in uses if old.graph.graphs[use.graph].source_of(use) == old.ref]
+    ancestors = _ancestors(new, old) if current_uses else set()
+    cycle_uses = dict.fromkeys(use for use in current_uses if _enclosing_op(new, use) in ancestors)
     if cycle_uses and swap:
+        first = next(iter(cycle_uses))
         raise UsageError(
-            f"{move.new_tensor} is computed from {move.old_tensor} through {cycle_uses[0]}, so swapping them would"
-            f" create a cycle. Exclude {cycle_uses[0].op!r} with cannot_modify, or use reroute_ts."
+            f"{new} is computed from {old} through {first}, so swapping them would create a cycle."
+            f" Exclude {first.op!r} with cannot_modify, or use reroute_ts."
         )
-    cyclic_uses = set(cycle_uses)
-    moved = [use for use in current_uses if use not in cyclic_uses]
-    move.new_tensor.graph.reroute(move.old_tensor.ref, moved, move.new_tensor.ref)
-    return [(use, move.old_tensor) for use in moved]
+    moved = [use for use in current_uses if use not in cycle_uses]
+    new.graph.reroute(old.ref, moved, new.ref)
+    return moved
 
 
 def _ancestors(tensor: Tensor, stop: Tensor) -> set[str]:
@@ -505,11 +467,7 @@ class FixedPoint:
     round: RoundingMode | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges of the fields.
-
-        Raises:
-            UsageError: A field is out of range.
-        """
+        """Check the ranges of the fields, and raise a UsageError for one that is out of range."""
         if type(self.bits) is not int or not MIN_BITS <= self.bits <= MAX_BITS:
             raise UsageError(
                 f"FixedPoint does not support {self.bits!r} bits. Give {MIN_BITS} to {MAX_BITS}; 8 and 16 are usual."
@@ -584,13 +542,10 @@ def insert_quant_op(graph: Model, producer: str | Tensor, name: str, quantizer: 
 
 
 def make_quant_op(graph: Model, tensor: Tensor, name: str, quantizer: FixedPoint) -> Tensor:
-    """Add a quantizer after `tensor` and return its output, which has no readers yet, for `reroute_ts`.
+    """Add a quantizer after `tensor`, in the scope `name/SlimQuant` of the model `graph`.
 
-    Args:
-        graph: The model.
-        tensor: The tensor to quantize.
-        name: The new ops are in the scope `name/SlimQuant`.
-        quantizer: The fixed-point format.
+    Returns:
+        The output of the quantizer, which has no readers yet, for `reroute_ts`.
 
     Raises:
         UsageError: The ops do not support the request, or `name` is not a valid scope.
@@ -618,9 +573,8 @@ def _is_model_op(op: Operation) -> bool:
 def _require_quantizable(model: Model, tensor: Tensor, name: str, quantizer: FixedPoint) -> QDQFamily:
     """Return the family for the tensor. An impossible request is refused before anything is changed."""
     if not isinstance(model, Model):
-        raise UsageError(
-            f"A quantizer needs the model, but this is a {type(model).__name__}. Pass the result of gq.load."
-        )
+        message = f"A quantizer needs the model, but this is a {type(model).__name__}."
+        raise UsageError(f"{message} Pass the result of gq.load.")
     if tensor.graph.graphs is not model.graphs:
         raise UsageError(f"{tensor} belongs to another model. Select it in the edited model.")
     scope = name.strip("/")
@@ -652,9 +606,7 @@ def _no_consumer_message(producers: list[Tensor], name: str) -> str:
     consumers = list(dict.fromkeys(op for tensor in producers for op in tensor.consumers()))
     readers = list(dict.fromkeys(op.name for op in consumers if _is_model_op(op)))
     inserted = [op.name for op in consumers if name in op.name and op.kind != "output" and not _is_model_op(op)]
-    reader_list = " No op of a layer reads it"
-    if readers:
-        reader_list = f" It is read by {join_limited([repr(reader) for reader in readers], MAX_LISTED_CONSUMERS)}"
-    inserted_hint = f", and {inserted[0]!r} was inserted earlier" if inserted else ""
-    hints = f"{reader_list}{inserted_hint}.{did_you_mean(name, readers)}"
-    return f"No op whose name contains {name!r} reads {producers[0]}.{hints}"
+    reader_list = join_limited(list(map(repr, readers)), MAX_LISTED_CONSUMERS)
+    hint = f"It is read by {reader_list}" if readers else "No op of a layer reads it"
+    hint += f", and {inserted[0]!r} was inserted earlier" if inserted else ""
+    return f"No op whose name contains {name!r} reads {producers[0]}. {hint}.{did_you_mean(name, readers)}"

@@ -122,7 +122,7 @@ class Backend:
     fuses: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LintFinding:
     """A likely mistake in a quantized model.
 

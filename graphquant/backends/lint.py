@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from graphquant.backends.findings import Backend
     from graphquant.calibration import Stats
     from graphquant.ir import Graph, Model, Op, Use
-    from graphquant.numerics import QParams
+    from graphquant.numerics import Array, QParams
 
     PredictVerdicts = Callable[[Model], tuple[Verdict, ...]]
 
@@ -109,15 +109,12 @@ def lint_model(
         verdicts = predict(model)
     except RejectedModelError as error:
         verdicts = ()
-        graph_name, op_name = error.op_key
-        findings.append(LintFinding(code="GQ109", graph=graph_name, op=op_name, message=str(error), fix=error.fix))
+        findings.append(LintFinding("GQ109", *error.op_key, str(error), error.fix))
     joined_verdicts = _verdicts_without_pairs(quantizations, backend, predict)
-    context = LintContext(
-        quantizations=quantizations,
-        backend=backend,
-        verdicts=_index_verdicts(verdicts),
-        joined_verdicts=_index_verdicts(joined_verdicts),
+    by_op, joined_by_op = (
+        {(verdict.graph, verdict.op): verdict for verdict in each} for each in (verdicts, joined_verdicts)
     )
+    context = LintContext(quantizations=quantizations, backend=backend, verdicts=by_op, joined_verdicts=joined_by_op)
     for name in model.reachable_graphs():
         graph = model.graphs[name]
         for op in graph.ops():
@@ -128,13 +125,9 @@ def lint_model(
     return verdicts, tuple(sorted(findings, key=lambda finding: finding.code))
 
 
-def _index_verdicts(verdicts: tuple[Verdict, ...]) -> VerdictsByOp:
-    return {(verdict.graph, verdict.op): verdict for verdict in verdicts}
-
-
 def _make_lint_finding(graph: Graph, op: Op, problem: Problem) -> LintFinding:
     code, message, fix = problem
-    return LintFinding(code=code, graph=graph.name, op=op.name, message=message, fix=fix)
+    return LintFinding(code, graph.name, op.name, message, fix)
 
 
 def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
@@ -148,9 +141,8 @@ def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterato
         if unused_share >= MAX_UNUSED_SHARE:
             message = (
                 f"{quantize_op.name} gives {unused_share:.0%} of its integers to values below 0, which a {op.type}"
-                " never has"
             )
-            yield "GQ101", message, "quantize it asymmetrically, with the smallest integer for 0"
+            yield "GQ101", f"{message} never has", "quantize it asymmetrically, with the smallest integer for 0"
 
 
 def _check_weighted_op(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
@@ -179,12 +171,8 @@ def _fusable_activation(
     dequantize_ops = [pairs[0][0]]
     if dequantize_ops[0].kind == "quantize":
         dequantize_ops = [reader for _, reader in quantizations.readers(graph, dequantize_ops[0])]
-    readers = [
-        reader_use
-        for dequantize_op in dequantize_ops
-        if dequantize_op.name in graph
-        for reader_use in quantizations.readers(graph, dequantize_op)
-    ]
+    inner_ops = (dequantize_op for dequantize_op in dequantize_ops if dequantize_op.name in graph)
+    readers = [reader_use for inner_op in inner_ops for reader_use in quantizations.readers(graph, inner_op)]
     return readers[0] if len(readers) == 1 and readers[0][1].kind in fusable_kinds and readers[0][0].slot == 0 else None
 
 
@@ -221,9 +209,8 @@ def _check_blocked_fusion(context: LintContext, graph: Graph, op: Op) -> Iterato
     activation = _fusable_activation(context.quantizations, context.backend, graph, op)
     if activation is None or _is_unfusable_clip(context, graph, activation[1]):
         return
-    verdicts = [
-        context.joined_verdicts.get(key) for key in ((graph.name, op.name), (activation[0].graph, activation[1].name))
-    ]
+    keys = (graph.name, op.name), (activation[0].graph, activation[1].name)
+    verdicts = map(context.joined_verdicts.get, keys)
     if all(verdict is not None and verdict.status != "float" for verdict in verdicts):
         message = f"a Q/DQ pair prevents its fusion with {activation[1].name} ({activation[1].type})"
         yield "GQ112", message, f"quantize only after {activation[1].name}"
@@ -250,21 +237,19 @@ def _check_data_movement(context: LintContext, graph: Graph, op: Op) -> Iterator
         return
     input_params = [side.params for side in context.quantizations.inputs(graph, op) if side.params is not None]
     output_params = [params for _, params in context.quantizations.outputs(graph, op)[0] if params is not None]
+    all_params = [*input_params, *output_params]
     if (
         input_params
         and output_params
-        and not all(
-            same_quantization(input_params[0], params_of_side) for params_of_side in [*input_params[1:], *output_params]
-        )
+        and not all(same_quantization(all_params[0], params) for params in all_params[1:])
     ):
-        scales = ", ".join(dict.fromkeys(f"{_format_params(params)}" for params in [*input_params, *output_params]))
+        scales = ", ".join(dict.fromkeys(map(_format_params, all_params)))
         fix = "use one scale and zero point for input and output"
         yield "GQ103", f"its inputs and outputs have the scales {scales}", fix
 
 
 def _format_params(params: QParams) -> str:
-    scales = np.unique(params.scale)
-    zero_points = np.unique(params.zero_point)
+    scales, zero_points = np.unique(params.scale), np.unique(params.zero_point)
     scale_text = f"{scales[0]:.4g}" if scales.size == 1 else f"{scales[0]:.4g}..{scales[-1]:.4g}"
     return f"{scale_text} (zero point {zero_points[0]})" if zero_points.size == 1 else scale_text
 
@@ -288,9 +273,7 @@ def _check_bias(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]
                 yield _bias_overflow(bias, int(steps.argmax()))
 
 
-def _check_quantized_bias(
-    context: LintContext, bias: QuantizedInput, expected_scale: np.ndarray[tuple[int], np.dtype[np.float64]]
-) -> Iterator[Problem]:
+def _check_quantized_bias(context: LintContext, bias: QuantizedInput, expected_scale: Array) -> Iterator[Problem]:
     value = context.quantizations.parameters.value(bias.source)
     if value is not None and value.dtype == np.int32 and value.size:
         magnitudes = np.abs(value.astype(np.int64))
@@ -361,11 +344,8 @@ def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, p
         steps = steps / float(params.scale)
     narrow_channels = np.flatnonzero((steps > 0) & (steps < MIN_CHANNEL_STEPS)) if steps.size > 1 else np.empty(0)
     if narrow_channels.size:
-        message = (
-            f"{narrow_channels.size} of {steps.size} channels of its weight {side.source} span fewer than"
-            f" {MIN_CHANNEL_STEPS + 1}"
-        )
-        yield "GQ105", f"{message} integers", "quantize the weight per channel"
+        message = f"{narrow_channels.size} of {steps.size} channels of its weight {side.source} span fewer than"
+        yield "GQ105", f"{message} {MIN_CHANNEL_STEPS + 1} integers", "quantize the weight per channel"
 
 
 def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
@@ -377,10 +357,8 @@ def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[P
         return
     scales = value.astype(np.float64)
     bad = ~np.isfinite(scales) | (scales < SMALLEST_SCALE)
-    quantized_source = (
-        context.quantizations.quantized_source(TensorRef(graph.name, op.name)) if op.kind == "dequantize" else None
-    )
-    is_computed = quantized_source is not None and context.quantizations.model.op(quantized_source).kind != "constant"
+    quantized_source = context.quantizations.quantized_source(TensorRef(graph.name, op.name))
+    is_computed = op.kind == "dequantize" and context.quantizations.model.op(quantized_source).kind != "constant"
     if bad.any() and not is_computed:
         message = f"its scale {scale_tensor} is {scales.reshape(-1)[bad.reshape(-1).argmax()]:g}"
         yield "GQ106", message, "calibrate again, or keep this tensor in float"
@@ -392,24 +370,20 @@ def _check_unused_quantization(context: LintContext, graph: Graph, op: Op) -> It
         yield "GQ107", "nothing reads it", "remove it"
     if op.kind != "input" or context.backend is None or graph.parent is not None:
         return
-    quantizations = context.quantizations
+    quantizations, graphs = context.quantizations, context.quantizations.model.graphs
     reader_keys: list[tuple[str, str]] = []
     for use, reader in quantizations.readers(graph, op):
         if reader.kind != "quantize":
             return
-        for inner_use, dequantize_op in quantizations.readers(quantizations.model.graphs[use.graph], reader):
+        for inner_use, dequantize_op in quantizations.readers(graphs[use.graph], reader):
             if dequantize_op.kind != "dequantize":
                 return
-            reader_keys += [
-                (end_use.graph, end_use.op)
-                for end_use, _ in quantizations.readers(quantizations.model.graphs[inner_use.graph], dequantize_op)
-            ]
+            end_uses = quantizations.readers(graphs[inner_use.graph], dequantize_op)
+            reader_keys += [(end_use.graph, end_use.op) for end_use, _ in end_uses]
     verdicts = [context.verdicts.get(key) for key in reader_keys]
     if verdicts and all(verdict is not None and verdict.status == "float" for verdict in verdicts):
-        message = (
-            "it is quantized, and all ops that read it run in float:"
-            f" {', '.join(sorted({op for _, op in reader_keys}))}"
-        )
+        names = ", ".join(sorted({op for _, op in reader_keys}))
+        message = f"it is quantized, and all ops that read it run in float: {names}"
         yield "GQ108", message, "keep this input in float, or quantize its readers"
 
 
@@ -446,22 +420,14 @@ def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -
                 problem = "GQ107", f"no calibration sample reached {observable[0]}", fix
                 findings.append(_make_lint_finding(graph, op, problem))
     if not any_matched:
-        raise DataError(
-            f"The statistics contain none of the tensors that {quantizations.model.path or 'the model'} quantizes. Use"
-            " the statistics of the model that it was quantized from."
-        )
+        path = quantizations.model.path or "the model"
+        message = f"The statistics contain none of the tensors that {path} quantizes."
+        raise DataError(f"{message} Use the statistics of the model that it was quantized from.")
     return findings
 
 
 _LINT_CHECKS: tuple[Callable[[LintContext, Graph, Op], Iterator[Problem]], ...] = (
-    _check_symmetric_relu,
-    _check_weighted_op,
-    _check_data_movement,
-    _check_bias,
-    _check_concat_ranges,
-    _check_weight_scales,
-    _check_scale_value,
-    _check_unused_quantization,
-    _check_blocked_fusion,
+    *(_check_symmetric_relu, _check_weighted_op, _check_data_movement, _check_bias, _check_concat_ranges),
+    *(_check_weight_scales, _check_scale_value, _check_unused_quantization, _check_blocked_fusion),
     _check_slower_on_integers,
 )

@@ -176,9 +176,9 @@ class _RuntimeJudge:
         """Return whether an op gets a verdict: an integer op, or an op other than a quantization that uses floats."""
         if op.kind in UNJUDGED_KINDS:
             return False
-        tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
         if _integer_kernel(self.model, graph, op):
             return True
+        tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
         dtypes = {graph.output(tensor).dtype for tensor in tensors} | {output.dtype for output in op.outputs}
         if dtypes.isdisjoint(FLOAT_TYPES) and not (None in dtypes and op.type in _CONDITIONS):
             return False
@@ -259,11 +259,8 @@ def _element_type(model: Model, tensor: TensorRef | None) -> str | None:
 # -- reasons ---------------------------------------------------------------------------------------
 
 
-UNKNOWN_REASON = BrokenRule(
-    "unknown",
-    "ONNX Runtime keeps it in float, and none of the known rules explains it",
-    "compare it with an op of this type that runs on integers",
-)
+_UNKNOWN_MESSAGE = "ONNX Runtime keeps it in float, and none of the known rules explains it"
+UNKNOWN_REASON = BrokenRule("unknown", _UNKNOWN_MESSAGE, "compare it with an op of this type that runs on integers")
 """Rule of ops that stay float although they meet all known conditions."""
 
 BYTE_DTYPES = frozenset({"int8", "uint8"})
@@ -343,8 +340,7 @@ class _FloatOp:
 
     def is_output(self, name: str) -> bool:
         """Return whether an output of an op is an output of the graph."""
-        uses = [use for uses in self.graph.consumers_by_port(name).values() for use in uses]
-        return len(uses) > len(self.uses(name))
+        return sum(map(len, self.graph.consumers_by_port(name).values())) > len(self.uses(name))
 
     def dtype(self, quantization: Op) -> str:
         """Return the integer type of a QuantizeLinear or DequantizeLinear."""
@@ -374,31 +370,19 @@ def _require_fusable_clip(context: _FloatOp) -> BrokenRule | None:
     if not qs:
         message = f"the output of the following {activation} {name} is not quantized"
         return BrokenRule("no-quantized-output", message, f"quantize the output of {name}")
-    params = context.params(qs[0])
-    limits = _clip_limits(context, clip)
-    if (
-        len(qs) == 1
-        and params is not None
-        and limits
-        and params.scale.ndim == 0
-        and saturates_like_clip(params, limits)
-    ):
+    params, limits = context.params(qs[0]), _clip_limits(context, clip)
+    is_scalar = len(qs) == 1 and params is not None and params.scale.ndim == 0
+    if is_scalar and params is not None and limits and saturates_like_clip(params, limits):
         return None
-    scale, zero = (
-        ("unknown", "unknown") if params is None else (f"{params.scale.max():g}", f"{params.zero_point.max()}")
-    )
+    scale, zero = ("unknown",) * 2 if params is None else (f"{params.scale.max():g}", f"{params.zero_point.max()}")
     if activation == "Relu":
-        return BrokenRule(
-            "relu-zero-point",
-            f"the following Relu {name} has zero point {zero}, not the smallest of its type",
-            f"quantize the output of {name} asymmetrically: uint8 with zero point 0, or int8 with -128",
-        )
-    low, high = ("unknown", "unknown") if limits is None else (f"{limits[0]:g}", f"{limits[1]:g}")
+        message = f"the following Relu {name} has zero point {zero}, not the smallest of its type"
+        fix = f"quantize the output of {name} asymmetrically: uint8 with zero point 0, or int8 with -128"
+        return BrokenRule("relu-zero-point", message, fix)
+    low, high = ("unknown",) * 2 if limits is None else (f"{limits[0]:g}", f"{limits[1]:g}")
+    message = f"the quantized range after the Clip {name} (scale {scale}, zero point {zero}) is wider than its limits"
     return BrokenRule(
-        "clip-range",
-        f"the quantized range after the Clip {name} (scale {scale}, zero point {zero}) is wider than its limits"
-        f" [{low}, {high}]",
-        f"use a range within its limits for the output of {name}",
+        "clip-range", f"{message} [{low}, {high}]", f"use a range within its limits for the output of {name}"
     )
 
 
@@ -443,10 +427,8 @@ def _require_output(context: _FloatOp) -> BrokenRule | None:
     uses, qs = context.uses(context.op.name), context.qs
     is_output = context.is_output(context.op.name)
     if not qs:
-        message = (
-            "its output is a float output of the graph" if is_output and not uses else "its output is not quantized"
-        )
-        return BrokenRule("no-quantized-output", message, "quantize its output")
+        problem = "a float output of the graph" if is_output and not uses else "not quantized"
+        return BrokenRule("no-quantized-output", f"its output is {problem}", "quantize its output")
     if is_output:
         message = "its float output is also an output of the graph"
         return BrokenRule("graph-output", message, "make the dequantized tensor the output of the graph")
@@ -484,12 +466,10 @@ def _require_uint8_activation(context: _FloatOp) -> BrokenRule | None:
     """Require an activation that is uint8. Only some int8 pairs become uint8 on x86."""
     if context.dtypes[0] != "int8":
         return None
-    message = (
-        "its activation is int8 and cannot become uint8, because its QuantizeLinear has several readers or is missing"
-    )
+    problem = "cannot become uint8, because its QuantizeLinear has several readers or is missing"
     if context.dtypes[1] != "int8":
-        message = f"its activation is int8 and its weight {context.dtypes[1]}"
-    return BrokenRule("int8-activation", message, "quantize activations to uint8")
+        problem = f"its weight {context.dtypes[1]}"
+    return BrokenRule("int8-activation", f"its activation is int8 and {problem}", "quantize activations to uint8")
 
 
 def _require_equal_types(context: _FloatOp) -> BrokenRule | None:
@@ -537,18 +517,16 @@ def _require_beta_of_1(context: _FloatOp) -> BrokenRule | None:
 def _require_low_bit_weight(context: _FloatOp) -> BrokenRule | None:
     """Require a weight that MatMulNBits accepts if only the weight is quantized."""
     attrs = context.op.attrs
-    is_plain_product = all(attrs.get(name, 1) == 1 for name in ("alpha", "beta")) and not any(
-        attrs.get(name) for name in ("transA", "transB")
-    )
+    is_plain_product = all(attrs.get(name, 1) == 1 for name in ("alpha", "beta"))
+    is_plain_product = is_plain_product and not any(attrs.get(name) for name in ("transA", "transB"))
     if list(context.dqs) != [1] or context.qs or context.clip or not is_plain_product:
         return None
     source, parameters = context.dqs[1], context.judge.quantizations.parameters
     tensors = [tensor for tensor in context.graph.slots(source.name) if tensor is not None]
     if context.dtypes[0] not in NARROW_WEIGHT_DTYPES or not all(map(parameters.is_parameter, tensors[:2])):
         return None
-    if any(
-        len(context.graph.consumers(tensor)) > 1 for tensor in (TensorRef(context.graph.name, source.name), *tensors)
-    ):
+    all_tensors = (TensorRef(context.graph.name, source.name), *tensors)
+    if any(len(context.graph.consumers(tensor)) > 1 for tensor in all_tensors):
         message = "its weight, or an equal constant of up to 8 scales, has other readers"
         return BrokenRule("shared-weight", message, "duplicate its weight and scales")
     shape, sizes, *zero_sizes = (context.graph.output(tensor).shape for tensor in tensors)
@@ -584,10 +562,8 @@ def _require_opset(context: _FloatOp) -> BrokenRule | None:
     opset, first_opset = context.judge.model.opset, FIRST_OPSET.get(context.type, 0)
     if opset >= first_opset:
         return None
-    message = (
-        f"ONNX Runtime runs {context.type} on integers from opset {first_opset} on, but the model has opset {opset}"
-    )
-    return BrokenRule("opset", message, f"upgrade the model to opset {first_opset}")
+    message = f"ONNX Runtime runs {context.type} on integers from opset {first_opset} on, but the model has opset"
+    return BrokenRule("opset", f"{message} {opset}", f"upgrade the model to opset {first_opset}")
 
 
 def _require_one_scale(context: _FloatOp) -> BrokenRule | None:
