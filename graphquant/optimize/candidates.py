@@ -83,23 +83,17 @@ class Candidate:
 def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> dict[str, Plan]:
     """Make one plan per candidate, in which every site that supports the candidate uses it.
 
-    Candidates that change no site are omitted.
-
-    `small` offers weights of few bits instead.
+    Candidates that change no site are omitted. `small` offers weights of few bits instead.
     """
-    if small:
-        changed = {
-            f"{SMALL_WEIGHT_BITS}-bit weights": [
-                _with_weight_bits(model, site, SMALL_WEIGHT_BITS) for site in plan.sites
-            ]
-        }
-    else:
-        needs_range = set(map(id, sites_needing_data(plan)))
-        parameters, ranged = Parameters(model), [site if id(site) in needs_range else None for site in plan.sites]
-        changed = {
-            f"{name} range": [site and _with_observer(site, name) for site in ranged] for name in RANGE_OBSERVERS
-        }
-        changed[f"{WEIGHT_BITS}-bit weights"] = [_with_weight_bits(model, site, WEIGHT_BITS) for site in plan.sites]
+    parameters, needs_range = Parameters(model), set(map(id, sites_needing_data(plan)))
+    ranged = [site if id(site) in needs_range else None for site in plan.sites]
+    bits = SMALL_WEIGHT_BITS if small else WEIGHT_BITS
+    changed = {}
+    if not small:
+        for name in RANGE_OBSERVERS:
+            changed[f"{name} range"] = [site and _with_observer(site, name) for site in ranged]
+    changed[f"{bits}-bit weights"] = [_with_weight_bits(model, site, bits) for site in plan.sites]
+    if not small:
         changed["weights per channel"] = [_with_channel_scales(model, parameters, site) for site in plan.sites]
         changed[f"{WIDE_ACTIVATION_BITS} bits"] = [site and _with_wide_activation(model, site) for site in ranged]
     index_by_use = {use: index for index, site in enumerate(plan.sites) if site.clone_of is None for use in site.uses}
@@ -121,22 +115,19 @@ def _with_observer(site: Site, observer: str) -> Site:
 
 def _with_weight_bits(model: Model, site: Site, bits: int) -> Site | None:
     """Return a weight with the given bits if that reduces (few bits) or increases (many bits) its width."""
-    dtype = site.scheme.type
-    if (
-        not _is_observed_weight(site)
-        or not isinstance(dtype, IntType)
-        or not (dtype.bits > bits if bits < WEIGHT_BITS else dtype.bits < bits)
-    ):
+    dtype, few_bits = site.scheme.type, bits < WEIGHT_BITS
+    if not _is_observed_weight(site) or not isinstance(dtype, IntType):
         return None
-    changed = _with_dtype_bits(site, dtype, bits)
+    if dtype.bits == bits or few_bits != (dtype.bits > bits):
+        return None
     # With few bits, clipping reduces the error. Blocks do not support that observer.
-    clips_range = bits < WEIGHT_BITS and site.scheme.block_size is None
-    return _if_supported(model, _with_observer(changed, "mse") if clips_range else changed)
+    observed = _with_observer(site, "mse") if few_bits and site.scheme.block_size is None else site
+    return _with_supported_bits(model, observed, dtype, bits)
 
 
-def _with_dtype_bits(site: Site, dtype: IntType, bits: int) -> Site:
+def _with_supported_bits(model: Model, site: Site, dtype: IntType, bits: int) -> Site | None:
     name = IntType(bits, signed=dtype.signed).name
-    return replace(site, scheme=replace(site.scheme, dtype=name, bits=None, signed=None))
+    return _if_supported(model, replace(site, scheme=replace(site.scheme, dtype=name, bits=None, signed=None)))
 
 
 def _is_observed_weight(site: Site) -> bool:
@@ -165,13 +156,9 @@ def _with_channel_scales(model: Model, parameters: Parameters, site: Site) -> Si
 def _with_wide_activation(model: Model, site: Site) -> Site | None:
     """Return an activation with more bits, unless ONNX Runtime would then run the op in float."""
     dtype, family = site.scheme.type, site.scheme.family or ""
-    if (
-        not isinstance(dtype, IntType)
-        or dtype.bits >= WIDE_ACTIVATION_BITS
-        or not family.startswith(FLOAT_EMULATION_FAMILY)
-    ):
-        return None
-    return _if_supported(model, _with_dtype_bits(site, dtype, WIDE_ACTIVATION_BITS))
+    if isinstance(dtype, IntType) and dtype.bits < WIDE_ACTIVATION_BITS and family.startswith(FLOAT_EMULATION_FAMILY):
+        return _with_supported_bits(model, site, dtype, WIDE_ACTIVATION_BITS)
+    return None
 
 
 def _if_supported(model: Model, site: Site) -> Site | None:
@@ -228,7 +215,8 @@ def make_scale_groups(
 ) -> list[ScaleGroup]:
     """Group the sites `site_indices` of a plan, in order.
 
-    Unknown `errors` count as 0. The sites `fixed` must not change.
+    Unknown `errors` count as 0. The sites `fixed` must not change. If only some sites of a group have a candidate, the
+    others keep their rule.
     """
     ops_by_site = find_reading_ops(model, plan, site_indices, lambda op: op.kind in MAC_KINDS, COPYING_KINDS)
     live_graphs = set(model.reachable_graphs())  # a SavedModel keeps copies of functions that nothing here calls
@@ -236,16 +224,19 @@ def make_scale_groups(
         producer = _find_weighted_producer(model, plan.sites[index].tensor)
         if producer is not None and producer[0] in live_graphs:
             ops_by_site[index].add(producer)
-    return [
-        ScaleGroup(
-            sites=tuple(sites),
-            ops=frozenset(op for index in sites for op in ops_by_site[index]),
-            candidates=_group_candidates([errors.get(index, {}) for index in sites])[
-                : 1 if set(sites) & set(fixed) else None
-            ],
-        )
-        for sites in group_shared_scales(plan, site_indices)
-    ]
+    groups = []
+    for sites in group_shared_scales(plan, site_indices):
+        site_errors = [errors.get(index, {}) for index in sites]
+        candidates = []
+        for name in dict.fromkeys((RULE_CANDIDATE, *(name for names in site_errors for name in names))):
+            error = sum(known.get(name, known.get(RULE_CANDIDATE, 0.0)) for known in site_errors)
+            candidates.append(Candidate(name=name, error=error, high_precision=name in HIGH_PRECISION_CANDIDATES))
+        candidates.append(Candidate(name=FLOAT_CANDIDATE, error=0.0, high_precision=True))
+        candidates.sort(key=lambda candidate: candidate.high_precision)
+        ops = frozenset(op for index in sites for op in ops_by_site[index])
+        choices = candidates if set(fixed).isdisjoint(sites) else candidates[:1]
+        groups.append(ScaleGroup(sites=tuple(sites), ops=ops, candidates=tuple(choices)))
+    return groups
 
 
 def group_shared_scales(plan: Plan, site_indices: Collection[int]) -> list[list[int]]:
@@ -258,19 +249,6 @@ def group_shared_scales(plan: Plan, site_indices: Collection[int]) -> list[list[
         if use in index_by_use
     ]
     return connected_groups(sorted(site_indices), ties)
-
-
-def _group_candidates(errors: Sequence[Mapping[str, float]]) -> tuple[Candidate, ...]:
-    """Candidates of a group. If only some of its sites have a candidate, the others keep their rule."""
-    names = dict.fromkeys(name for site_errors in errors for name in site_errors if name != RULE_CANDIDATE)
-    candidates = [
-        Candidate(name=RULE_CANDIDATE, error=sum(site_errors.get(RULE_CANDIDATE, 0.0) for site_errors in errors))
-    ]
-    for name in names:
-        error = sum(site_errors.get(name, site_errors.get(RULE_CANDIDATE, 0.0)) for site_errors in errors)
-        candidates.append(Candidate(name=name, error=error, high_precision=name in HIGH_PRECISION_CANDIDATES))
-    candidates.append(Candidate(name=FLOAT_CANDIDATE, error=0.0, high_precision=True))
-    return tuple(sorted(candidates, key=lambda candidate: candidate.high_precision))
 
 
 def find_reading_ops(
@@ -311,26 +289,22 @@ def _find_weighted_producer(model: Model, tensor: TensorRef) -> OpKey | None:
     return next(((current.graph, current.op) for current in path if model.op(current).kind in MAC_KINDS), None)
 
 
-def _weighted_op_keys(model: Model) -> list[OpKey]:
-    names = model.reachable_graphs()
-    return [(name, op.name) for name in names for op in model.graphs[name].ops() if op.kind in MAC_KINDS]
-
-
 def mac_costs(model: Model, sizes: Mapping[TensorRef, int]) -> dict[OpKey, float]:
     """Cost of each weighted op in multiply-adds. An op of unknown size costs as much as the largest."""
     macs = count_macs(model, sizes)
     largest = max(macs.values(), default=1)
-    return {op_key: float(macs.get(op_key, largest)) for op_key in _weighted_op_keys(model)}
+    return {op_key: float(macs.get(op_key, largest)) for op_key in byte_costs(model)}
 
 
 def byte_costs(model: Model) -> dict[OpKey, float]:
     """Cost of each weighted op: additional bytes of its weights in float, compared with 8 bits."""
     parameters = Parameters(model)
     costs: dict[OpKey, float] = {}
-    for name, op in _weighted_op_keys(model):
-        weights = (tensor for tensor in model.graphs[name].slots(op) if tensor and parameters.is_parameter(tensor))
-        elements = sum(math.prod(size or 1 for size in model.output(tensor).shape or ()) for tensor in weights)
-        costs[name, op] = 3.0 * elements
+    for graph in (model.graphs[name] for name in model.reachable_graphs()):
+        for op in (op for op in graph.ops() if op.kind in MAC_KINDS):
+            weights = (tensor for tensor in graph.slots(op.name) if tensor and parameters.is_parameter(tensor))
+            elements = sum(math.prod(size or 1 for size in model.output(tensor).shape or ()) for tensor in weights)
+            costs[graph.name, op.name] = 3.0 * elements
     return costs
 
 

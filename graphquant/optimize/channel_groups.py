@@ -167,10 +167,8 @@ class _ChannelGroupFinder:
             elif size is not None and size % (channels * tensor_layout.block):
                 reason = "one of its tensors has another number of channels"
             else:
-                for outcome in (
-                    self._join_producer(group, tensor, tensor_layout),
-                    self._join_readers(group, tensor, tensor_layout),
-                ):
+                for join in (self._join_producer, self._join_readers):
+                    outcome = join(group, tensor, tensor_layout)
                     if isinstance(outcome, str):
                         reason = reason or outcome
                     else:
@@ -183,35 +181,26 @@ class _ChannelGroupFinder:
         graph, op = self.model.graphs[tensor.graph], self.model.op(tensor)
         if tensor.port:
             return "its producer has several outputs"
-        if op.kind in WEIGHTED_KINDS:
-            return self._join_product(group, graph, op, layout)
         if op.kind in NORM_KINDS and "scale" in op.roles:
             return self._join_vectors(group, graph, op, ("scale", "offset"), layout)
-        return self._join_through_op(group, graph, op, layout)
-
-    def _join_product(self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout) -> Joined:
-        """Add the weight and bias that produce a group."""
+        if op.kind not in WEIGHTED_KINDS:
+            return self._join_through_op(group, graph, op, layout)
         if op.type.startswith("_Fused"):
             return "its producer is part of a fused op"
         channels = self._weight_channels(graph, op, reads=False)
-        if channels is None or channels[1] != layout or channels[2] != group.channels:
+        if channels is None or channels[1:] != (layout, group.channels):
             return f"the channel layout of the output of this {op.type} is unknown"
-        use = Use(graph.name, op.name, op.roles.index("weight"))
-        reason = self._add_constant(group, use, channels[0], reads_group=False, is_weight=True)
+        weight = Use(graph.name, op.name, op.roles.index("weight"))
+        reason = self._add_constant(group, weight, channels[0], reads_group=False, is_weight=True)
         return reason or self._join_vectors(group, graph, op, ("bias",), layout)
 
     def _join_vectors(
         self, group: ChannelGroup, graph: Graph, op: Op, roles: tuple[str, ...], layout: ChannelLayout
     ) -> Joined:
         """Add the constants with one value per channel that an op reads in `roles`."""
-        for role in roles:
-            slot = op.roles.index(role) if role in op.roles else -1
-            if slot < 0 or graph.source_of(Use(graph.name, op.name, slot)) is None:
-                continue
-            reason = self._add_vector(group, Use(graph.name, op.name, slot), layout, op)
-            if reason:
-                return reason
-        return []
+        uses = [Use(graph.name, op.name, op.roles.index(role)) for role in roles if role in op.roles]
+        filled = (use for use in uses if graph.source_of(use) is not None)
+        return next(filter(None, (self._add_vector(group, use, layout, op) for use in filled)), "") or []
 
     def _add_vector(
         self, group: ChannelGroup, use: Use, layout: ChannelLayout, op: Op, *, reads_group: bool = False
@@ -220,38 +209,28 @@ class _ChannelGroupFinder:
         shape = self._source_shape(use)
         if shape is None:
             return "the value that is added or multiplied is only known at run time"
-        is_per_channel = op.kind in NORM_KINDS | WEIGHTED_KINDS | {"bias_add"}
-        output_shape = self.model.output(TensorRef(use.graph, op.name)).shape
-        if (
-            is_per_channel
-            and op.kind not in WEIGHTED_KINDS
-            and normalization_layout(op, None if output_shape is None else len(output_shape)) != layout
-        ):
-            return f"a {op.type} has its channels along another axis"
-        fits = math.prod(shape) == group.channels and layout.block == 1
-        channel_index = np.arange(group.channels).reshape(shape) if fits else None
-        channel_index = channel_index if is_per_channel else layout.vector_channels(shape, group.channels)
+        if op.kind in NORM_KINDS | {"bias_add"}:
+            output_shape = self.model.output(TensorRef(use.graph, op.name)).shape
+            if normalization_layout(op, None if output_shape is None else len(output_shape)) != layout:
+                return f"a {op.type} has its channels along another axis"
+        channel_index = layout.vector_channels(shape, group.channels)
+        if op.kind in NORM_KINDS | WEIGHTED_KINDS | {"bias_add"}:
+            fits = math.prod(shape) == group.channels and layout.block == 1
+            channel_index = np.arange(group.channels).reshape(shape) if fits else None
         if channel_index is None:
             return f"the operand of a {op.type} is not one number per channel"
         is_scale = op.kind == "mul" or op.role(use.slot) == "scale"
         return self._add_constant(group, use, channel_index, reads_group=reads_group, is_scale=is_scale)
 
     def _add_constant(
-        self,
-        group: ChannelGroup,
-        use: Use,
-        channel_index: Array,
-        *,
-        reads_group: bool,
-        is_weight: bool = False,
-        is_scale: bool = False,
+        self, group: ChannelGroup, use: Use, channel_index: Array, *, reads_group: bool, **kind: bool
     ) -> str:
-        """Add a constant. Return the obstacle, or ""."""
+        """Add a constant, with `kind` one of the flags of `ChannelConstant`. Return the obstacle, or ""."""
         shape = self._source_shape(use)
         constant = None if shape is None else find_unshared_constant(self.model, use, shape)
         if constant is None or self.model.output(constant).dtype not in {None, "float32"}:
             return "one of its weights or biases is a variable, or other ops read it too"
-        group.constants.append(ChannelConstant(use, constant, channel_index, reads_group, is_weight, is_scale))
+        group.constants.append(ChannelConstant(use, constant, channel_index, reads_group, **kind))
         return ""
 
     def _join_readers(self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout) -> Joined:
@@ -261,14 +240,12 @@ class _ChannelGroupFinder:
         for use in self.model.graphs[tensor.graph].consumers(tensor):
             graph = self.model.graphs[use.graph]
             op = graph.op(use.op)
-            outcome: Joined
-            if op.kind == "shape":
-                outcome = []
-            elif use.graph != tensor.graph or op.kind == "output":
+            outcome: Joined = []
+            if op.kind != "shape" and (use.graph != tensor.graph or op.kind == "output"):
                 outcome = "it is an output, or read in another graph"
             elif op.kind in WEIGHTED_KINDS:
-                outcome = self._join_weighted_reader(group, graph, op, use, layout)
-            else:
+                outcome = self._add_reading_weight(group, graph, op, use, layout)
+            elif op.kind != "shape":
                 outcome = self._join_through_op(group, graph, op, layout, forward=True)
             if isinstance(outcome, str):
                 obstacle = obstacle or outcome
@@ -276,16 +253,14 @@ class _ChannelGroupFinder:
                 joined += outcome
         return obstacle or joined
 
-    def _join_weighted_reader(
-        self, group: ChannelGroup, graph: Graph, op: Op, use: Use, layout: ChannelLayout
-    ) -> Joined:
+    def _add_reading_weight(self, group: ChannelGroup, graph: Graph, op: Op, use: Use, layout: ChannelLayout) -> Joined:
         start = self.consumed_channels(graph, op) if op.role(use.slot) == "input" else None
         if start is None or start[1].axis != layout.axis:
             return "it is multiplied by a value that is only known at run time"
-        weight = Use(graph.name, op.name, op.roles.index("weight"))
         channels = self._weight_channels(graph, op, reads=True)
         if channels is None or channels[2] % group.channels:
             return f"a {op.type} of this form reads it"
+        weight = Use(graph.name, op.name, op.roles.index("weight"))
         channel_index = channels[0] // layout.block % group.channels
         reason = self._add_constant(group, weight, channel_index, reads_group=True, is_weight=True)
         if not reason:
@@ -342,10 +317,10 @@ class _ChannelGroupFinder:
         tensor = self.model.graphs[use.graph].source_of(use)
         if tensor is None or not self._parameters.is_parameter(tensor):
             return None
-        for source in (tensor, self._parameters.root_tensor(tensor)):
-            shape = fully_known_shape(self.model.output(source).shape)
-            if shape is not None:
-                return shape
+        shapes = (self.model.output(source).shape for source in (tensor, self._parameters.root_tensor(tensor)))
+        known_shape = next((shape for shape in map(fully_known_shape, shapes) if shape is not None), None)
+        if known_shape is not None:
+            return known_shape
         value = self._parameters.value(tensor)
         return None if value is None else value.shape
 
@@ -371,7 +346,8 @@ def rescale_group(model: Model, group: ChannelGroup, divisors: Array) -> bool:
         read_value = changed.get(constant.tensor, model.op(constant.tensor).read_value)
         if read_value is None:
             return False
-        original, factor = read_value(), _constant_factor(constant, divisors)
+        original, expanded = read_value(), divisors[constant.channel_index]
+        factor = np.asarray(expanded if constant.reads_group else 1 / expanded, np.float32)
         value = _multiply(original, factor)
         if not np.isfinite(value).all() or not np.array_equal(_multiply(value, 1 / factor), original):
             return False
@@ -420,20 +396,14 @@ def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: A
     product = graph.add_op(product_op, [tensor, factor])
     for use in uses:
         model.graphs[use.graph].set_source(use, product)
-    sites, moved_uses = [], set(uses)
+    sites = []
     for site in plan.sites:
-        branch_uses = tuple(use for use in site.uses if use in moved_uses) if site.tensor == tensor else ()
+        branch_uses = tuple(use for use in site.uses if use in uses) if site.tensor == tensor else ()
         if branch_uses:
             sites.append(replace(site, tensor=product, uses=branch_uses))
-        remaining_uses = tuple(use for use in site.uses if use not in branch_uses)
-        if remaining_uses:
-            sites.append(replace(site, uses=remaining_uses) if branch_uses else site)
+        if remaining_uses := tuple(use for use in site.uses if use not in branch_uses):
+            sites.append(replace(site, uses=remaining_uses))
     return replace(plan, sites=tuple(sites)), product
-
-
-def _constant_factor(channel_constant: ChannelConstant, divisors: Array) -> Array:
-    expanded = divisors[channel_constant.channel_index]
-    return np.asarray(expanded if channel_constant.reads_group else 1 / expanded, np.float32)
 
 
 def _read_and_multiply(read_value: Callable[[], Array], factor: Array) -> Array:

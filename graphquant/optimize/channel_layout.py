@@ -45,12 +45,22 @@ def find_weight_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[
 
     With `reads` these are the channels that the op reads, else those that it produces.
     """
-    rank = len(shape)
+    rank, groups = len(shape), int(op.numeric_attr("group", 1))
     match op.type:
-        case "Conv":
-            return _onnx_conv_channels(op, shape, reads=reads)
+        case "Conv" if rank >= MATRIX_RANK and groups > 0 and shape[0] % groups == 0:
+            # The kernel is [output, input of a group, kernel...].
+            index = _index_along_axis(shape, 0)
+            if reads:
+                group = np.arange(shape[0] if groups > 1 else 1) // (shape[0] // groups)
+                index = group[:, None] * shape[1] + np.arange(shape[1])
+                index = index.reshape(-1, shape[1], *[1] * (rank - MATRIX_RANK))
+            return index, ChannelLayout(1 - rank)
         case "Conv2D" | "DepthwiseConv2dNative" if rank == MATRIX_RANK + 2:
-            return _tensorflow_conv_channels(op, shape, reads=reads)
+            # The kernel is [height, width, input, output], or [..., multiplier] if depthwise.
+            layout = ChannelLayout(-3 if op.text_attr("data_format", "NHWC").startswith("NC") else -1)
+            if reads or op.type == "Conv2D":
+                return _index_along_axis(shape, 2 if reads else 3), layout
+            return np.arange(shape[2] * shape[3]).reshape(1, 1, *shape[2:]), layout
         case "Gemm" | "MatMul" | "BatchMatMulV2" | "BatchMatMulV3" if rank >= MATRIX_RANK:
             if any(op.numeric_attr(name, 0) for name in ("transA", "transpose_a", "adj_x")):
                 return None
@@ -77,28 +87,6 @@ def _index_along_axis(shape: Sequence[int], axis: int) -> Array:
     return np.arange(shape[axis]).reshape(sizes)
 
 
-def _onnx_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
-    """Channels of an ONNX kernel [output, input of a group, kernel...]."""
-    groups, layout = int(op.numeric_attr("group", 1)), ChannelLayout(1 - len(shape))
-    if len(shape) < MATRIX_RANK or groups < 1 or shape[0] % groups:
-        return None
-    if not reads:
-        return _index_along_axis(shape, 0), layout
-    group = np.arange(shape[0]) // (shape[0] // groups)
-    index = group[:, None] * shape[1] + np.arange(shape[1])
-    return (index[:1] if groups == 1 else index).reshape(-1, shape[1], *[1] * (len(shape) - MATRIX_RANK)), layout
-
-
-def _tensorflow_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
-    """Channels of a TensorFlow kernel [height, width, input, output], or [..., multiplier] if depthwise."""
-    layout = ChannelLayout(-3 if op.text_attr("data_format", "NHWC").startswith("NC") else -1)
-    if op.type == "Conv2D":
-        return _index_along_axis(shape, 2 if reads else 3), layout
-    if reads:
-        return _index_along_axis(shape, 2), layout
-    return np.arange(shape[2] * shape[3]).reshape(1, 1, *shape[2:]), layout
-
-
 def propagate_layout(
     op: Op,
     layout: ChannelLayout,
@@ -122,17 +110,14 @@ def propagate_layout(
         case "clip":
             return layout if _is_relu_clip(op, values) else None
         case "pad":
-            return (
-                layout
-                if _pad_preserves_factors(op, values) and layout.axis_size(shapes[0]) == layout.axis_size(shapes[1])
-                else None
-            )
+            keeps_size = layout.axis_size(shapes[0]) == layout.axis_size(shapes[1])
+            return layout if keeps_size and _pad_preserves_factors(op, values) else None
         case "transpose":
             return _transpose_layout(op, layout, values, forward=forward)
         case "reshape" | "flatten" | "squeeze" | "unsqueeze":
             return _reshape_layout(layout, shapes, channels, forward=forward)
         case "reduce_mean":
-            return _reduce_mean_layout(op, layout, shapes, values, forward=forward)
+            return _reduce_mean_layout(op, layout, shapes[0], values, forward=forward)
     return None
 
 
@@ -189,27 +174,19 @@ def _reshape_layout(
 
 
 def _reduce_mean_layout(
-    op: Op,
-    layout: ChannelLayout,
-    shapes: tuple[Shape | None, Shape | None],
-    values: Sequence[Array | None],
-    *,
-    forward: bool,
+    op: Op, layout: ChannelLayout, shape: Shape | None, values: Sequence[Array | None], *, forward: bool
 ) -> ChannelLayout | None:
-    """Propagate through a mean over other axes."""
-    rank = None if shapes[0] is None else len(shapes[0])
-    axes_attribute = op.attrs.get("axes")
-    axes = axes_attribute if axes_attribute is not None else (values[0] if values else None)
-    if rank is None or axes is None or layout.block > 1:
+    """Propagate through a mean over other axes. `shape` is that of the input."""
+    axes = op.attrs.get("axes", values[0] if values else None)
+    if shape is None or axes is None or layout.block > 1:
         return None
-    reduced_axes = {int(reduced_axis) % rank for reduced_axis in np.asarray(axes).reshape(-1)}
+    rank = len(shape)
+    reduced_axes = {int(axis) % rank for axis in np.asarray(axes).reshape(-1)}
     keep_dims = op.numeric_attr("keepdims", 1) if op.type == "ReduceMean" else op.numeric_attr("keep_dims", 0)
-    if keep_dims:
-        return layout if layout.axis + rank not in reduced_axes else None
     remaining_axes = [axis for axis in range(rank) if axis not in reduced_axes]
-    if forward:
+    if forward or keep_dims:
         position = layout.axis + rank
-        return (
-            ChannelLayout(remaining_axes.index(position) - len(remaining_axes)) if position in remaining_axes else None
-        )
+        if position not in remaining_axes:
+            return None
+        return layout if keep_dims else ChannelLayout(remaining_axes.index(position) - len(remaining_axes))
     return ChannelLayout(remaining_axes[layout.axis] - rank) if len(remaining_axes) >= -layout.axis else None

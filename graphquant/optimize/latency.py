@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -170,15 +171,12 @@ def make_latency_groups(model: Model, plan: Plan, site_indices: Collection[int])
         if not plan.sites[index].parameter:
             readers[index].add((tensor.graph, tensor.op))
     targets = {index: {fusion.fusion_target(op_key) for op_key in op_keys} for index, op_keys in readers.items()}
+    graphs = model.graphs.values()
+    timed_ops = {(graph.name, op.name) for graph in graphs for op in graph.ops() if op.kind not in UNTIMED_KINDS}
     return [
         ScaleGroup(
             sites=tuple(sites),
-            ops=frozenset(
-                (graph, op)
-                for index in sites
-                for graph, op in targets[index]
-                if model.graphs[graph].op(op).kind not in UNTIMED_KINDS
-            ),
+            ops=frozenset(op_key for index in sites for op_key in targets[index] if op_key in timed_ops),
         )
         for sites in group_shared_scales(plan, site_indices)
     ]
@@ -220,6 +218,7 @@ class PlanProfiler:
         """Profile the float model on `feeds`. `build` makes the model with some sites in float."""
         self._prepared, self._plan, self._build, self._feeds = prepared, plan, build, feeds
         self._fused = FusionMap(prepared)
+        self._prepared_ops = {(graph.name, op.name) for graph in prepared.graphs.values() for op in graph.ops()}
         self._module = formats.format_module(prepared.format)
         self._profile_cache: dict[FloatSites, LatencyProfile] = {}
         self._float_profile = self._module.profile_ops(prepared, feeds)
@@ -233,23 +232,20 @@ class PlanProfiler:
     def profile(self, float_sites: FloatSites) -> LatencyProfile:
         """Return the profile of the plan with these sites in float, measured once."""
         if float_sites not in self._profile_cache:
-            model, times = self._prepared, self._float_profile
-            insertions: Sequence[InsertedPair] = ()
+            times, site_by_op = self._float_profile, dict[tuple[str, str], int]()
             if not {*float_sites} >= {*self.quantized_sites}:
                 built = self._build(float_sites)
-                model, insertions = built.model, built.insertions
-                times = self._module.profile_ops(model, self._feeds)
-            ops: dict[OpKey, float] = {}
-            sites: dict[int, float] = {}
-            site_by_op = self._site_by_op(model, insertions)
+                site_by_op = self._site_by_op(built.model, built.insertions)
+                times = self._module.profile_ops(built.model, self._feeds)
+            op_seconds: defaultdict[OpKey, float] = defaultdict(float)
+            site_seconds: defaultdict[int, float] = defaultdict(float)
             for op_key, seconds in times.seconds.items() if times is not None else ():
-                if self._is_prepared_op(op_key):
-                    target = self._fused.fusion_target(op_key)
-                    ops[target] = ops.get(target, 0.0) + seconds
+                if op_key in self._prepared_ops:
+                    op_seconds[self._fused.fusion_target(op_key)] += seconds
             for op_key, seconds in times.conversion_seconds.items() if times is not None else ():
                 if op_key in site_by_op:
-                    sites[site_by_op[op_key]] = sites.get(site_by_op[op_key], 0.0) + seconds
-            self._profile_cache[float_sites] = LatencyProfile(op_seconds=ops, site_seconds=sites)
+                    site_seconds[site_by_op[op_key]] += seconds
+            self._profile_cache[float_sites] = LatencyProfile(op_seconds=op_seconds, site_seconds=site_seconds)
         return self._profile_cache[float_sites]
 
     def float_costs(self) -> dict[OpKey, float]:
@@ -260,9 +256,6 @@ class PlanProfiler:
         min_cost = 1e-3 * max([*saved.values(), 1e-6])
         return {op: max(value, min_cost) for op, value in saved.items()}
 
-    def _is_prepared_op(self, op_key: OpKey) -> bool:
-        return op_key[0] in self._prepared.graphs and op_key[1] in self._prepared.graphs[op_key[0]]
-
     def _site_by_op(self, model: Model, insertions: Sequence[InsertedPair]) -> dict[OpKey, int]:
         """Map the ops of each Q/DQ pair, and the op whose output it quantizes, to the index of the site."""
         site_by_op: dict[OpKey, int] = {}
@@ -271,9 +264,8 @@ class PlanProfiler:
                 site_by_op.setdefault((pair.site.tensor.graph, pair.site.tensor.op), index)
             for output in pair.outputs:
                 site_by_op[output.graph, output.op] = index
-                inputs = model.graphs[output.graph].slots(output.op)
-                source = inputs[0] if inputs else None
-                if source is not None and not self._is_prepared_op((source.graph, source.op)):
+                source = next(iter(model.graphs[output.graph].slots(output.op)), None)
+                if source is not None and (source.graph, source.op) not in self._prepared_ops:
                     site_by_op[source.graph, source.op] = index
         return site_by_op
 
@@ -329,7 +321,12 @@ def measure_time_ratio(
         seconds: Time limit, unless the ratio is known precisely before.
         clock: Clock in seconds.
     """
-    runs = [(run, _count_block_runs(run, clock)) for run in (first_run, second_run)]
+    runs = []
+    for run in (first_run, second_run):
+        run()  # the first run ever is not timed
+        start = clock()
+        run()
+        runs.append((run, math.ceil(BLOCK_SECONDS / max(clock() - start, BLOCK_SECONDS / 1000))))
     end, pairs = clock() + seconds, list[tuple[float, float]]()
     while True:
         order = (1, 0) if len(pairs) % 2 else (0, 1)
@@ -339,14 +336,6 @@ def measure_time_ratio(
             result = _median_with_bounds(pairs)
             if clock() >= end or result.high - result.low < MAX_RATIO_WIDTH:
                 return result
-
-
-def _count_block_runs(run: TimedRun, clock: Clock) -> int:
-    """Number of runs in a block. The first run ever is not timed."""
-    run()
-    start = clock()
-    run()
-    return math.ceil(BLOCK_SECONDS / max(clock() - start, BLOCK_SECONDS / 1000))
 
 
 def _shortest_block_seconds(run: TimedRun, count: int, clock: Clock) -> float:

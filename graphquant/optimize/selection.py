@@ -43,19 +43,16 @@ def choose_selection(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float],
     ops = sorted({op for group in groups for op in group.ops})
     if len(ops) > MAX_EXHAUSTIVE_OPS:
         return settle_selection(groups, _greedy_high_ops(groups, costs, max_error), max_error)
-    best: tuple[float, Selection] | None = None
+    best = math.inf, settle_selection(groups, frozenset(ops), max_error)
     change_cost = FLOAT_GROUP_COST * max(sum(costs.values()), 1.0)
     for price, op_set in _op_sets_by_cost(ops, costs):
-        if best is not None and price >= best[0]:
+        if price >= best[0]:
             break
         selection = settle_selection(groups, op_set, max_error)
         if total_error(groups, selection) <= max_error * (1 + SUM_TOLERANCE):
-            changed_groups = sum(
-                candidate > 0 and not group.ops for group, candidate in zip(groups, selection, strict=True)
-            )
-            scored = price + change_cost * changed_groups, selection
-            best = min(best or scored, scored)
-    return best[1] if best is not None else settle_selection(groups, frozenset(ops), max_error)
+            changed = sum(index > 0 and not group.ops for group, index in zip(groups, selection, strict=True))
+            best = min(best, (price + change_cost * changed, selection))
+    return best[1]
 
 
 def selection_cost(groups: Sequence[ScaleGroup], selection: Sequence[int], costs: Mapping[OpKey, float]) -> float:
@@ -84,35 +81,22 @@ def settle_selection(groups: Sequence[ScaleGroup], ops: frozenset[OpKey], max_er
     Groups that only these ops read become high precision too, because less would gain nothing. The other groups change
     in the order of their gain until `max_error` is met.
     """
-    can_be_high = [bool(group.ops) and group.ops <= ops for group in groups]
-    selection = [0] * len(groups)
+    selection, gains = [0] * len(groups), list[tuple[float, int, int]]()
     for index, group in enumerate(groups):
-        if can_be_high[index]:
-            high_positions = (i for i, candidate in enumerate(group.candidates) if candidate.high_precision)
-            selection[index] = next(high_positions, 0)
+        positions, can_be_high = range(len(group.candidates)), bool(group.ops) and group.ops <= ops
+        high_positions = [position for position in positions if group.candidates[position].high_precision]
+        if can_be_high and high_positions:
+            selection[index] = high_positions[0]
+        allowed = positions if can_be_high or not group.ops else sorted({*positions} - {*high_positions})
+        best = min(allowed, key=[candidate.error for candidate in group.candidates].__getitem__)
+        gains.append((group.candidates[selection[index]].error - group.candidates[best].error, index, best))
     error = total_error(groups, selection)
-    for gain, index, candidate in sorted(_candidate_gains(groups, selection, can_be_high), key=lambda entry: -entry[0]):
-        if error <= max_error:
+    for gain, index, candidate in sorted(gains, key=lambda entry: -entry[0]):
+        if error <= max_error or gain <= 0:
             break
         selection[index] = candidate
         error -= gain
     return tuple(selection)
-
-
-def _candidate_gains(
-    groups: Sequence[ScaleGroup], selection: Sequence[int], can_be_high: Sequence[bool]
-) -> Iterator[tuple[float, int, int]]:
-    """Yield gain, group and candidate of the best alternative of each group."""
-    for index, group in enumerate(groups):
-        allowed = [
-            position
-            for position, candidate in enumerate(group.candidates)
-            if can_be_high[index] or not group.ops or not candidate.high_precision
-        ]
-        best = min(allowed, key=lambda position: group.candidates[position].error)
-        gain = group.candidates[selection[index]].error - group.candidates[best].error
-        if gain > 0:
-            yield gain, index, best
 
 
 def cheaper_selections(
@@ -146,72 +130,50 @@ def lighter_selection(groups: Sequence[ScaleGroup], selection: Selection) -> Sel
 def _op_sets_by_cost(ops: Sequence[OpKey], costs: Mapping[OpKey, float]) -> list[tuple[float, frozenset[OpKey]]]:
     """All subsets of ops with their costs, by cost."""
     subsets = [subset for count in range(len(ops) + 1) for subset in combinations(ops, count)]
-    return sorted(
-        ((fsum(costs[op] for op in subset), frozenset(subset)) for subset in subsets), key=lambda priced: priced[0]
-    )
+    priced = [(fsum(costs[op] for op in subset), frozenset(subset)) for subset in subsets]
+    return sorted(priced, key=lambda entry: entry[0])
 
 
 def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> frozenset[OpKey]:
     """Choose ops by their error reduction per cost, then return ops to integers, the most expensive first."""
-    state = _GreedyState(groups)
-    while state.error > max_error:
-        best: tuple[float, int] | None = None
-        for index, group in enumerate(groups):
-            if index in state.float_groups or not state.reductions[index]:
-                continue
-            gain = fsum(state.reductions[freed_index] for freed_index in state.freed_groups(group.ops) | {index})
-            ratio = gain / max(fsum(costs[op] for op in group.ops - state.high_ops), FLOAT_GROUP_COST)
-            if best is None or ratio > best[0]:
-                best = ratio, index
-        if best is None:
+    indices_by_op: dict[OpKey, list[int]] = {}
+    lowest_errors, reductions = list[float](), list[float]()
+    for index, group in enumerate(groups):
+        for op in group.ops:
+            indices_by_op.setdefault(op, []).append(index)
+        quantized = [candidate for candidate in group.candidates if not (candidate.high_precision and group.ops)]
+        lowest_errors.append(min(candidate.error for candidate in quantized))
+        reductions.append(lowest_errors[-1] - min(candidate.error for candidate in group.candidates))
+    high_ops: set[OpKey] = set()
+    error, float_groups = sum(lowest_errors), set[int]()
+
+    def freed_groups(index: int) -> set[int]:
+        """Return the group and those that no quantized op reads once the ops of the group run in high precision."""
+        touched = {other for op in groups[index].ops for other in indices_by_op[op]} - float_groups
+        return {index} | {other for other in touched if groups[other].ops <= high_ops | groups[index].ops}
+
+    while error > max_error:
+        ratios = {
+            index: fsum(reductions[freed] for freed in freed_groups(index))
+            / max(fsum(costs[op] for op in group.ops - high_ops), FLOAT_GROUP_COST)
+            for index, group in enumerate(groups)
+            if index not in float_groups and reductions[index]
+        }
+        if not ratios:
             break
-        state.make_float(best[1])
-    for op in sorted(state.high_ops, key=lambda key: (-costs[key], key)):
-        state.restore_op(op, max_error)
-    return frozenset(state.high_ops)
-
-
-class _GreedyState:
-    """State of the greedy choice: high-precision ops, the remaining error, and the reduction per group."""
-
-    def __init__(self, groups: Sequence[ScaleGroup]) -> None:
-        self._groups = groups
-        self._by_op: dict[OpKey, list[int]] = {}
-        for index, group in enumerate(groups):
-            for op in group.ops:
-                self._by_op.setdefault(op, []).append(index)
-        lowest = [
-            min(candidate.error for candidate in group.candidates if not (candidate.high_precision and group.ops))
-            for group in groups
-        ]
-        self.reductions = [
-            error - min(candidate.error for candidate in group.candidates)
-            for error, group in zip(lowest, groups, strict=True)
-        ]
-        self.high_ops: set[OpKey] = set()
-        self.float_groups: set[int] = set()
-        self.error = sum(lowest)
-
-    def freed_groups(self, ops: frozenset[OpKey]) -> set[int]:
-        """Groups that no quantized op reads once `ops` run in high precision."""
-        touched = {index for op in ops for index in self._by_op[op]} - self.float_groups
-        return {index for index in touched if self._groups[index].ops <= self.high_ops | ops}
-
-    def make_float(self, index: int) -> None:
-        """Make a group float, with its ops and everything that only they kept quantized."""
-        freed = self.freed_groups(self._groups[index].ops) | {index}
-        self.high_ops |= self._groups[index].ops
-        self.float_groups |= freed
-        self.error -= fsum(self.reductions[freed_index] for freed_index in freed)
-
-    def restore_op(self, op: OpKey, max_error: float) -> None:
-        """Return `op` to integers if the errors still add up to at most `max_error`."""
-        restored = [index for index in self._by_op[op] if index in self.float_groups]
-        error = self.error + fsum(self.reductions[index] for index in restored)
-        if error <= max_error:
-            self.error = error
-            self.float_groups -= set(restored)
-            self.high_ops.discard(op)
+        chosen = max(ratios, key=ratios.__getitem__)
+        freed = freed_groups(chosen)
+        high_ops |= groups[chosen].ops
+        float_groups |= freed
+        error -= fsum(reductions[index] for index in freed)
+    for op in sorted(high_ops, key=lambda key: (-costs[key], key)):
+        restored = float_groups.intersection(indices_by_op[op])
+        restored_error = error + fsum(reductions[index] for index in restored)
+        if restored_error <= max_error:
+            error = restored_error
+            float_groups -= restored
+            high_ops.discard(op)
+    return frozenset(high_ops)
 
 
 MAX_MEASUREMENTS = MAX_SEARCH_PLANS
@@ -324,7 +286,7 @@ class _PlanSearch:
             if target_sqnr is not None and math.isfinite(quality.sqnr):
                 step = target_sqnr - quality.sqnr
             aim += max(step + MIN_AIM_STEP_DB, MIN_AIM_STEP_DB)
-            quality = self._try_selection(self._choose_for_aim(aim))
+            quality = self._try_aim(aim)
             if quality.met:
                 return missed, aim
         self._try_selection(tuple(len(group.candidates) - 1 for group in self._groups))
@@ -336,7 +298,7 @@ class _PlanSearch:
             if met - missed <= MIN_AIM_STEP_DB:
                 break
             middle = (missed + met) / 2
-            if self._try_selection(self._choose_for_aim(middle)).met:
+            if self._try_aim(middle).met:
                 met = middle
             else:
                 missed = middle
@@ -364,13 +326,13 @@ class _PlanSearch:
             if selection not in self._qualities:
                 return selection
             if target_sqnr is not None and target_sqnr - NEAR_MISS_DB < self._qualities[selection].sqnr < target_sqnr:
-                waiting.append(lighter_selection(self._groups, selection))
-                if waiting[-1] == selection:
-                    waiting.pop()
+                lighter = lighter_selection(self._groups, selection)
+                waiting += [lighter] if lighter != selection else []
         return None
 
-    def _choose_for_aim(self, aim: float) -> Selection:
-        return choose_selection(self._groups, self._costs, 10 ** (-aim / 10))
+    def _try_aim(self, aim: float) -> PlanQuality:
+        """Measure the cheapest selection with an estimated SQNR of at least `aim` dB."""
+        return self._try_selection(choose_selection(self._groups, self._costs, 10 ** (-aim / 10)))
 
     def _try_selection(self, selection: Selection) -> PlanQuality:
         """Measure a selection once, and keep it if it is the best."""
@@ -402,22 +364,15 @@ def allocate_weight_bits(groups: Sequence[ScaleGroup], max_bytes: float) -> Sele
     fits. Only candidates on the convex hull of size and error are used, so that the steps of a group come in order. The
     result is at most one step from the optimum.
     """
-    selection = [
-        min(
-            range(len(group.candidates)),
-            key=lambda index: (group.candidates[index].size, group.candidates[index].error),
-        )
-        for group in groups
-    ]
-    remaining_bytes = max_bytes - sum(
-        group.candidates[candidate].size for group, candidate in zip(groups, selection, strict=True)
-    )
-    upgrades = sorted(
-        (-ratio, index, candidate)
-        for index, group in enumerate(groups)
-        for ratio, candidate in _hull_upgrades(group.candidates, selection[index])
-    )
-    for _, index, candidate in upgrades:
+    selection, remaining_bytes = [], max_bytes
+    upgrades: list[tuple[float, int, int]] = []
+    for index, group in enumerate(groups):
+        sizes_and_errors = [(candidate.size, candidate.error) for candidate in group.candidates]
+        start = sizes_and_errors.index(min(sizes_and_errors))
+        selection.append(start)
+        remaining_bytes -= group.candidates[start].size
+        upgrades += ((-ratio, index, candidate) for ratio, candidate in _hull_upgrades(group.candidates, start))
+    for _, index, candidate in sorted(upgrades):
         extra_bytes = groups[index].candidates[candidate].size - groups[index].candidates[selection[index]].size
         if extra_bytes <= remaining_bytes:
             selection[index] = candidate
