@@ -159,8 +159,7 @@ def annotate_plan(plan: Plan, range_report: RangeReport | None = None) -> Annota
 
 def annotate_result(result: Result, summary: ModelSummary) -> AnnotationSet:
     """Annotate the result of `insert`, given the summary of the rewritten model."""
-    plan = result.plan
-    annotation_set = annotate_model(summary, {site.rule: site.why for site in plan.sites})
+    annotation_set = annotate_model(summary, {site.rule: site.why for site in result.plan.sites})
     sketches = result.stats.sketches if result.stats is not None else {}
     for insertion in result.inserted:
         number = annotation_set.by_op.get(insertion.output[:2])
@@ -221,10 +220,7 @@ def _stored_annotation(stored_tensor: StoredScaleTensor) -> Annotation:
 
 
 def annotation_text(annotation: Annotation) -> str:
-    """Return the label of an annotation.
-
-    Examples are `uint8 0.0235 z128`, `int8[64]` (per channel) and `int8 dynamic`. Without a known scale it is the type.
-    """
+    """Return the label of an annotation, for example `uint8 0.0235 z128`, `int8[64]` per channel, or `int8 dynamic`."""
     dtype = annotation.dtype or "?"
     if annotation.dynamic:
         return f"{dtype} dynamic"
@@ -238,15 +234,7 @@ def annotation_text(annotation: Annotation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeatColumn:
-    """A metric of each quantized tensor.
-
-    Attributes:
-        name: Short name.
-        description: Meaning of the metric.
-        hot: Value from which on it is as bad as possible.
-        cold: Value from which on it is harmless; above `hot` if higher values are better.
-        unit: Unit.
-    """
+    """A metric of each quantized tensor: as bad as possible from `hot` on, and harmless from `cold` on."""
 
     name: str
     description: str
@@ -280,11 +268,11 @@ class Heatmap:
 def comparison_heatmap(comparison: Comparison) -> Heatmap:
     """Return the heatmap of a comparison."""
     has_sensitivity = any(site.sensitivity is not None for site in comparison.sites)
+    first = 0 if has_sensitivity else 1
     return Heatmap(
-        columns=(SENSITIVITY, LOCAL_ERROR, ACCUMULATED_ERROR) if has_sensitivity else (LOCAL_ERROR, ACCUMULATED_ERROR),
+        columns=(SENSITIVITY, LOCAL_ERROR, ACCUMULATED_ERROR)[first:],
         values={
-            (site.graph, site.op): (*([site.sensitivity] if has_sensitivity else []), site.local, site.accumulated)
-            for site in comparison.sites
+            (site.graph, site.op): (site.sensitivity, site.local, site.accumulated)[first:] for site in comparison.sites
         },
         notes={(site.graph, site.op): site.note for site in comparison.sites if site.note},
         summary=(f"Over {pluralize(comparison.samples, 'sample')}:", *map(_output_summary, comparison.outputs)),
@@ -293,15 +281,12 @@ def comparison_heatmap(comparison: Comparison) -> Heatmap:
 
 def heatmap_data(heatmap: Heatmap, annotations: Sequence[Annotation]) -> dict[str, Any]:
     """Return a heatmap as viewer data: null for unknown values, "equal" for exact ones."""
-    keys = {number: annotation.op_key for number, annotation in enumerate(annotations)}
+    keys = [(number, annotation.op_key) for number, annotation in enumerate(annotations)]
+    values = {number: heatmap.values[key] for number, key in keys if key in heatmap.values}
     return {
         "columns": [asdict(column) for column in heatmap.columns],
-        "values": {
-            number: list(map(_viewer_figure, heatmap.values[key]))
-            for number, key in keys.items()
-            if key in heatmap.values
-        },
-        "notes": {number: heatmap.notes[key] for number, key in keys.items() if key in heatmap.notes},
+        "values": {number: list(map(_viewer_figure, metrics)) for number, metrics in values.items()},
+        "notes": {number: heatmap.notes[key] for number, key in keys if key in heatmap.notes},
         "summary": list(heatmap.summary),
     }
 
@@ -315,7 +300,7 @@ def _viewer_figure(value: float | None) -> float | str | None:
 def _output_summary(output: OutputFigures) -> str:
     if output.problem:
         return f"{output.name}: {output.problem}"
-    phrases = [f"{output.sqnr:.2f} dB" if output.sqnr is not None and math.isfinite(output.sqnr) else ""]
-    phrases.append("equal" if not output.max_error else "")
-    phrases.append(f"{100 * output.agreement:.2f}% agree" if output.agreement is not None else "")
-    return f"{output.name}: {', '.join(filter(None, phrases)) or 'compared'}"
+    phrases = [f"{output.sqnr:.2f} dB"] if output.sqnr is not None and math.isfinite(output.sqnr) else []
+    phrases += [] if output.max_error else ["equal"]
+    phrases += [] if output.agreement is None else [f"{100 * output.agreement:.2f}% agree"]
+    return f"{output.name}: {', '.join(phrases) or 'compared'}"

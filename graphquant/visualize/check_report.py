@@ -56,31 +56,25 @@ def _check_heading(report: CheckReport) -> str:
     if not report.verdicts and any(finding.code == "GQ109" for finding in report.findings):
         return f"{path} for {report.backend}: the model cannot be loaded, so nothing is known; {finding_count}."
     counts, all_ops = report.counts, len(report.verdicts)
-    fused_text = f", {counts['fused']} more are fused" if counts["fused"] else ""
-    fused_text += f", {counts['removed']} are removed" if counts["removed"] else ""
-    return (
-        f"{path} for {report.backend}: {counts['int8']} of {all_ops} ops run in low precision{fused_text};"
-        f" {finding_count}."
-    )
+    text = f"{path} for {report.backend}: {counts['int8']} of {all_ops} ops run in low precision"
+    text += f", {counts['fused']} more are fused" if counts["fused"] else ""
+    text += f", {counts['removed']} are removed" if counts["removed"] else ""
+    return f"{text}; {finding_count}."
 
 
 def _verdict_sections(report: CheckReport) -> list[RenderableType]:
     sections: list[RenderableType] = []
     if report.runs_as:
         sections.append(Text("  " + ", ".join(f"{count} {kind}" for kind, count in report.runs_as.items())))
+    broken_rules = [(verdict, verdict.broken_rule) for verdict in report.verdicts if verdict.broken_rule is not None]
     table = NameTable("float op", "type", "reason", "remedy")
-    for verdict in report.verdicts:
-        if verdict.broken_rule is not None and verdict.broken_rule.rule not in NAME_ONLY_RULES:
-            table.add_row(verdict.location, verdict.type, verdict.broken_rule.message, verdict.broken_rule.fix)
-    if table.row_count:
-        sections.append(table)
+    for verdict, broken_rule in broken_rules:
+        if broken_rule.rule not in NAME_ONLY_RULES:
+            table.add_row(verdict.location, verdict.type, broken_rule.message, broken_rule.fix)
+    sections += [table] if table.row_count else []
     for rule, prefix in NAME_ONLY_RULES.items():
-        names_by_type = group_values(
-            (verdict.type, verdict.location)
-            for verdict in report.verdicts
-            if verdict.broken_rule is not None and verdict.broken_rule.rule == rule
-        )
-        for kind, names in sorted(names_by_type.items()):
+        pairs = ((verdict.type, verdict.location) for verdict, broken in broken_rules if broken.rule == rule)
+        for kind, names in sorted(group_values(pairs).items()):
             sections.append(plain_line(f"  {prefix} {kind}: {join_names(names, CHECK_NAMES_SHOWN)}", "dim"))
     return sections
 
@@ -131,16 +125,7 @@ _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 class Notice(NamedTuple):
-    """A finding in a report.
-
-    Attributes:
-        code: Kind of finding, a key of the code table.
-        level: Severity.
-        path: Path of the model.
-        site: Name of the op with its graph; "" for the whole model.
-        op: Name of the op.
-        message: The problem and its remedy.
-    """
+    """A finding in a report. The site is the name of the op with its graph, "" for the whole model."""
 
     code: str
     level: FindingLevel
@@ -212,9 +197,7 @@ def escape_annotation(text: str, *, property_: bool = False) -> str:
     return text.replace(":", "%3A").replace(",", "%2C") if property_ else text
 
 
-NEAR_MISS_THRESHOLD = 2
-"""Closeness from which a rule is listed: all its conditions on the producer or on the consumer hold."""
-
+NEAR_MISS_THRESHOLD = 2  # closeness of a listed rule: all its conditions on the producer or on the consumer hold
 NEAR_MISSES_SHOWN = 5  # maximum number of near misses for a use
 
 
@@ -224,15 +207,13 @@ def explain_view(explanations: ExplanationReport, *, all_rules: bool = False) ->
     for op_key in dict.fromkeys(explanation.requested_op for explanation in explanations.uses):
         sections += _op_section(explanations, op_key)
     for explanation in explanations.uses:
+        rule_text = f" (rule {explanation.winner})" if explanation.winner else ""
         sections += ["", plain_line(f"{explanation.tensor} read by {explanation.use}", style="bold")]
-        sections.append(
-            _indented(explanation.outcome + (f" (rule {explanation.winner})" if explanation.winner else ""), 2)
-        )
+        sections.append(_indented(explanation.outcome + rule_text, 2))
         sections += [_indented(choice, 4) for choice in explanation.scale_reasons]
         if all_rules:
-            sections += [
-                _indented(f"{miss.rule.rule.name}: {miss.reason}", 4, "dim") for miss in explanation.other_rules
-            ]
+            misses = explanation.other_rules
+            sections += [_indented(f"{miss.rule.rule.name}: {miss.reason}", 4, "dim") for miss in misses]
         else:
             sections += _closest_misses(explanation)
     if explanations.omitted_reason:
@@ -242,12 +223,8 @@ def explain_view(explanations: ExplanationReport, *, all_rules: bool = False) ->
 
 def _op_section(explanations: ExplanationReport, op_key: tuple[str, str]) -> list[RenderableType]:
     name = "/".join(filter(None, op_key))
-    input_uses = [
-        explanation for explanation in explanations.uses if (explanation.use.graph, explanation.use.op) == op_key
-    ]
-    output_uses = [
-        explanation for explanation in explanations.uses if (explanation.tensor.graph, explanation.tensor.op) == op_key
-    ]
+    input_uses = [explanation for explanation in explanations.uses if explanation.use[:2] == op_key]
+    output_uses = [explanation for explanation in explanations.uses if explanation.tensor[:2] == op_key]
     verdict = next((verdict_ for verdict_ in explanations.verdicts if (verdict_.graph, verdict_.op) == op_key), None)
     phrases = [_inputs_phrase(input_uses, verdict)] if input_uses else []
     phrases += [_outputs_phrase(output_uses, verdict)] if output_uses else []
@@ -298,11 +275,10 @@ def _closest_misses(explanation: Explanation) -> list[RenderableType]:
     remaining = [miss for miss in explanation.misses if miss not in near_misses]
     if remaining:
         producer_count = sum(miss.reason.startswith("producer") for miss in remaining)
-        phrases = [
-            f"{producer_count} require another producer" if producer_count else "",
-            f"{len(remaining) - producer_count} another consumer" if producer_count < len(remaining) else "",
-        ]
-        reasons = " and ".join(filter(None, phrases))
+        consumer_count = len(remaining) - producer_count
+        phrases = [f"{producer_count} require another producer"] if producer_count else []
+        phrases += [f"{consumer_count} another consumer"] if consumer_count else []
+        reasons = " and ".join(phrases)
         lines.append(_indented(f"{pluralize(len(remaining), 'other rule')}: {reasons}. --all lists them.", 2, "dim"))
     return lines
 

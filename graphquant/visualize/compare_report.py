@@ -37,14 +37,11 @@ def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
             sections.append(Text(f"{omitted_count} more with smaller errors; --top 0 shows all.", style="dim"))
     if comparison.random:
         sections.append(Text("The data is RANDOM: the metrics do not apply to real data.", style="bold red"))
-    worst = (
-        "the worst output has no SQNR"
-        if comparison.sqnr == -math.inf
-        else f"worst output {_decibel_text(comparison.sqnr)} dB"
-    )
-    summary = [worst if comparison.sqnr is not None else ""]
-    summary.append(f"{_percent_text(comparison.agreement)} agree" if comparison.agreement is not None else "")
-    figures = ", ".join(filter(None, summary)) or ("Nothing compared" if comparison.all_empty else "Compared")
+    has_no_sqnr = comparison.sqnr == -math.inf
+    worst = "the worst output has no SQNR" if has_no_sqnr else f"worst output {_decibel_text(comparison.sqnr)} dB"
+    summary = [worst] if comparison.sqnr is not None else []
+    summary += [f"{_percent_text(comparison.agreement)} agree"] if comparison.agreement is not None else []
+    figures = ", ".join(summary) or ("Nothing compared" if comparison.all_empty else "Compared")
     sections.append(plain_line(f"{figures}, over {pluralize(comparison.samples, 'sample')}.", "bold"))
     return Group(*sections)
 
@@ -84,9 +81,7 @@ def _percent_text(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.2f}%"
 
 
-CHANGE_SIGNS = {"op-added": "+", "site-added": "+", "op-removed": "-", "site-removed": "-"}
-"""Sign before a line; `~` for changes."""
-
+CHANGE_SIGNS = {"op-added": "+", "site-added": "+", "op-removed": "-", "site-removed": "-"}  # `~` for changes
 CHANGE_STYLES = {"+": "green", "-": "red", "~": "yellow"}
 
 CHANGE_LABELS = {
@@ -122,11 +117,8 @@ def diff_summary(differences: Differences) -> str:
     """Summarize differences by count."""
     if not differences:
         return "No difference."
-    phrases = [
-        f"{count} {CHANGE_LABELS[kind][count != 1]}"
-        for kind, count in differences.counts.items()
-        if kind in CHANGE_LABELS
-    ]
+    labels = ((kind, count) for kind, count in differences.counts.items() if kind in CHANGE_LABELS)
+    phrases = [f"{count} {CHANGE_LABELS[kind][count != 1]}" for kind, count in labels]
     scales = [change.size for change in differences.changes if change.kind == "scale"]
     large = sum(size > NOTABLE_SCALE_CHANGE for size in scales)
     small = len(scales) - large
@@ -155,18 +147,13 @@ def strip_proof_view(proof: Proof, original: str) -> RenderableType:
     """Render the proof that stripping restored the original."""
     if proof.equal:
         return plain_line(f"Verified: it is {original}, identical in every message.", "bold")
-    sections: list[RenderableType] = (
-        [diff_view(proof.other_differences, summary_only=False)] if proof.other_differences else []
-    )
+    sections: list[RenderableType] = []
+    if proof.other_differences:
+        sections.append(diff_view(proof.other_differences, summary_only=False))
     if proof.holds:
-        message = f"Verified: it is {original}"
-        message += f" as prepared ({proof.steps})" if proof.steps else ""
-        message += (
-            f", except for the rounding of {pluralize(proof.rounded_weights, 'weight')}."
-            if proof.rounded_weights
-            else "."
-        )
-        sections.append(plain_line(message, "bold"))
+        rounded = f", except for the rounding of {pluralize(proof.rounded_weights, 'weight')}"
+        message = f"Verified: it is {original}" + (f" as prepared ({proof.steps})" if proof.steps else "")
+        sections.append(plain_line(f"{message}{rounded if proof.rounded_weights else ''}.", "bold"))
     return Group(*sections)
 
 
@@ -187,10 +174,8 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
         share = f"  {percent(validation.quantized_share)} of {validation.total_macs:,} multiply-adds"
         lines.append(plain_line(f"{share} have quantized inputs"))
     if worst_sites:
-        texts = [
-            f"{site.tensor} {site.sensitivity if validation.has_sensitivity else site.local:.1f} dB"
-            for site in worst_sites
-        ]
+        errors = [site.sensitivity if validation.has_sensitivity else site.local for site in worst_sites]
+        texts = [f"{site.tensor} {error:.1f} dB" for site, error in zip(worst_sites, errors, strict=True)]
         message = "highest sensitivity" if validation.has_sensitivity else "largest errors of their own"
         lines.append(plain_line(f"  {message}: {join_names(texts, MISSED_SHOWN)}"))
     lines += [plain_line(f"failed: {missed_bound}.", "bold red") for missed_bound in missed]
@@ -207,7 +192,9 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
     lines = _latency_lines(search) if search.runtime else []
     if search.all_float:
         return lines
-    choices = _choices_text(search)
+    choices = f"; {pluralize(len(search.float_tensors), 'site')} in float" if search.float_tensors else ""
+    for candidate, count in sorted(Counter(search.changed_tensors.values()).items()):
+        choices += f"; {pluralize(count, 'site')} with {candidate}"
     has_validated_changes = search.plans > 0 and not (search.plans == 1 and search.confirmed)
     if search.size is not None:
         limit = f"of the limit {search.max_size:,}" if search.max_size is not None else "within the bounds"
@@ -231,14 +218,6 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
     return lines
 
 
-def _choices_text(search: SearchTrace) -> str:
-    """Return the number of sites that differ from the rules, by candidate."""
-    counts = sorted(Counter(search.changed_tensors.values()).items())
-    texts = [f"{pluralize(len(search.float_tensors), 'site')} in float"] if search.float_tensors else []
-    texts += [f"{pluralize(count, 'site')} with {candidate}" for candidate, count in counts]
-    return "".join(f"; {text}" for text in texts)
-
-
 def _latency_lines(search: SearchTrace) -> list[RenderableType]:
     if search.rules_ratio is None or search.outcome_ratio is None:
         return [plain_line("Latency was not measured: there is nothing to quantize.", "dim")]
@@ -254,9 +233,8 @@ def _latency_lines(search: SearchTrace) -> list[RenderableType]:
         lines.append(plain_line(f"{message}.", "dim"))
         lines.append(plain_line(f"Nothing is quantized: {search.float_reason}.", "bold yellow"))
         if search.runtime == "TensorFlow":
-            lines.append(
-                plain_line("TensorFlow emulates quantization in float ops; -o NAME.tflite runs on integers.", "yellow")
-            )
+            hint = "TensorFlow emulates quantization in float ops; -o NAME.tflite runs on integers."
+            lines.append(plain_line(hint, "yellow"))
     else:
         float_text = f", with {pluralize(len(search.float_tensors), 'site')} in float" if search.float_tensors else ""
         lines.append(plain_line(f"{message}{float_text}."))
@@ -271,14 +249,12 @@ def _validation_summary(validation: Validation, comparison: Comparison) -> str:
     data_text = "of other data than the statistics" if validation.calibrated_on_other_data else data_text
     ranked = sorted(comparison.outputs, key=lambda output: math.inf if output.sqnr is None else output.sqnr)
     outputs = join_names([_output_metrics_text(output) for output in ranked if not output.empty], WORST_SHOWN)
+    samples = pluralize(comparison.samples, "sample")
     if empty_names := [output.name for output in ranked if output.empty]:
         verb = "it was" if len(empty_names) == 1 else "they were"
-        message = (
-            f"{join_names(empty_names, WORST_SHOWN)} cannot be compared: {verb} empty for all"
-            f" {pluralize(comparison.samples, 'sample')}"
-        )
+        message = f"{join_names(empty_names, WORST_SHOWN)} cannot be compared: {verb} empty for all {samples}"
         outputs = f"{outputs}; {message}" if outputs else message
-    return f"Validated on {pluralize(comparison.samples, 'sample')} {data_text}: {outputs}"
+    return f"Validated on {samples} {data_text}: {outputs}"
 
 
 def _output_metrics_text(output: OutputFigures) -> str:

@@ -34,16 +34,10 @@ MAX_DEPTH = 8  # number of outermost name scopes that become groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnConstant:
-    """An op input whose value is known before the model runs. It is drawn on the op.
+    """An op input whose value is known before the model runs, drawn on the op.
 
-    Attributes:
-        slot: Input slot.
-        role: Role for the op.
-        name: Name of the constant, or of the op that computes it.
-        dtype: dtype of the stored values.
-        shape: Shape of the stored values.
-        annotations: Its quantization.
-        reason: Reason why it is float although a rule matched.
+    `name` is that of the constant or of the op that computes it, `dtype` and `shape` those of the stored values.
+    `reason` says why it is float although a rule matched.
     """
 
     slot: int
@@ -103,12 +97,9 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxGroup:
-    """Boxes that can be collapsed into one: a name scope or a called graph.
+    """Boxes that can be collapsed into one: a name scope, or the called graph with the name `graph`.
 
-    Attributes:
-        label: Name relative to the parent.
-        parent: Number of the enclosing group, -1 without one.
-        graph: Name of the graph, "" for a name scope.
+    The label is relative to the enclosing group, whose number is `parent`, -1 without one.
     """
 
     label: str
@@ -155,12 +146,6 @@ class Drawing:
         return [(source, port, wires) for (source, port), wires in wires_by_tensor.items()]
 
 
-@paused_gc()
-def build_drawing(model: Model, annotations: AnnotationSet) -> Drawing:
-    """Build the drawing of all reachable graphs of a model."""
-    return _DrawingBuilder(model, annotations).build()
-
-
 class _DrawingBuilder:
     def __init__(self, model: Model, annotations: AnnotationSet) -> None:
         self.model, self.annotations = model, annotations
@@ -172,6 +157,7 @@ class _DrawingBuilder:
         self.folded: list[dict[tuple[str, str], None]] = [{} for _ in annotations.annotations]
         self.sources: dict[TensorRef, tuple[TensorRef, tuple[int, ...]]] = {}
 
+    @paused_gc()
     def build(self) -> Drawing:
         ops = [(graph, op) for graph in map(self.model.graphs.__getitem__, self.live) for op in graph.ops()]
         drawn = [(graph, op) for graph, op in ops if not self._is_folded(graph, op)]
@@ -216,10 +202,8 @@ class _DrawingBuilder:
         slots = graph.slots(op.name)
         if not slots or slots[0] is None or any(output.quantization is not None for output in op.outputs):
             return False
-        readers = graph.consumers_by_port(op.name)
-        return set(readers) == {0} and all(
-            tensor is None or self.parameters.is_parameter(tensor) for tensor in slots[1:]
-        )
+        parameters = [tensor for tensor in slots[1:] if tensor is not None]
+        return set(graph.consumers_by_port(op.name)) == {0} and all(map(self.parameters.is_parameter, parameters))
 
     def _trace_source(self, tensor: TensorRef) -> tuple[TensorRef, tuple[int, ...]]:
         """Return the origin of a tensor and the annotations of the quantization ops before it."""
@@ -246,8 +230,7 @@ class _DrawingBuilder:
 
     def _stored_annotations(self, tensor: TensorRef) -> tuple[int, ...]:
         """Return the annotation of a tensor that stores its own scale."""
-        annotation = self.annotations.by_tensor.get(tensor)
-        return () if annotation is None else (annotation,)
+        return (self.annotations.by_tensor[tensor],) if tensor in self.annotations.by_tensor else ()
 
     def _split_inputs(self, graph: Graph, op: Op) -> tuple[list[DrawnConstant], list[Wire]]:
         """Split the inputs of an op into constants and wires."""
@@ -258,9 +241,8 @@ class _DrawingBuilder:
                 continue
             use = Use(graph.name, op.name, slot)
             source, annotations = self._trace_source(tensor)
-            planned = self.annotations.by_use.get(use)
-            if planned is not None:
-                annotations = (*annotations, planned)
+            if use in self.annotations.by_use:
+                annotations = (*annotations, self.annotations.by_use[use])
             reason = self.annotations.skip_reasons.get(use, "")
             number = self.numbers.get(source[:2])
             if number is not None:
@@ -314,10 +296,10 @@ class _DrawingBuilder:
         is_annotated = []
         for input_ in inputs:
             tensor = slots[input_.slot]
-            if op.role(input_.slot) in COMPUTE_ROLES and tensor is not None:
-                dtype = self.model.output(tensor).dtype
-                if input_.annotations or dtype in FLOAT_TYPES | {None}:
-                    is_annotated.append(bool(input_.annotations))
+            if op.role(input_.slot) not in COMPUTE_ROLES or tensor is None:
+                continue
+            if input_.annotations or self.model.output(tensor).dtype in FLOAT_TYPES | {None}:
+                is_annotated.append(bool(input_.annotations))
         if not is_annotated or op.kind == "output":
             return ""
         return "all" if all(is_annotated) else "some" if any(is_annotated) else "none"
@@ -366,10 +348,7 @@ class _DrawingBuilder:
     def _add_scope_groups(
         self, name: str, paths: list[tuple[str, ...]], group_by_scope: dict[tuple[str, tuple[str, ...]], int]
     ) -> None:
-        """Create groups for the scopes of one graph.
-
-        A scope becomes a group if it holds several ops, but not all ops of the scope around it.
-        """
+        """Create a group for each scope of a graph that holds several ops, but not all ops of the scope around it."""
         counts = Counter(path[:depth] for path in paths for depth in range(len(path) + 1))
         group_by_scope[name, ()] = self.graph_groups[name]
         labels: dict[tuple[str, ...], int] = {}  # number of path components in the label of its innermost group
@@ -403,17 +382,17 @@ def model_drawing(model: Model, range_report: RangeReport | None = None) -> Draw
     """Draw a model with its quantization, and with statistics of tensors of the same name."""
     summary = summarize_model(model)
     names = {reading.rule for reading in summary.quantization_ops if reading.rule}
-    return build_drawing(model, annotate_model(summary, _rule_reasons(model, names), range_report))
+    return _DrawingBuilder(model, annotate_model(summary, _rule_reasons(model, names), range_report)).build()
 
 
 def plan_drawing(prepared: Model, plan: Plan, range_report: RangeReport | None = None) -> Drawing:
     """Draw the prepared model of a plan with the planned quantization."""
-    return build_drawing(prepared, annotate_plan(plan, range_report))
+    return _DrawingBuilder(prepared, annotate_plan(plan, range_report)).build()
 
 
 def result_drawing(result: Result) -> Drawing:
     """Draw the result of `insert`, with the histograms behind its ranges."""
-    return build_drawing(result.model, annotate_result(result, summarize_model(result.model)))
+    return _DrawingBuilder(result.model, annotate_result(result, summarize_model(result.model))).build()
 
 
 def _rule_reasons(model: Model, names: set[str]) -> dict[str, str]:
@@ -432,11 +411,7 @@ def _rule_reasons(model: Model, names: set[str]) -> dict[str, str]:
 def neighborhood(drawing: Drawing, name: str, hops: int) -> tuple[Drawing, list[int]]:
     """Cut out the boxes within `hops` wires of an op, a tensor, or an op that an annotation stands for.
 
-    Returns:
-        The cut drawing, and the numbers of the boxes that `name` matches.
-
-    Raises:
-        UsageError: Nothing in the drawing has this name.
+    The numbers of the boxes that `name` matches are returned too. If there are none, a UsageError is raised.
     """
     matches = _boxes_by_name(drawing, name)
     neighbors: list[list[int]] = [[] for _ in drawing.boxes]
@@ -448,21 +423,13 @@ def neighborhood(drawing: Drawing, name: str, hops: int) -> tuple[Drawing, list[
         frontier = {neighbor for box in frontier for neighbor in neighbors[box]} - reached
         reached |= frontier
         hops -= 1
-    included = sorted(reached)
-    numbers = {box: number for number, box in enumerate(included)}
+    numbers = {box: number for number, box in enumerate(sorted(reached))}
+    wires = [wire for wire in drawing.wires if wire.source in numbers and wire.target in numbers]
     subdrawing = replace(
         drawing,
-        boxes=[drawing.boxes[box] for box in included],
-        wires=[
-            replace(wire, source=numbers[wire.source], target=numbers[wire.target])
-            for wire in drawing.wires
-            if wire.source in numbers and wire.target in numbers
-        ],
-        controls=[
-            (numbers[source], numbers[target])
-            for source, target in drawing.controls
-            if source in numbers and target in numbers
-        ],
+        boxes=[drawing.boxes[box] for box in numbers],
+        wires=[replace(wire, source=numbers[wire.source], target=numbers[wire.target]) for wire in wires],
+        controls=[(numbers[start], numbers[end]) for start, end in drawing.controls if {start, end} <= reached],
     )
     return subdrawing, [numbers[box] for box in matches]
 

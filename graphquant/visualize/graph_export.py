@@ -38,16 +38,12 @@ def graph_json(drawing: Drawing) -> dict[str, Any]:
     layout = drawing_layout(drawing)
     return {
         "schema": JSON_SCHEMA_VERSION,
-        "title": drawing.title,
-        "format": drawing.format,
-        "planned": drawing.planned,
+        **{key: getattr(drawing, key) for key in ("title", "format", "planned")},
         "nodes": [
             {
                 "id": number,
                 "graph": box.graph,
-                "name": box.op.name,
-                "type": box.op.type,
-                "kind": box.op.kind,
+                **{key: getattr(box.op, key) for key in ("name", "type", "kind")},
                 "group": box.group if box.group >= 0 else None,
                 "layer": layout.layer[number],
                 "x": layout.x[number],
@@ -66,9 +62,7 @@ def graph_json(drawing: Drawing) -> dict[str, Any]:
         ],
         "edges": [
             {
-                "source": wire.source,
-                "port": wire.port,
-                "target": wire.target,
+                **{key: getattr(wire, key) for key in ("source", "port", "target")},
                 "slot": wire.slot if wire.slot >= 0 else None,
                 "quantization": list(wire.annotations),
                 "reason": wire.reason,
@@ -88,9 +82,7 @@ def graph_json(drawing: Drawing) -> dict[str, Any]:
 
 def _constant_json(constant: DrawnConstant) -> dict[str, Any]:
     return {
-        "slot": constant.slot,
-        "role": constant.role,
-        "name": constant.name,
+        **{key: getattr(constant, key) for key in ("slot", "role", "name")},
         "dtype": constant.dtype or None,
         "shape": constant.shape or None,
         "quantization": list(constant.annotations),
@@ -108,10 +100,7 @@ def _annotation_json(annotation: Annotation, ops: Sequence[tuple[str, str]]) -> 
         "scale": None if params is None else params.scale.astype(float).tolist(),
         "zero_point": None if params is None else params.zero_point.tolist(),
         "axis": None if params is None else params.axis,
-        "rule": annotation.rule,
-        "why": annotation.why,
-        "scheme": annotation.scheme,
-        "note": annotation.note,
+        **{key: getattr(annotation, key) for key in ("rule", "why", "scheme", "note")},
     }
 
 
@@ -122,18 +111,14 @@ def graph_graphml(drawing: Drawing) -> str:
     graph: nx.MultiDiGraph[int] = nx.MultiDiGraph()
     labels = [annotation_text(annotation) for annotation in drawing.annotations]
     for number, box in enumerate(drawing.boxes):
-        annotation_texts = [
-            f"{constant.role} {labels[annotation]}" for constant in box.constants for annotation in constant.annotations
-        ]
-        annotation_texts += [labels[annotation] for annotation in box.annotations]
+        texts = [f"{constant.role} {labels[index]}" for constant in box.constants for index in constant.annotations]
+        texts += [labels[index] for index in box.annotations]
         attributes = {
             "graph": box.graph,
-            "name": box.op.name,
-            "type": box.op.type,
-            "kind": box.op.kind,
+            **{key: getattr(box.op, key) for key in ("name", "type", "kind")},
             "inputs": box.inputs,
             "reason": box.reason,
-            "quantization": "; ".join(annotation_texts),
+            "quantization": "; ".join(texts),
         }
         graph.add_node(number, **{key: escape_unprintable(value) for key, value in attributes.items()})
     for wire in drawing.wires:
@@ -162,12 +147,8 @@ def _shown_ops(subdrawing: Drawing) -> set[tuple[str, str]]:
     boxes = subdrawing.boxes
     annotated = [(boxes[wire.target].graph, wire.annotations) for wire in subdrawing.wires]
     annotated += [(box.graph, constant.annotations) for box in boxes for constant in box.constants]
-    folded = {
-        (graph, name)
-        for graph, annotations in annotated
-        for annotation in annotations
-        for _, name in subdrawing.folded_ops[annotation]
-    }
+    numbered = [(graph, number) for graph, annotations in annotated for number in annotations]
+    folded = {(graph, name) for graph, number in numbered for _, name in subdrawing.folded_ops[number]}
     return folded | {(box.graph, box.op.name) for box in boxes}
 
 
@@ -303,19 +284,15 @@ class AsciiGraph:
 def _op_line(
     rails: list[RailTensor | None], inputs: Sequence[RailTensor], unread: dict[RailTensor, int], glyph: str
 ) -> tuple[int, str]:
-    """Place an op on a rail, and return its column and line.
-
-    The op takes the rail of an input without later readers, or a new one.
-    """
+    """Place an op on the rail of an input without later readers or on a new one; return its column and line."""
     continues_by_column: dict[int, bool] = {}  # columns that it reads; True if later ops read them too
     for tensor in inputs:
         unread[tensor] -= 1
     for tensor in dict.fromkeys(inputs):
         continues_by_column[rails.index(tensor)] = unread[tensor] > 0
     ending = [column for column, continues in sorted(continues_by_column.items()) if not continues]
-    column = (
-        ending[0] if ending else next((position for position, rail in enumerate(rails) if rail is None), len(rails))
-    )
+    free = (position for position, rail in enumerate(rails) if rail is None)
+    column = ending[0] if ending else next(free, len(rails))
     if column == len(rails):
         rails.append(None)
     reach = [*continues_by_column, column]
@@ -348,10 +325,10 @@ def _fork_line(rails: list[RailTensor | None], column: int, outputs: Sequence[Ra
             cells.append("├─")
         elif position >= first:
             cells.append("╮ " if position == len(rails) - 1 else "┼─")
+        elif position < column:
+            cells.append("  " if rail is None else "│ ")
         else:
-            cells.append(
-                (" " if rail is None else "│") + " " if position < column else ("─" if rail is None else "┼") + "─"
-            )
+            cells.append("──" if rail is None else "┼─")
     return "".join(cells).rstrip()
 
 
@@ -421,10 +398,7 @@ def _group_frames(drawing: Drawing, layout: Placement) -> Iterator[str]:
 def _wire_path(
     drawing: Drawing, layout: Placement, wire: Wire, trunk: Sequence[int], lane: int, pills: list[str]
 ) -> str:
-    """Return the path of one wire along its tensor's trunk or lane.
-
-    The labels of its annotations are appended to `pills`, which are drawn last.
-    """
+    """Return the path of one wire along its tensor's trunk or lane; append the labels of its annotations to `pills`."""
     x, y = layout.x[wire.source], _box_top(layout, wire.source) + BOX_HEIGHT
     path = [f"M{x} {y}"]
     layers_passed = layout.layer[wire.target] - layout.layer[wire.source] - 1
@@ -460,9 +434,8 @@ def _box_svg(drawing: Drawing, box: Box, x: int, y: int) -> str:
     elements = [f'<rect class="box {kind}" x="{x - width // 2}" y="{y}" width="{width}" height="{BOX_HEIGHT}" rx="6"/>']
     elements.append(f'<text class="type" x="{x}" y="{y + 16}">{_fit_text(box.op.type, width)}</text>')
     elements.append(f'<text x="{x}" y="{y + 30}">{_fit_text(short_name(box.op.name), width)}</text>')
-    chips = [
-        (constant.role[:1].upper(), constant.annotations[-1]) for constant in box.constants if constant.annotations
-    ]
+    annotated = [constant for constant in box.constants if constant.annotations]
+    chips = [(constant.role[:1].upper(), constant.annotations[-1]) for constant in annotated]
     chips += [("", annotation_number) for annotation_number in box.annotations]
     room = width / max(len(chips), 1)
     for number, (letter, annotation_number) in enumerate(chips):

@@ -20,24 +20,16 @@ if TYPE_CHECKING:
     from graphquant.observers import Distribution, Sketch
 
 
+# Far beyond the knee of the axis, each power of ten takes half the length from zero to the knee.
 AXIS_BEND = 0.5 / math.log(10)
-"""Rate of the axis' bend. Far beyond the knee, each power of ten takes half the length from zero to the knee."""
-
 LINEAR_SHARE = 0.999  # share of the magnitudes on the linear part of the axis if there is no range
-
 BAR_GLYPHS = " ▁▂▃▄▅▆▇█"
 ASCII_BAR_GLYPHS = " .:-=+*#@"
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramAxis:
-    """Axis that is linear up to `knee` on both sides of zero and logarithmic beyond.
-
-    Attributes:
-        low: Value at the left end.
-        high: Value at the right end; above `low`.
-        knee: End of the linear part; positive.
-    """
+    """Axis from `low` to `high` that is linear up to `knee` on both sides of zero and logarithmic beyond."""
 
     low: float
     high: float
@@ -58,11 +50,10 @@ class HistogramAxis:
         return np.asarray(np.clip(values, self.low, self.high))
 
     def ticks(self, spacing: float = 0.08) -> list[float]:
-        """Return round values to label, at least `spacing` apart.
-
-        They are zero, some values of the linear part, and powers of ten beyond it.
-        """
-        step = _round_step(self.knee / 4)
+        """Return labels at least `spacing` apart: zero, some round values of the linear part, powers of ten beyond."""
+        smallest = self.knee / 4
+        power = 10.0 ** math.floor(math.log10(smallest))
+        step = next((factor * power for factor in (1, 2, 5) if factor * power >= smallest * 0.9999), 10 * power)
         candidates = [0.0] + [sign * step * number for number in range(1, 6) for sign in (1, -1)]
         candidates = [value for value in candidates if abs(value) <= self.knee * 1.0001]
         last = math.ceil(math.log10(max(abs(self.low), abs(self.high))) + 1e-9)
@@ -70,18 +61,14 @@ class HistogramAxis:
             candidates += [10.0**exponent, -(10.0**exponent)]
         chosen: list[float] = []
         for value in candidates:
-            if self.low <= value <= self.high and all(
-                abs(self.positions(value) - self.positions(tick)) >= spacing for tick in chosen
-            ):
+            distances = (abs(self.positions(value) - self.positions(tick)) for tick in chosen)
+            if self.low <= value <= self.high and all(distance >= spacing for distance in distances):
                 chosen.append(value)
         return sorted(chosen)
 
 
 def histogram_axis(sketch: Sketch, params: QParams | None) -> HistogramAxis:
-    """Return the axis of a tensor with a histogram.
-
-    It covers all values and the range of `params`. The knee is the end of that range.
-    """
+    """Return the axis of a tensor. It covers all values and the range of `params`, whose larger end is the knee."""
     low, high = float(sketch.low), float(sketch.high)
     if params is None:
         magnitudes = distribution_of(sketch).magnitudes()
@@ -122,7 +109,7 @@ def histogram_line(
 ) -> tuple[str, str, str]:
     """Return a histogram as text of `width` columns: before, inside and after the range.
 
-    The middle text is enclosed in brackets. Without a range, or with one per channel, it is the whole histogram.
+    The middle text is in brackets. Without a range, or with one per channel, it is the whole histogram.
     """
     if not sketch.bits or not sketch.counts.size:
         return "", "", ""
@@ -144,12 +131,6 @@ def _bend(x: Array, knee: float) -> Array:
     magnitude = np.abs(x) / knee
     bent = 1 + AXIS_BEND * np.log1p(np.maximum(magnitude - 1, 0) / AXIS_BEND)
     return np.asarray(np.where(magnitude <= 1, x / knee, np.sign(x) * bent))
-
-
-def _round_step(step: float) -> float:
-    """Return the next of 1, 2 and 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next((factor * power for factor in (1, 2, 5) if factor * power >= step * 0.9999), 10 * power)
 
 
 PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 100, 700, 26, 176  # ends of the plot in a picture of 900 units
@@ -200,10 +181,8 @@ def channel_ranges_svg(sketch: Sketch) -> str:
         x = PLOT_LEFT + step * (channel + 0.5)
         if low[channel] <= high[channel]:
             y, height = y_position(high[channel]), y_position(low[channel]) - y_position(high[channel])
-            elements.append(
-                f'<path class="in" d="M{x - bar_width / 4:.2f} {y:.1f}'
-                f'h{bar_width / 2:.2f}v{height:.1f}h{-bar_width / 2:.2f}z"/>'
-            )
+            outline = f"h{bar_width / 2:.2f}v{height:.1f}h{-bar_width / 2:.2f}z"
+            elements.append(f'<path class="in" d="M{x - bar_width / 4:.2f} {y:.1f}{outline}"/>')
     caption = f"channels 0 to {low.size - 1}, values in the tensor's unit"
     elements.append(f'<text x="{PLOT_LEFT}" y="{PLOT_BOTTOM + 18}">{caption}</text>')
     return _plot_svg("range of each channel", elements)

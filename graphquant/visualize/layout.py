@@ -10,6 +10,7 @@ so small changes of a graph move little.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from graphquant.ir import paused_gc
@@ -18,41 +19,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-OP_GAP = 24
-"""Room between two ops of a layer, in drawing units."""
-
+OP_GAP = 24  # room between two ops of a layer, in drawing units
 FRAME_GAP = 7  # extra room for each frame that begins or ends between two ops of a layer
-
-TRUNK_WIDTH = 10
-"""Room of a tensor that passes a layer."""
-
+TRUNK_WIDTH = 10  # room of a tensor that passes a layer
 LANE_WIDTH = 14  # room between two lanes at the right
 
 MAX_LANES = 12
 
-MAX_SWEEPS = 4
-"""Maximum number of ordering sweeps."""
-
+MAX_SWEEPS = 4  # maximum number of ordering sweeps
 MAX_GROUP_DEPTH = 12  # number of outermost group levels that are kept adjacent
 MAX_TRUNK_ITEMS = 2  # maximum number of trunk items per op and tensor of the graph; longer tensors get a lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Positions of ops and tensors.
+    """Positions of ops and tensors, and the width of the drawing."""
 
-    Attributes:
-        layer: Layer of each op, 0 at the top.
-        x: Center of each op in drawing units, from 0.
-        trunks: For each tensor its x in each layer below the producer, down to its last reader.
-        lanes: x of a tensor's lane, -1 without one.
-        width: Right end of the drawing.
-    """
-
-    layer: list[int]
-    x: list[int]
-    trunks: list[list[int]]
-    lanes: list[int]
+    layer: list[int]  # of each op, 0 at the top
+    x: list[int]  # center of each op in drawing units, from 0
+    trunks: list[list[int]]  # for each tensor its x in each layer below the producer, down to its last reader
+    lanes: list[int]  # x of each tensor's lane, -1 without one
     width: int
 
 
@@ -60,13 +46,7 @@ class Placement:
 def layered_layout(
     widths: Sequence[int], tensors: Sequence[tuple[int, Sequence[int]]], groups: Sequence[tuple[int, ...]]
 ) -> Placement:
-    """Place ops 0 to n - 1.
-
-    Args:
-        widths: Width of each op.
-        tensors: Producer and readers of each tensor.
-        groups: Groups of each op, outermost first.
-    """
+    """Place ops with these widths. A tensor is its producer and its readers; groups of an op are outermost first."""
     readers: list[list[int]] = [[] for _ in widths]
     for source, targets in tensors:
         readers[source] += targets
@@ -120,10 +100,7 @@ def _acyclic_order(readers: list[list[int]]) -> tuple[Iterable[int], set[tuple[i
 
 
 def _assign_layers(readers: list[list[int]], order: Iterable[int], back_edges: set[tuple[int, int]]) -> list[int]:
-    """Return the layer of each op.
-
-    A layer is the length of the longest path from the top. Ops with few inputs then move down to their readers.
-    """
+    """Return the length of the longest path from the top to each op; ops with few inputs move down to their readers."""
     layer, reads = [0] * len(readers), [0] * len(readers)
     ordered = list(order)
     for source in ordered:
@@ -156,9 +133,7 @@ class _LayoutItems:
         layer: list[int],
     ) -> None:
         self.ops = len(widths)
-        self.widths = list(widths)
-        self.groups = list(groups)
-        self.layer = list(layer)
+        self.widths, self.groups, self.layer = list(widths), list(groups), list(layer)
         self.above: list[list[int]] = [[] for _ in widths]
         self.below: list[list[int]] = [[] for _ in widths]
         self.trunks: list[list[int]] = [[] for _ in tensors]
@@ -192,15 +167,14 @@ class _LayoutItems:
         top, above = self.layer[source], source
         groups = self.groups[source]
         for step in range(span):
-            item = len(self.widths)
+            trunk.append(len(self.widths))
             self.widths.append(TRUNK_WIDTH)
             self.groups.append(groups)
             self.layer.append(top + step + 1)
             self.above.append([above])
             self.below.append([])
-            self.below[above].append(item)
-            trunk.append(item)
-            above = item
+            self.below[above].append(trunk[-1])
+            above = trunk[-1]
         for target in targets:
             step = self.layer[target] - top - 1
             if step >= 0:
@@ -210,12 +184,8 @@ class _LayoutItems:
 
     def gaps(self, row: list[int]) -> list[int]:
         """Return the room before each item of a row; more if frames of groups begin or end there."""
-        gaps = [OP_GAP] * len(row)
-        gaps[0] = 0
-        if not self.group_heights:
-            return gaps
-        for position in range(1, len(row)):
-            previous, item = row[position - 1], row[position]
+        gaps = [0] + [OP_GAP] * (len(row) - 1)
+        for position, (previous, item) in enumerate(pairwise(row if self.group_heights else ()), 1):
             first, second = self.groups[previous], self.groups[item]
             if first == second or previous >= self.ops or item >= self.ops:
                 continue
@@ -305,17 +275,13 @@ def _x_positions(rows: list[list[int]], items: _LayoutItems) -> list[float]:
 
 
 def _place_row(row: list[int], gaps: list[int], targets: list[float], items: _LayoutItems, x: list[float]) -> None:
-    """Move the items of a row to the positions nearest to `targets`.
-
-    The squared distances are minimal under the order and the `gaps` (pool adjacent violators).
-    """
-    widths = items.widths
+    """Minimize the squared distances from `targets` under the order and the gaps (pool adjacent violators)."""
     offset = before = 0.0
     sums: list[float] = []  # sums of the blocks of adjacent items
     counts: list[int] = []
     offsets = []
     for item, gap, target in zip(row, gaps, targets, strict=True):
-        half_width = widths[item] / 2
+        half_width = items.widths[item] / 2
         offset += before + gap + half_width
         before = half_width
         offsets.append(offset)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from graphquant.visualize.drawing import Box, BoxGroup, Drawing, DrawnConstant, Wire
 
 
-FIRST, SECOND = 1, 2
-"""Bits of the sides; a part on both sides has their sum."""
+FIRST, SECOND = 1, 2  # bits of the sides; a part on both sides has their sum
 
 _SIDES_BY_BITS = ((), (FIRST,), (SECOND,), (FIRST, SECOND))
 
@@ -66,15 +65,11 @@ class _DrawingMerger:
     def __init__(self, first: Drawing, second: Drawing, matches: OpMatching) -> None:
         self.first_drawing, self.second_drawing = first, second
         self.counterparts: dict[int, int] = {}
-        first_numbers, second_numbers = self._renumber_boxes(matches)
-        self.numbered = ((first, first_numbers), (second, second_numbers))
+        self.numbered = tuple(zip((first, second), self._renumber_boxes(matches), strict=True))
         self.groups, self.first_groups = _merge_groups(first.groups, second.groups)
 
     def _renumber_boxes(self, matches: OpMatching) -> tuple[list[int], list[int]]:
-        """Return the new number of each box of both drawings.
-
-        A box that only the first drawing has comes directly before its successor there.
-        """
+        """Number the boxes of both drawings. One that only the first has comes directly before its successor there."""
         number_by_op = {(box.graph, box.op.name): number for number, box in enumerate(self.second_drawing.boxes)}
         matched = [
             number_by_op.get(matches.forward.get((box.graph, box.op.name), ("", "")), -1)
@@ -113,11 +108,8 @@ class _DrawingMerger:
             box_sides.append(_side_bits(first, second))
             constant_sides += sides
         wires = self._merge_wires()
-        controls = [
-            (numbers[source], numbers[target])
-            for side, numbers in reversed(self.numbered)
-            for source, target in side.controls
-        ]
+        numbered = reversed(self.numbered)
+        controls = [(numbers[start], numbers[end]) for side, numbers in numbered for start, end in side.controls]
         drawing = replace(
             second_drawing,
             title=f"{titles[0]} and {titles[1]}",
@@ -191,11 +183,7 @@ def _side_bits(first: object | None, second: object | None) -> int:
 
 
 def _merge_groups(first: Sequence[BoxGroup], second: Sequence[BoxGroup]) -> tuple[list[BoxGroup], list[int]]:
-    """Merge groups by path. The second drawing's come first.
-
-    Returns:
-        All groups, and the new number of each group of the first drawing.
-    """
+    """Merge groups by path, the second drawing's first; return them and the new numbers of the first drawing's."""
     groups = list(second)
     numbers = {(group.parent, group.label, group.graph): number for number, group in enumerate(groups)}
     merged_numbers: list[int] = []
@@ -262,9 +250,7 @@ class _ChangeIndex:
 
     def box_numbers(self, change: ModelChange) -> list[int]:
         """Return the boxes of a structural change: the op, or the readers of the constant."""
-        name = change.location
-        if change.kind == "wiring":
-            name = name.rpartition("[")[0]
+        name = change.location.rpartition("[")[0] if change.kind == "wiring" else change.location
         for side in (FIRST,) if change.kind == "op-removed" else (SECOND, FIRST):
             if (side, name) in self._ops:
                 return [self._ops[side, name]]
@@ -274,14 +260,12 @@ class _ChangeIndex:
 
     def annotation_numbers(self, change: ModelChange) -> list[int]:
         """Return the annotations of a change of the quantization."""
+        counterparts = self._merged.counterparts
         added = self._annotations.get((SECOND, change.location), [])
         removed = self._annotations.get((FIRST, change.location), [])
         if change.kind == "site-added":
-            return [number for number in added if number not in self._merged.counterparts] or added
+            return [number for number in added if number not in counterparts] or added
         if change.kind == "site-removed":
-            matched = set(self._merged.counterparts.values())
+            matched = set(counterparts.values())
             return [number for number in removed if number not in matched] or removed
-        return [
-            *added,
-            *(self._merged.counterparts[number] for number in added if number in self._merged.counterparts),
-        ] or removed
+        return [*added, *(counterparts[number] for number in added if number in counterparts)] or removed

@@ -93,10 +93,7 @@ def _side_titles(first: Model, second: Model) -> tuple[str, str]:
 
 
 CELL_WIDTH = 100  # columns of text in a cell
-
-CELL_LINES = 40
-"""Lines of text in a cell; the remaining ones are counted."""
-
+CELL_LINES = 40  # lines of text in a cell; the remaining ones are counted
 SUMMARY_LINES = 4  # lines of the model summary: format, inputs, outputs and ops
 
 MAX_DRAWN_OPS = 5_000

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 STATS_NAME_WIDTH, MIN_HISTOGRAM_WIDTH = 20, 16  # minimum widths of the name and histogram columns
 MAX_HISTOGRAM_WIDTH = 44  # maximum width of a histogram
-
 STATS_COLUMN_GAP = 2
-
 MAX_NOTES = 12  # maximum number of notes to print; the JSON data has all of them
 EXACT_SQNR = 140.0  # decibels from which on the result counts as exact: the precision of float32
 
@@ -61,15 +59,11 @@ def range_report_view(report: RangeReport) -> RenderableType:
     sections += [plain_line(note, style="yellow") for note in note_lines[:MAX_NOTES]]
     if len(note_lines) > MAX_NOTES:
         sections.append(plain_line(f"{len(note_lines) - MAX_NOTES} more notes are in --format json.", style="dim"))
-    legend = "Histograms: heights are logarithmic; "
+    legend = "the axis is linear for 99.9% of magnitudes, logarithmic beyond."
     if report.model:
-        legend += (
-            "[ ] is the range, values outside of it are clipped; the axis is logarithmic beyond its larger end. SQNR is"
-            " estimated for each tensor alone."
-        )
-    else:
-        legend += "the axis is linear for 99.9% of magnitudes, logarithmic beyond."
-    sections.append(plain_line(legend, style="dim"))
+        legend = "[ ] is the range, values outside of it are clipped; the axis is logarithmic beyond its larger end."
+        legend += " SQNR is estimated for each tensor alone."
+    sections.append(plain_line(f"Histograms: heights are logarithmic; {legend}", style="dim"))
     return Group(*sections)
 
 
@@ -98,10 +92,8 @@ def stats_heading(report: RangeReport) -> str:
     return f"{report.model}: {pluralize(len(report.tensor_ranges), 'tensor')} with statistics of {path}, {coverage}"
 
 
-def _sqnr_text(cost: QuantizationCost | None) -> str:
+def _sqnr_text(cost: QuantizationCost) -> str:
     """Return the estimated SQNR in dB to one decimal; "exact" if nothing is lost."""
-    if cost is None:
-        return ""
     return "exact" if cost.sqnr > EXACT_SQNR else f"{cost.sqnr:.1f}"
 
 
@@ -114,7 +106,7 @@ STATS_COLUMNS: dict[str, Callable[[TensorRange], str]] = {
 """Columns of the page, and of the terminal without a model."""
 
 RANGE_COLUMNS: dict[str, Callable[[TensorRange], str]] = {
-    "SQNR": lambda entry: _sqnr_text(entry.cost),
+    "SQNR": lambda entry: _sqnr_text(entry.cost) if entry.cost else "",
     "clipped": lambda entry: (
         f"{share_text(entry.cost.clipped_below)}, {share_text(entry.cost.clipped_above)}" if entry.cost else ""
     ),

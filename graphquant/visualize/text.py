@@ -18,14 +18,7 @@ from graphquant.quantize.planner import ALREADY_QUANTIZED
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.text import format_shape
 from graphquant.visualize.compare_report import search_view, validation_view
-from graphquant.visualize.tables import (
-    NameTable,
-    format_value_range,
-    group_values,
-    join_names,
-    plain_line,
-    pluralize,
-)
+from graphquant.visualize.tables import NameTable, format_value_range, group_values, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,11 +41,7 @@ PARAM_COLUMNS = ("dtype", "scale", "zero", "range")  # columns that `_param_cell
 def plan_view(plan: Plan) -> RenderableType:
     """Render a plan: preparation steps, a table of sites for each rule, skips, unused rules."""
     rows = [(site, (join_names([str(use) for use in site.uses]), scheme_text(site))) for site in plan.sites]
-    sections: list[RenderableType] = [
-        *_preparation_lines(plan),
-        *_rule_tables(rows, "read by", "scheme"),
-        *_skip_lines(plan.skips),
-    ]
+    sections = [*_preparation_lines(plan), *_rule_tables(rows, "read by", "scheme"), *_skip_lines(plan.skips)]
     if plan.algorithms:
         message = f"Optimization algorithms, applied where data shows a gain: {', '.join(plan.algorithms)}"
         sections.append(plain_line(message))
@@ -65,11 +54,7 @@ def plan_view(plan: Plan) -> RenderableType:
 def result_view(result: Result, output: Path | None) -> RenderableType:
     """Render a result: a table with scale, zero point and range of each site for each rule."""
     rows = [(insertion.site, _param_cells(insertion.params)) for insertion in result.inserted]
-    sections: list[RenderableType] = [
-        *_preparation_lines(result.plan),
-        *_rule_tables(rows, *PARAM_COLUMNS),
-        *_skip_lines(result.skips),
-    ]
+    sections = [*_preparation_lines(result.plan), *_rule_tables(rows, *PARAM_COLUMNS), *_skip_lines(result.skips)]
     sections += _algorithm_lines(result.algorithm_results)
     sections += _limited_lines("changed", result.changes) + _limited_lines("conflict", result.conflicts)
     if result.tflite_ranges is not None:
@@ -88,13 +73,11 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         sections += validation_view(result.validation)
     uses = sum(len(insertion.site.uses) for insertion in result.inserted)
     stored = sum(insertion.folded for insertion in result.inserted)
-    phrases = [
-        f"{pluralize(len(result.inserted), 'site')} inserted",
-        f"{stored} stored as integers" if stored else "",
-        f"{pluralize(uses, 'use')} rerouted",
-        f"calibrated on {pluralize(result.calibration_samples, 'sample')}" if result.calibration_samples else "",
-    ]
-    message = ", ".join(filter(None, phrases))
+    message = f"{pluralize(len(result.inserted), 'site')} inserted"
+    message += f", {stored} stored as integers" if stored else ""
+    message += f", {pluralize(uses, 'use')} rerouted"
+    samples = pluralize(result.calibration_samples, "sample")
+    message += f", calibrated on {samples}" if result.calibration_samples else ""
     message += f" (statistics of {result.stats_path})" if result.stats_path else ""
     message += f". Written to {output}" if output else ". Nothing written (dry run)."
     return Group(*sections, plain_line(message, style="bold"))
@@ -105,11 +88,9 @@ def _worst_activation(result: Result) -> list[RenderableType]:
     worst = next(iter(result.activation_sqnr), None)
     if worst is None or worst.sqnr >= LOW_SQNR:
         return []
-    message = (
-        f"warning: {worst.tensor} has the lowest SQNR of the quantized activations, an estimated"
-        f" {worst.sqnr:.1f} dB. To keep its op float: --exclude {shlex.quote(worst.tensor.op)}"
-    )
-    return [plain_line(message, style="yellow")]
+    message = f"warning: {worst.tensor} has the lowest SQNR of the quantized activations, an estimated"
+    hint = f"To keep its op float: --exclude {shlex.quote(worst.tensor.op)}"
+    return [plain_line(f"{message} {worst.sqnr:.1f} dB. {hint}", style="yellow")]
 
 
 def _limited_lines(label: str, entries: Sequence[object]) -> list[RenderableType]:
@@ -132,10 +113,9 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
         lines.append(plain_line("The data is RANDOM: use the statistics for tests only.", style="bold red"))
     lines += incomplete_stats(stats)
     sets_text = f", of {pluralize(len(stats.runs), 'set')} of data" if len(stats.runs) > 1 else ""
-    message = (
-        f"{pluralize(len(reasons.get('', ())), 'tensor')} observed on {pluralize(stats.samples, 'sample')}{sets_text}"
-    )
-    lines.append(plain_line(f"{message} in {pluralize(stats.blocks, 'block')}. Written to {output}", style="bold"))
+    message = f"{pluralize(len(reasons.get('', ())), 'tensor')} observed on {pluralize(stats.samples, 'sample')}"
+    message += f"{sets_text} in {pluralize(stats.blocks, 'block')}. Written to {output}"
+    lines.append(plain_line(message, style="bold"))
     return Group(*lines)
 
 
@@ -165,16 +145,12 @@ def conversion_view(conversion: ConversionReport) -> RenderableType:
         zeros += "" if line.runtime is None else f" ({format_value_range(line.runtime[1], 'd')})"
         index = "" if line.index is None else str(line.index)
         table.add_row(str(line.tensor), index, planned, zeros, runtime, line.problem or "equal")
-    float_lines = [
-        plain_line(f"float: {float_op.op} ({float_op.type}): {float_op.reason}", style="yellow")
-        for float_op in conversion.float_ops
-    ]
+    float_ops = [f"float: {float_op.op} ({float_op.type}): {float_op.reason}" for float_op in conversion.float_ops]
     matching = sum(not line.problem for line in conversion.tensors)
-    message = (
-        f"{matching} of {pluralize(len(conversion.tensors), 'planned tensor')} match the plan,"
-        f" {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float."
-    )
+    message = f"{matching} of {pluralize(len(conversion.tensors), 'planned tensor')} match the plan,"
+    message += f" {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float."
     heading = plain_line("Conversion: planned parameters and those of TFLite", style="bold")
+    float_lines = [plain_line(line, style="yellow") for line in float_ops]
     return Group(heading, table, *float_lines, plain_line(message, style="bold"))
 
 
@@ -194,25 +170,21 @@ def summary_view(summary: ModelSummary) -> RenderableType:
     heading = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
     ops = sum(summary.op_types.values())
     graphs = len(model.graphs) - len(summary.unreachable_functions) - len(model.saved_functions)
-    lines: list[RenderableType] = [
-        plain_line(f"{heading}, {pluralize(ops, 'op')} in {pluralize(graphs, 'graph')}", style="bold")
-    ]
+    heading += f", {pluralize(ops, 'op')} in {pluralize(graphs, 'graph')}"
+    lines: list[RenderableType] = [plain_line(heading, style="bold")]
     for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
         signatures = [_tensor_signature(model, name, title.strip() == "outputs") for name in names]
         lines.append(plain_line(f"  {title} {join_names(signatures, 6)}"))
-    op_counts = list(summary.op_types.items())
-    lines.append(plain_line(f"  ops     {join_names([f'{count} {kind}' for kind, count in op_counts], 12)}"))
+    counts = [f"{count} {kind}" for kind, count in summary.op_types.items()]
+    lines.append(plain_line(f"  ops     {join_names(counts, 12)}"))
     if summary.unreachable_functions:
         message = f"  {pluralize(len(summary.unreachable_functions), 'function')} not listed: the main graph does not"
         lines.append(plain_line(f"{message} reach them.", style="dim"))
     if summary.float_clone_ops:
-        clone_graphs = list(dict.fromkeys(clone.graph for clone in summary.float_clone_ops))
+        clone_graphs = list(dict.fromkeys(float_op.graph for float_op in summary.float_clone_ops))
         message = f"  {pluralize(len(clone_graphs), 'saved function')} skipped: {join_names(clone_graphs)}"
-        first_clone = summary.float_clone_ops[0]
-        lines += [
-            plain_line(message, style="yellow"),
-            plain_line(f"    {first_clone.op}: {first_clone.reason}", style="dim"),
-        ]
+        clone = summary.float_clone_ops[0]
+        lines += [plain_line(message, style="yellow"), plain_line(f"    {clone.op}: {clone.reason}", style="dim")]
     tables: dict[str, NameTable] = {}
     for reading in summary.quantization_ops:
         table = tables.setdefault(reading.type, NameTable("tensor", *PARAM_COLUMNS))
@@ -279,20 +251,12 @@ def _preparation_lines(plan: Plan) -> list[RenderableType]:
 def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]:
     """Return a line for each applied optimization algorithm, and for each reason to skip one."""
     applied = group_values((result.algorithm, result.target) for result in results if result.applied)
-    skipped = group_values(
-        ((result.algorithm, result.detail), result.target) for result in results if not result.applied
-    )
-    lines: list[RenderableType] = [
-        plain_line(f"corrected: {name}, {pluralize(len(ops), 'op')}: {join_names(ops)}")
-        for name, ops in applied.items()
-    ]
-    lines += [
-        plain_line(
-            f"skipped: {name}{'' if ops == ['model'] else ', ' + join_names(ops)}: {reason.removeprefix('skipped: ')}"
-        )
-        for (name, reason), ops in skipped.items()
-    ]
-    return lines
+    skipped = group_values(((entry.algorithm, entry.detail), entry.target) for entry in results if not entry.applied)
+    lines = [f"corrected: {name}, {pluralize(len(ops), 'op')}: {join_names(ops)}" for name, ops in applied.items()]
+    for (name, reason), ops in skipped.items():
+        names = "" if ops == ["model"] else f", {join_names(ops)}"
+        lines.append(f"skipped: {name}{names}: {reason.removeprefix('skipped: ')}")
+    return list(map(plain_line, lines))
 
 
 def _skip_lines(skips: Sequence[Skip]) -> list[RenderableType]:
@@ -362,11 +326,10 @@ def _unused_rules_lines(plan: Plan, *, shipped: bool) -> list[RenderableType]:
     shipped_files = [name for name in plan.rules if name in shipped_rule_files()]
     shipped_rules = {rule.rule.name for rule in load_ruleset(shipped_files).rules}
     user_rules = [name for name in plan.unused if name not in shipped_rules]
-    shipped_count = len(plan.unused) - len(user_rules)
     lines: list[RenderableType] = []
     if user_rules:
         lines.append(plain_line(f"Your rules without a match: {', '.join(user_rules)}", "yellow"))
-    if shipped_count and shipped:
+    if shipped and (shipped_count := len(plan.unused) - len(user_rules)):
         message = f"{pluralize(shipped_count, 'shipped rule')} without a match; --format json lists them."
         lines.append(plain_line(message, "dim"))
     return lines

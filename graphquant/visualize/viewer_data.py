@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from graphquant.visualize.merged_drawings import MergedDrawing
 
 VIEWER_DATA_VERSION = 2
-
 MIN_BOX_WIDTH, MAX_BOX_WIDTH = 84, 240  # minimum and maximum width of a box, in drawing units
 VIEWER_BARS = 80  # bars of a histogram
 MAX_SCALES = 2048  # maximum number of scales of one tensor; a weight quantized in blocks has very many
@@ -95,9 +94,7 @@ def viewer_data(
     text_number("")
     data = {
         "version": VIEWER_DATA_VERSION,
-        "title": drawing.title,
-        "format": drawing.format,
-        "planned": drawing.planned,
+        **{key: getattr(drawing, key) for key in ("title", "format", "planned")},
         "notes": list(notes),
         "width": layout.width,
         "ops": {**_op_columns(drawing, layout, text_number), "width": widths},
@@ -126,9 +123,7 @@ def viewer_data(
 def _op_columns(drawing: Drawing, layout: Placement, text_number: Callable[[str], int]) -> dict[str, Any]:
     boxes = drawing.boxes
     return {
-        "name": [text_number(box.op.name) for box in boxes],
-        "type": [text_number(box.op.type) for box in boxes],
-        "kind": [text_number(box.op.kind) for box in boxes],
+        **{key: [text_number(getattr(box.op, key)) for box in boxes] for key in ("name", "type", "kind")},
         "graph": [text_number(box.graph) for box in boxes],
         "group": [box.group for box in boxes],
         "layer": _differences_of(layout.layer),
@@ -198,12 +193,9 @@ def _side_columns(merged: MergedDrawing, text_number: Callable[[str], int]) -> d
         "counterparts": merged.counterparts,
         "first_boxes": {
             number: [
-                text_number(box.graph),
-                text_number(box.op.name),
-                text_number(box.op.type),
+                *map(text_number, (box.graph, box.op.name, box.op.type)),
                 INPUT_STATES.index(box.inputs),
-                text_number(box.reason),
-                text_number(drawn_shape(box.op.outputs[0]) if box.op.outputs else ""),
+                *map(text_number, (box.reason, drawn_shape(box.op.outputs[0]) if box.op.outputs else "")),
             ]
             for number, box in merged.first_boxes.items()
         },
@@ -218,11 +210,11 @@ def attributes_text(op: Op) -> str:
             value = op.attrs[name]
         except ModelError:  # an unreadable tensor: drawing must not fail on it
             continue
-        value_text = _attribute_text(value)
-        if value_text:
+        if value_text := _attribute_text(value):
             lines.append(f"{name} = {value_text}")
-    omitted_count = len(op.attrs) - MAX_SHOWN
-    return "\n".join([*lines, *([f"and {omitted_count} more"] if omitted_count > 0 else [])])
+    if len(op.attrs) > MAX_SHOWN:
+        lines.append(f"and {len(op.attrs) - MAX_SHOWN} more")
+    return "\n".join(lines)
 
 
 def _attribute_text(value: Any) -> str:
@@ -241,9 +233,7 @@ def _annotation_data(annotation: Annotation, folded_ops: Sequence[tuple[str, str
     """Return an annotation as viewer data, without empty fields."""
     fields: dict[str, Any] = {
         "tensor": str(annotation.tensor),
-        "name": annotation.name,
-        "dtype": annotation.dtype,
-        "rule": annotation.rule,
+        **{key: getattr(annotation, key) for key in ("name", "dtype", "rule")},
         "why": " ".join(annotation.why.split()),
         "scheme": annotation.scheme,
         "note": annotation.note,
@@ -282,19 +272,13 @@ def _range_data(tensor_range: TensorRange | None) -> dict[str, Any]:
         "method": tensor_range.method + (f" ({tensor_range.auto_method})" if tensor_range.auto_method else ""),
         "range_note": tensor_range.note,
     }
-    if tensor_range.cost is not None:
-        fields |= {
-            "sqnr": _finite_or_none(tensor_range.cost.sqnr),
-            "below": tensor_range.cost.clipped_below,
-            "above": tensor_range.cost.clipped_above,
-        }
+    if (cost := tensor_range.cost) is not None:
+        fields |= {"sqnr": _finite_or_none(cost.sqnr), "below": cost.clipped_below, "above": cost.clipped_above}
     sketch = tensor_range.sketch
     if sketch is None:
         return fields
     fields["statistics"] = {
-        "count": sketch.count,
-        "nan": sketch.nan,
-        "inf": sketch.inf,
+        **{key: getattr(sketch, key) for key in ("count", "nan", "inf")},
         "low": _finite_or_none(sketch.low.min()),
         "high": _finite_or_none(sketch.high.max()),
     }
@@ -324,8 +308,7 @@ def _finite_or_none(value: Any) -> float | None:
 
 
 VIEWER_SCRIPTS = (
-    *("data", "scene", "frames", "heatmap", "drawing", "minimap"),
-    *("hit_test", "panel", "search", "input", "start"),
+    *("data", "scene", "frames", "heatmap", "drawing", "minimap", "hit_test", "panel", "search", "input", "start"),
 )
 """Files of the script, in order; they share one scope."""
 
