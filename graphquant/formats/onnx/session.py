@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime
-from onnx import NodeProto
+from onnx import NodeProto, TensorProto
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.errors import ModelError
@@ -28,7 +28,7 @@ from graphquant.formats.onnx.external_data import EXTERNAL_MIN_BYTES, constant_b
 from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
 from graphquant.formats.onnx.observe import Probe, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
-from graphquant.formats.onnx.tensors import first_line, tensor_bytes
+from graphquant.formats.onnx.tensors import DTYPE_NAMES, first_line, tensor_bytes
 from graphquant.ir import TensorRef, Use, qualified_op_name
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from graphquant.formats import Feeds, InputSpec
     from graphquant.formats.onnx.emitter import Emission
     from graphquant.formats.onnx.observe import WatchMode
+    from graphquant.formats.onnx.shape_inference import TypeAndShape
     from graphquant.ir import Model
 
     ObservedValues = dict[TensorRef, list["Array"]]
@@ -459,6 +460,29 @@ def _trace_optimized(model: Model, optimized: Model, lookup: _OpLookup) -> Optim
     return OptimizedModel(model=optimized, origins=origins, tensors=tensors)
 
 
+def infer_output_types(message: Any) -> dict[str, TypeAndShape]:
+    """Return the types that onnxruntime infers for the outputs of a ModelProto; none if it rejects the model.
+
+    Sizes that are not constant are None.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _FATAL_LOG_LEVEL
+    options.intra_op_num_threads = 1
+    # folding of constants could fill memory
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except RUNTIME_ERRORS:
+        return {}
+    types: dict[str, TypeAndShape] = {}
+    for output in session.get_outputs():
+        if (tensor_type := TENSOR_TYPE.fullmatch(output.type)) is not None:
+            code = TensorProto.DataType.Value(tensor_type[1].upper())
+            sizes = tuple(size if isinstance(size, int) else None for size in output.shape)
+            types[output.name] = DTYPE_NAMES[code], sizes or None  # an unknown rank is reported as no axes, too
+    return types
+
+
 MAX_PROFILED_RUNS, MAX_PROFILED_SECONDS = 100, 0.4
 """Maximum number and time of profiled runs; there are at least `MIN_PROFILED_RUNS`."""
 
@@ -466,6 +490,9 @@ MIN_PROFILED_RUNS = 5
 
 MAX_PROFILER_OVERHEAD, MIN_OP_SECONDS = 5e-6, 0.5e-6
 """Maximum overhead of the profiler per op, and time of an op that does nothing without it, in seconds."""
+
+TENSOR_TYPE = re.compile(r"tensor\((\w+)\)")
+"""A type of onnxruntime that is a tensor's."""
 
 NODE_NUMBER = re.compile("@([0-9]{1,9})@")
 """Number of a node, its name during profiling. Names of fused nodes contain those of their parts."""

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, checker, helper, inliner, shape_inference
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    TensorProto,
+    ValueInfoProto,
+    checker,
+    helper,
+    inliner,
+    shape_inference,
+)
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.tensors import (
@@ -27,7 +37,7 @@ from graphquant.formats.onnx.tensors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from graphquant.ir import Shape
@@ -197,6 +207,9 @@ MAX_SCALE_ELEMENTS = 8
 """Maximum number of elements of a float constant that keeps its data, as it may hold the scales of Resize."""
 
 MAX_REVEAL_ROUNDS = 4  # Maximum number of times that hidden nodes are revealed. Each time all types are inferred again.
+MIN_PART_IR_VERSION = 4
+"""First IR version whose initializers need not be graph inputs, for parts of a model."""
+
 MAX_INLINED_NODES = 1 << 18  # maximum number of nodes after inlining the functions, as onnx and onnxruntime do
 
 _VISIBLE_ELEMENTS = {TensorProto.FLOAT: MAX_SCALE_ELEMENTS, **dict.fromkeys(INTEGER_TYPES, MAX_SHAPE_ELEMENTS)}
@@ -226,9 +239,9 @@ def _infer_message_types(weightless: Any) -> Any:
     hide_crashing_nodes(weightless)
     try:
         typed_message = shape_inference.infer_shapes(weightless)
-        # Revealing a node may give a type to the input of another one.
+        # Revealing a node, or a type from onnxruntime, may give a type to the input of another one.
         for _ in range(MAX_REVEAL_ROUNDS):
-            if not reveal_safe_nodes(typed_message):
+            if not (reveal_safe_nodes(typed_message) or _add_runtime_types(typed_message)):
                 break
             typed_message = shape_inference.infer_shapes(typed_message)
     except INFERENCE_ERRORS:
@@ -241,6 +254,74 @@ def _infer_message_types(weightless: Any) -> Any:
         return shape_inference.infer_shapes(typed_message, data_prop=True)
     except INFERENCE_ERRORS:
         return typed_message
+
+
+def _add_runtime_types(typed_message: Any) -> bool:
+    """Add the types that onnx cannot infer but onnxruntime can; return True if there are any.
+
+    onnx knows no ops of other domains, and expects sorted nodes. onnxruntime is not given weights, and
+    does not run the nodes. Weights, and other values that onnx knows alone, are inputs of known types.
+    """
+    functions = {(function.domain, function.name) for function in typed_message.functions}
+    pending: list[tuple[Any, ChainMap[str, Any]]] = [(typed_message.graph, ChainMap())]
+    added = False
+    for graph, outer_types in pending:  # grows while bodies are visited
+        graph_types = {name: type_ for name, type_ in _declared_types(graph) if type_.WhichOneof("value")}
+        for tensor in graph.initializer:
+            graph_types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+        types = outer_types.new_child(graph_types)
+        pending += [(attr.g, types) for node in graph.node for attr in node.attribute if attr.HasField("g")]
+        part = _typable_part(typed_message, graph, types, functions)
+        if part.graph.output:
+            # imported when needed, because onnxruntime is slow to import, and may be missing
+            with suppress(ImportError):
+                from graphquant.formats.onnx.session import infer_output_types
+
+                for name, (dtype, shape) in infer_output_types(part).items():
+                    graph.value_info.append(helper.make_tensor_value_info(name, DTYPE_CODES[dtype or ""], shape))
+                    added = True
+    return added
+
+
+def _typable_part(message: Any, graph: Any, types: Mapping[str, Any], functions: Container[tuple[str, str]]) -> Any:
+    """Return a ModelProto of the nodes that depend only on each other and on known types; its outputs have no types."""
+    part = ModelProto(ir_version=max(message.ir_version, MIN_PART_IR_VERSION))
+    if all(name in types for node in graph.node for name in node.output if name):
+        return part
+    part.opset_import.extend(entry for entry in message.opset_import if entry.domain != HIDDEN_DOMAIN)
+    part.graph.name = "typable"
+    nodes = [
+        node
+        for node in graph.node
+        if node.domain != HIDDEN_DOMAIN
+        and (node.domain, node.op_type) not in functions
+        and not any(
+            attr.HasField("g") or attr.graphs or attr.ref_attr_name or (attr.HasField("t") and not _has_data(attr.t))
+            for attr in node.attribute
+        )
+    ]
+    producers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    edges = [(name, index) for index, node in enumerate(nodes) for name in node.input if name]
+    dependencies: nx.DiGraph[int] = nx.DiGraph(
+        (producers.get(name, -1), index) for name, index in edges if name not in types
+    )
+    untypable = nx.descendants(dependencies, -1) if -1 in dependencies else set()
+    part.graph.node.extend(node for index, node in enumerate(nodes) if index not in untypable)
+    produced = dict.fromkeys(name for node in part.graph.node for name in node.output if name)
+    constants = {tensor.name: tensor for tensor in graph.initializer if _has_data(tensor)}
+    for name in dict.fromkeys(name for node in part.graph.node for name in node.input if name and name not in produced):
+        if name in constants:
+            part.graph.initializer.append(constants[name])
+        else:
+            part.graph.input.add(name=name).type.CopyFrom(types[name])
+    part.graph.output.extend(ValueInfoProto(name=name) for name in produced if name not in types)
+    return part
+
+
+def _has_data(tensor: Any) -> bool:
+    """Return True if the data of a tensor was not stripped."""
+    fields = (tensor.raw_data, tensor.float_data, tensor.int32_data, tensor.int64_data)
+    return 0 in tensor.dims or any(map(bool, fields))
 
 
 def _check_function_calls(message: Any) -> None:

@@ -101,3 +101,32 @@ def test_many_long_vectors(tmp_path: Path) -> None:
       b = Constant<value_floats = [1.0, 2.0, 3.0, 4.0]>() y = Add(r, b)
     }"""
     assert gq.load(write_model(text, tmp_path / "m.onnx")).main.op("y").outputs[0].shape == (2, 3, 4)
+
+
+RUNTIME_TYPED_MODELS = [
+    "(float[N, 4] x) => (float[M, K] y) { a = com.microsoft.Gelu(x) b = Relu(a) y = com.microsoft.Gelu(b) }",
+    "(float[N, 4] x) => (float[M, K] y) { b = Relu(a) y = Neg(b) a = com.microsoft.Gelu(x) }",
+    """(float[N, 4] x, bool c) => (float[M, K] y) { a = com.microsoft.Gelu(x) b = If(c) <
+      then_branch = t () => (o) { b1 = com.microsoft.Gelu(a) o = Relu(b1) }, else_branch = e () => (q) { q = Neg(a) }>
+      y = Relu(b) }""",
+    """(float[N, 4] x, float[4, 4] w) => (float[M, K] y) { a = com.microsoft.FusedMatMul<transB = 1>(x, w)
+      s = Shape(a) e = Expand(a, s) b = com.microsoft.Gelu(e) y = Neg(b) }""",
+]
+
+
+@pytest.mark.parametrize("text", RUNTIME_TYPED_MODELS)
+def test_onnxruntime_infers_missing_types(text: str, tmp_path: Path) -> None:
+    """Values behind ops of other domains, and of unsorted nodes, have types; sizes that vary stay unknown."""
+    header = '<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> g '
+    onnx.save(onnx.parser.parse_model(header + text), tmp_path / "m.onnx")
+    model = gq.load(tmp_path / "m.onnx")
+    outputs = {out.name: out for graph in model.graphs.values() for op in graph.ops() for out in op.outputs}
+    assert all(output.dtype is not None for output in outputs.values())
+    assert (outputs["a"].shape, outputs["b"].shape) == ((None, 4), (None, 4))
+
+
+def test_rejected_nodes_have_no_types(tmp_path: Path) -> None:
+    """An op that onnxruntime does not know leaves its own output, and nothing else, without a type."""
+    text = "(float[2, 3] x) => (float[2, 3] y) { a = own.Unknown(x) b = Relu(x) y = Add(a, b) }"
+    model = gq.load(write_model(text, tmp_path / "m.onnx"))
+    assert [model.main.op(name).outputs[0].shape for name in ("a", "b")] == [None, (2, 3)]
