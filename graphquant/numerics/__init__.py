@@ -10,7 +10,6 @@ from graphquant.numerics.affine import (
     block_scale_shape,
     broadcast_along_axis,
     broadcast_to_tensor,
-    choose_qparams,
     dequantize,
     iter_blocks,
     iter_slabs,
@@ -20,11 +19,12 @@ from graphquant.numerics.affine import (
     round_scale_to_float16,
     split_blocks,
 )
-from graphquant.numerics.data_types import FLOAT8_NAMES, Array, FloatType, IntType, QType, parse_type
+from graphquant.numerics.data_types import FLOAT8_NAMES, MIN_BITS, Array, FloatType, IntType, QType, parse_type
 
 __all__ = [
     "FLOAT8_NAMES",
     "LARGEST_VALUE",
+    "MIN_BITS",
     "SMALLEST_SCALE",
     "Array",
     "DynamicQParams",
@@ -37,7 +37,6 @@ __all__ = [
     "block_scale_shape",
     "broadcast_along_axis",
     "broadcast_to_tensor",
-    "choose_qparams",
     "dequantize",
     "iter_blocks",
     "iter_slabs",

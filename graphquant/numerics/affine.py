@@ -93,24 +93,15 @@ class Range:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QParams:
-    """Scale, zero point and type of a quantized tensor.
+    """Scale, zero point and type of a quantized tensor."""
 
-    Attributes:
-        scale: float32, () or (C,), or with `block` of the tensor's rank; positive.
-        zero_point: int32, the shape of `scale`.
-        type: The type of the quantized values.
-        narrow: Excludes the most negative value.
-        axis: The channel axis if `scale` is (C,), the axis of the blocks if there are any, else None.
-        block: Number of elements along `axis` that share one scale; None without blocks.
-        op_range: A range that is passed to an op unchanged, which computes `scale` and `zero_point` from it; else None.
-    """
-
-    scale: Array
-    zero_point: Array
-    type: QType
-    narrow: bool = False
-    axis: int | None = None
-    block: int | None = None
+    scale: Array  # float32, () or (C,), or with `block` of the tensor's rank; positive
+    zero_point: Array  # int32, the shape of `scale`
+    type: QType  # the type of the quantized values
+    narrow: bool = False  # excludes the most negative value
+    axis: int | None = None  # the channel axis if `scale` is (C,), the axis of the blocks if there are any, else None
+    block: int | None = None  # Number of elements along `axis` that share one scale; None without blocks.
+    # A range that is passed to an op unchanged, which computes `scale` and `zero_point` from it; else None.
     op_range: Range | None = None
 
     def __post_init__(self) -> None:
@@ -142,45 +133,6 @@ class DynamicQParams:
     axis: int | None = None
 
 
-def choose_qparams(
-    observed: Range,
-    dtype: QType,
-    *,
-    symmetric: bool,
-    narrow: bool = False,
-    power_of_two: bool = False,
-    axis: int | None = None,
-    block: int | None = None,
-) -> QParams:
-    """Choose scale and zero point for values in `observed`.
-
-    The range is widened to contain 0, so that 0.0 is exact. A symmetric type has zero point 0 (signed) or the middle
-    (unsigned) and covers the larger magnitude. An asymmetric type covers [low, high] up to the half step by which its
-    zero point is rounded. The scale is computed in float64 and rounded to float32 once. A power-of-two scale is the
-    smallest that covers the range. A float8 type is always symmetric. For any range, each quantized value represents
-    a finite float32.
-    """
-    qmin, qmax = dtype.limits(narrow=narrow)
-    low, high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
-    symmetric_zero = dtype.symmetric_zero_point
-    symmetric = symmetric or isinstance(dtype, FloatType)
-    if symmetric:
-        scale = np.maximum(high / (qmax - symmetric_zero), low / (qmin - symmetric_zero))
-    else:
-        scale = high / (qmax - qmin) - low / (qmax - qmin)  # not high - low, which can overflow
-    scale = _round_scale(np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0), power_of_two=power_of_two)
-    if symmetric:
-        zero_point = np.broadcast_to(np.int32(symmetric_zero), low.shape)  # needs no memory for many blocks
-        farthest_step = np.array(max(symmetric_zero - qmin, qmax - symmetric_zero), np.float64)
-    else:
-        zero_point = np.clip(np.rint(qmin - low / scale), qmin, qmax)
-        farthest_step = np.maximum(zero_point - qmin, qmax - zero_point)
-    largest_scale = LARGEST_VALUE / farthest_step
-    if (scale > largest_scale).any():
-        scale = np.minimum(scale, _round_scale(largest_scale, power_of_two=power_of_two, round_down=True))
-    return qparams_from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis, block=block)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationGrid:
     """The quantized values that a scheme can represent, up to the scale. Observers choose a range for a grid.
@@ -194,9 +146,34 @@ class QuantizationGrid:
     power_of_two: bool = False
 
     def qparams(self, observed: Range, *, axis: int | None = None, block: int | None = None) -> QParams:
-        """Choose scale and zero point for values in `observed`; see `choose_qparams`."""
-        options = {"symmetric": self.symmetric, "narrow": self.narrow, "power_of_two": self.power_of_two}
-        return choose_qparams(observed, self.type, **options, axis=axis, block=block)
+        """Choose scale and zero point for values in `observed`.
+
+        The range is widened to contain 0, so that 0.0 is exact. A symmetric type has zero point 0 (signed) or the
+        middle (unsigned) and covers the larger magnitude. An asymmetric type covers [low, high] up to the half step by
+        which its zero point is rounded. The scale is computed in float64 and rounded to float32 once. A power-of-two
+        scale is the smallest that covers the range. A float8 type is always symmetric. For any range, each quantized
+        value represents a finite float32.
+        """
+        qmin, qmax = self.type.limits(narrow=self.narrow)
+        low, high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
+        symmetric_zero = self.type.symmetric_zero_point
+        symmetric = self.symmetric or isinstance(self.type, FloatType)
+        if symmetric:
+            scale = np.maximum(high / (qmax - symmetric_zero), low / (qmin - symmetric_zero))
+        else:
+            scale = high / (qmax - qmin) - low / (qmax - qmin)  # not high - low, which can overflow
+        scale = np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0)
+        scale = _round_scale(scale, power_of_two=self.power_of_two)
+        if symmetric:
+            zero_point = np.broadcast_to(np.int32(symmetric_zero), low.shape)  # needs no memory for many blocks
+            farthest_step = np.array(max(symmetric_zero - qmin, qmax - symmetric_zero), np.float64)
+        else:
+            zero_point = np.clip(np.rint(qmin - low / scale), qmin, qmax)
+            farthest_step = np.maximum(zero_point - qmin, qmax - zero_point)
+        largest_scale = LARGEST_VALUE / farthest_step
+        if (scale > largest_scale).any():
+            scale = np.minimum(scale, _round_scale(largest_scale, power_of_two=self.power_of_two, round_down=True))
+        return qparams_from_scale(scale, zero_point, self.type, narrow=self.narrow, axis=axis, block=block)
 
 
 def _round_scale(scale: Array, *, power_of_two: bool, round_down: bool = False) -> Array:
@@ -214,8 +191,7 @@ def _round_scale(scale: Array, *, power_of_two: bool, round_down: bool = False) 
 def round_scale_to_float16(params: QParams) -> QParams:
     """Return the nearest params whose scales float16 can represent.
 
-    Raises:
-        UsageError: A scale is too large or too small for float16.
+    Raises a UsageError if a scale is too large or too small for float16.
     """
     with np.errstate(over="ignore"):
         scale = params.scale.astype(np.float16)

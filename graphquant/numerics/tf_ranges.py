@@ -96,8 +96,7 @@ def fake_quant_params(op_range: Range, dtype: QType, *, narrow: bool = False, ax
     `dtype` are the integers in the order of FakeQuant's own, which are unsigned. `narrow` has no effect on unsigned
     ones. `axis` is the channel axis if the range is per channel.
 
-    Raises:
-        UsageError: The kernels do not support the bits, or the range has no step: (0, 0), for example.
+    Raises a UsageError if the kernels do not support the bits, or the range has no step, such as (0, 0).
     """
     narrow = narrow and dtype.signed
     nudged = nudge_range(op_range.low, op_range.high, num_bits=dtype.bits, narrow_range=narrow)
@@ -146,9 +145,7 @@ def scale_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: boo
     """Return the scale, one step, of QuantizeAndDequantize for the range `low` to `high`, for any rounding mode.
 
     The ends, () or (C,), have the type of the tensor, float32 or float64. `narrow` excludes the most negative integer.
-
-    Raises:
-        UsageError: The kernels do not support `num_bits`.
+    Raises a UsageError if the kernels do not support `num_bits`.
     """
     check_kernel_bits(num_bits, signed=signed)
     flushed_low, flushed_high = flush_denormals(np.asarray(low)), flush_denormals(np.asarray(high))
@@ -166,10 +163,8 @@ def quantize_and_dequantize_params(
 ) -> QParams:
     """Return the params with which QuantizeAndDequantize quantizes float32 tensors, for any rounding mode.
 
-    `op_range` are its float32 `input_min` and `input_max`. `axis` is the channel axis if they are per channel.
-
-    Raises:
-        UsageError: The kernels do not support the bits, or the range has no step: (0, 0), for example.
+    `op_range` are its float32 `input_min` and `input_max`. `axis` is the channel axis if they are per channel. Raises a
+    UsageError if the kernels do not support the bits, or the range has no step, such as (0, 0).
     """
     low, high = (end.astype(np.float32) for end in (op_range.low, op_range.high))
     scale = scale_range(low, high, num_bits=dtype.bits, signed=dtype.signed, narrow=narrow)
@@ -183,10 +178,7 @@ def range_for_quantize_and_dequantize(params: QParams) -> Range:
 
     Signed integers that are not narrow can have any scale. Otherwise the nearest scale that a float32 range can give is
     chosen, which `scale_range` computes: the scale itself for powers of two and most others, else it differs in the
-    last place.
-
-    Raises:
-        InternalError: A zero point is not 0, which this op does not support.
+    last place. Raises an InternalError if a zero point is not 0, which this op does not support.
     """
     if (params.zero_point != 0).any():
         raise InternalError("QuantizeAndDequantize has no zero point. Its family must reject the scheme.")

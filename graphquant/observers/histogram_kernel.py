@@ -51,16 +51,11 @@ def new_histogram_table(bits: int) -> Array:
 
 
 def count_values_numpy(values: Array, shift: int, table: Array | None) -> tuple[float, float, bool]:
-    """Count each value in its bin, like the compiled `fill`. Without a table, compute only the limits.
+    """Count `values`, float32 (N,), aligned and contiguous, in their bins, like the compiled `fill`.
 
-    Args:
-        values: float32 (N,), aligned and contiguous; can be empty.
-        shift: Number of low bits that bins drop.
-        table: A result of `new_histogram_table` for 23 - shift bits, with capacity for the values.
-
-    Returns:
-        The smallest and largest value, and True if all are finite. If not, the limits are not valid, and values that
-        are not finite are in the table too.
+    Bins drop `shift` low bits. The table is one for 23 - shift bits with capacity for the values; without a table, only
+    the limits are computed. Returns the smallest and largest value, and True if all are finite. If not, the limits are
+    not valid, and values that are not finite are in the table too.
     """
     pattern, dropped = values.view(np.uint32), np.uint32((1 << shift) - 1)
     if table is not None:

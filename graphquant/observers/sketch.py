@@ -95,10 +95,8 @@ EMPTY_SKETCH = Sketch(np.array(np.inf), np.array(-np.inf))  # A sketch without v
 def merge_sketches(first: Sketch, second: Sketch) -> Sketch:
     """Return the statistics of the values of both, with the coarser of their histograms.
 
-    A sketch without values changes only the number of empty arrays.
-
-    Raises:
-        DataError: One is per channel and the other is not, or has another number of channels.
+    A sketch without values changes only the number of empty arrays. Raises a DataError if one is per channel and the
+    other is not, or has another number of channels.
     """
     if not (first.count and second.count):
         larger = max(first, second, key=lambda sketch: (sketch.count, -sketch.bits, sketch.low.shape))
@@ -136,8 +134,7 @@ def check_same_channels(first: Array, second: Array) -> None:
 def coarsen_histogram(sketch: Sketch, bits: int) -> Sketch:
     """Return the sketch with a histogram of only `bits` mantissa bits, or without a histogram for 0.
 
-    Raises:
-        InternalError: The histogram has fewer bits than that.
+    Raises an InternalError if the histogram has fewer bits than that.
     """
     if bits > sketch.bits:
         raise InternalError(f"A histogram of {sketch.bits} mantissa bits cannot be refined to {bits}.")
@@ -386,10 +383,8 @@ def _to_exact_integer(value: float) -> int:
 def sketch_values(values: Array, axis: int | None = None, *, bits: int = 0) -> Sketch:
     """Return the statistics of `values`, a float array of any shape, as one block.
 
-    Args:
-        values: The array. A DataError is raised if it lacks the axis.
-        axis: The axis whose channels have separate limits; None for the whole array.
-        bits: Mantissa bits of the histogram, one of `HISTOGRAM_BITS`. There is no histogram per channel.
+    With `axis`, which must exist, its channels have separate limits and there is no histogram. `bits` are the mantissa
+    bits of the histogram, one of `HISTOGRAM_BITS`.
     """
     accumulator = SketchAccumulator(axis, bits)
     accumulator.add(np.asarray(values))

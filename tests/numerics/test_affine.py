@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
+from support.qparams import choose_qparams
 
 from graphquant.errors import InternalError
 from graphquant.numerics import (
@@ -19,7 +20,6 @@ from graphquant.numerics import (
     QParams,
     Range,
     broadcast_along_axis,
-    choose_qparams,
     dequantize,
     qparams_from_scale,
     quantize,
@@ -300,7 +300,7 @@ def test_impossible_ranges_and_params_are_faults() -> None:
 FAKE_QUANT = """
 import sys
 import numpy as np, tensorflow as tf
-from graphquant.numerics import IntType, Range, choose_qparams, dequantize, quantize
+from graphquant.numerics import IntType, QuantizationGrid, Range, dequantize, quantize
 rng = np.random.default_rng(3)
 worst = 0
 for _ in range(150):
@@ -310,7 +310,8 @@ for _ in range(150):
     narrow = narrow and signed  # FakeQuant's narrow excludes the smallest value of any type
     dtype = IntType(bits, signed)
     for symmetric in (True, False):
-        params = choose_qparams(Range(*ends), dtype, symmetric=symmetric, narrow=narrow, power_of_two=power)
+        grid = QuantizationGrid(type=dtype, symmetric=symmetric, narrow=narrow, power_of_two=power)
+        params = grid.qparams(Range(*ends))
         low, high = np.float32(params.range.low), np.float32(params.range.high)
         qmin, qmax = dtype.limits(narrow=narrow)
         scale = (high - low) / np.float32(qmax - qmin)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.qparams import choose_qparams
 
 from graphquant.errors import InternalError
 from graphquant.numerics import (
@@ -12,7 +13,6 @@ from graphquant.numerics import (
     Range,
     block_scale_shape,
     broadcast_to_tensor,
-    choose_qparams,
     dequantize,
     qparams_from_scale,
     quantize,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.qparams import choose_qparams
 
 from graphquant.numerics import (
     FLOAT8_NAMES,
@@ -14,7 +15,6 @@ from graphquant.numerics import (
     IntType,
     QuantizationGrid,
     Range,
-    choose_qparams,
     dequantize,
     parse_type,
     qparams_from_scale,

@@ -5,13 +5,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.qparams import choose_qparams
 
 from graphquant.numerics import (
     IntType,
     Range,
     affine,
     block_scale_shape,
-    choose_qparams,
     iter_blocks,
     parse_type,
     quantize,

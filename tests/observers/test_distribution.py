@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from support.qparams import choose_qparams
 
-from graphquant.numerics import IntType, QParams, Range, choose_qparams
+from graphquant.numerics import IntType, QParams, Range
 from graphquant.observers import distribution_of, histogram_kernel, sketch_values
 
 RNG = np.random.default_rng(7)

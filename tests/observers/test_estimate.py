@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from support.qparams import choose_qparams
 
-from graphquant.numerics import IntType, QParams, Range, choose_qparams, dequantize, quantize
+from graphquant.numerics import IntType, QParams, Range, dequantize, quantize
 from graphquant.observers import estimate_cost, sketch_values
 from graphquant.observers.distribution import distribution_of
 

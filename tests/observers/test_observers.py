@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.qparams import choose_qparams
 
 from graphquant.errors import DataError
 from graphquant.numerics import (
@@ -14,7 +15,6 @@ from graphquant.numerics import (
     QType,
     QuantizationGrid,
     Range,
-    choose_qparams,
     dequantize,
     qparams_from_scale,
     quantize,

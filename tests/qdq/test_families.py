@@ -4,9 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.qparams import choose_qparams
 
 from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, check_invariants
-from graphquant.numerics import FloatType, IntType, QParams, Range, choose_qparams, dequantize, quantize
+from graphquant.numerics import FloatType, IntType, QParams, Range, dequantize, quantize
 from graphquant.qdq import FAMILIES, QDQSite
 from graphquant.qdq.family import FamilyRequest
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from reference import fake_quant
+from support.qparams import choose_qparams
 
 import graphquant as gq
 from graphquant import formats
@@ -92,7 +93,7 @@ def quantized(rounds=1):
 
 def gq_params(low, high, axis=None):
     """Return the scale that the rules choose for a range."""
-    from graphquant.numerics import IntType, Range, choose_qparams
+    from graphquant.numerics import IntType, Range
 
     return choose_qparams(Range(low, high), IntType(8, signed=True), symmetric=True, axis=axis)
 

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import fake_quant
 from reference import quantize_and_dequantize as qad
+from support.qparams import choose_qparams
 from support.tensorflow_models import graph_session
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import RuleError
 from graphquant.ir import Graph, Model, Op, Output, Parameters
-from graphquant.numerics import DynamicQParams, IntType, Range, choose_qparams, tf_ranges
+from graphquant.numerics import DynamicQParams, IntType, Range, tf_ranges
 from graphquant.qdq import FAMILIES, FamilyRequest, QDQSite
 from graphquant.rules import load_ruleset
 

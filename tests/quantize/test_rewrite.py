@@ -9,13 +9,14 @@ import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.qparams import choose_qparams
 
 from graphquant.errors import UsageError
 from graphquant.formats import onnx as onnx_format
 from graphquant.formats.tensorflow import emit as tf_emit
 from graphquant.formats.tensorflow import load as tf_load
 from graphquant.ir import Parameters, TensorRef, Use
-from graphquant.numerics import IntType, Range, choose_qparams, dequantize, qparams_from_scale, quantize
+from graphquant.numerics import IntType, Range, dequantize, qparams_from_scale, quantize
 from graphquant.quantize import Plan, Site
 from graphquant.quantize.rewrite import IntegerCache, rewrite
 from graphquant.rules import Scheme

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.qparams import choose_qparams
 
-from graphquant.numerics import IntType, QParams, Range, choose_qparams
+from graphquant.numerics import IntType, QParams, Range
 from graphquant.observers import distribution_of, sketch_values
 from graphquant.visualize.histograms import (
     HistogramAxis,

@@ -10,11 +10,12 @@ from io import BytesIO, TextIOWrapper
 import numpy as np
 import pytest
 from rich.console import Console
+from support.qparams import choose_qparams
 
 from graphquant.analysis.range_report import MethodRange, RangeReport, TensorRange
 from graphquant.calibration import DataRun, ObservationTarget, Stats
 from graphquant.ir import TensorRef
-from graphquant.numerics import IntType, QParams, Range, choose_qparams
+from graphquant.numerics import IntType, QParams, Range
 from graphquant.observers import Sketch, estimate_cost, sketch_values
 from graphquant.visualize.json_export import InspectStatsResult
 from graphquant.visualize.statistics_report import range_report_view, share_text, stats_page

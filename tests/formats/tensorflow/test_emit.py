@@ -14,7 +14,7 @@ import pytest
 from graphquant.formats.tensorflow import emit, encode_skeleton, load, proto
 from graphquant.formats.tensorflow.source import RULE_ATTR
 from graphquant.ir import Model, Op, Output, TensorRef, Use, check_invariants
-from graphquant.numerics import IntType, Range, choose_qparams
+from graphquant.numerics import IntType, QuantizationGrid, Range
 from graphquant.qdq import FAMILIES, QDQSite
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,8 @@ def insert(model: Model, use: Use, name: str = "", *, in_frame: bool = False) ->
     graph = model.graphs[use.graph]
     tensor = graph.source_of(use)
     assert tensor is not None
-    params = choose_qparams(Range(np.float64(-1), np.float64(3)), IntType(8, signed=True), symmetric=False)
+    grid = QuantizationGrid(type=IntType(8, signed=True), symmetric=False)
+    params = grid.qparams(Range(np.float64(-1), np.float64(3)))
     site = QDQSite(tensor=tensor, name=name or f"{tensor.op}/quant", params=params, rule="test", in_frame=in_frame)
     quantized = FAMILIES["fake-quant"].add_ops(graph, site)
     graph.reroute(tensor, [use], quantized)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.qparams import choose_qparams
 
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import create_runner, load, save, session
 from graphquant.ir import Model, Parameters, TensorRef, Use, check_invariants
-from graphquant.numerics import IntType, Range, choose_qparams, dequantize, quantize, tf_ranges
+from graphquant.numerics import IntType, Range, dequantize, quantize, tf_ranges
 from graphquant.qdq import FAMILIES, QDQSite
 from graphquant.utils.tf_determinism import ONEDNN_VARIABLE
 
