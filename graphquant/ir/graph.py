@@ -153,12 +153,6 @@ class Graph:
         """Return the `Output` of `tensor`, which may belong to an enclosing graph."""
         return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
 
-    def edge_data(self, use: Use, tensor: TensorRef) -> dict[str, Any] | None:
-        """Return the data of the edge for `use`, of this graph, reading `tensor`; None if it is missing."""
-        source_graph, target, key = self._edge_key(use, tensor)
-        data: dict[str, Any] | None = source_graph.nx.get_edge_data(tensor.op, target, key=key)
-        return data
-
     # -- building and editing --------------------------------------------------------------------
 
     def unique_name(self, name: str) -> str:
@@ -286,17 +280,17 @@ class Graph:
         source_graph.nx.add_edge(tensor.op, target, key=key, port=tensor.port)
 
     def _remove_data_edge(self, use: Use, tensor: TensorRef) -> None:
-        source_graph, target, key = self._edge_key(use, tensor)
+        source_graph, target, key = self.edge_key(use, tensor)
         source_graph.nx.remove_edge(tensor.op, target, key=key)
 
     def _checked_edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
-        """Return `_edge_key` of an edge between existing ops."""
-        source_graph, target, key = self._edge_key(use, tensor)
+        """Return `edge_key` of an edge between existing ops."""
+        source_graph, target, key = self.edge_key(use, tensor)
         if use.slot < 0 or tensor.op not in source_graph.nx or target not in source_graph.nx:
             raise InternalError(f"{use} reads {tensor}, but the tensor or its reader does not exist.")
         return source_graph, target, key
 
-    def _edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
+    def edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
         """Return graph, target op and key of the edge for `use` reading `tensor`."""
         if tensor.graph == self.name:
             return self, use.op, use.slot
@@ -311,34 +305,25 @@ class Graph:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Model(HtmlRepresentation):
-    """A loaded model: its graphs, and the source message. Emitting patches a copy of the message.
+    """A loaded model: its graphs, and the source message. Emitting patches a copy of the message."""
 
-    Attributes:
-        format: Key of the format table ("onnx", "tensorflow", "tflite").
-        graphs: Graphs by name, the main one ("") first.
-        source: The message or object that the format read; only the format knows its type.
-        path: File or folder of the model, None for a model in memory.
-        digest: Hex SHA-256 of the source, without external data and variables.
-        evaluate_op: Function that returns the outputs of one pure op for input arrays, or None if it cannot; None if
-            the format cannot evaluate ops.
-        opset: Opset of the ONNX default domain; 0 in other formats.
-        entry_graphs: The graphs that a run may start with; a TFLite file has one for each signature.
-        saved_functions: Graphs that declare the functions, with their variables, that Python code may call after
-            loading a SavedModel. No run starts with them.
-        provenance: Metadata for a written model, by key; None keeps the metadata of the source.
-        original_model: The model that `strip` restores from the record in a written model; None writes no record.
-    """
-
-    format: str
-    graphs: dict[str, Graph] = field(default_factory=dict)
-    source: Any = None
-    path: Path | None = None
-    digest: str = ""
+    format: str  # key of the format table ("onnx", "tensorflow", "tflite")
+    graphs: dict[str, Graph] = field(default_factory=dict)  # graphs by name, the main one ("") first
+    source: Any = None  # the message or object that the format read; only the format knows its type
+    path: Path | None = None  # file or folder of the model, None for a model in memory
+    digest: str = ""  # hex SHA-256 of the source, without external data and variables
+    # Function that returns the outputs of one pure op for input arrays, or None if it cannot; None if the format
+    # cannot evaluate ops.
     evaluate_op: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]] | None] | None = None
-    opset: int = 0
+    opset: int = 0  # opset of the ONNX default domain; 0 in other formats
+    # The graphs that a run may start with; a TFLite file has one for each signature.
     entry_graphs: tuple[str, ...] = ("",)
+    # Graphs that declare the functions, with their variables, that Python code may call after loading a SavedModel.
+    # No run starts with them.
     saved_functions: tuple[str, ...] = ()
+    # Metadata for a written model, by key; None keeps the metadata of the source.
     provenance: dict[str, str] | None = None
+    # The model that `strip` restores from the record in a written model; None writes no record.
     original_model: Model | None = None
 
     @property
@@ -349,9 +334,8 @@ class Model(HtmlRepresentation):
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the model to `path` atomically. Returns the path.
 
-        Raises:
-            UsageError: `path` exists and `force` is not set, or it cannot be written.
-            ModelError: The model cannot be written in the format of `path`.
+        Raises a UsageError if `path` exists and `force` is not set, or it cannot be written. Raises a ModelError if the
+        model cannot be written in the format of `path`.
         """
         # Imported by name: this method belongs to the public interface, whose functions are in a package above.
         saved: Path = import_module("graphquant.api.models").save(self, path, force=force)
@@ -432,10 +416,7 @@ def check_invariants(model: Model, stage: str) -> None:
     4. The listed inputs and outputs exist and have that kind.
     5. An ONNX graph has no cycle.
 
-    The message of an error names `stage`, the stage that just ended.
-
-    Raises:
-        InternalError: An invariant is broken.
+    The message of an error names `stage`, the stage that just ended. Raises an InternalError if an invariant is broken.
     """
     for graph in model.graphs.values():
         _check_graph_ends(graph, stage)
@@ -482,7 +463,8 @@ def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
     outputs = len(source_graph.op(tensor.op).outputs)
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
-    edge = graph.edge_data(use, tensor)
+    _, target, key = graph.edge_key(use, tensor)
+    edge = source_graph.nx.get_edge_data(tensor.op, target, key=key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
 

@@ -57,8 +57,7 @@ class Parameters:
     def value(self, tensor: TensorRef) -> np.ndarray[Any, Any] | None:
         """Return the value of a parameter, or None if `tensor` is not one or its value is not in the files.
 
-        Raises:
-            ModelError: The value is in the files and cannot be read.
+        Raises a ModelError if the value is in the files and cannot be read.
         """
         if not self.is_parameter(tensor):
             return None
@@ -211,11 +210,7 @@ class Parameters:
 
 
 def require_finite_weight(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.ndarray[Any, Any]:
-    """Return `value` if it is finite.
-
-    Raises:
-        ModelError: It holds NaN or infinity, for which no scale exists.
-    """
+    """Return `value` if it is finite. Raises a ModelError if it holds NaN or infinity, for which no scale exists."""
     if value.size and not np.isfinite(value).all():
         raise ModelError(
             f"The weight {tensor} holds NaN or infinity, for which no scale exists. Repair the model, or exclude the"

@@ -55,6 +55,18 @@ class Use(NamedTuple):
         return f"{self.graph}/{self.op}[{self.slot}]" if self.graph else f"{self.op}[{self.slot}]"
 
 
+class OpInfo(NamedTuple):
+    """Kind, roles of the input slots (the last one repeats), and channel axis of the "weight" slot.
+
+    The axis counts from the end if negative. `defaults` are the values of attributes that a file may omit.
+    """
+
+    kind: str
+    roles: tuple[str, ...] = ("input",)
+    channel_axis: int | None = None
+    defaults: Mapping[str, Any] = NO_ATTRS
+
+
 def qualified_op_name(graph: str, op: str) -> str:
     """Return the name of an op for messages, with its graph unless that is the main graph."""
     return f"{graph}/{op}" if graph else op
@@ -110,37 +122,24 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Op:
-    """A node of a graph: an operation, a graph input ("input"), a constant, a variable or a graph output ("output").
+    """A node of a graph: an operation, a graph input ("input"), a constant, a variable or a graph output ("output")."""
 
-    Attributes:
-        name: Unique in its graph.
-        kind: The framework-neutral kind ("conv", "matmul", ...) or "other".
-        type: The framework's own op type.
-        domain: The ONNX domain, "" for the default one and for TensorFlow.
-        roles: Role of each input slot ("input", "weight", "bias", ...); the last one applies to all further slots.
-        channel_axis: The output channel axis of the "weight" slot's tensor, None if there is none.
-        outputs: One entry per output port.
-        attrs: The op's attributes, decoded when they are read.
-        read_value: Function that returns the value of a constant or variable; None for other ops and unreadable values.
-        calls: The graphs that the op runs.
-        source: The node of the source message; None for an op that graphquant added.
-        rule: The rule or step that added the op, "" for one of the source.
-        anchor: The tensor that a rule added the op for, "" for one of the source.
-    """
-
-    name: str
-    kind: str
-    type: str
-    domain: str = ""
+    name: str  # unique in its graph
+    kind: str  # the framework-neutral kind ("conv", "matmul", ...) or "other"
+    type: str  # the framework's own op type
+    domain: str = ""  # the ONNX domain, "" for the default one and for TensorFlow
+    # Role of each input slot ("input", "weight", "bias", ...); the last one applies to all further slots.
     roles: tuple[str, ...] = ("input",)
-    channel_axis: int | None = None
-    outputs: tuple[Output, ...] = ()
+    channel_axis: int | None = None  # the output channel axis of the "weight" slot's tensor, None if there is none
+    outputs: tuple[Output, ...] = ()  # one entry per output port
+    # The op's attributes, decoded when they are read.
     attrs: Mapping[str, Any] = field(default_factory=lambda: NO_ATTRS)
+    # Function that returns the value of a constant or variable; None for other ops and unreadable values.
     read_value: Callable[[], np.ndarray[Any, Any]] | None = None
-    calls: tuple[Call, ...] = ()
-    source: Any = None
-    rule: str = ""
-    anchor: str = ""
+    calls: tuple[Call, ...] = ()  # the graphs that the op runs
+    source: Any = None  # The node of the source message; None for an op that graphquant added.
+    rule: str = ""  # the rule or step that added the op, "" for one of the source
+    anchor: str = ""  # the tensor that a rule added the op for, "" for one of the source
 
     def role(self, slot: int) -> str:
         """Return the role of input `slot`."""
@@ -154,8 +153,7 @@ class Op:
     def numeric_attr(self, attr: str, default: float) -> float:
         """Return the attribute `attr` as a number, or `default` if the op does not have it.
 
-        Raises:
-            ModelError: The attribute is not a finite number.
+        Raises a ModelError if the attribute is not a finite number.
         """
         value = self.attrs.get(attr, default)
         if isinstance(value, Real) and math.isfinite(value):

@@ -1,6 +1,6 @@
 """Calibration data in records: Parquet rows, TFRecord files of tf.train.Example, and ONNX test data sets.
 
-The protocol buffer messages are declared by field numbers, so that neither TensorFlow nor onnx is needed.
+The messages of TFRecord files are declared by field numbers, so that TensorFlow is not needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 import google_crc32c
-import ml_dtypes
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
@@ -38,7 +37,7 @@ from graphquant.utils.text import format_shape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
+    from graphquant.calibration.data.dataset import DataRequest, Dataset, DataSource, Feed
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
@@ -47,13 +46,8 @@ if TYPE_CHECKING:
 IMAGE_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")  # first bytes of encoded images
 
 
-def _feed_converters(request: DataRequest) -> dict[str, Callable[[str, Any], Array]]:
-    """Return, for each input, a function that converts a labeled value to a feed with a first axis of 1."""
-    return {model_input.name: _feed_converter(request, model_input) for model_input in request.inputs}
-
-
-def _feed_converter(request: DataRequest, model_input: InputSpec) -> Callable[[str, Any], Array]:
-    source = request.source
+def _feed_converter(source: DataSource, model_input: InputSpec) -> Callable[[str, Any], Array]:
+    """Return a function that converts a labeled value to a feed with a first axis of 1."""
 
     @cache
     def image_settings() -> Pixels:
@@ -140,7 +134,7 @@ def open_parquet(request: DataRequest) -> Dataset:
             columns = table.schema_arrow.names
         used_keys = match_input_keys(file.name, columns, request)
         unused_columns |= dict.fromkeys(name for name in columns if name not in used_keys)
-    converters = _feed_converters(request)
+    converters = {model_input.name: _feed_converter(source, model_input) for model_input in request.inputs}
 
     def read_samples(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
         for file, first, last in split_range(source.files, counts, start, stop):
@@ -222,20 +216,6 @@ _MESSAGES: Final[dict[str, tuple[tuple[int, str, str, bool], ...]]] = {
     "Entry": ((1, "key", "bytes", False), (2, "value", "Feature", False)),
     "Features": ((1, "feature", "Entry", True),),
     "Example": ((1, "features", "Features", False),),
-    "Tensor": (
-        (1, "dims", "int64", True),
-        (2, "data_type", "int32", False),
-        (3, "segment", "bytes", False),
-        (4, "float_data", "float", True),
-        (5, "int32_data", "int32", True),
-        (6, "string_data", "bytes", True),
-        (7, "int64_data", "int64", True),
-        (8, "name", "bytes", False),
-        (9, "raw_data", "bytes", False),
-        (10, "double_data", "double", True),
-        (11, "uint64_data", "uint64", True),
-        (14, "data_location", "int32", False),
-    ),
 }
 
 
@@ -255,10 +235,7 @@ def _build_descriptor_pool() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-_POOL: Final = _build_descriptor_pool()
-
-Example: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("data.Example"))
-TensorMessage: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("data.Tensor"))
+Example: Final[Any] = message_factory.GetMessageClass(_build_descriptor_pool().FindMessageTypeByName("data.Example"))
 
 
 # -- TFRecord --------------------------------------------------------------------------------------
@@ -282,7 +259,7 @@ def open_tfrecord(request: DataRequest) -> Dataset:
         for record in _read_records(file, 0, remaining):
             digest.update(hashlib.sha256(record).digest())
             counts[-1] += 1
-    converters = _feed_converters(request)
+    converters = {model_input.name: _feed_converter(source, model_input) for model_input in request.inputs}
 
     def read_samples(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
         for file, first, last in split_range(source.files, counts, start, stop):
@@ -364,26 +341,6 @@ def _feature_value(label: str, feature: Any) -> Any:
 
 # -- ONNX test data sets ---------------------------------------------------------------------------
 
-_TENSOR_DTYPES: dict[int, tuple[Any, str]] = {
-    # TensorProto.DataType: dtype, and the field of values that are not raw
-    1: (np.float32, "float_data"),
-    2: (np.uint8, "int32_data"),
-    3: (np.int8, "int32_data"),
-    4: (np.uint16, "int32_data"),
-    5: (np.int16, "int32_data"),
-    6: (np.int32, "int32_data"),
-    7: (np.int64, "int64_data"),
-    9: (np.bool_, "int32_data"),
-    10: (np.float16, "int32_data"),
-    11: (np.float64, "double_data"),
-    12: (np.uint32, "uint64_data"),
-    13: (np.uint64, "uint64_data"),
-    16: (ml_dtypes.bfloat16, "int32_data"),
-}
-
-_STRING_TENSOR = 8
-_BIT_PATTERN_TENSORS = frozenset({10, 16})  # types whose values are stored in int32_data as bit patterns
-
 
 def open_onnx_sets(request: DataRequest) -> Dataset:
     """Open folders of ONNX test data, each one feed with a TensorProto per input. The digest covers the files."""
@@ -422,32 +379,7 @@ def _test_set_feed(label: str, files: list[DataFile], names: list[str]) -> Feed:
 
 def _read_test_tensor(file: DataFile) -> tuple[str, Array]:
     """Return the name and values of the TensorProto in `file`."""
+    from graphquant.formats.onnx.tensors import parse_test_tensor
+
     with wrap_read_errors(file, "Use a TensorProto, as in ONNX test data."):
-        content = file.read()
-        try:
-            tensor = TensorMessage.FromString(content)
-        except DecodeError as error:
-            raise ValueError("it is not a tensor; sequences and optionals are not supported") from error
-        if tensor.HasField("segment") or tensor.data_type not in {*_TENSOR_DTYPES, _STRING_TENSOR}:
-            raise ValueError(
-                f"it is a sequence, an optional, or a tensor of the type {tensor.data_type}, which are not supported"
-            )
-        if tensor.data_location:
-            raise ValueError("its values are in another file, which is not supported")
-        return tensor.name.decode(), _tensor_message_values(tensor)
-
-
-def _tensor_message_values(tensor: Any) -> Array:
-    if tensor.data_type == _STRING_TENSOR:
-        values: Array = np.array([value.decode() for value in tensor.string_data], object)
-    else:
-        dtype, field = _TENSOR_DTYPES[tensor.data_type]
-        if tensor.HasField("raw_data"):
-            values = np.frombuffer(tensor.raw_data, np.dtype(dtype).newbyteorder("<")).astype(dtype)
-        elif tensor.data_type in _BIT_PATTERN_TENSORS:
-            values = np.array(getattr(tensor, field), np.int64).astype(np.uint16).view(dtype)
-        else:
-            values = np.array(getattr(tensor, field)).astype(dtype)
-    if any(size < 0 for size in tensor.dims) or math.prod(tensor.dims) != values.size:
-        raise ValueError(f"it has {values.size} values for the shape {list(tensor.dims)}")
-    return values.reshape(tuple(tensor.dims))
+        return parse_test_tensor(file.read())

@@ -33,29 +33,25 @@ DEFAULT_RULES = "onnxruntime"
 DEFAULT_FAMILY = "onnx-qdq"
 
 _MODULES = {
-    "create_runner": "session",
-    "emit": "emitter",
-    "encode_skeleton": "conversions",
-    "inline_functions": "conversions",
-    "load": "reader",
-    "OptimizedModel": "session",
-    "optimize_model": "session",
-    "prepare_timed_run": "session",
-    "profile_ops": "session",
-    "read_metadata": "index",
-    "require_loadable": "session",
-    "restore_original": "reader",
-    "save": "file_writer",
-    "SessionError": "session",
-    "upgrade_opset": "conversions",
+    "conversions": ("encode_skeleton", "inline_functions", "upgrade_opset"),
+    "emitter": ("emit",),
+    "file_writer": ("save",),
+    "index": ("read_metadata",),
+    "reader": ("load", "restore_original"),
+    "session": (
+        *("OptimizedModel", "SessionError", "create_runner", "optimize_model", "prepare_timed_run", "profile_ops"),
+        "require_loadable",
+    ),
 }
+"""Public names by the module that defines them."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a function of the package's interface when it is first used."""
-    if name not in _MODULES:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def input_specs(model: Model) -> Sequence[InputSpec]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onnx import AttributeProto
 
 from graphquant.errors import ModelError
-from graphquant.formats.onnx.ops import NodeFacts, OnnxOpInfo, classify_node
+from graphquant.formats.onnx.ops import NodeFacts, classify_node
 from graphquant.formats.onnx.shape_inference import infer_types
 from graphquant.formats.onnx.tensors import (
     ANCHOR_KEY,
@@ -30,7 +30,7 @@ from graphquant.formats.onnx.tensors import (
     tensor_value,
     type_and_shape,
 )
-from graphquant.ir import Call, Graph, Model, Op, Output, Shape, TensorRef
+from graphquant.ir import Call, Graph, Model, Op, OpInfo, Output, Shape, TensorRef
 from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class GraphIndexer:
         node_facts = NodeFacts(
             attrs, partial(self._input_shape, scope, node.input), partial(self._input_scalar, scope, node.input)
         )
-        info = OnnxOpInfo("call") if callee is not None else classify_node(node.op_type, domain, node_facts)
+        info = OpInfo("call") if callee is not None else classify_node(node.op_type, domain, node_facts)
         calls = self._open_bodies(scope, node, typed_node, name)
         if callee is not None:
             calls = (Call(node.op_type, callee, 0), *calls)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from graphquant.ir import OpInfo
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -13,14 +15,6 @@ if TYPE_CHECKING:
 NumberT = TypeVar("NumberT", float, float | None)
 
 RELU6_BOUNDS = (0.0, 6.0)
-
-
-class OnnxOpInfo(NamedTuple):
-    """Kind, roles of the input slots (the last one repeats) and channel axis of the "weight" slot."""
-
-    kind: str
-    roles: tuple[str, ...] = ("input",)
-    channel_axis: int | None = None
 
 
 class NodeFacts(NamedTuple):
@@ -36,7 +30,7 @@ _RECURRENT_ROLES = ("input", "weight", "recurrent_weight", "bias", "lengths", "s
 _NORM_ROLES = ("input", "scale", "offset")
 _QDQ_ROLES = ("input", "scale", "zero_point")
 
-OTHER_OP = OnnxOpInfo("other")
+OTHER_OP = OpInfo("other")
 
 _SIMPLE_OPS = """
     Einsum=einsum Add=add Sum=add Sub=sub Mul=mul Div=div Pow=pow Max=max Min=min Relu=relu LeakyRelu=leaky_relu
@@ -51,43 +45,40 @@ _SIMPLE_OPS = """
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
 
-DEFAULT_DOMAIN_OPS: dict[str, OnnxOpInfo] = {
-    **{name: OnnxOpInfo(kind) for name, kind in (pair.split("=") for pair in _SIMPLE_OPS.split())},
-    **{f"Reduce{name.title()}": OnnxOpInfo(f"reduce_{name}", ("input", "axis")) for name in _REDUCTIONS},
-    **{kind.upper(): OnnxOpInfo(kind, _RECURRENT_ROLES, 1) for kind in ("lstm", "gru", "rnn")},
-    **{
-        f"{name}Normalization": OnnxOpInfo(f"{name.lower()}norm", _NORM_ROLES)
-        for name in ("Layer", "Instance", "Group")
-    },
-    **dict.fromkeys(("Gather", "GatherElements", "GatherND"), OnnxOpInfo("gather", ("input", "indices"))),
-    "Conv": OnnxOpInfo("conv", _WEIGHTED_ROLES, 0),
-    "ConvTranspose": OnnxOpInfo("conv_transpose", _WEIGHTED_ROLES, 1),
-    "MatMul": OnnxOpInfo("matmul", ("input", "weight")),
-    "Gemm": OnnxOpInfo("gemm", _WEIGHTED_ROLES, 1),
-    "Clip": OnnxOpInfo("clip", ("input", "min", "max")),
-    "PRelu": OnnxOpInfo("prelu", ("input", "slope")),
-    "BatchNormalization": OnnxOpInfo("batchnorm", (*_NORM_ROLES, "mean", "variance")),
-    "Split": OnnxOpInfo("split", ("input", "sizes")),
-    "Slice": OnnxOpInfo("slice", ("input", "indices", "indices", "axis", "indices")),
-    "Reshape": OnnxOpInfo("reshape", ("input", "shape")),
-    "Squeeze": OnnxOpInfo("squeeze", ("input", "axis")),
-    "Unsqueeze": OnnxOpInfo("unsqueeze", ("input", "axis")),
-    "Expand": OnnxOpInfo("expand", ("input", "shape")),
-    "Tile": OnnxOpInfo("tile", ("input", "repeats")),
-    "Pad": OnnxOpInfo("pad", ("input", "padding", "value", "axis")),
-    "Resize": OnnxOpInfo("resize", ("input", "region", "sizes")),
-    "Upsample": OnnxOpInfo("resize", ("input", "sizes")),
-    "CastLike": OnnxOpInfo("cast", ("input", "like")),
-    "Where": OnnxOpInfo("where", ("condition", "input")),
-    "TopK": OnnxOpInfo("top_k", ("input", "sizes")),
-    "If": OnnxOpInfo("if", ("condition",)),
-    "Loop": OnnxOpInfo("loop", ("count", "condition", "input")),
-    "Constant": OnnxOpInfo("constant", ()),
-    "Dropout": OnnxOpInfo("dropout", ("input", "ratio", "training_mode")),
-    "QuantizeLinear": OnnxOpInfo("quantize", _QDQ_ROLES),
-    "DequantizeLinear": OnnxOpInfo("dequantize", _QDQ_ROLES),
-    "RandomNormal": OnnxOpInfo("random", ()),
-    "RandomUniform": OnnxOpInfo("random", ()),
+DEFAULT_DOMAIN_OPS: dict[str, OpInfo] = {
+    **{name: OpInfo(kind) for name, kind in (pair.split("=") for pair in _SIMPLE_OPS.split())},
+    **{f"Reduce{name.title()}": OpInfo(f"reduce_{name}", ("input", "axis")) for name in _REDUCTIONS},
+    **{kind.upper(): OpInfo(kind, _RECURRENT_ROLES, 1) for kind in ("lstm", "gru", "rnn")},
+    **{f"{name}Normalization": OpInfo(f"{name.lower()}norm", _NORM_ROLES) for name in ("Layer", "Instance", "Group")},
+    **dict.fromkeys(("Gather", "GatherElements", "GatherND"), OpInfo("gather", ("input", "indices"))),
+    "Conv": OpInfo("conv", _WEIGHTED_ROLES, 0),
+    "ConvTranspose": OpInfo("conv_transpose", _WEIGHTED_ROLES, 1),
+    "MatMul": OpInfo("matmul", ("input", "weight")),
+    "Gemm": OpInfo("gemm", _WEIGHTED_ROLES, 1),
+    "Clip": OpInfo("clip", ("input", "min", "max")),
+    "PRelu": OpInfo("prelu", ("input", "slope")),
+    "BatchNormalization": OpInfo("batchnorm", (*_NORM_ROLES, "mean", "variance")),
+    "Split": OpInfo("split", ("input", "sizes")),
+    "Slice": OpInfo("slice", ("input", "indices", "indices", "axis", "indices")),
+    "Reshape": OpInfo("reshape", ("input", "shape")),
+    "Squeeze": OpInfo("squeeze", ("input", "axis")),
+    "Unsqueeze": OpInfo("unsqueeze", ("input", "axis")),
+    "Expand": OpInfo("expand", ("input", "shape")),
+    "Tile": OpInfo("tile", ("input", "repeats")),
+    "Pad": OpInfo("pad", ("input", "padding", "value", "axis")),
+    "Resize": OpInfo("resize", ("input", "region", "sizes")),
+    "Upsample": OpInfo("resize", ("input", "sizes")),
+    "CastLike": OpInfo("cast", ("input", "like")),
+    "Where": OpInfo("where", ("condition", "input")),
+    "TopK": OpInfo("top_k", ("input", "sizes")),
+    "If": OpInfo("if", ("condition",)),
+    "Loop": OpInfo("loop", ("count", "condition", "input")),
+    "Constant": OpInfo("constant", ()),
+    "Dropout": OpInfo("dropout", ("input", "ratio", "training_mode")),
+    "QuantizeLinear": OpInfo("quantize", _QDQ_ROLES),
+    "DequantizeLinear": OpInfo("dequantize", _QDQ_ROLES),
+    "RandomNormal": OpInfo("random", ()),
+    "RandomUniform": OpInfo("random", ()),
 }
 
 INTEGER_OPS = (
@@ -100,10 +91,10 @@ INTEGER_OPS = (
 MICROSOFT_DOMAIN_OPS = {name: DEFAULT_DOMAIN_OPS[name] for name in ("QuantizeLinear", "DequantizeLinear")}
 
 
-def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OnnxOpInfo:
+def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OpInfo:
     """Return kind, roles and channel axis of a node of type `op_type` in `domain` ("" is the default one)."""
     if domain in {"", "com.microsoft"} and (op_type.startswith("QLinear") or op_type in INTEGER_OPS):
-        return OnnxOpInfo("integer")
+        return OpInfo("integer")
     if domain == "com.microsoft":
         return MICROSOFT_DOMAIN_OPS.get(op_type, OTHER_OP)
     if domain:
@@ -118,27 +109,27 @@ def _numeric_attribute(facts: NodeFacts, name: str, default: NumberT) -> float |
     return value if isinstance(value, int | float) else default
 
 
-def _classify_conv(info: OnnxOpInfo, facts: NodeFacts) -> OnnxOpInfo:
+def _classify_conv(info: OpInfo, facts: NodeFacts) -> OpInfo:
     weight = facts.shape(1)
     depthwise = weight is not None and len(weight) > 1 and weight[1] == 1 and _numeric_attribute(facts, "group", 1) > 1
     return info._replace(kind="depthwise_conv") if depthwise else info
 
 
-def _classify_matmul(info: OnnxOpInfo, facts: NodeFacts) -> OnnxOpInfo:
+def _classify_matmul(info: OpInfo, facts: NodeFacts) -> OpInfo:
     weight = facts.shape(1)
     return info._replace(channel_axis=len(weight) - 1) if weight is not None and len(weight) > 1 else info
 
 
-def _classify_gemm(info: OnnxOpInfo, facts: NodeFacts) -> OnnxOpInfo:
+def _classify_gemm(info: OpInfo, facts: NodeFacts) -> OpInfo:
     return info._replace(channel_axis=0 if _numeric_attribute(facts, "transB", 0) else 1)
 
 
-def _classify_clip(info: OnnxOpInfo, facts: NodeFacts) -> OnnxOpInfo:
+def _classify_clip(info: OpInfo, facts: NodeFacts) -> OpInfo:
     low, high = _numeric_attribute(facts, "min", facts.scalar(1)), _numeric_attribute(facts, "max", facts.scalar(2))
     return info._replace(kind="relu6") if (low, high) == RELU6_BOUNDS else info
 
 
-_REFINEMENTS: dict[str, Callable[[OnnxOpInfo, NodeFacts], OnnxOpInfo]] = {
+_REFINEMENTS: dict[str, Callable[[OpInfo, NodeFacts], OpInfo]] = {
     "Conv": _classify_conv,
     "MatMul": _classify_matmul,
     "Gemm": _classify_gemm,

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
@@ -41,6 +42,9 @@ GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 DEFAULT_DOMAINS = frozenset({"", "ai.onnx"})
 """Names of ONNX's own domain."""
+
+TEST_DATA_TYPES = frozenset({*range(TensorProto.FLOAT, TensorProto.UINT64 + 1), TensorProto.BFLOAT16})
+"""Element types that tensors of test data may have."""
 
 DTYPE_CODES: dict[str, int] = {name: code for code, name in DTYPE_NAMES.items()}
 
@@ -85,6 +89,26 @@ def tensor_shape(tensor: Any) -> Shape:
     return sizes
 
 
+def parse_test_tensor(content: bytes) -> tuple[str, Array]:
+    """Return name and values of a serialized TensorProto of test data; raise ValueError if that fails."""
+    try:
+        tensor = TensorProto.FromString(content)
+    except DecodeError as error:
+        raise ValueError("it is not a tensor; sequences and optionals are not supported") from error
+    if tensor.HasField("segment") or tensor.data_type not in TEST_DATA_TYPES:
+        raise ValueError(
+            f"it is a sequence, an optional, or a tensor of the type {tensor.data_type}, which are not supported"
+        )
+    if tensor.data_location:
+        raise ValueError("its values are in another file, which is not supported")
+    shape = tuple(tensor.dims)
+    tensor.dims[:] = [-1]  # all values that are stored, to compare their number with the shape
+    values = numpy_helper.to_array(tensor)
+    if any(size < 0 for size in shape) or math.prod(shape) != values.size:
+        raise ValueError(f"it has {values.size} values for the shape {list(shape)}")
+    return tensor.name, np.asarray(values.reshape(shape))
+
+
 def is_external(tensor: Any) -> bool:
     """Return True if the data of a TensorProto is in another file."""
     return bool(tensor.data_location == TensorProto.EXTERNAL)
@@ -109,8 +133,7 @@ def external_location(tensor: Any) -> str:
 def tensor_value(tensor: Any, folder: Path | None) -> Array:
     """Return the value of a TensorProto; external data is a read-only memory map of a file in `folder`.
 
-    Raises:
-        ModelError: The size of the data does not match dtype and shape, or the external file is unsuitable.
+    Raises a ModelError if the size of the data does not match dtype and shape, or the external file is unsuitable.
     """
     tensor_shape(tensor)
     if tensor.data_type not in DTYPE_NAMES:

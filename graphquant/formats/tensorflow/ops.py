@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.formats.tensorflow.opdefs import builtin_table
-from graphquant.ir import NO_ATTRS
+from graphquant.ir import OpInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-class TensorFlowOpInfo(NamedTuple):
-    """Kind, roles of the input slots (the last one repeats), and channel axis of the "weight" slot.
-
-    The axis counts from the end if negative. `defaults` are the values of attributes that a file may omit.
-    """
-
-    kind: str
-    roles: tuple[str, ...] = ("input",)
-    channel_axis: int | None = None
-    defaults: Mapping[str, Any] = NO_ATTRS
 
 
 _WEIGHTED_ROLES: Final = ("input", "weight")
@@ -110,41 +98,41 @@ _KINDS_BY_ROLES: Final[Mapping[tuple[str, ...], Mapping[str, str]]] = {
 
 _OP_INFOS: Final = {
     **{
-        name: TensorFlowOpInfo(kind, roles)
+        name: OpInfo(kind, roles)
         for roles, kinds in _KINDS_BY_ROLES.items()
         for kind, names in kinds.items()
         for name in names.split()
     },
-    "Conv2D": TensorFlowOpInfo("conv", _WEIGHTED_ROLES, 3, _NHWC),
-    "Conv3D": TensorFlowOpInfo("conv", _WEIGHTED_ROLES, 4, _NDHWC),
-    "DepthwiseConv2dNative": TensorFlowOpInfo("depthwise_conv", _WEIGHTED_ROLES, 2, _NHWC),
-    "Conv2DBackpropInput": TensorFlowOpInfo("conv_transpose", ("shape", "weight", "input"), 2, _NHWC),
-    "Conv3DBackpropInputV2": TensorFlowOpInfo("conv_transpose", ("shape", "weight", "input"), 3, _NDHWC),
-    "MatMul": TensorFlowOpInfo("matmul", _WEIGHTED_ROLES, 1, _MATMUL_DEFAULTS),
+    "Conv2D": OpInfo("conv", _WEIGHTED_ROLES, 3, _NHWC),
+    "Conv3D": OpInfo("conv", _WEIGHTED_ROLES, 4, _NDHWC),
+    "DepthwiseConv2dNative": OpInfo("depthwise_conv", _WEIGHTED_ROLES, 2, _NHWC),
+    "Conv2DBackpropInput": OpInfo("conv_transpose", ("shape", "weight", "input"), 2, _NHWC),
+    "Conv3DBackpropInputV2": OpInfo("conv_transpose", ("shape", "weight", "input"), 3, _NDHWC),
+    "MatMul": OpInfo("matmul", _WEIGHTED_ROLES, 1, _MATMUL_DEFAULTS),
     **dict.fromkeys(
         ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"),
-        TensorFlowOpInfo("matmul", _WEIGHTED_ROLES, -1, {"adj_x": False, "adj_y": False}),
+        OpInfo("matmul", _WEIGHTED_ROLES, -1, {"adj_x": False, "adj_y": False}),
     ),
-    "_FusedConv2D": TensorFlowOpInfo("conv", _FUSED_ROLES, 3, _NHWC),
-    "_FusedDepthwiseConv2dNative": TensorFlowOpInfo("depthwise_conv", _FUSED_ROLES, 2, _NHWC),
-    "_FusedMatMul": TensorFlowOpInfo("matmul", _FUSED_ROLES, 1, _MATMUL_DEFAULTS),
-    "BiasAdd": TensorFlowOpInfo("bias_add", ("input", "bias"), defaults=_NHWC),
+    "_FusedConv2D": OpInfo("conv", _FUSED_ROLES, 3, _NHWC),
+    "_FusedDepthwiseConv2dNative": OpInfo("depthwise_conv", _FUSED_ROLES, 2, _NHWC),
+    "_FusedMatMul": OpInfo("matmul", _FUSED_ROLES, 1, _MATMUL_DEFAULTS),
+    "BiasAdd": OpInfo("bias_add", ("input", "bias"), defaults=_NHWC),
     **dict.fromkeys(
         ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"),
-        TensorFlowOpInfo(
+        OpInfo(
             "batchnorm",
             ("input", "scale", "offset", "mean", "variance"),
             defaults={"is_training": True, "epsilon": 1e-4, **_NHWC},
         ),
     ),
-    "FakeQuantWithMinMaxArgs": TensorFlowOpInfo("qdq", defaults={"min": -6.0, "max": 6.0, **_FAKE_QUANT_DEFAULTS}),
-    "FakeQuantWithMinMaxVars": TensorFlowOpInfo("qdq", _RANGE_ROLES, defaults=_FAKE_QUANT_DEFAULTS),
-    "FakeQuantWithMinMaxVarsPerChannel": TensorFlowOpInfo("qdq", _RANGE_ROLES, defaults=_FAKE_QUANT_DEFAULTS),
+    "FakeQuantWithMinMaxArgs": OpInfo("qdq", defaults={"min": -6.0, "max": 6.0, **_FAKE_QUANT_DEFAULTS}),
+    "FakeQuantWithMinMaxVars": OpInfo("qdq", _RANGE_ROLES, defaults=_FAKE_QUANT_DEFAULTS),
+    "FakeQuantWithMinMaxVarsPerChannel": OpInfo("qdq", _RANGE_ROLES, defaults=_FAKE_QUANT_DEFAULTS),
     **dict.fromkeys(
         ("QuantizeAndDequantizeV2", "QuantizeAndDequantizeV4"),
-        TensorFlowOpInfo("qdq", _RANGE_ROLES, defaults={**_QUANTIZE_DEQUANTIZE_DEFAULTS, "round_mode": "HALF_TO_EVEN"}),
+        OpInfo("qdq", _RANGE_ROLES, defaults={**_QUANTIZE_DEQUANTIZE_DEFAULTS, "round_mode": "HALF_TO_EVEN"}),
     ),
-    "QuantizeAndDequantizeV3": TensorFlowOpInfo(
+    "QuantizeAndDequantizeV3": OpInfo(
         "qdq", (*_RANGE_ROLES, "other"), defaults={**_QUANTIZE_DEQUANTIZE_DEFAULTS, "range_given": True}
     ),
 }
@@ -169,7 +157,7 @@ FUNCTION_ATTRS: Final[dict[str, dict[str, tuple[int | None, bool]]]] = {
 """Attributes with functions, by op type: (offset, loop) of the `Call`. Functions in other attributes have no offset."""
 
 
-def describe_tf_op(op_type: str, attr: Mapping[str, Any], input_count: int) -> TensorFlowOpInfo:
+def describe_tf_op(op_type: str, attr: Mapping[str, Any], input_count: int) -> OpInfo:
     """Return the properties of a node of that type, with these AttrValue messages and number of data inputs."""
     if op_type in _OP_INFOS:
         op_info = _OP_INFOS[op_type]
@@ -179,8 +167,8 @@ def describe_tf_op(op_type: str, attr: Mapping[str, Any], input_count: int) -> T
             return op_info._replace(channel_axis=-2)
         return op_info
     if op_type == "ConcatV2":
-        return TensorFlowOpInfo("concat", (*("input",) * (input_count - 1), "axis"))
+        return OpInfo("concat", (*("input",) * (input_count - 1), "axis"))
     if op_type.startswith(_RANDOM_PREFIXES):
-        return TensorFlowOpInfo("random")
+        return OpInfo("random")
     spec = builtin_table().find_spec(op_type)
-    return TensorFlowOpInfo("stateful" if spec is not None and spec.is_stateful else "other")
+    return OpInfo("stateful" if spec is not None and spec.is_stateful else "other")

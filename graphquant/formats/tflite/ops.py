@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
+
+from graphquant.ir import OpInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,14 +82,6 @@ BUILTINS: Final = tuple(_BUILTINS.split())
 """Names of the built-in ops by BuiltinOperator."""
 
 
-class TFLiteOpInfo(NamedTuple):
-    """Kind, roles of the input slots (the last one repeats), and channel axis of the "weight" slot."""
-
-    kind: str
-    roles: tuple[str, ...] = ("input",)
-    channel_axis: int | None = None
-
-
 _SAME_NAMES: Final = (
     "SUB MUL DIV POW RELU RELU6 LEAKY_RELU ELU GELU HARD_SWISH TANH SOFTMAX LOG_SOFTMAX EXP LOG SQRT RSQRT NEG"
     " ABS SQUEEZE PACK UNPACK CAST DEPTH_TO_SPACE SPACE_TO_DEPTH QUANTIZE DEQUANTIZE WHILE"
@@ -155,19 +149,19 @@ _KINDS_BY_ROLES: Final[Mapping[tuple[str, ...], Mapping[str, str]]] = {
 _WEIGHTED_ROLES: Final = ("input", "weight", "bias")
 _TRANSPOSE_CONV_ROLES: Final = ("shape", "weight", "input", "bias")
 
-_OP_INFOS: Final[Mapping[str, TFLiteOpInfo]] = {
+_OP_INFOS: Final[Mapping[str, OpInfo]] = {
     **{
-        name: TFLiteOpInfo(kind, roles)
+        name: OpInfo(kind, roles)
         for roles, kinds in _KINDS_BY_ROLES.items()
         for kind, names in kinds.items()
         for name in names.split()
     },
-    "CONV_2D": TFLiteOpInfo("conv", _WEIGHTED_ROLES, 0),
-    "CONV_3D": TFLiteOpInfo("conv", _WEIGHTED_ROLES, 4),
-    "DEPTHWISE_CONV_2D": TFLiteOpInfo("depthwise_conv", _WEIGHTED_ROLES, 3),
-    "TRANSPOSE_CONV": TFLiteOpInfo("conv_transpose", _TRANSPOSE_CONV_ROLES, 0),
-    "CONV_3D_TRANSPOSE": TFLiteOpInfo("conv_transpose", _TRANSPOSE_CONV_ROLES, 3),
-    "FULLY_CONNECTED": TFLiteOpInfo("gemm", _WEIGHTED_ROLES, 0),
+    "CONV_2D": OpInfo("conv", _WEIGHTED_ROLES, 0),
+    "CONV_3D": OpInfo("conv", _WEIGHTED_ROLES, 4),
+    "DEPTHWISE_CONV_2D": OpInfo("depthwise_conv", _WEIGHTED_ROLES, 3),
+    "TRANSPOSE_CONV": OpInfo("conv_transpose", _TRANSPOSE_CONV_ROLES, 0),
+    "CONV_3D_TRANSPOSE": OpInfo("conv_transpose", _TRANSPOSE_CONV_ROLES, 3),
+    "FULLY_CONNECTED": OpInfo("gemm", _WEIGHTED_ROLES, 0),
 }
 
 SUBGRAPH_FIELDS: Final[Mapping[str, tuple[Mapping[str, int], Mapping[str, tuple[int | None, bool]]]]] = {
@@ -179,6 +173,6 @@ SUBGRAPH_FIELDS: Final[Mapping[str, tuple[Mapping[str, int], Mapping[str, tuple[
 """By op type: the fields of its options, and the fields that name subgraphs with (offset, loop) of the `Call`."""
 
 
-def describe_tflite_op(op_type: str) -> TFLiteOpInfo:
+def describe_tflite_op(op_type: str) -> OpInfo:
     """Return the properties of an op type."""
-    return _OP_INFOS.get(op_type, TFLiteOpInfo("other"))
+    return _OP_INFOS.get(op_type, OpInfo("other"))
