@@ -37,11 +37,7 @@ def measure_footprint(
 ) -> RunFootprint:
     """Return the footprint of calibrating `tensors`, or of the outputs; samples are joined if they are independent.
 
-    Args:
-        runner: Runs the model.
-        dataset: Its first samples are run. All shards of a data set must get the same ones.
-        tensors: The tensors to observe; none for the outputs.
-        max_memory: Bytes for observed values; half of the free memory by default.
+    The first samples of `dataset` are run, so all shards of a data set must get the same ones.
     """
     footprint = estimate_footprint(runner.model, batch_independent=True)
     elements, batch_size = footprint.elements_per_sample, footprint.block_size

@@ -161,15 +161,9 @@ def observe_feeds(
 ) -> Generator[None, None, None]:
     """Pass the values of `tensors` in each run to `on_result`, and yield once after each run.
 
-    Args:
-        runner: Runs the model.
-        tensors: The tensors to observe.
-        feeds: The feeds, each with the index of the block that it completes, or None.
-        on_result: Called with the values, in order and on any thread, and with the index of the completed block or
-            None. Values that it leaves in the dictionary stay in memory longer than needed.
-        max_elements: Upper bound of the elements of all tensors in one run; None to measure it.
-        budget: Bytes for observed values.
-        max_concurrent_runs: Maximum number of concurrent runs.
+    Each feed comes with the index of the block that it completes, or None, which `on_result` also gets. It is called in
+    order, on any thread. Values that it leaves in the dictionary stay in memory longer than needed. `max_elements` is
+    an upper bound of the elements of all tensors in one run, None to measure it; `budget` bytes may hold values.
     """
     first = next(feeds, None)
     if first is None:
@@ -416,19 +410,16 @@ class _SketchCollector:
             return  # this run started before the stop
         while observation:  # values are released at once, because concurrent runs need the memory
             tensor_group = [observation.popitem() for _ in range(min(TENSORS_PER_TASK, len(observation)))]
-            _fill_accumulators(pool, [(self._accumulators[tensor], values) for tensor, values in tensor_group])
-            del tensor_group
+            tasks = [(self._accumulators[tensor], values) for tensor, values in tensor_group]
+            # Each accumulator belongs to one thread.
+            futures = [pool.submit(add_all, tasks[start::FILL_THREADS]) for start in range(1, FILL_THREADS)]
+            add_all(tasks[::FILL_THREADS])
+            for future in futures:
+                future.result()
+            del tensor_group, tasks
         if block is None:
             return
         for accumulator in self._accumulators.values():
             accumulator.close_block()
         self.closed_blocks.append(block)
         self.stopped = self._should_stop is not None and self._should_stop()
-
-
-def _fill_accumulators(pool: Executor, tasks: list[tuple[SketchAccumulator, list[Array]]]) -> None:
-    """Add values to their accumulators on several threads. Each accumulator belongs to one thread."""
-    futures = [pool.submit(add_all, tasks[start::FILL_THREADS]) for start in range(1, FILL_THREADS)]
-    add_all(tasks[::FILL_THREADS])
-    for future in futures:
-        future.result()

@@ -103,8 +103,7 @@ def all_float_targets(model: Model, bits: int = COARSE_BITS) -> ObservationTarge
 def with_observer(plan: Plan, method: str | None) -> Plan:
     """Return `plan` with the observer `method` at all sites whose range depends on data. None returns the plan itself.
 
-    Raises:
-        UsageError: The observer does not exist, or it takes arguments that only a rule can give.
+    Raises a UsageError if the observer does not exist, or it takes arguments that only a rule can give.
     """
     if method is None:
         return plan

@@ -45,19 +45,12 @@ Feeds = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """An input that must be fed to run a model.
+    """An input that must be fed to run a model."""
 
-    Attributes:
-        name: Key of the input in the feeds of a runner.
-        dtype: numpy-like dtype name.
-        shape: Static shape, None if the rank is unknown.
-        aliases: Other names under which data may hold the input ("x:0", the key of a signature).
-    """
-
-    name: str
-    dtype: str
-    shape: Shape | None
-    aliases: tuple[str, ...] = ()
+    name: str  # key of the input in the feeds of a runner
+    dtype: str  # numpy-like dtype name
+    shape: Shape | None  # static shape, None if the rank is unknown
+    aliases: tuple[str, ...] = ()  # other names under which data may hold the input ("x:0", the key of a signature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +58,10 @@ class OpProfile:
     """Seconds that each op of a model takes in one run.
 
     A framework may fuse several ops. The time of the fused op is listed under one of them.
-
-    Attributes:
-        seconds: Seconds by (graph, op name).
-        conversion_seconds: Seconds of conversions between float and integers, by the op itself or the op whose result
-            is converted.
     """
 
-    seconds: Mapping[tuple[str, str], float]
+    seconds: Mapping[tuple[str, str], float]  # seconds by (graph, op name)
+    # Seconds of conversions between float and integers, by the op itself or the op whose result is converted.
     conversion_seconds: Mapping[tuple[str, str], float]
 
 
@@ -188,8 +177,7 @@ def format_module(name: str) -> FormatModule:
 def detect_format(path: Path) -> str:
     """Return the format of the model at `path`, from its suffix or, for a folder, from its `saved_model.pb`.
 
-    Raises:
-        ModelError: There is no model at `path`, or its format is unknown.
+    Raises a ModelError if there is no model at `path`, or its format is unknown.
     """
     if path.is_dir():
         if (path / "saved_model.pb").is_file() or (path / "saved_model.pbtxt").is_file():

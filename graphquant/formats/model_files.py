@@ -58,13 +58,8 @@ def walk_saved_model(folder: Path, *, follow_links: bool = False) -> Iterator[Pa
 def model_files(path: Path, *, allow_links: bool = False) -> tuple[Path, ...]:
     """Return the files of the model at `path`, starting with the file that refers to the others.
 
-    Args:
-        path: The model.
-        allow_links: True if its files may be links out of its folder.
-
-    Raises:
-        ModelError: There is no model, or one of its files is missing or outside its folder.
-        OSError: A file cannot be read.
+    With `allow_links`, its files may be links out of its folder. Raises a ModelError if there is no model, or one of
+    its files is missing or outside its folder, and an OSError if a file cannot be read.
     """
     format_name = detect_format(path)
     if path.is_dir():
@@ -84,13 +79,8 @@ def model_files(path: Path, *, allow_links: bool = False) -> tuple[Path, ...]:
 def companion_file_names(path: Path, folder_names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the other files of a model, relative to its folder, even if they do not exist.
 
-    Args:
-        path: The model file; only this file must exist.
-        folder_names: Names of the files in the folder from which the model comes.
-
-    Raises:
-        ModelError: The file is not a model.
-        OSError: The file cannot be read.
+    `folder_names` are the files in the folder from which the model comes; only `path` itself must exist. Raises a
+    ModelError if the file is not a model, and an OSError if it cannot be read.
     """
     if path.suffix == ".meta":
         return tuple(_checkpoint_file_names(path, folder_names))
@@ -159,11 +149,8 @@ def weights_path(path: Path, digest: str) -> Path:
 def replacing_model(path: Path, *, external_weights: bool = False) -> Iterator[None]:
     """Delete unreferenced weights files of the model at `path` when the context ends, which writes the model.
 
-    Such files belonged to the model that was replaced, or were left by a process that was killed.
-
-    Args:
-        path: The model.
-        external_weights: True if the new model has a weights file.
+    Such files belonged to the model that was replaced, or were left by a process that was killed. `external_weights` is
+    True if the new model has a weights file.
     """
     needs_cleanup = external_weights or (path.is_file() and may_have_external_data(path))
     try:
@@ -193,10 +180,8 @@ def unreferenced_weights(weights: Iterable[str], files: Sequence[Path]) -> list[
     """Return the weights files to which none of `files` refers; none of them if `files` are too large to search.
 
     The search looks for the digests in the names, which are spelled alike in all serialization forms of a model. It
-    does not parse the files, because a file that is still being copied cannot be parsed.
-
-    Raises:
-        OSError: A file cannot be read.
+    does not parse the files, because a file that is still being copied cannot be parsed. Raises an OSError if a file
+    cannot be read.
     """
     unreferenced = list(weights)
     sizes = {file: size for file in files if 0 < (size := file.stat().st_size) <= _MAX_MODEL_BYTES}

@@ -92,11 +92,9 @@ def is_remote(path: str) -> bool:
 def list_data_files(path: str) -> tuple[list[DataFile], bool]:
     """List the file at `path`, or the files of the folder and its subfolders by name; and whether it is a folder.
 
-    Hidden files, devices and pipes are skipped.
-
-    Raises:
-        DataError: `path` does not exist, a link leads out of the folder, or the folder has too many files.
-        MissingDependencyError: The path is remote, and fsspec or its package for that service is not installed.
+    Hidden files, devices and pipes are skipped. Raises a DataError if `path` does not exist, a link leads out of the
+    folder, or the folder has too many files. Raises a MissingDependencyError if the path is remote, and fsspec or its
+    package for that service is not installed.
     """
     if is_remote(path):
         return _list_remote_files(path)

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphquant.formats import InputSpec
-    from graphquant.ir import Model
-
-
-Array = np.ndarray[Any, Any]
+    from graphquant.ir import Model, OpKey
+    from graphquant.numerics import Array
 
 MAX_VISIBLE_ELEMENTS = 1 << 10
 """Maximum number of elements of an initializer that the converter sees, as it may be a shape, axes or scales."""
@@ -133,19 +131,12 @@ BodyPath = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HoistedWeight:
-    """A weight that the converter sees as an input of the model.
+    """A weight that the converter sees as an input of the model."""
 
-    Attributes:
-        path: The body that contains the weight; () is the main graph.
-        name: Name of its value.
-        proto: The TensorProto of an initializer, or the NodeProto of a Constant.
-        adds_input: True if the input is new; initializers may already be inputs.
-    """
-
-    path: BodyPath
-    name: str
-    proto: Any
-    adds_input: bool
+    path: BodyPath  # the body that contains the weight; () is the main graph
+    name: str  # name of its value
+    proto: Any  # the TensorProto of an initializer, or the NodeProto of a Constant
+    adds_input: bool  # true if the input is new; initializers may already be inputs
 
 
 def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
@@ -204,8 +195,7 @@ def _constant_tensors(graph: Any) -> Iterator[tuple[Any, str, Any]]:
 def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeight]) -> None:
     """Restore the parts that the converter drops: weights in their order, sparse initializers and annotations.
 
-    Raises:
-        KeyError: The body of a weight does not exist any more.
+    Raises a KeyError if the body of a weight does not exist any more.
     """
     graphs_by_path = {path: graph for graph, path in _graphs_with_paths(converted.graph)}
     for weight in reversed(hoisted):  # Constants come before all nodes that may read them
@@ -289,17 +279,10 @@ def _runtime_reason(error: ModelError) -> str:
     return first_line(error.__cause__ or error)
 
 
-OpKey = tuple[str, str]
-"""Graph and op name."""
-
-
 def inline_functions(model: Model) -> tuple[Model, dict[OpKey, OpKey]]:
     """Return the model without functions, and for each of its ops the op of `model` of which it is a copy.
 
-    If onnx cannot inline a function, all functions stay.
-
-    Raises:
-        ModelError: The model cannot be emitted.
+    If onnx cannot inline a function, all functions stay. Raises a ModelError if the model cannot be emitted.
     """
     message = emit_message(model).message
     op_keys: list[OpKey] = []

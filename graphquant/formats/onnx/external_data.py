@@ -159,10 +159,7 @@ def write_external_weights(
     """Write the large tensors of a ModelProto to an empty `file`, and store their offsets in the message.
 
     `folder` has the external data of its other tensors. Return the entries that must be set to the name of the file.
-
-    Raises:
-        ModelError: A tensor cannot be read or written.
-        OSError: The file cannot be written.
+    Raises a ModelError if a tensor cannot be read or written, and an OSError if the file cannot be written.
     """
     location_entries = []
     for tensor in message_tensors(message):

@@ -47,11 +47,9 @@ def save(model: Model, path: Path) -> None:
 
     All large weights go to one file, `NAME.onnx.DIGEST.data`, if the message would exceed 2 GB, or if the source has
     external data and there are many new weights. That file is complete before the model is written, and the weights
-    file of a replaced model is deleted. Any model that is at `path` meanwhile still has its own weights file.
-
-    Raises:
-        ModelError: A change cannot be expressed in ONNX, a weight cannot be read, or a text form would exceed 2 GB.
-        UsageError: `path` cannot be written.
+    file of a replaced model is deleted. Any model that is at `path` meanwhile still has its own weights file. Raises a
+    ModelError if a change cannot be expressed in ONNX, a weight cannot be read, or a text form would exceed 2 GB.
+    Raises a UsageError if `path` cannot be written.
     """
     emission = emit_message(model, defer_weights=True)
     message, folder = emission.message, model.source.folder

@@ -48,9 +48,7 @@ if TYPE_CHECKING:
     from graphquant.formats import Feeds
     from graphquant.formats.onnx.emitter import Emission
     from graphquant.ir import Model, Op
-
-
-Array = np.ndarray[Any, Any]
+    from graphquant.numerics import Array
 
 SEQUENCE_LOOP_OPSET = 13  # first opset whose Loop carries sequences
 SCAN_WITHOUT_BATCH_OPSET = 9  # first opset whose Scan has no batch axis
@@ -60,8 +58,7 @@ SLICE_STEPS_OPSET = 10  # first opset whose Slice has steps, which reverse the v
 def convert_scan_to_loop(graph: Any, node: Any, body: Any, opset: int, new_name: Callable[[], str]) -> None:
     """Convert the Scan `node` (opset 9 or later) of `graph` to a Loop with the same `body`, in place.
 
-    Raises:
-        UnobservableTensorError: A Loop cannot express the layout of its outputs.
+    Raises an UnobservableTensorError if a Loop cannot express the layout of its outputs.
     """
     attributes = {attr.name: list(attr.ints) for attr in node.attribute}
     states = len(node.input) - next(attr.i for attr in node.attribute if attr.name == "num_scan_inputs")
