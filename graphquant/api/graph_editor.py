@@ -101,9 +101,8 @@ class Operation:
     @property
     def outputs(self) -> list[Tensor]:
         """Its output tensors."""
-        return [
-            Tensor(self.graph, TensorRef(self.graph.name, self.name, port)) for port in range(len(self.node.outputs))
-        ]
+        ports = range(len(self.node.outputs))
+        return [Tensor(self.graph, TensorRef(self.graph.name, self.name, port)) for port in ports]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,9 +157,8 @@ def searched_graphs(graph: Graph | Model) -> list[Graph]:
         return [graph.graphs[name] for name in graph.reachable_graphs()]
     if isinstance(graph, Graph):
         return [graph]
-    raise UsageError(
-        f"A model or one of its graphs is required, but this is a {type(graph).__name__}. Use graphquant.load."
-    )
+    message = f"A model or one of its graphs is required, but this is a {type(graph).__name__}."
+    raise UsageError(f"{message} Use graphquant.load.")
 
 
 def all_operations(graph: Graph | Model) -> Iterator[Operation]:
@@ -310,11 +308,8 @@ def find_tensors(graph: Graph | Model, name: str) -> list[Tensor]:
         for label in dict.fromkeys((name, name.removeprefix(f"{owner.name}/"))):
             op_name, _, port_text = label.rpartition(":")
             outputs = owner.op(op_name).outputs if op_name in owner else ()
-            by_port += [
-                Tensor(owner, TensorRef(owner.name, op_name, port))
-                for port in range(len(outputs))
-                if str(port) == port_text
-            ]
+            ports = (port for port in range(len(outputs)) if str(port) == port_text)
+            by_port += [Tensor(owner, TensorRef(owner.name, op_name, port)) for port in ports]
             if label in owner and owner.op(label).outputs:
                 by_op.append(Tensor(owner, TensorRef(owner.name, label)))
     matches = by_file or by_port or by_op
@@ -469,9 +464,8 @@ class FixedPoint:
     def __post_init__(self) -> None:
         """Check the ranges of the fields, and raise a UsageError for one that is out of range."""
         if type(self.bits) is not int or not MIN_BITS <= self.bits <= MAX_BITS:
-            raise UsageError(
-                f"FixedPoint does not support {self.bits!r} bits. Give {MIN_BITS} to {MAX_BITS}; 8 and 16 are usual."
-            )
+            hint = f"Give {MIN_BITS} to {MAX_BITS}; 8 and 16 are usual."
+            raise UsageError(f"FixedPoint does not support {self.bits!r} bits. {hint}")
         max_exponent = 128 - self.bits  # TensorFlow computes max - min in float32
         if type(self.exponent) is not int or not MIN_EXPONENT <= self.exponent <= max_exponent:
             raise UsageError(
@@ -482,9 +476,8 @@ class FixedPoint:
             suggestion = did_you_mean(self.family, FAMILIES) or f" Known are {', '.join(FAMILIES)}."
             raise UsageError(f"There is no family {self.family!r}.{suggestion}")
         if self.round not in {None, *ROUNDING_MODES}:
-            raise UsageError(
-                f"FixedPoint does not support the rounding {self.round!r}. Give 'half-even' or 'half-up', or omit it."
-            )
+            message = f"FixedPoint does not support the rounding {self.round!r}."
+            raise UsageError(f"{message} Give 'half-even' or 'half-up', or omit it.")
 
     @property
     def scale(self) -> float:
@@ -527,9 +520,8 @@ def insert_quant_op(graph: Model, producer: str | Tensor, name: str, quantizer: 
             is not a valid scope. The model is then unchanged.
     """
     producers = [producer] if isinstance(producer, Tensor) else find_tensors(graph, producer)
-    consumers = {
-        tensor: [op for op in tensor.consumers() if name in op.name and _is_model_op(op)] for tensor in producers
-    }
+    readers = ((tensor, tensor.consumers()) for tensor in producers)
+    consumers = {tensor: [op for op in ops if name in op.name and _is_model_op(op)] for tensor, ops in readers}
     if not any(consumers.values()):
         raise UsageError(_no_consumer_message(producers, name))
     quantized = [tensor for tensor in producers if consumers[tensor]]
@@ -590,9 +582,8 @@ def _require_quantizable(model: Model, tensor: Tensor, name: str, quantizer: Fix
     request = FamilyRequest(type=kind, axis=None, dtype=tensor.dtype, shape=tensor.shape, rounding_mode=quantizer.round)
     reason = family.unsupported_reason(request)
     if reason:
-        raise UsageError(
-            f"{tensor} cannot be quantized by {family.name}: {reason}. Choose other bits or another tensor."
-        )
+        message = f"{tensor} cannot be quantized by {family.name}: {reason}."
+        raise UsageError(f"{message} Choose other bits or another tensor.")
     if model.opset and model.opset < family.minimum_opset(request):
         raise UsageError(
             f"The model has opset {model.opset}, but {family.name} needs {family.minimum_opset(request)} for this. Use"

@@ -99,26 +99,17 @@ def make_verdict(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A runtime and its requirements.
+    """A runtime and its requirements."""
 
-    Attributes:
-        name: Value of `--for`.
-        description: Short description.
-        predict: Function that returns the verdicts on the ops of a model. It raises `RejectedModelError` if the backend
-            is installed and cannot load the model.
-        symmetric: Whether activations must be symmetric, so that a symmetric Relu is not a mistake.
-        ties_concat: Whether all inputs and the output of a Concat need one scale.
-        bias_type: Type of a bias: "int32" (with scale input times weight), "int8" or "float".
-        fuses: For each kind, the kinds of following ops that are fused with it, so that no Q/DQ pair may be between
-            them.
-    """
-
-    name: str
-    description: str
+    name: str  # value of `--for`
+    description: str  # short description
+    # function that returns the verdicts; raises `RejectedModelError` if the backend cannot load the model
     predict: Callable[[Model], tuple[Verdict, ...]]
-    symmetric: bool = False
-    ties_concat: bool = False
+    symmetric: bool = False  # whether activations must be symmetric, so that a symmetric Relu is not a mistake
+    ties_concat: bool = False  # whether all inputs and the output of a Concat need one scale
+    # type of a bias: "int32" (with scale input times weight), "int8" or "float"
     bias_type: Literal["int32", "int8", "float"] = "int32"
+    # for each kind, the kinds of following ops that are fused with it, so that no Q/DQ pair may be between them
     fuses: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 

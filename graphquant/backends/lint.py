@@ -74,19 +74,12 @@ VerdictsByOp = dict[tuple[str, str], Verdict]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintContext:
-    """Model and predictions that the checks read.
-
-    Attributes:
-        quantizations: Quantizations of the model.
-        backend: The requested backend, or None.
-        verdicts: Verdicts of the backend, by graph and op.
-        joined_verdicts: Verdicts of the backend if no Q/DQ pair separated ops that it could fuse.
-    """
+    """Model and predictions that the checks read."""
 
     quantizations: QuantizationReader
     backend: Backend | None
-    verdicts: VerdictsByOp
-    joined_verdicts: VerdictsByOp
+    verdicts: VerdictsByOp  # verdicts of the backend, by graph and op
+    joined_verdicts: VerdictsByOp  # verdicts of the backend if no Q/DQ pair separated ops that it could fuse
 
 
 def lint_model(

@@ -60,8 +60,7 @@ OUTPUT_ZERO_POINT_SLOTS = {
 }
 """Slot of the zero point of the output, whose type the output has; 4 for the other QLinear types."""
 
-MAX_MOVEMENTS = 64
-"""Maximum number of ops to look through for the type of a tensor."""
+MAX_MOVEMENTS = 64  # maximum number of ops to look through for the type of a tensor
 
 NO_KERNEL_RULE = "no-kernel"
 
@@ -267,11 +266,8 @@ BYTE_DTYPES = frozenset({"int8", "uint8"})
 HALF_WORD_DTYPES = frozenset({"int16", "uint16"})
 NARROW_WEIGHT_DTYPES = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
 
-MIN_BLOCK_SIZE = 16
-"""Minimum number of values that share a scale in a weight of MatMulNBits; a power of two."""
-
-FIRST_OPSET = {"MaxPool": 12}
-"""Lowest opset with an integer kernel for an op."""
+MIN_BLOCK_SIZE = 16  # minimum number of values that share a scale in a weight of MatMulNBits; a power of two
+FIRST_OPSET = {"MaxPool": 12}  # lowest opset with an integer kernel for an op
 
 BIAS_ABSOLUTE_TOLERANCE, BIAS_RELATIVE_TOLERANCE = 1e-6, 1e-2
 """Allowed error of the scale of a bias: absolute, and relative to input times weight."""
@@ -283,19 +279,12 @@ _WEIGHTED_ROLES = ("input", "weight", "bias")
 
 @dataclass(frozen=True, kw_only=True)
 class _FloatOp:
-    """A float op of the optimized model, with the quantizations around it.
+    """A float op of the optimized model, with the quantizations around it."""
 
-    Attributes:
-        judge: Verdicts, for the names of the given model.
-        graph: Graph of the op.
-        op: The op.
-        type: Its type before a fusion with an activation.
-    """
-
-    judge: _RuntimeJudge
+    judge: _RuntimeJudge  # verdicts, for the names of the given model
     graph: Graph
     op: Op
-    type: str
+    type: str  # its type before a fusion with an activation
 
     @cached_property
     def slots(self) -> list[tuple[int, TensorRef]]:

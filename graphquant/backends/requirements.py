@@ -30,25 +30,15 @@ QUANTIZABLE_ROLES = frozenset({"input", "weight", "bias", "recurrent_weight"})  
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedInput:
-    """One input of an op.
-
-    Attributes:
-        slot: Index of the input.
-        role: Role of the input.
-        tensor: The tensor that is read, past Identity and Dropout.
-        dequantize_op: The op that dequantizes it, "" if it is float.
-        params: Scale and zero point; None if it is float, or if they are computed at run time.
-        source: The tensor before quantization, or the stored integers if the model has only those.
-        parameter: Whether it is a weight with a known value.
-    """
+    """One input of an op."""
 
     slot: int
     role: str
-    tensor: TensorRef
-    dequantize_op: str
-    params: QParams | None
-    source: TensorRef
-    parameter: bool
+    tensor: TensorRef  # the tensor that is read, past Identity and Dropout
+    dequantize_op: str  # the op that dequantizes it, "" if it is float
+    params: QParams | None  # scale and zero point; None if it is float, or if they are computed at run time
+    source: TensorRef  # the tensor before quantization, or the stored integers if the model has only those
+    parameter: bool  # whether it is a weight with a known value
 
 
 class QuantizationReader:
@@ -63,11 +53,9 @@ class QuantizationReader:
         """Return the float data inputs of an op."""
         quantized_inputs = []
         for slot, slot_tensor in enumerate(graph.slots(op.name)):
-            if (
-                slot_tensor is None
-                or op.role(slot) not in QUANTIZABLE_ROLES
-                or graph.output(slot_tensor).dtype not in FLOAT_TYPES | {None}
-            ):
+            if slot_tensor is None or op.role(slot) not in QUANTIZABLE_ROLES:
+                continue
+            if graph.output(slot_tensor).dtype not in FLOAT_TYPES | {None}:
                 continue
             tensor = self.look_through(slot_tensor)
             producer = self.model.op(tensor)
@@ -99,11 +87,8 @@ class QuantizationReader:
         """Return the tensor that was quantized if `tensor` is its dequantized value."""
         graph = self.model.graphs[tensor.graph]
         input_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
-        if (
-            input_tensor is not None
-            and graph.op(tensor.op).kind == "dequantize"
-            and self.model.op(input_tensor).kind == "quantize"
-        ):
+        is_dequantized = input_tensor is not None and graph.op(tensor.op).kind == "dequantize"
+        if input_tensor is not None and is_dequantized and self.model.op(input_tensor).kind == "quantize":
             input_tensor = self.model.graphs[input_tensor.graph].source_of(Use(input_tensor.graph, input_tensor.op, 0))
         return tensor if input_tensor is None else self.look_through(input_tensor)
 
@@ -153,24 +138,16 @@ def same_quantization(first: QParams | None, second: QParams | None) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpContext:
-    """An op with the quantizations around it.
-
-    Attributes:
-        op: The op.
-        graph: Its graph.
-        quantizations: Reader of weights and quantizations.
-        inputs: Its float data inputs. `dequantize_op` and `params` are those before passthrough ops, if there are any.
-        output_params: Scale and zero point of the quantizations of its output, or of the output of the fused
-            activation.
-        float_readers: Other uses of the output.
-    """
+    """An op with the quantizations around it."""
 
     op: Op
     graph: Graph
-    quantizations: QuantizationReader
+    quantizations: QuantizationReader  # reader of weights and quantizations
+    # its float data inputs; `dequantize_op` and `params` are those before passthrough ops, if there are any
     inputs: tuple[QuantizedInput, ...]
+    # scale and zero point of the quantizations of its output, or of the output of the fused activation
     output_params: tuple[QParams | None, ...]
-    float_readers: tuple[Use, ...]
+    float_readers: tuple[Use, ...]  # other uses of the output
 
     def input_by_role(self, role: str) -> QuantizedInput | None:
         """Return the first input with a role."""
@@ -196,24 +173,20 @@ SlowdownNote = Callable[[OpContext], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequirementTable:
-    """Requirement table of a backend.
+    """Requirement table of a backend."""
 
-    Attributes:
-        name: Name of the backend in messages.
-        rows: Requirements by kind, in the order in which they are checked. Ops of other kinds stay float.
-        fuses: For each kind, the kinds of following ops that are fused with it.
-        passthrough_kinds: Kinds that pass the scale of their input through, so that their readers read integers.
-        passthrough_if: Kinds of which only some ops do, with a predicate.
-        absorbable_sums: Kinds of sums that a weighted op fuses if all other branches are quantized.
-        notes: For some kinds, the reason why low precision does not pay for an op that meets the requirements.
-    """
-
-    name: str
+    name: str  # name of the backend in messages
+    # requirements by kind, in the order in which they are checked; ops of other kinds stay float
     rows: Mapping[str, tuple[Requirement, ...]]
+    # for each kind, the kinds of following ops that are fused with it
     fuses: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # kinds that pass the scale of their input through, so that their readers read integers
     passthrough_kinds: frozenset[str] = frozenset()
+    # kinds of which only some ops do, with a predicate
     passthrough_if: Mapping[str, Callable[[Op], bool]] = field(default_factory=dict)
+    # kinds of sums that a weighted op fuses if all other branches are quantized
     absorbable_sums: frozenset[str] = frozenset()
+    # for some kinds, the reason why low precision does not pay for an op that meets the requirements
     notes: Mapping[str, SlowdownNote] = field(default_factory=dict)
 
 
@@ -240,10 +213,9 @@ class _TablePredictor:
 
     def _needs_verdict(self, graph: Graph, op: Op) -> bool:
         tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
-        has_floats = any(graph.output(tensor).dtype in FLOAT_TYPES for tensor in tensors)
-        has_floats = has_floats or any(output.dtype in FLOAT_TYPES for output in op.outputs)
-        all_parameters = bool(tensors) and all(self.quantizations.parameters.is_parameter(tensor) for tensor in tensors)
-        return op.kind not in UNJUDGED_KINDS and has_floats and not all_parameters
+        dtypes = {output.dtype for output in (*map(graph.output, tensors), *op.outputs)}
+        all_parameters = bool(tensors) and all(map(self.quantizations.parameters.is_parameter, tensors))
+        return op.kind not in UNJUDGED_KINDS and not dtypes.isdisjoint(FLOAT_TYPES) and not all_parameters
 
     def _fused_tail(self, graph: Graph, op: Op) -> Op:
         """Return the last of the ops that are fused with `op`."""

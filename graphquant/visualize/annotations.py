@@ -34,74 +34,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnParams:
-    """Scale and zero point as they are drawn.
+    """Scale and zero point as they are drawn."""
 
-    Attributes:
-        scale: float32, one or several, real units per step.
-        zero_point: Integers in steps, as many as scales.
-        axis: Channel or block axis, if there are several scales.
-        block_size: Number of elements along `axis` that share a scale; None without blocks.
-        low: Smallest representable value in real units, one or several; empty if unknown.
-        high: Largest representable value, likewise.
-    """
-
-    scale: Array
-    zero_point: Array
-    axis: int | None = None
-    block_size: int | None = None
+    scale: Array  # float32, one or several, real units per step
+    zero_point: Array  # integers in steps, as many as scales
+    axis: int | None = None  # channel or block axis, if there are several scales
+    block_size: int | None = None  # number of elements along `axis` that share a scale; None without blocks
+    # smallest representable value in real units, one or several; empty if unknown
     low: Array = field(default_factory=partial(np.empty, 0))
-    high: Array = field(default_factory=partial(np.empty, 0))
+    high: Array = field(default_factory=partial(np.empty, 0))  # largest representable value, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:
-    """Quantization of one tensor for its readers, present in the model or planned.
+    """Quantization of one tensor for its readers, present in the model or planned."""
 
-    Attributes:
-        tensor: The float tensor, or the constant that is stored as integers.
-        name: The file's own name of the tensor, if scales are stored in tensors.
-        dtype: Type of the quantized values, "" if unknown.
-        params: Scale and zero point; None if unknown, not calibrated yet, or computed in each run.
-        dynamic: True if scale and zero point are computed in each run.
-        rule: Name of the rule, "" if unknown.
-        why: Reason that the rule states.
-        scheme: Text of the scheme, "" if unknown.
-        note: Remark, for example a shared scale, a learned range or a rounding mode.
-        tensor_range: Calibration statistics and the cost of the range.
-        op_key: Graph and name of the quantization op; two empty strings if the model has none.
-    """
-
-    tensor: TensorRef
-    name: str = ""
-    dtype: str = ""
+    tensor: TensorRef  # the float tensor, or the constant that is stored as integers
+    name: str = ""  # the file's own name of the tensor, if scales are stored in tensors
+    dtype: str = ""  # type of the quantized values, "" if unknown
+    # scale and zero point; None if unknown, not calibrated yet, or computed in each run
     params: DrawnParams | None = None
-    dynamic: bool = False
-    rule: str = ""
-    why: str = ""
-    scheme: str = ""
-    note: str = ""
-    tensor_range: TensorRange | None = None
-    op_key: tuple[str, str] = ("", "")
+    dynamic: bool = False  # True if scale and zero point are computed in each run
+    rule: str = ""  # name of the rule, "" if unknown
+    why: str = ""  # reason that the rule states
+    scheme: str = ""  # text of the scheme, "" if unknown
+    note: str = ""  # remark, for example a shared scale, a learned range or a rounding mode
+    tensor_range: TensorRange | None = None  # calibration statistics and the cost of the range
+    op_key: tuple[str, str] = ("", "")  # graph and name of the quantization op; two empty strings if the model has none
 
 
 @dataclass(slots=True, kw_only=True)
 class AnnotationSet:
-    """Annotations and their positions in a model.
+    """Annotations and their positions in a model."""
 
-    Attributes:
-        annotations: The annotations. The dictionaries below hold indexes into this list.
-        by_op: Index by (graph, op) of quantization ops in the model.
-        by_use: Index by use that is not rerouted yet.
-        by_tensor: Index by tensor that stores its own scale.
-        skip_reasons: Reason by use that a rule matched and that stays float.
-        float_reasons: Reason by (graph, op) of weighted ops that stay float, "" if quantized; empty for a plan.
-    """
-
+    # the dictionaries below hold indexes into this list
     annotations: list[Annotation] = field(default_factory=list)
+    # index by (graph, op) of quantization ops in the model
     by_op: dict[tuple[str, str], int] = field(default_factory=dict)
-    by_use: dict[Use, int] = field(default_factory=dict)
-    by_tensor: dict[TensorRef, int] = field(default_factory=dict)
-    skip_reasons: dict[Use, str] = field(default_factory=dict)
+    by_use: dict[Use, int] = field(default_factory=dict)  # index by use that is not rerouted yet
+    by_tensor: dict[TensorRef, int] = field(default_factory=dict)  # index by tensor that stores its own scale
+    skip_reasons: dict[Use, str] = field(default_factory=dict)  # reason by use that a rule matched and that stays float
+    # reason by (graph, op) of weighted ops that stay float, "" if quantized; empty for a plan
     float_reasons: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
@@ -250,19 +223,13 @@ SENSITIVITY = HeatColumn("at the outputs", "SQNR of the worst output with only t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heatmap:
-    """Metrics of the quantized tensors of a model.
+    """Metrics of the quantized tensors of a model."""
 
-    Attributes:
-        columns: The metrics; the first one is shown first.
-        values: One value per column, by (graph, op) of the quantization op: infinite if exact, None if unknown.
-        notes: Reason for an unknown value.
-        summary: Lines for the top of the page.
-    """
-
-    columns: tuple[HeatColumn, ...]
+    columns: tuple[HeatColumn, ...]  # the metrics; the first one is shown first
+    # one value per column, by (graph, op) of the quantization op: infinite if exact, None if unknown
     values: Mapping[OpKey, Sequence[float | None]]
-    notes: Mapping[OpKey, str] = field(default_factory=dict)
-    summary: tuple[str, ...] = ()
+    notes: Mapping[OpKey, str] = field(default_factory=dict)  # reason for an unknown value
+    summary: tuple[str, ...] = ()  # lines for the top of the page
 
 
 def comparison_heatmap(comparison: Comparison) -> Heatmap:

@@ -51,48 +51,29 @@ class DrawnConstant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A drawn op.
-
-    Attributes:
-        op: The op.
-        graph: Name of its graph.
-        group: Number of its innermost group, -1 without one.
-        constants: Constant inputs.
-        annotations: Quantization by the op itself, or of its outputs if tensors store their own scales.
-        inputs: Share of the float inputs that is quantized: "all", "some", "none", or "" without float inputs.
-        reason: Reason why a weighted op is float, else "".
-        calls: Groups of the graphs that it runs.
-    """
+    """A drawn op."""
 
     op: Op
     graph: str
-    group: int
+    group: int  # number of its innermost group, -1 without one
     constants: tuple[DrawnConstant, ...] = ()
+    # quantization by the op itself, or of its outputs if tensors store their own scales
     annotations: tuple[int, ...] = ()
-    inputs: str = ""
-    reason: str = ""
-    calls: tuple[int, ...] = ()
+    inputs: str = ""  # share of the float inputs that is quantized: "all", "some", "none", or "" without float inputs
+    reason: str = ""  # reason why a weighted op is float, else ""
+    calls: tuple[int, ...] = ()  # groups of the graphs that it runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """A tensor on its way to one reader.
+    """A tensor on its way to one reader."""
 
-    Attributes:
-        source: Box that produces it.
-        port: Output port of that box.
-        target: Box that reads it.
-        slot: Input slot, -1 for a wire into or out of a called graph.
-        annotations: Quantization on the way.
-        reason: Reason why there is none although a rule matched.
-    """
-
-    source: int
-    port: int
-    target: int
-    slot: int
-    annotations: tuple[int, ...] = ()
-    reason: str = ""
+    source: int  # box that produces it
+    port: int  # output port of that box
+    target: int  # box that reads it
+    slot: int  # input slot, -1 for a wire into or out of a called graph
+    annotations: tuple[int, ...] = ()  # quantization on the way
+    reason: str = ""  # reason why there is none although a rule matched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,29 +90,21 @@ class BoxGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """Complete content of a drawing.
-
-    Attributes:
-        title: Name of the model.
-        format: Format of the model, with its opset.
-        boxes: The ops.
-        wires: Tensors between boxes, ordered by source and port.
-        annotations: Quantization; boxes, wires and constants refer to it by number.
-        folded_ops: Type and name of the ops that each annotation stands for.
-        groups: Name scopes and nested graphs; a parent precedes its children.
-        controls: Control edges: pairs of boxes that run in order without data flow.
-        planned: True if the annotations are a plan.
-    """
+    """Complete content of a drawing."""
 
     title: str
-    format: str
+    format: str  # format of the model, with its opset
     boxes: list[Box] = field(default_factory=list)
-    wires: list[Wire] = field(default_factory=list)
+    wires: list[Wire] = field(default_factory=list)  # tensors between boxes, ordered by source and port
+    # quantization; boxes, wires and constants refer to it by number
     annotations: list[Annotation] = field(default_factory=list)
+    # type and name of the ops that each annotation stands for
     folded_ops: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
+    # name scopes and nested graphs; a parent precedes its children
     groups: list[BoxGroup] = field(default_factory=list)
+    # control edges: pairs of boxes that run in order without data flow
     controls: list[tuple[int, int]] = field(default_factory=list)
-    planned: bool = False
+    planned: bool = False  # True if the annotations are a plan
 
     def group_paths(self) -> list[tuple[int, ...]]:
         """Return the groups of each box, outermost first."""

@@ -31,26 +31,17 @@ _SIDES_BY_BITS = ((), (FIRST,), (SECOND,), (FIRST, SECOND))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedDrawing:
-    """Two drawings in one.
+    """Two drawings in one."""
 
-    Attributes:
-        drawing: Boxes, wires and annotations of both drawings; annotations of the first come first.
-        titles: Titles of the sides.
-        box_sides: Sides of each box.
-        wire_sides: Sides of each wire.
-        constant_sides: Sides of the constants of all boxes, in box order.
-        split: Number of annotations of the first drawing.
-        first_boxes: Box of the first drawing, by box number, where both have the box and it looks different.
-        counterparts: Annotation of the first drawing by annotation of the second at the same position.
-    """
-
-    drawing: Drawing
+    drawing: Drawing  # boxes, wires and annotations of both drawings; annotations of the first come first
     titles: tuple[str, str]
     box_sides: list[int]
     wire_sides: list[int]
-    constant_sides: list[int]
-    split: int
+    constant_sides: list[int]  # sides of the constants of all boxes, in box order
+    split: int  # number of annotations of the first drawing
+    # box of the first drawing, by box number, where both have the box and it looks different
     first_boxes: dict[int, Box] = field(default_factory=dict)
+    # annotation of the first drawing by annotation of the second at the same position
     counterparts: dict[int, int] = field(default_factory=dict)
 
 

@@ -75,14 +75,9 @@ def viewer_data(
     heatmap: Heatmap | None = None,
     changes: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the data of a viewer page.
+    """Return the data of a viewer page, with notes at its top.
 
-    Args:
-        drawing: The drawing.
-        notes: Warnings for the top of the page.
-        merged: Sides of a drawing of two models.
-        heatmap: Metrics of the quantized tensors.
-        changes: Differences between the sides, from `viewer_changes`.
+    `merged` has the sides of a drawing of two models, and `changes`, from `viewer_changes`, their differences.
     """
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__
