@@ -67,14 +67,10 @@ def is_batch_independent(
     An observed tensor may also have the same value in all runs. Each output must have one row or more for each sample.
     The answer is False if a kind of op or a fixed size rules batches out, or if the runtime rejects the batch.
 
-    Args:
-        runner: Runs the model.
-        dataset: The samples.
-        batch_size: Samples in a batch.
-        tensors: The tensors to observe; none for the outputs. Those that cannot be observed are ignored.
-        inputs: Key in the samples by input of the model; the same name by default.
-        max_elements: Upper bound of the elements of all tensors in a run of the batch; None to measure it.
-        max_memory: Bytes for observed values; half of the free memory by default.
+    The outputs are compared if there are no `tensors`; those that cannot be observed are ignored. `inputs` are the keys
+    in the samples by input of the model, the same name by default. `max_elements` is an upper bound of the elements of
+    all tensors in a run of the batch, None to measure it. `max_memory` bytes, half of the free memory by default, may
+    hold observed values.
     """
     model = runner.model
     if not runner.inputs or any(not spec.shape or spec.shape[0] is not None for spec in runner.inputs):

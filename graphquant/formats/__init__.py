@@ -209,16 +209,10 @@ def prefetch(
 ) -> Generator[ResultT, None, None]:
     """Yield the results of runs in order, and keep no reference to a result that was yielded.
 
-    The thread that computed a result also calls `on_result` for it, after all earlier results were reported, and then
-    continues with the next run. Waking another thread would take as long as part of a short run.
-
-    Args:
-        run: Computes the result of one feed.
-        feeds: Feeds, read by the thread that consumes the results.
-        max_in_flight: Maximum number of results and runs in progress. With 1, each run starts when its result is
-            requested.
-        on_result: Receives each result in order, on the thread that computed it.
-        threads: Maximum number of concurrent runs, `max_in_flight` by default.
+    The thread that consumes the results reads the feeds. The thread that computed a result also calls `on_result` for
+    it, after all earlier results were reported, and then continues with the next run. Waking another thread would take
+    as long as part of a short run. At most `max_in_flight` results and runs exist at once; with 1, each run starts when
+    its result is requested. At most `threads` runs are concurrent, `max_in_flight` by default.
     """
     if max_in_flight == 1:
         for feed in feeds:

@@ -22,14 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-MAX_FILES = 100_000
-"""Maximum number of files in the folder of a SavedModel."""
-
-MAX_SEARCHED_BYTES = 1 << 33
-"""Maximum total size of the files that are searched for names of weights files."""
-
-_MAX_MODEL_BYTES = 1 << 31
-"""Maximum size of a model file, which is a protocol buffer."""
+MAX_FILES = 100_000  # maximum number of files in the folder of a SavedModel
+MAX_SEARCHED_BYTES = 1 << 33  # maximum total size of the files that are searched for names of weights files
+_MAX_MODEL_BYTES = 1 << 31  # maximum size of a model file, which is a protocol buffer
 
 _CHUNK_BYTES = 1 << 22
 _WEIGHTS_FILE_NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")

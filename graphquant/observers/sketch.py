@@ -33,38 +33,25 @@ HISTOGRAM_BITS = (0, 7, 10)  # mantissa bits of a histogram; 0 is no histogram. 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """The statistics of a tensor.
+    """The statistics of a tensor."""
 
-    Attributes:
-        low: Smallest finite value, float64, () or (C,); +inf without values.
-        high: Largest finite value, the same shape; -inf without values.
-        count: Number of values in all channels.
-        nan: Number of NaN among them.
-        inf: Number of infinities among them.
-        empty_arrays: Number of arrays without values.
-        bits: Mantissa bits of the histogram's bins, one of `HISTOGRAM_BITS`; always 0 per channel.
-        bins: uint32 (K,), ascending: the bins with values, each as float32 bit pattern >> (23 - bits). A float64 is
-            counted as the nearest finite float32.
-        counts: int64 (K,): the number of values in each bin; their sum is the number of finite values.
-        sums: uint64 (K,): the sum of the low 23 - bits mantissa bits of the values in each bin.
-        blocks: Number of blocks of samples with a finite value; always 0 per channel.
-        low_sum: The sum of the smallest value of each block, exact, in units of 2**-1074.
-        high_sum: The sum of the largest value of each block.
-    """
-
-    low: Array
-    high: Array
-    count: int = 0
-    nan: int = 0
-    inf: int = 0
-    empty_arrays: int = 0
-    bits: int = 0
+    low: Array  # smallest finite value, float64, () or (C,); +inf without values
+    high: Array  # largest finite value, the same shape; -inf without values
+    count: int = 0  # number of values in all channels
+    nan: int = 0  # number of NaN among them
+    inf: int = 0  # number of infinities among them
+    empty_arrays: int = 0  # number of arrays without values
+    bits: int = 0  # mantissa bits of the histogram's bins, one of `HISTOGRAM_BITS`; always 0 per channel
+    # uint32 (K,), ascending: the bins with values, each as float32 bit pattern >> (23 - bits). A float64 is counted
+    # as the nearest finite float32.
     bins: Array = field(default_factory=partial(np.zeros, 0, np.uint32))
+    # int64 (K,): the number of values in each bin; their sum is the number of finite values.
     counts: Array = field(default_factory=partial(np.zeros, 0, np.int64))
+    # uint64 (K,): the sum of the low 23 - bits mantissa bits of the values in each bin.
     sums: Array = field(default_factory=partial(np.zeros, 0, np.uint64))
-    blocks: int = 0
-    low_sum: int = 0
-    high_sum: int = 0
+    blocks: int = 0  # number of blocks of samples with a finite value; always 0 per channel
+    low_sum: int = 0  # the sum of the smallest value of each block, exact, in units of 2**-1074
+    high_sum: int = 0  # the sum of the largest value of each block
 
     def __post_init__(self) -> None:
         if self.low.shape != self.high.shape or self.low.ndim > 1:

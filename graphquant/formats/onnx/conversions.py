@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 MAX_VISIBLE_ELEMENTS = 1 << 10
 """Maximum number of elements of an initializer that the converter sees, as it may be a shape, axes or scales."""
 
-MAX_INPUT_ELEMENTS = 1 << 26
-"""Maximum number of elements of a synthetic input."""
+MAX_INPUT_ELEMENTS = 1 << 26  # maximum number of elements of a synthetic input
 
 CONVERTER_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,

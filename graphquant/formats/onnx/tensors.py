@@ -29,8 +29,7 @@ Array = np.ndarray[Any, Any]
 MAX_DENSE_ELEMENTS = 1 << 24
 """Number of elements up to which every sparse tensor is made dense; a small file may have a huge shape."""
 
-MAX_SPARSITY = 1 << 10
-"""Number of elements per stored element up to which a larger sparse tensor is made dense too."""
+MAX_SPARSITY = 1 << 10  # number of elements per stored element up to which a larger sparse tensor is made dense too
 
 DTYPE_NAMES: dict[int, str] = {
     code: "string" if code == TensorProto.STRING else np.dtype(helper.tensor_dtype_to_np_dtype(code)).name
@@ -40,8 +39,7 @@ DTYPE_NAMES: dict[int, str] = {
 
 GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
-DEFAULT_DOMAINS = frozenset({"", "ai.onnx"})
-"""Names of ONNX's own domain."""
+DEFAULT_DOMAINS = frozenset({"", "ai.onnx"})  # names of ONNX's own domain
 
 TEST_DATA_TYPES = frozenset({*range(TensorProto.FLOAT, TensorProto.UINT64 + 1), TensorProto.BFLOAT16})
 """Element types that tensors of test data may have."""
