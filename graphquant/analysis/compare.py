@@ -116,6 +116,7 @@ class OutputTally:
             half_error_samples=self._confidence.half_error_samples if comparable and finite else 0,
             agreement_lower_bound=1 - lost_share_upper_bound(rows - self._agreements, 0, rows) if has_rows else None,
             lost_share_upper_bound=lost_share_upper_bound(lost, gained, labelled) if labelled else None,
+            broken=errors.broken,
         )
 
 

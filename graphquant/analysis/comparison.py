@@ -37,6 +37,7 @@ class OutputFigures:
         half_error_samples: Number of the worst samples that cause half of the error.
         agreement_lower_bound: Lower bound of `agreement`, likewise.
         lost_share_upper_bound: Upper bound of the share of correct rows that quantization loses; None without labels.
+        broken: Number of values that are NaN or infinite in the quantized model only.
     """
 
     name: str
@@ -53,6 +54,7 @@ class OutputFigures:
     half_error_samples: int = 0
     agreement_lower_bound: float | None = None
     lost_share_upper_bound: float | None = None
+    broken: int = 0
 
     @property
     def empty(self) -> bool:
@@ -159,14 +161,15 @@ class ErrorSums:
         max_error: Largest absolute difference.
         count: Number of values.
         nonfinite: Number of values that are NaN or infinite in only one of the two.
+        broken: Number of these that are finite in the expected array.
         problem: Reason why the two cannot be compared, or "".
     """
 
-    __slots__ = ("actual_power", "count", "dot", "error", "max_error", "nonfinite", "power", "problem")
+    __slots__ = ("actual_power", "broken", "count", "dot", "error", "max_error", "nonfinite", "power", "problem")
 
     def __init__(self) -> None:
         self.power = self.actual_power = self.error = self.dot = self.max_error = 0.0
-        self.count = self.nonfinite = 0
+        self.count = self.nonfinite = self.broken = 0
         self.problem = ""
 
     def add(self, expected: Array, actual: Array, *, full: bool = False) -> None:
@@ -223,6 +226,7 @@ class ErrorSums:
         if finite.all():
             return expected, actual
         self.nonfinite += int((~finite & ~((expected == actual) | (np.isnan(expected) & np.isnan(actual)))).sum())
+        self.broken += int((np.isfinite(expected) & ~finite).sum())
         return expected[finite], actual[finite]
 
     @property

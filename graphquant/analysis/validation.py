@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,15 @@ from graphquant import formats
 from graphquant.analysis.compare import compare_runners, reference_runner
 from graphquant.analysis.comparison import rows_to_show_share
 from graphquant.analysis.site_errors import match_sites
+from graphquant.backends import RejectedModelError, load_in_onnxruntime
 from graphquant.calibration import measure_footprint
 from graphquant.calibration.holdout import open_optional_labels, sample_range
-from graphquant.errors import MissingDependencyError, ModelError, UsageError
-from graphquant.ir import count_macs, unsized_tensors
+from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
+from graphquant.ir import count_macs, qualified_op_name, unsized_tensors
 from graphquant.utils import stage_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures
     from graphquant.analysis.site_errors import ComparedSites
@@ -90,6 +92,7 @@ class Validation:
     Attributes:
         comparison: Errors of each output and each quantized tensor, or None if they could not be measured.
         problem: Reason for a missing comparison, or "".
+        float_failed: True if the float model cannot be run, so that the comparison is missing.
         reuses_samples: True if calibration, an optimization algorithm or a search used the validation samples.
         bounds: The requested bounds.
         quantized_macs: Multiply-adds per sample of ops whose inputs are all quantized.
@@ -99,6 +102,7 @@ class Validation:
 
     comparison: Comparison | None
     problem: str = ""
+    float_failed: bool = False
     reuses_samples: bool
     bounds: Bounds
     quantized_macs: int = 0
@@ -283,17 +287,26 @@ def validate_model(
     Raises:
         DataError: A sample does not fit the model.
     """
+    float_failed = True
     try:
         runner = formats.format_module(source.format).create_runner(source)
         batches, labels = open_optional_labels(holdout.dataset, holdout.spec, runner.inputs, holdout.max_samples)
         # Data that was opened again with labels is not cut off where the hold-out ends.
         batches = replace(batches, count=holdout.dataset.count)
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
+        runner.run({name: value for name, value in next(batches.feeds_between(0, 1)).items() if name != labels})
+        float_failed = False
         sites = match_sites(source, quantized) if include_sites else None
         comparison = _compare_on_samples(source, quantized, sites, runner, batches, labels, progress)
         quantized_macs, total_macs = (0, 0) if sites is None else _count_macs(source, sites, runner, batches, labels)
     except (MissingDependencyError, ModelError) as error:
-        return Validation(comparison=None, problem=str(error), reuses_samples=holdout.reuses_samples, bounds=bounds)
+        return Validation(
+            comparison=None,
+            problem=str(error),
+            float_failed=float_failed,
+            reuses_samples=holdout.reuses_samples,
+            bounds=bounds,
+        )
     return Validation(
         comparison=comparison,
         reuses_samples=holdout.reuses_samples,
@@ -301,6 +314,71 @@ def validate_model(
         quantized_macs=quantized_macs,
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
+    )
+
+
+def require_usable(source: Model, quantized: Model, validation: Validation | None) -> str:
+    """Return the reason why the quantized model cannot be judged, "" if its runtime accepts it.
+
+    A validation has loaded and run the model already. Otherwise ONNX Runtime loads an ONNX model here.
+
+    Args:
+        source: The float model.
+        quantized: The quantized model.
+        validation: Its validation, or None.
+
+    Raises:
+        FindingsError: The runtime cannot load or run the quantized model, or an output has NaN or infinite values that
+            the float model does not have.
+        ModelError: The quantized model cannot be emitted.
+    """
+    if validation is not None and validation.float_failed:
+        return f"the float model cannot be run: {validation.problem}"
+    if validation is not None and validation.comparison is not None:
+        broken_outputs = [output for output in validation.comparison.outputs if output.broken]
+        if broken_outputs:
+            raise FindingsError(_broken_outputs_message(broken_outputs, validation.comparison))
+        return ""
+    if quantized.format == "onnx":
+        try:
+            load_in_onnxruntime(quantized)
+        except RejectedModelError as error:
+            try:
+                load_in_onnxruntime(source)
+            except ModelError as float_error:
+                return f"onnxruntime cannot load the float model: {float_error}"
+            raise FindingsError(_rejection_message(quantized, error)) from error
+    if validation is not None:
+        raise FindingsError(
+            f"The quantized model cannot be measured, and the float model can: {validation.problem} Nothing was"
+            " written. Exclude the op that the message names with --exclude."
+        )
+    return ""
+
+
+def _rejection_message(quantized: Model, error: RejectedModelError) -> str:
+    """Return the message for a quantized model that ONNX Runtime cannot load, although it loads the float model."""
+    graph_name, op_name = error.op_key
+    op = quantized.graphs[graph_name].op(op_name) if op_name else None
+    place = "" if op is None else f" at {qualified_op_name(graph_name, op_name)} ({op.type})"
+    excluded = op_name if op is None or not op.anchor else op.anchor.partition(":")[0]
+    remedy = f"--exclude {shlex.quote(excluded)} keeps it in float" if excluded else error.fix
+    return (
+        f"ONNX Runtime loads the float model, but cannot load the quantized model{place}: {error}. Nothing was written."
+        f" To get a model that it loads: {remedy}."
+    )
+
+
+def _broken_outputs_message(outputs: Sequence[OutputFigures], comparison: Comparison) -> str:
+    """Return the message for NaN or infinite values that only the quantized model has."""
+    counts = ", ".join(f"{output.broken} of {output.values} values of output {output.name!r}" for output in outputs)
+    first = next((site for site in comparison.sites if site.accumulated == -math.inf), None)
+    remedy = "Keep the ops before a division, root or logarithm in float with --exclude"
+    if first is not None:
+        remedy += f"; the first quantized tensor with such values is {first.tensor}"
+    return (
+        f"The quantized model gives NaN or infinite values where those of the float model are finite: {counts}, on"
+        f" {comparison.samples} samples. Nothing was written. {remedy}."
     )
 
 

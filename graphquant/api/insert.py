@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__, formats
 from graphquant.analysis.range_report import activation_sqnr
-from graphquant.analysis.validation import Bounds, validate_model
+from graphquant.analysis.validation import Bounds, require_usable, validate_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
 from graphquant.api.models import as_model, save
 from graphquant.api.plan import prepare_and_plan
@@ -71,6 +71,7 @@ class Result(HtmlRepresentation):
         algorithm_results: Changes by optimization algorithms, and ops that they skipped, with the reason.
         search: Result of the search, or None without bounds, a size budget or optimized latency.
         validation: Errors of the quantized model on the hold-out, or None without data.
+        unjudged_reason: Reason why it is unknown whether the runtime accepts the model, or "".
     """
 
     model: Model
@@ -87,6 +88,7 @@ class Result(HtmlRepresentation):
     tflite_ranges: RangeTransfer | None = None
     algorithm_results: tuple[AlgorithmResult, ...] = ()
     validation: Validation | None = None
+    unjudged_reason: str = ""
     search: SearchTrace | None = None
 
     @property
@@ -132,6 +134,7 @@ def insert(
     Raises:
         NeedsDataError: The ranges of some activations need data, and there is none.
         DataError: The data does not fit the model.
+        FindingsError: The runtime cannot load the quantized model, or its outputs have new NaN or infinite values.
         ModelError: The model cannot be read, prepared or rewritten.
         RuleError: A rule file has mistakes.
         UsageError: An option is invalid, a pattern matches nothing, or the size budget cannot be met.
@@ -287,6 +290,7 @@ def _make_result(
         validation = validate_model(source, built.model, holdout, objective.bounds, progress)
         if trace is not None:
             validation = attach_sensitivity(validation, trace, built.model, built.insertions)
+    unjudged_reason = require_usable(source, built.model, validation) if built.insertions else ""
     return Result(
         model=built.model if built.insertions else source,
         source=source,
@@ -307,6 +311,7 @@ def _make_result(
         algorithm_results=algorithm_results,
         search=trace,
         validation=validation,
+        unjudged_reason=unjudged_reason,
     )
 
 

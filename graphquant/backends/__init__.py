@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphquant.backends.findings import Backend, BrokenRule, CheckReport, LintFinding, Verdict
+from graphquant.backends.findings import Backend, BrokenRule, CheckReport, LintFinding, RejectedModelError, Verdict
 from graphquant.backends.lint import LINT_CODES, lint_model
-from graphquant.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_ARM
+from graphquant.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_ARM, load_in_onnxruntime
 from graphquant.backends.tables import OPENVINO, QNN, TENSORRT, VITIS_AI
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import QUANTIZATION_KINDS
@@ -28,8 +28,10 @@ __all__ = [
     "BrokenRule",
     "CheckReport",
     "LintFinding",
+    "RejectedModelError",
     "Verdict",
     "check_quantized_model",
+    "load_in_onnxruntime",
 ]
 
 BACKENDS: dict[str, Backend] = {

@@ -71,6 +71,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     sections += search_view(result.search)
     if result.inserted:
         sections += validation_view(result.validation)
+    if result.unjudged_reason:
+        message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
+        sections.append(plain_line(message, style="yellow"))
     uses = sum(len(insertion.site.uses) for insertion in result.inserted)
     stored = sum(insertion.folded for insertion in result.inserted)
     message = f"{pluralize(len(result.inserted), 'site')} inserted"

@@ -229,6 +229,70 @@ def test_models_that_cannot_run_fail_validation(net: Path, monkeypatch: pytest.M
     assert (net / "out.onnx").is_file()
 
 
+@pytest.fixture
+def rejecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make onnxruntime reject each model with a DequantizeLinear."""
+    from graphquant.formats.onnx import session
+
+    create = session.onnxruntime.InferenceSession
+
+    def reject(data: bytes, *arguments: Any, **options: Any) -> Any:
+        nodes = onnx.ModelProto.FromString(data).graph.node
+        for node in nodes:
+            if node.op_type == "DequantizeLinear":
+                raise RuntimeError(f"[ONNXRuntimeError] : 1 : FAIL : no kernel for {node.name}")
+        return create(data, *arguments, **options)
+
+    monkeypatch.setattr(session.onnxruntime, "InferenceSession", reject)
+
+
+@pytest.mark.parametrize("options", [(), ("--data", "data.npz"), ("--data", "data.npz", "--no-validate")])
+@pytest.mark.usefixtures("rejecting")
+def test_rejected_results_are_not_written(net: Path, options: tuple[str, ...]) -> None:
+    """If onnxruntime loads the float model only, the exit code is 1, and an earlier output stays."""
+    (net / "out.onnx").write_bytes(b"earlier")
+    arguments = [net / option if option.endswith("npz") else option for option in options]
+    result = run("insert", net / "net.onnx", *arguments, "--rules", "weight_only", "-o", net / "out.onnx", "--force")
+    assert result.exit_code == 1
+    assert "w/quant/dequant (DequantizeLinear)" in result.stderr
+    assert "--exclude w " in result.stderr
+    assert (net / "out.onnx").read_bytes() == b"earlier"
+
+
+def test_models_with_unknown_ops_are_not_judged(net: Path) -> None:
+    """If onnxruntime does not load the float model either, the result is written with a note."""
+    text = (
+        '<ir_version: 8, opset_import: ["": 13, "own": 1]> g (float[4, 8] x) => (y) { m = MatMul(x, w) y = own.Op(m) }'
+    )
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(8, dtype=np.float32), "w"))
+    onnx.save(model, net / "own.onnx")
+    result = gq.insert(net / "own.onnx", rules="weight_only")
+    assert result.inserted
+    assert "own" in result.unjudged_reason
+    assert not gq.insert(net / "net.onnx", rules="weight_only").unjudged_reason
+
+
+@pytest.mark.parametrize(("smallest", "exit_code"), [(1e-6, 1), (0.0, 0)])
+def test_infinite_outputs(net: Path, smallest: float, exit_code: int) -> None:
+    """A result is not written if an output is infinite where that of the float model is finite, but else it is."""
+    text = TEXT.replace("y = MatMul(x, w)", "one = Constant <value_float = 1.0> () y = Div(one, x)").replace(
+        "N, 4", "N, 8"
+    )
+    onnx.save(onnx.parser.parse_model(text), net / "root.onnx")
+    x = np.linspace(0.5, 1, 160, dtype=np.float32).reshape(20, 8)
+    x[:, 0] = smallest
+    np.savez(net / "root.npz", x=x)
+    rules = RUINED.replace("matmul", "div").replace('{ name = "fixed-point", exponent = 1 }', '"minmax"')
+    (net / "root.toml").write_text(rules)
+    options = ("--data", net / "root.npz", "--rules", net / "root.toml", "-o", net / "out.onnx")
+    result = run("insert", net / "root.onnx", *options)
+    assert (result.exit_code, (net / "out.onnx").exists()) == (exit_code, not exit_code)
+    batch_options = ("--data", net / "root.npz", "--rules", net / "root.toml", "-o", net / "batch.onnx")
+    assert run("batch", net / "root.onnx", *batch_options).exit_code == exit_code
+    assert (net / "batch.onnx").exists() == (not exit_code)
+
+
 def test_a_model_of_texts_needs_no_data(tmp_path: Path) -> None:
     """Data is not opened if there is nothing to quantize, so data that does not fit is no error."""
     text = '<ir_version: 8, opset_import: ["": 13]> g (string[2] x) => (string[N] y) { y = StringNormalizer (x) }'

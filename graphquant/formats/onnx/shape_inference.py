@@ -236,7 +236,11 @@ def _infer_message_types(weightless: Any) -> Any:
     """Return the model with the types that onnx infers."""
     hide_crashing_nodes(weightless)
     try:
-        typed_message = shape_inference.infer_shapes(weightless)
+        try:
+            typed_message = shape_inference.infer_shapes(weightless, strict_mode=True)
+        except INFERENCE_ERRORS:
+            _correct_declared_shapes(weightless)
+            typed_message = shape_inference.infer_shapes(weightless)
         # Revealing a node, or a type from onnxruntime, may give a type to the input of another one.
         for _ in range(MAX_REVEAL_ROUNDS):
             if not (reveal_safe_nodes(typed_message) or _add_runtime_types(typed_message)):
@@ -320,6 +324,40 @@ def _has_data(tensor: Any) -> bool:
     """Return True if the data of a tensor was not stripped."""
     fields = (tensor.raw_data, tensor.float_data, tensor.int32_data, tensor.int64_data)
     return 0 in tensor.dims or any(map(bool, fields))
+
+
+def _correct_declared_shapes(message: Any) -> None:
+    """Replace the declared shapes of a ModelProto that contradict the ops by those that onnx infers.
+
+    onnxruntime ignores a wrong shape of one tensor, but not if a quantized copy of the tensor declares it again.
+    """
+    undeclared = ModelProto()
+    undeclared.CopyFrom(message)
+    for graph in nested_graphs(undeclared.graph):
+        for info in (*graph.value_info, *graph.output):
+            if info.type.HasField("tensor_type"):
+                info.type.tensor_type.ClearField("shape")
+    with suppress(*INFERENCE_ERRORS):
+        undeclared = shape_inference.infer_shapes(undeclared)
+        for graph, inferred_graph in zip(nested_graphs(message.graph), nested_graphs(undeclared.graph), strict=True):
+            inferred = {
+                info.name: info.type.tensor_type for info in (*inferred_graph.value_info, *inferred_graph.output)
+            }
+            for info in (*graph.value_info, *graph.output):
+                declared = info.type.tensor_type
+                if info.name in inferred and _shapes_contradict(declared, inferred[info.name]):
+                    declared.shape.CopyFrom(inferred[info.name].shape)
+
+
+def _shapes_contradict(first: Any, second: Any) -> bool:
+    """Return True if no tensor can have both types: another number of axes, or another known size."""
+    if not (first.HasField("shape") and second.HasField("shape")):
+        return False
+    dims = first.shape.dim, second.shape.dim
+    return len(dims[0]) != len(dims[1]) or any(
+        a.HasField("dim_value") and b.HasField("dim_value") and a.dim_value != b.dim_value
+        for a, b in zip(*dims, strict=True)
+    )
 
 
 def _check_function_calls(message: Any) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -91,6 +92,19 @@ def test_valid_nodes_have_types(text: str, shape: tuple[int, ...], tmp_path: Pat
     model = gq.load(write_model(text, tmp_path / "m.onnx"))
     output = model.main.op("y").outputs[0]
     assert (output.dtype, output.shape) == ("float32", shape)
+
+
+@pytest.mark.parametrize("shape", ["4, 99", "4", "4, 16, 1"])
+@pytest.mark.parametrize("declared", ["output", "value_info"])
+def test_wrong_declared_shapes(shape: str, declared: str, tmp_path: Path) -> None:
+    """The shape of a tensor that is read again follows from the ops, so the quantized model loads."""
+    outputs, infos = (f"float[{shape}] r, y", "") if declared == "output" else ("y", f"<float[{shape}] r>")
+    text = f"g (float[4, 16] x) => ({outputs}) {infos} {{ r = Relu(x) y = MatMul(r, w) }}"
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(16, dtype=np.float32), "w"))
+    onnx.save(model, tmp_path / "model.onnx")
+    assert gq.load(tmp_path / "model.onnx").main.op("r").outputs[0].shape == (4, 16)
+    assert len(gq.insert(tmp_path / "model.onnx", data="random:8").inserted) > 1
 
 
 def test_many_long_vectors(tmp_path: Path) -> None:
