@@ -14,6 +14,7 @@ from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
+    from graphquant.calibration.data.check import DataFinding
     from graphquant.numerics import Array
 
 
@@ -111,6 +112,7 @@ class Comparison(HtmlRepresentation):
         outputs: Figures of each output.
         sites: Figures of each quantized tensor, by local error or by sensitivity, the worst first.
         labels: Key of the labels in the data, or "".
+        data_findings: Likely mistakes in the data.
     """
 
     samples: int
@@ -118,6 +120,7 @@ class Comparison(HtmlRepresentation):
     outputs: tuple[OutputFigures, ...]
     sites: tuple[SiteFigures, ...]
     labels: str
+    data_findings: tuple[DataFinding, ...] = ()
 
     @property
     def all_empty(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from graphquant.calibration import (
     plan_targets,
     preserved_fingerprints,
 )
-from graphquant.errors import DataError, UsageError
+from graphquant.errors import DataError, MissingDependencyError, ModelError, UsageError
 from graphquant.utils import stage_progress
 from graphquant.utils.options import CalibrateOptions, PlanOptions, resolve_options, takes_options
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from graphquant.calibration import ObservationTargets
     from graphquant.calibration.data import Dataset
+    from graphquant.calibration.data.check import DataFinding
     from graphquant.ir import Model
     from graphquant.quantize import Plan
     from graphquant.utils import Progress
@@ -75,11 +77,17 @@ def calibrate(
     else:
         fingerprints = preserved_fingerprints(source, prepared)
         targets = plan_targets(prepared, resolved_plan, full_histograms=settings.full, overrides=fingerprints)
-    return run_calibration(
+    if isinstance(data, str):
+        from graphquant.calibration.data import open_data
+
+        inputs = formats.format_module(prepared.format).input_specs(prepared)
+        data = open_data(data, inputs, samples=settings.samples, check_in_background=True)
+    findings = check_samples(source, data)
+    stats = run_calibration(
         prepared,
         targets,
         data,
-        settings.samples,
+        None,
         progress,
         model_digest=source.digest,
         shard=settings.shard,
@@ -87,6 +95,18 @@ def calibrate(
         resume_from=partial_stats,
         should_stop=should_stop,
     )
+    return replace(stats, data_findings=findings)
+
+
+def check_samples(source: Model, dataset: Dataset) -> tuple[DataFinding, ...]:
+    """Return the likely mistakes in the samples for a float model. Raises a DataError if they cannot be right."""
+    from graphquant.calibration.data.check import check_model_data
+
+    try:
+        runner = formats.format_module(source.format).create_runner(source)
+    except (MissingDependencyError, ModelError):  # reported where the model must run
+        return ()
+    return check_model_data(dataset, runner)
 
 
 def resolve_stats(stats: Stats | str | Path) -> Stats:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphquant import formats
 from graphquant.analysis import ModelChange, compare_runners, diff_models, diff_plans, match_sites
 from graphquant.analysis.compare import match_inputs, reference_runner, with_sensitivity
+from graphquant.api.calibrate import check_samples
 from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
@@ -68,6 +69,7 @@ def compare(
     sites = match_sites(float_ir, quantized_ir) if settings.sites else None
     float_runner = formats.format_module(float_ir.format).create_runner(float_ir)
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
+    findings = check_samples(float_ir, batches)
     batches, labels = open_optional_labels(batches, data, float_runner.inputs, settings.samples)
     quantized_runner = formats.format_module(quantized_ir.format).create_runner(quantized_ir)
     sensitivity = None
@@ -84,6 +86,7 @@ def compare(
         labels=labels,
         progress=stage_progress(progress, "comparing"),
     )
+    comparison = replace(comparison, data_findings=findings)
     return comparison if sensitivity is None else with_sensitivity(comparison, sensitivity.sqnr)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from graphquant import __version__, formats
 from graphquant.analysis.range_report import activation_sqnr
 from graphquant.analysis.validation import Bounds, require_usable, validate_model
-from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
+from graphquant.api.calibrate import calibrate_command_line, check_samples, resolve_stats, run_calibration
 from graphquant.api.models import as_model, save
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats, sites_needing_data
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.range_report import Loss
     from graphquant.analysis.validation import Validation
     from graphquant.calibration.data import Dataset
+    from graphquant.calibration.data.check import DataFinding
     from graphquant.ir import Model, TensorRef
     from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace
     from graphquant.quantize import Conflict, ScaleChange, Skip, Solution
@@ -71,6 +72,7 @@ class Result(HtmlRepresentation):
         algorithm_results: Changes by optimization algorithms, and ops that they skipped, with the reason.
         search: Result of the search, or None without bounds, a size budget or optimized latency.
         validation: Errors of the quantized model on the hold-out, or None without data.
+        data_findings: Likely mistakes in the data.
         unjudged_reason: Reason why it is unknown whether the runtime accepts the model, or "".
     """
 
@@ -90,6 +92,7 @@ class Result(HtmlRepresentation):
     validation: Validation | None = None
     unjudged_reason: str = ""
     search: SearchTrace | None = None
+    data_findings: tuple[DataFinding, ...] = ()
 
     @property
     def calibration_samples(self) -> int:
@@ -152,6 +155,8 @@ def insert(
     objective = _make_objective(prepared, data, settings)
     if data.spec is not None and stats is None and (sites_needing_data(plan) or (plan.algorithms and plan.sites)):
         data.split(has_bounds=bool(objective.bounds))
+    needs_samples = data.calibration is not None or (data.spec is not None and settings.validate and plan.sites)
+    findings = check_samples(source, data.dataset) if needs_samples else ()
     precalibration = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=stats is not None)
     stats = _collect_stats(source, precalibration, data, stats, settings, objective, transfer, progress)
     build = partial(
@@ -162,7 +167,9 @@ def insert(
         float_weights=settings.float_weights,
     )
     built, trace = search_plan(source, precalibration.model, precalibration.plan, build, objective, data, progress)
-    return _make_result(source, precalibration, data, stats, settings, objective, transfer, built, trace, progress)
+    result = _make_result(source, precalibration, data, stats, settings, objective, transfer, built, trace, progress)
+    return replace(result, data_findings=findings)
+    result = replace(result, data_findings=findings)
 
 
 def _apply_tflite_ranges(prepared: Model, plan: Plan, settings: InsertOptions) -> tuple[Plan, RangeTransfer | None]:

@@ -142,7 +142,7 @@ def check_data(model: Model | str | Path, data: str, *, samples: int | None = No
             f"{source.path} is a TFLite model, which cannot be run. Pass the model from which it was converted."
         )
     inputs = formats.format_module(source.format).input_specs(source)
-    return check_dataset(open_data(data, inputs, samples=samples, require_finite=False), inputs)
+    return check_dataset(open_data(data, inputs, samples=samples, require_finite=False), inputs, source)
 
 
 def inspect_stats(

@@ -234,6 +234,7 @@ class Outcome(_Record):
         int8_ops: Number of int8 ops, and of all ops that compute, predicted by `check` for the gate's backend or
             onnxruntime; None without a prediction.
         metrics: Difference from the float model, None if not measured.
+        data_warnings: Likely mistakes in the calibration data.
         versions: Versions of graphquant and of the packages that it ran on.
         seconds: Duration; 0 if the output was present or cached.
         attempts: Number of attempts.
@@ -254,6 +255,7 @@ class Outcome(_Record):
     skips: dict[str, int] = field(default_factory=dict)
     int8_ops: tuple[int, int] | None = None
     metrics: OutcomeMetrics | None = None
+    data_warnings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     attempts: int = 1

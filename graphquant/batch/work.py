@@ -191,6 +191,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
         skips=dict(sorted(Counter(skip.reason for skip in result.skips).items())),
         int8_ops=int8_ops,
         metrics=outcome_metrics(result),
+        data_warnings=tuple(f"warning: {finding.message}" for finding in result.data_findings),
         versions=package_versions(),
     )
     return apply_gates(entry, outcome, "done")

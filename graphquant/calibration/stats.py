@@ -27,6 +27,7 @@ from graphquant.utils.atomic_files import atomic_file
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from graphquant.calibration.data.check import DataFinding
     from graphquant.numerics import Array
 
 MAX_LISTED_TENSORS = 5  # maximum number of tensors that an error lists
@@ -82,6 +83,7 @@ class Stats:
         sketches: Sketch of each tensor that was reached. It has no values if the tensor was always empty.
         runs: The data sets.
         unobservable: Tensors that cannot be observed, with the reason.
+        data_findings: Likely mistakes in the data of this calibration. Statistics files do not contain them.
     """
 
     model_digest: str
@@ -89,6 +91,7 @@ class Stats:
     sketches: Mapping[TensorRef, Sketch]
     runs: tuple[DataRun, ...] = ()
     unobservable: Mapping[TensorRef, str] = field(default_factory=dict)
+    data_findings: tuple[DataFinding, ...] = field(default=(), compare=False)
 
     @property
     def samples(self) -> int:

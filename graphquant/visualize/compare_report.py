@@ -14,17 +14,19 @@ from graphquant.utils.text import join_limited, percent
 from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from graphquant.analysis import Comparison, Differences, OutputFigures, SiteFigures
     from graphquant.analysis.validation import Validation
     from graphquant.api import Proof, StripResult
+    from graphquant.calibration.data.check import DataFinding
     from graphquant.optimize import SearchTrace
 
 
 def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
     """Render the output metrics and the `top` quantized tensors with the largest errors of their own."""
-    sections: list[RenderableType] = [_output_table(comparison)]
+    sections: list[RenderableType] = [*data_warnings(comparison.data_findings), _output_table(comparison)]
     sections += [
         plain_line(f"{output.name}: {output.problem}", "bold red") for output in comparison.outputs if output.problem
     ]
@@ -42,8 +44,14 @@ def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
     summary = [worst] if comparison.sqnr is not None else []
     summary += [f"{_percent_text(comparison.agreement)} agree"] if comparison.agreement is not None else []
     figures = ", ".join(summary) or ("Nothing compared" if comparison.all_empty else "Compared")
+    sections += uncertainty_lines(comparison)
     sections.append(plain_line(f"{figures}, over {pluralize(comparison.samples, 'sample')}.", "bold"))
     return Group(*sections)
+
+
+def data_warnings(findings: Iterable[DataFinding]) -> list[RenderableType]:
+    """Render likely mistakes in the data."""
+    return [plain_line(f"warning: {finding.message}", "bold yellow") for finding in findings]
 
 
 def _output_table(comparison: Comparison) -> NameTable:
@@ -157,6 +165,26 @@ def strip_proof_view(proof: Proof, original: str) -> RenderableType:
     return Group(*sections)
 
 
+NOTABLE_UNCERTAINTY = 3  # decibels between a measured SQNR and its lower bound from which the bound is shown
+
+
+def uncertainty_lines(comparison: Comparison) -> list[RenderableType]:
+    """Render the lower bounds of the outputs whose SQNR may be much lower on other samples."""
+    uncertain = [
+        (output.name, output.sqnr_lower_bound)
+        for output in comparison.outputs
+        if output.sqnr is not None and output.sqnr_lower_bound is not None
+        # The samples are equal or too few if one of the two is infinite.
+        if output.sqnr_lower_bound < output.sqnr - NOTABLE_UNCERTAINTY
+    ]
+    if not uncertain or comparison.random:
+        return []
+    bounds = [f"{name} {'no bound' if bound == -math.inf else f'{bound:.1f} dB'}" for name, bound in uncertain]
+    count = pluralize(comparison.samples, "sample")
+    message = f"  {count} prove little: the lower bound with 95% confidence is {join_names(bounds, WORST_SHOWN)}"
+    return [plain_line(message, "yellow")]
+
+
 WORST_SHOWN = 3  # number of outputs and tensors to list if all bounds are met
 MISSED_SHOWN = 6  # number of tensors to list if a bound is missed
 
@@ -168,6 +196,7 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
     if validation.comparison is None:
         return [plain_line(f"Validation failed: {missed_bound}.", "bold red") for missed_bound in validation.failures]
     lines: list[RenderableType] = [plain_line(f"{_validation_summary(validation, validation.comparison)}.")]
+    lines += uncertainty_lines(validation.comparison)
     missed = validation.failures
     worst_sites = validation.worst_sites[: MISSED_SHOWN if missed else WORST_SHOWN]
     if validation.quantized_share is not None:

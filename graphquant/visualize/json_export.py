@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from graphquant.ir import StoredQuantization
     from graphquant.optimize import TimeRatio
 
-HISTOGRAM_BARS = 64
-"""Bars of a histogram. Their edges follow the drawn axis, so they are denser within the range."""
+HISTOGRAM_BARS = 64  # Bars of a histogram. Their edges follow the drawn axis, so they are denser within the range
 
 
 class _Source:
@@ -160,6 +159,8 @@ class OutputErrors(JsonObject):
     cosine: Metric
     largest_difference: Metric = at("max_error")
     agreement: float | None
+    sqnr_lower_bound: Metric
+    agreement_lower_bound: float | None
     rows: int
     values: int
     accuracy: Accuracy
@@ -191,6 +192,7 @@ class CompareResult(JsonResult):
     agreement: float | None
     outputs: tuple[OutputErrors, ...]
     sites: tuple[SiteErrors, ...]
+    data_findings: tuple[DataFinding, ...]
 
 
 class Change(JsonObject):
@@ -669,6 +671,7 @@ class InsertResult(JsonResult):
     activation_sqnr: tuple[ActivationSqnr, ...] = at("result.activation_sqnr")
     search: Search | None = at("result.search")
     validation: ValidationJson | None = at("result.validation")
+    data_findings: tuple[DataFinding, ...] = at("result.data_findings")
     skips: tuple[SkipJson, ...] = at("result.skips")
     unused: tuple[str, ...] = at("result.plan.unused")
     ranges: Ranges | None = at("result.tflite_ranges")

@@ -17,7 +17,7 @@ from graphquant.numerics import DynamicQParams
 from graphquant.quantize.planner import ALREADY_QUANTIZED
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.text import format_shape
-from graphquant.visualize.compare_report import search_view, validation_view
+from graphquant.visualize.compare_report import data_warnings, search_view, validation_view
 from graphquant.visualize.tables import NameTable, format_value_range, group_values, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     sections += _limited_lines("changed", result.changes) + _limited_lines("conflict", result.conflicts)
     if result.tflite_ranges is not None:
         sections += _tflite_ranges(result.tflite_ranges)
+    sections += data_warnings(result.data_findings)
     if result.has_random_data:
         sections.append(plain_line("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
     if result.stats is not None:
@@ -112,6 +113,7 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
         for reason, names in reasons.items()
         if reason
     ]
+    lines += data_warnings(stats.data_findings)
     if stats.random:
         lines.append(plain_line("The data is RANDOM: use the statistics for tests only.", style="bold red"))
     lines += incomplete_stats(stats)

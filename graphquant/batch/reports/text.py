@@ -97,13 +97,13 @@ INT8_NOTE = (
 
 
 def failure_reasons(outcome: Outcome) -> list[str]:
-    """Return the error, each missed gate, and the reason for missing metrics."""
+    """Return the error, each missed gate, the reason for missing metrics, and warnings about the data."""
     messages = [outcome.problem.message] if outcome.problem is not None else []
     messages += [miss.message for miss in outcome.misses]
     problem = "" if outcome.metrics is None else outcome.metrics.problem
     if problem and problem not in messages:
         messages.append(f"it cannot be compared with the float model: {problem}")
-    return messages
+    return [*messages, *outcome.data_warnings]
 
 
 def prefix_model_name(outcome: Outcome, reason: str) -> str:
@@ -217,6 +217,7 @@ BATCH_CODES = {
     "GQ208": LintCode("error", "an output differs from a rebuild"),
     "GQ209": LintCode("warning", "an output cannot be compared with its float model"),
 }
+    "GQ211": LintCode("warning", "calibration data is probably wrong"),
 """Codes of a batch, in addition to those of `check`."""
 
 ALL_CODES = {**LINT_CODES, **BATCH_CODES}
@@ -251,6 +252,7 @@ def _outcome_notices(outcome: Outcome) -> Iterator[Notice]:
     if not reasons and not outcome.passed:
         reasons = [f"{BATCH_CODES[code].description}."]
     for reason in reasons:
+        code = "GQ211" if reason in outcome.data_warnings else code
         yield Notice(code, BATCH_CODES[code].level, outcome.model, "", "", prefix_model_name(outcome, reason))
     for finding in outcome.findings:
         message = f"{finding.message}. Remedy: {finding.fix}."

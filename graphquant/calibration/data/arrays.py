@@ -33,8 +33,8 @@ from graphquant.calibration.data.fit import (
     non_finite_mask,
     split_range,
 )
-from graphquant.errors import DataError
-from graphquant.utils.text import format_shape
+from graphquant.errors import DataError, UsageError
+from graphquant.utils.text import format_shape, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +48,12 @@ SCAN_CHUNK_BYTES = 1 << 17
 """Approximate bytes per read while an array is checked and hashed."""
 
 _COPY_CHUNK_BYTES = 1 << 20
+
+MAX_EXPANDED_BYTES = 1 << 28
+"""Maximum bytes of the decompressed arrays of a file that expands more than `MAX_EXPANSION` times."""
+
+MAX_EXPANSION = 100
+"""Decompressed bytes for each byte of a file. Measured data has 1 to 20, and zeros have 1,000."""
 
 ZIP_LOCAL_HEADER_BYTES = 30
 """Size of the fixed part of the local header before each entry of a zip file."""
@@ -131,6 +137,8 @@ def _read_file_arrays(
     """
     # For each key, the size of the npy form of the array in bytes and a function that opens it.
     members: dict[str, tuple[int, Callable[[], IO[bytes]]]]
+    compressed: set[str] = set()
+    file_size = 0
     with wrap_read_errors(file, "Save it again with numpy.save or numpy.savez."), ExitStack() as stack:
         if file.name.lower().endswith(".npy"):
             if len(request.inputs) != 1:
@@ -141,7 +149,9 @@ def _read_file_arrays(
             with file.open() as stream:
                 members = {request.inputs[0].name: (stream.seek(0, 2), file.open)}
         else:
-            archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(file.open())))
+            stream = stack.enter_context(file.open())
+            file_size = stream.seek(0, 2)
+            archive = stack.enter_context(zipfile.ZipFile(stream))
             members = {}
             for info in archive.infolist():
                 unchanged = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & ZIP_ENCRYPTED_FLAG
@@ -151,13 +161,31 @@ def _read_file_arrays(
                     else partial(archive.open, info)
                 )
                 if info.filename.endswith(".npy"):
+                    if info.compress_type != zipfile.ZIP_STORED:
+                        compressed.add(info.filename.removesuffix(".npy"))
                     members[info.filename.removesuffix(".npy")] = info.file_size, opener
         keys = match_input_keys(file.name, list(members), request)
+        if expanded_keys := compressed.intersection(keys):
+            _check_expansion(file, file_size, sum(members[key][0] for key in expanded_keys), request)
         arrays = [
             _inspect_array(f"{file.name}: array {key!r}", *members[key], model_input)
             for model_input, key in zip(request.inputs, keys, strict=True)
         ]
         yield arrays, [key for key in members if key not in keys]
+
+
+def _check_expansion(file: DataFile, file_size: int, size: int, request: DataRequest) -> None:
+    """Raise a DataError if a file of `file_size` bytes claims to contain arrays of far more bytes, `size`."""
+    text = request.source.keys.get("max_size")
+    try:
+        limit = MAX_EXPANDED_BYTES if text is None else parse_size(text)
+    except UsageError as error:
+        raise DataError(f"max_size={text} is not a size. {error}") from error
+    if size > limit and (text is not None or size > MAX_EXPANSION * file_size):
+        raise DataError(
+            f"{file.name} has {file_size:,} bytes that claim to expand to {size:,}, and the limit is {limit:,}."
+            f" If the file is trusted, raise the limit: --data {request.source.spec},max_size={-(-size >> 20)}MiB"
+        )
 
 
 def _open_uncompressed_entry(file: DataFile, info: zipfile.ZipInfo) -> IO[bytes]:

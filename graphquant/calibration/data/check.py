@@ -1,22 +1,31 @@
-"""Checks of calibration data: a summary of each input, and likely mistakes."""
+"""Checks of calibration data: a summary of each input, and likely mistakes.
+
+`check_dataset` compares all values with the inputs. `check_model_data` reads the first samples, and judges the scale of
+an input by what the model itself stores: the variance of its first batch normalization or, if that was folded, the
+biases of its first weighted op.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
+from graphquant.calibration.data.model_inputs import InputLayer, InputUse, find_input_uses, scale_ratio
+from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from graphquant.calibration.data.dataset import Dataset
     from graphquant.calibration.data.fit import Shape
-    from graphquant.formats import InputSpec
+    from graphquant.formats import Feeds, InputSpec, Runner
+    from graphquant.ir import Model
     from graphquant.numerics import Array
 
 FEW_SAMPLES = 32
@@ -24,6 +33,32 @@ FEW_SAMPLES = 32
 
 MIN_UNSCALED_PIXEL = 128
 """A maximum from here to 255, without negative values, looks like pixels that were not scaled."""
+
+MAX_PIXEL = 255
+
+CHECKED_SAMPLES = 32
+"""Number of samples that `check_model_data` reads."""
+
+RUN_SAMPLES = 8
+"""Number of samples on which `check_model_data` runs the model."""
+
+MAX_BATCHNORM_RATIO = 10
+"""Largest plausible ratio of a standard deviation and the one that a batch normalization has stored in training."""
+
+MAX_BIAS_RATIO = 20
+"""Ratio of a response and the bias above which pixels are unscaled. Trained layers have 0.5 to 10."""
+
+MIN_BIAS_RATIO = 0.05
+"""Ratio of a response and the bias below which an input has almost no influence."""
+
+MIN_TABLE_ROWS = 16
+"""Number of rows from which a table is an embedding, and zeros and ones are no indices of it."""
+
+LIMIT_DISTANCE = 1e-6
+"""Largest distance from 0 or 1 of a saturated probability."""
+
+MAX_DISTINCT = 64
+"""Number of different samples that are remembered, so that memory does not grow."""
 
 LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})
 """Keys that no input is expected to take."""
@@ -59,11 +94,15 @@ class InputSummary:
 
 @dataclass(frozen=True, slots=True)
 class DataFinding:
-    """A likely mistake in the data: its kind, the affected input if it is about one, and a description with advice."""
+    """A likely mistake in the data: its kind, the affected input if it is about one, and a description with advice.
+
+    The level is "error" if no model can use such data.
+    """
 
     kind: str
     input: str | None
     message: str
+    level: Literal["warning", "error"] = "warning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +128,8 @@ class _InputStats:
     nan: int = 0
     inf: int = 0
     integral: bool = True
+    feeds: int = 0
+    blank_feeds: int = 0
     digests: set[bytes] = field(default_factory=set)
     value_count: int = 0
     layout_difference: float = 0.0
@@ -103,7 +144,8 @@ class _InputStats:
             same_rank = len(self.shape) == values.ndim
             self.shape = tuple(size if size == new else None for size, new in sizes) if same_rank else None
         self.value_count += values.size
-        if len(self.digests) <= 1:  # two digests suffice to know that samples differ
+        self.feeds += 1
+        if len(self.digests) <= MAX_DISTINCT:
             is_text = values.dtype.hasobject
             content = repr(values.tolist()).encode() if is_text else np.ascontiguousarray(values).tobytes()
             self.digests.add(hashlib.sha256(f"{values.shape}".encode() + content).digest())
@@ -120,6 +162,15 @@ class _InputStats:
             self.total += float(numbers.sum())
             self.finite_count += numbers.size
             self.integral = self.integral and bool((numbers == np.rint(numbers)).all())
+            self.blank_feeds += numbers.size > 1 and bool((numbers == numbers[0]).all())
+
+    @property
+    def unscaled_kind(self) -> str:
+        """The kind of unscaled numbers that the values look like, pixels or 16-bit samples, or ""."""
+        if self.low >= 0 and MIN_UNSCALED_PIXEL <= self.high <= MAX_PIXEL:
+            return "pixels"
+        is_wave = self.integral and self.low < -MAX_PIXEL and self.high > MAX_PIXEL
+        return "16-bit samples" if is_wave and max(-self.low, self.high) <= 1 << 15 else ""
 
     def compare_layouts(self, model_input: InputSpec, values: Array) -> None:
         """Add the differences of values one row apart, for the declared layout and for the other one.
@@ -155,26 +206,75 @@ class _InputStats:
         )
 
 
-def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec]) -> DataReport:
+def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | None = None) -> DataReport:
     """Read all data once and report likely mistakes. Open it with `require_finite=False` to count NaN."""
-    stats_of_inputs = [(model_input, _InputStats()) for model_input in inputs]
-    for index, feed in enumerate(dataset):
-        for model_input, stats in stats_of_inputs:
-            stats.add(feed[model_input.name])
-            if index < LAYOUT_CHECK_SAMPLES:
-                stats.compare_layouts(model_input, feed[model_input.name])
-    findings = [DataFinding(kind, None, message) for kind, message in _dataset_findings(dataset).items()]
-    for model_input, stats in stats_of_inputs:
-        for check in (_value_findings, _layout_findings, _stacked_findings):
-            for kind, message in check(model_input, stats, dataset).items():
-                findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}"))
+    uses = {} if model is None else find_input_uses(model, inputs)
+    stats_of_inputs, findings = _check_values(dataset, inputs, uses, None, dataset.count)
     return DataReport(
         samples=dataset.count,
         digest=dataset.final_digest(),
         inputs=tuple(stats.summarize(model_input) for model_input, stats in stats_of_inputs),
         ignored=dataset.ignored,
-        findings=tuple(findings),
+        findings=findings,
     )
+
+
+def check_model_data(dataset: Dataset, runner: Runner) -> tuple[DataFinding, ...]:
+    """Check the first samples, and the response of the float model to a few of them; return the warnings.
+
+    Raises:
+        DataError: The data cannot be right.
+    """
+    if dataset.random:  # every report says so
+        return ()
+    uses = find_input_uses(runner.model, runner.inputs)
+    feeds = list(islice(dataset, RUN_SAMPLES))
+    try:
+        response = _ModelResponse(runner, uses, feeds)
+    except (MissingDependencyError, ModelError):  # the command itself reports it, if it has to run the model
+        response = None
+    findings = _check_values(dataset, runner.inputs, uses, response, CHECKED_SAMPLES)[1]
+    for finding in findings:
+        if finding.level == "error":
+            raise DataError(finding.message)
+    # The figures of each command show how little a few samples say.
+    return tuple(finding for finding in findings if finding.kind != "few-samples")
+
+
+def _check_values(
+    dataset: Dataset,
+    inputs: Sequence[InputSpec],
+    uses: Mapping[str, InputUse],
+    response: _ModelResponse | None,
+    max_samples: int,
+) -> tuple[list[tuple[InputSpec, _InputStats]], tuple[DataFinding, ...]]:
+    """Read the first samples, and return the statistics of each input and the findings."""
+    stats_of_inputs = [(model_input, _InputStats()) for model_input in inputs]
+    for index, feed in enumerate(dataset.feeds_between(0, max_samples)):
+        for model_input, stats in stats_of_inputs:
+            stats.add(feed[model_input.name])
+            if index < LAYOUT_CHECK_SAMPLES:
+                stats.compare_layouts(model_input, feed[model_input.name])
+    findings = [DataFinding(kind, None, message) for kind, message in _dataset_findings(dataset).items()]
+    varying = sum(stats.low < stats.high for _, stats in stats_of_inputs)
+    for model_input, stats in stats_of_inputs:
+        use = uses.get(model_input.name, InputUse())
+        input_findings = {
+            **_value_findings(stats, dataset),
+            **_scale_findings(model_input, stats, use, response),
+            **_layout_findings(model_input, stats, dataset),
+            **_stacked_findings(model_input, stats, dataset),
+            **_index_findings(stats, use),
+        }
+        is_float = dtype_kind(numpy_dtype(model_input.dtype)) == "float"
+        for kind, message in input_findings.items():
+            # Masks and lengths may be the same in all samples.
+            if is_float or not varying or kind not in {"constant", "same-samples", "blank"}:
+                level: Literal["warning", "error"] = "error" if kind in ERROR_KINDS else "warning"
+                findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}", level))
+    if response is not None and varying:
+        findings += [DataFinding(kind, None, message) for kind, message in response.findings().items()]
+    return stats_of_inputs, tuple(findings)
 
 
 def _image_layout(model_input: InputSpec, shape: Sequence[int]) -> str | None:
@@ -207,27 +307,167 @@ def _dataset_findings(dataset: Dataset) -> dict[str, str]:
     return findings
 
 
-def _value_findings(model_input: InputSpec, stats: _InputStats, dataset: Dataset) -> dict[str, str]:
+def _value_findings(stats: _InputStats, dataset: Dataset) -> dict[str, str]:
     """Return the messages, after the name of the input, about likely mistakes in its values, by kind."""
     findings = {}
-    if stats.nan or stats.inf:
+    if stats.nan and not stats.finite_count:
+        findings["all-nan"] = "receives no number, only NaN and infinite values. Fix the data."
+    elif stats.nan or stats.inf:
         findings["not-finite"] = (
             f"receives {stats.nan} NaN and {stats.inf} infinite values, which calibration rejects. Fix the data, or"
             " remove these samples."
         )
-    is_float = dtype_kind(numpy_dtype(model_input.dtype)) == "float"
-    maybe_pixels = stats.integral or (model_input.shape is not None and len(model_input.shape) == IMAGE_AXES)
-    if is_float and maybe_pixels and stats.low >= 0 and MIN_UNSCALED_PIXEL <= stats.high <= 255:  # noqa: PLR2004  # the largest pixel
-        findings["unscaled"] = (
-            f"of {model_input.dtype} receives {stats.low:g} to {stats.high:g}, which look like unscaled pixels. Scale"
-            " them as in training, unless the model does it."
-        )
-    values_per_sample = stats.value_count // max(dataset.count, 1)
+    values_per_sample = stats.value_count // max(stats.feeds, 1)
     if stats.finite_count and stats.low == stats.high and values_per_sample > 1:
         findings["constant"] = f"is always {stats.low:g}, which does not give a range. Use real values."
-    elif dataset.count > 1 and len(stats.digests) == 1 and values_per_sample > 1:
+    elif stats.feeds > 1 and len(stats.digests) == 1 and values_per_sample > 1:
         findings["same-samples"] = f"is the same in all {dataset.count} samples. Use different samples."
+    elif 2 * stats.blank_feeds >= max(stats.feeds, 2):
+        findings["blank"] = (
+            f"is a single value throughout, like silence or an empty image, in {stats.blank_feeds} of {stats.feeds}"
+            " samples. Remove these samples."
+        )
+    elif stats.feeds > 1 and 2 * len(stats.digests) <= min(stats.feeds, MAX_DISTINCT) and values_per_sample > 1:
+        findings["same-samples"] = (
+            f"has only {len(stats.digests)} different values in {stats.feeds} samples. Use different samples."
+        )
     return findings
+
+
+def _scale_findings(
+    model_input: InputSpec, stats: _InputStats, use: InputUse, response: _ModelResponse | None
+) -> dict[str, str]:
+    """Return messages about values on another scale than the model was trained on."""
+    if dtype_kind(numpy_dtype(model_input.dtype)) != "float" or not stats.low < stats.high:
+        return {}
+    received = f"receives {stats.low:g} to {stats.high:g}"
+    ratio = None if response is None else response.ratios.get(model_input.name)
+    is_plausible = use.rescaled
+    if ratio is not None and use.layer is not None:
+        if message := _layer_message(use.layer, ratio):
+            return {"scale": f"{received}{message}"}
+        is_plausible = use.layer.has_variance or ratio <= MAX_BIAS_RATIO
+    kind = stats.unscaled_kind
+    has_image_axes = model_input.shape is not None and len(model_input.shape) == IMAGE_AXES
+    if is_plausible or not kind or not (stats.integral or has_image_axes or stats.high == MAX_PIXEL):
+        return {}
+    if response is not None and response.needs_large_values(model_input.name):
+        return {}
+    divisor = MAX_PIXEL if kind == "pixels" else 1 << 15
+    return {
+        "unscaled": f"of {model_input.dtype} {received}, which look like unscaled {kind}. Scale them as in training:"
+        f" array / {divisor}, or --data FOLDER,scale=1/{divisor} for a folder of files."
+    }
+
+
+def _layer_message(layer: InputLayer, ratio: float) -> str:
+    """Return the reason why a response of `ratio` times the stored scale is implausible, or ""."""
+    if layer.has_variance:
+        if 1 / MAX_BATCHNORM_RATIO <= ratio <= MAX_BATCHNORM_RATIO:
+            return ""
+        factor = f"{ratio:.2g} times as large as in training, according to {layer.op}"
+        return f". The response of the model is {factor}. Scale the values as in training."
+    if ratio >= MIN_BIAS_RATIO:
+        return ""
+    return (
+        f", which has almost no influence: the biases of {layer.op} are {1 / max(ratio, 1e-9):.0f} times as large. Pass"
+        " values on the scale of training, such as pixels from 0 to 255 if the model scales them itself."
+    )
+
+
+ERROR_KINDS = frozenset({"all-nan", "index"})
+"""Kinds of findings that no model can use."""
+
+
+def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
+    """Return messages about indices that a table does not have."""
+    if use.table_rows is None or not stats.finite_count:
+        return {}
+    if stats.high >= use.table_rows or stats.low < -use.table_rows:
+        return {
+            "index": f"receives {stats.low:g} to {stats.high:g}, but it selects rows of a table that has"
+            f" {use.table_rows}. Use the tokenizer or vocabulary of the model."
+        }
+    if use.table_rows >= MIN_TABLE_ROWS and stats.low >= 0 and stats.high <= 1:
+        return {
+            "mask": f"receives only 0 and 1, but it selects rows of a table that has {use.table_rows}. Check that it is"
+            " not another input, such as a mask."
+        }
+    return {}
+
+
+class _ModelResponse:
+    """Response of a model to a few samples.
+
+    Attributes:
+        ratios: For inputs with a layer, its standard deviation relative to what the layer has stored.
+    """
+
+    def __init__(self, runner: Runner, uses: Mapping[str, InputUse], feeds: Sequence[Feeds]) -> None:
+        """Run the model on `feeds`."""
+        self._runner, self._feeds = runner, feeds
+        self._outputs = [runner.run(feed) for feed in feeds]
+        layers = {name: use.layer for name, use in uses.items() if use.layer is not None}
+        tensors = tuple(dict.fromkeys(layer.tensor for layer in layers.values()))
+        observable = [tensor for tensor in tensors if tensor not in runner.unobservable(tensors)]
+        self.ratios: dict[str, float] = {}
+        if observable:
+            observations = list(runner.observe(observable, feeds))
+            for name, layer in layers.items():
+                values = [array for values in observations for array in values.get(layer.tensor, ())]
+                if (ratio := scale_ratio(layer, values)) is not None:
+                    self.ratios[name] = ratio
+
+    def needs_large_values(self, name: str) -> bool:
+        """Return True if the model tells samples apart, but not if input `name` is divided by 255."""
+        divided = [
+            self._runner.run({**feed, name: (feed[name] / MAX_PIXEL).astype(feed[name].dtype)}) for feed in self._feeds
+        ]
+        for output, value in self._outputs[0].items():
+            if value.size > 1 and len({result[output].shape for result in self._outputs}) == 1:
+                classes, divided_classes = (
+                    {int(result[output].argmax()) for result in results} for results in (self._outputs, divided)
+                )
+                if len(classes) > 1 and len(divided_classes) == 1:
+                    return True
+        return False
+
+    def findings(self) -> dict[str, str]:
+        """Return the messages about outputs that do not depend on the samples, by kind."""
+        findings: dict[str, str] = {}
+        all_equal = len(self._feeds) > 1
+        for name in self._outputs[0] if self._outputs else ():
+            values = [result[name] for result in self._outputs]
+            if dtype_kind(values[0].dtype) != "float" or not values[0].size:
+                all_equal = all_equal and all(np.array_equal(values[0], value) for value in values[1:])
+                continue
+            bad_count = sum(bool(non_finite_mask(value).any()) for value in values)
+            if bad_count:
+                findings["not-finite-output"] = (
+                    f"Output {name!r} of the float model has NaN or infinite values for {bad_count} of"
+                    f" {len(values)} samples. Scale the samples as in training."
+                )
+            all_equal = all_equal and all(np.array_equal(values[0], value, equal_nan=True) for value in values[1:])
+            if all(map(_is_saturated, values)):
+                findings["saturated"] = (
+                    f"The probabilities in output {name!r} of the float model are exactly 0 or 1 for all samples."
+                    " Scale the samples as in training."
+                )
+        if all_equal and any(value.size for value in self._outputs[0].values()):
+            findings["same-outputs"] = (
+                "The float model has the same outputs for all samples, although they differ. Check the scale and the"
+                " layout of the samples."
+            )
+        return findings
+
+
+def _is_saturated(values: Array) -> bool:
+    """Return True if the last axis has probabilities, and each is 0 or 1."""
+    if not values.ndim or values.shape[-1] <= 1 or values.min() < 0:
+        return False
+    probabilities = values.astype(np.float64)
+    is_normalized = bool((np.abs(probabilities.sum(-1) - 1) < LIMIT_DISTANCE).all())
+    return is_normalized and bool((np.minimum(probabilities, 1 - probabilities) < LIMIT_DISTANCE).all())
 
 
 def _layout_findings(model_input: InputSpec, stats: _InputStats, _dataset: Dataset) -> dict[str, str]:

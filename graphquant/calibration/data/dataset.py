@@ -49,7 +49,11 @@ class DataKind:
 
 DATA_KINDS = {
     "npz": DataKind(
-        "arrays named after the inputs, from numpy.savez", "arrays:open_arrays", r".*\.npz", has_fields=True
+        "arrays named after the inputs, from numpy.savez",
+        "arrays:open_arrays",
+        r".*\.npz",
+        ("max_size",),
+        has_fields=True,
     ),
     "npy": DataKind("one array, from numpy.save, for models with one input", "arrays:open_arrays", r".*\.npy"),
     "onnx-test-set": DataKind(

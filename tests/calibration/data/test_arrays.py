@@ -416,3 +416,20 @@ def test_unsupported_random_data(spec: str, taker: Spec, message: str) -> None:
     """Unknown sizes are not guessed."""
     with pytest.raises(DataError, match=message):
         open_data(spec, [taker])
+
+
+def test_compressed_arrays_are_bounded(tmp_path) -> None:
+    """A small file that claims far more bytes is rejected before it is read; `max_size` sets another limit."""
+    inputs = [Spec(name="x", dtype="float32", shape=(None, 1024))]
+    path = tmp_path / "zeros.npz"
+    np.savez_compressed(path, x=np.zeros(((1 << 16) + 1024, 1024), np.float32))
+    with pytest.raises(DataError, match="and the limit is 268,435,456") as caught:
+        open_data(str(path), inputs, samples=2)
+    assert open_data(str(caught.value).rpartition("--data ")[2], inputs, samples=2).count == 2
+    assert open_data(f"{path},max_size=1GB", inputs, samples=2).count == 2
+    small = tmp_path / "small.npz"
+    np.savez_compressed(small, x=np.zeros((4, 1024), np.float32))
+    assert open_data(str(small), inputs).count == 4
+    for size in ("1KB", "many"):
+        with pytest.raises(DataError):
+            open_data(f"{small},max_size={size}", inputs)

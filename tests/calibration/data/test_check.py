@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+import onnx
 import pytest
+from support.onnx_models import onnx_model
 
 import graphquant as gq
-from graphquant.calibration.data import open_data
-from graphquant.calibration.data.check import check_dataset
-from graphquant.formats import InputSpec
+from graphquant.batch.reports.text import report_notices
+from graphquant.batch.types import BatchReport, Entry
+from graphquant.batch.work import quantize_entry
+from graphquant.calibration.data import Dataset, open_data
+from graphquant.calibration.data.check import check_dataset, check_model_data
+from graphquant.errors import DataError
+from graphquant.formats import InputSpec, format_module
 
 
 @pytest.fixture
@@ -133,3 +141,246 @@ def test_real_models(shared) -> None:
     assert (found.samples, found.findings) == (100, ())
     found = gq.check_data(shared / "silero_vad_16k_op15.onnx", str(shared / "silero_vad.npz"))
     assert ([one.data_shape for one in found.inputs], kinds(found)) == ([(1, 576), (2, 1, 128), ()], [])
+
+
+def digits(samples) -> np.ndarray:
+    """Return the calibration images of the sample models, from 0 to 1."""
+    return np.load(samples / "digits_cnn_calib.npz")["image"]
+
+
+def model_findings(model, **arrays) -> list[str]:
+    """Return the kinds of findings of data for a model."""
+    source = gq.load(model)
+    runner = format_module(source.format).create_runner(source)
+    dataset = open_data_of(runner.inputs, arrays)
+    return [finding.kind for finding in check_model_data(dataset, runner)]
+
+
+def open_data_of(inputs, arrays) -> Dataset:
+    """Open arrays as data, which may contain NaN."""
+    with TemporaryDirectory() as folder:
+        np.savez(Path(folder, "data.npz"), **arrays)
+        feeds = list(open_data(str(Path(folder, "data.npz")), inputs, require_finite=False))
+    return Dataset(count=len(feeds), digest="", open_feeds=lambda first, last: iter(feeds[first:last]))
+
+
+SAMPLE_MODELS = [
+    f"digits_{name}"
+    for name in (
+        "cnn.onnx",
+        "cnn_bn.onnx",
+        "nested.onnx",
+        "rnn.onnx",
+        "cnn.pb",
+        "rnn.pb",
+        "cnn_saved_model",
+        "rnn_saved_model",
+    )
+]
+
+
+def digits_for(model, images) -> np.ndarray:
+    """Return images in the shape of the input of a sample model."""
+    return images.reshape(-1, 8, 8) if "rnn" in str(model) else images
+
+
+@pytest.mark.parametrize("name", SAMPLE_MODELS)
+def test_sample_models(samples, name) -> None:
+    """The data of the sample models has no findings. Pixels from 0 to 255 and constants have."""
+    images = digits_for(name, digits(samples))
+    assert model_findings(samples / name, image=images) == []
+    assert not {"unscaled", "scale"}.isdisjoint(model_findings(samples / name, image=images * 255))
+    assert model_findings(samples / name, image=images * 0) == ["constant"]
+    assert model_findings(samples / name, image=images * 0 + 3) == ["constant"]
+    assert model_findings(samples / name, image=np.tile(images[:2], (50, *[1] * (images.ndim - 1)))) == ["same-samples"]
+    blank = np.where(np.arange(100).reshape(-1, *[1] * (images.ndim - 1)) % 3, np.float32(0), images)
+    assert model_findings(samples / name, image=blank) == ["blank"]
+
+
+def test_commands_run_the_check(samples, tmp_path, cli) -> None:
+    """Insert, calibrate and compare warn of pixels from 0 to 255 and of zeros; good data has no warning."""
+    model, images = samples / "digits_cnn.onnx", digits(samples)
+    result = gq.insert(model, data=str(samples / "digits_cnn_calib.npz"))
+    assert result.data_findings == ()
+    result.save(tmp_path / "quantized.onnx")
+    for name, factor, kind in (("pixels", 255, "unscaled"), ("zeros", 0, "constant"), ("good", 1, "")):
+        data = tmp_path / f"{name}.npz"
+        np.savez(data, image=images * np.float32(factor))
+        report = tmp_path / f"{name}.json"
+        shown = [
+            cli("insert", model, "--data", data, "-o", tmp_path / f"{name}.onnx", "--report", report).stdout,
+            cli("calibrate", model, "--data", data, "-o", tmp_path / f"{name}.gqs").stdout,
+            cli("compare", model, tmp_path / "quantized.onnx", "--data", data).stdout,
+        ]
+        assert [sum(line.startswith("warning: image") for line in text.splitlines()) for text in shown] == [
+            bool(kind)
+        ] * 3
+        assert [entry["kind"] for entry in json.loads(report.read_text())["data_findings"]] == [kind] * bool(kind)
+        assert [entry.kind for entry in gq.compare(model, tmp_path / "quantized.onnx", str(data)).data_findings] == [
+            kind
+        ] * bool(kind)
+
+
+def test_batch_reports_the_warnings(samples, tmp_path) -> None:
+    """A batch keeps the status and reports the warning."""
+    np.savez(tmp_path / "zeros.npz", image=digits(samples) * 0)
+    entry = Entry(
+        name="m",
+        model=str(samples / "digits_cnn.onnx"),
+        output=str(tmp_path / "m.onnx"),
+        data=str(tmp_path / "zeros.npz"),
+    )
+    outcome = quantize_entry(entry)
+    assert (outcome.status, len(outcome.data_warnings)) == ("done", 1)
+    report = BatchReport(version="0", outcomes=(outcome,))
+    assert [notice.code for notice in report_notices(report)] == ["GQ211"]
+
+
+def conv_model(path, *, scale: float = 1.0, size: int = 20) -> Path:
+    """Write a trained-looking model for images: scaling, convolution with a bias of the size of its response."""
+    rng = np.random.default_rng(1)
+    weight = rng.normal(0, 1, (8, 3, 3, 3)) / np.sqrt(27) * 4
+    model = onnx_model(
+        f"""g (float[n, 3, {size}, {size}] image) => (float[n, 8] features) {{
+            scaled = Mul(image, scale)
+            c = Conv<pads=[1, 1, 1, 1]>(scaled, weight, bias)
+            r = Relu(c)
+            p = GlobalAveragePool(r)
+            features = Flatten(p)
+        }}""",
+        {
+            "scale": np.float32(scale),
+            "weight": weight.astype(np.float32),
+            "bias": rng.normal(0, 1, 8).astype(np.float32),
+        },
+    )
+    onnx.save(model, path)
+    return path
+
+
+def smooth_images(size: int = 20) -> np.ndarray:
+    """Return 40 smooth color images from 0 to 1, NCHW."""
+    rng = np.random.default_rng(2)
+    noise = rng.random((40, 3, size, size + 0))
+    for axis in (2, 3):
+        noise = sum(np.roll(noise, shift, axis) for shift in range(5)) / 5
+    noise = noise + rng.random((40, 3, 1, 1))
+    return ((noise - noise.min()) / np.ptp(noise)).astype(np.float32)
+
+
+def test_scaling_in_the_model(tmp_path) -> None:
+    """A model that divides by 255 takes pixels, and values from 0 to 1 have almost no influence on it."""
+    images = smooth_images()
+    plain, dividing = conv_model(tmp_path / "plain.onnx"), conv_model(tmp_path / "dividing.onnx", scale=1 / 255)
+    assert model_findings(plain, image=images) == model_findings(dividing, image=images * 255) == []
+    assert model_findings(plain, image=images * 255) == ["unscaled"]
+    assert model_findings(dividing, image=images) == ["scale"]
+    assert model_findings(plain, image=(images / 255 - 0.5) * 0.004) == ["scale"]
+
+
+def test_other_mistakes(tmp_path) -> None:
+    """Reshaped NHWC, NaN, infinity, overflow and random data."""
+    images = smooth_images()
+    model = conv_model(tmp_path / "m.onnx")
+    nhwc = np.ascontiguousarray(images.transpose(0, 2, 3, 1))
+    assert model_findings(model, image=nhwc.reshape(images.shape)) == ["layout"]
+    with pytest.raises(DataError, match=r"numpy\.moveaxis"):
+        gq.insert(model, data=str(saved(tmp_path, image=nhwc)))
+    with pytest.raises(DataError, match="only NaN"):
+        model_findings(model, image=images * np.nan)
+    broken = images.copy()
+    broken[3, 0, 0, 0] = np.inf
+    assert model_findings(model, image=broken)[0] == "not-finite"
+    assert "not-finite-output" in model_findings(model, image=images * np.float32(3e38) - np.float32(1e38))
+    source = gq.load(model)
+    runner = format_module("onnx").create_runner(source)
+    assert check_model_data(open_data("random:40", runner.inputs), runner) == ()
+
+
+def saved(folder, **arrays) -> Path:
+    """Write arrays and return the path."""
+    np.savez(folder / "arrays.npz", **arrays)
+    return folder / "arrays.npz"
+
+
+def test_token_ids(tmp_path) -> None:
+    """Ids beyond the table are an error; a mask in place of ids is a warning; a constant mask is none."""
+    rng = np.random.default_rng(0)
+    model = tmp_path / "m.onnx"
+    onnx.save(
+        onnx_model(
+            """g (int64[n, 6] ids, int64[n, 6] mask) => (float[n, 6, 4] y) {
+                e = Gather(table, ids)
+                f = Cast<to=1>(mask)
+                g = Unsqueeze(f, axes)
+                h = Mul(e, g)
+                y = MatMul(h, weight)
+            }""",
+            {
+                "table": rng.normal(size=(50, 4)).astype(np.float32),
+                "axes": np.array([2]),
+                "weight": rng.normal(size=(4, 4)).astype(np.float32),
+            },
+        ),
+        model,
+    )
+    ids, mask = rng.integers(0, 50, (40, 6)), np.ones((40, 6), np.int64)
+    assert model_findings(model, ids=ids, mask=mask) == []
+    assert model_findings(model, ids=mask * (ids % 2), mask=ids) == ["mask"]
+    with pytest.raises(DataError, match="a table that has 50"):
+        gq.insert(model, data=str(saved(tmp_path, ids=ids + 1, mask=mask)))
+    with pytest.raises(DataError, match="a table that has 50"):
+        gq.compare(model, model, str(saved(tmp_path, ids=ids * 100, mask=mask)))
+
+
+def test_outputs_without_information(tmp_path) -> None:
+    """Saturated probabilities and equal outputs of different samples are found."""
+    model = tmp_path / "m.onnx"
+    onnx.save(
+        onnx_model(
+            """g (float[n, 5] x) => (float[n, 5] y) {
+                z = MatMul(x, weight)
+                y = Softmax(z)
+            }""",
+            {"weight": np.eye(5, dtype=np.float32)},
+        ),
+        model,
+    )
+    assert model_findings(model, x=NOISE) == []
+    assert model_findings(model, x=NOISE * 1e6) == ["saturated"]
+    positive = np.abs(NOISE) + 1 + 100 * np.eye(5, dtype=np.float32)[2]
+    assert model_findings(model, x=positive * 1e3) == ["saturated", "same-outputs"]
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("kws/saved_model", "kws/calib.npz"),
+        ("silero_vad_16k_op15.onnx", "silero_vad.npz"),
+        ("dtln/model_1.onnx", "dtln/model_1_calib.npz"),
+        ("dtln/model_2.onnx", "dtln/model_2_calib.npz"),
+        ("dtln/saved_model", "dtln/saved_model_calib.npz"),
+        ("basic_pitch/nmp.onnx", "basic_pitch/calib.npz"),
+    ],
+)
+def test_no_false_warnings(shared, model, data) -> None:
+    """Real models with their own data have no findings."""
+    with np.load(shared / data) as arrays:
+        assert model_findings(shared / model, **arrays) == []
+
+
+def test_no_false_warnings_for_photographs(shared) -> None:
+    """Detectors have no findings on their own scale, normalized or from 0 to 255; some have on another."""
+    photos = np.load(shared / "ultraface/images.npz")["rgb"].astype(np.float32).transpose(0, 3, 1, 2)
+    crops = np.load(shared / "osf/crops.npz")["rgb"].astype(np.float32).transpose(0, 3, 1, 2)[:32]
+    squares = photos[:, ::-1, 8:232, 48:272]
+    large = np.pad(photos, ((0, 0), (0, 0), (88, 88), (48, 48)), "edge")[:, ::-1]
+    normalized = (crops / 255 - 0.45) / 0.225
+    assert model_findings(shared / "ultraface/version-RFB-320.onnx", input=(photos - 127) / 128) == []
+    assert model_findings(shared / "ultraface/version-RFB-320.onnx", input=photos) == ["unscaled"]
+    assert model_findings(shared / "odd/squeezenet_fp16.onnx", data_0=squares.astype(np.float16)) == []
+    assert model_findings(shared / "odd/yolox_nano.onnx", images=large) == []
+    assert model_findings(shared / "odd/yolox_nano.onnx", images=large / 255) == ["scale"]
+    for name in ("lm_model0_opt.onnx", "mnv3_detection_opt.onnx"):
+        assert model_findings(shared / "osf" / name, input=normalized) == []
+        assert "unscaled" in model_findings(shared / "osf" / name, input=crops)

@@ -1,0 +1,197 @@
+"""The first computations of a model on its inputs, which determine the values that it expects."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.ir import (
+    BIAS_ADD_KINDS,
+    FLOAT_TYPES,
+    MAC_KINDS,
+    RESHAPING_KINDS,
+    WEIGHTED_KINDS,
+    Parameters,
+    TensorRef,
+    Use,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from graphquant.formats import InputSpec
+    from graphquant.ir import Model, Op
+    from graphquant.numerics import Array
+
+MAX_VISITED_OPS = 500
+"""Number of ops after which the search for the first layer of an input ends."""
+
+PASSING_KINDS = RESHAPING_KINDS | {"identity"}
+"""Kinds that may stand between a weighted op and the addition of its bias."""
+
+NORMALIZING_KINDS = frozenset(
+    {"sub", "div", "mul", "add", "layernorm", "instancenorm", "groupnorm", "lrn", "log", "sqrt"}
+)
+"""Kinds that change the scale of an input."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputLayer:
+    """First layer that stores the scale of its values.
+
+    Attributes:
+        op: Name of the op with the stored values.
+        tensor: Tensor whose standard deviation is compared with them.
+        spread: float64 (C,), standard deviations of training, or absolute biases.
+        axis: Channel axis of the tensor.
+        has_variance: True for standard deviations of training, which a batch normalization stores.
+    """
+
+    op: str
+    tensor: TensorRef
+    spread: Array
+    axis: int
+    has_variance: bool
+
+
+@dataclass(slots=True)
+class InputUse:
+    """First uses of an input.
+
+    Attributes:
+        rescaled: True if the model changes the scale of the input before its first layer.
+        table_rows: Number of rows of the smallest table that the input selects from, or None.
+        layer: First layer that stores the scale of its values, or None.
+    """
+
+    rescaled: bool = False
+    table_rows: int | None = None
+    layer: InputLayer | None = None
+
+
+def find_input_uses(model: Model, inputs: Sequence[InputSpec]) -> Mapping[str, InputUse]:
+    """Return the first uses of each input that is an op of the main graph."""
+    parameters = Parameters(model)
+    names = {spec.name: {spec.name, *spec.aliases} & set(model.main.inputs) for spec in inputs}
+    return {
+        name: _follow_input(model, parameters, TensorRef("", next(iter(op_names))))
+        for name, op_names in names.items()
+        if len(op_names) == 1
+    }
+
+
+def scale_ratio(layer: InputLayer, values: Sequence[Array]) -> float | None:
+    """Return the median ratio of the standard deviations of `values` to those that the layer has stored.
+
+    None if the shapes do not match, or if values are missing or not finite.
+    """
+    count, total, squares = 0, np.zeros(layer.spread.size), np.zeros(layer.spread.size)
+    for array in values:
+        if array.ndim <= max(layer.axis, 1) or array.shape[layer.axis] != layer.spread.size:
+            return None
+        if not np.isfinite(array).all():
+            return None
+        rows = np.moveaxis(array, layer.axis, -1).reshape(-1, layer.spread.size).astype(np.float64)
+        count += len(rows)
+        total += rows.sum(0)
+        squares += (rows * rows).sum(0)
+    if count <= 1:
+        return None
+    deviations = np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
+    is_stored = layer.spread > 0
+    return float(np.median(deviations[is_stored] / layer.spread[is_stored])) if is_stored.any() else None
+
+
+def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> InputUse:
+    """Search forward from an input up to the first weighted ops."""
+    result, visited, pending = InputUse(), {start}, deque([start])
+    is_float = model.output(start).dtype in FLOAT_TYPES
+    while pending and len(visited) < MAX_VISITED_OPS:
+        tensor = pending.popleft()
+        for use in model.graphs[tensor.graph].consumers(tensor):
+            op = model.graphs[use.graph].op(use.op)
+            role = op.role(use.slot)
+            if op.kind == "gather" and role == "indices":
+                shape = parameters.shape(_require_source(model, use._replace(slot=0)))
+                axis = op.attrs.get("axis", 0)
+                if shape and axis == 0 and shape[0] is not None:
+                    result.table_rows = min(shape[0], result.table_rows or shape[0])
+                continue
+            if op.kind == "batchnorm" or op.kind in MAC_KINDS:
+                result.rescaled |= op.kind == "batchnorm"
+                if role == "input" and result.layer is None:
+                    result.layer = _stored_scale(model, parameters, op, tensor, TensorRef(use.graph, use.op))
+                continue
+            result.rescaled |= op.kind in NORMALIZING_KINDS
+            following = list(_called_inputs(model, op, use)) or [
+                TensorRef(use.graph, use.op, port)
+                for port, output in enumerate(op.outputs)
+                if not is_float or output.dtype is None or output.dtype in FLOAT_TYPES  # not the shape of the input
+            ]
+            pending.extend(reached for reached in following if reached not in visited)
+            visited.update(following)
+    return result
+
+
+def _called_inputs(model: Model, op: Op, use: Use) -> Iterator[TensorRef]:
+    """Yield the inputs of called graphs that receive the operand of `use`."""
+    for call in op.calls:
+        graph = model.graphs.get(call.graph)
+        if graph is not None and call.offset is not None and 0 <= use.slot - call.offset < len(graph.inputs):
+            yield TensorRef(call.graph, graph.inputs[use.slot - call.offset])
+
+
+def _require_source(model: Model, use: Use) -> TensorRef:
+    source = model.graphs[use.graph].source_of(use)
+    return TensorRef(use.graph, use.op) if source is None else source
+
+
+def _stored_scale(
+    model: Model, parameters: Parameters, op: Op, source: TensorRef, output: TensorRef
+) -> InputLayer | None:
+    """Return the scale that a batch normalization, a bias or the addition after a weighted op has stored."""
+    if op.kind == "batchnorm":
+        variance = _operand(model, parameters, output, op, "variance")
+        if variance is None or variance.min() < 0:
+            return None
+        epsilon = float(op.attrs.get("epsilon", 1e-3))
+        spread = np.sqrt(variance + epsilon)
+        return InputLayer(op.name, source, spread, _channel_axis(model, op), has_variance=True)
+    if op.kind not in WEIGHTED_KINDS:
+        return None
+    bias = _operand(model, parameters, output, op, "bias")
+    current, consumed = output, op
+    for _ in range(3):  # at most two reshapes are between a product and its bias
+        uses = model.graphs[current.graph].consumers(current)
+        if len(uses) != 1:
+            break
+        consumed = model.graphs[uses[0].graph].op(uses[0].op)
+        if consumed.kind == "batchnorm":
+            return _stored_scale(model, parameters, consumed, current, TensorRef(uses[0].graph, uses[0].op))
+        if bias is None and consumed.kind in BIAS_ADD_KINDS:
+            added = _require_source(model, uses[0]._replace(slot=1 - uses[0].slot))
+            bias = parameters.value(added)
+        if bias is not None or consumed.kind not in PASSING_KINDS:
+            break
+        current = TensorRef(uses[0].graph, uses[0].op)
+    if bias is None or bias.size <= 1 or bias.size != max(bias.shape):
+        return None
+    spread = np.abs(bias.reshape(-1).astype(np.float64))
+    return InputLayer(op.name, output, spread, _channel_axis(model, op), has_variance=False)
+
+
+def _operand(model: Model, parameters: Parameters, output: TensorRef, op: Op, role: str) -> Array | None:
+    """Return the value of the operand with this role as float64, or None if it is missing or not stored."""
+    slots = model.graphs[output.graph].slots(output.op)
+    tensor = next((slot for index, slot in enumerate(slots) if op.role(index) == role), None)
+    value = None if tensor is None else parameters.value(tensor)
+    return None if value is None or not value.size else value.astype(np.float64)
+
+
+def _channel_axis(model: Model, op: Op) -> int:
+    """Return the channel axis of an op's values: 1, or -1 for matrix products and channels-last formats."""
+    is_first = model.format == "onnx" or str(op.attrs.get("data_format", "")).startswith(("NC", "b'NC"))
+    return 1 if is_first and op.kind not in {"matmul", "gemm"} else -1
