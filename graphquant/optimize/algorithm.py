@@ -126,32 +126,19 @@ class PreCalibrationState:
 # samples that gain most (unless most samples gain). In addition, the root mean square error of at least one output must
 # fall by more than chance explains.
 
-MIN_VALIDATION_SAMPLES: Final = 3
-"""Fewest samples that allow a decision."""
-
-MIN_GAIN_STANDARD_ERRORS: Final = 2.5
-"""Standard errors by which the mean error reduction must exceed 0."""
-
+MIN_VALIDATION_SAMPLES: Final = 3  # fewest samples that allow a decision
+MIN_GAIN_STANDARD_ERRORS: Final = 2.5  # standard errors by which the mean error reduction must exceed 0
 MIN_TARGETED_GAIN_STANDARD_ERRORS: Final = 1.0
 """The same for algorithms that minimize the error of single ops directly, for which a gain is expected."""
 
 MAX_LOSS_STANDARD_ERRORS: Final = 1.0
 """Standard errors by which the mean error reduction of any output may fall below 0."""
 
-MAX_LOSS_DB: Final = 0.5
-"""Largest loss of any output over all samples, in dB."""
-
-MIN_OUTPUT_GAIN_DB: Final = 0.5
-"""Smallest gain of the best output, in dB."""
-
-MAX_OUTLIERS: Final = 3
-"""Number of samples that must not decide alone; at most a quarter of all samples."""
-
-NEGLIGIBLE_ERROR: Final = 1e-20
-"""Squared error, as a share of an output's power, that counts as zero."""
-
-SampleOutputs = list[dict[str, "Array"]]
-"""Outputs of a model by name, one dictionary per sample."""
+MAX_LOSS_DB: Final = 0.5  # largest loss of any output over all samples, in dB
+MIN_OUTPUT_GAIN_DB: Final = 0.5  # smallest gain of the best output, in dB
+MAX_OUTLIERS: Final = 3  # number of samples that must not decide alone; at most a quarter of all samples
+NEGLIGIBLE_ERROR: Final = 1e-20  # squared error, as a share of an output's power, that counts as zero
+SampleOutputs = list[dict[str, "Array"]]  # outputs of a model by name, one dictionary per sample
 
 
 StateT = TypeVar("StateT", WeightEdits, PreCalibrationState)

@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 
 WEIGHT_CLIPPING: Final = "weight-clipping"
 
-UNCLIPPED_OBSERVERS: Final = frozenset({"absmax", "minmax"})
-"""Observers that clip nothing."""
-
+UNCLIPPED_OBSERVERS: Final = frozenset({"absmax", "minmax"})  # observers that clip nothing
 MAX_CLIPPED_BITS: Final = 8
 
 
@@ -109,8 +107,7 @@ MAX_ACTIVATION_ELEMENTS = 1 << 24
 
 WEIGHTS_TOO_LARGE = "a second copy of the weights would need too much memory"
 
-SAMPLE_SPANS = 8
-"""Number of ranges of the data from which samples are taken."""
+SAMPLE_SPANS = 8  # number of ranges of the data from which samples are taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

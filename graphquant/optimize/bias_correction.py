@@ -209,8 +209,7 @@ class BiasStore:
 
 BIAS_CORRECTION: Final = "bias-correction"
 
-MIN_BIAS_SAMPLES: Final = 2
-"""Fewest samples for an estimate of the noise of a mean."""
+MIN_BIAS_SAMPLES: Final = 2  # fewest samples for an estimate of the noise of a mean
 
 
 @paused_gc()
@@ -247,8 +246,7 @@ def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightE
     return replace(edits, model=store.model, solution=store.solution, results=(*edits.results, *results))
 
 
-SampleMeans = dict[TensorRef, "Array"]
-"""Means of channels, (samples, C), by tensor."""
+SampleMeans = dict[TensorRef, "Array"]  # means of channels, (samples, C), by tensor
 
 
 def _correct_bias(store: BiasStore, weighted: WeightedOp, float_means: SampleMeans, rounded_means: SampleMeans) -> str:

@@ -47,9 +47,7 @@ if TYPE_CHECKING:
     BuildModel = Callable[[Plan], BuiltModel]
 
 
-RULE_CANDIDATE, FLOAT_CANDIDATE = "as the rules say", "float"
-"""Candidates that every tensor has."""
-
+RULE_CANDIDATE, FLOAT_CANDIDATE = "as the rules say", "float"  # candidates that every tensor has
 RANGE_OBSERVERS = ("minmax", "mse")
 """Observers to try: one that clips nothing, and one that clips where the squared error falls."""
 
@@ -178,15 +176,11 @@ def _if_supported(model: Model, site: Site) -> Site | None:
 
 # The next part finds the weighted ops that read each site, and the cost of running them in float.
 
-PASSTHROUGH_KINDS = RESHAPING_KINDS | {"identity"}
-"""Kinds between a site and the weighted op that reads it."""
-
+PASSTHROUGH_KINDS = RESHAPING_KINDS | {"identity"}  # kinds between a site and the weighted op that reads it
 FUSED_OUTPUT_KINDS = PASSTHROUGH_KINDS | {"bias_add", "batchnorm", "relu", "relu6", "clip", "leaky_relu", "hard_swish"}
 """Kinds between a weighted op and the site of its output."""
 
-MAX_HOPS = 6
-"""Largest number of such ops in a row."""
-
+MAX_HOPS = 6  # largest number of passthrough ops in a row
 FLOAT_GROUP_COST = 1e-6
 """Cost, as a share of the total, of a float group that no weighted op reads; it avoids useless ones."""
 
@@ -313,11 +307,8 @@ def byte_costs(model: Model) -> dict[OpKey, float]:
 CandidateErrors = dict[int, dict[str, float]]
 """Error that each candidate of a site adds at the outputs, as a share of their power, by index of the site and name."""
 
-UNKNOWN_ERROR = 1.0
-"""Error of a site that no run measures: so large that the site is the first to become float."""
-
-MAX_ERROR_RATIO = 0.95
-"""Error of a candidate relative to the rules' candidate, below which it is worth choosing."""
+UNKNOWN_ERROR = 1.0  # error of a site that no run measures: so large that the site is the first to become float
+MAX_ERROR_RATIO = 0.95  # error of a candidate relative to the rules' candidate, below which it is worth choosing
 
 
 def replace_sites(

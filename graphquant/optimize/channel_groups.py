@@ -327,9 +327,7 @@ class _ChannelGroupFinder:
 
 # Scaling by powers of two is exact: it changes only exponents.
 
-MAX_FACTOR_EXPONENT: Final = 12
-"""Largest exponent of a factor. Real factors stay below 2**8."""
-
+MAX_FACTOR_EXPONENT: Final = 12  # largest exponent of a factor. Real factors stay below 2**8.
 INEXACT_SCALING: Final = "its values are so large or small that scaling them would not be exact"
 
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 # The next part predicts the rounding noise at the weighted ops of a group as a function of its channel scales.
 
-STEP_VARIANCE_DIVISOR: Final = 12
-"""A uniform rounding error has a twelfth of the squared step as its power."""
+STEP_VARIANCE_DIVISOR: Final = 12  # a uniform rounding error has a twelfth of the squared step as its power
 
 
 class ChannelMoments(NamedTuple):

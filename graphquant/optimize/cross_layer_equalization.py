@@ -33,12 +33,8 @@ if TYPE_CHECKING:
 
 CROSS_LAYER_EQUALIZATION: Final = "cross-layer-equalization"
 
-MAX_ROUNDS: Final = 20
-"""Maximum number of rounds."""
-
-CONVERGED_CHANGE: Final = 0.01
-"""Change of a factor, in powers of two, that counts as converged."""
-
+MAX_ROUNDS: Final = 20  # maximum number of rounds
+CONVERGED_CHANGE: Final = 0.01  # change of a factor, in powers of two, that counts as converged
 HAS_CHANNEL_SCALES: Final = "the weights that produce it have per-channel scales, so equalization has no effect"
 
 ALREADY_EQUALIZED: Final = "its weights are even already"

@@ -38,15 +38,9 @@ if TYPE_CHECKING:
     Clock = Callable[[], float]
 
 
-MAX_TIMED_PLANS = 16
-"""Maximum number of timed plans."""
-
-MAX_TIME_RATIO = 0.995
-"""Time of a plan relative to the previous one, below which it is accepted."""
-
-MIN_TIME_SHARE = 0.002
-"""Smallest share of a run's time that is worth a trial."""
-
+MAX_TIMED_PLANS = 16  # maximum number of timed plans
+MAX_TIME_RATIO = 0.995  # time of a plan relative to the previous one, below which it is accepted
+MIN_TIME_SHARE = 0.002  # smallest share of a run's time that is worth a trial
 UNTIMED_KINDS = frozenset({"input", "constant", "variable", "read_variable"})
 
 
@@ -272,20 +266,11 @@ class PlanProfiler:
 
 # Two models are timed in alternation, because the load of the machine then affects both.
 
-SLICE_SECONDS = 0.005
-"""Seconds of each slice, at least one run; the shortest block of the slice counts."""
-
-BLOCK_SECONDS = 0.0003
-"""Seconds of a block, at least one run. Reading the clock takes a fraction of a microsecond."""
-
-MIN_ROUNDS = 9
-"""Minimum number of rounds."""
-
-MAX_RATIO_WIDTH = 0.02
-"""Width of the confidence interval at which timing ends."""
-
-CONFIDENCE_DEVIATIONS = 1.96
-"""Standard deviations of the number of rounds below the true median, for 95% confidence."""
+SLICE_SECONDS = 0.005  # seconds of each slice, at least one run; the shortest block of the slice counts
+BLOCK_SECONDS = 0.0003  # seconds of a block, at least one run. Reading the clock takes a fraction of a microsecond.
+MIN_ROUNDS = 9  # minimum number of rounds
+MAX_RATIO_WIDTH = 0.02  # width of the confidence interval at which timing ends
+CONFIDENCE_DEVIATIONS = 1.96  # standard deviations of the number of rounds below the true median, for 95% confidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,9 +349,7 @@ def _median_with_bounds(pairs: Sequence[tuple[float, float]]) -> TimeRatio:
     )
 
 
-TIMING_SECONDS = 0.6
-"""Seconds of one comparison of two models."""
-
+TIMING_SECONDS = 0.6  # seconds of one comparison of two models
 MAX_TIMED_SAMPLES = 8
 """Number of samples per run for models with branches, loops or functions, whose time depends on the sample."""
 

@@ -22,17 +22,10 @@ if TYPE_CHECKING:
 
 # This part solves the selection for one target sum of errors. The search below varies the target.
 
-MAX_EXHAUSTIVE_OPS = 12
-"""Number of ops up to which every subset is tried."""
-
-MAX_DROPPED_OPS = 32
-"""With more ops, the maximum number of ops that are returned to integers in trials."""
-
-NEGLIGIBLE_ERROR_SHARE = 0.05
-"""Share of the error sum that is below the uncertainty of the estimates."""
-
-SUM_TOLERANCE = 1e-9
-"""Relative tolerance of a sum of errors."""
+MAX_EXHAUSTIVE_OPS = 12  # number of ops up to which every subset is tried
+MAX_DROPPED_OPS = 32  # with more ops, the maximum number of ops that are returned to integers in trials
+NEGLIGIBLE_ERROR_SHARE = 0.05  # share of the error sum that is below the uncertainty of the estimates
+SUM_TOLERANCE = 1e-9  # relative tolerance of a sum of errors
 
 
 def choose_selection(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> Selection:
@@ -176,26 +169,15 @@ def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float],
     return frozenset(high_ops)
 
 
-MAX_MEASUREMENTS = MAX_SEARCH_PLANS
-"""Maximum number of measured plans."""
-
+MAX_MEASUREMENTS = MAX_SEARCH_PLANS  # maximum number of measured plans
 MAX_CLIMB_PLANS, MAX_REFINE_PLANS = 8, 3
 """Maximum number of plans until one meets the bound, and then to reduce the aim."""
 
-CLIMB_STEP_DB = 3.0
-"""Step of the aim in dB if the distance to the bound is unknown."""
-
-MIN_AIM_STEP_DB = 0.3
-"""Smallest difference of two aims in dB that is worth a plan."""
-
-NEAR_MISS_DB = 2.0
-"""Miss in dB that a nearly equal plan may correct, because errors have heavy tails."""
-
-MAX_CONSECUTIVE_MISSES = 6
-"""Maximum number of cheaper plans in a row that miss the bound."""
-
-MAX_COST_RATIO = 0.98
-"""Relative cost below which a cheaper plan is tried."""
+CLIMB_STEP_DB = 3.0  # step of the aim in dB if the distance to the bound is unknown
+MIN_AIM_STEP_DB = 0.3  # smallest difference of two aims in dB that is worth a plan
+NEAR_MISS_DB = 2.0  # miss in dB that a nearly equal plan may correct, because errors have heavy tails
+MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss the bound
+MAX_COST_RATIO = 0.98  # relative cost below which a cheaper plan is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

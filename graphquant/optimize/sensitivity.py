@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 # Switches make the analysis fast: one session serves many quantizations, each enabled by a boolean input of the model.
 
-SWITCH_PREFIX = "graphquant/switch"
-"""Prefix of the names of switch inputs; the index of the quantization follows."""
+SWITCH_PREFIX = "graphquant/switch"  # prefix of the names of switch inputs; the index of the quantization follows
 
 
 class SwitchPoint(NamedTuple):
@@ -128,15 +127,9 @@ def _add_select_op(model: Model, switch: str, quantized: TensorRef, float_tensor
     return graph.add_op(op, [TensorRef("", switch), quantized, float_tensor])
 
 
-MAX_SAMPLES = 12
-"""Samples per quantization if samples run one by one."""
-
-MAX_BATCHES = 4
-"""Runs per quantization if samples run in batches."""
-
-BATCH_SIZE = 16
-"""Samples in a batch."""
-
+MAX_SAMPLES = 12  # samples per quantization if samples run one by one
+MAX_BATCHES = 4  # runs per quantization if samples run in batches
+BATCH_SIZE = 16  # samples in a batch
 SWITCHES_PER_SESSION = 16
 """Switches per session. A disabled switch costs time in each run, and so does each new session."""
 

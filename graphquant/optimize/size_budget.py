@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from graphquant.quantize.rewrite import InsertedPair
     from graphquant.utils import Progress
 
-SIZE_BUDGET_RULE = "size-budget"
-"""Rule of weights with a chosen bit width."""
+SIZE_BUDGET_RULE = "size-budget"  # rule of weights with a chosen bit width
 
 
 class SizedPlan(NamedTuple):

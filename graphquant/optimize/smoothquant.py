@@ -41,12 +41,8 @@ SMOOTHQUANT: Final = "smoothquant"
 
 STRENGTHS: Final = tuple(step / 10 for step in range(11))
 
-MIN_GAIN_DB: Final = 1.0
-"""Predicted gain in dB that a channel group needs."""
-
-MIN_GAIN_WITH_FACTOR_OP_DB: Final = 3.0
-"""Predicted gain in dB if an op must be inserted."""
-
+MIN_GAIN_DB: Final = 1.0  # predicted gain in dB that a channel group needs
+MIN_GAIN_WITH_FACTOR_OP_DB: Final = 3.0  # predicted gain in dB if an op must be inserted
 SMALL_GAIN: Final = "its errors are predicted to fall by less than {} dB"
 
 NO_TENSOR_SCALE: Final = "none of its tensors is quantized with one scale"

@@ -34,18 +34,10 @@ if TYPE_CHECKING:
 GPTQ: Final = "gptq"
 ADAROUND: Final = "adaround"
 
-GPTQ_DAMPING: Final = 0.01
-"""Share of the mean of H's diagonal that GPTQ adds to the diagonal, as in the paper."""
-
-MAX_SWEEPS: Final = 8
-"""Maximum number of passes of AdaRound over all weights."""
-
-MAX_ROUNDED_BITS: Final = 4
-"""Bit width above which rounding to nearest is good enough."""
-
-MAX_GRAM_ROWS: Final = 1024
-"""Maximum number of positions of a feature map, spread over all of it."""
-
+GPTQ_DAMPING: Final = 0.01  # share of the mean of H's diagonal that GPTQ adds to the diagonal, as in the paper
+MAX_SWEEPS: Final = 8  # maximum number of passes of AdaRound over all weights
+MAX_ROUNDED_BITS: Final = 4  # bit width above which rounding to nearest is good enough
+MAX_GRAM_ROWS: Final = 1024  # maximum number of positions of a feature map, spread over all of it
 MAX_GRAM_INPUTS: Final = 4096
 """Maximum number of inputs of a sum. Larger Gram matrices need more memory than they gain."""
 

@@ -37,16 +37,13 @@ if TYPE_CHECKING:
 
 # Channel means are computed inside the graph, so that only (samples, C) values are copied out.
 
-AXES_INPUT_OPSET: Final = 18
-"""First opset whose ReduceMean reads its axes as an input."""
-
+AXES_INPUT_OPSET: Final = 18  # first opset whose ReduceMean reads its axes as an input
 NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
 """Reason to skip an op or group without measured values."""
 
 ALGORITHM_RULE: Final = "correction"
 
-MAX_RUNS_IN_FLIGHT: Final = 2
-"""Maximum number of concurrent runs, each on its own thread."""
+MAX_RUNS_IN_FLIGHT: Final = 2  # maximum number of concurrent runs, each on its own thread
 
 
 class ChannelMean(NamedTuple):

@@ -217,8 +217,7 @@ def decode_text(value: Any) -> Any:
 
 
 FOLD_BATCHNORM_STEP: Final = "fold-batchnorm"
-_MAX_AXES: Final = 1 << 10
-"""An upper bound on the number of axes of any tensor."""
+_MAX_AXES: Final = 1 << 10  # an upper bound on the number of axes of any tensor
 
 
 def fold_batchnorm(model: Model) -> Iterator[Step]:

@@ -25,18 +25,12 @@ if TYPE_CHECKING:
     from graphquant.quantize.solver_state import SolverState
 
 
-DPU_CUT_LIMITS = (0, 16)
-"""Limits of weight plus input minus output positions on AMD's DPU."""
-
-DPU_MAX_BIAS_CUT = 15
-"""Largest weight plus input minus bias position."""
-
+DPU_CUT_LIMITS = (0, 16)  # limits of weight plus input minus output positions on AMD's DPU
+DPU_MAX_BIAS_CUT = 15  # largest weight plus input minus bias position
 DPU_ADD_READ_LIMITS, DPU_ADD_WRITE_LIMITS = (0, 7), (-7, 25)
 """Limits of the largest minus the smallest input of a sum, and of the smallest input minus the output."""
 
-DPU_MUL_WRITE_LIMITS = (0, 32)
-"""Limits of the sum of a product's inputs minus its output."""
-
+DPU_MUL_WRITE_LIMITS = (0, 32)  # limits of the sum of a product's inputs minus its output
 MAX_ADDENDS = 8
 """Inputs of a sum that are compared pairwise. Models have two, and the number of pairs grows quadratically."""
 
@@ -45,9 +39,7 @@ INT32_MAX = (1 << 31) - 1
 FUSED_KINDS = frozenset({"bias_add", "relu", "relu6", "leaky_relu", "prelu"})
 """Kinds that are fused with the op before them."""
 
-MAX_FUSED_OPS = 4
-"""Ops that are followed from an op to its quantized output."""
-
+MAX_FUSED_OPS = 4  # ops that are followed from an op to its quantized output
 INT32_BIAS_FAMILIES = frozenset({"onnx-qdq", "fake-quant"})
 """Families whose consumers convert a float bias to int32 themselves: onnxruntime's optimizer and TFLite's converter."""
 
@@ -231,11 +223,8 @@ def _dpu_shift_limits(
 INT32_MARGIN = 1e-6
 """Share of int32 that stays free, so that float32 rounding of scales and quotients cannot exceed the type."""
 
-MAX_WEIGHT_DOUBLINGS = 31
-"""Limit on the doublings of a weight's scale."""
-
-MAX_FLOAT32_EXPONENT = 127
-"""Largest exponent of a float32 power of two."""
+MAX_WEIGHT_DOUBLINGS = 31  # limit on the doublings of a weight's scale
+MAX_FLOAT32_EXPONENT = 127  # largest exponent of a float32 power of two
 
 
 def meet_limits(state: SolverState) -> None:

@@ -172,9 +172,7 @@ class Plan(HtmlRepresentation):
 
 PLAN_SCHEMA_VERSION = 2
 MAX_PLAN_BYTES = 1 << 30
-MAX_MISTAKES = 100
-"""Mistakes of one plan that are listed in one error."""
-
+MAX_MISTAKES = 100  # mistakes of one plan that are listed in one error
 _LISTS = ("steps", "sites", "skips")
 _PLAN_FILE_HINT = "`graphquant plan --format json` writes plans."
 

@@ -108,8 +108,7 @@ DROP_IDENTITY_STEP: Final = "drop-identity"
 DROP_DROPOUT_STEP: Final = "drop-dropout"
 _DROPPED_TYPES = {DROP_IDENTITY_STEP: "Identity", DROP_DROPOUT_STEP: "Dropout"}
 
-_INFERENCE_BY_DEFAULT_OPSET: Final = 7
-"""Dropout of an older opset trains unless its `is_test` attribute is set."""
+_INFERENCE_BY_DEFAULT_OPSET: Final = 7  # Dropout of an older opset trains unless its `is_test` attribute is set
 
 
 def drop_forwarding_ops(model: Model, step: str) -> Iterator[Step]:

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 # Find large values in any protocol buffer message.
 
-MAX_INLINE_BYTES = 128
-"""Size in bytes up to which a value stays inline: a reference to it would be as long."""
-
+MAX_INLINE_BYTES = 128  # size in bytes up to which a value stays inline: a reference to it would be as long
 NUMPY_DTYPES = {
     FieldDescriptor.TYPE_FLOAT: "<f4",
     FieldDescriptor.TYPE_DOUBLE: "<f8",
@@ -162,16 +160,11 @@ def _is_map_field(field: Any) -> bool:
 # W' = W * s is rounded to float32, so W' / s is W up to the last bits. The record stores s and those bits, which are
 # mostly 0: about 2 bits a weight when compressed, instead of 32.
 
-MAX_ULP_DIFFERENCE = 127
-"""Largest difference of a weight, in float32 steps."""
-
-CORNER_SIZE = 8
-"""Sizes of the corner of a weight that is compared first, to reject most pairs quickly."""
-
+MAX_ULP_DIFFERENCE = 127  # largest difference of a weight, in float32 steps
+CORNER_SIZE = 8  # sizes of the corner of a weight that is compared first, to reject most pairs quickly
 CORNER_TOLERANCE = 1e-5
 
-ChannelBlocks = tuple[int, int, int]
-"""A weight's values as (before, channels, after)."""
+ChannelBlocks = tuple[int, int, int]  # a weight's values as (before, channels, after)
 
 
 def fit_channel_factors(weight: bytes, scaled: bytes, sizes: tuple[int, ...]) -> tuple[ChannelBlocks, bytes] | None:
@@ -236,9 +229,7 @@ def _divide_by_factors(values: Array, factors: Array) -> Array:
 
 
 RECORD_SCHEMA = 1
-MAX_RECORD_BYTES = 1 << 30
-"""Largest size of an unpacked record in bytes, as a protection against hostile files."""
-
+MAX_RECORD_BYTES = 1 << 30  # largest size of an unpacked record in bytes, as a protection against hostile files
 _DAMAGED_RECORD = "The provenance record in the model cannot be read. It is damaged; start from the float model."
 
 
@@ -355,14 +346,9 @@ def _message_digest(message: Any) -> str:
 
 # Keys of the provenance metadata.
 
-METADATA_PREFIX = "graphquant."
-"""Prefix of all metadata keys."""
-
-RECORD_KEY = "record"
-"""Key of the record."""
-
-OPS_KEY = "ops"
-"""Key of each op's rule and anchor in an old ONNX model, whose nodes have no metadata."""
+METADATA_PREFIX = "graphquant."  # prefix of all metadata keys
+RECORD_KEY = "record"  # key of the record
+OPS_KEY = "ops"  # key of each op's rule and anchor in an old ONNX model, whose nodes have no metadata
 
 
 def op_provenance_json(model: Model) -> str:

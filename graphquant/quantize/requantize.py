@@ -44,15 +44,12 @@ _NONNEGATIVE_KINDS: Final = frozenset(
 ) | {*("input", "constant", "softplus", "dequantize", "integer")}
 """Kinds whose outputs are nonnegative, or are meant to be."""
 
-_MAX_VISITED_TENSORS: Final = 32
-"""Tensors that are examined for that."""
-
+_MAX_VISITED_TENSORS: Final = 32  # tensors that are examined for negative values
 _INSERTED_DEQUANTIZE_NAME: Final = re.compile(r"(.+)/quant(?:_[0-9]+)?(?:/[^/]+)?/dequant(?:_[0-9]+)?")
 """The name that `rewrite` gives a dequantize op; group 1 is the name of the quantized op."""
 
 _RELU6_LIMIT: Final = 6.0
-_CLIP_INPUTS_OPSET: Final = 11
-"""First opset whose Clip reads its limits as inputs."""
+_CLIP_INPUTS_OPSET: Final = 11  # first opset whose Clip reads its limits as inputs
 
 
 def requantize(model: Model) -> Iterator[Step]:

@@ -415,9 +415,7 @@ def _remaining_skips(state: SolverState, skips: tuple[Skip, ...]) -> list[Skip]:
 
 # Explain a site's scale in sentences: the source of its range, and what changed it.
 
-MAX_SHOWN_RANGE_BITS = 16
-"""Widest type whose range is shown. The range of an int32 bias is not informative."""
-
+MAX_SHOWN_RANGE_BITS = 16  # widest type whose range is shown. The range of an int32 bias is not informative.
 OUTPUT_LIMITS = {"sigmoid": "[0, 1]", "softmax": "[0, 1]", "hard_sigmoid": "[0, 1]", "tanh": "[-1, 1]"}
 """Output limits of kinds that never exceed them."""
 

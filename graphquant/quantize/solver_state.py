@@ -84,9 +84,7 @@ class Solution:
     ranges: Mapping[int, Range] = field(default_factory=dict)
 
 
-MAX_COPIED_READERS = 32
-"""Most readers of a weight that is copied for one of them."""
-
+MAX_COPIED_READERS = 32  # most readers of a weight that is copied for one of them
 SNAPSHOT_FIELDS = ("sites", "index_by_use", "ranges", "params", "notes", "changes")
 
 

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 CONVERTER_PREFIXES = re.compile(r"^((Stateful)?PartitionedCall/|serving_default_)+")
 """Prefixes that the converter adds to names inside a SavedModel's functions and to its inputs."""
 
-MAX_PASSTHROUGH_OPS = 64
-"""Pass-through ops that a tensor is followed through."""
+MAX_PASSTHROUGH_OPS = 64  # pass-through ops that a tensor is followed through
 
 
 def match_tensor_names(model: Model, activations: Mapping[str, Output], names: Collection[str]) -> dict[TensorRef, str]:
@@ -214,8 +213,7 @@ def iterate_equivalent_tensors(
     yield from follow(tensor, outer_source, MAX_PASSTHROUGH_OPS - 1)
 
 
-MAX_NAME_MAP_BYTES = 1 << 24
-"""Largest file of mapped names, in bytes."""
+MAX_NAME_MAP_BYTES = 1 << 24  # largest file of mapped names, in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,7 @@ RELU_LIMITS = {"relu": (0.0, np.inf), "relu6": (0.0, 6.0)}
 CLIP_TOLERANCE = float(np.finfo(np.float32).eps)
 """Excess of the integer range over a Clip's range that onnxruntime still fuses."""
 
-ROUNDING_SHARE = 1e-6
-"""Share of a range by which rounding a scale to float32 may widen it."""
+ROUNDING_SHARE = 1e-6  # share of a range by which rounding a scale to float32 may widen it
 
 
 def clip_limits(model: Model, parameters: Parameters, tensor: TensorRef) -> tuple[float, float] | None:
@@ -121,8 +120,7 @@ def _insert_pair_before_clip(
     state.record_change(index, why)
 
 
-MAX_EXCESS_STEPS = 0.5
-"""Steps by which a range may exceed a fixed one that still holds: rounding reaches that far."""
+MAX_EXCESS_STEPS = 0.5  # steps by which a range may exceed a fixed one that still holds: rounding reaches that far
 
 
 @dataclass(frozen=True, slots=True)

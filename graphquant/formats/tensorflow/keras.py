@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 MAX_CONFIG_BYTES: Final = 1 << 26
-MAX_EXPANSION: Final = 100
-"""Keras stores zip members uncompressed. A larger expansion indicates an attack on memory."""
-
+MAX_EXPANSION: Final = 100  # Keras stores zip members uncompressed. A larger expansion indicates an attack on memory.
 _CONFIG_FILE: Final = "config.json"
 _WEIGHTS_FILE: Final = "model.weights.h5"
 _CODE_CLASSES: Final = frozenset({"Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"})

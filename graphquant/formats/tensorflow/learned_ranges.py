@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 LEARNED_ATTR: Final = "_graphquant_learned"
 """The attribute that marks such a variable. Its value is True if gradients reach the variable."""
 
-INITIALIZER_OP: Final = "init_learned_ranges"
-"""The operation of a frozen graph that assigns all initial values."""
+INITIALIZER_OP: Final = "init_learned_ranges"  # the operation of a frozen graph that assigns all initial values
 
 
 _INVALID_NAME_CHARS: Final = re.compile(r"[^A-Za-z0-9_./-]")

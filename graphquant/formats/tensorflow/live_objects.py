@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Graph, Model
 
 
-_CALL_OP: Final = "StatefulPartitionedCall"
-"""The op of the main graph that calls the function."""
-
+_CALL_OP: Final = "StatefulPartitionedCall"  # the op of the main graph that calls the function
 _ESSENTIAL_KINDS: Final = frozenset({"constant", "variable", "input", "output", "stateful"})
 """Kinds that an op keeps even if no output depends on it."""
 
@@ -58,9 +56,7 @@ _UNUSED_ARGUMENT: Final = "___redundant_placeholder"
 _USER_NAME_ATTR: Final = "_user_specified_name"
 """The attribute of a function's argument with the caller's name for it; for captures it is a number."""
 
-_GRADIENT_ATTR: Final = "_gradient_op_type"
-"""The attribute of a node that names its registered gradient."""
-
+_GRADIENT_ATTR: Final = "_gradient_op_type"  # the attribute of a node that names its registered gradient
 _CALL_GRADIENT_PREFIX: Final = b"PartitionedCall-"
 """The prefix of the gradient that was registered when the function was traced. It belongs to the unedited function."""
 

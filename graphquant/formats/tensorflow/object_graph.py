@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from graphquant.formats.tensorflow.checkpoint import Checkpoint
 
 
-SAVED_GRAPH: Final = "@saved"
-"""The graph that calls the saved functions. No function's name contains "@"."""
-
-VARIABLE_VALUE: Final = "VARIABLE_VALUE"
-"""The attribute of an object with the variable's value."""
+SAVED_GRAPH: Final = "@saved"  # the graph that calls the saved functions. No function's name contains "@".
+VARIABLE_VALUE: Final = "VARIABLE_VALUE"  # the attribute of an object with the variable's value
 
 
 def add_saved_functions(model: Model, saved_objects: Any, variables: CheckpointVariables) -> None:
