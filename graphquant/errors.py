@@ -60,6 +60,10 @@ class FindingsError(GraphQuantError):
     exit_code: ClassVar[int] = 1
 
 
+class EmptyResultError(FindingsError):
+    """No tensor would be quantized. Nothing is written."""
+
+
 class InternalError(GraphQuantError):
     """An internal invariant of graphquant is broken. The message names the module that must be fixed."""
 

@@ -16,7 +16,14 @@ from graphquant.numerics import QParams
 from graphquant.quantize import TIED_INPUT_NOT_QUANTIZED, clip_limits, explain_scale, solve_scales
 from graphquant.quantize.rewrite import rewrite
 from graphquant.quantize.solver_state import format_values
-from graphquant.rules import RuleMatcher, RuleSet, name_matches
+from graphquant.rules import (
+    LIST_NAMES_HINT,
+    RuleMatcher,
+    RuleSet,
+    name_matches,
+    op_selector_names,
+    removed_name_hint,
+)
 from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
@@ -88,11 +95,8 @@ class ExplanationReport:
     omitted_reason: str = ""
 
 
-NAME_HINT = " `graphquant plan` prints the names of those that rules match; a tensor is OP:0."
-
-
 def explain_uses(
-    matcher: RuleMatcher, plan: Plan, name: str, solution: Solution | None = None
+    matcher: RuleMatcher, plan: Plan, name: str, solution: Solution | None = None, source: Model | None = None
 ) -> tuple[Explanation, ...]:
     """Explain every use of the tensor `name`, or of the inputs and outputs of the op `name`.
 
@@ -101,6 +105,7 @@ def explain_uses(
         plan: Their plan.
         name: The name.
         solution: Its scales, which are explained too; None without scales.
+        source: The model before preparation, if that differs.
 
     Raises:
         UsageError: No float tensor or op has this name.
@@ -117,7 +122,7 @@ def explain_uses(
         outcome_text = f"quantized to {site.scheme.type.name} {site.scheme.zero} per {site.scheme.per}{tie_note}"
         outcomes.update({(site.tensor, use): (site.rule, outcome_text) for use in site.uses})
     explanations = []
-    for tensor, use, requested_op in uses_by_name(matcher, name, matcher.labels):
+    for tensor, use, requested_op in uses_by_name(matcher, name, matcher.labels, source):
         site_index = site_indices.get((tensor, use))
         plan_outcome = outcomes.get((tensor, use))
         winner, outcome = plan_outcome or _outcome_without_plan(matcher, tensor, use)
@@ -146,7 +151,10 @@ def _outcome_without_plan(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> 
 
 
 def uses_by_name(
-    matcher: RuleMatcher, name: str, tensor_names: Callable[[TensorRef], tuple[str, ...]]
+    matcher: RuleMatcher,
+    name: str,
+    tensor_names: Callable[[TensorRef], tuple[str, ...]],
+    source: Model | None = None,
 ) -> Iterator[tuple[TensorRef, Use, tuple[str, str]]]:
     """Uses of the tensor or op `name`, each with the requested op, which produces or reads it.
 
@@ -154,20 +162,23 @@ def uses_by_name(
         matcher: Matcher that knows the tensors of the model.
         name: A name, a glob, or a regex between slashes.
         tensor_names: Names of a tensor.
+        source: The model before preparation, if that differs.
 
     Raises:
         UsageError: No float tensor or op has this name.
     """
     no_match = True
     for tensor, uses in matcher.tensors():
-        names_producer = name_matches(name, *tensor_names(tensor))
+        names_producer = name_matches(name, *tensor_names(tensor), *op_selector_names(tensor.graph, tensor.op))
         for use in uses:
-            if names_producer or name_matches(name, use.op, str(use)):
+            if names_producer or name_matches(name, *op_selector_names(use.graph, use.op), str(use)):
                 no_match = False
                 yield tensor, use, (tensor.graph, tensor.op) if names_producer else (use.graph, use.op)
     if no_match:
         labels = matcher.all_labels()
-        hint = " It has no float tensors." if name in labels else did_you_mean(name, labels) or NAME_HINT
+        hint = " It has no float tensors." if name in labels else ""
+        hint = hint or ("" if source is None else removed_name_hint(source, matcher.model, name))
+        hint = hint or did_you_mean(name, labels) or f"{LIST_NAMES_HINT} A tensor is OP:0."
         raise UsageError(f"No float tensor or op is called {name!r}.{hint}")
 
 

@@ -204,7 +204,7 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
         type=op.type,
         tensor=tensor,
         consumers=len(graph.consumers(TensorRef(graph.name, op.name))),
-        params=None if family is None else family.read_params(graph, op, parameters),
+        params=None if family is None else family.read_restricted_params(graph, op, parameters),
         rule=op.rule,
         rounding="" if family is None else family.rounding_mode_of(op),
         learned=any(

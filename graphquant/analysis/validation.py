@@ -19,7 +19,7 @@ from graphquant.ir import count_macs, qualified_op_name, unsized_tensors
 from graphquant.utils import stage_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures
     from graphquant.analysis.site_errors import ComparedSites
@@ -298,7 +298,11 @@ def validate_model(
         float_failed = False
         sites = match_sites(source, quantized) if include_sites else None
         comparison = _compare_on_samples(source, quantized, sites, runner, batches, labels, progress)
-        quantized_macs, total_macs = (0, 0) if sites is None else _count_macs(source, sites, runner, batches, labels)
+        quantized_macs, total_macs = (
+            (0, 0)
+            if sites is None
+            else count_quantized_macs(source, quantized, sites, measure_tensor_sizes(source, batches, runner, labels))
+        )
     except (MissingDependencyError, ModelError) as error:
         return Validation(
             comparison=None,
@@ -407,9 +411,16 @@ def _compare_on_samples(
     )
 
 
-def _count_macs(source: Model, sites: ComparedSites, runner: Runner, batches: Dataset, labels: str) -> tuple[int, int]:
-    """Return the multiply-adds per sample with quantized inputs, and all of them."""
-    counts = count_macs(source, measure_tensor_sizes(source, batches, runner, labels))
+def count_quantized_macs(
+    source: Model,
+    quantized: Model,
+    sites: ComparedSites | None = None,
+    sizes: Mapping[TensorRef, int] | None = None,
+) -> tuple[int, int]:
+    """Return the multiply-adds per sample with quantized inputs, and all; zeros if `sizes` lacks unknown sizes."""
+    if sizes is None and unsized_tensors(source):
+        return 0, 0
+    counts, sites = count_macs(source, sizes), sites or match_sites(source, quantized)
     quantized_ops = {(op_coverage.graph, op_coverage.op) for op_coverage in sites.coverage if op_coverage.quantized}
     return sum(count for op_id, count in counts.items() if op_id in quantized_ops), sum(counts.values())
 

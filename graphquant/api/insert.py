@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__, formats
 from graphquant.analysis.range_report import activation_sqnr
-from graphquant.analysis.validation import Bounds, require_usable, validate_model
+from graphquant.analysis.validation import Bounds, count_quantized_macs, require_usable, validate_model
 from graphquant.api.calibrate import calibrate_command_line, check_samples, resolve_stats, run_calibration
 from graphquant.api.models import as_model, save
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats, sites_needing_data
 from graphquant.calibration.holdout import CalibrationData, open_required_labels
-from graphquant.errors import NeedsDataError, UsageError
+from graphquant.errors import EmptyResultError, NeedsDataError, UsageError
+from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.optimize import (
     Objective,
     attach_sensitivity,
@@ -72,8 +74,8 @@ class Result(HtmlRepresentation):
         algorithm_results: Changes by optimization algorithms, and ops that they skipped, with the reason.
         search: Result of the search, or None without bounds, a size budget or optimized latency.
         validation: Errors of the quantized model on the hold-out, or None without data.
-        data_findings: Likely mistakes in the data.
         unjudged_reason: Reason why it is unknown whether the runtime accepts the model, or "".
+        data_findings: Likely mistakes in the data.
     """
 
     model: Model
@@ -109,6 +111,21 @@ class Result(HtmlRepresentation):
         """Estimated SQNR of the quantized activations, lowest first."""
         return activation_sqnr(self.inserted, self.stats.sketches if self.stats is not None else {})
 
+    @property
+    def already_quantized(self) -> bool:
+        """True if the model was quantized before, and stays unchanged."""
+        graphs = (self.source.graphs[name] for name in self.source.reachable_graphs())
+        kinds = {op.kind for graph in graphs for op in graph.ops()} if not self.inserted else set()
+        return not kinds.isdisjoint(QUANTIZATION_KINDS | {"integer"})
+
+    @property
+    def quantized_share(self) -> float | None:
+        """Share of multiply-adds whose inputs are all quantized; None if the sizes of some are unknown without data."""
+        if self.validation is not None and self.validation.total_macs:
+            return self.validation.quantized_share
+        quantized, total = count_quantized_macs(self.source, self.model)
+        return quantized / total if total else None
+
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the quantized model and return its path; see `save`."""
         return save(self.model, path, force=force)
@@ -140,6 +157,7 @@ def insert(
         FindingsError: The runtime cannot load the quantized model, or its outputs have new NaN or infinite values.
         ModelError: The model cannot be read, prepared or rewritten.
         RuleError: A rule file has mistakes.
+        EmptyResultError: No tensor would be quantized, also because no plan meets the bounds. `allow_empty` accepts it.
         UsageError: An option is invalid, a pattern matches nothing, or the size budget cannot be met.
     """
     settings = resolve_options(InsertOptions, options, values)
@@ -168,8 +186,28 @@ def insert(
     )
     built, trace = search_plan(source, precalibration.model, precalibration.plan, build, objective, data, progress)
     result = _make_result(source, precalibration, data, stats, settings, objective, transfer, built, trace, progress)
-    return replace(result, data_findings=findings)
     result = replace(result, data_findings=findings)
+    if not (result.inserted or settings.allow_empty or result.already_quantized):
+        raise EmptyResultError(_empty_result_message(result))
+    return result
+
+
+REASONS_LISTED = 3  # skip reasons in the message about an empty result
+
+
+def _empty_result_message(result: Result) -> str:
+    """Return the reason why no tensor is quantized, and the remedy."""
+    name, trace = str(result.source.path or "the model"), result.search
+    accept = "--allow-empty (allow_empty=True in Python) accepts the float model."
+    if trace is not None and (trace.missed_bounds or trace.float_reason):
+        reason = f": {'; '.join(trace.missed_bounds)}" if trace.missed_bounds else f": {trace.float_reason}"
+        return f"No plan that quantizes a tensor of {name} reaches the goal{reason}. Change the goal; {accept}"
+    reasons = Counter(skip.reason for skip in result.skips).most_common(REASONS_LISTED)
+    listed = "; ".join(f"{reason} ({count})" for reason, count in reasons) or "no rule matches a tensor of it"
+    return (
+        f"No tensor of {name} would be quantized: {listed}. Use other rules, --include or --exclude; `graphquant"
+        f" explain MODEL TENSOR` gives the reason for each rule. {accept}"
+    )
 
 
 def _apply_tflite_ranges(prepared: Model, plan: Plan, settings: InsertOptions) -> tuple[Plan, RangeTransfer | None]:

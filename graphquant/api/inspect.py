@@ -70,7 +70,7 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
     else:
         prepared, plan = plan_with_rules(model, ruleset, select_sites(model))
     solution = _solve_with_data(model, prepared, plan, settings) if has_data else None
-    uses = explain_uses(RuleMatcher(prepared, ruleset), plan, name, solution)
+    uses = explain_uses(RuleMatcher(prepared, ruleset), plan, name, solution, model)
     verdicts = predict_verdicts(prepared, backend, uses, plan, solution) if backend else ()
     return ExplanationReport(
         uses=uses,

@@ -83,7 +83,7 @@ def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) ->
             " Save the model again with tf.saved_model.save(..., signatures=...)."
         )
     prepared, steps = prepare(model, ruleset.prepare)
-    plan = make_plan(prepared, ruleset, selection, steps=steps, source_digest=model.digest)
+    plan = make_plan(prepared, ruleset, selection, steps=steps, source=model)
     required_opset = _required_opset(prepared, plan) if plan.sites else 0
     if model.opset and model.opset < required_opset:
         # The upgrade may change the ops that the steps match, so the model is prepared again from its source.
@@ -96,7 +96,7 @@ def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) ->
             undo={"from": model.opset, "to": required_opset, "message": module.encode_skeleton(model)},
         )
         prepared, steps = prepare(module.upgrade_opset(model, required_opset), ruleset.prepare)
-        plan = make_plan(prepared, ruleset, selection, steps=(step, *steps), source_digest=model.digest)
+        plan = make_plan(prepared, ruleset, selection, steps=(step, *steps), source=model)
     skipped_steps = [
         Skip(tensor=skipped.tensor, uses=(), rule=skipped.step, reason=skipped.reason, code=SkipCode.PREPARATION)
         for skipped in find_skipped_steps(prepared, ruleset.prepare)

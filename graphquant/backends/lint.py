@@ -11,7 +11,7 @@ import numpy as np
 from graphquant.backends.findings import FindingLevel, LintFinding, RejectedModelError, Verdict
 from graphquant.backends.requirements import QuantizationReader, QuantizedInput, same_quantization
 from graphquant.errors import DataError
-from graphquant.ir import DATA_MOVEMENT_KINDS, QUANTIZATION_KINDS, WEIGHTED_KINDS, TensorRef
+from graphquant.ir import DATA_MOVEMENT_KINDS, QUANTIZATION_KINDS, WEIGHTED_KINDS, TensorRef, channel_axis
 from graphquant.numerics import SMALLEST_SCALE, IntType
 from graphquant.quantize import clip_limits, saturates_like_clip
 
@@ -319,17 +319,19 @@ def _check_weight_scales(context: LintContext, graph: Graph, op: Op) -> Iterator
         params = side.params
         if side.role != "weight" or params is None or not side.parameter or params.block is not None:
             continue
-        if params.axis is not None and params.axis != op.channel_axis:
+        shape = context.quantizations.parameters.shape(side.source)
+        axis = op.channel_axis if shape is None else channel_axis(op, shape)
+        if params.axis is not None and axis is not None and axis >= 0 and params.axis != axis:
             message = f"its weight {side.source} has scales along axis {params.axis}, but its output channels are axis"
-            yield "GQ111", f"{message} {op.channel_axis}", f"use axis {op.channel_axis}"
+            yield "GQ111", f"{message} {axis}", f"use axis {axis}"
         elif params.axis is None:
             yield from _check_narrow_channels(context, op, side, params)
 
 
 def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, params: QParams) -> Iterator[Problem]:
     value = context.quantizations.parameters.value(side.source)
-    axis = op.channel_axis or 0
-    if value is None or value.ndim <= axis or not value.size:
+    axis = None if value is None else channel_axis(op, value.shape)
+    if value is None or axis is None or not value.size:
         return
     reduced_axes = tuple(dimension for dimension in range(value.ndim) if dimension != axis)
     steps = np.ptp(value.astype(np.float64), axis=reduced_axes)

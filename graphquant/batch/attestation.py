@@ -135,7 +135,9 @@ def verify_outputs(
             replace(
                 entry,
                 output=str(Path(temp_folder, str(number), Path(entry.output).name)),
-                gates=replace(entry.gates, max_size=None, check=None),  # those that remain steer the search
+                gates=replace(
+                    entry.gates, min_quantized=None, max_size=None, check=None
+                ),  # those that remain steer the search
             )
             for number, entry in enumerate(entries)
         ]

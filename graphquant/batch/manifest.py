@@ -70,12 +70,16 @@ TEMPLATE_KEYS = ("data", *_FILE_OPTIONS, "output")  # keys that may contain plac
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
-def load_entries(patterns: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> list[Entry]:
+def load_entries(
+    patterns: Sequence[str] = (), overrides: Mapping[str, Any] | None = None, *, allow_code: bool = False
+) -> list[Entry]:
     """Load the entries of a batch, in the order of the manifest; those of a glob sorted by path.
 
     Args:
         patterns: Paths and globs, or the path of one manifest; empty for the manifest of the current folder.
         overrides: Settings of the command line, by key of `EntrySettings`; they override the manifest.
+        allow_code: True if the data of the manifest may be Python code, which is executed. A manifest cannot allow it
+            itself, because it may come from a stranger.
 
     Raises:
         ManifestError: The manifest has mistakes; the message lists all of them.
@@ -94,13 +98,13 @@ def load_entries(patterns: Sequence[str] = (), overrides: Mapping[str, Any] | No
             raise UsageError("\n".join(sentence for _, sentence in mistakes))
         tables = {index: ModelTable(path=(name,)) for index, name in enumerate(table.path)}
         request = BatchRequest(tables=tables, overrides=overridden)
-    return _request_entries(request)
+    return _request_entries(request, allow_code=allow_code or "data" in overridden)
 
 
-def _request_entries(request: BatchRequest) -> list[Entry]:
+def _request_entries(request: BatchRequest, *, allow_code: bool) -> list[Entry]:
     mistakes = list(request.mistakes)
     selected = [model for model in _select_models(request, mistakes) if model.index not in request.ambiguous]
-    checks = _FileChecks()
+    checks = _FileChecks(allow_code=allow_code)
     for index in request.tables:
         mistakes += _entry_mistakes(request, index, checks)
     entries = [(model, _build_entry(request, model, checks, mistakes)) for model in selected]
@@ -161,7 +165,8 @@ def _matching_models(
 class _FileChecks:
     """Cached checks of rule files and data, and the errors in rule files. Each check returns a mistake, or ""."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, allow_code: bool) -> None:
+        self._allow_code = allow_code
         self.failures: dict[str, None] = {}
         self.rules, self.data = cache(self._check_rules), cache(self._check_data)
 
@@ -174,12 +179,16 @@ class _FileChecks:
             return str(error)
         return ""
 
-    @staticmethod
-    def _check_data(spec: str) -> str:
+    def _check_data(self, spec: str) -> str:
         try:
-            parse_data_spec(spec)
+            source = parse_data_spec(spec)
         except DataError as error:
             return str(error)
+        if source.kind == "function" and not self._allow_code:
+            return (
+                f"the data {spec} is Python code, which graphquant would execute. If you trust the manifest, pass"
+                " --allow-code on the command line."
+            )
         return ""
 
 
@@ -261,7 +270,9 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
 
 def _build_gates(entry_settings: Mapping[str, Any]) -> Gates:
     check = entry_settings.get("check", False)
-    bounds = {name: entry_settings[name] for name in (*METRIC_GATES, "max_size") if name in entry_settings}
+    bounds = {
+        name: entry_settings[name] for name in (*METRIC_GATES, "min_quantized", "max_size") if name in entry_settings
+    }
     return Gates(**bounds, check=check if isinstance(check, str) else "" if check else None)
 
 

@@ -212,7 +212,7 @@ def manifest_schema() -> dict[str, Any]:
                 "description": entries[name].pop("description"),
                 "anyOf": [entries[name]["items"], entries[name]],
             }
-        for name in ("min_agreement", "max_accuracy_drop"):
+        for name in ("min_agreement", "max_accuracy_drop", "min_quantized"):
             entries[name] = {
                 "description": entries[name]["description"],
                 "anyOf": [

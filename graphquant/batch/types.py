@@ -21,10 +21,11 @@ MAX_REPORT_BYTES = 1 << 30  # maximum size of a report file
 Level = Literal["error", "warning", "note"]
 """Severity of a finding or change. It repeats `graphquant.backends`, whose import is slow."""
 
-Status = Literal["done", "unchanged", "failed", "gate", "timeout", "crashed", "memory", "skipped"]
+Status = Literal["done", "unchanged", "failed", "empty", "gate", "timeout", "crashed", "memory", "skipped"]
 """Status of an outcome.
 
-done: created now. unchanged: present already. failed: ended with an error. gate: created, and a gate is missed.
+done: created now. unchanged: present already. failed: ended with an error. empty: no tensor
+would be quantized, so nothing was written. gate: created, and a gate is missed.
 timeout, crashed, memory: ended by the time limit, by its death, by the memory limit. skipped: not started, because the
 batch was stopped or the model belongs to another shard.
 """
@@ -54,6 +55,7 @@ class Gates(_Record):
         min_sqnr: Of the worst output, dB.
         min_agreement: Of the worst output, a share.
         max_accuracy_drop: Loss against the float model, a share; the data must have labels.
+        min_quantized: Multiply-adds with quantized inputs, a share.
         max_size: Bytes of the output.
         check: Backend whose check must have no findings, "" for the check without a backend, None for no check.
     """
@@ -61,6 +63,7 @@ class Gates(_Record):
     min_sqnr: float | None = None
     min_agreement: float | None = None
     max_accuracy_drop: float | None = None
+    min_quantized: float | None = None
     max_size: int | None = None
     check: str | None = None
 
@@ -99,6 +102,7 @@ class Entry(_Record):
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     float_weights: bool = False
+    allow_empty: bool = False
     requantize: bool = False
     algorithms: tuple[str, ...] = ()
     ranges: str | None = None
@@ -233,6 +237,7 @@ class Outcome(_Record):
         skips: Reasons for skips, with their counts.
         int8_ops: Number of int8 ops, and of all ops that compute, predicted by `check` for the gate's backend or
             onnxruntime; None without a prediction.
+        quantized_share: Share of multiply-adds whose inputs are all quantized, None if unknown.
         metrics: Difference from the float model, None if not measured.
         data_warnings: Likely mistakes in the calibration data.
         versions: Versions of graphquant and of the packages that it ran on.
@@ -254,6 +259,7 @@ class Outcome(_Record):
     sites: int = 0
     skips: dict[str, int] = field(default_factory=dict)
     int8_ops: tuple[int, int] | None = None
+    quantized_share: float | None = None
     metrics: OutcomeMetrics | None = None
     data_warnings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)

@@ -22,10 +22,10 @@ from graphquant.batch.types import (
     OutcomeMetrics,
     Problem,
 )
-from graphquant.errors import GraphQuantError, InternalError, UsageError
+from graphquant.errors import EmptyResultError, GraphQuantError, InternalError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from graphquant.api import Result
     from graphquant.batch.types import Entry, Gates, Status
@@ -61,10 +61,9 @@ def outcome_metrics(result: Result) -> OutcomeMetrics | None:
     )
 
 
-def gate_misses(
-    gates: Gates, metrics: OutcomeMetrics | None, size: int, findings: Sequence[BatchFinding]
-) -> tuple[GateMiss, ...]:
-    """Return the gates that are missed or cannot be checked; `metrics` is None without data, `size` is in bytes."""
+def gate_misses(gates: Gates, outcome: Outcome) -> tuple[GateMiss, ...]:
+    """Return the gates that an outcome misses, or that cannot be checked."""
+    metrics, size, findings, share = outcome.metrics, outcome.size_after or 0, outcome.findings, outcome.quantized_share
     messages: dict[str, str] = {}
     for gate in METRIC_GATES:
         bound = getattr(gates, gate)
@@ -72,6 +71,11 @@ def gate_misses(
             messages[gate] = "there is no data to measure it"
         elif bound is not None and metrics is not None:
             messages[gate] = metrics.problem or _metric_miss(gate, bound, metrics)
+    if gates.min_quantized is not None and (share is None or share < gates.min_quantized):
+        reached = "an unknown share" if share is None else f"{share:.2%}"
+        messages["min_quantized"] = (
+            f"{reached} of the multiply-adds have quantized inputs; the bound is {gates.min_quantized:.2%}"
+        )
     if gates.max_size is not None and size > gates.max_size:
         messages["max_size"] = f"the output has {size} bytes, and the limit is {gates.max_size}"
     if gates.check is not None and findings:
@@ -122,6 +126,8 @@ def _run_safely(process: Callable[[Entry], Outcome], entry: Entry) -> Outcome:
     """Return the outcome of `process`, or a failure outcome for its error."""
     try:
         return process(entry)
+    except EmptyResultError as error:
+        return failed_outcome(entry, type(error).__name__, str(error), error.exit_code, "empty")
     except GraphQuantError as error:
         return failed_outcome(entry, type(error).__name__, str(error), error.exit_code)
     except OSError as error:
@@ -147,7 +153,7 @@ def failed_outcome(entry: Entry, kind: str, message: str, exit_code: int = 1, st
 
 def apply_gates(entry: Entry, outcome: Outcome, status: Status) -> Outcome:
     """Return an outcome with the entry's gates checked."""
-    missed_gates = gate_misses(entry.gates, outcome.metrics, outcome.size_after or 0, outcome.findings)
+    missed_gates = gate_misses(entry.gates, outcome)
     renamed = replace(outcome, name=entry.name, model=entry.model, output=entry.output)
     return replace(renamed, status="gate" if missed_gates else status, misses=missed_gates, problem=None)
 
@@ -190,6 +196,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
         sites=len(result.inserted),
         skips=dict(sorted(Counter(skip.reason for skip in result.skips).items())),
         int8_ops=int8_ops,
+        quantized_share=result.quantized_share,
         metrics=outcome_metrics(result),
         data_warnings=tuple(f"warning: {finding.message}" for finding in result.data_findings),
         versions=package_versions(),

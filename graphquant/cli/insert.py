@@ -59,7 +59,8 @@ def insert_command(
     with progress_bar() as progress:
         result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
     _write_and_print(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
-    _exit_with_result(result, "Nothing was written." if dry_run else f"{target} was written.", strict=strict)
+    note = "Nothing was written." if dry_run else f"{target} was written."
+    _exit_with_result(result, settings, note, strict=strict)
 
 
 def _check_combinations(settings: InsertOptions, *, strict: bool) -> None:
@@ -143,12 +144,19 @@ def _write_and_print(
         )
 
 
-def _exit_with_result(result: Result, written_note: str, *, strict: bool) -> None:
-    """Fail if the validation or the search missed a bound, or with `strict` if it is inconclusive."""
+def _exit_with_result(result: Result, settings: InsertOptions, written_note: str, *, strict: bool) -> None:
+    """Fail if the validation, the quantized share or the search missed a bound, or with `strict` is inconclusive."""
     search = result.search
     validation = result.validation or (search.search_validation if search is not None else None)
     if validation is not None and validation.failures and (strict or validation.bounds):
         raise FindingsError(f"The validation failed: {'; '.join(validation.failures)}. {written_note}")
+    minimum = settings.min_quantized
+    share = None if minimum is None else result.quantized_share
+    if minimum is not None and (share is None or share < minimum):
+        reached = "an unknown share" if share is None else f"{share:.2%}"
+        raise FindingsError(
+            f"{reached} of the multiply-adds have quantized inputs, and the bound is {minimum:.2%}. {written_note}"
+        )
     if search is not None and not (search.bounds_met if strict else search.confirmed):
         message = "; ".join(search.failures or search.caveats)
         raise FindingsError(f"The search did not confirm the bounds: {message}. {written_note}")
@@ -163,7 +171,7 @@ def _exit_with_result(result: Result, written_note: str, *, strict: bool) -> Non
     "original",
     type=click.Path(path_type=Path),
     metavar="ORIGINAL",
-    help="Verify that the result equals this model.",
+    help="Verify that the result equals this model. Nothing is written if it differs.",
 )
 @options_of(ReadOptions)
 @FORCE

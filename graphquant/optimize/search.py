@@ -131,6 +131,7 @@ class SearchTrace:
         rules_ratio: Time of the plan of the rules relative to float.
         outcome_ratio: Time of the quantized model relative to float.
         float_reason: Reason why nothing is quantized, or "".
+        missed_bounds: If the chosen plan quantizes nothing, the bounds that the best other plan misses.
     """
 
     minimize: str
@@ -154,6 +155,7 @@ class SearchTrace:
     rules_ratio: TimeRatio | None = None
     outcome_ratio: TimeRatio | None = None
     float_reason: str = ""
+    missed_bounds: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -407,11 +409,14 @@ class _SearchStages:
         fixed_sites = [index for index, site in enumerate(plan.sites) if site.uses[0] in trace.sized_weights]
         groups = make_scale_groups(self.prepared, plan, sorted(errors), errors, fixed_sites)
         drafts = _CandidatePlans(plan, candidate_plans, groups, errors, bounds)
-        validations = {(0,) * len(groups): rules_validation}
+        rules_selection: Selection = (0,) * len(groups)
+        validations, quantizing = {rules_selection: rules_validation}, {rules_selection}
 
         def measure(selection: Selection) -> PlanQuality:
             if selection not in validations:
-                validations[selection] = self._validate(self.build(drafts.build_plan(selection)).model)
+                built = self.build(drafts.build_plan(selection))
+                validations[selection] = self._validate(built.model)
+                quantizing.update([selection] if built.insertions else [])
             validation = validations[selection]
             return PlanQuality(met=validation.confirmed, sqnr=_worst_confirmed_sqnr(validation))
 
@@ -429,6 +434,7 @@ class _SearchStages:
             progress=stage_progress(self.progress, "searching"),
         )
         changed = drafts.changed_candidates(result.selection)
+        best = max((validations[selection] for selection in quantizing), key=_worst_confirmed_sqnr)
         quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
         validation_runs = 2 * len(validations) * search_set.samples().count / len(errors)
         trace = trace.with_candidates({plan.sites[i].tensor: name for i, name in changed.items()})
@@ -440,6 +446,7 @@ class _SearchStages:
         return replace(
             trace,
             plan=drafts.build_plan(result.selection),
+            missed_bounds=() if result.selection in quantizing else best.failures or best.caveats,
             float_tensors={**trace.float_tensors, **sensitivities},
             interrupted=trace.interrupted or result.interrupted,
             plans=result.plans,

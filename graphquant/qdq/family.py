@@ -182,6 +182,10 @@ class QDQFamily(ABC):
     def read_params(self, graph: Graph, op: Op, parameters: Parameters) -> QParams | DynamicQParams | None:
         """Return the quantization of an op of `op_types` from its parameters; None if they are unknown."""
 
+    def read_restricted_params(self, graph: Graph, op: Op, parameters: Parameters) -> QParams | DynamicQParams | None:
+        """Return the quantization of an op with the type to which its values are restricted, if that is narrower."""
+        return self.read_params(graph, op, parameters)
+
     def rounding_mode_of(self, _op: Op) -> RoundingMode:
         """Return the rounding of such an op."""
         return "half-even"

@@ -8,6 +8,7 @@ implement, all other types are in its own domain, and these two are not supporte
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from graphquant.numerics import (
+    MIN_BITS,
     Array,
     FloatType,
     IntType,
@@ -183,6 +185,50 @@ class OnnxFamily(QDQFamily):
         fits = scale.ndim == 1 if block <= 0 else scale.ndim == rank and 0 <= axis < rank
         return qparams_from_scale(scale, zeros, dtype, axis=axis, block=block if block > 0 else None) if fits else None
 
+    def read_restricted_params(self, graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
+        """Return the params with the type whose values Max and Min, or the name of stored integers, restrict them to.
+
+        A type of 5 bits is written with the container int8, so `read_params` returns int8.
+        """
+        params, data = self.read_params(graph, op, parameters), next(iter(graph.slots(op.name)), None)
+        if params is None or data is None or not isinstance(params.type, IntType) or params.block is not None:
+            return params
+        source = graph.graphs[data.graph].op(data.op)
+        if source.kind == "constant" and op.kind == "dequantize":
+            return _restrict_stored(params, source.name.rpartition("/")[2])
+        if source.kind == "quantize":
+            return self.read_restricted_params(graph.graphs[data.graph], source, parameters)
+        limits = dict(zip(("max", "min"), params.type.limits(), strict=True))
+        for _ in limits:
+            home_graph, source = graph.graphs[data.graph], graph.graphs[data.graph].op(data.op)
+            operands = [tensor for tensor in home_graph.slots(source.name) if tensor is not None]
+            bound = parameters.value(operands[1]) if source.kind in limits and len(operands) == len(limits) else None
+            if bound is None or bound.size not in {1, params.scale.size}:
+                break
+            levels = np.unique(np.rint(bound.reshape(-1) / params.scale.reshape(-1)) + params.zero_point.reshape(-1))
+            limits[source.kind], data = int(levels[0]) if levels.size == 1 else limits[source.kind], operands[0]
+        return _restrict(params, (limits["max"], limits["min"]))
+
+
+def _restrict_stored(params: QParams, type_name: str) -> QParams:
+    """Return the params of a stored weight with the type that its name ends with, if that has the same container."""
+    try:
+        dtype = IntType.parse(type_name)
+    except ValueError:
+        return params
+    is_narrower = isinstance(params.type, IntType) and dtype.container == params.type.name
+    return replace(params, type=dtype) if is_narrower else params
+
+
+def _restrict(params: QParams, limits: tuple[int, int]) -> QParams:
+    """Return the params with the integer type that has these limits, or unchanged if there is none."""
+    for bits in range(MIN_BITS, params.type.bits):
+        dtype = IntType(bits, signed=params.type.signed)
+        for narrow in (False, True):
+            if dtype.limits(narrow=narrow) == limits:
+                return replace(params, type=dtype, narrow=narrow and dtype.signed)
+    return params
+
 
 def _add_site_constant(graph: Graph, site: QDQSite, suffix: str, value: Array) -> TensorRef:
     return add_constant(graph, f"{site.name}/{suffix}", value, op_type="Constant", rule=site.rule)
@@ -199,7 +245,7 @@ def _new_integer_constant(
 
     return new_op(
         graph,
-        f"{site.name}/{integer_dtype.name}",
+        f"{site.name}/{params.type.name}",
         integer_dtype.name,
         site.shape,
         kind="constant",

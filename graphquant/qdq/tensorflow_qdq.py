@@ -255,7 +255,9 @@ class FakeQuantFamily(TensorFlowFamily):
             return None
         dtype = IntType(bits, signed=True)
         qmin, _ = dtype.limits(narrow=narrow)
-        shape = graph.output(TensorRef(graph.name, op.name)).shape
+        # The op itself often has no static shape in a file; a weight that it reads has one.
+        data = next(iter(graph.slots(op.name)), None)
+        shape = graph.output(TensorRef(graph.name, op.name)).shape or (data and parameters.shape(data))
         axis = None if nudged.scale.ndim == 0 else (len(shape) - 1 if shape else 0)
         return qparams_from_scale(nudged.scale, nudged.zero_point - narrow + qmin, dtype, narrow=narrow, axis=axis)
 

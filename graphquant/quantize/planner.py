@@ -32,7 +32,15 @@ from graphquant.ir import (
 )
 from graphquant.qdq import FAMILIES, QDQFamily
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
-from graphquant.rules import RuleMatch, RuleMatcher, Scheme, name_matches
+from graphquant.rules import (
+    LIST_NAMES_HINT,
+    RuleMatch,
+    RuleMatcher,
+    Scheme,
+    name_matches,
+    op_selector_names,
+    removed_name_hint,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -220,7 +228,7 @@ class SiteSelection:
 
 @paused_gc()
 def make_plan(
-    model: Model, ruleset: RuleSet, options: SiteSelection, *, steps: Sequence[Step] = (), source_digest: str = ""
+    model: Model, ruleset: RuleSet, options: SiteSelection, *, steps: Sequence[Step] = (), source: Model | None = None
 ) -> Plan:
     """Make the plan of `ruleset` for `model`.
 
@@ -229,13 +237,13 @@ def make_plan(
         ruleset: The rules. The first match wins.
         options: Options of the caller.
         steps: The preparation steps that were applied.
-        source_digest: Digest of the model before preparation.
+        source: The model before preparation, if that differs.
 
     Raises:
         UsageError: A name selector, include or exclude pattern matches nothing.
     """
     matcher = RuleMatcher(model, ruleset)
-    _check_name_patterns(matcher, options)
+    _check_name_patterns(matcher, options, source)
     builder = _PlanBuilder(matcher, options)
     for match in matcher.matches():
         builder.add_match(match)
@@ -244,7 +252,7 @@ def make_plan(
     sites = builder.build_sites()
     return Plan(
         format=model.format,
-        model=source_digest or model.digest,
+        model=(source or model).digest,
         prepared=model.digest,
         rules=ruleset.files,
         steps=tuple(steps),
@@ -489,7 +497,12 @@ class _PlanBuilder:
         computes_weight = not forwards and parameters.is_parameter(TensorRef(use.graph, use.op))
         if computes_weight and not (rule.producer.name or rule.consumer.name):
             return SkipCode.WEIGHT, COMPUTES_WEIGHT
-        labels = (use.op, *self.matcher.labels(match.tensor))
+        # The name of an op means each of its outputs.
+        labels = (
+            *op_selector_names(use.graph, use.op),
+            *op_selector_names(match.tensor.graph, match.tensor.op),
+            *self.matcher.labels(match.tensor),
+        )
         if self.options.include and not any(name_matches(pattern, *labels) for pattern in self.options.include):
             return SkipCode.SELECTION, "--include matches neither it nor its consumer"
         excluded = next((pattern for pattern in self.options.exclude if name_matches(pattern, *labels)), None)
@@ -546,12 +559,13 @@ def _insertion_graph(match: RuleMatch) -> str:
     return match.use.graph if match.rule.rule.insert_in == "body" else match.tensor.graph
 
 
-def _check_name_patterns(matcher: RuleMatcher, options: SiteSelection) -> None:
+def _check_name_patterns(matcher: RuleMatcher, options: SiteSelection, source: Model | None) -> None:
     labels = matcher.all_labels() if options.include or options.exclude else []
     for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
         for pattern in patterns:
             if not any(name_matches(pattern, label) for label in labels):
+                hint = "" if source is None else removed_name_hint(source, matcher.model, pattern)
                 raise UsageError(
                     f"{option} {pattern!r} matches no op or tensor of the model."
-                    f"{did_you_mean(pattern, labels) or ' List the names with: graphquant inspect MODEL.'}"
+                    f"{hint or did_you_mean(pattern, labels) or LIST_NAMES_HINT}"
                 )

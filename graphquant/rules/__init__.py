@@ -2,7 +2,15 @@
 
 from graphquant.rules.json_schema import rule_file_schema
 from graphquant.rules.load import find_rule_file, load_ruleset, rebase_rule_paths, shipped_rule_files
-from graphquant.rules.matcher import RuleMatch, RuleMatcher, RuleMiss, name_matches
+from graphquant.rules.matcher import (
+    LIST_NAMES_HINT,
+    RuleMatch,
+    RuleMatcher,
+    RuleMiss,
+    name_matches,
+    op_selector_names,
+    removed_name_hint,
+)
 from graphquant.rules.rule import ALGORITHM_NAMES, NEGATION, Rule, RuleSet, Selector
 from graphquant.rules.scheme import ObserverConfig, Scheme
 from graphquant.rules.toml_document import (
@@ -20,6 +28,7 @@ from graphquant.rules.toml_lines import KeyPath
 
 __all__ = [
     "ALGORITHM_NAMES",
+    "LIST_NAMES_HINT",
     "NEGATION",
     "DocumentKind",
     "KeyPath",
@@ -38,9 +47,11 @@ __all__ = [
     "load_ruleset",
     "mistakes_error",
     "name_matches",
+    "op_selector_names",
     "parse_document",
     "read_document",
     "rebase_rule_paths",
+    "removed_name_hint",
     "rule_file_schema",
     "shipped_rule_files",
     "table_keys",

@@ -71,6 +71,9 @@ def _ancestor_distances(neighbors: OpNeighbors, end: TensorRef) -> dict[tuple[st
 # Match names in rules, and check that they occur in the model.
 
 
+LIST_NAMES_HINT = " List the names with: graphquant inspect MODEL --format graph-json."
+
+
 def name_matches(pattern: str, *names: str) -> bool:
     """Return True if a name equals `pattern`, or matches it as a glob or `/regular expression/`."""
     regex = _compile_name_pattern(pattern)
@@ -87,6 +90,29 @@ def tensor_selector_names(model: Model, tensor: TensorRef) -> tuple[str, ...]:
     op = model.op(tensor)
     names = (op.outputs[tensor.port].name, f"{op.name}:{tensor.port}", str(tensor))
     return (*names, *op_selector_names(tensor.graph, op.name)) if tensor.port == 0 else names
+
+
+def removed_name_hint(source: Model, prepared: Model, pattern: str) -> str:
+    """Return a sentence on the op that took over what `pattern` matches in the source; "" if it matches nothing there.
+
+    Preparation removes ops, such as a BatchNorm that is folded, and replaces the weights that they change.
+    """
+    for name in source.reachable_graphs():
+        graph = source.graphs[name]
+        for op in graph.ops():
+            tensors = [TensorRef(name, op.name, port) for port in range(len(op.outputs))]
+            if not any(name_matches(pattern, *tensor_selector_names(source, tensor)) for tensor in tensors):
+                continue
+            readers = (
+                use.op for uses in graph.consumers_by_port(op.name).values() for use in uses if use.graph == name
+            )
+            path = [op.name] if op.kind not in {"constant", "input"} else [next(readers, op.name)]
+            while path[-1] not in prepared.graphs.get(name, ()) and (slots := graph.slots(path[-1])):
+                path.append(slots[0].op if slots[0] is not None and slots[0].op not in path else "")
+                if not path[-1]:
+                    return ""
+            return f" Preparation removes {op.name!r} and folds it into {path[-1]!r}. Use that name."
+    return ""
 
 
 def all_producer_names(model: Model) -> Iterator[str]:
@@ -119,7 +145,7 @@ def check_name_selectors(model: Model, ruleset: RuleSet, tensors: Callable[[], T
                 raise UsageError(
                     f"{rule.file}:{rule.line}: rule {rule.rule.name!r}: the {side} name {pattern!r} matches nothing"
                     " in the model."
-                    f"{did_you_mean(pattern, names) or ' List the names with: graphquant inspect MODEL.'}"
+                    f"{did_you_mean(pattern, names) or LIST_NAMES_HINT}"
                     " If it may be absent, set optional = true."
                 )
     for rule in required:

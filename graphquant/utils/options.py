@@ -155,6 +155,7 @@ class InsertOptions(PlanOptions):
         metavar="SIZE",
     )
     float_weights: bool = option(False, "Store weights as floats, followed by a complete QDQ pair.")
+    allow_empty: bool = option(False, "Accept a result in which no tensor is quantized. Without it, that is an error.")
     validate: bool = option(
         True,
         "Hold out samples from calibration and validate the quantized model on them.",
@@ -170,6 +171,11 @@ class InsertOptions(PlanOptions):
     max_accuracy_drop: Share | None = option(
         None,
         "Maximum loss of accuracy of each output: 0.005 or 0.5%. The data needs labels.",
+        metavar="SHARE",
+    )
+    min_quantized: Share | None = option(
+        None,
+        "Minimum share of multiply-adds whose inputs are all quantized: 0.9 or 90%. It does not steer the search.",
         metavar="SHARE",
     )
     optimize: Cost = option(

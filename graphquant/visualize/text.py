@@ -14,7 +14,6 @@ from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
 from graphquant.ir import qualified_op_name
 from graphquant.numerics import DynamicQParams
-from graphquant.quantize.planner import ALREADY_QUANTIZED
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.text import format_shape
 from graphquant.visualize.compare_report import data_warnings, search_view, validation_view
@@ -65,7 +64,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     if result.stats is not None:
         sections += incomplete_stats(result.stats)
     sections += _worst_activation(result)
-    if not result.inserted and any(skip.reason == ALREADY_QUANTIZED for skip in result.skips):
+    if result.already_quantized:
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
     sections += _unused_rules_lines(result.plan, shipped=False)

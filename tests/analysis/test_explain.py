@@ -108,7 +108,10 @@ def test_unknown_names(asked):
         asked("layer[0]/tan")
     with pytest.raises(UsageError, match=r"called 'i'\. It has no float tensors\."):
         asked("i")
-    with pytest.raises(UsageError, match=r"called 'nothing_like_it'\. `graphquant plan` prints the names"):
+    with pytest.raises(
+        UsageError,
+        match=r"called 'nothing_like_it'\. List the names with: graphquant inspect MODEL --format graph-json",
+    ):
         asked("nothing_like_it")
 
 

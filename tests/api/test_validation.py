@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from graphquant.analysis.validation import Bounds
 from graphquant.calibration.data import open_data
 from graphquant.calibration.holdout import split_holdout
 from graphquant.cli import main
-from graphquant.errors import UsageError
+from graphquant.errors import EmptyResultError, UsageError
 from graphquant.formats import format_module
 from graphquant.visualize.compare_report import validation_view
 
@@ -118,11 +119,47 @@ def test_ruined_models_fail_validation(net: Path) -> None:
 )
 def test_bounds(net: Path, option: str, value: str) -> None:
     """A bound that is met gives exit code 0; with a statistics file there is a search too."""
-    call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run")
+    call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--allow-empty")
     assert run(*call, option, value).exit_code == 0
     gq.calibrate(net / "net.onnx", data=str(net / "data.npz")).save(net / "stats.gqs")
     result = run(*call, "--stats", net / "stats.gqs", "--min-sqnr", "60")
     assert result.exit_code == 0
+
+
+def test_unreachable_bounds_write_nothing(net: Path) -> None:
+    """A bound that no quantized plan meets ends with 1, names the SQNR that was reached, and writes nothing."""
+    call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--min-sqnr", "150", "-o", net / "out.onnx")
+    result = run(*call)
+    assert result.exit_code == 1
+    assert re.search(r"'y' has \d\d\.\d\d dB, and the bound is 150 dB", result.stderr)
+    assert not (net / "out.onnx").exists()
+    with pytest.raises(EmptyResultError):
+        gq.insert(net / "net.onnx", data=str(net / "data.npz"), min_sqnr=150)
+    assert run(*call, "--allow-empty").exit_code == 0
+    assert gq.load(net / "out.onnx").digest == gq.load(net / "net.onnx").digest
+
+
+def test_nothing_inserted_is_an_error(net: Path) -> None:
+    """A result without quantized tensors ends with 1 and its reasons, and writes nothing, unless it is allowed."""
+    call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--exclude", "x", "--exclude", "w")
+    result = run(*call, "-o", net / "out.onnx", "--report", net / "report.json")
+    assert result.exit_code == 1
+    assert "--exclude 'x'" in result.stderr
+    assert not (net / "out.onnx").exists()
+    assert not (net / "report.json").exists()
+    assert run(*call, "-o", net / "out.onnx", "--allow-empty").exit_code == 0
+    assert run("insert", net / "net.onnx", "--rules", net / "ruined.toml", "-o", net / "two.onnx").exit_code == 0
+
+
+def test_share_of_quantized_macs_is_a_bound(net: Path) -> None:
+    """--min-quantized is met by the share of multiply-adds whose inputs are all quantized, also without data."""
+    call = ("insert", net / "net.onnx", "--dry-run", "--min-quantized")
+    assert run(*call, "100%", "--data", net / "data.npz").exit_code == 0
+    result = run(*call, "0.5", "--rules", "weight_only")
+    assert result.exit_code == 1
+    assert "0.00%" in result.stderr
+    assert run(*call, "0", "--rules", "weight_only").exit_code == 0
+    assert gq.insert(net / "net.onnx", data=str(net / "data.npz")).quantized_share == 1.0
 
 
 @pytest.mark.parametrize(("option", "bound"), [("max_accuracy_drop", 0.01), ("min_agreement", 0.99)])
@@ -133,7 +170,7 @@ def test_bounds_of_classes(net: Path, option: str, bound: float) -> None:
     flag = f"--{option.replace('_', '-')}"
     call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--dry-run")
     report = net / "report.json"
-    assert run(*call, flag, str(bound), "--report", report).exit_code == 0
+    assert run(*call, flag, str(bound), "--allow-empty", "--report", report).exit_code == 0
     assert json.loads(report.read_text())["search"]["float_tensors"]
     np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"])
     without = run(*call, flag, str(bound))
@@ -297,4 +334,4 @@ def test_a_model_of_texts_needs_no_data(tmp_path: Path) -> None:
     """Data is not opened if there is nothing to quantize, so data that does not fit is no error."""
     text = '<ir_version: 8, opset_import: ["": 13]> g (string[2] x) => (string[N] y) { y = StringNormalizer (x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "texts.onnx")
-    assert gq.insert(tmp_path / "texts.onnx", data="random:4").inserted == ()
+    assert gq.insert(tmp_path / "texts.onnx", data="random:4", allow_empty=True).inserted == ()

@@ -61,6 +61,7 @@ def test_attestation_content(entry_and_outcome):
                     "include": (),
                     "exclude": (),
                     "float_weights": False,
+                    "allow_empty": False,
                     "requantize": False,
                     "algorithms": (),
                     "ranges": None,

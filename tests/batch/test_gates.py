@@ -2,15 +2,17 @@
 
 import pytest
 
-from graphquant.batch.types import BatchFinding, Gates, OutcomeMetrics
+from graphquant.batch.types import BatchFinding, Gates, Outcome, OutcomeMetrics
 from graphquant.batch.work import gate_misses
 
 METRICS = OutcomeMetrics(sqnr=30.0, agreement=0.975, accuracy=(0.97, 0.95), samples=40)
 
 
-def missed_gates(gates, metrics=METRICS, size=1000, findings=()):
+def missed_gates(gates, metrics=METRICS, **fields):
     """Return the missed gates with their messages."""
-    return {miss.gate: miss.message for miss in gate_misses(gates, metrics, size, findings)}
+    fields = {"size_after": 1000, "quantized_share": 0.9, **fields}
+    outcome = Outcome(name="net", model="net.onnx", output="out.onnx", status="done", metrics=metrics, **fields)
+    return {miss.gate: miss.message for miss in gate_misses(gates, outcome)}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,7 @@ def missed_gates(gates, metrics=METRICS, size=1000, findings=()):
         ({"min_sqnr": 30.0}, {"min_sqnr": 30.01}, ("30.00 dB", "30.01")),
         ({"min_agreement": 0.975}, {"min_agreement": 0.98}, ("97.50%", "98.00%")),
         ({"max_accuracy_drop": 0.02}, {"max_accuracy_drop": 0.019}, ("97.00%", "95.00%", "1.90%")),
+        ({"min_quantized": 0.9}, {"min_quantized": 0.91}, ("90.00%", "91.00%")),
         ({"max_size": 1000}, {"max_size": 999}, ("1000", "999")),
     ],
 )
@@ -45,6 +48,7 @@ def test_unmeasured_gates_are_missed():
     assert missed_gates(gates, None).keys() == names
     assert missed_gates(gates, OutcomeMetrics(problem="it is broken")) == dict.fromkeys(names, "it is broken")
     assert missed_gates(gates, OutcomeMetrics()).keys() == names
+    assert missed_gates(Gates(min_quantized=0.0), quantized_share=None).keys() == {"min_quantized"}
     assert missed_gates(Gates(), None) == {}
 
 

@@ -485,3 +485,23 @@ def test_failure_keeps_an_earlier_output(workspace):
         "was changed after a batch wrote it."
         in run_entries([sample_entry("digits_cnn", samples=6)])[0][0].problem.message
     )
+
+
+def test_nothing_to_quantize_is_a_status(workspace):
+    """A model in which no tensor would be quantized fails without an output, unless the entry accepts it."""
+    entry = sample_entry("digits_cnn", exclude=("*",))
+    (empty,), _ = run_entries([entry])
+    assert (empty.status, empty.passed, empty.problem.exit_code) == ("empty", False, 1)
+    assert not Path(entry.output).exists()
+    (accepted,), _ = run_entries([replace(entry, allow_empty=True)])
+    assert (accepted.status, accepted.sites, accepted.quantized_share) == ("done", 0, 0.0)
+
+
+def test_share_of_quantized_macs_is_a_gate(workspace):
+    """The share of multiply-adds with quantized inputs is stored with the outcome, and compared with its gate."""
+    entry = sample_entry("digits_cnn", rules=("weight_only",), gates=Gates(min_quantized=0.5))
+    (missed,), _ = run_entries([entry])
+    assert (missed.status, missed.quantized_share) == ("gate", 0.0)
+    assert [miss.gate for miss in missed.misses] == ["min_quantized"]
+    (done,), executed = run_entries([replace(entry, gates=Gates(min_quantized=0.0))])
+    assert (done.status, executed) == ("unchanged", [])

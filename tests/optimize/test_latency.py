@@ -195,7 +195,8 @@ def test_float_where_it_is_faster(
     ratios(monkeypatch, lambda first_run, second_run: 1 + 0.1 * (inserted(first_run) - inserted(second_run)))
     model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
     output = cli(
-        "insert", model, "--data", data, "--optimize", "latency", "-o", tmp_path / "o.onnx", "--report", tmp_path / "r"
+        *("insert", model, "--data", data, "--optimize", "latency", "--allow-empty"),
+        *("-o", tmp_path / "o.onnx", "--report", tmp_path / "r"),
     )
     assert "Nothing is quantized: on this machine float is faster." in output.stdout
     report = json.loads((tmp_path / "r").read_text())
@@ -203,9 +204,9 @@ def test_float_where_it_is_faster(
     assert not report["search"]["latency"]["quantized"]
     assert report["search"]["latency"]["rules"]["ratio"] > 1
     assert {entry["reason"].partition(",")[0] for entry in report["skips"] if entry["rule"] == "latency"}
-    inserted_result = gq.insert(model, data=str(data), optimize="latency")
+    inserted_result = gq.insert(model, data=str(data), optimize="latency", allow_empty=True)
     assert inserted_result.model is inserted_result.source
-    assert gq.insert(model, data=str(data), plan=inserted_result.plan).inserted == ()
+    assert gq.insert(model, data=str(data), plan=inserted_result.plan, allow_empty=True).inserted == ()
 
 
 @pytest.mark.usefixtures("by_pairs")
@@ -233,7 +234,7 @@ def test_with_a_bound(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert inserted_result.search.plan is inserted_result.plan
     assert inserted_result.inserted
     ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0001 * (inserted(first_run) - inserted(second_run)))
-    inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45)
+    inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45, allow_empty=True)
     assert not inserted_result.inserted
     assert inserted_result.search is not None
     assert inserted_result.search.all_float
@@ -248,7 +249,9 @@ def test_what_is_hardly_faster(
     """Where the gain is small nobody is told that float is faster, or of a search or a check without a result."""
     ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0015 * (inserted(first_run) - inserted(second_run)))
     model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
-    output = cli("insert", model, "--data", data, "--optimize", "latency", *bound, "-o", tmp_path / "o.onnx").stdout
+    output = cli(
+        "insert", model, "--data", data, "--optimize", "latency", *bound, "--allow-empty", "-o", tmp_path / "o.onnx"
+    ).stdout
     assert f"the final plan 0.98.\nNothing is quantized: {GAIN_TOO_SMALL}." in output
     assert "if this is quantized (rule latency)" in output
     assert "float is faster" not in output
@@ -258,7 +261,7 @@ def test_what_is_hardly_faster(
 
 def test_nothing_to_time(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Where nothing is quantized anyway, that is why nothing was timed."""
-    options = ("--data", samples / "digits_cnn_calib.npz", "--optimize", "latency", "--exclude", "*")
+    options = ("--data", samples / "digits_cnn_calib.npz", "--optimize", "latency", "--exclude", "*", "--allow-empty")
     output = cli("insert", samples / "digits_cnn.onnx", *options, "-o", tmp_path / "o.onnx").stdout
     assert "Latency was not measured: there is nothing to quantize." in output
 

@@ -99,7 +99,7 @@ def test_odd_widths_live_in_the_next_container() -> None:
     params = choose_qparams(Range(np.array(-1.0), np.array(1.0)), IntType(5, True), symmetric=True)
     values = np.array([-9.0, -1.0, 0.0, 1.0, 9.0], np.float32)
     graph, _ = lower_tensor("onnx-qdq", (5,), params, read_value=lambda: values)
-    assert value(graph, "t/quant/int8").tolist() == [-16, -15, 0, 15, 15]
+    assert value(graph, "t/quant/int5").tolist() == [-16, -15, 0, 15, 15]
 
 
 def test_fake_quant_per_tensor() -> None:

@@ -112,7 +112,7 @@ def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
         expected = dequantize(quantize(values(), inserted_site.params), inserted_site.params)
         for actual in run(path, x):
             np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=f"{opset} {more} {float_weights}")
-        _is_read_back(path, inserted_site.params, parameter=True)
+        _is_read_back(path, inserted_site.params, parameter=True, folded=not float_weights)
         _has_form(onnx.load(path), inserted_site.params, opset, folded=not float_weights)
 
 
@@ -138,13 +138,14 @@ def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
         _has_form(onnx.load(path), inserted_site.params, opset, folded=False, parameter=False)
 
 
-def _is_read_back(path: Path, params: QParams, *, parameter: bool) -> None:
-    """Check that `inspect` finds the site with its scale, and odd widths as their container."""
+def _is_read_back(path: Path, params: QParams, *, parameter: bool, folded: bool = True) -> None:
+    """Check that `inspect` finds the site with its scale, and with its width or, in blocks and float weights, the container."""
     model = api.load(path)
     (reading,) = summarize_model(model).quantization_ops
     actual = reading.params
     assert isinstance(actual, QParams)
-    assert actual.type.name == _expected_container(params, parameter=parameter)
+    container = _expected_container(params, parameter=parameter)
+    assert actual.type.name == (params.type.name if params.block is None and folded else container)
     np.testing.assert_array_equal(actual.scale, params.scale)
     np.testing.assert_array_equal(actual.zero_point, params.zero_point)
     assert (actual.axis, actual.block) == (params.axis, params.block)

@@ -8,6 +8,8 @@ import pytest
 from support.onnx_models import onnx_session
 
 import graphquant as gq
+from graphquant.analysis.explain import explain_quantized
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.quantize import FLOAT8_NOT_RUNNABLE
 
 MODEL = Path("sample_models/digits_cnn.onnx")
@@ -97,3 +99,15 @@ def test_float8_activations_are_noted(tmp_path: Path) -> None:
     assert not float8_result.site_notes
     path = float8_result.save(tmp_path / "alone.onnx")
     np.testing.assert_allclose(run(path, FULL), run(path, PLAIN), rtol=1e-3, atol=1e-3)
+
+
+def test_widths_are_read_back(tmp_path: Path) -> None:
+    """Inspect reads the widths of 5 and 10 bits that int8 and int16 contain, with their ranges."""
+    result = insert(tmp_path, "int10", "int5")
+    ops = summarize_model(gq.load(result.save(tmp_path / "out.onnx"))).quantization_ops
+    written = {pair.params.type.name: pair.params for pair in result.inserted}
+    assert {op.params.type.name for op in ops} == set(written) == {"int5", "int10"}
+    highs = {float(np.max(op.params.range.high)) for op in ops if op.params.type.name == "int10"}
+    assert highs == {float(pair.params.range.high) for pair in result.inserted if pair.params.type.name == "int10"}
+    ((explained, *_),) = [explain_quantized(gq.load(tmp_path / "out.onnx"), "max_pool")]
+    assert "to int10" in explained.outcome

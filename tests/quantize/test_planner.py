@@ -2,10 +2,13 @@
 
 import time
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
 
+import graphquant as gq
+from graphquant.api import explain
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
@@ -337,3 +340,27 @@ def test_fifty_thousand_consumers(tmp_path):
         assert len(plan.sites) == count + 2
         assert len(plan.sites[-1].uses) == len(plan.sites[-1].tie) == count
     assert times[1] < 40 * times[0] + 1
+
+
+@pytest.mark.parametrize("name", ["stem/batch_norm", "stem/kernel", "stem/gamma"])
+def test_removed_names_lead_to_the_op_that_stays(name, samples):
+    """A name that preparation removes is an error that names the op with which it is merged."""
+    with pytest.raises(UsageError, match="folds it into 'stem/conv'"):
+        gq.plan(samples / "digits_cnn_bn.onnx", exclude=name)
+    with pytest.raises(UsageError, match="folds it into 'stem/conv'"):
+        explain(gq.load(samples / "digits_cnn_bn.onnx"), name)
+
+
+def test_op_names_mean_all_outputs(tmp_path):
+    """--exclude with the name of an op keeps each of its outputs float, and explain lists each of them."""
+    text = """<ir_version: 8, opset_import: ["" : 13]> net (float[2, 8] x) => (float[2, 4] y, float[2, 4] z)
+    { a, b = Split <axis = 1> (x)  y = MatMul(a, w)  z = MatMul(b, w) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.node[0].name = "halves"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w"))
+    onnx.save(model, tmp_path / "net.onnx")
+    loaded = gq.load(tmp_path / "net.onnx")
+    tensors = {"halves:0", "halves:1"}
+    assert tensors <= {str(site.tensor) for site in gq.plan(loaded).sites}
+    assert not tensors & {str(site.tensor) for site in gq.plan(loaded, exclude="halves").sites}
+    assert tensors <= {str(use.tensor) for use in explain(loaded, "halves").uses}

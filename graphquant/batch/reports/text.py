@@ -31,6 +31,7 @@ STATUS_LABELS: dict[Status, str] = {
     "done": "done",
     "unchanged": "unchanged",
     "failed": "failed",
+    "empty": "nothing to quantize",
     "gate": "gate missed",
     "timeout": "timed out",
     "crashed": "crashed",
@@ -216,8 +217,9 @@ BATCH_CODES = {
     "GQ207": LintCode("warning", "an output is worse than in an earlier report"),
     "GQ208": LintCode("error", "an output differs from a rebuild"),
     "GQ209": LintCode("warning", "an output cannot be compared with its float model"),
-}
+    "GQ210": LintCode("error", "no tensor of a model would be quantized, so nothing was written"),
     "GQ211": LintCode("warning", "calibration data is probably wrong"),
+}
 """Codes of a batch, in addition to those of `check`."""
 
 ALL_CODES = {**LINT_CODES, **BATCH_CODES}
@@ -225,6 +227,7 @@ ALL_CODES = {**LINT_CODES, **BATCH_CODES}
 
 _CODE_BY_STATUS = {
     "failed": "GQ201",
+    "empty": "GQ210",
     "timeout": "GQ202",
     "crashed": "GQ203",
     "memory": "GQ204",
@@ -362,7 +365,9 @@ def junit_xml(report: BatchReport) -> str:
 def _case_kind(outcome: Outcome, regressed: bool) -> str:
     if outcome.passed:
         return "failure" if regressed else ""
-    return {"skipped": "skipped", "failed": "failure", "gate": "failure"}.get(outcome.status, "error")
+    return {"skipped": "skipped", "failed": "failure", "empty": "failure", "gate": "failure"}.get(
+        outcome.status, "error"
+    )
 
 
 def _add_test_case(suite: ET.Element, name: str, seconds: str) -> ET.Element:

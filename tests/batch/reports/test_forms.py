@@ -281,7 +281,8 @@ def test_statuses_have_labels_and_codes(report):
     """Every finding code appears in SARIF for some status."""
     unlike = replace(report, changes=(replace(report.changes[0], kind="digest"),))
     done = replace(report.outcomes[0], metrics=OutcomeMetrics(problem="values are NaN"))
-    lost = replace(report, outcomes=(done,), changes=())
+    empty = replace(report.outcomes[3], status="empty")
+    lost = replace(report, outcomes=(done, empty), changes=())
     codes = {
         result["ruleId"]
         for variant in (report, unlike, lost)
