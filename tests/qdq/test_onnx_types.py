@@ -139,7 +139,7 @@ def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
 
 
 def _is_read_back(path: Path, params: QParams, *, parameter: bool, folded: bool = True) -> None:
-    """Check that `inspect` finds the site with its scale, and with its width or, in blocks and float weights, the container."""
+    """Check that `inspect` finds the site with its scale and width, or container for blocks and float weights."""
     model = api.load(path)
     (reading,) = summarize_model(model).quantization_ops
     actual = reading.params

@@ -282,7 +282,8 @@ def test_statuses_have_labels_and_codes(report):
     unlike = replace(report, changes=(replace(report.changes[0], kind="digest"),))
     done = replace(report.outcomes[0], metrics=OutcomeMetrics(problem="values are NaN"))
     empty = replace(report.outcomes[3], status="empty")
-    lost = replace(report, outcomes=(done, empty), changes=())
+    doubtful = replace(report.outcomes[1], data_warnings=("all values are equal",))
+    lost = replace(report, outcomes=(done, empty, doubtful), changes=())
     codes = {
         result["ruleId"]
         for variant in (report, unlike, lost)
