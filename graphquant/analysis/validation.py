@@ -287,15 +287,12 @@ def validate_model(
     Raises:
         DataError: A sample does not fit the model.
     """
-    float_failed = True
     try:
         runner = formats.format_module(source.format).create_runner(source)
         batches, labels = open_optional_labels(holdout.dataset, holdout.spec, runner.inputs, holdout.max_samples)
         # Data that was opened again with labels is not cut off where the hold-out ends.
         batches = replace(batches, count=holdout.dataset.count)
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
-        runner.run({name: value for name, value in next(batches.feeds_between(0, 1)).items() if name != labels})
-        float_failed = False
         sites = match_sites(source, quantized) if include_sites else None
         comparison = _compare_on_samples(source, quantized, sites, runner, batches, labels, progress)
         quantized_macs, total_macs = (
@@ -307,7 +304,7 @@ def validate_model(
         return Validation(
             comparison=None,
             problem=str(error),
-            float_failed=float_failed,
+            float_failed=not _can_run(source, holdout.dataset),
             reuses_samples=holdout.reuses_samples,
             bounds=bounds,
         )
@@ -319,6 +316,15 @@ def validate_model(
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
     )
+
+
+def _can_run(model: Model, dataset: Dataset) -> bool:
+    """Return True if the model runs on the first sample."""
+    try:
+        formats.format_module(model.format).create_runner(model).run(next(dataset.feeds_between(0, 1)))
+    except (MissingDependencyError, ModelError):
+        return False
+    return True
 
 
 def require_usable(source: Model, quantized: Model, validation: Validation | None) -> str:

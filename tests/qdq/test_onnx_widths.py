@@ -1,5 +1,6 @@
 """Narrow types in a model: onnxruntime loads it with all optimizations and gives the same values as without."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +82,11 @@ def test_narrow_types_load(tmp_path: Path, activation: str, weight: str) -> None
     assert not result.site_notes or FLOAT8_NOT_RUNNABLE not in "".join(result.site_notes.values())
 
 
-def test_float8_activations_are_noted(tmp_path: Path) -> None:
+def test_float8_activations_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each float8 site between quantized tensors has a note about runtimes. Float8 weights have none."""
-    result = insert(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
+    with monkeypatch.context() as patch:  # some releases of onnxruntime cannot load the result
+        patch.setattr(sys.modules["graphquant.api.insert"], "require_usable", lambda *_: "")
+        result = insert(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
     noted_tensors = {
         inserted_site.site.tensor for inserted_site in result.inserted if inserted_site.site.tensor in result.site_notes
     }
