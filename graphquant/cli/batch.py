@@ -250,6 +250,7 @@ def report_options(command: CommandFunction) -> CommandFunction:
 @click.option(
     "--prune-cache", metavar="SIZE|AGE", help="Limit the cache afterwards to a size, or to an age such as 30d."
 )
+@click.option("--allow-code", is_flag=True, help="Execute the Python code that a MANIFEST names as data.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of manifests for editors.")
 @report_options
 def batch_command(
@@ -265,6 +266,7 @@ def batch_command(
     no_cache: bool,
     cache_dir: Path | None,
     prune_cache: str | None,
+    allow_code: bool,
     schema: bool,
     reporting: ReportOptions,
     **settings: Any,
@@ -304,7 +306,7 @@ def batch_command(
         for key, value in settings.items()
         if value is not None and value != ()
     }
-    all_entries = load_entries(names, given_settings)
+    all_entries = load_entries(names, given_settings, allow_code=allow_code)
     shard_entries = select_shard(all_entries, shard_position)
     reporting.check_entries(shard_entries)
     limit = parse_max_memory(max_memory)

@@ -5,11 +5,13 @@ The package of a format is imported when it is first needed.
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy.typing as npt
@@ -18,7 +20,6 @@ from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
-    from pathlib import Path
 
     from graphquant.ir import Model, Shape, TensorRef
 
@@ -191,6 +192,25 @@ def detect_format(path: Path) -> str:
             f"{path} has the unknown suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)} and SavedModel folders."
         )
     return SUFFIXES[path.suffix]
+
+
+LINKS_ADVICE = (
+    "Copy the file into that folder, or use --allow-links (in Python allow_links=True) if you trust the model"
+)
+"""Remedy for a link that leads out of the folder of a model."""
+
+
+def refuse_outside_links(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise ModelError if one of `paths` in the folder of a model is a link out of it: its target may be a secret."""
+    for path in paths:
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise ModelError(f"{path} is a link to {os.path.realpath(path)}, outside {folder}. {LINKS_ADVICE}.")
+
+
+def walk_saved_model(folder: Path, *, follow_links: bool = False) -> Iterator[Path]:
+    """Yield the files and folders in the folder of a SavedModel."""
+    for root, folders, names in os.walk(folder, followlinks=follow_links):
+        yield from (Path(root) / name for name in (*folders, *names))
 
 
 def memory_object_name(model: Model) -> str:

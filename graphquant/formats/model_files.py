@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import mmap
-import os
 import re
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from graphquant.errors import ModelError
-from graphquant.formats import detect_format
+from graphquant.formats import detect_format, refuse_outside_links, walk_saved_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
 
 MAX_FILES = 100_000  # maximum number of files in the folder of a SavedModel
@@ -29,25 +28,6 @@ _MAX_MODEL_BYTES = 1 << 31  # maximum size of a model file, which is a protocol 
 _CHUNK_BYTES = 1 << 22
 _WEIGHTS_FILE_NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")
 _SUFFIX_LENGTH = len("0123456789abcdef.data")
-
-
-LINKS_ADVICE = (
-    "Copy the file into that folder, or use --allow-links (in Python allow_links=True) if you trust the model"
-)
-"""Remedy for a link that leads out of the folder of a model."""
-
-
-def refuse_outside_links(folder: Path, paths: Iterable[Path]) -> None:
-    """Raise ModelError if one of `paths` in the folder of a model is a link out of it: its target may be a secret."""
-    for path in paths:
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-            raise ModelError(f"{path} is a link to {os.path.realpath(path)}, outside {folder}. {LINKS_ADVICE}.")
-
-
-def walk_saved_model(folder: Path, *, follow_links: bool = False) -> Iterator[Path]:
-    """Yield the files and folders in the folder of a SavedModel."""
-    for root, folders, names in os.walk(folder, followlinks=follow_links):
-        yield from (Path(root) / name for name in (*folders, *names))
 
 
 def model_files(path: Path, *, allow_links: bool = False) -> tuple[Path, ...]:

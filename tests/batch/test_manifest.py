@@ -217,6 +217,24 @@ def test_pyproject_manifest(workspace):
     assert [entry.model for entry in load_entries()] == ["models/a.onnx"]
 
 
+@pytest.mark.parametrize("manifest", [MANIFEST_NAME, PROJECT_FILE])
+@pytest.mark.parametrize("data", ["code:samples", "a:samples", "{stem}:samples"])
+def test_code_of_a_manifest_needs_the_command_line(workspace, manifest, data):
+    """Data of a manifest that is Python code is a mistake, unless the command line allows code or sets other data."""
+    prefix = "tool.graphquant." if manifest == PROJECT_FILE else ""
+    text = f"[{prefix}defaults]\ndata = '{data}'\n[[{prefix}model]]\npath = 'models/a.onnx'\n"
+    Path(manifest).write_text(text, "utf-8")
+    with pytest.raises(ManifestError, match="--allow-code"):
+        load_entries()
+    (entry,) = load_entries(allow_code=True)
+    assert entry.data == data.format(stem="a")
+    (entry,) = load_entries([], {"data": "code:samples"})
+    assert entry.data == "code:samples"
+    Path(manifest).write_text(f"{text}allow_code = true\n", "utf-8")
+    with pytest.raises(ManifestError, match="allow_code"):
+        load_entries(allow_code=True)
+
+
 def test_missing_manifest(workspace):
     """A missing manifest, or a pyproject.toml without the table, raises UsageError with the file's name."""
     with pytest.raises(UsageError, match=r"graphquant\.toml or pyproject\.toml"):

@@ -17,8 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf import json_format, text_format
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, NodeProto, checker, helper, numpy_helper, parser, serialization, shape_inference
+from onnx import (
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    checker,
+    helper,
+    numpy_helper,
+    parser,
+    serialization,
+    shape_inference,
+)
 from onnx.reference import ReferenceEvaluator
 
 from graphquant.errors import ModelError
@@ -109,10 +120,8 @@ _PARSE_ERRORS = (
 def load(path: Path, *, allow_links: bool = False) -> Model:
     """Read the model at `path`: `.onnx`, `.onnxtxt`, `.textproto` or `.json`; external data is read lazily.
 
-    With `allow_links`, external data may be links out of the folder of the model.
-
-    Raises:
-        ModelError: The file is not a valid ONNX model.
+    With `allow_links`, external data may be links out of the folder of the model. Raises a ModelError if the file is
+    not a valid ONNX model.
     """
     try:
         if serialization_form(path) == "protobuf" and path.stat().st_size > MAX_MESSAGE_BYTES:
@@ -142,11 +151,37 @@ def parse_message(data: bytes, path: Path) -> Any:
         )
     try:
         with warnings.catch_warnings(action="ignore"):  # onnx warns that its text form is experimental
-            return serialization.registry.get(form).deserialize_proto(data, ModelProto())
+            message = serialization.registry.get(form).deserialize_proto(data, ModelProto())
     except _PARSE_ERRORS as error:
         raise ModelError(
             f"This is not an ONNX model in {form} form ({first_line(error)}). Export or copy the model again."
         ) from error
+    require_valid_text(message)
+    return message
+
+
+def require_valid_text(message: Any) -> None:
+    """Raise ModelError if a string in a message of ONNX is not UTF-8; protobuf returns such strings as bytes."""
+    children: list[Any] = []
+    if isinstance(message, TensorProto):  # listing its fields would copy its data
+        strings, children = [message.name, message.doc_string], [*message.external_data, *message.metadata_props]
+    else:
+        fields = [(field, value) for field, value in message.ListFields() if field.type in _TEXT_FIELDS]
+        values = [element for _, value in fields for element in (value if hasattr(value, "extend") else (value,))]
+        strings = [value for value in values if not hasattr(value, "ListFields")]
+        children = [value for value in values if hasattr(value, "ListFields")]
+    invalid = next((value for value in strings if isinstance(value, bytes)), None)
+    if invalid is not None:
+        name = getattr(message, "name", "")
+        raise ModelError(
+            f"The string {invalid[:60]!r} of the {message.DESCRIPTOR.name}{f' {name!r}' if name else ''} is not valid"
+            " UTF-8. The file is damaged: export or copy the model again."
+        )
+    for child in children:
+        require_valid_text(child)
+
+
+_TEXT_FIELDS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
 
 
 def serialization_form(path: Path) -> str:
@@ -189,8 +224,7 @@ def model_from_message(
 ) -> Model:
     """Return the model of a ModelProto, which must not be changed afterwards; `folder` has its external data.
 
-    Raises:
-        ModelError: The message has no graph, or its content is inconsistent.
+    Raises a ModelError if the message has no graph, or its content is inconsistent.
     """
     if not message.HasField("graph"):
         raise ModelError("The model has no graph. Export or copy the model again.")
@@ -199,21 +233,15 @@ def model_from_message(
     model = Model(format="onnx", source=source, path=path, opset=opset)
     model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
     model.evaluate_op = partial(evaluate_node, message.opset_import)
-    try:
-        with paused_gc():
-            GraphIndexer(model, source).run()
-    except UnicodeDecodeError as error:
-        raise ModelError(
-            f"A name in the model is not valid UTF-8 ({error}). The file is damaged: copy it again."
-        ) from error
+    with paused_gc():
+        GraphIndexer(model, source).run()
     return model
 
 
 def restore_original(model: Model) -> tuple[Model, bool] | None:
     """Restore the model that the provenance record describes; see `FormatModule`.
 
-    Raises:
-        ModelError: The record is damaged, or weights were changed.
+    Raises a ModelError if the record is damaged, or weights were changed.
     """
     text = read_metadata(model).get(RECORD_KEY)
     if text is None:
@@ -228,4 +256,5 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
             f"The record in the model is not valid base64 ({error}). Start from the float model."
         ) from error
     message, unchanged = restore_source(data, clean_message, ModelProto)
+    require_valid_text(message)
     return model_from_message(message, path=model.path, folder=model.source.folder), unchanged

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
-from graphquant.formats.model_files import LINKS_ADVICE
+from graphquant.formats import LINKS_ADVICE
 from graphquant.ir import DataType, Op
 
 if TYPE_CHECKING:

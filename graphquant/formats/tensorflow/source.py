@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.formats.model_files import refuse_outside_links, walk_saved_model
+from graphquant.formats import refuse_outside_links, walk_saved_model
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
 from graphquant.formats.tensorflow.object_graph import CheckpointVariables, resolve_variables

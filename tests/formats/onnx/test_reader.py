@@ -316,8 +316,15 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
         [helper.make_tensor_value_info("IIII", 1, [2])],
         [helper.make_tensor_value_info("OOOO", 1, [2])],
     )
-    data = helper.make_model(graph).SerializeToString()
-    for letter in "NIOMDG":
+    message = helper.make_model(graph, producer_name="PPPP", doc_string="TTTT")
+    helper.set_model_props(message, {"KKKK": "VVVV"})
+    message.opset_import.add(domain="SSSS", version=1)
+    message.graph.node[0].attribute.add(name="AAAA", type=onnx.AttributeProto.FLOAT, doc_string="WWWW")
+    message.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "LLLL"
+    message.graph.initializer.add(name="EEEE", data_type=1, dims=[1]).external_data.add(key="HHHH", value="JJJJ")
+    data = message.SerializeToString()
+    for letter in "NIOMDGPTKVSAWLEHJ":
+        assert letter.encode() * 4 in data
         (tmp_path / "m.onnx").write_bytes(data.replace(letter.encode() * 4, b"ab\xff\xfe"))
         with pytest.raises(ModelError, match="not valid UTF-8"):
             format_.load(tmp_path / "m.onnx")
