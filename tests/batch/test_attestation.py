@@ -62,6 +62,7 @@ def test_attestation_content(entry_and_outcome):
                     "exclude": (),
                     "float_weights": False,
                     "allow_empty": False,
+                    "allow_links": False,
                     "requantize": False,
                     "algorithms": (),
                     "ranges": None,
