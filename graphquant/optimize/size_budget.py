@@ -56,12 +56,7 @@ class WeightBitsChooser:
     """
 
     def __init__(
-        self,
-        prepared: Model,
-        plan: Plan,
-        build: BuildModel,
-        search_set: HoldOut | None,
-        progress: Progress | None,
+        self, prepared: Model, plan: Plan, build: BuildModel, search_set: HoldOut | None, progress: Progress | None
     ) -> None:
         """Measure the candidates on `search_set`; without samples, the error of the weight itself counts.
 
@@ -72,9 +67,8 @@ class WeightBitsChooser:
         self._plan, self._build = plan, build
         self._candidate_plans = {RULE_CANDIDATE: plan, **make_candidate_plans(prepared, plan, small=True)}
         models = {name: build(candidate_plan) for name, candidate_plan in self._candidate_plans.items()}
-        pairs = {
-            name: insertions_by_site(self._candidate_plans[name], built.insertions) for name, built in models.items()
-        }
+        plans = self._candidate_plans
+        pairs = {name: insertions_by_site(plans[name], built.insertions) for name, built in models.items()}
         rules_pairs = pairs[RULE_CANDIDATE]
         sites = [i for i, pair in rules_pairs.items() if pair.folded and plan.sites[i].scheme.observe.name != "bias"]
         errors, estimated = dict[str, dict[int, float]](), set[int]()

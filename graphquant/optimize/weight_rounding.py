@@ -351,12 +351,11 @@ def _round_if_better(
 ) -> tuple[Array, float]:
     """Return the rounded float32 weight, and its squared error relative to rounding to nearest."""
     low, high = params.type.limits(narrow=params.narrow)
-    scale, zero = (
-        form.to_matrices(
-            np.broadcast_to(broadcast_to_tensor(values.astype(np.float64), params, value.shape), value.shape)
-        )
+    expanded = (
+        broadcast_to_tensor(values.astype(np.float64), params, value.shape)
         for values in (params.scale, params.zero_point)
     )
+    scale, zero = (form.to_matrices(np.broadcast_to(values, value.shape)) for values in expanded)
     grid = RoundingGrid(scale=scale, zero=zero, low=int(low), high=int(high))
     matrices = form.to_matrices(value.astype(np.float64))
     result = grid.nearest(matrices)

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from graphquant.ir import (
-    CONTROL_EDGE,
-    WEIGHTED_KINDS,
-    DataType,
-    Graph,
-    Model,
-    Op,
-    Parameters,
-    TensorRef,
-    Use,
-)
+from graphquant.ir import CONTROL_EDGE, WEIGHTED_KINDS, DataType, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.qdq.family import new_op
 from graphquant.quantize.preparation_undo import RecordedEdits, ScaledWeight, SkippedStep, Step, remove_unread_ops
 
@@ -73,11 +63,12 @@ def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parame
             candidate = "control edges order it with other ops"
     else:
         return None
-    return (
-        VARIABLES_NOT_FOLDED
-        if isinstance(candidate, FoldCandidate) and _replaces_variable(graph, candidate, parameters)
-        else candidate
-    )
+    if isinstance(candidate, FoldCandidate):
+        uses = (candidate.weight, *candidate.values, candidate.bias)
+        tensors = [graph.source_of(use) for use in uses if use is not None]
+        if any(parameters.is_variable(tensor) for tensor in tensors if tensor is not None):
+            return VARIABLES_NOT_FOLDED
+    return candidate
 
 
 def _multiply_add_candidate(model: Model, graph: Graph, add: Op, parameters: Parameters) -> FoldCandidate | None:
@@ -183,13 +174,6 @@ def _data_operand_slot(graph: Graph, op: Op, parameters: Parameters) -> int:
 def _reads_parameter(graph: Graph, use: Use, parameters: Parameters) -> bool:
     tensor = graph.source_of(use)
     return tensor is not None and parameters.is_parameter(tensor)
-
-
-def _replaces_variable(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> bool:
-    """Return True if a value that the fold would replace comes from a variable."""
-    uses = [candidate.weight, *candidate.values]
-    tensors = [graph.source_of(use) for use in (*uses, *([candidate.bias] if candidate.bias is not None else []))]
-    return any(parameters.is_variable(tensor) for tensor in tensors if tensor is not None)
 
 
 def _sole_reader_source(graph: Graph, use: Use) -> Op | str:
@@ -351,11 +335,12 @@ def _apply_fold(
         edits.note_scaled_weight(origin_ref, constant.name, scaled_weight)
     edits.connect(candidate.weight, edits.add(graph, constant))
     bias_constant = edits.add(graph, _folded_constant(graph, f"{weighted.name}/bias_folded", new_bias))
-    result = TensorRef(graph.name, weighted.name if candidate.bias is None else candidate.bias.op)
     if candidate.bias is not None:
         edits.connect(candidate.bias, bias_constant)
+        result = TensorRef(graph.name, candidate.bias.op)
     else:
-        result = edits.add(graph, _bias_add_op(model, graph, norm, weighted), [result, bias_constant])
+        product = TensorRef(graph.name, weighted.name)
+        result = edits.add(graph, _bias_add_op(model, graph, norm, weighted), [product, bias_constant])
     readers = graph.consumers(TensorRef(graph.name, norm.name))
     for use in readers:
         edits.connect(use, result)

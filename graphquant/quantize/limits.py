@@ -128,10 +128,8 @@ def _op_limits(
     output = _quantized_output_use(graph, TensorRef(graph_name, op_name), outputs)
     if output is not None and _scheme_shifts(state, output):
         bias = bias if bias is not None and _scheme_shifts(state, bias) else None
-        for name, positive_uses, negative_uses, max_shift in _dpu_shift_limits(op.kind, quantized_uses, bias, output):
-            yield ShiftLimit(
-                name=name, op=op_name, positive_uses=positive_uses, negative_uses=negative_uses, max_shift=max_shift
-            )
+        for name, positive, negative, max_shift in _dpu_shift_limits(op.kind, quantized_uses, bias, output):
+            yield ShiftLimit(name=name, op=op_name, positive_uses=positive, negative_uses=negative, max_shift=max_shift)
 
 
 def _scheme_shifts(state: SolverState, use: Use) -> bool:
@@ -313,21 +311,18 @@ class Worklist:
         return self.state.scale_group(self.state.index_by_use[use])[0]
 
     def _shrink_zeros(self, shift: ShiftLimit, excess: int) -> bool:
-        """Lower the scale of a tensor of zeros, such as many biases, that shares its scale with no other.
-
-        Any scale represents zeros.
-        """
+        """Lower the scale of a tensor of zeros, which any scale represents, if it shares its scale with no other."""
         for use in shift.negative_uses:
             index = self.state.index_by_use[use]
             own_range, params, site = self.state.ranges.get(index), self.state.params[index], self.state.sites[index]
-            has_more_uses, smaller = len(site.uses) > 1, np.ldexp(params.scale, -excess)
+            smaller = np.ldexp(params.scale, -excess)
             if own_range is None or own_range.low.any() or own_range.high.any() or smaller < SMALLEST_SCALE:
                 continue
             if site.scheme.observe.name == "fixed" or len(self.state.scale_group(index)) > 1:
                 continue
-            if has_more_uses and not self.state.is_divisible(index):
-                continue
-            if has_more_uses:
+            if len(site.uses) > 1:
+                if not self.state.is_divisible(index):
+                    continue
                 index = self.state.split_use(index, use)
             self.state.params[index] = replace(params, scale=smaller, op_range=None)
             return True
@@ -429,9 +424,8 @@ def _min_weight_scale(state: SolverState, fit: BiasFitLimit) -> Array | None:
         return None
     if not value.size or not np.isfinite(value).all() or (weight.scale.ndim and value.size != weight.scale.size):
         return None
-    magnitudes = np.abs(value.astype(np.float64)).reshape(-1)
+    magnitudes, unit = np.abs(value.astype(np.float64)).reshape(-1), float(data.scale)
     bias = magnitudes if weight.scale.ndim else magnitudes.max()
-    unit = float(data.scale)
     bias_steps = unit * weight.scale.astype(np.float64)
     fits = (bias <= bias_steps * fit.max_integer * (1 - INT32_MARGIN)) & (bias_steps >= SMALLEST_SCALE)
     min_scale = np.maximum(

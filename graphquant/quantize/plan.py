@@ -204,10 +204,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _site_to_json(site: Site, scheme_label: str) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "tensor": _reference_to_json(site.tensor),
-        "uses": list(map(_reference_to_json, site.uses)),
-    }
+    data: dict[str, Any] = {"tensor": _reference_to_json(site.tensor), "uses": [*map(_reference_to_json, site.uses)]}
     if site.graph != site.tensor.graph:
         data["graph"] = site.graph
     data |= {"scheme": scheme_label, "rule": site.rule, "why": site.why, "parameter": site.parameter}

@@ -62,13 +62,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedStep:
-    """An op that a preparation step applies to and that was left unchanged.
-
-    Attributes:
-        step: The step's name.
-        tensor: The op's output.
-        reason: The reason, and a remedy if there is one.
-    """
+    """An op that a preparation step applies to and that was left unchanged, with the reason and perhaps a remedy."""
 
     step: str
     tensor: TensorRef
@@ -214,17 +208,16 @@ def decode_array(record: dict[str, Any]) -> Array:
 
 
 def _restore_weight(record: dict[str, Any], current: Array) -> tuple[Array, bool]:
-    """Restore the weight that was scaled to `current`.
-
-    It is approximate if `current` differs from the original product.
-    """
+    """Restore the weight that was scaled to `current`; approximately if that differs from the original product."""
     if current.size != math.prod(record["shape"]):
         raise ValueError("the sizes differ")
     if "factor" not in record:
         return current, _array_digest(current) == record["sha256"]
     factor = decode_array(record["factor"])
     quotient = _divide_by_factor(current, factor, record["split"], record["along"])
-    steps = _unpack_steps(record["steps"], current.size)
+    dtype = np.dtype(record["steps"]["dtype"])
+    packed, max_bytes = base64.b64decode(record["steps"]["data"]), current.size * dtype.itemsize + 1
+    steps = np.frombuffer(zlib.decompressobj().decompress(packed, max_bytes), dtype).astype(np.int32)
     exact = (_float_bits(quotient) + steps.reshape(quotient.shape)).view(np.float32)
     if _array_digest(exact) == record["sha256"]:
         return exact, True
@@ -264,20 +257,11 @@ def _float_bits(value: Array) -> Array:
 def _pack_steps(steps: Array) -> dict[str, Any]:
     """Pack int32 values, mostly 0, into few bytes. Overflow wraps around and cancels out."""
     low, high = (int(steps.min()), int(steps.max())) if steps.size else (0, 0)
-    dtype = next(
-        candidate
-        for candidate in ("<i1", "<i2", "<i4")
-        if np.iinfo(candidate).min <= low and high <= np.iinfo(candidate).max
-    )
+    limits = {candidate: np.iinfo(candidate) for candidate in ("<i1", "<i2", "<i4")}
+    dtype = next(candidate for candidate, info in limits.items() if info.min <= low and high <= info.max)
     compressor = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
     packed = compressor.compress(steps.astype(dtype).tobytes()) + compressor.flush()
     return {"dtype": dtype, "data": base64.b64encode(packed).decode()}
-
-
-def _unpack_steps(record: dict[str, Any], size: int) -> Array:
-    dtype = np.dtype(record["dtype"])
-    data = zlib.decompressobj().decompress(base64.b64decode(record["data"]), size * dtype.itemsize + 1)
-    return np.frombuffer(data, dtype).astype(np.int32)
 
 
 def _array_digest(value: Array) -> str:

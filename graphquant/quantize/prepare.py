@@ -70,16 +70,14 @@ def convert_constant_nodes(model: Model) -> Iterator[Step]:
 def skipped_constant_nodes(model: Model) -> Iterator[SkippedStep]:
     """Yield the Constant nodes that were not converted."""
     for graph, op in _constant_node_ops(model):
-        reason = _constant_node_obstacle(graph, op)
-        if reason is not None:
+        if (reason := _constant_node_obstacle(graph, op)) is not None:
             yield SkippedStep(step=CONSTANT_NODES_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
-def _constant_node_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
-    """Yield ONNX Constant nodes in graphs that run and can have initializers."""
-    for graph, op in _ops_of_named_values(model, {"Constant"}):
-        if op.kind == "constant" and not graph.is_function:
-            yield graph, op
+def _constant_node_ops(model: Model) -> list[tuple[Graph, Op]]:
+    """Return ONNX Constant nodes in graphs that run and can have initializers."""
+    candidates = _ops_of_named_values(model, {"Constant"})
+    return [(graph, op) for graph, op in candidates if op.kind == "constant" and not graph.is_function]
 
 
 def _ops_of_named_values(model: Model, types: Container[str]) -> Iterator[tuple[Graph, Op]]:
@@ -132,8 +130,7 @@ def skipped_forwarding_ops(model: Model, step: str) -> Iterator[SkippedStep]:
     """Yield the ops that the step applies to and that are still there."""
     parameters = Parameters(model)
     for graph, op in _forwarding_ops(model, step):
-        reason = _drop_obstacle(model, graph, op, parameters)
-        if reason is not None:
+        if (reason := _drop_obstacle(model, graph, op, parameters)) is not None:
             yield SkippedStep(step=step, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
@@ -228,10 +225,9 @@ def find_training_batchnorms(model: Model, *, step_requested: bool) -> Iterator[
 
 def _tensorflow_training_batchnorms(model: Model) -> list[tuple[Graph, Op]]:
     """Return TensorFlow's BatchNorms in training mode, in the graphs that run."""
-    graphs = [model.graphs[name] for name in model.reachable_graphs()]
     return [
         (graph, op)
-        for graph in graphs
+        for graph in (model.graphs[name] for name in model.reachable_graphs())
         for op in graph.ops()
         if op.kind == "batchnorm" and op.type.startswith("FusedBatchNorm") and op.attrs.get("is_training")
     ]
@@ -328,9 +324,8 @@ def prepare(model: Model, requested: Sequence[str]) -> tuple[Model, tuple[Step, 
     changed = model.copy() if ordered_names else model
     applied: list[Step] = []
     for name in ordered_names:
-        new_steps = [
-            replace(step, why=PREPARATION_STEPS[name].purpose) for step in PREPARATION_STEPS[name].apply(changed)
-        ]
+        preparation = PREPARATION_STEPS[name]
+        new_steps = [replace(step, why=preparation.purpose) for step in preparation.apply(changed)]
         if new_steps:
             check_invariants(changed, name)
             applied.extend(new_steps)

@@ -47,14 +47,7 @@ on."""
 
 @dataclass(frozen=True, slots=True)
 class LargeValue:
-    """A large value.
-
-    Attributes:
-        path: Its path in the message.
-        holder: The message that contains it.
-        field: Its field there.
-        data: Its bytes.
-    """
+    """A large value: its path in the source message, the message and field that contain it, and its bytes."""
 
     path: FieldPath
     message: Any
@@ -180,7 +173,7 @@ def fit_channel_factors(weight: bytes, scaled: bytes, sizes: tuple[int, ...]) ->
     weight_values, scaled_values = (np.frombuffer(data, "<f4") for data in (weight, scaled))
     for blocks in _channel_blockings(sizes):
         weight_blocks, scaled_blocks = weight_values.reshape(blocks), scaled_values.reshape(blocks)
-        corner = (slice(CORNER_SIZE), slice(CORNER_SIZE), slice(CORNER_SIZE))
+        corner = (slice(CORNER_SIZE),) * 3
         corner_factors = _channel_factors(weight_blocks[corner], scaled_blocks[corner])
         if corner_factors is None or not np.allclose(
             weight_blocks[corner] * corner_factors[None, :, None], scaled_blocks[corner], rtol=CORNER_TOLERANCE, atol=0
@@ -189,9 +182,8 @@ def fit_channel_factors(weight: bytes, scaled: bytes, sizes: tuple[int, ...]) ->
         factors = _channel_factors(weight_blocks, scaled_blocks)
         if factors is None:
             continue
-        ulp_differences = weight_blocks.view("<i4").astype(np.int64) - _divide_by_factors(scaled_blocks, factors).view(
-            "<i4"
-        )
+        restored = _divide_by_factors(scaled_blocks, factors)
+        ulp_differences = weight_blocks.view("<i4").astype(np.int64) - restored.view("<i4")
         if np.abs(ulp_differences).max(initial=0) <= MAX_ULP_DIFFERENCE:
             return blocks, factors.astype("<f8").tobytes() + ulp_differences.astype(np.int8).tobytes()
     return None
@@ -207,10 +199,8 @@ def undo_channel_factors(scaled: bytes, blocks: ChannelBlocks, factors_and_diffe
 
 def _channel_blockings(sizes: tuple[int, ...]) -> Iterator[ChannelBlocks]:
     """Yield the axes that channels may lie on: any single one, or the last two (TensorFlow's depthwise kernels)."""
-    axis_ranges = [(axis, axis + 1) for axis in range(len(sizes))] + (
-        [(len(sizes) - 2, len(sizes))] if len(sizes) > 1 else []
-    )
-    for first, last in axis_ranges:
+    last_two = [(len(sizes) - 2, len(sizes))] if len(sizes) > 1 else []
+    for first, last in [*((axis, axis + 1) for axis in range(len(sizes))), *last_two]:
         yield math.prod(sizes[:first]), math.prod(sizes[first:last]), math.prod(sizes[last:])
 
 
@@ -274,13 +264,8 @@ def make_record(source: Any, written: Any) -> bytes:
         "cuts": value_sources,
     }
     header_json = json.dumps(header, separators=(",", ":")).encode()
-    sections = [
-        len(header_json).to_bytes(8, "little"),
-        header_json,
-        skeleton.SerializeToString(deterministic=True),
-        *blobs,
-    ]
-    return zlib.compress(b"".join(sections), 9)
+    sections = [len(header_json).to_bytes(8, "little"), header_json, skeleton.SerializeToString(deterministic=True)]
+    return zlib.compress(b"".join([*sections, *blobs]), 9)
 
 
 def restore_source(record: bytes, written: Any, message_type: Any) -> tuple[Any, bool]:

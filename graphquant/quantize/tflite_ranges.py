@@ -117,9 +117,8 @@ def _find_fused_tensors(
     refs_by_graph: dict[str, tuple[list[TensorRef], list[TensorRef]]] = {}
     for name_part, is_unique in unique_parts.items():
         plain_name = CONVERTER_PREFIXES.sub("", name_part)
-        for ref in refs_by_spelling.get(
-            plain_name, refs_by_spelling.get(plain_name.removesuffix("/quant"), [])
-        ):  # graphquant inserted it
+        inserted_on = refs_by_spelling.get(plain_name.removesuffix("/quant"), [])  # if graphquant inserted the op
+        for ref in refs_by_spelling.get(plain_name, inserted_on):
             refs_by_graph.setdefault(ref.graph, ([], []))[not is_unique].append(ref)
     candidates = (
         _last_of_largest_group(model.graphs[graph], unique_refs or shared, shared if unique_refs else [], ranks)
@@ -218,13 +217,7 @@ MAX_NAME_MAP_BYTES = 1 << 24  # largest file of mapped names, in bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferredRange:
-    """A planned tensor that takes its scale from a TFLite file.
-
-    Attributes:
-        tensor: The tensor.
-        name: Its name in the TFLite file.
-        exact: True if scale and zero point are taken as they are; otherwise the range that they represent.
-    """
+    """A planned tensor that takes its scale from the TFLite tensor `name`, or if not `exact`, that scale's range."""
 
     tensor: TensorRef
     name: str
@@ -307,13 +300,12 @@ def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[s
             missing.append(site.tensor)
     if not transferred:
         raise UsageError(_no_match_message(source, plan, list(activations)))
-    unused = tuple(
-        name
-        for name, output in activations.items()
-        if name not in used_names and stored_quantization(output).scale.size
-    )
+    scaled_names = (name for name, output in activations.items() if stored_quantization(output).scale.size)
     report = RangeTransfer(
-        path=source.path, transferred=tuple(transferred), unused=unused, missing=tuple(dict.fromkeys(missing))
+        path=source.path,
+        transferred=tuple(transferred),
+        unused=tuple(name for name in scaled_names if name not in used_names),
+        missing=tuple(dict.fromkeys(missing)),
     )
     return replace(plan, sites=tuple(sites)), report
 

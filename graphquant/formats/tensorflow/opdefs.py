@@ -177,9 +177,8 @@ def _attr_value(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
 
 
 def _parse_op_def(op_def: Any) -> OpSpec:
-    inputs, outputs = (
-        tuple(_parse_arg_def(op_def, arg) for arg in args) for args in (op_def.input_arg, op_def.output_arg)
-    )
+    inputs = tuple(_parse_arg_def(op_def, arg) for arg in op_def.input_arg)
+    outputs = tuple(_parse_arg_def(op_def, arg) for arg in op_def.output_arg)
     referenced = {attr for arg in (*inputs, *outputs) for attr in (arg.type_attr, arg.number_attr, arg.type_list_attr)}
     defaults: dict[str, AttrDefault] = {}
     for attr in op_def.attr:

@@ -163,7 +163,8 @@ def _extend_saver(meta: Any, variables: Mapping[str, tuple[str, int]]) -> None:
     if restore_op is None or prefix.partition(":")[0] not in nodes:
         return
     types = [dtype for _, dtype in variables.values()]
-    keys = _add_string_constant(graph_def, used_names, "keys", [key.encode() for key in variables])
+    encoded_keys = [key.encode() for key in variables]
+    keys = _add_string_constant(graph_def, used_names, "keys", encoded_keys)
     slices = _add_string_constant(graph_def, used_names, "slices", [b""] * len(types))
     restore_read = graph_def.node.add(name=unique_node_name(used_names, "learned_ranges/restore"), op="RestoreV2")
     restore_read.input.extend([prefix.removesuffix(":0"), keys, slices])
@@ -182,9 +183,7 @@ def _extend_saver(meta: Any, variables: Mapping[str, tuple[str, int]]) -> None:
         decode_tensor(node.attr["value"].tensor, "names").reshape(-1).tolist() for node in constants
     )
     data, control_inputs = proto.split_inputs(save_op)
-    data[1] = _add_string_constant(
-        graph_def, used_names, "save_keys", [*saved_keys, *(key.encode() for key in variables)]
-    )
+    data[1] = _add_string_constant(graph_def, used_names, "save_keys", [*saved_keys, *encoded_keys])
     data[2] = _add_string_constant(graph_def, used_names, "save_slices", [*saved_slices, *[b""] * len(types)])
     data += [
         add_variable_op(graph_def, used_names, f"{handle}/save", "ReadVariableOp", [handle], dtype)
