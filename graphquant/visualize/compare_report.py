@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from graphquant.calibration.data.check import FEW_SAMPLES
 from graphquant.errors import escape_unprintable
 from graphquant.utils.text import join_limited, percent
 from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
@@ -165,7 +166,7 @@ def strip_proof_view(proof: Proof, original: str) -> RenderableType:
     return Group(*sections)
 
 
-NOTABLE_UNCERTAINTY = 3  # decibels between a measured SQNR and its lower bound from which the bound is shown
+NOTABLE_UNCERTAINTY = 6  # decibels between a measured SQNR and its lower bound from which the bound is shown
 
 
 def uncertainty_lines(comparison: Comparison) -> list[RenderableType]:
@@ -179,10 +180,9 @@ def uncertainty_lines(comparison: Comparison) -> list[RenderableType]:
     ]
     if not uncertain or comparison.random:
         return []
-    bounds = [f"{name} {'no bound' if bound == -math.inf else f'{bound:.1f} dB'}" for name, bound in uncertain]
-    count = pluralize(comparison.samples, "sample")
-    message = f"  {count} prove little: the lower bound with 95% confidence is {join_names(bounds, WORST_SHOWN)}"
-    return [plain_line(message, "yellow")]
+    bounds = [f"{name} {'any SQNR' if bound == -math.inf else f'at least {bound:.1f} dB'}" for name, bound in uncertain]
+    few = f"{pluralize(comparison.samples, 'sample')} say little: " if comparison.samples < FEW_SAMPLES else ""
+    return [plain_line(f"  {few}on others, with 95% confidence, {join_names(bounds, WORST_SHOWN)}", "yellow")]
 
 
 WORST_SHOWN = 3  # number of outputs and tensors to list if all bounds are met

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+import graphquant as gq
 from graphquant.analysis.comparison import (
     CONFIDENCE_QUANTILE,
     MAX_SEARCH_PLANS,
@@ -126,3 +128,19 @@ def test_quantile() -> None:
     for freedom, right in {3: 7.93975, 4: 5.88531, 7: 4.17431, 15: 3.37493, 39: 3.04406}.items():
         assert 0.993 * right < _student_quantile(freedom) < 1.01 * right
     assert pytest.approx(2.86526, abs=1e-5) == CONFIDENCE_QUANTILE
+
+
+def test_few_samples_are_reported(samples, tmp_path, cli) -> None:
+    """The report and JSON of 12 samples have a lower bound that unseen samples confirm within 1 dB."""
+    images = np.load(samples / "digits_cnn_calib.npz")["image"]
+    np.savez(tmp_path / "few.npz", image=images[np.random.default_rng(3).permutation(len(images))[:12]])
+    model, output, report = samples / "digits_cnn.onnx", tmp_path / "q.onnx", tmp_path / "report.json"
+    shown = cli("insert", model, "--data", tmp_path / "few.npz", "-o", output, "--report", report).stdout
+    figures = json.loads(report.read_text())["validation"]["comparison"]["outputs"][0]
+    unseen = gq.compare(model, output, str(samples / "digits_cnn_eval.npz"), sites=False).sqnr
+    bound = figures["sqnr_lower_bound"]
+    assert bound - 1 < unseen < figures["sqnr"] - 10
+    assert f"4 samples say little: on others, with 95% confidence, probabilities at least {bound:.1f} dB" in shown
+    assert figures["agreement_lower_bound"] < 1
+    shown = cli("compare", model, output, "--data", samples / "digits_cnn_eval.npz").stdout
+    assert "say little" not in shown
