@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 # Inputs and outputs of the two models are matched by name, then by order.
 
-CLASS_SCORE_AXES = 2
-"""Number of axes of class scores: samples and classes, or classes alone without a batch axis."""
+CLASS_SCORE_AXES = 2  # number of axes of class scores: samples and classes, or classes alone without a batch axis
 
 
 class OutputTally:
@@ -182,11 +181,8 @@ def _quote_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-COMPARE_THREADS = 2
-"""Threads: without sites one per model, and otherwise threads that measure."""
-
-MAX_PREFETCHED_RUNS = 2
-"""Maximum number of prefetched runs of an observed model, memory permitting."""
+COMPARE_THREADS = 2  # threads: without sites one per model, and otherwise threads that measure
+MAX_PREFETCHED_RUNS = 2  # maximum number of prefetched runs of an observed model, memory permitting
 
 MEASURE_BATCH_VALUES = 1 << 16
 """Number of values that is worth a thread. Smaller arrays are collected until they reach it."""

@@ -20,42 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFigures:
-    """Figures of one output over all samples.
+    """Figures of one output over all samples."""
 
-    Attributes:
-        name: Name in the float model.
-        quantized_name: Name in the quantized model.
-        sqnr: SQNR in dB, infinite without any difference; None if the output is not float.
-        cosine: Cosine similarity; None if the output is not float.
-        max_error: Largest absolute difference.
-        agreement: Share of rows with the same argmax, or of equal integers; None for other outputs.
-        rows: Number of rows or integers behind `agreement`.
-        values: Number of compared values; 0 if the output was empty for all samples.
-        accuracy: Share of rows whose argmax is the label, for the float and the quantized model; None without labels.
-        problem: Reason why the outputs could not be compared, or "".
-        sqnr_lower_bound: Lower bound of SQNR with 95% confidence, valid also for the best plan of a search; minus
-            infinity if there are too few samples, None if the output is not float.
-        half_error_samples: Number of the worst samples that cause half of the error.
-        agreement_lower_bound: Lower bound of `agreement`, likewise.
-        lost_share_upper_bound: Upper bound of the share of correct rows that quantization loses; None without labels.
-        broken: Number of values that are NaN or infinite in the quantized model only.
-    """
-
-    name: str
-    quantized_name: str
-    sqnr: float | None
-    cosine: float | None
-    max_error: float
-    agreement: float | None
-    rows: int
-    values: int
+    name: str  # name in the float model
+    quantized_name: str  # name in the quantized model
+    sqnr: float | None  # SQNR in dB, infinite without any difference; None if the output is not float.
+    cosine: float | None  # Cosine similarity; None if the output is not float.
+    max_error: float  # largest absolute difference
+    agreement: float | None  # Share of rows with the same argmax, or of equal integers; None for other outputs.
+    rows: int  # number of rows or integers behind `agreement`
+    values: int  # number of compared values; 0 if the output was empty for all samples
+    # Share of rows whose argmax is the label, for the float and the quantized model; None without labels.
     accuracy: tuple[float, float] | None
-    problem: str
+    problem: str  # reason why the outputs could not be compared, or ""
+    # Lower bound of SQNR with 95% confidence, valid also for the best plan of a search; minus infinity if there are
+    # too few samples, None if the output is not float.
     sqnr_lower_bound: float | None = None
-    half_error_samples: int = 0
-    agreement_lower_bound: float | None = None
+    half_error_samples: int = 0  # number of the worst samples that cause half of the error
+    agreement_lower_bound: float | None = None  # lower bound of `agreement`, likewise
+    # Upper bound of the share of correct rows that quantization loses; None without labels.
     lost_share_upper_bound: float | None = None
-    broken: int = 0
+    broken: int = 0  # number of values that are NaN or infinite in the quantized model only
 
     @property
     def empty(self) -> bool:
@@ -70,31 +55,21 @@ class OutputFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFigures:
-    """Figures of one quantized tensor.
+    """Figures of one quantized tensor."""
 
-    Attributes:
-        graph: Its graph, "" for the main graph.
-        op: The quantization op.
-        tensor: The quantized tensor.
-        rule: Rule that inserted the op, "" if unknown.
-        parameter: True for a weight.
-        local: SQNR in dB of this quantization for its input; None if unknown.
-        accumulated: SQNR in dB relative to the float model, which includes all earlier quantizations; None if unknown.
-        sensitivity: SQNR in dB of the worst output with this quantization alone; None if not measured.
-        bias: True for a 32-bit bias. Its steps are those of the sum, so a low SQNR of a small bias is harmless.
-        note: Reason for an unknown figure, or "".
-    """
-
-    graph: str
+    graph: str  # its graph, "" for the main graph
     op: str
-    tensor: str
-    rule: str
-    parameter: bool
-    local: float | None
+    tensor: str  # the quantized tensor
+    rule: str  # rule that inserted the op, "" if unknown
+    parameter: bool  # True for a weight
+    local: float | None  # SQNR in dB of this quantization for its input; None if unknown.
+    # SQNR in dB relative to the float model, which includes all earlier quantizations; None if unknown.
     accumulated: float | None
+    # SQNR in dB of the worst output with this quantization alone; None if not measured.
     sensitivity: float | None = None
+    # True for a 32-bit bias. Its steps are those of the sum, so a low SQNR of a small bias is harmless.
     bias: bool = False
-    note: str = ""
+    note: str = ""  # reason for an unknown figure, or ""
 
     @property
     def exact(self) -> bool:
@@ -104,23 +79,15 @@ class SiteFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(HtmlRepresentation):
-    """Result of running two models on the same data.
+    """Result of running two models on the same data."""
 
-    Attributes:
-        samples: Number of samples.
-        random: True for random data.
-        outputs: Figures of each output.
-        sites: Figures of each quantized tensor, by local error or by sensitivity, the worst first.
-        labels: Key of the labels in the data, or "".
-        data_findings: Likely mistakes in the data.
-    """
-
-    samples: int
-    random: bool
-    outputs: tuple[OutputFigures, ...]
+    samples: int  # number of samples
+    random: bool  # True for random data
+    outputs: tuple[OutputFigures, ...]  # figures of each output
+    # Figures of each quantized tensor, by local error or by sensitivity, the worst first.
     sites: tuple[SiteFigures, ...]
-    labels: str
-    data_findings: tuple[DataFinding, ...] = ()
+    labels: str  # key of the labels in the data, or ""
+    data_findings: tuple[DataFinding, ...] = ()  # likely mistakes in the data
 
     @property
     def all_empty(self) -> bool:
@@ -144,8 +111,7 @@ class Comparison(HtmlRepresentation):
 
 # Errors are summed in float32 where that is exact enough, because it is several times faster than float64.
 
-SMALLEST_SUM = 1e-30
-"""Sum of squares below which float32 may have lost small values."""
+SMALLEST_SUM = 1e-30  # sum of squares below which float32 may have lost small values
 
 
 def ignore_overflow() -> np.errstate:
@@ -260,23 +226,15 @@ def _is_exact_sum(total: float, values: Array) -> bool:
 # rate of 1 in 480, so that all 24 together are wrong at most once in 20 times (Bonferroni; Angelopoulos et al. 2021,
 # "Learn then Test").
 
-MAX_SEARCH_PLANS = 24
-"""Maximum number of plans that a search measures."""
+MAX_SEARCH_PLANS = 24  # maximum number of plans that a search measures
 
 CONFIDENCE_QUANTILE = NormalDist().inv_cdf(1 - 0.05 / MAX_SEARCH_PLANS)
 """Quantile of the normal distribution for that confidence."""
 
-DB_PER_NEPER = 10 / math.log(10)
-"""Decibels per unit of relative change."""
-
-MIN_SAMPLES = 4
-"""Minimum number of samples for a bound."""
-
-TAIL_DIVISOR = 5
-"""One in this many samples, at least three, estimates the tail index."""
-
-MAX_TAIL_INDEX = 3.0
-"""Upper limit of the tail index, because tails behind a softmax are bounded."""
+DB_PER_NEPER = 10 / math.log(10)  # decibels per unit of relative change
+MIN_SAMPLES = 4  # minimum number of samples for a bound
+TAIL_DIVISOR = 5  # one in this many samples, at least three, estimates the tail index
+MAX_TAIL_INDEX = 3.0  # upper limit of the tail index, because tails behind a softmax are bounded
 
 
 class SqnrConfidence:

@@ -19,29 +19,19 @@ if TYPE_CHECKING:
     from graphquant.quantize.rewrite import InsertedPair
 
 
-SCALE_TOLERANCE = 1e-6
-"""Relative tolerance for scales that are not powers of two: the range passed through float32."""
+SCALE_TOLERANCE = 1e-6  # relative tolerance for scales that are not powers of two: the range passed through float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedTensor:
-    """A planned tensor and its counterpart in the converted model.
+    """A planned tensor and its counterpart in the converted model."""
 
-    Attributes:
-        tensor: The tensor in the model.
-        name: Its name in the converted model, "" if it is absent.
-        index: Its index in the converted model, None if it is absent.
-        planned: Scale and zero point of the plan, None if the range is computed at each run.
-        runtime: Scale and zero point of the runtime, None if it has none.
-        problem: The difference, "" if there is none.
-    """
-
-    tensor: TensorRef
-    name: str
-    index: int | None
-    planned: tuple[Array, Array] | None
-    runtime: tuple[Array, Array] | None
-    problem: str
+    tensor: TensorRef  # the tensor in the model
+    name: str  # its name in the converted model, "" if it is absent
+    index: int | None  # its index in the converted model, None if it is absent
+    planned: tuple[Array, Array] | None  # scale and zero point of the plan, None if the range is computed at each run
+    runtime: tuple[Array, Array] | None  # scale and zero point of the runtime, None if it has none
+    problem: str  # the difference, "" if there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +45,11 @@ class FloatOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """The result of comparing a converted model with its plan.
+    """The result of comparing a converted model with its plan."""
 
-    Attributes:
-        tensors: One entry for each planned tensor.
-        float_ops: The ops that stayed float.
-        op_count: The number of ops that compute something.
-    """
-
-    tensors: tuple[ConvertedTensor, ...]
-    float_ops: tuple[FloatOp, ...]
-    op_count: int
+    tensors: tuple[ConvertedTensor, ...]  # one entry for each planned tensor
+    float_ops: tuple[FloatOp, ...]  # the ops that stayed float
+    op_count: int  # the number of ops that compute something
 
     @property
     def agrees(self) -> bool:

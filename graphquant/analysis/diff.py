@@ -54,32 +54,20 @@ SCALE_SOURCE_KINDS = STORED_KINDS | {"read_variable", "identity", "enter"}
 
 @dataclass(frozen=True, slots=True)
 class ModelChange:
-    """One difference.
-
-    Attributes:
-        kind: Kind of the difference.
-        location: The op or tensor, by its name in the second model if it exists there.
-        message: The old and the new state.
-        size: Largest relative change of scales, or largest absolute change of a weight.
-    """
+    """One difference."""
 
     kind: ModelChangeKind
-    location: str
-    message: str
-    size: float = 0.0
+    location: str  # the op or tensor, by its name in the second model if it exists there
+    message: str  # the old and the new state
+    size: float = 0.0  # largest relative change of scales, or largest absolute change of a weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """All differences, in graph order.
-
-    Attributes:
-        changes: The differences.
-        rerouted: Number of uses that read a quantized tensor in only one of the two.
-    """
+    """All differences, in graph order."""
 
     changes: tuple[ModelChange, ...]
-    rerouted: int = 0
+    rerouted: int = 0  # number of uses that read a quantized tensor in only one of the two
 
     @property
     def counts(self) -> dict[str, int]:

@@ -37,30 +37,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Explanation of one use of one tensor.
-
-    Attributes:
-        tensor: The tensor.
-        use: The consumer.
-        quantized: True if the consumer reads it quantized.
-        winner: Rule that claimed the use, or "".
-        outcome: The outcome in words.
-        scale_reasons: Reasons for its scale, in sentences.
-        misses: The other rules in order, each with the condition that failed; "" after the rule that claimed the use.
-            Empty for a quantized model.
-        requested_op: The requested op of this use, which produces or reads the tensor.
-        fused: True if the plan's backend fuses the producer with the consumer.
-    """
+    """Explanation of one use of one tensor."""
 
     tensor: TensorRef
-    use: Use
-    quantized: bool
-    winner: str
-    outcome: str
-    scale_reasons: tuple[str, ...] = ()
+    use: Use  # the consumer
+    quantized: bool  # True if the consumer reads it quantized
+    winner: str  # rule that claimed the use, or ""
+    outcome: str  # the outcome in words
+    scale_reasons: tuple[str, ...] = ()  # reasons for its scale, in sentences
+    # The other rules in order, each with the condition that failed; "" after the rule that claimed the use. Empty for
+    # a quantized model.
     misses: tuple[RuleMiss, ...]
-    requested_op: tuple[str, str]
-    fused: bool = False
+    requested_op: tuple[str, str]  # the requested op of this use, which produces or reads the tensor
+    fused: bool = False  # True if the plan's backend fuses the producer with the consumer
 
     def miss_reason(self, miss: RuleMiss) -> str:
         """Return the reason why a rule did not claim the use, also if it matches."""
@@ -76,23 +65,14 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplanationReport:
-    """Explanations of the requested tensor or op.
+    """Explanations of the requested tensor or op."""
 
-    Attributes:
-        uses: Uses of its outputs and of its inputs.
-        verdicts: Predictions of the backend for the requested ops.
-        backend: The backend, or "".
-        placeholder_ranges: True if predictions rest on placeholder ranges, because there is no data.
-        already_quantized: True if the model was already quantized, and its contents are explained.
-        omitted_reason: Reason why rules are not explained, or "".
-    """
-
-    uses: tuple[Explanation, ...]
-    verdicts: tuple[Verdict, ...] = ()
-    backend: str = ""
-    placeholder_ranges: bool = False
-    already_quantized: bool = False
-    omitted_reason: str = ""
+    uses: tuple[Explanation, ...]  # uses of its outputs and of its inputs
+    verdicts: tuple[Verdict, ...] = ()  # predictions of the backend for the requested ops
+    backend: str = ""  # the backend, or ""
+    placeholder_ranges: bool = False  # True if predictions rest on placeholder ranges, because there is no data
+    already_quantized: bool = False  # True if the model was already quantized, and its contents are explained
+    omitted_reason: str = ""  # reason why rules are not explained, or ""
 
 
 def explain_uses(
@@ -201,8 +181,7 @@ NO_RULES = RuleSet(files=(), descriptions=(), digest="", prepare=(), rules=())
 
 FLOAT_OUTCOME = "stays float: no op quantizes it in this model. To see the reason, explain the float model"
 
-MAX_LISTED = 4
-"""Maximum number of listed tensors that share a scale."""
+MAX_LISTED = 4  # maximum number of listed tensors that share a scale
 
 
 def explain_quantized(model: Model, name: str) -> tuple[Explanation, ...]:
@@ -275,8 +254,7 @@ NONNEGATIVE_KINDS = frozenset({"sigmoid", "hard_sigmoid", "softmax", "exp", "abs
 
 EMULATED_NOTE = "its quantization ops round floats. insert -o MODEL.tflite writes a model whose ops run on integers"
 
-MAX_TIES = 8
-"""Maximum number of ties to follow to the origin of a scale."""
+MAX_TIES = 8  # maximum number of ties to follow to the origin of a scale
 
 
 def backend_of_rules(model: Model, rules: Iterable[str]) -> str:

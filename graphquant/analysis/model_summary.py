@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from graphquant.numerics import DynamicQParams, QParams
 
 
-MULTIPLYING_KINDS = MAC_KINDS | {"einsum"}
-"""Kinds that dominate the multiplications of a model."""
+MULTIPLYING_KINDS = MAC_KINDS | {"einsum"}  # kinds that dominate the multiplications of a model
 
 COPYING_KINDS = DATA_MOVEMENT_KINDS | TRANSPARENT_KINDS | {"pad", "reduce_max"}
 """Kinds whose outputs are copies of their inputs. They run quantized without Q/DQ pairs of their own."""
@@ -42,46 +41,27 @@ MAX_MOVEMENT_OPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationOp:
-    """One quantization op of a model.
+    """One quantization op of a model."""
 
-    Attributes:
-        graph: Its graph, "" for the main graph.
-        op: Its name.
-        type: Its op type.
-        tensor: The float tensor or integer constant that it quantizes.
-        consumers: Number of uses of the result.
-        params: Scale and zero point; None if they are computed at run time.
-        learned: True if they are variables, which training can change.
-        rule: Rule that inserted it, "" if it is not from graphquant.
-        rounding: Rounding mode, "" if unknown.
-    """
-
-    graph: str
+    graph: str  # its graph, "" for the main graph
     op: str
-    type: str
-    tensor: TensorRef
-    consumers: int
-    params: QParams | DynamicQParams | None
-    rule: str
-    rounding: str = ""
-    learned: bool = False
+    type: str  # its op type
+    tensor: TensorRef  # the float tensor or integer constant that it quantizes
+    consumers: int  # number of uses of the result
+    params: QParams | DynamicQParams | None  # Scale and zero point; None if they are computed at run time.
+    rule: str  # rule that inserted it, "" if it is not from graphquant
+    rounding: str = ""  # rounding mode, "" if unknown
+    learned: bool = False  # True if scale and zero point are variables, which training can change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredScaleTensor:
-    """Tensor of a format that stores scales in its tensors.
-
-    Attributes:
-        tensor: The tensor.
-        kind: Kind of the op that produces it.
-        output: Its name, dtype and shape.
-        stored: Its index in the file, scale and zero point.
-    """
+    """Tensor of a format that stores scales in its tensors."""
 
     tensor: TensorRef
-    kind: str
-    output: Output
-    stored: StoredQuantization
+    kind: str  # kind of the op that produces it
+    output: Output  # its name, dtype and shape
+    stored: StoredQuantization  # its index in the file, scale and zero point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,25 +77,16 @@ class OpCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """Contents of `inspect`.
-
-    Attributes:
-        model: The model.
-        op_types: Number of ops per op type, the most frequent first.
-        quantization_ops: Quantization ops in graph order.
-        coverage: Weighted ops.
-        tensors: All tensors by their index in the file for formats with scales in tensors (TFLite), else empty.
-        unreachable_functions: Functions that the main graph does not reach.
-        float_clone_ops: Weighted ops of saved functions that stay float. Rules apply to reachable graphs and their
-            clones only.
-    """
+    """Contents of `inspect`."""
 
     model: Model
-    op_types: dict[str, int]
-    quantization_ops: tuple[QuantizationOp, ...]
-    coverage: tuple[OpCoverage, ...]
+    op_types: dict[str, int]  # number of ops per op type, the most frequent first
+    quantization_ops: tuple[QuantizationOp, ...]  # quantization ops in graph order
+    coverage: tuple[OpCoverage, ...]  # weighted ops
+    # All tensors by their index in the file for formats with scales in tensors (TFLite), else empty.
     tensors: tuple[StoredScaleTensor, ...]
-    unreachable_functions: tuple[str, ...]
+    unreachable_functions: tuple[str, ...]  # functions that the main graph does not reach
+    # Weighted ops of saved functions that stay float. Rules apply to reachable graphs and their clones only.
     float_clone_ops: tuple[OpCoverage, ...]
 
     @property

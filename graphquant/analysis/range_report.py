@@ -27,63 +27,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRange:
-    """Range that an observer would choose for a tensor alone.
-
-    Attributes:
-        method: The observer.
-        params: Scale and zero point.
-        cost: Their cost.
-    """
+    """Range that an observer would choose for a tensor alone."""
 
     method: str
-    params: QParams
+    params: QParams  # scale and zero point
     cost: QuantizationCost | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """One tensor with its range.
-
-    Attributes:
-        tensor: The tensor.
-        sketch: Its sketch; None if no sample reached it.
-        rule: Rule that quantizes it, "" if unknown.
-        method: Observer with its arguments, "" if unknown.
-        auto_method: Choice of the observer "auto": "minmax", "mse", or "mse, widened"; else "".
-        params: Scale and zero point, or None.
-        cost: Their cost; None if it cannot be estimated.
-        alternatives: Ranges of the other observers.
-        note: Reason for a missing range, or the tensor that shares it.
-    """
+    """One tensor with its range."""
 
     tensor: TensorRef
-    sketch: Sketch | None
-    rule: str = ""
-    method: str = ""
-    auto_method: str = ""
-    params: QParams | None = None
-    cost: QuantizationCost | None = None
-    alternatives: tuple[MethodRange, ...] = ()
-    note: str = ""
+    sketch: Sketch | None  # Its sketch; None if no sample reached it.
+    rule: str = ""  # rule that quantizes it, "" if unknown
+    method: str = ""  # observer with its arguments, "" if unknown
+    auto_method: str = ""  # choice of the observer "auto": "minmax", "mse", or "mse, widened"; else ""
+    params: QParams | None = None  # scale and zero point, or None
+    cost: QuantizationCost | None = None  # Their cost; None if it cannot be estimated.
+    alternatives: tuple[MethodRange, ...] = ()  # ranges of the other observers
+    note: str = ""  # reason for a missing range, or the tensor that shares it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeReport:
-    """Statistics with the ranges derived from them.
-
-    Attributes:
-        stats: The statistics.
-        path: Their file, or None.
-        model: Name of the model, or "".
-        matched_by_name: True if tensors of a quantized model are matched by name alone.
-        tensor_ranges: The tensors; with a model, by loss, the largest first.
-    """
+    """Statistics with the ranges derived from them."""
 
     stats: Stats
-    path: Path | None = None
-    model: str = ""
-    matched_by_name: bool = False
-    tensor_ranges: tuple[TensorRange, ...]
+    path: Path | None = None  # their file, or None
+    model: str = ""  # name of the model, or ""
+    matched_by_name: bool = False  # True if tensors of a quantized model are matched by name alone
+    tensor_ranges: tuple[TensorRange, ...]  # the tensors; with a model, by loss, the largest first
 
 
 def stats_range_report(stats: Stats, path: Path | None = None) -> RangeReport:
@@ -271,23 +245,16 @@ def _nonempty_sketch(sketches: Mapping[TensorRef, Sketch], tensor: TensorRef) ->
 
 # The next part estimates the SQNR of each quantized activation from its sketch alone.
 
-LOW_SQNR = 30.0
-"""SQNR in dB below which a tensor is listed; 8 bits mostly reach 35 to 50."""
+LOW_SQNR = 30.0  # SQNR in dB below which a tensor is listed; 8 bits mostly reach 35 to 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Quantization loss of one tensor.
-
-    Attributes:
-        tensor: The tensor.
-        sqnr: SQNR in dB over all calibration samples.
-        clipped: Share of clipped values, 0 to 1.
-    """
+    """Quantization loss of one tensor."""
 
     tensor: TensorRef
-    sqnr: float
-    clipped: float
+    sqnr: float  # SQNR in dB over all calibration samples
+    clipped: float  # share of clipped values, 0 to 1
 
 
 def activation_sqnr(inserted: Iterable[InsertedPair], sketches: Mapping[TensorRef, Sketch]) -> tuple[Loss, ...]:

@@ -32,37 +32,24 @@ if TYPE_CHECKING:
 VALUE_PRESERVING_STEPS = ("initializer-inputs", "fold-batchnorm")
 """Preparation steps that change values only by rounding."""
 
-BIAS_BITS = 32
-"""Bit width that only biases have."""
+BIAS_BITS = 32  # bit width that only biases have
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComparedSite:
-    """Quantization op with its running figures.
-
-    Attributes:
-        quantization_op: The quantization op.
-        tensor: The quantized tensor, before clamping.
-        parameter: True for a weight, whose figures need no run.
-        input_tensor: Input of the op in the quantized model; None for stored integers.
-        output_tensor: Output of the op.
-        float_tensor: Corresponding tensor of the float model, or None.
-        read_float_weight: Read the float weight behind stored integers; None otherwise.
-        local_errors: Errors relative to the input of the op.
-        accumulated_errors: Errors relative to the float model.
-        note: Reason for an unknown figure.
-    """
+    """Quantization op with its running figures."""
 
     quantization_op: QuantizationOp
-    tensor: TensorRef
-    parameter: bool
-    input_tensor: TensorRef | None
-    output_tensor: TensorRef
-    float_tensor: TensorRef | None
+    tensor: TensorRef  # the quantized tensor, before clamping
+    parameter: bool  # True for a weight, whose figures need no run
+    input_tensor: TensorRef | None  # Input of the op in the quantized model; None for stored integers.
+    output_tensor: TensorRef  # output of the op
+    float_tensor: TensorRef | None  # corresponding tensor of the float model, or None
+    # Read the float weight behind stored integers; None otherwise.
     read_float_weight: Callable[[], Array] | None = None
-    local_errors: ErrorSums = field(default_factory=ErrorSums)
-    accumulated_errors: ErrorSums = field(default_factory=ErrorSums)
-    note: str = ""
+    local_errors: ErrorSums = field(default_factory=ErrorSums)  # errors relative to the input of the op
+    accumulated_errors: ErrorSums = field(default_factory=ErrorSums)  # errors relative to the float model
+    note: str = ""  # reason for an unknown figure
 
     def add(self, runs: Sequence[tuple[ObservedTensors, ObservedTensors]]) -> None:
         """Add the observed values of some runs of the quantized and of the float model."""
@@ -106,19 +93,12 @@ class ComparedSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComparedSites:
-    """Quantizations of a model matched with its float model.
+    """Quantizations of a model matched with its float model."""
 
-    Attributes:
-        sites: All of them, in graph order.
-        float_model: The float model, prepared like the quantized model.
-        float_has_quantization: True if the float model contains quantization, so that observing changes its results.
-        coverage: Weighted ops of the quantized model, and whether they run on integers.
-    """
-
-    sites: tuple[ComparedSite, ...]
-    float_model: Model
-    float_has_quantization: bool
-    coverage: tuple[OpCoverage, ...]
+    sites: tuple[ComparedSite, ...]  # all of them, in graph order
+    float_model: Model  # the float model, prepared like the quantized model
+    float_has_quantization: bool  # True if the float model contains quantization, so that observing changes its results
+    coverage: tuple[OpCoverage, ...]  # weighted ops of the quantized model, and whether they run on integers
 
     def tensors_to_observe(self) -> tuple[list[TensorRef], list[TensorRef]]:
         """Tensors to observe in the quantized and in the float model."""

@@ -30,17 +30,13 @@ if TYPE_CHECKING:
     from graphquant.utils import Progress
 
 
-DEFAULT_MIN_SQNR = 20.0
-"""SQNR in dB that each output should reach if no bound is set; 8 bits usually give 25 to 45."""
+DEFAULT_MIN_SQNR = 20.0  # SQNR in dB that each output should reach if no bound is set; 8 bits usually give 25 to 45
 
 MAX_UNBOUNDED_SAMPLES = 32
 """Maximum number of validation samples without a bound: enough to detect a ruined model quickly."""
 
-CONCENTRATED_ERROR_DIVISOR = 8
-"""An error is concentrated if fewer than one in this many samples cause half of it."""
-
-SITE_SAMPLES = 4
-"""Number of samples on which each quantized tensor is measured."""
+CONCENTRATED_ERROR_DIVISOR = 8  # an error is concentrated if fewer than one in this many samples cause half of it
+SITE_SAMPLES = 4  # number of samples on which each quantized tensor is measured
 
 CONFIDENCE = "with 95% confidence"
 
@@ -51,17 +47,11 @@ NO_ACCURACY = "the data has no 'labels' that match an output with one class per 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Accuracy bounds of a quantized model, relative to its float model. None means no bound.
+    """Accuracy bounds of a quantized model, relative to its float model. None means no bound."""
 
-    Attributes:
-        min_sqnr: Minimum SQNR of each output, in dB.
-        min_agreement: Minimum share of rows of each output whose top-1 class does not change, 0 to 1.
-        max_accuracy_drop: Maximum loss of accuracy of each output, as a share of rows, 0 to 1.
-    """
-
-    min_sqnr: float | None = None
-    min_agreement: float | None = None
-    max_accuracy_drop: float | None = None
+    min_sqnr: float | None = None  # minimum SQNR of each output, in dB
+    min_agreement: float | None = None  # minimum share of rows of each output whose top-1 class does not change, 0 to 1
+    max_accuracy_drop: float | None = None  # maximum loss of accuracy of each output, as a share of rows, 0 to 1
 
     def __post_init__(self) -> None:
         """Reject bounds that are NaN or infinite, which every or no model would meet.
@@ -87,27 +77,17 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Result of the validation at the end of `insert`.
+    """Result of the validation at the end of `insert`."""
 
-    Attributes:
-        comparison: Errors of each output and each quantized tensor, or None if they could not be measured.
-        problem: Reason for a missing comparison, or "".
-        float_failed: True if the float model cannot be run, so that the comparison is missing.
-        reuses_samples: True if calibration, an optimization algorithm or a search used the validation samples.
-        bounds: The requested bounds.
-        quantized_macs: Multiply-adds per sample of ops whose inputs are all quantized.
-        total_macs: Multiply-adds per sample of all ops with known sizes.
-        calibrated_on_other_data: True if the statistics are from other data.
-    """
-
+    # Errors of each output and each quantized tensor, or None if they could not be measured.
     comparison: Comparison | None
-    problem: str = ""
-    float_failed: bool = False
-    reuses_samples: bool
-    bounds: Bounds
-    quantized_macs: int = 0
-    total_macs: int = 0
-    calibrated_on_other_data: bool = False
+    problem: str = ""  # reason for a missing comparison, or ""
+    float_failed: bool = False  # True if the float model cannot be run, so that the comparison is missing
+    reuses_samples: bool  # True if calibration, an optimization algorithm or a search used the validation samples
+    bounds: Bounds  # the requested bounds
+    quantized_macs: int = 0  # multiply-adds per sample of ops whose inputs are all quantized
+    total_macs: int = 0  # multiply-adds per sample of all ops with known sizes
+    calibrated_on_other_data: bool = False  # True if the statistics are from other data
 
     @property
     def quantized_share(self) -> float | None:

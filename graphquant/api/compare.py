@@ -116,8 +116,7 @@ def _measure_sensitivity(
     return sensitivity
 
 
-PLAN_MARKER = '"schema"'
-"""Text near the start of each plan file, which ONNX models in JSON do not have."""
+PLAN_MARKER = '"schema"'  # text near the start of each plan file, which ONNX models in JSON do not have
 
 
 def diff(

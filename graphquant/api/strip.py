@@ -33,25 +33,16 @@ LASTING_CHANGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StripResult:
-    """Result of `strip`.
+    """Result of `strip`."""
 
-    Attributes:
-        model: The float model.
-        exact: True if it is the source model bit for bit, from the record in the quantized model.
-        ops: The removed quantization ops; empty with `exact`.
-        weights: Constants that were stored as integers, with the parameters of their rounding.
-        remaining: Quantization ops that were not removed, with the reason.
-        steps: Preparation steps that the model keeps, or "".
-        notes: Other messages about the result.
-    """
-
-    model: Model
-    exact: bool
-    ops: tuple[TensorRef, ...] = ()
+    model: Model  # the float model
+    exact: bool  # True if it is the source model bit for bit, from the record in the quantized model
+    ops: tuple[TensorRef, ...] = ()  # the removed quantization ops; empty with `exact`
+    # Constants that were stored as integers, with the parameters of their rounding.
     weights: tuple[tuple[TensorRef, QParams], ...] = ()
-    remaining: tuple[tuple[TensorRef, str], ...] = ()
-    steps: str = ""
-    notes: tuple[str, ...] = ()
+    remaining: tuple[tuple[TensorRef, str], ...] = ()  # quantization ops that were not removed, with the reason
+    steps: str = ""  # preparation steps that the model keeps, or ""
+    notes: tuple[str, ...] = ()  # other messages about the result
 
 
 def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult:
@@ -123,19 +114,12 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Comparison of a stripped model with its original.
+    """Comparison of a stripped model with its original."""
 
-    Attributes:
-        equal: True if both models are identical.
-        rounded_weights: Number of weights that differ only by their rounding error.
-        other_differences: All other differences.
-        steps: Preparation steps that were applied to the original before the comparison, or "".
-    """
-
-    equal: bool
-    rounded_weights: int = 0
-    other_differences: Differences
-    steps: str = ""
+    equal: bool  # True if both models are identical
+    rounded_weights: int = 0  # number of weights that differ only by their rounding error
+    other_differences: Differences  # all other differences
+    steps: str = ""  # preparation steps that were applied to the original before the comparison, or ""
 
     @property
     def holds(self) -> bool:

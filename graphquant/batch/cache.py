@@ -129,13 +129,9 @@ def default_cache_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCache:
-    """Folder of outcomes by cache key, and of output files by digest.
+    """Folder of outcomes by cache key, and of output files by digest."""
 
-    Attributes:
-        folder: The folder, created on the first write.
-    """
-
-    folder: Path
+    folder: Path  # the folder, created on the first write
 
     def load_outcome(self, key: str) -> Outcome | None:
         """Return the outcome of a key, None if missing or unreadable."""

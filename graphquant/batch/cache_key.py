@@ -50,17 +50,11 @@ CODE_SUFFIXES = {".py", ".c", ".so", ".pyd", ".txt", ".toml"}  # suffixes of the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInputs:
-    """Everything that an entry's output depends on.
+    """Everything that an entry's output depends on."""
 
-    Attributes:
-        digests: Digests of the inputs, and the key; without the output's digest.
-        model_size: Bytes of the model.
-        deterministic: True if the key determines the output; False for data functions.
-    """
-
-    digests: Digests
-    model_size: int
-    deterministic: bool
+    digests: Digests  # digests of the inputs, and the key; without the output's digest
+    model_size: int  # bytes of the model
+    deterministic: bool  # True if the key determines the output; False for data functions.
 
 
 @cache

@@ -48,8 +48,7 @@ except ImportError as _missing:
     ) from _missing
 
 
-SCHEDULER_TIMEOUT = "10s"
-"""Timeout for the answer of the scheduler."""
+SCHEDULER_TIMEOUT = "10s"  # timeout for the answer of the scheduler
 
 SHUTDOWN_SECONDS, POLL_SECONDS = 10.0, 0.02  # seconds for worker processes to end, and between two polls
 STATS_FILE_NAME = "stats.gqs"  # name of a statistics file in a temporary folder

@@ -55,8 +55,7 @@ class _SelectedModel:
         return _PLACEHOLDER.sub(lambda match: values.get(match[1], ""), text)
 
 
-PLACEHOLDERS = ("stem", "suffix", "name", "parent", "variant")
-"""Placeholders that may stand in braces."""
+PLACEHOLDERS = ("stem", "suffix", "name", "parent", "variant")  # placeholders that may stand in braces
 
 _FILE_OPTIONS = {
     "stats": "There is no statistics file {}. Create it with `graphquant calibrate`.",
@@ -318,37 +317,23 @@ def _path_and_parents(path: str) -> Iterator[str]:
 MANIFEST_NAME = "graphquant.toml"
 PROJECT_FILE = "pyproject.toml"
 
-_TOOL_TABLE: KeyPath = ("tool", "graphquant")
-"""Table of a manifest in pyproject.toml."""
-
+_TOOL_TABLE: KeyPath = ("tool", "graphquant")  # table of a manifest in pyproject.toml
 _FILE_KEYS = ("path", "exclude_models", "variant", *TEMPLATE_KEYS)  # keys that select the files of an entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """Entries of a manifest or command line, before they are resolved to models.
+    """Entries of a manifest or command line, before they are resolved to models."""
 
-    Attributes:
-        tables: Entries by index; one without a valid `path` is only `EntrySettings`.
-        defaults: Settings of all entries.
-        overrides: Settings of the command line, which have priority.
-        folder: Base folder of relative paths in the tables, "" for the current folder.
-        path: The manifest, None without one.
-        key_lines: Lines of its keys.
-        table_path: Table that contains the manifest, in a larger file.
-        mistakes: Invalid keys and values. The tables do not contain them.
-        ambiguous: Entries whose files are unknown because of these mistakes.
-    """
-
-    tables: Mapping[int, EntrySettings]
-    defaults: dict[str, Any] = field(default_factory=dict)
-    overrides: dict[str, Any]
-    folder: str = ""
-    path: Path | None = None
-    key_lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    table_path: KeyPath = ()
-    mistakes: Sequence[Mistake] = ()
-    ambiguous: frozenset[int] = frozenset()
+    tables: Mapping[int, EntrySettings]  # entries by index; one without a valid `path` is only `EntrySettings`
+    defaults: dict[str, Any] = field(default_factory=dict)  # settings of all entries
+    overrides: dict[str, Any]  # settings of the command line, which have priority
+    folder: str = ""  # base folder of relative paths in the tables, "" for the current folder
+    path: Path | None = None  # the manifest, None without one
+    key_lines: Mapping[KeyPath, int] = field(default_factory=dict)  # lines of its keys
+    table_path: KeyPath = ()  # table that contains the manifest, in a larger file
+    mistakes: Sequence[Mistake] = ()  # Invalid keys and values. The tables do not contain them.
+    ambiguous: frozenset[int] = frozenset()  # entries whose files are unknown because of these mistakes
 
     def key_path(self, index: int, key: str) -> KeyPath:
         """Return the location of `key` for an entry: in the entry itself or in the defaults."""

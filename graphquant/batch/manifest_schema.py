@@ -23,8 +23,7 @@ from graphquant.utils.text import parse_size
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-DEFAULT_OUTPUT = "{parent}/{stem}.quant{suffix}"
-"""Default path of an output."""
+DEFAULT_OUTPUT = "{parent}/{stem}.quant{suffix}"  # default path of an output
 
 OMITTED_OPTIONS = {
     "plan": "a plan belongs to one model; `graphquant insert --plan` applies it",

@@ -195,22 +195,15 @@ MODEL_SUFFIXES = (".onnx", ".onnxtxt", ".pb", ".pbtxt", ".keras")
 
 _QUANTIZED_NAME = re.compile(r"\.quant(\.|$)")  # pattern of output names of earlier runs
 _TEST_DATA = re.compile(r"(in|out)put_\d+\.pb")  # pattern of tensor files of ONNX test sets
-
-LOCAL_SCHEME = "file://"
-"""Scheme of local addresses."""
+LOCAL_SCHEME = "file://"  # scheme of local addresses
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelFolder:
-    """Base folder of relative paths.
-
-    Attributes:
-        path: The folder.
-        system: fsspec file system, None for a local folder.
-    """
+    """Base folder of relative paths."""
 
     path: str
-    system: Any = None
+    system: Any = None  # fsspec file system, None for a local folder
 
     def path_of(self, name: str) -> str:
         return posixpath.normpath(posixpath.join(self.path, name)) if self.system is None else name

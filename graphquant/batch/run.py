@@ -42,23 +42,14 @@ OUTPUT_STATUSES = ("done", "gate")  # statuses of processed entries that have an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Options of a batch run.
+    """Options of a batch run."""
 
-    Attributes:
-        folder: Folder of the cache, the journals and the file digests.
-        cache: Use the cache.
-        resume: Use outputs that an earlier run of the same batch finished; never failures.
-        force: Replace outputs that no batch wrote.
-        shard: Number of the shard and number of shards, for the report.
-        deal_digest: Digest by which the shards were dealt, likewise.
-    """
-
-    folder: Path
-    cache: bool = True
-    resume: bool = False
-    force: bool = False
-    shard: tuple[int, int] = (1, 1)
-    deal_digest: str = ""
+    folder: Path  # folder of the cache, the journals and the file digests
+    cache: bool = True  # use the cache
+    resume: bool = False  # use outputs that an earlier run of the same batch finished; never failures
+    force: bool = False  # replace outputs that no batch wrote
+    shard: tuple[int, int] = (1, 1)  # number of the shard and number of shards, for the report
+    deal_digest: str = ""  # digest by which the shards were dealt, likewise
 
 
 def run_batch(

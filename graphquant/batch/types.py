@@ -35,9 +35,7 @@ ChangeKind = Literal[
 ]
 
 PASSED_STATUSES = ("done", "unchanged")  # statuses of success
-
-TIME_KEYS = ("seconds", "attempts", "started")
-"""Keys of a report that differ between runs."""
+TIME_KEYS = ("seconds", "attempts", "started")  # keys of a report that differ between runs
 
 
 class _Record:
@@ -49,22 +47,14 @@ class _Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gates(_Record):
-    """Bounds for an output.
+    """Bounds for an output."""
 
-    Attributes:
-        min_sqnr: Of the worst output, dB.
-        min_agreement: Of the worst output, a share.
-        max_accuracy_drop: Loss against the float model, a share; the data must have labels.
-        min_quantized: Multiply-adds with quantized inputs, a share.
-        max_size: Bytes of the output.
-        check: Backend whose check must have no findings, "" for the check without a backend, None for no check.
-    """
-
-    min_sqnr: float | None = None
-    min_agreement: float | None = None
-    max_accuracy_drop: float | None = None
-    min_quantized: float | None = None
-    max_size: int | None = None
+    min_sqnr: float | None = None  # of the worst output, dB
+    min_agreement: float | None = None  # of the worst output, a share
+    max_accuracy_drop: float | None = None  # loss against the float model, a share; the data must have labels
+    min_quantized: float | None = None  # multiply-adds with quantized inputs, a share
+    max_size: int | None = None  # bytes of the output
+    # Backend whose check must have no findings, "" for the check without a backend, None for no check.
     check: str | None = None
 
     @property
@@ -73,8 +63,7 @@ class Gates(_Record):
         return any(getattr(self, name) is not None for name in METRIC_GATES)
 
 
-METRIC_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop")
-"""Gates on metrics; they are options of `insert` too."""
+METRIC_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop")  # gates on metrics; they are options of `insert` too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +71,11 @@ class Entry(_Record):
     """A model of the batch with all settings, independent of later defaults.
 
     The other fields are options of `insert`; paths are relative to the current folder.
-
-    Attributes:
-        name: Unique name in reports.
-        model: Path, or address for fsspec.
-        output: Path or address of the output.
-        gates: Bounds for the output.
     """
 
-    name: str
-    model: str
-    output: str
+    name: str  # unique name in reports
+    model: str  # path, or address for fsspec
+    output: str  # path or address of the output
     rules: tuple[str, ...] = ()
     data: str | None = None
     stats: str | None = None
@@ -110,7 +93,7 @@ class Entry(_Record):
     optimize: Literal["macs", "size", "latency"] = "macs"
     size_budget: str | None = None
     allow_links: bool = False
-    gates: Gates = field(default_factory=Gates)
+    gates: Gates = field(default_factory=Gates)  # bounds for the output
 
 
 ENTRY_OPTIONS = tuple(field.name for field in fields(Entry) if field.name not in {"name", "model", "output", "gates"})

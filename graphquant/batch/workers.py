@@ -77,7 +77,6 @@ STARTUP_SECONDS = 120.0  # seconds for the start of a worker, not counted as tim
 MAX_IDLE_BYTES = 1 << 30  # bytes that a worker may keep between two models; above that, it is replaced
 PROGRESS_SECONDS = 0.1  # seconds between two progress messages
 MAX_LOG_CHARS = 300  # maximum number of characters of a dead worker's last output line
-
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl on Linux
 _STARTED = "begun"
 

@@ -16,8 +16,7 @@ from graphquant.utils.options import ExplainOptions, PlanOptions, ReadOptions
 if TYPE_CHECKING:
     from graphquant.ir import Model
 
-GRAPH_FORMATS = ("dot", "svg", "graphml", "graph-json")
-"""Formats that draw a model."""
+GRAPH_FORMATS = ("dot", "svg", "graphml", "graph-json")  # formats that draw a model
 
 
 @click.command("plan")

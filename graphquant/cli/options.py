@@ -19,11 +19,8 @@ from graphquant.utils.options import OptionField, Options, option_fields, resolv
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
 OptionsClass = TypeVar("OptionsClass", bound=Options)
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells use it."""
-
-LONGEST_LINE = 2_000
-"""Maximum number of characters of an error line, because a name in a model may have millions."""
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells use it
+LONGEST_LINE = 2_000  # maximum number of characters of an error line, because a name in a model may have millions
 
 OUTPUT = click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 HTML = click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result as an HTML page.")

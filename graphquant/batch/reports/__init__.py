@@ -113,9 +113,7 @@ def report_schema() -> dict[str, Any]:
     return {"$schema": schema_uri, **json_schema, "title": "graphquant batch report"}
 
 
-SQNR_STEP = 0.5
-"""Loss of SQNR in dB that is no regression."""
-
+SQNR_STEP = 0.5  # loss of SQNR in dB that is no regression
 SHARE_STEP = 0.01  # decrease of agreement or accuracy that is a regression; with few samples, it is one sample
 SIZE_STEP = 0.01  # relative growth that is no regression, since outputs contain version strings
 SLOWDOWN_FACTOR = 1.5  # Slowdown that is reported, from one second on. It is no regression, because machines differ

@@ -127,17 +127,11 @@ def report_summary(report: BatchReport) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReportColumn:
-    """A column of the table in every report format.
-
-    Attributes:
-        title: Title.
-        text: Text of a cell.
-        value: Sort key of a column of numbers, None for a column of text.
-    """
+    """A column of the table in every report format."""
 
     title: str
-    text: Callable[[Outcome], str]
-    value: Callable[[Outcome], float | None] | None = None
+    text: Callable[[Outcome], str]  # text of a cell
+    value: Callable[[Outcome], float | None] | None = None  # sort key of a column of numbers, None for a column of text
 
 
 def _sites(outcome: Outcome) -> int | None:
@@ -222,8 +216,7 @@ BATCH_CODES = {
 }
 """Codes of a batch, in addition to those of `check`."""
 
-ALL_CODES = {**LINT_CODES, **BATCH_CODES}
-"""All codes of a batch report."""
+ALL_CODES = {**LINT_CODES, **BATCH_CODES}  # all codes of a batch report
 
 _CODE_BY_STATUS = {
     "failed": "GQ201",
