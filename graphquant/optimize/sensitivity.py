@@ -83,25 +83,20 @@ def insert_switches(
     for index, switch_point in enumerate(switch_points):
         if index in on:
             continue
-        uses = changed.graphs[switch_point.quantized.graph].consumers(switch_point.quantized)
-        replacement = _make_float_tensor(changed, switch_point, replacements)
+        quantized, float_source = switch_point
+        graph = changed.graphs[quantized.graph]
+        uses = graph.consumers(quantized)
+        if isinstance(float_source, TensorRef):
+            replacement = replacements.get(float_source, float_source)
+        else:
+            name, constant_type = graph.unique_name(f"{quantized.op}/float"), changed.traits.constant_type
+            replacement = add_constant(graph, name, float_source(), op_type=constant_type, rule="")
         if index in with_switch:
             inputs[index] = _add_switch_input(changed, index)
-            replacement = _add_select_op(changed, inputs[index], switch_point.quantized, replacement)
-        changed.graphs[switch_point.quantized.graph].reroute(switch_point.quantized, uses, replacement)
-        replacements[switch_point.quantized] = replacement
+            replacement = _add_select_op(changed, inputs[index], quantized, replacement)
+        graph.reroute(quantized, uses, replacement)
+        replacements[quantized] = replacement
     return SwitchedModel(model=changed, inputs=inputs)
-
-
-def _make_float_tensor(
-    model: Model, switch_point: SwitchPoint, replacements: Mapping[TensorRef, TensorRef]
-) -> TensorRef:
-    """Make the float tensor that replaces a quantized one."""
-    if isinstance(switch_point.float_source, TensorRef):
-        return replacements.get(switch_point.float_source, switch_point.float_source)
-    graph = model.graphs[switch_point.quantized.graph]
-    name = graph.unique_name(f"{switch_point.quantized.op}/float")
-    return add_constant(graph, name, switch_point.float_source(), op_type=model.traits.constant_type, rule="")
 
 
 def _add_switch_input(model: Model, index: int) -> str:

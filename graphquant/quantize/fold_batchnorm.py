@@ -290,22 +290,18 @@ def _parameter_value(graph: Graph, use: Use, parameters: Parameters) -> Array | 
 
 
 def _product_and_factor_shapes(weighted: Op, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes in which a weight and its factor are multiplied, None without an output channel axis.
-
-    1. Groups of a transposed convolution are consecutive on axis 0 of the weight; their channels are on axis 1.
-    2. TensorFlow's depthwise weight [h, w, c, m] has its output channels on two axes.
-    3. All others have them on one axis.
-    """
+    """Return the shapes in which a weight and its factor are multiplied, None without an output channel axis."""
     axis = weighted.channel_axis or 0
     if not -len(shape) <= axis < len(shape):
         return None
     axis %= len(shape)
     ones = (1,) * len(shape)
-    if weighted.kind == "conv_transpose" and (groups := int(weighted.numeric_attr("group", 1))) != 1:  # Case 1.
+    if weighted.kind == "conv_transpose" and (groups := int(weighted.numeric_attr("group", 1))) != 1:
+        # The groups are consecutive on axis 0 of the weight; their channels are on axis 1.
         if groups < 1 or axis != 1 or shape[0] % groups:
             return None
         return (groups, shape[0] // groups, *shape[1:]), (groups, 1, shape[1], *ones[2:])
-    if weighted.kind == "depthwise_conv" and axis == len(shape) - 2:  # Case 2.
+    if weighted.kind == "depthwise_conv" and axis == len(shape) - 2:  # [h, w, c, m]: channels on two axes
         return shape, (*ones[:axis], *shape[axis:])
     return shape, (*ones[:axis], shape[axis], *ones[axis + 1 :])
 

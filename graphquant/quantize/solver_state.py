@@ -169,10 +169,7 @@ class SolverState:
         return self._group_flags[group[0]]
 
     def divide_site(self, index: int, use_groups: Sequence[Sequence[Use]]) -> list[int]:
-        """Split a site into one for each group of uses and return their indices.
-
-        The site keeps the first group; copies get the others.
-        """
+        """Split a site into one for each group of uses, copies for all but the first; return their indices."""
         site = self.sites[index]
         self.sites[index] = replace(site, uses=tuple(use_groups[0]))
         indices = [index]

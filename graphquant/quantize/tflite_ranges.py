@@ -110,10 +110,7 @@ def _find_fused_tensors(
     ranks: Mapping[TensorRef, int],
     unique_parts: Mapping[str, bool],
 ) -> list[TensorRef]:
-    """Return for each graph the tensor that the ops of a fused name produce together.
-
-    `unique_parts` says for each part if no other name contains it.
-    """
+    """Return for each graph the tensor that the ops of a fused name produce; `unique_parts` occur in no other name."""
     refs_by_graph: dict[str, tuple[list[TensorRef], list[TensorRef]]] = {}
     for name_part, is_unique in unique_parts.items():
         plain_name = CONVERTER_PREFIXES.sub("", name_part)
@@ -132,8 +129,7 @@ def _last_of_largest_group(
 ) -> TensorRef | None:
     """Return the last tensor of the largest connected group among `refs`.
 
-    Return None if two groups are equally large, or if one of `shared`, which other names contain too, may follow the
-    group.
+    Return None if two groups are equally large, or if one of `shared`, refs of other names too, may follow the group.
     """
     ops = dict.fromkeys(ref.op for ref in refs)
     edges = [(name, source) for name in ops for source in _iterate_sources(graph, name) if source in ops]

@@ -282,11 +282,7 @@ def _add_resource_arg(args: Any, name: str, variable: LearnedRange) -> None:
 
 
 def add_to_object_graph(objects: Any, variables: Iterable[LearnedRange], needed: Mapping[str, list[str]]) -> str:
-    """Add the variables to a SavedObjectGraph as a list of its root, and bind them to functions.
-
-    Returns:
-        The name of the list: `learned_ranges`.
-    """
+    """Add the variables to a SavedObjectGraph as a list of its root, bind them to functions; return the list's name."""
     root, by_shared = objects.nodes[0], by_shared_name(variables)
     label = unique_node_name({child.local_name for child in root.children}, "learned_ranges")
     root.children.add(node_id=len(objects.nodes), local_name=label)

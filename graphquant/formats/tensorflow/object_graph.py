@@ -103,9 +103,8 @@ class _BoundInputs:
             return TensorRef(SAVED_GRAPH, name)
         output = Output(name, dtype_name(saved_variable.dtype), decode_shape(saved_variable.shape))
         value = self._variables.key_reader(key)
-        return self._graph.add_op(
-            Op(name=name, kind="variable", type="VarHandleOp", roles=(), outputs=(output,), read_value=value)
-        )
+        op = Op(name=name, kind="variable", type="VarHandleOp", roles=(), outputs=(output,), read_value=value)
+        return self._graph.add_op(op)
 
 
 def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int, str]:
@@ -122,11 +121,8 @@ def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int,
         children = {child.local_name: child.node_id for child in saved_graph.nodes[saved_id].children}
         for child in nodes[node_id].children:
             saved_child = children.get(child.local_name, -1)
-            if (
-                child.node_id not in visited
-                and 0 <= child.node_id < len(nodes)
-                and 0 <= saved_child < len(saved_graph.nodes)
-            ):
+            exists = 0 <= child.node_id < len(nodes) and 0 <= saved_child < len(saved_graph.nodes)
+            if exists and child.node_id not in visited:
                 visited.add(child.node_id)
                 pending.append((child.node_id, saved_child))
     return keys

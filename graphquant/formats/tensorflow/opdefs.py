@@ -106,10 +106,7 @@ def builtin_table() -> OpTable:
 
 
 def model_op_table(graph_def: Any, meta: Any) -> OpTable:
-    """Return TensorFlow's operations with a model's custom ones, and its functions, which nodes may use as operations.
-
-    `meta` is the MetaGraphDef that contains `graph_def`, None if there is none.
-    """
+    """Return TensorFlow's operations, and a model's custom ones and functions, which nodes may use as operations."""
     custom_op_defs = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
     signatures = (function.signature for function in graph_def.library.function)
     return builtin_table().with_op_defs([*custom_op_defs, *signatures])

@@ -253,11 +253,7 @@ def _copy_checkpoint(source: TensorFlowSource, prefix: Path) -> None:
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> str:
-    """Create a hard link where the file system supports it, else a copy.
-
-    Raises:
-        ModelError: `source` is a device or a pipe, which may have no end.
-    """
+    """Create a hard link where the file system supports it, else a copy. Refuse devices and pipes: they may not end."""
     if Path(source).exists() and not Path(source).is_file():
         raise ModelError(f"{source} is not a regular file, so it cannot be copied. Remove it from the model.")
     try:

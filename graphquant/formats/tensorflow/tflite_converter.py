@@ -40,23 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RuntimeTensor:
-    """A tensor of the main graph, as the TFLite interpreter reports it.
-
-    Attributes:
-        index: Its position.
-        name: Its name.
-        dtype: numpy-like dtype name.
-        scales: float32 (C,), real units per step.
-        zero_points: int32 (C,), steps.
-        axis: The quantized dimension.
-    """
+    """A tensor of the main graph, as the TFLite interpreter reports it."""
 
     index: int
     name: str
-    dtype: str
-    scales: Array
-    zero_points: Array
-    axis: int
+    dtype: str  # numpy-like
+    scales: Array  # float32 (C,), real units per step
+    zero_points: Array  # int32 (C,), steps
+    axis: int  # the quantized dimension
 
 
 _SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")

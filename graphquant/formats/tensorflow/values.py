@@ -163,9 +163,10 @@ def decode_tensor(message: Any, description: str) -> Array:
     Raises:
         ModelError: It is damaged, consists of handles, or is far larger than its stored values.
     """
+    subject = f"{description[:1].upper()}{description[1:]}"
 
     def damaged(problem: str) -> ModelError:
-        return ModelError(f"{description[:1].upper()}{description[1:]} {problem}. The model file is damaged.")
+        return ModelError(f"{subject} {problem}. The model file is damaged.")
 
     name = proto.dtype_name(message.dtype) or ""
     shape = decode_shape(message.tensor_shape)
@@ -175,10 +176,7 @@ def decode_tensor(message: Any, description: str) -> Array:
     elements = math.prod(sizes)
     dtype = np.dtype(object) if name == "string" else storage_dtype(name) if name else None
     if dtype is None:
-        raise ModelError(
-            f"{description[:1].upper()}{description[1:]} has {name or 'an unknown type'}, which cannot be read as a"
-            " value."
-        )
+        raise ModelError(f"{subject} has {name or 'an unknown type'}, which cannot be read as a value.")
     content = message.tensor_content
     if content and name != "string":
         if len(content) != elements * dtype.itemsize:
