@@ -22,7 +22,7 @@ def test_shards_are_a_partition(sizes, total):
     weights = {f"m{index}": size for index, size in enumerate(sizes)}
     entries = make_entries(weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "model_size", weights.__getitem__)
+        patch.setattr(run, "model_size", lambda model, **_: weights[model])
         parts = [select_shard(entries, (number, total)) for number in range(1, total + 1)]
         reversed_parts = [select_shard(list(reversed(entries)), (number, total)) for number in range(1, total + 1)]
     assert sorted(entry.name for part in parts for entry in part) == sorted(weights)
@@ -55,7 +55,7 @@ def test_model_size(tmp_path):
 def test_deal_digest(monkeypatch):
     """The digest depends on names and sizes of the models and not on their order."""
     sizes = {"a": 3, "b": 2, "c": 1}
-    monkeypatch.setattr(run, "model_size", sizes.__getitem__)
+    monkeypatch.setattr(run, "model_size", lambda model, **_: sizes[model])
     expected = deal_digest(make_entries("abc"))
     assert deal_digest(make_entries("cab")) == expected
     assert deal_digest(make_entries("ab")) != expected
