@@ -1,7 +1,7 @@
 """The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
 from graphquant.ir.function_clones import FunctionClones
-from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, check_invariants, paused_gc
+from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, are_shapes_compatible, check_invariants, paused_gc
 from graphquant.ir.kinds import (
     BIAS_ADD_KINDS,
     BOUNDARY_KINDS,
@@ -84,6 +84,7 @@ __all__ = [
     "StoredQuantization",
     "TensorRef",
     "Use",
+    "are_shapes_compatible",
     "channel_axis",
     "check_invariants",
     "connected_groups",

@@ -212,7 +212,7 @@ class Graph:
             raise UsageError(
                 f"{target} is {new_output.dtype} and {tensor} is {old_output.dtype}. Choose a target of the same dtype."
             )
-        if not _shapes_compatible(old_output.shape, new_output.shape):
+        if not are_shapes_compatible(old_output.shape, new_output.shape):
             raise UsageError(
                 f"{target} has shape {new_output.shape} and {tensor} has {old_output.shape}. Choose a target of the"
                 " same shape."
@@ -398,7 +398,8 @@ class Model(HtmlRepresentation):
         return replace(self, graphs=graphs, provenance=None, original_model=None)
 
 
-def _shapes_compatible(first: Shape | None, second: Shape | None) -> bool:
+def are_shapes_compatible(first: Shape | None, second: Shape | None) -> bool:
+    """Return True if two shapes have the same rank and sizes, as far as both are known."""
     if first is None or second is None:
         return True
     return len(first) == len(second) and all(

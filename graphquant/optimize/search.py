@@ -62,15 +62,9 @@ if TYPE_CHECKING:
 SEARCH_RULE, LATENCY_RULE = "search", "latency"
 """Rules of the sites and skips that the search changes for bounds and for latency."""
 
-MAX_BISECTIONS = 7
-"""Maximum number of plans to validate for the smallest size within bounds."""
-
-CONFIRMATION_PAIRS = 3
-"""Pairs of new sessions in which the fastest plan is compared with the plan of the rules."""
-
-OUTCOME_PAIRS = 5
-"""Pairs of new sessions in which the quantized model is compared with the float model."""
-
+MAX_BISECTIONS = 7  # maximum number of plans to validate for the smallest size within bounds
+CONFIRMATION_PAIRS = 3  # pairs of new sessions in which the fastest plan is compared with the plan of the rules
+OUTCOME_PAIRS = 5  # pairs of new sessions in which the quantized model is compared with the float model
 MAX_RELATIVE_TIME = 0.95
 """Largest time of the quantized model relative to float. The memory layout changes times by as much as the rest, and a
 smaller gain is not worth any accuracy."""

@@ -23,6 +23,7 @@ from graphquant.ir import (
     Parameters,
     TensorRef,
     Use,
+    are_shapes_compatible,
     channel_axis,
     follow,
     fully_known_shape,
@@ -59,9 +60,7 @@ PASSTHROUGH_CONTROL_KINDS = frozenset(
 
 
 def make_clone_sites(model: Model, parameters: Parameters, sites: Sequence[Site]) -> Iterator[Site]:
-    """Yield a site in a function clone for each of `sites` whose uses have counterparts there.
-
-    It takes the original's scale.
+    """Yield a site in a function clone, with the original's scale, for each of `sites` with counterparts of its uses.
 
     A use in a clone is quantized if its original is. A use without an original, such as one in a training branch, is
     quantized if all uses of the original tensor are. The tensors must agree in dtype and shape and have corresponding
@@ -110,9 +109,8 @@ def _can_clone_site(
             values = parameters.value(site.tensor), parameters.value(tensor)
             is_same = values[0] is not None and values[1] is not None and np.array_equal(values[0], values[1])
     else:
-        is_same = _are_shapes_compatible(clone_output.shape, original_output.shape) and clones.may_be_same_value(
-            tensor, site.tensor
-        )
+        has_same_shape = are_shapes_compatible(clone_output.shape, original_output.shape)
+        is_same = has_same_shape and clones.may_be_same_value(tensor, site.tensor)
     request = site.scheme.family_request(
         axis=site.axis,
         dtype=clone_output.dtype or "",
@@ -122,21 +120,12 @@ def _can_clone_site(
     return is_same and site.family.unsupported_reason(request) is None
 
 
-def _are_shapes_compatible(first: Shape | None, second: Shape | None) -> bool:
-    if first is None or second is None:
-        return True
-    return len(first) == len(second) and all(
-        None in sizes or sizes[0] == sizes[1] for sizes in zip(first, second, strict=True)
-    )
-
-
 # Detect tensors that are quantized already, so that nothing is quantized twice.
 
 ALREADY_QUANTIZED = "it is quantized already"
 
 
-MAX_LIMITING_OPS = 2
-"""Longest run of limiting ops (Relu, Clip) that is followed to a quantization op."""
+MAX_LIMITING_OPS = 2  # longest run of limiting ops (Relu, Clip) that is followed to a quantization op
 
 
 def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> str:
@@ -270,9 +259,7 @@ FUSED = "fused"
 INPUT_DEPENDENT = frozenset({SAME_AS_INPUT, PASSTHROUGH})
 """Outcomes that depend on whether the producer's input is quantized."""
 
-CONCATENATING_KINDS = frozenset({"concat", "pack"})
-"""Kinds whose output contains all of their inputs, weights included."""
-
+CONCATENATING_KINDS = frozenset({"concat", "pack"})  # kinds whose output contains all of their inputs, weights included
 COMPUTES_WEIGHT = "its consumer computes a weight from weights, and that weight is quantized where it is used"
 CAPTURED_BY_SUBGRAPH = (
     "a subgraph captures its consumer's output; onnxruntime would move the Q/DQ pair into the subgraph and crash"
@@ -347,11 +334,8 @@ class _PlanBuilder:
     def _skip_quantized_passthrough(self) -> None:
         """Skip tensors that only pass through data that is quantized already."""
         model = self.matcher.model
-        queue = []
-        for use in self._tied_op_by_use:
-            tensor = model.graphs[use.graph].source_of(use)
-            if tensor is not None and model.op(tensor).kind in QUANTIZATION_KINDS:
-                queue.append(use)
+        sources = {use: model.graphs[use.graph].source_of(use) for use in self._tied_op_by_use}
+        queue = [use for use, tensor in sources.items() if tensor and model.op(tensor).kind in QUANTIZATION_KINDS]
         for quantized_use in queue:
             op_key = self._tied_op_by_use.get(quantized_use)
             matches = self._tied_matches.get(op_key, []) if op_key is not None else []
@@ -522,10 +506,7 @@ class _PlanBuilder:
         )
 
     def _scale_layout(self, match: RuleMatch, scheme: Scheme) -> tuple[int | None, Shape | None]:
-        """Return the axis of channels or blocks of the tensor as the use reads it, None for a per-tensor scheme.
-
-        The shape in which that axis holds all channels follows, None if it is the tensor's own.
-        """
+        """Return the axis of channels or blocks, None per tensor, and the view that has it if that is not the shape."""
         consumer, shape = self.matcher.model.graphs[match.use.graph].op(match.use.op), self.matcher.shape(match.tensor)
         role = consumer.role(match.use.slot)
         if scheme.per == "tensor" or shape is None:
