@@ -8,8 +8,8 @@ biases of its first weighted op.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -228,12 +228,7 @@ def check_model_data(dataset: Dataset, runner: Runner) -> tuple[DataFinding, ...
     if dataset.random:  # every report says so
         return ()
     uses = find_input_uses(runner.model, runner.inputs)
-    feeds = list(islice(dataset, RUN_SAMPLES))
-    try:
-        response = _ModelResponse(runner, uses, feeds)
-    except (MissingDependencyError, ModelError):  # the command itself reports it, if it has to run the model
-        response = None
-    findings = _check_values(dataset, runner.inputs, uses, response, CHECKED_SAMPLES)[1]
+    findings = _check_values(dataset, runner.inputs, uses, runner, min(dataset.count, CHECKED_SAMPLES))[1]
     for finding in findings:
         if finding.level == "error":
             raise DataError(finding.message)
@@ -245,16 +240,25 @@ def _check_values(
     dataset: Dataset,
     inputs: Sequence[InputSpec],
     uses: Mapping[str, InputUse],
-    response: _ModelResponse | None,
-    max_samples: int,
+    runner: Runner | None,
+    sample_count: int,
 ) -> tuple[list[tuple[InputSpec, _InputStats]], tuple[DataFinding, ...]]:
-    """Read the first samples, and return the statistics of each input and the findings."""
+    """Read the first samples, run the model on a few of them, and return statistics of each input and findings."""
     stats_of_inputs = [(model_input, _InputStats()) for model_input in inputs]
-    for index, feed in enumerate(dataset.feeds_between(0, max_samples)):
+    # Samples in order of time may begin with silence, so the model runs on samples from the whole range.
+    step = max(sample_count // RUN_SAMPLES, 1)
+    feeds: list[Feeds] = []
+    for index, feed in enumerate(dataset.feeds_between(0, sample_count)):
+        if runner is not None and index % step == 0 and len(feeds) < RUN_SAMPLES:
+            feeds.append(feed)
         for model_input, stats in stats_of_inputs:
             stats.add(feed[model_input.name])
             if index < LAYOUT_CHECK_SAMPLES:
                 stats.compare_layouts(model_input, feed[model_input.name])
+    response = None
+    if runner is not None:
+        with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
+            response = _ModelResponse(runner, uses, feeds)
     findings = [DataFinding(kind, None, message) for kind, message in _dataset_findings(dataset).items()]
     varying = sum(stats.low < stats.high for _, stats in stats_of_inputs)
     for model_input, stats in stats_of_inputs:
@@ -435,7 +439,11 @@ class _ModelResponse:
     def findings(self) -> dict[str, str]:
         """Return the messages about outputs that do not depend on the samples, by kind."""
         findings: dict[str, str] = {}
-        all_equal = len(self._feeds) > 1
+        all_equal = any(
+            not np.array_equal(values, feed[name])
+            for feed in self._feeds[1:]
+            for name, values in self._feeds[0].items()
+        )
         for name in self._outputs[0] if self._outputs else ():
             values = [result[name] for result in self._outputs]
             if dtype_kind(values[0].dtype) != "float" or not values[0].size:

@@ -157,27 +157,23 @@ def _stored_scale(
         variance = _operand(model, parameters, output, op, "variance")
         if variance is None or variance.min() < 0:
             return None
-        epsilon = float(op.attrs.get("epsilon", 1e-3))
-        spread = np.sqrt(variance + epsilon)
+        spread = np.sqrt(variance + float(op.attrs.get("epsilon", 1e-3)))
         return InputLayer(op.name, source, spread, _channel_axis(model, op), has_variance=True)
-    if op.kind not in WEIGHTED_KINDS:
-        return None
     bias = _operand(model, parameters, output, op, "bias")
-    current, consumed = output, op
-    for _ in range(3):  # at most two reshapes are between a product and its bias
+    current = output
+    for _ in range(3 * (op.kind in WEIGHTED_KINDS)):  # at most two reshapes are between a product and its bias
         uses = model.graphs[current.graph].consumers(current)
-        if len(uses) != 1:
-            break
-        consumed = model.graphs[uses[0].graph].op(uses[0].op)
-        if consumed.kind == "batchnorm":
-            return _stored_scale(model, parameters, consumed, current, TensorRef(uses[0].graph, uses[0].op))
-        if bias is None and consumed.kind in BIAS_ADD_KINDS:
-            added = _require_source(model, uses[0]._replace(slot=1 - uses[0].slot))
-            bias = parameters.value(added)
-        if bias is not None or consumed.kind not in PASSING_KINDS:
+        following = model.graphs[uses[0].graph].op(uses[0].op) if len(uses) == 1 else op
+        if following.kind == "batchnorm":
+            return _stored_scale(model, parameters, following, current, TensorRef(uses[0].graph, uses[0].op))
+        if following.kind == "output":  # the biases of a regression have the unit of the output
+            bias = None
+        elif bias is None and following.kind in BIAS_ADD_KINDS:
+            bias = parameters.value(_require_source(model, uses[0]._replace(slot=1 - uses[0].slot)))
+        if bias is not None or following.kind not in PASSING_KINDS:
             break
         current = TensorRef(uses[0].graph, uses[0].op)
-    if bias is None or bias.size <= 1 or bias.size != max(bias.shape):
+    if op.kind not in WEIGHTED_KINDS or bias is None or bias.size <= 1 or bias.size != max(bias.shape):
         return None
     spread = np.abs(bias.reshape(-1).astype(np.float64))
     return InputLayer(op.name, output, spread, _channel_axis(model, op), has_variance=False)
