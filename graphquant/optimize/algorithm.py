@@ -22,19 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmResult:
-    """Result of one optimization algorithm for one op.
+    """Result of one optimization algorithm for one op."""
 
-    Attributes:
-        algorithm: Name of the algorithm.
-        target: The op, with its graph unless that is the main graph.
-        detail: The change, or the reason why nothing changed.
-        applied: True if the op was changed.
-    """
-
-    algorithm: str
-    target: str
-    detail: str
-    applied: bool = True
+    algorithm: str  # name of the algorithm
+    target: str  # the op, with its graph unless that is the main graph
+    detail: str  # the change, or the reason why nothing changed
+    applied: bool = True  # True if the op was changed
 
 
 def skipped_target(algorithm: str, target: str, reason: str) -> AlgorithmResult:
@@ -49,17 +42,11 @@ def skipped_algorithm(name: str, reason: str) -> AlgorithmResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmData:
-    """Samples for the optimization algorithms.
+    """Samples for the optimization algorithms."""
 
-    Attributes:
-        feeds: Samples that the algorithms fit to, one feed each. There are few, to limit the cost.
-        validation_feeds: Samples that accept or reject each algorithm.
-        create_runner: Create a runner for a model.
-    """
-
-    feeds: Sequence[Feeds]
-    validation_feeds: Sequence[Feeds]
-    create_runner: Callable[[Model], Runner]
+    feeds: Sequence[Feeds]  # samples that the algorithms fit to, one feed each. There are few, to limit the cost.
+    validation_feeds: Sequence[Feeds]  # samples that accept or reject each algorithm
+    create_runner: Callable[[Model], Runner]  # create a runner for a model
 
     def observe(
         self, model: Model, tensors: Iterable[TensorRef], max_in_flight: int = 1

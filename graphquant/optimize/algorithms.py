@@ -112,21 +112,13 @@ SAMPLE_SPANS = 8  # number of ranges of the data from which samples are taken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    """The quantized model of one plan.
+    """The quantized model of one plan."""
 
-    Attributes:
-        edits: The prepared model, its solved plan and the weight edits of optimization algorithms.
-        model: The quantized model.
-        insertions: The inserted Q/DQ pairs.
-        params: Scale and zero point by index of the site.
-        skips: Sites that the solver skipped, by index.
-    """
-
-    edits: WeightEdits
-    model: Model
-    insertions: list[InsertedPair]
-    params: dict[int, QParams | DynamicQParams]
-    skips: dict[int, Skip]
+    edits: WeightEdits  # the prepared model, its solved plan and the weight edits of optimization algorithms
+    model: Model  # the quantized model
+    insertions: list[InsertedPair]  # the inserted Q/DQ pairs
+    params: dict[int, QParams | DynamicQParams]  # scale and zero point by index of the site
+    skips: dict[int, Skip]  # sites that the solver skipped, by index
 
 
 def build_model(

@@ -63,19 +63,12 @@ FLOAT_EMULATION_FAMILY = "quantize-and-dequantize"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Candidate configuration of a group of tensors.
+    """Candidate configuration of a group of tensors."""
 
-    Attributes:
-        name: Name for reports: "minmax range", "8-bit weights", "float".
-        error: Error at the outputs that the group adds, as a share of the outputs' power.
-        high_precision: True if the ops that multiply on the group run in high precision.
-        size: Bytes of its weights.
-    """
-
-    name: str
-    error: float
-    high_precision: bool = False
-    size: float = 0.0
+    name: str  # name for reports: "minmax range", "8-bit weights", "float"
+    error: float  # error at the outputs that the group adds, as a share of the outputs' power
+    high_precision: bool = False  # True if the ops that multiply on the group run in high precision
+    size: float = 0.0  # bytes of its weights
 
 
 def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> dict[str, Plan]:
@@ -187,17 +180,11 @@ FLOAT_GROUP_COST = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleGroup:
-    """Sites that share a scale, and are therefore quantized together.
+    """Sites that share a scale, and are therefore quantized together."""
 
-    Attributes:
-        sites: Indices of the sites in the plan.
-        ops: Weighted ops that read or produce the sites. A group can be float only if all its ops are.
-        candidates: Candidates; the first is that of the rules, high-precision ones come last.
-    """
-
-    sites: tuple[int, ...]
-    ops: frozenset[OpKey]
-    candidates: tuple[Candidate, ...] = ()
+    sites: tuple[int, ...]  # indices of the sites in the plan
+    ops: frozenset[OpKey]  # weighted ops that read or produce the sites. A group can be float only if all its ops are.
+    candidates: tuple[Candidate, ...] = ()  # candidates; the first is that of the rules, high-precision ones come last
 
 
 def make_scale_groups(

@@ -44,23 +44,14 @@ class ChannelMoments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWeight:
-    """Weight of a channel group, reduced along the axes that carry no scale.
+    """Weight of a channel group, reduced along the axes that carry no scale."""
 
-    Attributes:
-        constant: The constant.
-        magnitudes: float64, largest absolute values.
-        squares: float64, sums of squares, of the same shape.
-        elements_per_cell: Number of elements that each value summarizes.
-        integer_steps: Steps from 0 to the largest integer; None for a float weight.
-        axis: Axis of its scales; None for one scale.
-    """
-
-    constant: ChannelConstant
-    magnitudes: Array
-    squares: Array
-    elements_per_cell: int
-    integer_steps: float | None
-    axis: int | None
+    constant: ChannelConstant  # the constant
+    magnitudes: Array  # float64, largest absolute values
+    squares: Array  # float64, sums of squares, of the same shape
+    elements_per_cell: int  # number of elements that each value summarizes
+    integer_steps: float | None  # steps from 0 to the largest integer; None for a float weight
+    axis: int | None  # axis of its scales; None for one scale
 
     def cell_factors(self, divisors: Array) -> Array:
         """Factor of each cell if the group is divided by `divisors`, (C,)."""
@@ -114,21 +105,13 @@ def _reduce_group_weight(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingCosts:
-    """Inputs of the rounding-cost model of one channel group.
+    """Inputs of the rounding-cost model of one channel group."""
 
-    Attributes:
-        group: The channel group.
-        moments: Moments of its quantized tensors and of the inputs of weighted ops.
-        step_counts: Number of quantization steps of each quantized tensor.
-        reading_weights: Weights that multiply the group.
-        producing_weights: Weights that produce the group.
-    """
-
-    group: ChannelGroup
-    moments: Mapping[TensorRef, ChannelMoments]
-    step_counts: Mapping[TensorRef, float]
-    reading_weights: Sequence[GroupWeight]
-    producing_weights: Sequence[GroupWeight]
+    group: ChannelGroup  # the channel group
+    moments: Mapping[TensorRef, ChannelMoments]  # moments of its quantized tensors and of the inputs of weighted ops
+    step_counts: Mapping[TensorRef, float]  # number of quantization steps of each quantized tensor
+    reading_weights: Sequence[GroupWeight]  # weights that multiply the group
+    producing_weights: Sequence[GroupWeight]  # weights that produce the group
 
     def total_error(self, divisors: Array) -> float:
         """Predict the error power at the outputs of the group's weighted ops, relative to their signal power, summed.
@@ -177,23 +160,14 @@ MIN_FINE_BITS, FINE_MANTISSA_BITS, COARSE_MANTISSA_BITS = 8, 10, 7
 
 @dataclass(slots=True, kw_only=True)
 class ChannelStatistics:
-    """Model and plan with statistics of the channel groups.
+    """Model and plan with statistics of the channel groups."""
 
-    Attributes:
-        model: The prepared model.
-        plan: Its plan.
-        groups: Channel groups of the model.
-        weights: Weights of each group, by index of the group.
-        moments: Moments of the groups' tensors.
-        sites: Sites that quantize each tensor.
-    """
-
-    model: Model
-    plan: Plan
-    groups: list[ChannelGroup]
-    weights: dict[int, list[GroupWeight]] = field(default_factory=dict)
-    moments: dict[TensorRef, ChannelMoments] = field(default_factory=dict)
-    sites: dict[TensorRef, list[Site]] = field(default_factory=dict)
+    model: Model  # the prepared model
+    plan: Plan  # its plan
+    groups: list[ChannelGroup]  # channel groups of the model
+    weights: dict[int, list[GroupWeight]] = field(default_factory=dict)  # weights of each group, by index of the group
+    moments: dict[TensorRef, ChannelMoments] = field(default_factory=dict)  # moments of the groups' tensors
+    sites: dict[TensorRef, list[Site]] = field(default_factory=dict)  # sites that quantize each tensor
 
     def find_obstacle(self, group: ChannelGroup) -> str:
         """Return the reason why a group cannot be scaled, or ""."""

@@ -275,21 +275,13 @@ CONFIDENCE_DEVIATIONS = 1.96  # standard deviations of the number of rounds belo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeRatio:
-    """Median ratio of two run times over all rounds, with a 95% confidence interval.
+    """Median ratio of two run times over all rounds, with a 95% confidence interval."""
 
-    Attributes:
-        median: The ratio.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        first_seconds: Median seconds of one run of the first model.
-        second_seconds: Median seconds of one run of the second model.
-    """
-
-    median: float
-    low: float
-    high: float
-    first_seconds: float
-    second_seconds: float
+    median: float  # the ratio
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
+    first_seconds: float  # median seconds of one run of the first model
+    second_seconds: float  # median seconds of one run of the second model
 
 
 def measure_time_ratio(

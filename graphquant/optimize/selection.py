@@ -190,21 +190,13 @@ class PlanQuality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionResult:
-    """Result of a selection search.
+    """Result of a selection search."""
 
-    Attributes:
-        selection: Index of the candidate of each group.
-        quality: Quality of its plan.
-        cost: Cost as a share of all ops in float.
-        plans: Number of measured plans.
-        interrupted: True if Ctrl-C ended the search early.
-    """
-
-    selection: Selection
-    quality: PlanQuality
-    cost: float
-    plans: int
-    interrupted: bool
+    selection: Selection  # index of the candidate of each group
+    quality: PlanQuality  # quality of its plan
+    cost: float  # cost as a share of all ops in float
+    plans: int  # number of measured plans
+    interrupted: bool  # True if Ctrl-C ended the search early
 
 
 def search_cheapest_plan(

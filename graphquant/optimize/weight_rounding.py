@@ -50,19 +50,12 @@ MATRIX_OP_TYPES: Final = frozenset({"Conv", "Conv2D", "DepthwiseConv2dNative", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingGrid:
-    """Integer grid of a weight.
+    """Integer grid of a weight."""
 
-    Attributes:
-        scale: float64, of the weight's shape, real units per step.
-        zero: float64, likewise, steps.
-        low: Smallest integer.
-        high: Largest integer.
-    """
-
-    scale: Array
-    zero: Array
-    low: int
-    high: int
+    scale: Array  # float64, of the weight's shape, real units per step
+    zero: Array  # float64, likewise, steps
+    low: int  # smallest integer
+    high: int  # largest integer
 
     def nearest(self, weight: Array) -> Array:
         """Round to the nearest grid value."""
@@ -194,17 +187,11 @@ def measure_gram_matrices(
 
 
 class GramSum(NamedTuple):
-    """Sum of the samples' Gram matrices, each divided by the power of its sample.
+    """Sum of the samples' Gram matrices, each divided by the power of its sample."""
 
-    Attributes:
-        total: float64 (groups, inputs, inputs).
-        power: Sum over the samples of the squared off-diagonal entries.
-        samples: Number of samples.
-    """
-
-    total: Array
-    power: float
-    samples: int
+    total: Array  # float64 (groups, inputs, inputs)
+    power: float  # sum over the samples of the squared off-diagonal entries
+    samples: int  # number of samples
 
 
 def add_gram_product(previous: GramSum | None, product: Array) -> GramSum | None:

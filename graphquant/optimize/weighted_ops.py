@@ -121,23 +121,14 @@ CONSTANT_OP_TYPES: Final = frozenset({"Const", "Initializer"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedOp:
-    """Op that multiplies by a quantized weight.
+    """Op that multiplies by a quantized weight."""
 
-    Attributes:
-        graph: Its graph.
-        op: The op.
-        weight: Use that reads the weight.
-        bias: Use that reads the bias, or could read one; None if no bias can be added.
-        axes: Axes of its output; None if unknown.
-        no_bias_reason: Reason why no bias can be added, or "".
-    """
-
-    graph: str
-    op: Op
-    weight: Use
-    bias: Use | None = None
-    axes: OutputAxes | None = None
-    no_bias_reason: str = ""
+    graph: str  # its graph
+    op: Op  # the op
+    weight: Use  # use that reads the weight
+    bias: Use | None = None  # use that reads the bias, or could read one; None if no bias can be added
+    axes: OutputAxes | None = None  # axes of its output; None if unknown
+    no_bias_reason: str = ""  # reason why no bias can be added, or ""
 
     @property
     def data_input(self) -> Use:

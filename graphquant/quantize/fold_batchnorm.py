@@ -28,25 +28,15 @@ VARIABLES_NOT_FOLDED: Final = "its values are variables, which training may stil
 
 @dataclass(frozen=True, slots=True)
 class FoldCandidate:
-    """A BatchNorm that may be folded.
+    """A BatchNorm that may be folded."""
 
-    Attributes:
-        norm: The BatchNorm, or the Add at the end of one that is written out.
-        mul: The Mul before that Add.
-        values: The uses that read scale, offset, mean and variance, or the factor and the summand.
-        weighted: The preceding convolution or matrix product; for a Mul and an Add, perhaps a BatchNorm.
-        adder: The op that adds a bias in between: TensorFlow's BiasAdd, or an Add after a matrix product.
-        weight: The use that reads the weight.
-        bias: The use that reads the bias, or could; None if the bias needs an op of its own.
-    """
-
-    norm: Op
-    mul: Op | None
-    values: tuple[Use, ...]
-    weighted: Op
-    adder: Op | None
-    weight: Use
-    bias: Use | None
+    norm: Op  # the BatchNorm, or the Add at the end of one that is written out
+    mul: Op | None  # the Mul before that Add
+    values: tuple[Use, ...]  # the uses that read scale, offset, mean and variance, or the factor and the summand
+    weighted: Op  # the preceding convolution or matrix product; for a Mul and an Add, perhaps a BatchNorm
+    adder: Op | None  # the op that adds a bias in between: TensorFlow's BiasAdd, or an Add after a matrix product
+    weight: Use  # the use that reads the weight
+    bias: Use | None  # the use that reads the bias, or could; None if the bias needs an op of its own
 
 
 def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parameters) -> FoldCandidate | str | None:

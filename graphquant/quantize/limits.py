@@ -46,21 +46,13 @@ INT32_BIAS_FAMILIES = frozenset({"onnx-qdq", "fake-quant"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasFitLimit:
-    """The bias of an op must fit int32.
+    """The bias of an op must fit int32."""
 
-    Attributes:
-        bias: The bias.
-        data: The use that reads the op's input.
-        weight: The use that reads its weight.
-        rule: The rule that quantizes the bias, "" if no rule does and the backend will.
-        max_integer: Largest integer of the bias type.
-    """
-
-    bias: TensorRef
-    data: Use
-    weight: Use
-    rule: str
-    max_integer: int
+    bias: TensorRef  # the bias
+    data: Use  # the use that reads the op's input
+    weight: Use  # the use that reads its weight
+    rule: str  # the rule that quantizes the bias, "" if no rule does and the backend will
+    max_integer: int  # largest integer of the bias type
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -70,21 +62,13 @@ class BiasFitLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShiftLimit:
-    """The positions at `positive_uses`, minus those at `negative_uses`, sum to at most `max_shift`.
+    """The positions at `positive_uses`, minus those at `negative_uses`, sum to at most `max_shift`."""
 
-    Attributes:
-        name: The hardware's shift, for people.
-        op: The op.
-        positive_uses: Uses whose scales may be raised, in order of preference.
-        negative_uses: Uses that count negatively.
-        max_shift: The largest sum.
-    """
-
-    name: str
-    op: str
-    positive_uses: tuple[Use, ...]
-    negative_uses: tuple[Use, ...]
-    max_shift: int
+    name: str  # the hardware's shift, for people
+    op: str  # the op
+    positive_uses: tuple[Use, ...]  # uses whose scales may be raised, in order of preference
+    negative_uses: tuple[Use, ...]  # uses that count negatively
+    max_shift: int  # the largest sum
 
     @property
     def uses(self) -> tuple[Use, ...]:

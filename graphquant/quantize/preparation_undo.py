@@ -41,23 +41,15 @@ _TENSOR_DATA_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One preparation that was applied before matching.
-
-    Attributes:
-        step: Its name, "fold-batchnorm".
-        target: The op, input or model that was changed.
-        detail: The change, for people.
-        why: The purpose of the step.
-        undo: JSON data that undoes the change.
-    """
+    """One preparation that was applied before matching."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    step: str
-    target: str
-    detail: str
-    why: str = ""
-    undo: dict[str, Any]
+    step: str  # its name, "fold-batchnorm"
+    target: str  # the op, input or model that was changed
+    detail: str  # the change, for people
+    why: str = ""  # the purpose of the step
+    undo: dict[str, Any]  # JSON data that undoes the change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

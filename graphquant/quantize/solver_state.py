@@ -20,19 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """Two rules whose requirements contradict each other.
+    """Two rules whose requirements contradict each other."""
 
-    Attributes:
-        rules: Their names, "" for a requirement of the plan itself, such as an edited scale.
-        tensors: The tensors concerned.
-        wants: The requirement of each on its tensor.
-        resolution: The outcome.
-    """
-
-    rules: tuple[str, str]
-    tensors: tuple[TensorRef, TensorRef]
-    wants: tuple[str, str]
-    resolution: str
+    rules: tuple[str, str]  # their names, "" for a requirement of the plan itself, such as an edited scale
+    tensors: tuple[TensorRef, TensorRef]  # the tensors concerned
+    wants: tuple[str, str]  # the requirement of each on its tensor
+    resolution: str  # the outcome
 
     def __str__(self) -> str:
         """Return one sentence."""
@@ -45,15 +38,10 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleChange:
-    """A change of a tensor's quantization that its own values do not call for.
+    """A change of a tensor's quantization that its own values do not call for."""
 
-    Attributes:
-        tensor: The tensor.
-        message: The change and its reason.
-    """
-
-    tensor: TensorRef
-    message: str
+    tensor: TensorRef  # the tensor
+    message: str  # the change and its reason
 
     def __str__(self) -> str:
         """Return one sentence."""

@@ -222,19 +222,12 @@ class TransferredRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeTransfer:
-    """Result of a transfer from a TFLite file.
+    """Result of a transfer from a TFLite file."""
 
-    Attributes:
-        path: The file, None if the model has none.
-        transferred: The planned tensors that got their scale or range from it.
-        unused: Names of quantized activations in the file that no planned tensor has.
-        missing: Planned activations that the file has no scale for.
-    """
-
-    path: Path | None
-    transferred: tuple[TransferredRange, ...]
-    unused: tuple[str, ...]
-    missing: tuple[TensorRef, ...]
+    path: Path | None  # the file, None if the model has none
+    transferred: tuple[TransferredRange, ...]  # the planned tensors that got their scale or range from it
+    unused: tuple[str, ...]  # names of quantized activations in the file that no planned tensor has
+    missing: tuple[TensorRef, ...]  # planned activations that the file has no scale for
 
 
 def read_name_map(path: Path) -> dict[str, str]:

@@ -40,23 +40,14 @@ _INVALID_NAME_CHARS: Final = re.compile(r"[^A-Za-z0-9_./-]")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LearnedRange:
-    """One variable of a learned range.
+    """One variable of a learned range."""
 
-    Attributes:
-        graph: The name of its graph, "" for the main graph.
-        node: Its VarHandleOp in that graph.
-        is_fetchable: True if a session can fetch the node: it is neither in a function nor in a TF1 frame.
-        shared_name: Its name in sessions.
-        value: Its initial value.
-        trainable: True if gradients reach it.
-    """
-
-    graph: str
-    node: str
-    is_fetchable: bool
-    shared_name: str
-    value: Array
-    trainable: bool
+    graph: str  # the name of its graph, "" for the main graph
+    node: str  # its VarHandleOp in that graph
+    is_fetchable: bool  # True if a session can fetch the node: it is neither in a function nor in a TF1 frame
+    shared_name: str  # its name in sessions
+    value: Array  # its initial value
+    trainable: bool  # True if gradients reach it
 
 
 def learned_ranges(model: Model) -> list[LearnedRange]:

@@ -133,15 +133,10 @@ _MAX_HOPS: Final = 16  # a damaged graph may contain a cycle
 
 
 class CheckpointVariables(NamedTuple):
-    """The values of a model's variables.
+    """The values of a model's variables."""
 
-    Attributes:
-        checkpoint: The checkpoint with the values, None if there is none.
-        keys: Keys of the checkpoint by node name or shared name of a variable.
-    """
-
-    checkpoint: Checkpoint | None
-    keys: Mapping[str, str]
+    checkpoint: Checkpoint | None  # the checkpoint with the values, None if there is none
+    keys: Mapping[str, str]  # keys of the checkpoint by node name or shared name of a variable
 
     def checkpoint_key(self, node: Any) -> str | None:
         """Return the key of the variable that `node` makes, None if it has no value."""

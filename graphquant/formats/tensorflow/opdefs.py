@@ -29,23 +29,14 @@ _DEFAULT_KINDS: Final = {"i": int, "type": str, "list": tuple}
 
 @dataclass(frozen=True, slots=True)
 class ArgSpec:
-    """An input or output argument of an operation, which stands for one port or several.
+    """An input or output argument of an operation, which stands for one port or several."""
 
-    Attributes:
-        name: The argument's name.
-        dtype: The numpy-like name of its type if the operation fixes it.
-        type_attr: Otherwise the attribute that holds its type.
-        number_attr: The attribute with the number of ports of that type; without it there is one port.
-        type_list_attr: The attribute that lists the types of the argument's ports, one each.
-        is_ref: True if the type is a reference to a TF1 variable's buffer.
-    """
-
-    name: str
-    dtype: str = ""
-    type_attr: str = ""
-    number_attr: str = ""
-    type_list_attr: str = ""
-    is_ref: bool = False
+    name: str  # the argument's name
+    dtype: str = ""  # the numpy-like name of its type if the operation fixes it
+    type_attr: str = ""  # otherwise the attribute that holds its type
+    number_attr: str = ""  # the attribute with the number of ports of that type; without it there is one port
+    type_list_attr: str = ""  # the attribute that lists the types of the argument's ports, one each
+    is_ref: bool = False  # True if the type is a reference to a TF1 variable's buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,23 +257,14 @@ class TensorFlowSession:
 
 @dataclass(slots=True)
 class TensorWatch:
-    """A session that observes tensors.
+    """A session that observes tensors."""
 
-    Attributes:
-        session: The session.
-        owns_session: True if nothing else uses the session.
-        tensors: The observed tensors, in order.
-        direct_fetches: The fetches of tensors that have one value in each run.
-        queued_tensors: The queues of tensors that may have no value or several.
-        target_ops: The operations that a run executes.
-    """
-
-    session: TensorFlowSession
-    owns_session: bool
-    tensors: Sequence[TensorRef]
-    direct_fetches: dict[TensorRef, Any]
-    queued_tensors: dict[TensorRef, _ObservationQueue]
-    target_ops: list[Any]
+    session: TensorFlowSession  # the session
+    owns_session: bool  # True if nothing else uses the session
+    tensors: Sequence[TensorRef]  # the observed tensors, in order
+    direct_fetches: dict[TensorRef, Any]  # the fetches of tensors that have one value in each run
+    queued_tensors: dict[TensorRef, _ObservationQueue]  # the queues of tensors that may have no value or several
+    target_ops: list[Any]  # the operations that a run executes
 
     def observe(self, feed_dict: dict[str, Any]) -> dict[TensorRef, list[Any]]:
         """Return the values of each tensor in one run."""

@@ -78,29 +78,17 @@ def fetch_from_session(session: Any, tensors: list[Any]) -> list[Array]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFlowSource:
-    """The message, file and kind of a loaded model.
+    """The message, file and kind of a loaded model."""
 
-    Attributes:
-        message: A GraphDef, MetaGraphDef or SavedModel.
-        file: The loaded file.
-        digest: Hex SHA-256 of the file.
-        index: The index of the model among a SavedModel's meta graphs; 0 for other messages.
-        text: True if the file is in text format.
-        folder: A SavedModel's folder, None for other messages.
-        live_object: The object in memory that the model was read from, None for a file.
-        temp_folder: The temporary folder of the files, deleted with the last reference to the model.
-        allow_links: True if files may be links out of the folder of the model.
-    """
-
-    message: Any
-    file: Path
-    digest: str
-    index: int = 0
-    text: bool = False
-    folder: Path | None = None
-    live_object: LiveObject | None = None
-    temp_folder: Any = None
-    allow_links: bool = False
+    message: Any  # a GraphDef, MetaGraphDef or SavedModel
+    file: Path  # the loaded file
+    digest: str  # hex SHA-256 of the file
+    index: int = 0  # the index of the model among a SavedModel's meta graphs; 0 for other messages
+    text: bool = False  # True if the file is in text format
+    folder: Path | None = None  # a SavedModel's folder, None for other messages
+    live_object: LiveObject | None = None  # the object in memory that the model was read from, None for a file
+    temp_folder: Any = None  # the temporary folder of the files, deleted with the last reference to the model
+    allow_links: bool = False  # True if files may be links out of the folder of the model
 
     @property
     def message_type(self) -> str:
