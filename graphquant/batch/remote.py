@@ -241,7 +241,7 @@ def _open_folder(path: str, base: str) -> _ModelFolder:
         return _ModelFolder("", fsspec.core.url_to_fs(path)[0])
     except ImportError as error:
         raise _missing_package(path, error) from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # a file system that needs arguments raises a TypeError
         raise UsageError(f"{path} cannot be opened: {error}. Give a path, or an address that fsspec knows.") from error
 
 

@@ -183,6 +183,12 @@ class OnnxFamily(QDQFamily):
         axis = int(op.numeric_attr("axis", 1))
         axis = axis + rank if axis < 0 else axis
         fits = scale.ndim == 1 if block <= 0 else scale.ndim == rank and 0 <= axis < rank
+        if fits and shape:
+            counts = [size and -(-size // block) if block > 0 and i == axis else size for i, size in enumerate(shape)]
+            counts = counts if block > 0 else counts[axis : axis + 1]
+            fits = len(counts) == scale.ndim and all(
+                count in {None, length} for count, length in zip(counts, scale.shape, strict=True)
+            )
         return qparams_from_scale(scale, zeros, dtype, axis=axis, block=block if block > 0 else None) if fits else None
 
     def read_restricted_params(self, graph: Graph, op: Op, parameters: Parameters) -> QParams | None:

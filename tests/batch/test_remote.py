@@ -14,6 +14,7 @@ from graphquant import api
 from graphquant.batch.manifest import load_entries
 from graphquant.batch.run import BatchOptions, run_batch
 from graphquant.batch.work import quantize_entry
+from graphquant.errors import UsageError
 from graphquant.formats.onnx import file_writer
 
 fsspec = pytest.importorskip("fsspec")
@@ -154,6 +155,12 @@ def test_failures_name_addresses(tmp_path, zoo):
     outcome = quantize_entry(entry)
     assert (outcome.status, outcome.problem.kind) == ("failed", "ModelError")
     assert outcome.problem.message.startswith("memory://zoo/cnn.onnx cannot be read")
+
+
+def test_addresses_that_need_arguments():
+    """An address of a file system that cannot be opened by its name alone is a UsageError."""
+    with pytest.raises(UsageError):
+        load_entries(["reference://x"], {})
 
 
 def test_names_outside_the_folder(tmp_path):

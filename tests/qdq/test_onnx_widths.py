@@ -1,6 +1,7 @@
 """Narrow types in a model: onnxruntime loads it with all optimizations and gives the same values as without."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -114,3 +115,29 @@ def test_widths_are_read_back(tmp_path: Path) -> None:
     assert highs == {float(pair.params.range.high) for pair in result.inserted if pair.params.type.name == "int10"}
     ((explained, *_),) = [explain_quantized(gq.load(tmp_path / "out.onnx"), "max_pool")]
     assert "to int10" in explained.outcome
+
+
+@pytest.mark.parametrize(("axis", "channels"), [(0, 4), (1, 8), (2, 4), (7, 4), (-9, 8), (1, 3)])
+@pytest.mark.parametrize("requantize", [False, True])
+def test_scales_that_do_not_fit_the_tensor(tmp_path: Path, axis: int, channels: int, requantize: bool) -> None:
+    """Per-channel scales of a wrong axis or count are no parameters, and no verb ends with an error of numpy."""
+    values = {
+        "q": np.ones((8, 4), np.int8),
+        "scale": np.full(channels, 0.5, np.float32),
+        "zero": np.zeros(channels, np.int8),
+    }
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["w"], axis=axis),
+            onnx.helper.make_node("MatMul", ["x", "w"], ["y"]),
+        ],
+        "g",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 8])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 4])],
+        [onnx.numpy_helper.from_array(value, name) for name, value in values.items()],
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10), path)
+    assert all(op.params is None for op in summarize_model(gq.load(path)).quantization_ops)
+    with suppress(gq.GraphQuantError):  # errors of numpy are not suppressed
+        gq.insert(path, data="random:4", requantize=requantize)
