@@ -210,9 +210,8 @@ def open_data(
 def parse_data_spec(spec: str) -> DataSource:
     """Parse a data spec. Files are listed, but none is opened except a description in TOML.
 
-    Raises:
-        DataError: The spec names no data, files of several kinds, or keys that its kind does not have.
-        MissingDependencyError: fsspec is needed and not installed.
+    Raises a DataError if the spec names no data, files of several kinds, or keys that its kind does not have. Raises a
+    MissingDependencyError if fsspec is needed and not installed.
     """
     matched = _INLINE_SPEC.fullmatch(spec)
     path = matched["path"] if matched else spec
