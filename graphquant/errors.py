@@ -5,11 +5,9 @@ The first sentence of a message states the problem (file:line, op, tensor), the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import ClassVar
 
 
 class GraphQuantError(Exception):

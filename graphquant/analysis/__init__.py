@@ -13,24 +13,3 @@ from graphquant.analysis.explain import (
     predict_verdicts,
 )
 from graphquant.analysis.site_errors import ComparedSites, match_sites, prepare_like
-
-__all__ = [
-    "NO_RULES",
-    "ComparedSites",
-    "Comparison",
-    "Differences",
-    "Explanation",
-    "ExplanationReport",
-    "ModelChange",
-    "OutputFigures",
-    "SiteFigures",
-    "backend_of_rules",
-    "compare_runners",
-    "diff_models",
-    "diff_plans",
-    "explain_quantized",
-    "explain_uses",
-    "match_sites",
-    "predict_verdicts",
-    "prepare_like",
-]

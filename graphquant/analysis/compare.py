@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,15 +21,17 @@ from graphquant.analysis.comparison import (
     lost_share_upper_bound,
 )
 from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent
-from graphquant.calibration.calibrate import block_feeds, concurrent_run_count, observation_budget, tee_items
+from graphquant.calibration.calibrate import (
+    RunFootprint,
+    block_feeds,
+    concurrent_run_count,
+    observation_budget,
+    tee_items,
+)
 from graphquant.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Executor
-
     from graphquant.analysis.site_errors import ComparedSites
-    from graphquant.calibration.calibrate import RunFootprint
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds, InputSpec, Runner
     from graphquant.ir import Model, TensorRef

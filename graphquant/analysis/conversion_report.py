@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphquant.ir import NON_COMPUTE_KINDS, RESHAPING_KINDS, Call, Graph, Model, Op, Output, TensorRef, Use
-from graphquant.numerics import DynamicQParams
+from graphquant.numerics import Array, DynamicQParams
 from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from graphquant.formats.tensorflow.tflite_converter import RuntimeTensor
-    from graphquant.numerics import Array
     from graphquant.quantize.rewrite import InsertedPair
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,7 +12,7 @@ import numpy as np
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.errors import UsageError
-from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, TensorRef, Use, qualified_op_name
+from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Graph, Model, Op, Output, TensorRef, Use, qualified_op_name
 from graphquant.ir.op_matching import (
     OpMatching,
     consumers_through_qdq,
@@ -20,15 +21,11 @@ from graphquant.ir.op_matching import (
     unclipped_source,
     unquantized_source,
 )
-from graphquant.numerics import DynamicQParams
+from graphquant.numerics import Array, DynamicQParams, QParams
 from graphquant.quantize.prepare import PREPARATION_STEPS
 from graphquant.utils.text import format_shape, join_limited
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from graphquant.ir import Graph, Op, Output
-    from graphquant.numerics import Array, QParams
     from graphquant.quantize import Plan, Site
 
 ModelChangeKind = Literal[

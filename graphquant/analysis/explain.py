@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from graphquant.analysis.model_summary import summarize_model
+from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.backends import BACKENDS, BrokenRule, Verdict, check_quantized_model
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import BOUNDARY_KINDS, QUANTIZATION_KINDS, STORED_KINDS, Parameters
+from graphquant.ir import BOUNDARY_KINDS, QUANTIZATION_KINDS, STORED_KINDS, Model, Parameters, TensorRef, Use
 from graphquant.ir.op_matching import is_inserted, unquantized_source
 from graphquant.numerics import QParams
-from graphquant.quantize import TIED_INPUT_NOT_QUANTIZED, clip_limits, explain_scale, solve_scales
+from graphquant.quantize import TIED_INPUT_NOT_QUANTIZED, Plan, Solution, clip_limits, explain_scale, solve_scales
 from graphquant.quantize.rewrite import rewrite
 from graphquant.quantize.solver_state import format_values
 from graphquant.rules import (
     LIST_NAMES_HINT,
     RuleMatcher,
+    RuleMiss,
     RuleSet,
     name_matches,
     op_selector_names,
     removed_name_hint,
 )
 from graphquant.utils.text import join_limited
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from graphquant.analysis.model_summary import QuantizationOp
-    from graphquant.ir import Model, TensorRef, Use
-    from graphquant.quantize import Plan, Solution
-    from graphquant.rules import RuleMiss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

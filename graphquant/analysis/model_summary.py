@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,6 @@ from graphquant.ir import (
 from graphquant.qdq import family_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from graphquant.numerics import DynamicQParams, QParams
 
 

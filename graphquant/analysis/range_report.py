@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.calibration import CALIBRATION_METHODS, sites_needing_data
+from graphquant.calibration import CALIBRATION_METHODS, Stats, sites_needing_data
 from graphquant.calibration.fingerprints import fingerprints
 from graphquant.errors import DataError
 from graphquant.numerics import QParams, QuantizationGrid, Range
 from graphquant.observers import OBSERVERS, QuantizationCost, Sketch, estimate_cost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
     from graphquant.analysis.model_summary import ModelSummary
-    from graphquant.calibration import Stats
     from graphquant.ir import Model, TensorRef
     from graphquant.quantize import Plan, Site, Solution
     from graphquant.quantize.rewrite import InsertedPair

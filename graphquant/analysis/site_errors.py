@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphquant import formats
 from graphquant.analysis.comparison import ErrorSums, SiteFigures, ignore_overflow
-from graphquant.analysis.model_summary import summarize_model
+from graphquant.analysis.model_summary import OpCoverage, QuantizationOp, summarize_model
 from graphquant.errors import InternalError
 from graphquant.ir import QUANTIZATION_KINDS, Model, Parameters, TensorRef
-from graphquant.ir.op_matching import consumers_through_qdq, match_ops, unclipped_source, unquantized_source
-from graphquant.numerics import QParams, dequantize, quantize
+from graphquant.ir.op_matching import OpMatching, consumers_through_qdq, match_ops, unclipped_source, unquantized_source
+from graphquant.numerics import Array, QParams, dequantize, quantize
 from graphquant.quantize import parse_step_names, prepare
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from graphquant.analysis.model_summary import OpCoverage, QuantizationOp
-    from graphquant.ir.op_matching import OpMatching
-    from graphquant.numerics import Array
-
-    ObservedTensors = Mapping[TensorRef, Sequence[Array]]
+ObservedTensors = Mapping[TensorRef, Sequence[Array]]
 
 
 VALUE_PRESERVING_STEPS = ("initializer-inputs", "fold-batchnorm")

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.analysis.compare import compare_runners, reference_runner
-from graphquant.analysis.comparison import rows_to_show_share
-from graphquant.analysis.site_errors import match_sites
+from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures, rows_to_show_share
+from graphquant.analysis.site_errors import ComparedSites, match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
 from graphquant.calibration import measure_footprint
-from graphquant.calibration.holdout import open_optional_labels, sample_range
+from graphquant.calibration.holdout import HoldOut, open_optional_labels, sample_range
 from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
-from graphquant.ir import count_macs, qualified_op_name, unsized_tensors
-from graphquant.utils import stage_progress
+from graphquant.ir import Model, TensorRef, count_macs, qualified_op_name, unsized_tensors
+from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures
-    from graphquant.analysis.site_errors import ComparedSites
     from graphquant.calibration.data import Dataset
-    from graphquant.calibration.holdout import HoldOut
     from graphquant.formats import Runner
-    from graphquant.ir import Model, TensorRef
-    from graphquant.utils import Progress
 
 
 DEFAULT_MIN_SQNR = 20.0  # SQNR in dB that each output should reach if no bound is set; 8 bits usually give 25 to 45

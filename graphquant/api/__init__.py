@@ -8,27 +8,3 @@ from graphquant.api.inspect import check, check_data, explain, inspect_stats
 from graphquant.api.models import load, save
 from graphquant.api.plan import plan, prepare_for_plan
 from graphquant.api.strip import Proof, StripResult, prove_stripped, strip
-
-__all__ = [
-    "Proof",
-    "Result",
-    "StripResult",
-    "align_preparation",
-    "calibrate",
-    "check",
-    "check_data",
-    "compare",
-    "diff",
-    "explain",
-    "insert",
-    "inspect_stats",
-    "load",
-    "merge_stats",
-    "plan",
-    "plan_or_none",
-    "prepare_for_plan",
-    "prove_stripped",
-    "save",
-    "strip",
-    "to_tf",
-]

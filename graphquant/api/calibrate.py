@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from graphquant import formats
 from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration import (
+    ObservationTargets,
     Stats,
     all_float_targets,
     collect_stats,
@@ -22,18 +24,14 @@ from graphquant.calibration import (
     preserved_fingerprints,
 )
 from graphquant.errors import DataError, MissingDependencyError, ModelError, UsageError
-from graphquant.utils import stage_progress
+from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import CalibrateOptions, PlanOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphquant.calibration import ObservationTargets
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.data.check import DataFinding
     from graphquant.ir import Model
     from graphquant.quantize import Plan
-    from graphquant.utils import Progress
 
 
 @takes_options(CalibrateOptions)

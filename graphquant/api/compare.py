@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
-from graphquant.analysis import ModelChange, compare_runners, diff_models, diff_plans, match_sites
+from graphquant.analysis import (
+    ComparedSites,
+    Comparison,
+    Differences,
+    ModelChange,
+    compare_runners,
+    diff_models,
+    diff_plans,
+    match_sites,
+)
 from graphquant.analysis.compare import match_inputs, reference_runner, with_sensitivity
 from graphquant.api.calibrate import check_samples
 from graphquant.api.models import as_model
@@ -16,16 +25,14 @@ from graphquant.calibration import is_batch_independent, measure_footprint
 from graphquant.calibration.holdout import open_optional_labels
 from graphquant.errors import UsageError
 from graphquant.quantize import Plan, read_plan
-from graphquant.utils import stage_progress
+from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import CompareOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from graphquant.analysis import ComparedSites, Comparison, Differences
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Runner
     from graphquant.ir import Model
     from graphquant.optimize import Sensitivity
-    from graphquant.utils import Progress
 
 
 @takes_options(CompareOptions)

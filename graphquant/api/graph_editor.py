@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,9 +31,6 @@ from graphquant.qdq import FAMILIES, FamilyRequest, QDQFamily, QDQSite, Rounding
 from graphquant.qdq.family import ROUNDING_MODES
 from graphquant.quantize.rewrite import FRAME_KINDS
 from graphquant.utils.text import join_limited
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 __all__ = [
     "FixedPoint",

@@ -6,52 +6,53 @@ import hashlib
 import json
 import shlex
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__, formats
-from graphquant.analysis.range_report import activation_sqnr
-from graphquant.analysis.validation import Bounds, count_quantized_macs, require_usable, validate_model
+from graphquant.analysis.range_report import Loss, activation_sqnr
+from graphquant.analysis.validation import Bounds, Validation, count_quantized_macs, require_usable, validate_model
 from graphquant.api.calibrate import calibrate_command_line, check_samples, resolve_stats, run_calibration
 from graphquant.api.models import as_model, save
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats, sites_needing_data
 from graphquant.calibration.holdout import CalibrationData, open_required_labels
 from graphquant.errors import EmptyResultError, NeedsDataError, UsageError
-from graphquant.ir import QUANTIZATION_KINDS
+from graphquant.ir import QUANTIZATION_KINDS, Model, TensorRef
 from graphquant.optimize import (
+    AlgorithmResult,
+    BuiltModel,
     Objective,
+    PreCalibrationState,
+    SearchTrace,
     attach_sensitivity,
     build_model,
     run_precalibration_algorithms,
     search_plan,
 )
 from graphquant.quantize import (
+    Conflict,
     Plan,
     RangeTransfer,
+    ScaleChange,
+    Skip,
+    Solution,
     explain_scale,
     format_step_counts,
     plan_to_json,
     read_name_map,
     transfer_ranges,
 )
-from graphquant.utils import HtmlRepresentation
+from graphquant.utils import HtmlRepresentation, Progress
 from graphquant.utils.options import InsertOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from graphquant.analysis.range_report import Loss
-    from graphquant.analysis.validation import Validation
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.data.check import DataFinding
-    from graphquant.ir import Model, TensorRef
-    from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace
-    from graphquant.quantize import Conflict, ScaleChange, Skip, Solution
     from graphquant.quantize.rewrite import InsertedPair
-    from graphquant.utils import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +23,15 @@ from graphquant.api.models import as_model
 from graphquant.api.plan import plan_with_rules, prepare_for_plan, resolve_ruleset, select_sites
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats
 from graphquant.errors import RuleError, UsageError
-from graphquant.ir import QUANTIZATION_KINDS
-from graphquant.quantize import Plan, read_plan, solve_scales
+from graphquant.ir import QUANTIZATION_KINDS, Model
+from graphquant.quantize import Plan, Solution, read_plan, solve_scales
 from graphquant.rules import RuleMatcher, RuleSet, load_ruleset
 from graphquant.utils.options import ExplainOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from graphquant.analysis.range_report import RangeReport
     from graphquant.backends import CheckReport
     from graphquant.calibration.data.check import DataReport
-    from graphquant.ir import Model
-    from graphquant.quantize import Solution
 
 
 @takes_options(ExplainOptions)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphquant import formats
 from graphquant.errors import UsageError
 from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def default_output(path: Path) -> Path:

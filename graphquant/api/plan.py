@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,6 @@ from graphquant.utils.option_types import parse_names
 from graphquant.utils.options import PlanOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from graphquant.ir import Model
 
 OPSET_STEP = "opset"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
@@ -12,17 +12,10 @@ from graphquant.analysis import Differences, diff_models
 from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_with_steps
 from graphquant.errors import ModelError, UsageError
-from graphquant.ir import Parameters, TensorRef, qualified_op_name
-from graphquant.numerics import IntType, dequantize, quantize
+from graphquant.ir import Model, Parameters, TensorRef, qualified_op_name
+from graphquant.numerics import IntType, QParams, dequantize, quantize
 from graphquant.quantize import prepare, requantize
 from graphquant.quantize.strip import strip_quantization
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from graphquant.ir import Model
-    from graphquant.numerics import QParams
-
 
 LASTING_CHANGES = {
     "steps": "The model keeps its preparation for quantization",

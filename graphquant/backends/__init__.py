@@ -14,25 +14,11 @@ from graphquant.backends.lint import LINT_CODES, lint_model
 from graphquant.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_ARM, load_in_onnxruntime
 from graphquant.backends.tables import OPENVINO, QNN, TENSORRT, VITIS_AI
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import QUANTIZATION_KINDS
+from graphquant.ir import QUANTIZATION_KINDS, Model
 
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
-    from graphquant.ir import Model
 
-
-__all__ = [
-    "BACKENDS",
-    "LINT_CODES",
-    "Backend",
-    "BrokenRule",
-    "CheckReport",
-    "LintFinding",
-    "RejectedModelError",
-    "Verdict",
-    "check_quantized_model",
-    "load_in_onnxruntime",
-]
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (ONNXRUNTIME, ONNXRUNTIME_ARM, TENSORRT, QNN, OPENVINO, VITIS_AI)

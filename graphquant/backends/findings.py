@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from graphquant.errors import ModelError
-from graphquant.ir import QUANTIZATION_KINDS, qualified_op_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from graphquant.ir import Graph, Model, Op, OpKey
-
+from graphquant.ir import QUANTIZATION_KINDS, Graph, Model, Op, OpKey, qualified_op_name
 
 UNJUDGED_KINDS = QUANTIZATION_KINDS | {
     *("input", "output", "constant", "variable", "shape", "if", "loop", "scan", "call", "identity", "dropout", "cast")

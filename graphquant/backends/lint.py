@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from graphquant.backends.findings import FindingLevel, LintFinding, RejectedModelError, Verdict
+from graphquant.backends.findings import Backend, FindingLevel, LintFinding, RejectedModelError, Verdict
 from graphquant.backends.requirements import QuantizationReader, QuantizedInput, same_quantization
 from graphquant.errors import DataError
-from graphquant.ir import DATA_MOVEMENT_KINDS, QUANTIZATION_KINDS, WEIGHTED_KINDS, TensorRef, channel_axis
-from graphquant.numerics import SMALLEST_SCALE, IntType
+from graphquant.ir import (
+    DATA_MOVEMENT_KINDS,
+    QUANTIZATION_KINDS,
+    WEIGHTED_KINDS,
+    Graph,
+    Model,
+    Op,
+    TensorRef,
+    Use,
+    channel_axis,
+)
+from graphquant.numerics import SMALLEST_SCALE, Array, IntType, QParams
 from graphquant.quantize import clip_limits, saturates_like_clip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from graphquant.backends.findings import Backend
     from graphquant.calibration import Stats
-    from graphquant.ir import Graph, Model, Op, Use
-    from graphquant.numerics import Array, QParams
 
-    PredictVerdicts = Callable[[Model], tuple[Verdict, ...]]
+
+PredictVerdicts = Callable[[Model], tuple[Verdict, ...]]
 
 
 class LintCode(NamedTuple):

@@ -7,6 +7,7 @@ checked on the optimized model, where Q/DQ pairs have moved already and pairs wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,21 +20,32 @@ from graphquant.backends.findings import (
     Backend,
     BrokenRule,
     RejectedModelError,
+    RunStatus,
+    Verdict,
     make_verdict,
 )
 from graphquant.backends.requirements import QuantizationReader, same_quantization
-from graphquant.ir import DATA_MOVEMENT_KINDS, FLOAT_TYPES, QUANTIZATION_KINDS, Op, Parameters, TensorRef, Use
+from graphquant.ir import (
+    DATA_MOVEMENT_KINDS,
+    FLOAT_TYPES,
+    QUANTIZATION_KINDS,
+    Graph,
+    Model,
+    Op,
+    OpKey,
+    Parameters,
+    Shape,
+    TensorRef,
+    Use,
+)
 from graphquant.quantize import clip_limits, saturates_like_clip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphquant.backends.findings import RunStatus, Verdict
     from graphquant.formats.onnx import OptimizedModel
-    from graphquant.ir import Graph, Model, OpKey, Shape
     from graphquant.numerics import QParams
 
-    Condition = Callable[["_FloatOp"], BrokenRule | None]
+
+Condition = Callable[["_FloatOp"], BrokenRule | None]
 
 ResultT = TypeVar("ResultT")
 

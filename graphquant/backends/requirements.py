@@ -7,22 +7,15 @@ through, as every backend does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.backends.findings import NOT_QUANTIZED, UNJUDGED_KINDS, BrokenRule, make_verdict
+from graphquant.backends.findings import NOT_QUANTIZED, UNJUDGED_KINDS, BrokenRule, Verdict, make_verdict
 from graphquant.ir import FLOAT_TYPES, TRANSPARENT_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import IntType, QParams
 from graphquant.qdq import read_qparams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from graphquant.backends.findings import Verdict
-
 
 MAX_TRANSPARENT_OPS = 20  # maximum number of consecutive Identity and Dropout ops to look through
 QUANTIZABLE_ROLES = frozenset({"input", "weight", "bias", "recurrent_weight"})  # roles of inputs that may be quantized

@@ -17,6 +17,7 @@ import numpy as np
 
 from graphquant.backends.findings import Backend, BrokenRule
 from graphquant.backends.requirements import (
+    OpContext,
     RequirementTable,
     predict_from_table,
     require_fixed_range,
@@ -39,7 +40,6 @@ from graphquant.quantize import (
 )
 
 if TYPE_CHECKING:
-    from graphquant.backends.requirements import OpContext
     from graphquant.ir import Op, Shape
 
 

@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphquant.batch.cache_key import file_digest
-from graphquant.batch.types import ENTRY_OPTIONS, OutcomeChange
+from graphquant.batch.types import ENTRY_OPTIONS, BatchReport, Entry, Outcome, OutcomeChange
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
 from graphquant.utils.atomic_files import atomic_file
 from graphquant.visualize.tables import join_names
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from graphquant.batch.types import BatchReport, Entry, Outcome
-
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"

@@ -12,10 +12,11 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, Self
 
 from graphquant.batch.cache_key import canonical_output, file_digest
 from graphquant.batch.types import Entry, Outcome, outcome_json, parse_json
@@ -24,9 +25,6 @@ from graphquant.errors import UsageError
 from graphquant.formats.model_files import replacing_model
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 from graphquant.utils.text import parse_size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def journal_path(folder: Path, entries: Sequence[Entry]) -> Path:

@@ -11,15 +11,16 @@ import os
 import platform
 import sqlite3
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import graphquant
-from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Digests
+from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Digests, Entry
 from graphquant.calibration.data.dataset import parse_data_spec
 from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import UsageError
@@ -28,12 +29,6 @@ from graphquant.formats.model_files import model_files
 from graphquant.rules import find_rule_file
 from graphquant.rules.load import INLINE_ARROW
 from graphquant.utils.tf_determinism import onednn_setting
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from graphquant.batch.types import Entry
-
 
 VERSIONED_PACKAGES = (
     *("numpy", "ml_dtypes", "protobuf", "onnx", "pillow", "pyarrow", "keras", "h5py"),

@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
@@ -22,20 +23,16 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from graphquant.batch.cache_key import package_versions
-from graphquant.batch.types import Outcome
+from graphquant.batch.types import Entry, Outcome
 from graphquant.batch.work import failed_outcome
-from graphquant.batch.workers import run_workers
+from graphquant.batch.workers import WorkerLimits, WorkFunction, run_workers
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import GraphQuantError, MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from distributed import Future
     from distributed import Worker as DaskWorker
 
-    from graphquant.batch.types import Entry
-    from graphquant.batch.workers import WorkerLimits, WorkFunction
     from graphquant.calibration import Stats
     from graphquant.utils import Progress
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphquant import rules
 from graphquant.batch.manifest_schema import (
@@ -27,12 +28,7 @@ from graphquant.calibration.data.dataset import rebase_data_spec
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import DataError, ManifestError, RuleError, UsageError, did_you_mean
 from graphquant.formats import KERAS_SUFFIXES, SUFFIXES
-from graphquant.rules import load_ruleset, rebase_rule_paths
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from graphquant.rules import KeyPath, Mistake
+from graphquant.rules import KeyPath, Mistake, load_ruleset, rebase_rule_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

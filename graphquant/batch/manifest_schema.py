@@ -6,6 +6,7 @@ An option has the same name, unit and description in the manifest as in Python a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, field_validator
@@ -19,9 +20,6 @@ from graphquant.rules import DocumentKind, describe_table_schema
 from graphquant.utils.option_types import Count, Decibels, Share
 from graphquant.utils.options import InsertOptions, OptionField, option_fields
 from graphquant.utils.text import parse_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 DEFAULT_OUTPUT = "{parent}/{stem}.quant{suffix}"  # default path of an output
 

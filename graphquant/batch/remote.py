@@ -11,6 +11,7 @@ import posixpath
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -27,8 +28,6 @@ from graphquant.formats.model_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
-
     from graphquant.batch.types import Entry, Outcome
 
 

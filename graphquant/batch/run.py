@@ -10,31 +10,31 @@ import heapq
 import json
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import graphquant
 from graphquant.batch.cache import Journal, OutcomeCache, journal_path
-from graphquant.batch.cache_key import FileHashes, cache_inputs, combined_digest, data_digest, program_digest
+from graphquant.batch.cache_key import (
+    CacheInputs,
+    FileHashes,
+    cache_inputs,
+    combined_digest,
+    data_digest,
+    program_digest,
+)
 from graphquant.batch.remote import remote_exists, remote_fingerprint
-from graphquant.batch.types import BatchReport, Outcome
+from graphquant.batch.types import BatchReport, Entry, Outcome
 from graphquant.batch.work import apply_gates, failed_outcome
 from graphquant.batch.workers import remove_stale_files
 from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from graphquant.batch.cache_key import CacheInputs
-    from graphquant.batch.types import Entry
-
-    Execute = Callable[[Sequence[Entry]], Iterator[Outcome]]
+Execute = Callable[[Sequence[Entry]], Iterator[Outcome]]
 
 
 OUTPUT_STATUSES = ("done", "gate")  # statuses of processed entries that have an output

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from graphquant.errors import UsageError
 from graphquant.ir import qualified_op_name
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 REPORT_SCHEMA_VERSION = 2  # schema version of reports
 MAX_REPORT_BYTES = 1 << 30  # maximum size of a report file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +18,18 @@ from graphquant.batch.types import (
     METRIC_GATES,
     BatchFinding,
     Digests,
+    Entry,
     GateMiss,
+    Gates,
     Outcome,
     OutcomeMetrics,
     Problem,
+    Status,
 )
 from graphquant.errors import EmptyResultError, GraphQuantError, InternalError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from graphquant.api import Result
-    from graphquant.batch.types import Entry, Gates, Status
     from graphquant.ir import Model
     from graphquant.utils import Progress
 

@@ -15,27 +15,22 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
-from graphquant.batch.types import Outcome
+from graphquant.batch.types import Entry, Outcome
 from graphquant.batch.work import failed_outcome
 from graphquant.errors import UsageError, escape_unprintable
 from graphquant.utils.tf_determinism import disable_onednn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from multiprocessing.connection import Connection
-
-    from graphquant.batch.types import Entry
-
-    WorkFunction = Callable[..., Outcome]
-    ProgressCallback = Callable[[Entry, str, int, int], None]
+WorkFunction = Callable[..., Outcome]
+ProgressCallback = Callable[[Entry, str, int, int], None]
 
 
 _PARTIAL_FILE = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[0-9a-f]{8}\.part")

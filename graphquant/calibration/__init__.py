@@ -14,26 +14,3 @@ from graphquant.calibration.targets import (
     sites_needing_data,
     with_observer,
 )
-
-__all__ = [
-    "CALIBRATION_METHODS",
-    "DataRun",
-    "ObservationTarget",
-    "ObservationTargets",
-    "ResumeError",
-    "RunFootprint",
-    "Stats",
-    "all_float_targets",
-    "collect_stats",
-    "combine_stats",
-    "estimate_footprint",
-    "finest_histogram_bits",
-    "is_batch_independent",
-    "load_stats",
-    "measure_footprint",
-    "plan_targets",
-    "preserved_fingerprints",
-    "select_stats",
-    "sites_needing_data",
-    "with_observer",
-]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.calibrate import estimate_footprint, group_observed_tensors, observation_budget
+from graphquant.calibration.calibrate import (
+    RunFootprint,
+    estimate_footprint,
+    group_observed_tensors,
+    observation_budget,
+)
 from graphquant.errors import ModelError
-from graphquant.ir import LOOP_KINDS
+from graphquant.ir import LOOP_KINDS, TensorRef
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from graphquant.calibration.calibrate import RunFootprint
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds, Runner
-    from graphquant.ir import TensorRef
     from graphquant.numerics import Array
 
 

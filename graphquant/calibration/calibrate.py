@@ -14,7 +14,8 @@ import itertools
 import math
 import os
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,17 +26,13 @@ import numpy as np
 
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, uncovered_ranges
 from graphquant.errors import DataError
-from graphquant.ir import LOOP_KINDS
+from graphquant.ir import LOOP_KINDS, Model, Op, TensorRef
 from graphquant.observers import SketchAccumulator, add_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Executor
-
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.targets import ObservationTarget
     from graphquant.formats import Feeds, Runner
-    from graphquant.ir import Model, Op, TensorRef
     from graphquant.numerics import Array
 
     Observation = dict[TensorRef, list[Array]]

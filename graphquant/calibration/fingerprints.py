@@ -8,19 +8,15 @@ therefore serve every rule file whose preparation keeps the fan-in of the tensor
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import networkx as nx
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.ir import LOOP_KINDS, Model, Op, Parameters, TensorRef, Use, paused_gc
+from graphquant.ir import LOOP_KINDS, Graph, Model, Op, Parameters, TensorRef, Use, paused_gc
 from graphquant.quantize import look_through_dropped_ops
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from graphquant.ir import Graph
 
 _FingerprintNode = tuple[str, str, str]
 """("op", graph, name), or ("entry", graph, "") for the conditions and inputs with which a graph is called."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,8 +11,6 @@ from graphquant.errors import DataError
 from graphquant.formats import InputSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.stats import Stats
 

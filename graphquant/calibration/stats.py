@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from pathlib import Path
@@ -25,8 +26,6 @@ from graphquant.observers import EMPTY_SKETCH, Sketch, merge_sketches
 from graphquant.utils.atomic_files import atomic_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from graphquant.calibration.data.check import DataFinding
     from graphquant.numerics import Array
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant.calibration.fingerprints import fingerprints
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FLOAT_TYPES, Parameters, TensorRef
+from graphquant.ir import FLOAT_TYPES, Model, Parameters, TensorRef
 from graphquant.observers import OBSERVERS, histogram_bits
 from graphquant.rules import ObserverConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from graphquant.ir import Model
     from graphquant.quantize import Plan, Site
 
 COARSE_BITS, FINE_BITS = 7, 10

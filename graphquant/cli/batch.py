@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
@@ -26,8 +27,6 @@ from graphquant.errors import FindingsError, UsageError, escape_unprintable
 from graphquant.utils.options import InsertOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from graphquant.batch.cache import OutcomeCache
     from graphquant.batch.run import BatchOptions, Execute
     from graphquant.batch.types import BatchReport, Entry, Outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,6 @@ from graphquant.errors import DataError, UsageError
 from graphquant.utils.options import CalibrateOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from graphquant.calibration import Stats
     from graphquant.utils import Progress
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,9 +15,6 @@ from graphquant.errors import UsageError, escape_unprintable
 from graphquant.utils.atomic_files import atomic_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from graphquant.batch.types import Entry, Outcome
     from graphquant.calibration import Stats
     from graphquant.utils import Progress

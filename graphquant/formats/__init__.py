@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,24 +19,8 @@ import numpy.typing as npt
 from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from graphquant.ir import Model, Shape, TensorRef
 
-
-__all__ = [
-    "FORMATS",
-    "KERAS_SUFFIXES",
-    "SUFFIXES",
-    "Feeds",
-    "FormatModule",
-    "InputSpec",
-    "Runner",
-    "detect_format",
-    "format_module",
-    "memory_object_name",
-    "prefetch",
-]
 
 FeedT = TypeVar("FeedT")
 ResultT = TypeVar("ResultT")

@@ -10,16 +10,13 @@ import hashlib
 import itertools
 import mmap
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, Any
 
 from graphquant.errors import ModelError
 from graphquant.formats import detect_format, refuse_outside_links, walk_saved_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
 
 MAX_FILES = 100_000  # maximum number of files in the folder of a SavedModel
 MAX_SEARCHED_BYTES = 1 << 33  # maximum total size of the files that are searched for names of weights files

@@ -11,6 +11,7 @@ are not clones (docs/decisions/0026-function-clones.md).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,8 +21,6 @@ from graphquant.ir.traversal import MAX_HOPS, follow_to_end
 from graphquant.ir.types import FLOAT_TYPES, Call, Op, OpKey, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from graphquant.ir.graph import Model
     from graphquant.ir.parameters import Parameters
 

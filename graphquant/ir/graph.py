@@ -10,9 +10,11 @@ both questions, the source of a slot and the consumers of a tensor, cost only th
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, UsageError
@@ -22,9 +24,6 @@ from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
-
     import numpy as np
 
 

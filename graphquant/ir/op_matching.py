@@ -7,16 +7,13 @@ whether it reads a tensor or that tensor quantized and dequantized.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from graphquant.ir.graph import Graph, Model
 from graphquant.ir.kinds import QUANTIZATION_KINDS, STORED_KINDS
 from graphquant.ir.traversal import follow_to_end
 from graphquant.ir.types import Op, OpKey, TensorRef, Use
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 INSERTED_HELPER_KINDS = frozenset({"reshape", "max", "min", "clip"})
 """Kinds that are inserted with Q/DQ ops, to merge channel axes and to limit values to a narrow range."""

@@ -7,6 +7,7 @@ parameter, the results of pure ops on parameters only, and arguments of function
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from graphquant.ir.traversal import follow_to_end, reachable
 from graphquant.ir.types import Op, Shape, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from graphquant.ir.graph import Model
 
 IMPURE_KINDS = STORED_KINDS | QUANTIZATION_KINDS | {"input", "output", "call", "merge", "random", "stateful", "integer"}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Hashable, Iterable, Iterator
-
-    Node = TypeVar("Node", bound=Hashable)
+Node = TypeVar("Node", bound=Hashable)
 
 MAX_HOPS = 256  # default limit of nodes on one path
 

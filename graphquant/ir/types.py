@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from graphquant.errors import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 Shape = tuple[int | None, ...]
 """Static sizes, outermost first. None is a size that is known only when the model runs."""

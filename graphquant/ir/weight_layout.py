@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
 from graphquant.ir.kinds import CONVOLUTION_KINDS, MAC_KINDS, MATRIX_PRODUCT_KINDS, RECURRENT_KINDS
 from graphquant.ir.parameters import Parameters
-from graphquant.ir.types import TensorRef, fully_known_shape
+from graphquant.ir.types import Op, OpKey, Shape, TensorRef, fully_known_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from graphquant.ir.graph import Graph, Model
-    from graphquant.ir.types import Op, OpKey, Shape
 
 
 def channel_axis(op: Op, shape: Shape) -> int | None:

@@ -20,30 +20,3 @@ from graphquant.numerics.affine import (
     split_blocks,
 )
 from graphquant.numerics.data_types import FLOAT8_NAMES, MIN_BITS, Array, FloatType, IntType, QType, parse_type
-
-__all__ = [
-    "FLOAT8_NAMES",
-    "LARGEST_VALUE",
-    "MIN_BITS",
-    "SMALLEST_SCALE",
-    "Array",
-    "DynamicQParams",
-    "FloatType",
-    "IntType",
-    "QParams",
-    "QType",
-    "QuantizationGrid",
-    "Range",
-    "block_scale_shape",
-    "broadcast_along_axis",
-    "broadcast_to_tensor",
-    "dequantize",
-    "iter_blocks",
-    "iter_slabs",
-    "parse_type",
-    "qparams_from_scale",
-    "quantize",
-    "quantize_to_dtype",
-    "round_scale_to_float16",
-    "split_blocks",
-]

@@ -13,16 +13,14 @@ A tensor can be divided into blocks along one axis, each with its own scale: ONN
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.numerics.data_types import Array, FloatType, QType
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SLAB_ELEMENTS = 1 << 22  # elements of a weight that are processed at a time, which limits the size of temporary arrays
 

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.numerics.affine import QParams, Range, qparams_from_scale
-from graphquant.numerics.data_types import IntType
-
-if TYPE_CHECKING:
-    from graphquant.numerics.data_types import Array, QType
+from graphquant.numerics.data_types import Array, IntType, QType
 
 FAKE_QUANT_MIN_BITS, FAKE_QUANT_MAX_BITS = 2, 16
 

@@ -13,22 +13,3 @@ from graphquant.observers.sketch import (
     merge_sketches,
     sketch_values,
 )
-
-__all__ = [
-    "EMPTY_SKETCH",
-    "OBSERVERS",
-    "Distribution",
-    "ObserverArgument",
-    "QuantizationCost",
-    "Sketch",
-    "SketchAccumulator",
-    "add_all",
-    "bin_edges",
-    "bin_means",
-    "coarsen_histogram",
-    "distribution_of",
-    "estimate_cost",
-    "histogram_bits",
-    "merge_sketches",
-    "sketch_values",
-]

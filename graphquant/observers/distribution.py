@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.observers import histogram_kernel
-from graphquant.observers.sketch import bin_edges, bin_means
+from graphquant.observers.sketch import Sketch, bin_edges, bin_means
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array, QParams
-    from graphquant.observers.sketch import Sketch
 
 DISTRIBUTION_CHUNK = 1 << 17  # numbers that are processed at a time, so that temporary arrays stay in the cache
 

@@ -11,6 +11,7 @@ mantissa bits, or 8 KiB with 10, for each factor of two between its smallest and
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -18,8 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from graphquant.numerics import Array
 
     KernelJob = tuple[Array, int, Array | None]

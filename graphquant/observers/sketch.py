@@ -10,6 +10,7 @@ mantissa bits as an integer, so the mean of its values is exact (docs/decisions/
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import isfinite
@@ -18,13 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphquant.errors import DataError, InternalError
-from graphquant.numerics import LARGEST_VALUE
+from graphquant.numerics import LARGEST_VALUE, Array
 from graphquant.observers import histogram_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from graphquant.numerics import Array
     from graphquant.observers.histogram_kernel import KernelJob
 
 MANTISSA_BITS = 23  # mantissa bits of a float32

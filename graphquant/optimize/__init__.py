@@ -13,22 +13,3 @@ from graphquant.optimize.latency import TimeRatio, measure_time_ratio
 from graphquant.optimize.search import Objective, SearchTrace, attach_sensitivity, search_plan
 from graphquant.optimize.selection import search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity
-
-__all__ = [
-    "POST_CALIBRATION_ALGORITHMS",
-    "PRE_CALIBRATION_ALGORITHMS",
-    "AlgorithmResult",
-    "BuiltModel",
-    "Objective",
-    "PreCalibrationState",
-    "SearchTrace",
-    "Sensitivity",
-    "TimeRatio",
-    "attach_sensitivity",
-    "build_model",
-    "choose_algorithms",
-    "measure_time_ratio",
-    "run_precalibration_algorithms",
-    "search_cheapest_plan",
-    "search_plan",
-]

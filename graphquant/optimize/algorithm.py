@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from graphquant.ir import check_invariants
-from graphquant.quantize.rewrite import rewrite
+from graphquant.ir import Model, TensorRef, Use, check_invariants
+from graphquant.quantize.rewrite import IntegerCache, rewrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from graphquant.formats import Feeds, Runner
-    from graphquant.ir import Model, TensorRef, Use
     from graphquant.numerics import Array
     from graphquant.quantize import Plan, Solution
-    from graphquant.quantize.rewrite import IntegerCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

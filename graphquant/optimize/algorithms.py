@@ -9,14 +9,15 @@ fit the algorithms, and the other half accepts or rejects each of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from graphquant import formats
-from graphquant.calibration import estimate_footprint
+from graphquant.calibration import Stats, estimate_footprint
 from graphquant.errors import ModelError, UsageError, did_you_mean
-from graphquant.ir import check_invariants, paused_gc
-from graphquant.numerics import IntType
+from graphquant.ir import Model, check_invariants, paused_gc
+from graphquant.numerics import DynamicQParams, IntType, QParams
 from graphquant.optimize.algorithm import (
     MIN_GAIN_STANDARD_ERRORS,
     MIN_TARGETED_GAIN_STANDARD_ERRORS,
@@ -32,20 +33,13 @@ from graphquant.optimize.channel_statistics import sketch_sample_ranges
 from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATION, apply_cross_layer_equalization
 from graphquant.optimize.smoothquant import SMOOTHQUANT, apply_smoothquant
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, apply_adaround, apply_gptq
-from graphquant.quantize import Skip, SkipCode, solve_scales
-from graphquant.quantize.rewrite import IntegerCache, rewrite
+from graphquant.quantize import Plan, Site, Skip, SkipCode, Solution, solve_scales
+from graphquant.quantize.rewrite import InsertedPair, IntegerCache, rewrite
 from graphquant.rules import ALGORITHM_NAMES, NEGATION, ObserverConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from graphquant.calibration import Stats
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds
-    from graphquant.ir import Model
-    from graphquant.numerics import DynamicQParams, QParams
-    from graphquant.quantize import Plan, Site, Solution
-    from graphquant.quantize.rewrite import InsertedPair
 
 WEIGHT_CLIPPING: Final = "weight-clipping"
 

@@ -12,18 +12,20 @@ therefore shrunk towards 0 by the share that chance explains (James and Stein 19
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from graphquant.ir import Parameters, TensorRef, Use, paused_gc
-from graphquant.numerics import SMALLEST_SCALE, QParams, broadcast_along_axis, qparams_from_scale
+from graphquant.ir import Model, Parameters, TensorRef, Use, paused_gc
+from graphquant.numerics import SMALLEST_SCALE, Array, DynamicQParams, QParams, broadcast_along_axis, qparams_from_scale
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits, skipped_target
 from graphquant.optimize.weighted_ops import (
     ALGORITHM_RULE,
     NOT_OBSERVED,
     ChannelMean,
+    WeightedOp,
     add_channel_mean,
     dependency_levels,
     final_ops,
@@ -32,17 +34,8 @@ from graphquant.optimize.weighted_ops import (
     measure_channel_means,
 )
 from graphquant.qdq.family import add_constant
-from graphquant.quantize import Site
+from graphquant.quantize import Plan, Site, Solution
 from graphquant.quantize.rewrite import FRAME_KINDS, rewrite
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from graphquant.ir import Model
-    from graphquant.numerics import Array, DynamicQParams
-    from graphquant.optimize.weighted_ops import WeightedOp
-    from graphquant.quantize import Plan, Solution
-
 
 # A bias can be shared or missing. BiasStore changes it without affecting any other reader.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ from graphquant.ir import (
     CONVOLUTION_KINDS,
     MAC_KINDS,
     RESHAPING_KINDS,
+    Model,
+    Op,
+    OpKey,
     Parameters,
     TensorRef,
     Use,
@@ -26,26 +30,19 @@ from graphquant.ir import (
     follow_to_end,
     merged_channel_shape,
 )
-from graphquant.numerics import DynamicQParams, IntType
+from graphquant.numerics import DynamicQParams, IntType, QParams
 from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity
 from graphquant.qdq import FAMILIES
-from graphquant.quantize import Skip, SkipCode
+from graphquant.quantize import Plan, Site, Skip, SkipCode
 from graphquant.rules import ObserverConfig
-from graphquant.utils import stage_progress
+from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
     from graphquant.calibration.holdout import HoldOut
-    from graphquant.ir import Model, Op, OpKey
-    from graphquant.numerics import QParams
     from graphquant.optimize.algorithms import BuiltModel
-    from graphquant.quantize import Plan, Site
     from graphquant.quantize.rewrite import InsertedPair
-    from graphquant.utils import Progress
 
-    BuildModel = Callable[[Plan], BuiltModel]
-
+BuildModel = Callable[[Plan], "BuiltModel"]
 
 RULE_CANDIDATE, FLOAT_CANDIDATE = "as the rules say", "float"  # candidates that every tensor has
 RANGE_OBSERVERS = ("minmax", "mse")

@@ -8,6 +8,7 @@ the same. The inputs of a sum, such as the branches of a residual block, belong 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -37,13 +38,12 @@ from graphquant.optimize.weighted_ops import ALGORITHM_RULE, find_unshared_const
 from graphquant.qdq.family import add_constant, new_op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from graphquant.numerics import Array
     from graphquant.quantize import Plan
 
-    Joined = list[tuple[TensorRef, ChannelLayout]] | str
     """Tensors that belong to the group too, or the reason why its channels cannot be scaled."""
+
+Joined = list[tuple[TensorRef, ChannelLayout]] | str
 
 
 HOMOGENEOUS_KINDS: Final = frozenset(

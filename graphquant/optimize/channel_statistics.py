@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -11,16 +12,12 @@ import numpy as np
 
 from graphquant.calibration import sites_needing_data
 from graphquant.ir import Model, Parameters, TensorRef, channel_axis
-from graphquant.numerics import IntType
+from graphquant.numerics import Array, IntType
 from graphquant.observers import Sketch, SketchAccumulator
-from graphquant.optimize.channel_groups import ChannelGroup, find_channel_groups
+from graphquant.optimize.channel_groups import ChannelConstant, ChannelGroup, find_channel_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from graphquant.numerics import Array
     from graphquant.optimize.algorithm import AlgorithmData
-    from graphquant.optimize.channel_groups import ChannelConstant
     from graphquant.optimize.channel_layout import ChannelLayout
     from graphquant.quantize import Plan, Site
 

@@ -7,28 +7,24 @@ The rounds repeat over all channel groups until they converge, because a depthwi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graphquant.ir import paused_gc
-from graphquant.optimize.algorithm import skipped_target
+from graphquant.ir import TensorRef, paused_gc
+from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState, skipped_target
 from graphquant.optimize.channel_groups import (
     INEXACT_SCALING,
     nearest_powers_of_two,
     rescale_group,
     scaled_group_result,
 )
-from graphquant.optimize.channel_statistics import collect_static_statistics
+from graphquant.optimize.channel_statistics import ChannelStatistics, GroupWeight, collect_static_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from graphquant.ir import TensorRef
     from graphquant.numerics import Array
-    from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
-    from graphquant.optimize.channel_statistics import ChannelStatistics, GroupWeight
 
 
 CROSS_LAYER_EQUALIZATION: Final = "cross-layer-equalization"

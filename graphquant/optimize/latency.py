@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
-from graphquant.ir import Parameters, Use, follow_to_end
+from graphquant.ir import Model, OpKey, Parameters, Use, follow_to_end
 from graphquant.ir.types import FORMAT_TRAITS
 from graphquant.optimize.candidates import (
     FUSED_OUTPUT_KINDS,
@@ -24,18 +25,16 @@ from graphquant.optimize.candidates import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds
-    from graphquant.ir import Model, OpKey
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
 
-    FloatSites = tuple[int, ...]
-    TimedRun = Callable[[], object]
-    Clock = Callable[[], float]
+
+FloatSites = tuple[int, ...]
+TimedRun = Callable[[], object]
+Clock = Callable[[], float]
 
 
 MAX_TIMED_PLANS = 16  # maximum number of timed plans

@@ -12,17 +12,21 @@ Latency needs no bound. Without any gain in latency, the search returns a plan i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from graphquant.analysis.compare import with_sensitivity
-from graphquant.analysis.validation import Bounds, measure_tensor_sizes, validate_model
+from graphquant.analysis.validation import Bounds, Validation, measure_tensor_sizes, validate_model
 from graphquant.errors import UsageError
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     RULE_CANDIDATE,
+    BuildModel,
+    CandidateErrors,
     CandidateTrials,
+    ScaleGroup,
     byte_costs,
     insertions_by_site,
     mac_costs,
@@ -31,33 +35,27 @@ from graphquant.optimize.candidates import (
     quantizing_op,
     replace_sites,
 )
-from graphquant.optimize.latency import LatencyTimer, PlanProfiler, make_latency_groups, minimize_latency
+from graphquant.optimize.latency import LatencyTimer, PlanProfiler, TimeRatio, make_latency_groups, minimize_latency
 from graphquant.optimize.selection import PlanQuality, search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity
 from graphquant.optimize.size_budget import (
+    SizedPlan,
     WeightBitsChooser,
     families_with_float_weights,
     model_constant_bytes,
     parse_size_budget,
 )
-from graphquant.utils import stage_progress
+from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from typing import Literal
-
-    from graphquant.analysis.validation import Validation
     from graphquant.calibration.holdout import CalibrationData, HoldOut
     from graphquant.ir import Model, OpKey, TensorRef, Use
     from graphquant.optimize.algorithms import BuiltModel
-    from graphquant.optimize.candidates import BuildModel, CandidateErrors, ScaleGroup
-    from graphquant.optimize.latency import TimeRatio
-    from graphquant.optimize.size_budget import SizedPlan
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
-    from graphquant.utils import Progress
 
-    Selection = tuple[int, ...]
+
+Selection = tuple[int, ...]
 
 SEARCH_RULE, LATENCY_RULE = "search", "latency"
 """Rules of the sites and skips that the search changes for bounds and for latency."""

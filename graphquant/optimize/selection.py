@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import fsum
 from typing import TYPE_CHECKING
 
 from graphquant.analysis.comparison import MAX_SEARCH_PLANS
-from graphquant.optimize.candidates import FLOAT_GROUP_COST
+from graphquant.optimize.candidates import FLOAT_GROUP_COST, Candidate, ScaleGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from graphquant.ir import OpKey
-    from graphquant.optimize.candidates import Candidate, ScaleGroup
 
-    Selection = tuple[int, ...]
+
+Selection = tuple[int, ...]
 
 
 # This part solves the selection for one target sum of errors. The search below varies the target.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,17 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from graphquant import formats
-from graphquant.ir import Op, Output, TensorRef, paused_gc
+from graphquant.ir import Model, Op, OpKey, Output, TensorRef, paused_gc
 from graphquant.qdq.family import add_constant
 from graphquant.quantize.rewrite import FRAME_KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
     from graphquant.analysis import ComparedSites
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds
-    from graphquant.ir import Model, OpKey
     from graphquant.numerics import Array
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant.analysis import match_sites
@@ -12,6 +13,7 @@ from graphquant.numerics import DynamicQParams, IntType
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     RULE_CANDIDATE,
+    BuildModel,
     Candidate,
     CandidateTrials,
     ScaleGroup,
@@ -27,11 +29,8 @@ from graphquant.qdq import FAMILIES
 from graphquant.utils.text import parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
     from graphquant.calibration.holdout import HoldOut
     from graphquant.ir import Model, TensorRef, Use
-    from graphquant.optimize.candidates import BuildModel
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
     from graphquant.utils import Progress

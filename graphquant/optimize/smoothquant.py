@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from graphquant.ir import MATRIX_PRODUCT_KINDS, paused_gc
-from graphquant.optimize.algorithm import skipped_algorithm, skipped_target
+from graphquant.ir import MATRIX_PRODUCT_KINDS, TensorRef, Use, paused_gc
+from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState, skipped_algorithm, skipped_target
 from graphquant.optimize.channel_groups import (
     INEXACT_SCALING,
     ChannelGroup,
@@ -26,15 +26,18 @@ from graphquant.optimize.channel_groups import (
     rescale_group,
     scaled_group_result,
 )
-from graphquant.optimize.channel_statistics import collect_static_statistics, largest_magnitudes, observe_channels
+from graphquant.optimize.channel_statistics import (
+    ChannelStatistics,
+    RoundingCosts,
+    collect_static_statistics,
+    largest_magnitudes,
+    observe_channels,
+)
 from graphquant.optimize.weighted_ops import NOT_OBSERVED
 from graphquant.quantize.rewrite import FRAME_KINDS
 
 if TYPE_CHECKING:
-    from graphquant.ir import TensorRef, Use
     from graphquant.numerics import Array
-    from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
-    from graphquant.optimize.channel_statistics import ChannelStatistics, RoundingCosts
 
 
 SMOOTHQUANT: Final = "smoothquant"

@@ -11,25 +11,19 @@ Coordinate descent needs no step size, terminates, and is deterministic.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from graphquant.ir import Parameters, TensorRef, paused_gc
-from graphquant.numerics import IntType, QParams, broadcast_to_tensor
+from graphquant.ir import Model, Op, Parameters, TensorRef, paused_gc
+from graphquant.numerics import Array, IntType, QParams, broadcast_to_tensor
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits, skipped_target
-from graphquant.optimize.weighted_ops import NOT_OBSERVED, find_unshared_constant, find_weighted_ops
+from graphquant.optimize.weighted_ops import NOT_OBSERVED, WeightedOp, find_unshared_constant, find_weighted_ops
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphquant.ir import Model, Op
-    from graphquant.numerics import Array
-    from graphquant.optimize.weighted_ops import WeightedOp
-
-    RoundMatrix = Callable[[Array, Array, "RoundingGrid"], Array]
+RoundMatrix = Callable[[Array, Array, "RoundingGrid"], Array]
 
 GPTQ: Final = "gptq"
 ADAROUND: Final = "adaround"

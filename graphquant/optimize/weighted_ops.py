@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,6 +20,7 @@ from graphquant.ir import (
     Model,
     Op,
     Parameters,
+    Shape,
     TensorRef,
     Use,
     qualified_op_name,
@@ -27,9 +29,6 @@ from graphquant.ir import (
 from graphquant.qdq.family import add_constant, new_op
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from graphquant.ir import Shape
     from graphquant.numerics import Array
     from graphquant.optimize.algorithm import AlgorithmData
     from graphquant.quantize import Solution

@@ -12,17 +12,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Graph, Op, Parameters
     from graphquant.numerics import DynamicQParams, QParams
 
-__all__ = [
-    "FAMILIES",
-    "FamilyArguments",
-    "FamilyRequest",
-    "QDQFamily",
-    "QDQSite",
-    "RangeSource",
-    "RoundingMode",
-    "family_of",
-    "read_qparams",
-]
 
 FAMILIES: dict[str, QDQFamily] = {
     family.name: family

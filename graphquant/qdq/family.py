@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, StrictFloat
 
 from graphquant.errors import InternalError
 from graphquant.ir import Graph, Op, Output, Parameters, Shape, TensorRef
-from graphquant.numerics import DynamicQParams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphquant.numerics import Array, QParams, QType
-
+from graphquant.numerics import Array, DynamicQParams, QParams, QType
 
 RoundingMode = Literal["half-even", "half-up"]
 RangeSource = Literal["observed", "given", "dynamic", "learned"]

@@ -8,6 +8,7 @@ implement, all other types are in its own domain, and these two are not supporte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,6 @@ from graphquant.numerics import (
 from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, add_constant, new_op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from graphquant.ir import Graph, Op, Parameters, TensorRef
 
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13

@@ -10,8 +10,9 @@ is no zero point. V2 and V3 pass gradients on as they come, V4 those inside the 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,9 +20,6 @@ from graphquant.errors import InternalError, UsageError
 from graphquant.ir import DataType, Graph, Op, Parameters, TensorRef, fully_known_shape
 from graphquant.numerics import Array, DynamicQParams, IntType, QParams, Range, qparams_from_scale, tf_ranges
 from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, RoundingMode, add_constant, new_op
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 LEARNED_ATTR = "_graphquant_learned"
 """Attribute of the variables of learned ranges; True if gradients reach them."""

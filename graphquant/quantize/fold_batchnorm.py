@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,8 +13,6 @@ from graphquant.qdq.family import new_op
 from graphquant.quantize.preparation_undo import RecordedEdits, ScaledWeight, SkippedStep, Step, remove_unread_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from graphquant.numerics import Array
 
 

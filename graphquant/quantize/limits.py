@@ -8,22 +8,14 @@ must not exceed a number.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import BIAS_ADD_KINDS, WEIGHTED_KINDS, TensorRef, Use
-from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE
-from graphquant.quantize.solver_state import Conflict, format_values
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from graphquant.ir import Graph
-    from graphquant.numerics import Array, QParams
-    from graphquant.quantize.solver_state import SolverState
-
+from graphquant.ir import BIAS_ADD_KINDS, WEIGHTED_KINDS, Graph, TensorRef, Use
+from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, Array, QParams
+from graphquant.quantize.solver_state import Conflict, SolverState, format_values
 
 DPU_CUT_LIMITS = (0, 16)  # limits of weight plus input minus output positions on AMD's DPU
 DPU_MAX_BIAS_CUT = 15  # largest weight plus input minus bias position

@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from graphquant.errors import UsageError
-from graphquant.ir import Parameters, TensorRef, Use, merged_channel_shape
+from graphquant.ir import Model, Parameters, TensorRef, Use, merged_channel_shape
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, FloatType
 from graphquant.qdq import FAMILIES, QDQFamily
 from graphquant.quantize.preparation_undo import Step
 from graphquant.rules import ALGORITHM_NAMES, Scheme
 from graphquant.utils import HtmlRepresentation
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from graphquant.ir import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

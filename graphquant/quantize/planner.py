@@ -6,6 +6,7 @@ a reason. Sites are repeated in function clones, the saved functions that comput
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from graphquant.ir import (
     Model,
     OpKey,
     Parameters,
+    Shape,
     TensorRef,
     Use,
     are_shapes_compatible,
@@ -37,6 +39,7 @@ from graphquant.rules import (
     LIST_NAMES_HINT,
     RuleMatch,
     RuleMatcher,
+    RuleSet,
     Scheme,
     name_matches,
     op_selector_names,
@@ -44,11 +47,7 @@ from graphquant.rules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from graphquant.ir import Shape
     from graphquant.quantize.preparation_undo import Step
-    from graphquant.rules import RuleSet
 
 
 # Sites in function clones: saved functions that compute the same as the graphs that run.

@@ -11,20 +11,15 @@ import base64
 import hashlib
 import math
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict
 
 from graphquant.errors import ModelError
-from graphquant.ir import TensorRef, Use, qualified_op_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from graphquant.ir import Graph, Model, Op
-
+from graphquant.ir import Graph, Model, Op, TensorRef, Use, qualified_op_name
 
 Array = np.ndarray[Any, Any]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from graphquant.ir import (
     NO_ATTRS,
@@ -33,10 +34,6 @@ from graphquant.quantize.preparation_undo import (
     encode_source_node,
     feeds_graph_output,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-
 
 # Constants in the form that every backend expects: initializers that callers cannot override, and no Constant nodes.
 

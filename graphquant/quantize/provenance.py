@@ -11,6 +11,7 @@ import json
 import math
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,6 @@ from google.protobuf.message import DecodeError
 from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from graphquant.ir import Model
     from graphquant.numerics import Array
 

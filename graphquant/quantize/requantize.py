@@ -7,8 +7,9 @@ unknown. Other tools drop a Relu or Clip whose limits a pair imposes anyway, so 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,10 +19,6 @@ from graphquant.numerics import Array, FloatType, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op
 from graphquant.quantize.preparation_undo import RecordedEdits, SkippedStep, Step, remove_unread_ops
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 REQUANTIZE_STEP: Final = "requantize"
 _SIGN_PRESERVING_KINDS: Final = frozenset(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from graphquant.ir import (
     Graph,
     Model,
     Parameters,
+    Shape,
     TensorRef,
     Use,
     check_invariants,
@@ -32,15 +33,8 @@ from graphquant.numerics import (
     quantize,
 )
 from graphquant.qdq import QDQSite
-from graphquant.quantize.plan import check_plan
+from graphquant.quantize.plan import Plan, Site, check_plan
 from graphquant.quantize.preparation_undo import remove_unread_ops
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from graphquant.ir import Shape
-    from graphquant.quantize.plan import Plan, Site
-
 
 FRAME_KINDS = frozenset({"enter", "switch"})
 """Kinds that occur only in TF1 loop and cond frames. A constant without inputs would be outside of the frame."""

@@ -7,8 +7,8 @@ work of another: tied sites stay tied, scales only grow, and biases, which depen
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from graphquant.errors import DataError, UsageError
 from graphquant.ir import BIAS_ADD_KINDS, FLOAT_TYPES, Model, TensorRef, Use, paused_gc, require_finite_weight
 from graphquant.numerics import (
     SMALLEST_SCALE,
+    Array,
     DynamicQParams,
     FloatType,
     QParams,
@@ -28,7 +29,7 @@ from graphquant.numerics import (
 )
 from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, sketch_values
 from graphquant.quantize.limits import meet_limits
-from graphquant.quantize.plan import SkipCode, check_plan
+from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan
 from graphquant.quantize.solver_state import (
     Solution,
     SolverState,
@@ -38,13 +39,6 @@ from graphquant.quantize.solver_state import (
     takes_original_scale,
 )
 from graphquant.quantize.ties import insert_pairs_before_clips, share_scales, skip_unfed_ties, solve_block_scales
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from graphquant.numerics import Array
-    from graphquant.quantize.plan import Plan, Site, Skip
-
 
 # The range of each site by itself: from the plan, the rule, the weight's value or the calibration data.
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.ir import Parameters, TensorRef, Use
+from graphquant.ir import Model, Parameters, TensorRef, Use
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from graphquant.ir import Model
     from graphquant.numerics import Array, DynamicQParams, QParams, Range
 
 

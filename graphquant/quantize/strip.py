@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from graphquant.errors import InternalError
 from graphquant.ir import Model, Op, Parameters, TensorRef, check_invariants, paused_gc
 from graphquant.ir.op_matching import is_inserted
-from graphquant.numerics import QParams, dequantize
+from graphquant.numerics import Array, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.prepare import PREPARATION_STEPS
-
-if TYPE_CHECKING:
-    from graphquant.numerics import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

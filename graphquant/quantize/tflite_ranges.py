@@ -9,7 +9,9 @@ import math
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +20,8 @@ from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import (
     FORWARDING_KINDS,
     WEIGHTED_KINDS,
+    Call,
+    Graph,
     Model,
     Output,
     Shape,
@@ -32,10 +36,6 @@ from graphquant.ir import (
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, IntType
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-    from pathlib import Path
-
-    from graphquant.ir import Call, Graph
     from graphquant.quantize.plan import Plan, Site
 
 

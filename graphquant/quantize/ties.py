@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import TensorRef, Use, connected_groups, reachable
+from graphquant.ir import Model, Parameters, TensorRef, Use, connected_groups, reachable
 from graphquant.numerics import QParams, Range
-from graphquant.quantize.plan import SkipCode
-from graphquant.quantize.solver_state import Conflict, format_range, format_values, starts_at_zero
-
-if TYPE_CHECKING:
-    from graphquant.ir import Model, Parameters
-    from graphquant.quantize.plan import Site, Skip
-    from graphquant.quantize.solver_state import SolverState
-
+from graphquant.quantize.plan import Site, Skip, SkipCode
+from graphquant.quantize.solver_state import Conflict, SolverState, format_range, format_values, starts_at_zero
 
 # Relu and Clip: limit ranges to theirs, and add Q/DQ pairs before those that no backend can fuse.
 #

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +37,6 @@ from graphquant.rules.pattern_syntax import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from collections.abc import Set as AbstractSet
-
     from graphquant.rules.rule import Selector
 
 

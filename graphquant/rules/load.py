@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from pydantic import TypeAdapter
 
@@ -18,6 +19,7 @@ from graphquant.rules.pattern_syntax import ANY_OP, parse_pattern
 from graphquant.rules.rule import NEGATION, BoundRule, Pattern, PatternLibrary, RuleFile, RuleSet
 from graphquant.rules.toml_document import (
     MAX_VALUE_LENGTH,
+    Mistake,
     document_error,
     format_value,
     mistakes_error,
@@ -26,14 +28,7 @@ from graphquant.rules.toml_document import (
     validate_document,
     words_sentence,
 )
-from graphquant.rules.toml_lines import nearest_line
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from graphquant.rules.toml_document import Mistake
-    from graphquant.rules.toml_lines import KeyPath
-
+from graphquant.rules.toml_lines import KeyPath, nearest_line
 
 # One-line rules, `PRODUCER > CONSUMER: BITS, EXPONENT`: the fixed-point recipe in place of a file name.
 

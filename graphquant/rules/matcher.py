@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,13 @@ from graphquant.rules.conditions import (
     possible_last_links,
     size_miss_reason,
 )
-from graphquant.rules.pattern_syntax import compile_regex, parse_chain, parse_pattern
+from graphquant.rules.pattern_syntax import PatternOp, compile_regex, parse_chain, parse_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from graphquant.rules.pattern_syntax import PatternOp
     from graphquant.rules.rule import BoundRule, RuleSet, Selector
 
-    TensorConsumers = Iterable[tuple[TensorRef, list[Use]]]
+
+TensorConsumers = Iterable[tuple[TensorRef, list[Use]]]
 
 
 # Find the longest of the branches that an op joins.

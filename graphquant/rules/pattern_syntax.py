@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+from typing import Any
 
 _KIND = r"[A-Za-z_*][\w.]*"
 _ALTERNATIVES = re.compile(rf"({_KIND}(?:\|{_KIND})*)(\?)?")

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from graphquant.rules.pattern_syntax import SPELLINGS, compile_regex, expand_spellings, parse_chain, parse_pattern
 from graphquant.rules.scheme import FORBID_EXTRA, NonNegativeInt, Scheme, ShortText, check_known_words
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 # Conditions on one op, and patterns of several ops, as rule files describe them.
 

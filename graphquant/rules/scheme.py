@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, field_validator, model_validator
@@ -14,8 +15,6 @@ from graphquant.observers import OBSERVERS
 from graphquant.qdq import FAMILIES, FamilyArguments, FamilyRequest, RangeSource, RoundingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from graphquant.ir import Shape
 
 

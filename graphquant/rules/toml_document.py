@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,9 +16,6 @@ from graphquant.errors import GraphQuantError, did_you_mean, escape_unprintable
 from graphquant.rules.toml_lines import MAX_NESTING, KeyLines, KeyPath, NestingError, locate_keys, nearest_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
     from pydantic_core import ErrorDetails
 
 

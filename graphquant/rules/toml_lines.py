@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+from typing import NamedTuple
 
 KeyPath = tuple[str | int, ...]
 """Keys and array positions from the top of the document, `("rule", 2, "consumer", "kind")`."""

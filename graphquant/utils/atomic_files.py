@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+from typing import IO
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Linux constants: paths are relative to the current folder, and `renameat2` exchanges two paths."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 

@@ -7,6 +7,7 @@ them: a page knows only its columns, so a new metric of a site is one more colum
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,21 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.analysis.range_report import TensorRange
-from graphquant.numerics import DynamicQParams, IntType, QParams
+from graphquant.analysis.range_report import RangeReport, TensorRange
+from graphquant.numerics import Array, DynamicQParams, IntType, QParams
 from graphquant.observers import estimate_cost
 from graphquant.visualize.tables import pluralize
 from graphquant.visualize.text import scheme_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from graphquant.analysis import Comparison, OutputFigures
     from graphquant.analysis.model_summary import ModelSummary, StoredScaleTensor
-    from graphquant.analysis.range_report import RangeReport
     from graphquant.api import Result
     from graphquant.ir import OpKey, TensorRef, Use
-    from graphquant.numerics import Array
     from graphquant.quantize import Plan, Skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -10,16 +11,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from graphquant import __version__
-from graphquant.backends import LINT_CODES
+from graphquant.backends import LINT_CODES, CheckReport, Verdict
 from graphquant.errors import escape_unprintable
 from graphquant.utils.text import format_shape, join_limited
 from graphquant.visualize.tables import NameTable, group_values, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from graphquant.analysis import Explanation, ExplanationReport
-    from graphquant.backends import CheckReport, Verdict
     from graphquant.backends.findings import FindingLevel
     from graphquant.backends.lint import LintCode
     from graphquant.calibration.data.check import DataReport

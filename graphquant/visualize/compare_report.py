@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from graphquant.calibration.data.check import FEW_SAMPLES
+from graphquant.calibration.data.check import FEW_SAMPLES, DataFinding
 from graphquant.errors import escape_unprintable
 from graphquant.utils.text import join_limited, percent
 from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from graphquant.analysis import Comparison, Differences, OutputFigures, SiteFigures
     from graphquant.analysis.validation import Validation
     from graphquant.api import Proof, StripResult
-    from graphquant.calibration.data.check import DataFinding
     from graphquant.optimize import SearchTrace
 
 

@@ -6,25 +6,34 @@ Layouts, pages and exports use only a `Drawing`, never the model itself.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Parameters, TensorRef, Use, paused_gc, qualified_op_name
+from graphquant.ir import (
+    FLOAT_TYPES,
+    QUANTIZATION_KINDS,
+    Graph,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    TensorRef,
+    Use,
+    paused_gc,
+    qualified_op_name,
+)
 from graphquant.rules import load_ruleset, shipped_rule_files
-from graphquant.visualize.annotations import annotate_model, annotate_plan, annotate_result
+from graphquant.visualize.annotations import Annotation, AnnotationSet, annotate_model, annotate_plan, annotate_result
 from graphquant.visualize.tables import group_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from graphquant.analysis.range_report import RangeReport
     from graphquant.api import Result
-    from graphquant.ir import Graph, Model, Op, Output
     from graphquant.quantize import Plan
-    from graphquant.visualize.annotations import Annotation, AnnotationSet
 
 COMPUTE_ROLES = frozenset({"input", "weight", "recurrent_weight"})
 """Roles of the inputs that decide whether an op computes in float."""

@@ -6,30 +6,24 @@ DOT omits constants, and shows quantization ops as colored nodes with their scal
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from graphquant.analysis.model_summary import MULTIPLYING_KINDS
 from graphquant.errors import escape_unprintable
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
-from graphquant.numerics import DynamicQParams
+from graphquant.numerics import Array, DynamicQParams
 from graphquant.qdq import read_qparams
 from graphquant.visualize import JSON_SCHEMA_VERSION
-from graphquant.visualize.annotations import annotation_text
-from graphquant.visualize.drawing import drawn_shape
+from graphquant.visualize.annotations import Annotation, annotation_text
+from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire, drawn_shape
 from graphquant.visualize.viewer_data import attributes_text, box_width, drawing_layout, short_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from rich.console import Console, ConsoleOptions
-
-    from graphquant.numerics import Array
-    from graphquant.visualize.annotations import Annotation
-    from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire
     from graphquant.visualize.layout import Placement
 
 

@@ -6,18 +6,16 @@ SVG takes its colors from CSS variables of the page around it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.observers import distribution_of
+from graphquant.observers import Distribution, Sketch, distribution_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from graphquant.numerics import Array, QParams
-    from graphquant.observers import Distribution, Sketch
 
 
 # Far beyond the knee of the axis, each power of ten takes half the length from zero to the knee.

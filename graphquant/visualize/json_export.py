@@ -14,24 +14,21 @@ import numpy as np
 from pydantic import AfterValidator, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
-from graphquant.analysis.conversion_report import FloatOp
-from graphquant.analysis.model_summary import OpCoverage
+from graphquant.analysis.conversion_report import ConversionReport, FloatOp
+from graphquant.analysis.model_summary import OpCoverage, StoredScaleTensor
 from graphquant.backends import LINT_CODES
 from graphquant.backends.findings import BrokenRule
 from graphquant.calibration.data.check import DataFinding, InputSummary
 from graphquant.numerics import QParams
 from graphquant.observers import distribution_of
-from graphquant.optimize import AlgorithmResult
+from graphquant.optimize import AlgorithmResult, TimeRatio
 from graphquant.visualize import JSON_SCHEMA_VERSION
 from graphquant.visualize.histograms import bar_counts, histogram_axis
 
 if TYPE_CHECKING:
-    from graphquant.analysis.conversion_report import ConversionReport
-    from graphquant.analysis.model_summary import StoredScaleTensor
     from graphquant.analysis.range_report import TensorRange
     from graphquant.api import Result
     from graphquant.ir import StoredQuantization
-    from graphquant.optimize import TimeRatio
 
 HISTOGRAM_BARS = 64  # Bars of a histogram. Their edges follow the drawn axis, so they are denser within the range
 

@@ -9,15 +9,11 @@ so small changes of a graph move little.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from graphquant.ir import paused_gc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 OP_GAP = 24  # room between two ops of a layer, in drawing units
 FRAME_GAP = 7  # extra room for each frame that begins or ends between two ops of a layer

@@ -6,22 +6,18 @@ Matched parts occur once, and each other part is marked with its side.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from graphquant.ir import qualified_op_name
-from graphquant.ir.op_matching import unclipped_source
+from graphquant.ir import Model, qualified_op_name
+from graphquant.ir.op_matching import OpMatching, unclipped_source
 from graphquant.visualize.compare_report import CHANGE_SIGNS
-from graphquant.visualize.drawing import drawn_shape
+from graphquant.visualize.drawing import Box, BoxGroup, Drawing, DrawnConstant, Wire, drawn_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from graphquant.analysis import Differences, ModelChange
-    from graphquant.ir import Model
-    from graphquant.ir.op_matching import OpMatching
-    from graphquant.visualize.drawing import Box, BoxGroup, Drawing, DrawnConstant, Wire
 
 
 FIRST, SECOND = 1, 2  # bits of the sides; a part on both sides has their sum

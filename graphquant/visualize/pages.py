@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 
-from graphquant.analysis import Comparison, prepare_like
+from graphquant.analysis import Comparison, Differences, prepare_like
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.api import Result, align_preparation, prepare_for_plan
 from graphquant.ir import Model
@@ -17,21 +17,11 @@ from graphquant.ir.op_matching import match_ops
 from graphquant.quantize import Plan
 from graphquant.visualize.annotations import comparison_heatmap
 from graphquant.visualize.compare_report import comparison_view, diff_summary
-from graphquant.visualize.drawing import model_drawing, plan_drawing, result_drawing
-from graphquant.visualize.merged_drawings import merge_drawings, viewer_changes
+from graphquant.visualize.drawing import Drawing, model_drawing, plan_drawing, result_drawing
+from graphquant.visualize.merged_drawings import MergedDrawing, merge_drawings, viewer_changes
 from graphquant.visualize.tables import plain_line, pluralize
 from graphquant.visualize.text import plan_view, summary_view
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import RenderableType
-
-    from graphquant.analysis import Differences
-    from graphquant.visualize.drawing import Drawing
-    from graphquant.visualize.merged_drawings import MergedDrawing
-
 
 RANDOM_DATA_NOTE = "The data is RANDOM: the metrics do not apply to real data."
 

@@ -5,11 +5,12 @@ The page works from disk without scripts. With a model, the viewer shows the sta
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from graphquant.errors import escape_unprintable
@@ -25,10 +26,6 @@ from graphquant.visualize.text import incomplete_stats
 from graphquant.visualize.viewer_data import page_head, viewer_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-
     from graphquant.analysis.range_report import RangeReport, TensorRange
     from graphquant.observers import QuantizationCost
 

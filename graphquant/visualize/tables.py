@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from io import StringIO
 from typing import IO, TYPE_CHECKING, TypeVar
 
 import numpy as np
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
 from graphquant.errors import escape_unprintable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
-    from rich.console import ConsoleOptions, RenderResult
-
     from graphquant.numerics import Array
 
 

@@ -6,29 +6,26 @@ Tables are readable at 80 columns without color, and mark every omission.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 
 from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
-from graphquant.ir import qualified_op_name
-from graphquant.numerics import DynamicQParams
+from graphquant.ir import Model, qualified_op_name
+from graphquant.numerics import DynamicQParams, QParams
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.text import format_shape
 from graphquant.visualize.compare_report import data_warnings, search_view, validation_view
 from graphquant.visualize.tables import NameTable, format_value_range, group_values, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from graphquant.analysis.conversion_report import ConversionReport
     from graphquant.analysis.model_summary import ModelSummary
     from graphquant.api import Result
     from graphquant.calibration import Stats
-    from graphquant.ir import Model
-    from graphquant.numerics import QParams
     from graphquant.optimize import AlgorithmResult
     from graphquant.quantize import Plan, RangeTransfer, Site, Skip
 

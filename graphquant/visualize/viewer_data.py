@@ -11,29 +11,23 @@ import json
 import math
 import zlib
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from graphquant.analysis.model_summary import MULTIPLYING_KINDS
 from graphquant.errors import ModelError, escape_unprintable
-from graphquant.ir import paused_gc
+from graphquant.ir import Op, paused_gc
 from graphquant.observers import distribution_of
-from graphquant.visualize.annotations import heatmap_data
-from graphquant.visualize.drawing import drawn_shape
+from graphquant.visualize.annotations import Annotation, DrawnParams, Heatmap, heatmap_data
+from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire, drawn_shape
 from graphquant.visualize.histograms import bar_counts, bar_heights, histogram_axis, range_marks
-from graphquant.visualize.layout import layered_layout
-from graphquant.visualize.merged_drawings import FIRST, SECOND
+from graphquant.visualize.layout import Placement, layered_layout
+from graphquant.visualize.merged_drawings import FIRST, SECOND, MergedDrawing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from graphquant.analysis.range_report import TensorRange
-    from graphquant.ir import Op
-    from graphquant.visualize.annotations import Annotation, DrawnParams, Heatmap
-    from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire
-    from graphquant.visualize.layout import Placement
-    from graphquant.visualize.merged_drawings import MergedDrawing
 
 VIEWER_DATA_VERSION = 2
 MIN_BOX_WIDTH, MAX_BOX_WIDTH = 84, 240  # minimum and maximum width of a box, in drawing units

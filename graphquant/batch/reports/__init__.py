@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant.batch import types
@@ -21,7 +23,16 @@ from graphquant.batch.reports.text import (
     report_notices,
     status_text,
 )
-from graphquant.batch.types import TIME_KEYS, OutcomeChange, batch_report_json, outcome_json
+from graphquant.batch.types import (
+    TIME_KEYS,
+    BatchReport,
+    ChangeKind,
+    Level,
+    Outcome,
+    OutcomeChange,
+    batch_report_json,
+    outcome_json,
+)
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.rules import field_descriptions
 from graphquant.utils.atomic_files import atomic_file
@@ -29,10 +40,6 @@ from graphquant.visualize.check_report import github_annotations, sarif_log
 from graphquant.visualize.tables import group_values, join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from graphquant.batch.types import BatchReport, ChangeKind, Level, Outcome
     from graphquant.utils import Progress
 
 

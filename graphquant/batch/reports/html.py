@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -33,8 +34,6 @@ from graphquant.visualize.tables import group_values
 from graphquant.visualize.viewer_data import page_head
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from graphquant.batch.types import BatchReport, Outcome, OutcomeChange
     from graphquant.utils import Progress
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import StringIO
@@ -22,8 +23,6 @@ from graphquant.visualize.check_report import Notice
 from graphquant.visualize.tables import NameTable, group_values, plain_line, pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics, Status
 
 

@@ -12,6 +12,7 @@ import math
 import struct
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.data.dataset import Dataset
-from graphquant.calibration.data.files import MAX_FEED_BYTES, wrap_read_errors
+from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
+from graphquant.calibration.data.files import MAX_FEED_BYTES, DataFile, wrap_read_errors
 from graphquant.calibration.data.fit import (
     ArrayFit,
     check_dtype_range,
@@ -37,10 +38,6 @@ from graphquant.errors import DataError, UsageError
 from graphquant.utils.text import format_shape, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from graphquant.calibration.data.dataset import DataRequest, Feed
-    from graphquant.calibration.data.files import DataFile
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 

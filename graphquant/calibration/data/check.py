@@ -8,22 +8,20 @@ biases of its first weighted op.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
+from graphquant.calibration.data.fit import Shape, dtype_kind, non_finite_mask, numpy_dtype
 from graphquant.calibration.data.model_inputs import InputLayer, InputUse, find_input_uses, scale_ratio
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from graphquant.calibration.data.dataset import Dataset
-    from graphquant.calibration.data.fit import Shape
     from graphquant.formats import Feeds, InputSpec, Runner
     from graphquant.ir import Model
     from graphquant.numerics import Array

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -19,8 +20,6 @@ from graphquant.errors import DataError, did_you_mean
 from graphquant.numerics import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from graphquant.formats import InputSpec
 
 Feed = dict[str, Array]

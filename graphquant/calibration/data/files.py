@@ -9,15 +9,13 @@ import struct
 import tokenize
 import zipfile
 import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from graphquant.errors import DataError, GraphQuantError, MissingDependencyError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 MAX_FEED_BYTES = 1 << 31
 """Maximum size of one array of one feed. A file that claims more is considered broken or hostile."""

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ml_dtypes
 import numpy as np
 
-from graphquant.calibration.data.dataset import Dataset, Feed
+from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
 from graphquant.calibration.data.files import MAX_FEED_BYTES, DataFile, hash_files
 from graphquant.errors import DataError, did_you_mean
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from graphquant.calibration.data.dataset import DataRequest
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
-    Shape = tuple[int | None, ...]
+
+Shape = tuple[int | None, ...]
 
 Item = TypeVar("Item")
 

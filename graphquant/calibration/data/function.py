@@ -13,14 +13,14 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.data.dataset import Dataset
+from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
 from graphquant.calibration.data.files import MAX_FEED_BYTES
 from graphquant.calibration.data.fit import (
     ArrayFit,
@@ -36,9 +36,6 @@ from graphquant.errors import DataError, GraphQuantError
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from graphquant.calibration.data.dataset import DataRequest, Feed
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 

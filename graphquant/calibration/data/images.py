@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, FILE_READ_ERRORS, error_reason, wrap_read_errors
+from graphquant.calibration.data.files import (
+    DATA_EXTRA_INSTALL,
+    FILE_READ_ERRORS,
+    DataFile,
+    error_reason,
+    wrap_read_errors,
+)
 from graphquant.calibration.data.fit import dataset_of_files, dtype_kind, numpy_dtype, sole_input
 from graphquant.errors import DataError, MissingDependencyError, did_you_mean
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from graphquant.calibration.data.dataset import DataRequest, Dataset
-    from graphquant.calibration.data.files import DataFile
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,16 +15,15 @@ from graphquant.ir import (
     MAC_KINDS,
     RESHAPING_KINDS,
     WEIGHTED_KINDS,
+    Model,
+    Op,
     Parameters,
     TensorRef,
     Use,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from graphquant.formats import InputSpec
-    from graphquant.ir import Model, Op
     from graphquant.numerics import Array
 
 MAX_VISITED_OPS = 500

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import PurePosixPath
@@ -35,8 +36,6 @@ from graphquant.errors import DataError, MissingDependencyError
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from graphquant.calibration.data.dataset import DataRequest, Dataset, DataSource, Feed
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array

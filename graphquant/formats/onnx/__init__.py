@@ -5,14 +5,13 @@ onnx and onnxruntime are imported when a function that needs them is first used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graphquant.formats import InputSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from graphquant.formats.onnx.conversions import encode_skeleton, inline_functions, upgrade_opset
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
@@ -60,25 +59,3 @@ def input_specs(model: Model) -> Sequence[InputSpec]:
     return [
         InputSpec(name=op.name, dtype=op.outputs[0].dtype or "unknown", shape=op.outputs[0].shape) for op in required
     ]
-
-
-__all__ = [
-    "DEFAULT_FAMILY",
-    "DEFAULT_RULES",
-    "OptimizedModel",
-    "SessionError",
-    "create_runner",
-    "emit",
-    "encode_skeleton",
-    "inline_functions",
-    "input_specs",
-    "load",
-    "optimize_model",
-    "prepare_timed_run",
-    "profile_ops",
-    "read_metadata",
-    "require_loadable",
-    "restore_original",
-    "save",
-    "upgrade_opset",
-]

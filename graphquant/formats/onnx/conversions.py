@@ -9,6 +9,7 @@ import base64
 import math
 import zlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,6 @@ from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS, NODE_MARK,
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from graphquant.formats import InputSpec
     from graphquant.ir import Model, OpKey
     from graphquant.numerics import Array

@@ -5,10 +5,11 @@ Graph outputs keep their names, so other values are renamed if an output reads a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
@@ -16,11 +17,19 @@ from graphquant import __version__
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.external_data import (
     EXTERNAL_MIN_BYTES,
+    DeferredWeight,
     constant_bytes,
     copy_without_weights,
     deferred_tensor,
 )
-from graphquant.formats.onnx.index import METADATA_IR_VERSION, output_value_name, retain_entries, write_onnx_metadata
+from graphquant.formats.onnx.index import (
+    METADATA_IR_VERSION,
+    OnnxGraphSource,
+    OnnxSource,
+    output_value_name,
+    retain_entries,
+    write_onnx_metadata,
+)
 from graphquant.formats.onnx.tensors import (
     DEFAULT_DOMAINS,
     DTYPE_CODES,
@@ -31,13 +40,6 @@ from graphquant.formats.onnx.tensors import (
     write_rule_metadata,
 )
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from graphquant.formats.onnx.external_data import DeferredWeight
-    from graphquant.formats.onnx.index import OnnxGraphSource, OnnxSource
-
 
 VERSION_KEY = "graphquant.version"
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from graphquant.formats.onnx.tensors import (
     DTYPE_CODES,
     DTYPE_NAMES,
     SUB_BYTE_BITS,
+    Array,
     constant_op_value,
     constant_tensor,
     is_external,
@@ -30,11 +33,7 @@ from graphquant.formats.onnx.tensors import (
 from graphquant.ir import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from graphquant.formats.model_files import HashingWriter
-    from graphquant.formats.onnx.tensors import Array
 
 
 EXTERNAL_MIN_BYTES = 1 << 10

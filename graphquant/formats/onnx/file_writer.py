@@ -6,9 +6,10 @@ import filecmp
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import EncodeError
@@ -16,7 +17,7 @@ from onnx import printer, serialization
 
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.model_files import HashingWriter, replacing_model, weights_path
-from graphquant.formats.onnx.emitter import emit_message
+from graphquant.formats.onnx.emitter import Emission, emit_message
 from graphquant.formats.onnx.external_data import (
     constant_bytes,
     fill_deferred_weights,
@@ -27,15 +28,8 @@ from graphquant.formats.onnx.external_data import (
 from graphquant.formats.onnx.index import write_onnx_metadata
 from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message, serialization_form
 from graphquant.formats.onnx.tensors import external_location, external_path, is_external, tensor_value
-from graphquant.ir import Op, paused_gc
+from graphquant.ir import Model, Op, paused_gc
 from graphquant.utils.atomic_files import atomic_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from graphquant.formats.onnx.emitter import Emission
-    from graphquant.ir import Model
-
 
 EXTERNALIZE_BYTES = 1 << 28
 """Size of new weights from which they are written to a weights file, if the source has external data."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from onnx import AttributeProto
 
@@ -32,10 +34,6 @@ from graphquant.formats.onnx.tensors import (
 )
 from graphquant.ir import Call, Graph, Model, Op, OpInfo, Output, Shape, TensorRef
 from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

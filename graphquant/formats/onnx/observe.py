@@ -27,6 +27,7 @@ A Scan is converted to the Loop that computes the same, because only a Loop can 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -37,17 +38,13 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 from onnx.helper import make_graph, make_node, make_tensor_sequence_value_info, make_tensor_value_info
 
 from graphquant.errors import UnobservableTensorError
-from graphquant.formats.onnx.emitter import node_bodies
+from graphquant.formats.onnx.emitter import Emission, node_bodies
 from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS, infer_types
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, DTYPE_CODES, first_line
-from graphquant.ir import TensorRef, Use
+from graphquant.ir import Model, Op, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from graphquant.formats import Feeds
-    from graphquant.formats.onnx.emitter import Emission
-    from graphquant.ir import Model, Op
     from graphquant.numerics import Array
 
 SEQUENCE_LOOP_OPSET = 13  # first opset whose Loop carries sequences

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-from graphquant.ir import OpInfo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from graphquant.ir import Shape
-
+from graphquant.ir import OpInfo, Shape
 
 NumberT = TypeVar("NumberT", float, float | None)
 

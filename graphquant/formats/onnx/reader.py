@@ -13,7 +13,7 @@ import re
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from google.protobuf import json_format, text_format
@@ -36,12 +36,8 @@ from graphquant.errors import ModelError
 from graphquant.formats.onnx.external_data import message_tensors
 from graphquant.formats.onnx.index import GraphIndexer, OnnxSource, clear_metadata, read_metadata
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, external_location, external_path, first_line, is_external
-from graphquant.ir import Model, paused_gc
+from graphquant.ir import Model, Op, paused_gc
 from graphquant.quantize import RECORD_KEY, restore_source
-
-if TYPE_CHECKING:
-    from graphquant.ir import Op
-
 
 Array = np.ndarray[Any, Any]
 

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,27 +22,22 @@ from onnx import NodeProto, TensorProto
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.errors import ModelError
-from graphquant.formats import OpProfile, prefetch
+from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch
 from graphquant.formats.onnx import input_specs
-from graphquant.formats.onnx.emitter import emit_message, node_bodies
+from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
 from graphquant.formats.onnx.external_data import EXTERNAL_MIN_BYTES, constant_bytes, take_session_weights
 from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
-from graphquant.formats.onnx.observe import Probe, outputs_to_fetch, watch_tensors
+from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.tensors import DTYPE_NAMES, first_line, tensor_bytes
-from graphquant.ir import TensorRef, Use, qualified_op_name
+from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-
-    from graphquant.formats import Feeds, InputSpec
-    from graphquant.formats.onnx.emitter import Emission
-    from graphquant.formats.onnx.observe import WatchMode
     from graphquant.formats.onnx.shape_inference import TypeAndShape
-    from graphquant.ir import Model
 
-    ObservedValues = dict[TensorRef, list["Array"]]
-    OpKey = tuple[str, str]
+
+ObservedValues = dict[TensorRef, list["Array"]]
+OpKey = tuple[str, str]
 
 
 Array = np.ndarray[Any, Any]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap, Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -37,9 +39,6 @@ from graphquant.formats.onnx.tensors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from graphquant.ir import Shape
 
 

@@ -6,9 +6,9 @@ Ops and their attributes are converted to NodeProtos and TensorProtos here, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -16,13 +16,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
 from graphquant.formats import LINKS_ADVICE
-from graphquant.ir import DataType, Op
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from graphquant.ir import Shape
-
+from graphquant.ir import DataType, Op, Shape
 
 Array = np.ndarray[Any, Any]
 

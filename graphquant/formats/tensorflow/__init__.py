@@ -6,10 +6,12 @@ Only functions that run a model import tensorflow.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphquant.formats import KERAS_SUFFIXES
+from graphquant.formats import KERAS_SUFFIXES, Feeds
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.live_objects import from_tensorflow, to_tensorflow
@@ -20,14 +22,8 @@ from graphquant.formats.tensorflow.source import clear_metadata, node_metadata, 
 from graphquant.quantize import RECORD_KEY, restore_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from graphquant.formats import Feeds
     from graphquant.ir import Model
 
-
-__all__ = ["create_runner", "emit", "from_tensorflow", "input_specs", "save", "to_tensorflow"]
 
 DEFAULT_RULES = "tflite"
 DEFAULT_FAMILY = "fake-quant"

@@ -13,6 +13,8 @@ by the file's size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import google_crc32c
@@ -23,9 +25,6 @@ from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.values import encode_shape, storage_dtype, type_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
 

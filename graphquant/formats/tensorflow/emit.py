@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from graphquant.errors import InternalError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned_ranges import add_initializers, learned_ranges
 from graphquant.formats.tensorflow.load import ARGUMENT_TYPE, RESULT_TYPE
-from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR
+from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
 from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, encode_attr, set_constant, type_number
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from graphquant.formats.tensorflow.source import TensorFlowSource
-
 
 _ATTR_TYPES: Final = {"s": "string", "i": "int", "f": "float", "b": "bool", "func": "func", "placeholder": "string"}
 _BOUNDARY_TYPES: Final = frozenset({ARGUMENT_TYPE, RESULT_TYPE})

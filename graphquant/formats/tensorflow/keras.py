@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import weakref
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,8 +25,6 @@ from graphquant.formats.tensorflow.session import first_error_line, import_tenso
 from graphquant.formats.tensorflow.source import read_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from graphquant.ir import Model
 
 

@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from graphquant.errors import UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.object_graph import get_shared_name
 from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS
-from graphquant.formats.tensorflow.values import ConstValue, encode_attr, encode_shape, set_constant, type_number
-from graphquant.ir import DataType, unique_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from graphquant.formats.tensorflow.values import Array
-    from graphquant.ir import Model
-
+from graphquant.formats.tensorflow.values import Array, ConstValue, encode_attr, encode_shape, set_constant, type_number
+from graphquant.ir import DataType, Model, unique_name
 
 LEARNED_ATTR: Final = "_graphquant_learned"
 """The attribute that marks such a variable. Its value is True if gradients reach the variable."""

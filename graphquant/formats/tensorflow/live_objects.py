@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -36,13 +37,7 @@ from graphquant.formats.tensorflow.save import add_to_collections
 from graphquant.formats.tensorflow.session import assign_variables, import_tensorflow, translate_tf_errors
 from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource, fetch_from_session
 from graphquant.formats.tensorflow.values import Array, encode_tensor
-from graphquant.ir import reachable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from graphquant.ir import Graph, Model
-
+from graphquant.ir import Graph, Model, reachable
 
 _CALL_OP: Final = "StatefulPartitionedCall"  # the op of the main graph that calls the function
 _ESSENTIAL_KINDS: Final = frozenset({"constant", "variable", "input", "output", "stateful"})

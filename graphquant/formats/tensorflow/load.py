@@ -7,8 +7,10 @@ function. Function arguments are ops of kind "input" and type "_Arg". Outputs ar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import opdefs, proto
@@ -19,11 +21,6 @@ from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
 from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, decode_shape, evaluate_tf_op
 from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, paused_gc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
 
 ARGUMENT_TYPE: Final = "_Arg"
 RESULT_TYPE: Final = "_Retval"

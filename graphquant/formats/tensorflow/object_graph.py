@@ -9,6 +9,7 @@ the main graph, and an argument from the caller is an empty slot.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,8 +20,6 @@ from graphquant.formats.tensorflow.values import decode_shape
 from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from graphquant.formats.tensorflow.checkpoint import Checkpoint
 
 

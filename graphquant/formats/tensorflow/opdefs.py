@@ -8,17 +8,14 @@ a list.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow.proto import dtype_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
 
 AttrDefault: TypeAlias = str | int | tuple[str, ...]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from graphquant.formats.tensorflow.opdefs import builtin_table
 from graphquant.ir import OpInfo
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 _WEIGHTED_ROLES: Final = ("input", "weight")
 _FUSED_ROLES: Final = ("input", "weight", "bias", "other")

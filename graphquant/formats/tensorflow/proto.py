@@ -10,18 +10,15 @@ Message classes have the type `Any`, because their fields are known only at run 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError, EncodeError
 
 from graphquant.errors import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
 
 _FIELD_DESCRIPTOR: Any = descriptor_pb2.FieldDescriptorProto
 _SCALAR_NAMES: Final = (

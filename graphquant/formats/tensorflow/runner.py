@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,6 @@ from graphquant.formats.tensorflow.session import (
 from graphquant.ir import Model, TensorRef, Use, reachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-
     import numpy.typing as npt
 
 

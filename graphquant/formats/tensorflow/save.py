@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,6 +20,7 @@ from graphquant.formats.tensorflow.checkpoint import extend_checkpoint
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import (
     INITIALIZER_OP,
+    LearnedRange,
     add_initializers,
     add_to_object_graph,
     add_variable_op,
@@ -29,14 +31,10 @@ from graphquant.formats.tensorflow.learned_ranges import (
 )
 from graphquant.formats.tensorflow.object_graph import VARIABLE_VALUE
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, TensorFlowSource, write_metadata
-from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
+from graphquant.formats.tensorflow.values import Array, decode_tensor, set_constant, type_number
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
-
-    from graphquant.formats.tensorflow.learned_ranges import LearnedRange
-    from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
 
 

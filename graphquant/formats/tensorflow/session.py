@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, learned_ranges
+from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, LearnedRange, learned_ranges
 from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
 from graphquant.ir import DataType, Graph, Model, Op, Output, TensorRef, paused_gc, reachable
 from graphquant.utils.tf_determinism import disable_onednn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from graphquant.formats.tensorflow.learned_ranges import LearnedRange
     from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource
 
 

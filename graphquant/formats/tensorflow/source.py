@@ -5,8 +5,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,9 +21,6 @@ from graphquant.formats.tensorflow.object_graph import CheckpointVariables, reso
 from graphquant.quantize import RECORD_KEY, make_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
     from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,12 +30,9 @@ from graphquant.formats.tensorflow.session import (
     translate_tf_errors,
 )
 from graphquant.formats.tensorflow.source import TensorFlowSource
-from graphquant.ir import FLOAT_TYPES, TensorRef, Use
+from graphquant.ir import FLOAT_TYPES, Model, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from graphquant.ir import Model
     from graphquant.numerics import Array
 
 

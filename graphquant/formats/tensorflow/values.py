@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -17,11 +17,7 @@ import numpy.typing as npt
 
 from graphquant.errors import InternalError, ModelError
 from graphquant.formats.tensorflow import proto
-from graphquant.ir import DataType, Shape
-
-if TYPE_CHECKING:
-    from graphquant.ir import Op
-
+from graphquant.ir import DataType, Op, Shape
 
 Array = npt.NDArray[Any]
 

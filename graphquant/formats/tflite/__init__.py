@@ -1,5 +1,3 @@
 """TFLite models: read only, for their graphs and scales, without TensorFlow."""
 
 from graphquant.formats.tflite.load import load, parse_tflite
-
-__all__ = ["load", "parse_tflite"]

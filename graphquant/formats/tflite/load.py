@@ -12,8 +12,10 @@ import hashlib
 import math
 import mmap
 import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import ml_dtypes
@@ -25,9 +27,6 @@ from graphquant.formats.tflite.ops import SUBGRAPH_FIELDS, describe_tflite_op
 from graphquant.ir import Call, Graph, Model, Op, Output, StoredQuantization, TensorRef, paused_gc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from graphquant.numerics import Array
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
 from graphquant.ir import OpInfo
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 # The part of TFLite's schema that is read: fields of its tables, dtypes and ops.
 #
