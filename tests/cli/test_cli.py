@@ -371,7 +371,7 @@ def test_each_ending_has_its_exit_code(
 ) -> None:
     """The class of an error decides the exit code, and its message is the only output."""
 
-    def fail(path: Path) -> None:
+    def fail(path: Path, **options: object) -> None:
         raise kind("It broke. Mend it.")
 
     monkeypatch.setattr(api, "load", fail)
