@@ -14,7 +14,7 @@ from graphquant import api
 from graphquant.batch.manifest import load_entries
 from graphquant.batch.run import BatchOptions, run_batch
 from graphquant.batch.work import quantize_entry
-from graphquant.errors import UsageError
+from graphquant.errors import ManifestError
 from graphquant.formats.onnx import file_writer
 
 fsspec = pytest.importorskip("fsspec")
@@ -158,8 +158,8 @@ def test_failures_name_addresses(tmp_path, zoo):
 
 
 def test_addresses_that_need_arguments():
-    """An address of a file system that cannot be opened by its name alone is a UsageError."""
-    with pytest.raises(UsageError):
+    """An address of a file system that cannot be opened by its name alone is a ManifestError."""
+    with pytest.raises(ManifestError):
         load_entries(["reference://x"], {})
 
 

@@ -25,8 +25,10 @@ COMMANDS = {
         "insert digits_cnn_bn.onnx --rules weight_only -o OUT/folded.onnx --report OUT/report.json",
         "insert digits_nested.onnx --data digits_nested_calib.npz -o OUT/nested.onnx --report OUT/report.json",
         "insert digits_cnn.onnx --data digits_cnn_calib.npz --min-sqnr 60 -o OUT/b.onnx --report OUT/report.json",
-        "insert digits_cnn.onnx --data digits_cnn_calib.npz --optimize latency --allow-empty -o OUT/l.onnx"
-        " --report OUT/report.json",
+        (
+            "insert digits_cnn.onnx --data digits_cnn_calib.npz --optimize latency --allow-empty -o OUT/l.onnx"
+            " --report OUT/report.json"
+        ),
         "insert digits_cnn.onnx --rules weight_only --size-budget 24% -o OUT/c.onnx --report OUT/report.json",
     ],
     "inspect": ["inspect OUT/quant.onnx", "inspect digits_rnn.pb"],
