@@ -94,8 +94,8 @@ LIMITS = {
     "marked messages": 1.0,
     "marked docstrings": 1.0,
     "packages": 18,
-    "modules": 240,  # the goal is 210
-    "lines": 58_500,  # the goal is 50,000
+    "modules": 210,
+    "lines": 50_000,
 }
 """The largest allowed figure of each measure: percent, but "what" per 1,000 words, and the last three are counts."""
 

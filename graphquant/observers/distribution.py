@@ -31,17 +31,13 @@ class Distribution:
     A piece is centered at the exact mean of its bin, and is within the bin and the tensor's limits. If the sum of the
     dropped mantissa bits of a bin is a multiple of its count, all its values are assumed to be equal. That is correct
     for pixels, zeros and single values, and for n different values wrong with a probability of 1 in n.
-
-    Attributes:
-        starts: float64 (K,), ascending: the start of each piece.
-        widths: float64 (K,): its width, 0 for one value.
-        pieces: float64 (8, K + 1): center, half width, number of values and density of each piece; then the cumulative
-            number, sum, sum of squares and variance of all pieces before it. The last column of the first four rows is
-            empty. The C extension reads this layout.
     """
 
-    starts: Array
-    widths: Array
+    starts: Array  # float64 (K,), ascending: the start of each piece
+    widths: Array  # float64 (K,): its width, 0 for one value
+    # float64 (8, K + 1): center, half width, number of values and density of each piece; then the cumulative number,
+    # sum, sum of squares and variance of all pieces before it. The last column of the first four rows is empty. The C
+    # extension reads this layout.
     pieces: Array
 
     @property

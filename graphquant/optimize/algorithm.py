@@ -57,23 +57,16 @@ class AlgorithmData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightEdits:
-    """Solved plan and model with the weight changes so far.
+    """Solved plan and model with the weight changes so far."""
 
-    Attributes:
-        prepared_model: The prepared model.
-        model: The prepared model with changed weights.
-        solution: Scales and zero points of the plan.
-        edited_weights: Changed float32 weights by the use that reads them.
-        integer_cache: Cache of quantized weights, because the model is quantized many times. None disables it.
-        results: Results so far.
-    """
-
-    prepared_model: Model
-    model: Model
-    solution: Solution
+    prepared_model: Model  # the prepared model
+    model: Model  # the prepared model with changed weights
+    solution: Solution  # scales and zero points of the plan
+    # Changed float32 weights by the use that reads them.
     edited_weights: Mapping[Use, Array] = field(default_factory=dict)
+    # Cache of quantized weights, because the model is quantized many times. None disables it.
     integer_cache: IntegerCache | None = None
-    results: tuple[AlgorithmResult, ...] = ()
+    results: tuple[AlgorithmResult, ...] = ()  # results so far
 
     def quantized_model(self) -> Model:
         """Rewrite the model with all its Q/DQ pairs. Raises a UsageError if the plan does not fit the model."""
@@ -82,21 +75,15 @@ class WeightEdits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreCalibrationState:
-    """Prepared model and plan before calibration, with the changes so far.
+    """Prepared model and plan before calibration, with the changes so far."""
 
-    Attributes:
-        model: The model with changed weights.
-        plan: Its plan.
-        rescaled_tensors: Tensors with scaled channels, and the constants that changed with them.
-        factor_products: Inserted products, each with the tensor it multiplies.
-        results: Results so far.
-    """
-
-    model: Model
-    plan: Plan
+    model: Model  # the model with changed weights
+    plan: Plan  # its plan
+    # Tensors with scaled channels, and the constants that changed with them.
     rescaled_tensors: frozenset[TensorRef] = frozenset()
+    # Inserted products, each with the tensor it multiplies.
     factor_products: Mapping[TensorRef, TensorRef] = field(default_factory=dict)
-    results: tuple[AlgorithmResult, ...] = ()
+    results: tuple[AlgorithmResult, ...] = ()  # results so far
 
     def plan_without_factors(self, plan: Plan) -> Plan:
         """Convert `plan` to a plan for the model without inserted products."""

@@ -56,45 +56,28 @@ NORM_KINDS: Final = frozenset({"batchnorm", "layernorm", "instancenorm"})
 
 
 class ChannelConstant(NamedTuple):
-    """Constant that changes with a channel group.
+    """Constant that changes with a channel group."""
 
-    Attributes:
-        use: The use that reads it.
-        tensor: The constant, which has no other reader.
-        channel_index: int64, broadcast to its shape: the channel of each element.
-        reads_group: True if the constant multiplies the group and grows as the group shrinks. Otherwise it produces the
-            group.
-        is_weight: True for the weight of a convolution or matrix product.
-        is_scale: True for a scale per channel. A constant that is neither is added.
-    """
-
-    use: Use
-    tensor: TensorRef
-    channel_index: Array
+    use: Use  # the use that reads it
+    tensor: TensorRef  # the constant, which has no other reader
+    channel_index: Array  # int64, broadcast to its shape: the channel of each element
+    # True if the constant multiplies the group and grows as the group shrinks. Otherwise it produces the group.
     reads_group: bool
-    is_weight: bool = False
-    is_scale: bool = False
+    is_weight: bool = False  # True for the weight of a convolution or matrix product
+    is_scale: bool = False  # True for a scale per channel. A constant that is neither is added.
 
 
 @dataclass(slots=True, kw_only=True)
 class ChannelGroup:
-    """Tensors with common channels.
+    """Tensors with common channels."""
 
-    Attributes:
-        start: Tensor at which the group was found; a weighted op reads it.
-        channels: Number of channels.
-        tensors: All tensors, with their channel layout.
-        constants: Constants that change with the group.
-        weight_uses: Tensors that weights multiply, with the uses of these weights.
-        obstacle: Reason why the channels cannot be scaled, or "".
-    """
-
-    start: TensorRef
-    channels: int
-    tensors: dict[TensorRef, ChannelLayout] = field(default_factory=dict)
-    constants: list[ChannelConstant] = field(default_factory=list)
+    start: TensorRef  # tensor at which the group was found; a weighted op reads it
+    channels: int  # number of channels
+    tensors: dict[TensorRef, ChannelLayout] = field(default_factory=dict)  # all tensors, with their channel layout
+    constants: list[ChannelConstant] = field(default_factory=list)  # constants that change with the group
+    # Tensors that weights multiply, with the uses of these weights.
     weight_uses: dict[TensorRef, list[Use]] = field(default_factory=dict)
-    obstacle: str = ""
+    obstacle: str = ""  # reason why the channels cannot be scaled, or ""
 
     @property
     def name(self) -> str:

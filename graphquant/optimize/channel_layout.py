@@ -17,15 +17,10 @@ MATRIX_RANK = 2
 
 
 class ChannelLayout(NamedTuple):
-    """Position of a tensor's channels.
+    """Position of a tensor's channels."""
 
-    Attributes:
-        axis: The axis, counted from the end: -1 is the last.
-        block: Number of adjacent elements that belong to one channel. The sequence of channels may repeat along the
-            axis.
-    """
-
-    axis: int
+    axis: int  # the axis, counted from the end: -1 is the last
+    # Number of adjacent elements that belong to one channel. The sequence of channels may repeat along the axis.
     block: int = 1
 
     def axis_size(self, shape: Shape | None) -> int | None:

@@ -129,20 +129,14 @@ SWITCHES_PER_SESSION = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """Result of a sensitivity analysis.
+    """Result of a sensitivity analysis."""
 
-    Attributes:
-        errors: Squared error that each quantization op adds alone, as a share of the output's power, for the output
-            where it is largest; by graph and name of the op.
-        runs: Number of runs, including the references.
-        samples: Number of samples.
-        interrupted: True if Ctrl-C ended the analysis early.
-    """
-
+    # Squared error that each quantization op adds alone, as a share of the output's power, for the output where it is
+    # largest; by graph and name of the op.
     errors: Mapping[OpKey, float]
-    runs: int
-    samples: int
-    interrupted: bool = False
+    runs: int  # number of runs, including the references
+    samples: int  # number of samples
+    interrupted: bool = False  # True if Ctrl-C ended the analysis early
 
     @property
     def runs_per_op(self) -> float:

@@ -114,17 +114,12 @@ def round_matrix_adaround(matrix: Array, hessian: Array, grid: RoundingGrid) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixForm:
-    """Axis order that turns a weight into matrices (groups, outputs, inputs).
+    """Axis order that turns a weight into matrices (groups, outputs, inputs)."""
 
-    Attributes:
-        order: Axes in the order output, input, kernel; for TensorFlow's depthwise kernels channel, multiplier, kernel.
-        groups: Number of groups.
-        kernel: Kernel sizes; () for a matrix product.
-    """
-
+    # Axes in the order output, input, kernel; for TensorFlow's depthwise kernels channel, multiplier, kernel.
     order: tuple[int, ...]
-    groups: int
-    kernel: tuple[int, ...]
+    groups: int  # number of groups
+    kernel: tuple[int, ...]  # kernel sizes; () for a matrix product
 
     def to_matrices(self, weight: Array) -> Array:
         """Convert `weight` to (groups, outputs, inputs)."""

@@ -21,18 +21,15 @@ ROUNDING_MODES: tuple[RoundingMode, ...] = get_args(RoundingMode)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyArguments:
-    """Arguments that only the ops of one family have: `{ form = "args" }`.
-
-    Attributes:
-        form: For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op.
-        input_min: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
-        input_max: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
-    """
+    """Arguments that only the ops of one family have: `{ form = "args" }`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
+    # For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op.
     form: Literal["vars", "args"] | None = None
+    # For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
     input_min: StrictFloat | None = None
+    # For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
     input_max: StrictFloat | None = None
 
     def specified(self) -> tuple[str, ...]:
@@ -42,45 +39,30 @@ class FamilyArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QDQSite:
-    """One tensor to quantize.
+    """One tensor to quantize."""
 
-    Attributes:
-        tensor: The tensor to read.
-        name: Name of the new op; names of further ops begin with it.
-        params: Scale and zero point, or the type of a dynamic range.
-        rule: Name of the rule, recorded in each op.
-        read_value: Function that returns the weight's value if it is to become an integer constant, else None. It is
-            called when that constant is read, so that weights are never all in memory.
-        reuse_integers: Function that returns integers computed earlier for this weight, or else calls its argument to
-            compute them; None computes them on each read.
-        is_parameter: The tensor is a weight, which is a constant even if it stays float.
-        needs_clip: Values can be outside of the type's range, where its container could still store them.
-        shape: The tensor's static shape if it is known. It must be known per channel.
-        merged_shape: Shape to which the tensor is reshaped, and back, so that its channels are one axis; None if they
-            are.
-        variable_prefix: Common prefix of the names of variables that store a learned range, "" if it is not learned.
-            The variables start with the range of `params`.
-        in_frame: The tensor may be in a TF1 loop or cond frame.
-        rounding_mode: Rounding of halves; None is the family's default.
-        args: The family's own arguments.
-        opset: The model's opset in the ONNX default domain; 0 in other formats.
-    """
-
-    tensor: TensorRef
-    name: str
-    params: QParams | DynamicQParams
-    rule: str
+    tensor: TensorRef  # the tensor to read
+    name: str  # name of the new op; names of further ops begin with it
+    params: QParams | DynamicQParams  # scale and zero point, or the type of a dynamic range
+    rule: str  # name of the rule, recorded in each op
+    # Function that returns the weight's value if it is to become an integer constant, else None. It is called when that
+    # constant is read, so that weights are never all in memory.
     read_value: Callable[[], Array] | None = None
+    # Function that returns integers computed earlier for this weight, or else calls its argument to compute them; None
+    # computes them on each read.
     reuse_integers: Callable[[Callable[[], Array]], Array] | None = None
-    is_parameter: bool = False
-    needs_clip: bool = True
-    shape: Shape | None = None
+    is_parameter: bool = False  # the tensor is a weight, which is a constant even if it stays float
+    needs_clip: bool = True  # values can be outside of the type's range, where its container could still store them
+    shape: Shape | None = None  # The tensor's static shape if it is known. It must be known per channel.
+    # Shape to which the tensor is reshaped, and back, so that its channels are one axis; None if they are.
     merged_shape: tuple[int, ...] | None = None
+    # Common prefix of the names of variables that store a learned range, "" if it is not learned. The variables start
+    # with the range of `params`.
     variable_prefix: str = ""
-    in_frame: bool = False
-    rounding_mode: RoundingMode | None = None
-    args: FamilyArguments = field(default_factory=FamilyArguments)
-    opset: int = 0
+    in_frame: bool = False  # the tensor may be in a TF1 loop or cond frame
+    rounding_mode: RoundingMode | None = None  # rounding of halves; None is the family's default
+    args: FamilyArguments = field(default_factory=FamilyArguments)  # the family's own arguments
+    opset: int = 0  # the model's opset in the ONNX default domain; 0 in other formats
 
     @property
     def static_params(self) -> QParams:
@@ -94,35 +76,20 @@ class QDQSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyRequest:
-    """The quantization that a family is asked to support, known before any range is.
+    """The quantization that a family is asked to support, known before any range is."""
 
-    Attributes:
-        type: The type of the quantized values.
-        axis: The channel axis, or that of the blocks; None per tensor.
-        dtype: The tensor's dtype.
-        shape: The tensor's static shape, None if it is unknown.
-        is_parameter: The tensor is a weight, whose value can be stored as integers.
-        symmetric: The zero point is fixed.
-        range_source: The scheme's `range`.
-        rounding_mode: Rounding of halves; None is the family's default.
-        args: The family's own arguments.
-        block: Number of elements along the axis that share one scale; None without blocks.
-        in_function: The tensor is in a function of the model, where constants are ops.
-        opset: The model's opset in the ONNX default domain; 0 if it is unknown, and in other formats.
-    """
-
-    type: QType
-    axis: int | None
-    dtype: str
-    shape: Shape | None
-    is_parameter: bool = False
-    symmetric: bool = True
-    range_source: RangeSource = "observed"
-    rounding_mode: RoundingMode | None = None
-    args: FamilyArguments = field(default_factory=FamilyArguments)
-    block: int | None = None
-    in_function: bool = False
-    opset: int = 0
+    type: QType  # the type of the quantized values
+    axis: int | None  # the channel axis, or that of the blocks; None per tensor
+    dtype: str  # the tensor's dtype
+    shape: Shape | None  # the tensor's static shape, None if it is unknown
+    is_parameter: bool = False  # the tensor is a weight, whose value can be stored as integers
+    symmetric: bool = True  # the zero point is fixed
+    range_source: RangeSource = "observed"  # the scheme's `range`
+    rounding_mode: RoundingMode | None = None  # rounding of halves; None is the family's default
+    args: FamilyArguments = field(default_factory=FamilyArguments)  # the family's own arguments
+    block: int | None = None  # number of elements along the axis that share one scale; None without blocks
+    in_function: bool = False  # the tensor is in a function of the model, where constants are ops
+    opset: int = 0  # the model's opset in the ONNX default domain; 0 if it is unknown, and in other formats
 
     @property
     def is_dynamic(self) -> bool:

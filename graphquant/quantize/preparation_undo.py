@@ -58,22 +58,14 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledWeight:
-    """A weight that was multiplied by a factor per output channel.
+    """A weight that was multiplied by a factor per output channel."""
 
-    Attributes:
-        weight: float32, the value before.
-        product: float32, of the same shape.
-        factor: float64 (C,).
-        product_shape: The shape in which the weight is multiplied: [2, 3, 4, 1, 1] for two groups of a transposed
-            convolution.
-        factor_shape: The shape of the factor in that product.
-    """
-
-    weight: Array
-    product: Array
-    factor: Array
+    weight: Array  # float32, the value before
+    product: Array  # float32, of the same shape
+    factor: Array  # float64 (C,)
+    # The shape in which the weight is multiplied: [2, 3, 4, 1, 1] for two groups of a transposed convolution.
     product_shape: tuple[int, ...]
-    factor_shape: tuple[int, ...]
+    factor_shape: tuple[int, ...]  # the shape of the factor in that product
 
 
 class RecordedEdits:

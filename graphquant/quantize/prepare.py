@@ -257,16 +257,11 @@ def _moving_average(graph: Graph, use: Use) -> TensorRef | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """One kind of preparation step.
+    """One kind of preparation step."""
 
-    Attributes:
-        purpose: Its purpose, for people.
-        apply: Changes a model and yields each change.
-        find_skipped: Yields the ops that the step left unchanged, with the reason.
-    """
-
-    purpose: str
-    apply: Callable[[Model], Iterator[Step]]
+    purpose: str  # its purpose, for people
+    apply: Callable[[Model], Iterator[Step]]  # changes a model and yields each change
+    # Yields the ops that the step left unchanged, with the reason.
     find_skipped: Callable[[Model], Iterator[SkippedStep]] | None = None
 
 

@@ -45,19 +45,12 @@ MAX_RUN_TIME_BITS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsertedPair:
-    """The Q/DQ pair of one site.
+    """The Q/DQ pair of one site."""
 
-    Attributes:
-        site: The site.
-        params: Its scale and zero point, or `Dynamic` for a range per run.
-        outputs: The dequantized tensors that its uses read now, one for each graph that reads it.
-        folded: True if the weight was stored as integers.
-    """
-
-    site: Site
-    params: QParams | DynamicQParams
-    outputs: tuple[TensorRef, ...]
-    folded: bool
+    site: Site  # the site
+    params: QParams | DynamicQParams  # its scale and zero point, or `Dynamic` for a range per run
+    outputs: tuple[TensorRef, ...]  # the dequantized tensors that its uses read now, one for each graph that reads it
+    folded: bool  # True if the weight was stored as integers
 
     @property
     def output(self) -> TensorRef:

@@ -48,25 +48,17 @@ class ScaleChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Scales and zero points for a plan.
+    """Scales and zero points for a plan."""
 
-    Attributes:
-        plan: The plan with the solver's additions: copies of tensors whose consumers need different scales, and pairs
-            before a Relu that cannot be fused. The given sites keep their positions.
-        params: Scale and zero point for each site of `plan`, by position.
-        skips: Sites without params, by position, with the reason.
-        notes: Remarks on sites, by position: shared scales, raised scales, ignored values.
-        changes: Raised scales, copies and added pairs.
-        conflicts: Requirements that could not all be met.
-        ranges: The range of each site by itself, by position; sites that follow others have none.
-    """
-
+    # The plan with the solver's additions: copies of tensors whose consumers need different scales, and pairs before a
+    # Relu that cannot be fused. The given sites keep their positions.
     plan: Plan
-    params: Mapping[int, QParams | DynamicQParams]
-    skips: Mapping[int, Skip]
-    notes: Mapping[int, tuple[str, ...]]
-    changes: tuple[ScaleChange, ...] = ()
-    conflicts: tuple[Conflict, ...] = ()
+    params: Mapping[int, QParams | DynamicQParams]  # scale and zero point for each site of `plan`, by position
+    skips: Mapping[int, Skip]  # sites without params, by position, with the reason
+    notes: Mapping[int, tuple[str, ...]]  # remarks on sites, by position: shared scales, raised scales, ignored values
+    changes: tuple[ScaleChange, ...] = ()  # raised scales, copies and added pairs
+    conflicts: tuple[Conflict, ...] = ()  # requirements that could not all be met
+    # The range of each site by itself, by position; sites that follow others have none.
     ranges: Mapping[int, Range] = field(default_factory=dict)
 
 

@@ -17,21 +17,14 @@ from graphquant.quantize.prepare import PREPARATION_STEPS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrippedModel:
-    """Result of `strip_quantization`.
+    """Result of `strip_quantization`."""
 
-    Attributes:
-        model: The model without the quantization.
-        ops: The removed quantization ops, in the order of the model.
-        weights: The integer constants that are floats again, with their quantization parameters.
-        remaining: Quantization ops that could not be removed, with the reason.
-        replaced_arguments: Function arguments that were replaced by a constant in the function.
-    """
-
-    model: Model
-    ops: tuple[TensorRef, ...]
+    model: Model  # the model without the quantization
+    ops: tuple[TensorRef, ...]  # the removed quantization ops, in the order of the model
+    # The integer constants that are floats again, with their quantization parameters.
     weights: tuple[tuple[TensorRef, QParams], ...]
-    remaining: tuple[tuple[TensorRef, str], ...]
-    replaced_arguments: tuple[TensorRef, ...]
+    remaining: tuple[tuple[TensorRef, str], ...]  # quantization ops that could not be removed, with the reason
+    replaced_arguments: tuple[TensorRef, ...]  # function arguments that were replaced by a constant in the function
 
 
 @paused_gc()

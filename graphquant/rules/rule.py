@@ -167,15 +167,10 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
 class PatternLibrary:
-    """Patterns that several rule files share.
+    """Patterns that several rule files share."""
 
-    Attributes:
-        description: The subject of the library in one line.
-        pattern: Patterns by name.
-    """
-
-    description: str = ""
-    pattern: dict[str, Pattern] = Field(default_factory=dict)
+    description: str = ""  # the subject of the library in one line
+    pattern: dict[str, Pattern] = Field(default_factory=dict)  # patterns by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)

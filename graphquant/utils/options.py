@@ -35,25 +35,15 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionForm:
-    """Documentation and command-line form of an option.
+    """Documentation and command-line form of an option."""
 
-    Attributes:
-        description: One or two sentences.
-        metavar: Placeholder of the value in `--help`, or "" for a flag.
-        flag: Name on the command line, or "" for `--` and the name of the field.
-        path: True if the value is a file.
-        choices: Possible values, if there are only a few.
-        help: Help text, if it differs from the description because the flag negates the field.
-        python_only: True if the command line does not have the option.
-    """
-
-    description: str
-    metavar: str = ""
-    flag: str = ""
-    path: bool = False
-    choices: tuple[str, ...] = ()
-    help: str = ""
-    python_only: bool = False
+    description: str  # one or two sentences
+    metavar: str = ""  # placeholder of the value in `--help`, or "" for a flag
+    flag: str = ""  # name on the command line, or "" for `--` and the name of the field
+    path: bool = False  # True if the value is a file
+    choices: tuple[str, ...] = ()  # possible values, if there are only a few
+    help: str = ""  # help text, if it differs from the description because the flag negates the field
+    python_only: bool = False  # True if the command line does not have the option
 
 
 def option(default: Any, description: str, **form: Any) -> Any:
@@ -273,19 +263,12 @@ class ExplainOptions(ReadOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionField:
-    """One option, as the command line and the documentation see it.
+    """One option, as the command line and the documentation see it."""
 
-    Attributes:
-        owner: The options model.
-        name: Name of the field.
-        default: Default value.
-        form: Documentation and command-line form.
-    """
-
-    owner: type[Any]
-    name: str
-    default: Any
-    form: OptionForm
+    owner: type[Any]  # the options model
+    name: str  # name of the field
+    default: Any  # default value
+    form: OptionForm  # documentation and command-line form
 
     @property
     def annotation(self) -> Any:

@@ -40,36 +40,22 @@ NORMALIZING_KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputLayer:
-    """First layer that stores the scale of its values.
+    """First layer that stores the scale of its values."""
 
-    Attributes:
-        op: Name of the op with the stored values.
-        tensor: Tensor whose standard deviation is compared with them.
-        spread: float64 (C,), standard deviations of training, or absolute biases.
-        axis: Channel axis of the tensor.
-        has_variance: True for standard deviations of training, which a batch normalization stores.
-    """
-
-    op: str
-    tensor: TensorRef
-    spread: Array
-    axis: int
-    has_variance: bool
+    op: str  # name of the op with the stored values
+    tensor: TensorRef  # tensor whose standard deviation is compared with them
+    spread: Array  # float64 (C,), standard deviations of training, or absolute biases
+    axis: int  # channel axis of the tensor
+    has_variance: bool  # True for standard deviations of training, which a batch normalization stores
 
 
 @dataclass(slots=True)
 class InputUse:
-    """First uses of an input.
+    """First uses of an input."""
 
-    Attributes:
-        rescaled: True if the model changes the scale of the input before its first layer.
-        table_rows: Number of rows of the smallest table that the input selects from, or None.
-        layer: First layer that stores the scale of its values, or None.
-    """
-
-    rescaled: bool = False
-    table_rows: int | None = None
-    layer: InputLayer | None = None
+    rescaled: bool = False  # True if the model changes the scale of the input before its first layer
+    table_rows: int | None = None  # number of rows of the smallest table that the input selects from, or None
+    layer: InputLayer | None = None  # first layer that stores the scale of its values, or None
 
 
 def find_input_uses(model: Model, inputs: Sequence[InputSpec]) -> Mapping[str, InputUse]:

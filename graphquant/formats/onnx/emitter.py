@@ -55,16 +55,11 @@ DEFAULT_OPSET = 13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """A model as a message, and the names of its tensors there.
+    """A model as a message, and the names of its tensors there."""
 
-    Attributes:
-        message: The ModelProto.
-        renamed_tensors: Names of the tensors whose names differ from their `Output`.
-        deferred: Constants whose values are still missing in the message, see `external_data`.
-    """
-
-    message: Any
-    renamed_tensors: dict[TensorRef, str]
+    message: Any  # the ModelProto
+    renamed_tensors: dict[TensorRef, str]  # names of the tensors whose names differ from their `Output`
+    # Constants whose values are still missing in the message, see `external_data`.
     deferred: tuple[DeferredWeight, ...] = ()
 
     def value_name(self, model: Model, tensor: TensorRef) -> str:

@@ -401,16 +401,11 @@ def _create_numbered_session(model: Model, options: Mapping[str, str], optimized
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizedModel:
-    """A model after the optimizations of onnxruntime.
+    """A model after the optimizations of onnxruntime."""
 
-    Attributes:
-        model: The optimized model. Values of large weights cannot be read.
-        origins: The op of the given model after which each optimized op is named.
-        tensors: The tensor of the given model that each tensor computes, for those whose names survive.
-    """
-
-    model: Model
-    origins: Mapping[OpKey, OpKey]
+    model: Model  # The optimized model. Values of large weights cannot be read.
+    origins: Mapping[OpKey, OpKey]  # the op of the given model after which each optimized op is named
+    # The tensor of the given model that each tensor computes, for those whose names survive.
     tensors: Mapping[TensorRef, TensorRef]
 
 

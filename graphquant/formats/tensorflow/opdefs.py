@@ -38,20 +38,13 @@ class ArgSpec:
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """An operation.
+    """An operation."""
 
-    Attributes:
-        name: Its type, for instance "MatMul".
-        inputs: Its input arguments.
-        outputs: Its output arguments.
-        is_stateful: True if a call may depend on more than its inputs, or has side effects.
-        defaults: The defaults of the attributes that arguments refer to; a saved model may leave such values out.
-    """
-
-    name: str
-    inputs: tuple[ArgSpec, ...]
-    outputs: tuple[ArgSpec, ...]
-    is_stateful: bool
+    name: str  # its type, for instance "MatMul"
+    inputs: tuple[ArgSpec, ...]  # its input arguments
+    outputs: tuple[ArgSpec, ...]  # its output arguments
+    is_stateful: bool  # True if a call may depend on more than its inputs, or has side effects
+    # The defaults of the attributes that arguments refer to; a saved model may leave such values out.
     defaults: Mapping[str, AttrDefault]
 
 

@@ -30,22 +30,15 @@ SAVED_MODEL_FILES: Final = ("saved_model.pb", "saved_model.pbtxt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveObject:
-    """The TensorFlow object that a model was read from.
+    """The TensorFlow object that a model was read from."""
 
-    Attributes:
-        instance: The object: a tf.Graph, a session or a ConcreteFunction.
-        description: Its description in messages.
-        values: Readers of the variables' present values, by the node of the variable.
-        value_tensors: The tensors that a session fetches for these values.
-        variables: The captured variables of a function, referenced so that they stay alive.
-        foreign_capture: The argument of a capture that is neither variable nor value, such as a table; "" for none.
-    """
-
-    instance: Any = field(repr=False)
-    description: str
-    values: Mapping[str, Callable[[], Array]]
+    instance: Any = field(repr=False)  # the object: a tf.Graph, a session or a ConcreteFunction
+    description: str  # its description in messages
+    values: Mapping[str, Callable[[], Array]]  # readers of the variables' present values, by the node of the variable
+    # The tensors that a session fetches for these values.
     value_tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    variables: tuple[Any, ...] = ()
+    variables: tuple[Any, ...] = ()  # the captured variables of a function, referenced so that they stay alive
+    # The argument of a capture that is neither variable nor value, such as a table; "" for none.
     foreign_capture: str = ""
 
     def current_values(self) -> dict[str, Array]:
