@@ -10,22 +10,18 @@ both questions, the source of a slot and the consumers of a tensor, cost only th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir.traversal import reachable, unique_name
 from graphquant.ir.types import FORMAT_TRAITS, Call, FormatTraits, Op, Output, Shape, TensorRef, Use
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import join_limited
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 CONTROL_EDGE = "control"
 
@@ -313,7 +309,6 @@ class Model(HtmlRepresentation):
     digest: str = ""  # hex SHA-256 of the source, without external data and variables
     # Function that returns the outputs of one pure op for input arrays, or None if it cannot; None if the format
     # cannot evaluate ops.
-    evaluate_op: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]] | None] | None = None
     opset: int = 0  # opset of the ONNX default domain; 0 in other formats
     # The graphs that a run may start with; a TFLite file has one for each signature.
     entry_graphs: tuple[str, ...] = ("",)

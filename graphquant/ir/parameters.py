@@ -118,11 +118,12 @@ class Parameters:
             has_single_value = len(sources) == 1 or self.root_tensor(tensor) != tensor
             return values[sources[0]] if has_single_value else None
         inputs = [value for value in (values[source] for source in sources) if value is not None]
-        if self._model.evaluate_op is None or len(inputs) != len(sources):
+        evaluate_op = getattr(self._model.source, "evaluate_op", None)  # TFLite models have none
+        if evaluate_op is None or len(inputs) != len(sources):
             return None
         output_elements = math.prod(size or 1 for size in op.outputs[tensor.port].shape or ())
         elements = max(sum(value.size for value in inputs), output_elements)
-        outputs = None if elements > MAX_FOLDED_ELEMENTS else self._model.evaluate_op(op, inputs)
+        outputs = None if elements > MAX_FOLDED_ELEMENTS else evaluate_op(op, inputs)
         return None if outputs is None or tensor.port >= len(outputs) else outputs[tensor.port]
 
     def _resolve(self, tensor: TensorRef) -> None:

@@ -1,5 +1,7 @@
 """Parameters and their values, through chains, frames, calls and loops."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ class ModelBuilder:
 
     def __init__(self, *bodies: str) -> None:
         """Create a model with a main graph and the functions `bodies`."""
-        self.model = Model(format="tensorflow", evaluate_op=evaluate)
+        self.model = Model(format="tensorflow", source=SimpleNamespace(evaluate_op=evaluate))
         for name in ("", *bodies):
             self.model.graphs[name] = Graph(name, self.model.graphs)
 
@@ -93,7 +95,7 @@ def test_ops_without_an_evaluator_have_no_value(kind: str) -> None:
     assert built.is_parameter(after)
     assert built.value(odd) is None
     assert built.value(after) is None
-    built.model.evaluate_op = None
+    built.model.source = None
     assert built.value(built.add("neg", built.constant())) is None
 
 

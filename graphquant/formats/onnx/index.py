@@ -55,6 +55,8 @@ class OnnxSource:
     message: Any  # the ModelProto
     graphs: dict[str, OnnxGraphSource]  # source of each graph, by its name in the model
     folder: Path | None  # Folder of its external data; None for a model built in memory.
+    # Returns the outputs of a pure op for the arrays in its input slots, None if it cannot.
+    evaluate_op: Callable[[Op, list[Array]], list[Array] | None]
 
 
 def output_value_name(op: Op) -> str:

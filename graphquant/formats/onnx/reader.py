@@ -225,10 +225,10 @@ def model_from_message(
     if not message.HasField("graph"):
         raise ModelError("The model has no graph. Export or copy the model again.")
     opset = next((entry.version for entry in message.opset_import if entry.domain in DEFAULT_DOMAINS), 0)
-    source = OnnxSource(message=message, graphs={}, folder=folder)
+    evaluate_op = partial(evaluate_node, message.opset_import)
+    source = OnnxSource(message=message, graphs={}, folder=folder, evaluate_op=evaluate_op)
     model = Model(format="onnx", source=source, path=path, opset=opset)
     model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
-    model.evaluate_op = partial(evaluate_node, message.opset_import)
     with paused_gc():
         GraphIndexer(model, source).run()
     return model

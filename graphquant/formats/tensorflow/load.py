@@ -19,7 +19,7 @@ from graphquant.formats.tensorflow.object_graph import add_saved_functions, get_
 from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS, VARIABLE_OP_TYPES, describe_tf_op
 from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
-from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, decode_shape, evaluate_tf_op
+from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, decode_shape
 from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, paused_gc
 
 ARGUMENT_TYPE: Final = "_Arg"
@@ -65,9 +65,7 @@ class _ModelLoader:
         self._saver_filename = saver.filename_tensor_name.partition(":")[0]
         self._variables = source.checkpoint()
         self._learned = stored_initial_values(self._graph_def)
-        self._model = Model(
-            format="tensorflow", source=source, path=path, digest=source.digest, evaluate_op=evaluate_tf_op
-        )
+        self._model = Model(format="tensorflow", source=source, path=path, digest=source.digest)
 
     def load(self) -> Model:
         """Return the model."""

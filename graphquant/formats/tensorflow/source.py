@@ -18,6 +18,7 @@ from graphquant.formats import refuse_outside_links, walk_saved_model
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
 from graphquant.formats.tensorflow.object_graph import CheckpointVariables, resolve_variables
+from graphquant.formats.tensorflow.values import evaluate_tf_op
 from graphquant.quantize import RECORD_KEY, make_record
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class TensorFlowSource:
     live_object: LiveObject | None = None  # the object in memory that the model was read from, None for a file
     temp_folder: Any = None  # the temporary folder of the files, deleted with the last reference to the model
     allow_links: bool = False  # True if files may be links out of the folder of the model
+
+    evaluate_op = staticmethod(evaluate_tf_op)
 
     @property
     def message_type(self) -> str:
