@@ -301,7 +301,7 @@ def _can_run(model: Model, dataset: Dataset) -> bool:
     return True
 
 
-def require_usable(source: Model, quantized: Model, validation: Validation | None) -> str:
+def require_usable(source: Model, quantized: Model, validation: Validation | None, *, other_backend: bool) -> str:
     """Return the reason why the quantized model cannot be judged, "" if its runtime accepts it.
 
     A validation has loaded and run the model already. Otherwise ONNX Runtime loads an ONNX model here.
@@ -310,6 +310,8 @@ def require_usable(source: Model, quantized: Model, validation: Validation | Non
         source: The float model.
         quantized: The quantized model.
         validation: Its validation, or None.
+        other_backend: True if the rules are for a backend other than ONNX Runtime, whose optimizer may reject pairs
+            that the backend accepts. ONNX Runtime then does not decide.
 
     Raises:
         FindingsError: The runtime cannot load or run the quantized model, or an output has NaN or infinite values that
@@ -331,7 +333,11 @@ def require_usable(source: Model, quantized: Model, validation: Validation | Non
                 load_in_onnxruntime(source)
             except ModelError as float_error:
                 return f"onnxruntime cannot load the float model: {float_error}"
+            if other_backend:
+                return f"onnxruntime cannot load it, and the backend of its rules may: {error}"
             raise FindingsError(_rejection_message(quantized, error)) from error
+    if validation is not None and other_backend:
+        return f"onnxruntime cannot run it, and the backend of its rules may: {validation.problem}"
     if validation is not None:
         raise FindingsError(
             f"The quantized model cannot be measured, and the float model can: {validation.problem} Nothing was"
