@@ -22,7 +22,18 @@ KILLS = 20
 
 def batch_command(*arguments):
     """Return the command line of a batch with arguments."""
-    return [sys.executable, "-m", "graphquant", "batch", "--cache-dir", "cache", "--report", "report.json", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "graphquant",
+        "batch",
+        "--allow-code",
+        "--cache-dir",
+        "cache",
+        "--report",
+        "report.json",
+        *arguments,
+    ]
 
 
 def run_batch_command(*arguments):

@@ -44,7 +44,8 @@ def test_many_models(tmp_path, samples, monkeypatch):
     for path in samples.glob("*.onnx"):
         shutil.copy(path, "models")
     Path("models.toml").write_text(
-        "[defaults]\ndata = 'random:8'\noutput = 'out/{stem}.quant.onnx'\n[[model]]\npath = 'models/*.onnx'\n"
+        "[defaults]\nallow_empty = true\ndata = 'random:8'\noutput = 'out/{stem}.quant.onnx'\n"
+        "[[model]]\npath = 'models/*.onnx'\n"
     )
     report, _ = run_batch_command("-j", "1", "--no-cache")
     outputs = read_outputs()

@@ -160,7 +160,7 @@ def test_signals_stop_the_batch(workspace, number):
         "[[model]]\npath = 'digits_cnn.onnx'\nvariant = 'a'\noutput = 'a.onnx'\ndata = 'digits_cnn_calib.npz'\n"
         "[[model]]\npath = 'digits_cnn.onnx'\nvariant = 'b'\noutput = 'b.onnx'\ndata = 'faults:wait'\n"
     )
-    command = [sys.executable, "-m", "graphquant", "batch", "--cache-dir", "cache", "-j", "1"]
+    command = [sys.executable, "-m", "graphquant", "batch", "--cache-dir", "cache", "-j", "1", "--allow-code"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(120, process.kill)
         watchdog.start()
