@@ -243,9 +243,10 @@ def _check_values(
 ) -> tuple[list[tuple[InputSpec, _InputStats]], tuple[DataFinding, ...]]:
     """Read the first samples, run the model on a few of them, and return statistics of each input and findings."""
     first_feed = next(iter(dataset.feeds_between(0, 1)), {})
-    # A sequence of tensors is not checked.
+    # A sequence of tensors is not checked, and a model that reads one is not run.
     checked_inputs = [model_input for model_input in inputs if not isinstance(first_feed.get(model_input.name), list)]
     stats_of_inputs = [(model_input, _InputStats()) for model_input in checked_inputs]
+    runner = runner if len(checked_inputs) == len(inputs) else None
     # Samples in order of time may begin with silence, so the model runs on samples from the whole range.
     step = max(sample_count // RUN_SAMPLES, 1)
     feeds: list[Feeds] = []
