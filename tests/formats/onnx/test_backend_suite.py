@@ -197,7 +197,7 @@ def quantize_case(case: Case, rules: str) -> Any:
         return None
     batches = Dataset(count=1, digest="", open_feeds=lambda start, stop: iter([case.feeds][start:stop]))
     stats = api.calibrate(model, plan, batches)
-    result = api.insert(model, plan=plan, stats=stats)
+    result = api.insert(model, plan=plan, stats=stats, allow_empty=True)
     return format_.emit(result.model) if result.inserted else None
 
 
