@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
-from graphquant.backends import BACKENDS, BrokenRule, Verdict, check_quantized_model
+from graphquant.backends import BrokenRule, Verdict, backend_of_rule_file, check_quantized_model
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import BOUNDARY_KINDS, QUANTIZATION_KINDS, STORED_KINDS, Model, Parameters, TensorRef, Use
@@ -255,8 +255,7 @@ def backend_of_rules(model: Model, rules: Iterable[str]) -> str:
     if not model.traits.predictable:
         # The framework is a backend without verdicts in `check`, because it treats all ops alike.
         return model.format if model.traits.rewritable else ""
-    # The digits at the end of a rule file's name are a variant: `qnn16` is for qnn.
-    return next((name for name in (rule.rstrip("0123456789") for rule in rules) if name in BACKENDS), "")
+    return next(filter(None, map(backend_of_rule_file, rules)), "")
 
 
 def predict_verdicts(
