@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,7 +70,8 @@ MIN_CHANNEL_STEPS = 4  # minimum number of integers between the smallest and lar
 MAX_UNUSED_SHARE = 0.25  # share of integers below zero from which the output of a Relu counts as symmetric
 BIAS_SCALE_TOLERANCE = 0.01  # maximum relative error of the scale of a bias
 
-INT32_MAX = (1 << 31) - 1
+INT32_BITS = 32
+INT32_MAX = (1 << (INT32_BITS - 1)) - 1
 
 
 Problem = tuple[str, str, str]
@@ -79,7 +81,7 @@ VerdictsByOp = dict[tuple[str, str], Verdict]
 """Verdicts by graph and op."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LintContext:
     """Model and predictions that the checks read."""
 
@@ -87,6 +89,18 @@ class LintContext:
     backend: Backend | None
     verdicts: VerdictsByOp  # verdicts of the backend, by graph and op
     joined_verdicts: VerdictsByOp  # verdicts of the backend if no Q/DQ pair separated ops that it could fuse
+
+    @cached_property
+    def accepts_zero_points(self) -> bool:
+        """True if the backend does; without one, if the model has a zero point, as the target is unknown."""
+        if self.backend is not None:
+            return not self.backend.symmetric
+        graphs = map(self.quantizations.model.graphs.__getitem__, self.quantizations.model.reachable_graphs())
+        quantization_ops = (
+            (graph.name, op.name) for graph in graphs for op in graph.ops() if op.kind in QUANTIZATION_KINDS
+        )
+        all_params = (self.quantizations.params(*key) for key in quantization_ops)
+        return any(params is not None and params.zero_point.any() for params in all_params)
 
 
 def lint_model(
@@ -131,7 +145,7 @@ def _make_lint_finding(graph: Graph, op: Op, problem: Problem) -> LintFinding:
 
 
 def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
-    if op.kind not in {"relu", "relu6"} or (context.backend is not None and context.backend.symmetric):
+    if op.kind not in {"relu", "relu6"} or not context.accepts_zero_points:
         return
     for quantize_op, params in context.quantizations.outputs(graph, op)[0]:
         if params is None or not isinstance(params.type, IntType):
@@ -279,7 +293,9 @@ def _check_quantized_bias(context: LintContext, bias: QuantizedInput, expected_s
         magnitudes = np.abs(value.astype(np.int64))
         if magnitudes.max() >= INT32_MAX:
             yield _bias_overflow(bias, int(magnitudes.argmax()))
-    if bias.params is None or bias.params.scale.size not in {1, expected_scale.size}:
+    # Backends that add narrower biases, such as those for AMD's DPU, shift them from a scale of their own.
+    is_int32 = bias.params is not None and bias.params.type.bits == INT32_BITS
+    if bias.params is None or not is_int32 or bias.params.scale.size not in {1, expected_scale.size}:
         return
     deviation = np.abs(bias.params.scale.astype(np.float64).reshape(-1) / expected_scale - 1)
     if deviation.max(initial=0) > BIAS_SCALE_TOLERANCE:

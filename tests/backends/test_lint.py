@@ -54,7 +54,9 @@ CONV = A + W + "r = Conv(a, v)" + Y
 CASES = [
     ("GQ101", None, A + "r = Relu(a)" + Y, "r"),
     ("", None, A + "r = Relu(a)" + pair("r", "y", zero="z0"), ""),
-    ("GQ101", None, pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), "r"),
+    ("GQ101", "onnxruntime", pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), "r"),
+    ("GQ101", None, pair("x", "a", zero="imin") + "r = Relu(a)" + pair("r", "y", zero="i0"), "r"),
+    ("", None, pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), ""),
     ("", None, pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="imin"), ""),
     ("", "tensorrt", pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), ""),
     ("GQ102", "onnxruntime", A + W + "y = Conv(a, v)", "y"),
@@ -94,6 +96,7 @@ CASES = [
     ("", "onnxruntime", A + "r = AveragePool<kernel_shape = [2, 2]>(a)" + Y, ""),
     ("GQ110", None, A + W + "c = DequantizeLinear(bi, s, n0) r = Conv(a, v, c)" + Y, "r"),
     ("", None, A + W + "c = DequantizeLinear(bi, prod, n0) r = Conv(a, v, c)" + Y, ""),
+    ("", None, A + W + "c = DequantizeLinear(zz, s, i0) r = Conv(a, v, c)" + Y, ""),
     ("GQ111", None, A + "v = DequantizeLinear<axis = 1>(w, v0, zz) r = Conv(a, v)" + Y, "r"),
     ("", None, A + "v = DequantizeLinear<axis = 0>(w, v0, zz) r = Conv(a, v)" + Y, ""),
     (
