@@ -1,8 +1,10 @@
-"""Writes what each rule file plans for the sample models, as text: `python tests/rules/write_golden.py`."""
+"""Write the plan of each rule file for each model, as text: `python tests/rules/shipped/write_golden.py`."""
 
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from golden_models import WRITERS
 from rich.console import Console
 
 import graphquant as gq
@@ -10,22 +12,33 @@ from graphquant.rules import shipped_rule_files
 from graphquant.visualize.text import plan_view
 
 HERE = Path(__file__).parent
-MODELS = HERE.parents[2] / "sample_models"
-CASES = [(rules, model) for rules in shipped_rule_files() for model in ("digits_cnn.onnx", "digits_cnn.pb")]
+SAMPLES = HERE.parents[2] / "sample_models"
+SAMPLE_NAMES = ("digits_cnn.onnx", "digits_cnn.pb", "digits_rnn.onnx", "digits_rnn.pb", "digits_nested.onnx")
+"""Convolutions; a While or Loop, an If and attention; a Loop, a Scan, an If and a function with convolutions."""
+
+CASES = [(rules, model) for rules in shipped_rule_files() for model in (*SAMPLE_NAMES, *WRITERS)]
 
 
-def golden(rules, model):
-    """The file that holds the plan."""
-    return HERE / f"{model}.{rules}.txt"
+def golden_path(rules, model):
+    """Return the file that holds the plan."""
+    return HERE / "golden" / f"{model}.{rules}.txt"
 
 
-def planned(rules, model):
-    """The plan as the command line prints it, at 120 columns."""
+def plan_text(rules, path):
+    """Return the plan for the model at `path` as the command line prints it, at 120 columns."""
     file = StringIO()
-    Console(file=file, width=120, color_system=None).print(plan_view(gq.plan(MODELS / model, rules=[rules])))
+    Console(file=file, width=120, color_system=None).print(plan_view(gq.plan(path, rules=[rules])))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
+def model_paths(folder):
+    """Return the path of each model by its name. Those that are not sample models are written to `folder`."""
+    written = {name: write(folder) for name, write in WRITERS.items()}
+    return {name: SAMPLES / name for name in SAMPLE_NAMES} | written
+
+
 if __name__ == "__main__":
-    for case in CASES:
-        golden(*case).write_text(planned(*case), "utf-8")
+    with TemporaryDirectory() as temporary:
+        paths = model_paths(Path(temporary))
+        for rule_file, model_name in CASES:
+            golden_path(rule_file, model_name).write_text(plan_text(rule_file, paths[model_name]), "utf-8")
