@@ -80,6 +80,8 @@ REJECTION_REMEDIES = {
     "Missing required weight": "move the weight, its scales and zero points into the subgraph that reads them",
     "dilations": "remove the attribute 'dilations' of an AveragePool if it is 1, or keep the op in float",
     "'tensor(float8": "quantize to 8-bit integers, or keep these ops in float",
+    "same node name": "update onnxruntime to 1.31 or newer, or keep the op in float",
+    "crashes on it": "update onnxruntime to 1.28 or newer",
 }
 """Remedies by a part of the error of ONNX Runtime."""
 

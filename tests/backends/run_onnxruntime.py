@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnxruntime
 
+from graphquant.formats.onnx.session import open_inference_session
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -66,8 +68,8 @@ def optimized(path: Path, *, level: str = "ORT_ENABLE_EXTENDED", config: dict[st
     with TemporaryDirectory() as folder:
         written = Path(folder) / "optimized.onnx"
         options.optimized_model_filepath = str(written)
-        onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        return onnx.load(written)
+        open_inference_session(path.read_bytes(), options)
+        return onnx.load(written, load_external_data=False)
 
 
 def runs_as(message: Any) -> dict[str, str]:

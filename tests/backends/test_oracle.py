@@ -10,13 +10,15 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
+from support.onnx_models import qdq_text
 
 import graphquant as gq
 from graphquant.backends import check_quantized_model
+from graphquant.backends.findings import RejectedModelError
 from graphquant.backends.onnxruntime import REJECTION_REMEDIES, ask_onnxruntime
+from graphquant.formats.onnx.session import RUNTIME_ERRORS
 
 SPEC = importlib.util.spec_from_file_location("run_onnxruntime", Path(__file__).with_name("run_onnxruntime.py"))
 truth = importlib.util.module_from_spec(SPEC)
@@ -73,22 +75,15 @@ IMAGE = "float[1,4,4,4] x"
 ROWS = "float[3,4] x"
 
 
-def pair(source, made, scale="s", zero="z"):
-    """Return the text of a QuantizeLinear and a DequantizeLinear."""
-    return (
-        f"{made}_q = QuantizeLinear({source}, {scale}, {zero}) {made} = DequantizeLinear({made}_q, {scale}, {zero})\n"
-    )
-
-
 def op(call, *, scale="s", zero="z", given="x", more=""):
     """Return the text of an op between a pair on its input `a` and a pair on its output `r`."""
-    return f"{pair(given, 'a')} {more} r = {call} {pair('r', 'y', scale, zero)}"
+    return f"{qdq_text(given, 'a')} {more} r = {call} {qdq_text('r', 'y', scale, zero)}"
 
 
-A, W = pair("x", "a"), "v = DequantizeLinear(w, s, i0) "
+A, W = qdq_text("x", "a"), "v = DequantizeLinear(w, s, i0) "
 M, B = "v = DequantizeLinear(m, s, i0) ", "b = DequantizeLinear(bi, sb, n0) "
 MC = "v = DequantizeLinear<axis = 1>(m, vec, ivec) "
-Y = pair("r", "y")
+Y = qdq_text("r", "y")
 ALONE = "v = DequantizeLinear<axis = 1>(q8, sv) y = MatMul(x, v) "
 
 CASES = {
@@ -104,11 +99,13 @@ CASES = {
     "conv float weight and bias": (A + "r = Conv(a, wf, bf)" + Y, "QLinearConv"),
     "conv uint8 weight": (A + "v = DequantizeLinear(wu, s, z) r = Conv(a, v)" + Y, "QLinearConv"),
     "conv int8 activation": (
-        pair("x", "a", zero="i0") + W + "r = Conv(a, v)" + pair("r", "y", zero="i0"),
+        qdq_text("x", "a", zero="i0") + W + "r = Conv(a, v)" + qdq_text("r", "y", zero="i0"),
         "QLinearConv",
     ),
     "conv int8 activation, wide weight": (
-        pair("x", "a", zero="i0") + "v = DequantizeLinear(wbig, s, i0) r = Conv(a, v)" + pair("r", "y", zero="i0"),
+        qdq_text("x", "a", zero="i0")
+        + "v = DequantizeLinear(wbig, s, i0) r = Conv(a, v)"
+        + qdq_text("r", "y", zero="i0"),
         "QLinearConv",
     ),
     "conv without Q": (A + W + "y = Conv(a, v)", "no-quantized-output", "y"),
@@ -117,58 +114,58 @@ CASES = {
     "conv is an output too": (A + W + "r = Conv(a, v)" + Y, "graph-output", "r", "r"),
     "conv float input": (W + "r = Conv(x, v)" + Y, "float-input"),
     "conv 16-bit activation": (
-        pair("x", "a", zero="h0") + W + "r = Conv(a, v)" + pair("r", "y", zero="h0"),
+        qdq_text("x", "a", zero="h0") + W + "r = Conv(a, v)" + qdq_text("r", "y", zero="h0"),
         "type",
     ),
     "conv 16-bit weight": (A + "v = DequantizeLinear(wh, s, h0) r = Conv(a, v)" + Y, "type"),
-    "conv mixed types": (A + W + "r = Conv(a, v)" + pair("r", "y", zero="h0"), "mixed-types"),
+    "conv mixed types": (A + W + "r = Conv(a, v)" + qdq_text("r", "y", zero="h0"), "mixed-types"),
     "conv int8 shared by two": (
-        pair("x", "a", zero="i0")
+        qdq_text("x", "a", zero="i0")
         + W
         + "r = Conv(a, v)"
-        + pair("r", "y", zero="i0")
+        + qdq_text("r", "y", zero="i0")
         + "t = Conv(a, wf)"
-        + pair("t", "u", zero="i0"),
+        + qdq_text("t", "u", zero="i0"),
         "int8-activation",
     ),
-    "conv uint8 shared by two": (A + W + "r = Conv(a, v)" + Y + "t = Conv(a, wf)" + pair("t", "u"), "QLinearConv"),
+    "conv uint8 shared by two": (A + W + "r = Conv(a, v)" + Y + "t = Conv(a, wf)" + qdq_text("t", "u"), "QLinearConv"),
     "conv transpose": (A + W + "r = ConvTranspose(a, v)" + Y, "no-kernel"),
-    "conv scale of one element": (pair("x", "a", "one", "z") + W + "r = Conv(a, v)" + Y, "QLinearConv"),
+    "conv scale of one element": (qdq_text("x", "a", "one", "z") + W + "r = Conv(a, v)" + Y, "QLinearConv"),
     # Conv and what is absorbed
-    "conv relu": (A + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="z0"), "QLinearConv"),
+    "conv relu": (A + W + "r = Conv(a, v) t = Relu(r)" + qdq_text("t", "y", zero="z0"), "QLinearConv"),
     "conv relu int8": (
-        pair("x", "a", zero="i0") + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="imin"),
+        qdq_text("x", "a", zero="i0") + W + "r = Conv(a, v) t = Relu(r)" + qdq_text("t", "y", zero="imin"),
         "QLinearConv",
     ),
-    "conv relu symmetric": (A + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y"), "relu-zero-point"),
+    "conv relu symmetric": (A + W + "r = Conv(a, v) t = Relu(r)" + qdq_text("t", "y"), "relu-zero-point"),
     "conv relu symmetric int8": (
-        pair("x", "a", zero="i0") + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="i0"),
+        qdq_text("x", "a", zero="i0") + W + "r = Conv(a, v) t = Relu(r)" + qdq_text("t", "y", zero="i0"),
         "relu-zero-point",
     ),
     "conv relu without Q": (A + W + "r = Conv(a, v) y = Relu(r)", "no-quantized-output"),
     "conv relu float": (A + W + "r = Conv(a, v) t = Relu(r) y = Sqrt(t)", "no-quantized-output"),
     "conv read twice, relu": (
-        A + W + "r = Conv(a, v) t = Relu(r) u = Sqrt(r)" + pair("t", "y", zero="z0"),
+        A + W + "r = Conv(a, v) t = Relu(r) u = Sqrt(r)" + qdq_text("t", "y", zero="z0"),
         "float-reader",
     ),
-    "the relu behind a conv": (A + W + "t = Conv(a, v) r = Relu(t)" + pair("r", "y", zero="z0"), "fused"),
+    "the relu behind a conv": (A + W + "t = Conv(a, v) r = Relu(t)" + qdq_text("r", "y", zero="z0"), "fused"),
     "conv clip inside": (
-        A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + pair("t", "y", "s6", "z0"),
+        A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + qdq_text("t", "y", "s6", "z0"),
         "QLinearConv",
     ),
-    "conv clip wider": (A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + pair("t", "y", "s", "z0"), "clip-range"),
+    "conv clip wider": (A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + qdq_text("t", "y", "s", "z0"), "clip-range"),
     "conv clip narrower": (
-        A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + pair("t", "y", "tiny", "z0"),
+        A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + qdq_text("t", "y", "tiny", "z0"),
         "QLinearConv",
     ),
-    "conv clip signed": (A + W + "r = Conv(a, v) t = Clip(r, cn, c6)" + pair("t", "y", "tiny", "z"), "QLinearConv"),
+    "conv clip signed": (A + W + "r = Conv(a, v) t = Clip(r, cn, c6)" + qdq_text("t", "y", "tiny", "z"), "QLinearConv"),
     "the clip behind a conv": (
-        A + W + "t = Conv(a, v) r = Clip(t, c0, c6)" + pair("r", "y", "s6", "z0"),
+        A + W + "t = Conv(a, v) r = Clip(t, c0, c6)" + qdq_text("r", "y", "s6", "z0"),
         "fused",
     ),
     "conv batchnorm": (A + W + "t = Conv(a, v) r = BatchNormalization(t, bf, bf, bf, vec)" + Y, "no-kernel"),
     "conv before batchnorm": (
-        A + W + "r = Conv(a, v) t = BatchNormalization(r, bf, bf, bf, vec)" + pair("t", "y"),
+        A + W + "r = Conv(a, v) t = BatchNormalization(r, bf, bf, bf, vec)" + qdq_text("t", "y"),
         "no-quantized-output",
     ),
     # MatMul and Gemm
@@ -176,24 +173,27 @@ CASES = {
     "matmul per channel": (A + MC + "r = MatMul(a, v)" + Y, "QLinearMatMul"),
     "matmul without Q": (A + M + "y = MatMul(a, v)", "MatMulIntegerToFloat", "y"),
     "matmul read by Q and float": (A + M + "r = MatMul(a, v)" + Y + "u = Sqrt(r)", "float-reader"),
-    "matmul of activations": (A + pair("x2", "v") + "r = MatMul(a, v)" + Y, "QLinearMatMul"),
+    "matmul of activations": (A + qdq_text("x2", "v") + "r = MatMul(a, v)" + Y, "QLinearMatMul"),
     "matmul float weight": (A + "r = MatMul(a, mf)" + Y, "float-input"),
     "matmul 16 bit": (
-        pair("x", "a", zero="h0") + M + "r = MatMul(a, v)" + pair("r", "y", zero="h0"),
+        qdq_text("x", "a", zero="h0") + M + "r = MatMul(a, v)" + qdq_text("r", "y", zero="h0"),
         "type",
     ),
     "matmul relu without Q": (A + M + "r = MatMul(a, v) y = Relu(r)", "MatMulIntegerToFloat"),
     "matmul relu, float behind": (A + M + "r = MatMul(a, v) t = Relu(r) y = Sqrt(t)", "no-quantized-output"),
-    "matmul relu Q": (A + M + "r = MatMul(a, v) t = Relu(r)" + pair("t", "y", zero="z0"), "QLinearMatMul"),
-    "matmul add Q": (A + M + "r = MatMul(a, v) t = Add(r, bf)" + pair("t", "y"), "QGemm"),
+    "matmul relu Q": (A + M + "r = MatMul(a, v) t = Relu(r)" + qdq_text("t", "y", zero="z0"), "QLinearMatMul"),
+    "matmul add Q": (A + M + "r = MatMul(a, v) t = Add(r, bf)" + qdq_text("t", "y"), "QGemm"),
     "the add of a matmul": (A + M + "t = MatMul(a, v) r = Add(t, bf)" + Y, "fused"),
-    "add matmul, bias first": (A + M + "r = MatMul(a, v) t = Add(bf, r)" + pair("t", "y"), "QGemm"),
+    "add matmul, bias first": (A + M + "r = MatMul(a, v) t = Add(bf, r)" + qdq_text("t", "y"), "QGemm"),
     "matmul add without Q": (A + M + "r = MatMul(a, v) y = Add(r, bf)", "float-bias"),
     "the add of a float gemm": (A + M + "t = MatMul(a, v) y = Add(t, bf)", "float-bias", "y"),
-    "matmul add relu": (A + M + "r = MatMul(a, v) t = Add(r, bf) p = Relu(t)" + pair("p", "y", zero="z0"), "QGemm"),
-    "matmul add of a wrong shape": (A + M + "r = MatMul(a, v) t = Add(r, kf)" + pair("t", "y"), "MatMulIntegerToFloat"),
+    "matmul add relu": (A + M + "r = MatMul(a, v) t = Add(r, bf) p = Relu(t)" + qdq_text("p", "y", zero="z0"), "QGemm"),
+    "matmul add of a wrong shape": (
+        A + M + "r = MatMul(a, v) t = Add(r, kf)" + qdq_text("t", "y"),
+        "MatMulIntegerToFloat",
+    ),
     "matmul Q add": (
-        A + M + "r = MatMul(a, v)" + pair("r", "e") + "t = Add(e, bf)" + pair("t", "y"),
+        A + M + "r = MatMul(a, v)" + qdq_text("r", "e") + "t = Add(e, bf)" + qdq_text("t", "y"),
         "QLinearMatMul",
     ),
     "gemm": (A + M + "r = Gemm(a, v)" + Y, "QGemm"),
@@ -205,7 +205,7 @@ CASES = {
     "gemm beta": (A + M + B + "r = Gemm<beta = 0.5>(a, v, b)" + Y, "beta"),
     "gemm transB": (A + "v = DequantizeLinear<axis = 0>(m, vec, ivec) r = Gemm<transB = 1>(a, v, bf)" + Y, "QGemm"),
     "gemm int8 bias": (A + M + "b = DequantizeLinear(b8, s, i0) r = Gemm(a, v, b)" + Y, "bias-type"),
-    "gemm 16 bit": (pair("x", "a", zero="h0") + M + "r = Gemm(a, v)" + pair("r", "y", zero="h0"), "type"),
+    "gemm 16 bit": (qdq_text("x", "a", zero="h0") + M + "r = Gemm(a, v)" + qdq_text("r", "y", zero="h0"), "type"),
     # weights of few bits, float activations
     "blocks of 16": ("v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = MatMul(x, v)", "MatMulNBits", "y"),
     "blocks with zero points": (
@@ -271,35 +271,38 @@ CASES = {
         "float-bias",
     ),
     # joints
-    "add": (A + pair("x2", "b", "s2") + "r = Add(a, b)" + Y, "QLinearAdd"),
+    "add": (A + qdq_text("x2", "b", "s2") + "r = Add(a, b)" + Y, "QLinearAdd"),
     "add to itself": (A + "r = Add(a, a)" + Y, "QLinearAdd"),
     "add, one float": (A + "r = Add(a, x2)" + Y, "float-input"),
-    "add without Q": (A + pair("x2", "b") + "y = Add(a, b)", "no-quantized-output", "y"),
+    "add without Q": (A + qdq_text("x2", "b") + "y = Add(a, b)", "no-quantized-output", "y"),
     "add of a constant": (A + "b = DequantizeLinear(ku, s, z) r = Add(a, b)" + Y, "QLinearAdd"),
     "add of an int8 constant": (A + "b = DequantizeLinear(k8, s, i0) r = Add(a, b)" + Y, "mixed-types"),
     "add 16 bit": (
-        pair("x", "a", zero="h0") + pair("x2", "b", zero="h0") + "r = Add(a, b)" + pair("r", "y", zero="h0"),
+        qdq_text("x", "a", zero="h0")
+        + qdq_text("x2", "b", zero="h0")
+        + "r = Add(a, b)"
+        + qdq_text("r", "y", zero="h0"),
         "type",
     ),
-    "add relu": (A + pair("x2", "b") + "r = Add(a, b) t = Relu(r)" + pair("t", "y", zero="z0"), "QLinearAdd"),
-    "mul": (A + pair("x2", "b") + "r = Mul(a, b)" + Y, "QLinearMul"),
+    "add relu": (A + qdq_text("x2", "b") + "r = Add(a, b) t = Relu(r)" + qdq_text("t", "y", zero="z0"), "QLinearAdd"),
+    "mul": (A + qdq_text("x2", "b") + "r = Mul(a, b)" + Y, "QLinearMul"),
     "mul by a float constant": (A + "r = Mul(a, kf)" + Y, "float-input"),
-    "mul without Q": (A + pair("x2", "b") + "y = Mul(a, b)", "no-quantized-output", "y"),
-    "concat, other scales": (A + pair("x2", "b", "s2") + "r = Concat<axis = 1>(a, b)" + Y, "QLinearConcat"),
+    "mul without Q": (A + qdq_text("x2", "b") + "y = Mul(a, b)", "no-quantized-output", "y"),
+    "concat, other scales": (A + qdq_text("x2", "b", "s2") + "r = Concat<axis = 1>(a, b)" + Y, "QLinearConcat"),
     "concat, one float": (A + "r = Concat<axis = 1>(a, x2)" + Y, "float-input"),
     "concat, other types": (
-        A + pair("x2", "b", zero="h0") + "r = Concat<axis = 1>(a, b)" + Y,
+        A + qdq_text("x2", "b", zero="h0") + "r = Concat<axis = 1>(a, b)" + Y,
         "mixed-types",
     ),
-    "concat without Q": (A + pair("x2", "b") + "y = Concat<axis = 1>(a, b)", "no-quantized-output", "y"),
-    "where": (A + pair("x2", "b") + "r = Where(flag, a, b)" + Y, "QLinearWhere"),
+    "concat without Q": (A + qdq_text("x2", "b") + "y = Concat<axis = 1>(a, b)", "no-quantized-output", "y"),
+    "where": (A + qdq_text("x2", "b") + "r = Where(flag, a, b)" + Y, "QLinearWhere"),
     "where a scalar": (A + "r = Where(flag, a, c0)" + Y, "QLinearWhere"),
     "where a float tensor": (A + "r = Where(flag, a, x2)" + Y, "float-input"),
     # one input
     "sigmoid": (op("Sigmoid(a)", scale="tiny", zero="z0"), "QLinearSigmoid"),
     "sigmoid without Q": (A + "y = Sigmoid(a)", "no-quantized-output", "y"),
     "sigmoid float": ("r = Sigmoid(x)" + Y, "float-input"),
-    "sigmoid 16 bit": (pair("x", "a", zero="u16") + "r = Sigmoid(a)" + pair("r", "y", zero="u16"), "type"),
+    "sigmoid 16 bit": (qdq_text("x", "a", zero="u16") + "r = Sigmoid(a)" + qdq_text("r", "y", zero="u16"), "type"),
     "softmax": (op("Softmax(a)", scale="tiny", zero="z0"), "QLinearSoftmax"),
     "softmax without Q": (A + "y = Softmax(a)", "no-quantized-output", "y"),
     "leaky relu": (op("LeakyRelu<alpha = 0.1>(a)"), "QLinearLeakyRelu"),
@@ -316,7 +319,7 @@ CASES = {
     "max pool, Q and float": (A + "r = MaxPool<kernel_shape = [2, 2]>(a) u = Sqrt(r)" + Y, "float-reader"),
     "max pool opset 11": (op("MaxPool<kernel_shape = [2, 2]>(a)"), "opset", "r", "", 11),
     "max pool 16 bit": (
-        pair("x", "a", zero="h0") + "r = MaxPool<kernel_shape = [2, 2]>(a)" + pair("r", "y", zero="h0"),
+        qdq_text("x", "a", zero="h0") + "r = MaxPool<kernel_shape = [2, 2]>(a)" + qdq_text("r", "y", zero="h0"),
         "type",
     ),
     "reshape": (op("Reshape(a, flat)"), "Reshape on uint8"),
@@ -325,7 +328,7 @@ CASES = {
     "reshape, only Q": ("r = Reshape(x, flat)" + Y, "Reshape on uint8"),
     "reshape float": ("r = Reshape(x, flat) y = Sqrt(r)", "not-quantized"),
     "reshape 16 bit": (
-        pair("x", "a", zero="h0") + "r = Reshape(a, flat)" + pair("r", "y", zero="h0"),
+        qdq_text("x", "a", zero="h0") + "r = Reshape(a, flat)" + qdq_text("r", "y", zero="h0"),
         "Reshape on int16",
     ),
     "transpose": (op("Transpose<perm = [0, 2, 3, 1]>(a)"), "Transpose on uint8"),
@@ -342,7 +345,7 @@ CASES = {
     "resize": (op('Resize<mode = "nearest">(a, , sizes)'), "Resize on uint8"),
     "resize, other scale": (op('Resize<mode = "nearest">(a, , sizes)', scale="s2"), "tie"),
     "resize 16 bit": (
-        pair("x", "a", zero="h0") + 'r = Resize<mode = "nearest">(a, , sizes)' + pair("r", "y", zero="h0"),
+        qdq_text("x", "a", zero="h0") + 'r = Resize<mode = "nearest">(a, , sizes)' + qdq_text("r", "y", zero="h0"),
         "type",
     ),
     "expand": (op("Expand(a, grow)"), "Expand on uint8"),
@@ -358,40 +361,40 @@ CASES = {
     "reduce max, other scale": (op("ReduceMax(a)", scale="s2"), "tie"),
     "reduce min": (op("ReduceMin(a)"), "ReduceMin on uint8"),
     "split": (
-        A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + pair("t", "u"),
+        A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + qdq_text("t", "u"),
         "Split on uint8",
     ),
     "split, one float": (A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + "u = Sqrt(t)", "float-reader"),
     "split, other scale": (
-        A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + pair("t", "u", "s2"),
+        A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + qdq_text("t", "u", "s2"),
         "tie",
     ),
     "arg max": (A + "y = ArgMax(a)", "ArgMax on uint8", "y"),
     "arg max float": ("y = ArgMax(x)", "not-quantized", "y"),
     "embedding": ("v = DequantizeLinear(emb, s, z) r = Gather(v, ids)" + Y, "Gather on uint8"),
-    "embedding, other scale": ("v = DequantizeLinear(emb, s, z) r = Gather(v, ids)" + pair("r", "y", "s2"), "tie"),
+    "embedding, other scale": ("v = DequantizeLinear(emb, s, z) r = Gather(v, ids)" + qdq_text("r", "y", "s2"), "tie"),
     "embedding without Q": ("v = DequantizeLinear(emb, s, z) y = Gather(v, ids)", "no-quantized-output", "y"),
     # SiLU
     "silu": (
         A
         + W
         + "c = Conv(a, v)"
-        + pair("c", "d")
+        + qdq_text("c", "d")
         + "g = Sigmoid(d)"
-        + pair("g", "h", "tiny", "z0")
+        + qdq_text("g", "h", "tiny", "z0")
         + "r = Mul(d, h)"
         + Y,
         "QLinearMul",
     ),
     "silu without the inner ones": (
-        A + W + "r = Conv(a, v) g = Sigmoid(r) t = Mul(r, g)" + pair("t", "y"),
+        A + W + "r = Conv(a, v) g = Sigmoid(r) t = Mul(r, g)" + qdq_text("t", "y"),
         "no-quantized-output",
     ),
     # always float
-    "sub": (A + pair("x2", "b") + "r = Sub(a, b)" + Y, "no-kernel"),
-    "div": (A + pair("x2", "b") + "r = Div(a, b)" + Y, "no-kernel"),
-    "max": (A + pair("x2", "b") + "r = Max(a, b)" + Y, "no-kernel"),
-    "min": (A + pair("x2", "b") + "r = Min(a, b)" + Y, "no-kernel"),
+    "sub": (A + qdq_text("x2", "b") + "r = Sub(a, b)" + Y, "no-kernel"),
+    "div": (A + qdq_text("x2", "b") + "r = Div(a, b)" + Y, "no-kernel"),
+    "max": (A + qdq_text("x2", "b") + "r = Max(a, b)" + Y, "no-kernel"),
+    "min": (A + qdq_text("x2", "b") + "r = Min(a, b)" + Y, "no-kernel"),
     "pad": (op("Pad(a, pads)"), "no-kernel"),
     "tanh": (op("Tanh(a)"), "no-kernel"),
     "gelu": (op("Gelu(a)"), "no-kernel"),
@@ -409,15 +412,15 @@ CASES = {
     "clip, range inside": (op("Clip(a, c0, c6)", scale="s6", zero="z0"), "fused"),
     # pairs
     "two pairs in a row": (
-        A + "p = DequantizeLinear(a_q, s, z)" + pair("p", "q2", "s2", "z0") + "r = Sigmoid(q2)" + Y,
+        A + "p = DequantizeLinear(a_q, s, z)" + qdq_text("p", "q2", "s2", "z0") + "r = Sigmoid(q2)" + Y,
         "QLinearSigmoid",
     ),
-    "two equal Qs": (A + "r = Sigmoid(a)" + Y + pair("r", "u"), "QLinearSigmoid"),
-    "two other Qs": (A + "r = Sigmoid(a)" + Y + pair("r", "u", "s2"), "several-scales"),
+    "two equal Qs": (A + "r = Sigmoid(a)" + Y + qdq_text("r", "u"), "QLinearSigmoid"),
+    "two other Qs": (A + "r = Sigmoid(a)" + Y + qdq_text("r", "u", "s2"), "several-scales"),
     "identity between": (A + "i = Identity(a) r = Sigmoid(i)" + Y, "QLinearSigmoid"),
-    "dropout behind": (A + "r = Sigmoid(a) d = Dropout(r)" + pair("d", "y"), "QLinearSigmoid"),
+    "dropout behind": (A + "r = Sigmoid(a) d = Dropout(r)" + qdq_text("d", "y"), "QLinearSigmoid"),
     "int8 read by a Shape": (
-        pair("x", "a", zero="i0") + W + "r = Conv(a, v)" + pair("r", "y", zero="i0") + "u = Shape(a)",
+        qdq_text("x", "a", zero="i0") + W + "r = Conv(a, v)" + qdq_text("r", "y", zero="i0") + "u = Shape(a)",
         "QLinearConv",
     ),
     "constants quantized when the model runs": (
@@ -516,23 +519,28 @@ def inside_if(message, own=(), outside=()):
 
 
 def compare(message, tmp_path):
-    """Return the verdicts, the actual ops, and their differences."""
+    """Return the verdicts and the actual ops; none if ONNX Runtime rejects the model and the verdicts say so."""
     path = tmp_path / "model.onnx"
     onnx.save(message, path)
-    verdicts = ask_onnxruntime(gq.load(path))
-    actual = truth.runs_as(truth.optimized(path))
-    return verdicts, actual
+    try:
+        actual = truth.runs_as(truth.optimized(path))
+    except RUNTIME_ERRORS:
+        with pytest.raises(RejectedModelError):
+            ask_onnxruntime(gq.load(path))
+        return (), {}
+    return ask_onnxruntime(gq.load(path)), actual
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_small_graphs(name, tmp_path):
-    """The op has the expected verdict, and ONNX Runtime agrees for every op."""
+    """ONNX Runtime agrees on every op, and the op has the expected verdict if this release has the expected kernel."""
     message, about, expected = build(name)
     verdicts, actual = compare(message, tmp_path)
     assert truth.differences(verdicts, actual) == []
     found = next(verdict for verdict in verdicts if verdict.op.split("@")[0] == about)
     told = found.broken_rule.rule if found.broken_rule else (found.runs_as if found.status == "int8" else found.status)
-    assert told == expected
+    if truth.is_low(expected) == truth.is_low(actual.get(found.op, expected)):
+        assert told == expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -641,28 +649,27 @@ def test_int8_activations(name, tmp_path):
     [
         ("v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = MatMul(x, v)", "in a branch"),
         (op("AveragePool<kernel_shape = [2, 2], dilations = [1, 1]>(a)"), ""),
-        pytest.param(
-            "f = Cast<to = 17>(c0)" + pair("x", "a", zero="f") + "r = Sigmoid(a)" + pair("r", "y", zero="f"),
-            "",
-            marks=pytest.mark.skipif(
-                tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 32),
-                reason="from version 1.32 on, ONNX Runtime loads float8 pairs",
-            ),
+        (
+            "f = Cast<to = 17>(c0)" + qdq_text("x", "a", zero="f") + "r = Sigmoid(a)" + qdq_text("r", "y", zero="f"),
+            "float8",
         ),
     ],
 )
 def test_rejected_models(text, given, tmp_path, monkeypatch):
     """A model that ONNX Runtime cannot load gets a finding with its error, and a remedy for that error."""
-    name = "blocks of 16" if given else "conv"
+    name = "blocks of 16" if given == "in a branch" else "conv"
     monkeypatch.setitem(CASES, name, (text, "refused"))
     message = build(name)[0]
-    onnx.save(inside_if(message) if given else message, tmp_path / "model.onnx")
+    onnx.save(inside_if(message) if given == "in a branch" else message, tmp_path / "model.onnx")
     report = check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime")
+    finding = next((finding for finding in report.findings if finding.code == "GQ109"), None)
+    if given == "float8" and finding is None:  # newer releases have the kernels
+        truth.optimized(tmp_path / "model.onnx")
+        return
     assert report.verdicts == ()
-    finding = next(finding for finding in report.findings if finding.code == "GQ109")
-    assert finding.op
+    assert finding.op or finding.fix == REJECTION_REMEDIES["crashes on it"]
     assert finding.fix in REJECTION_REMEDIES.values()
-    with pytest.raises((errors.Fail, errors.InvalidGraph)):
+    with pytest.raises(RUNTIME_ERRORS):
         truth.optimized(tmp_path / "model.onnx")
 
 

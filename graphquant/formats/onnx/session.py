@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
 import re
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +56,12 @@ RUNTIME_ERRORS: tuple[type[Exception], ...] = (
     *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
 )
 """Exceptions of onnxruntime, which have no common base class."""
+
+_RELEASE = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
+
+_MAY_CRASH = sys.platform == "linux" and _RELEASE < (1, 28)
+"""Older releases crash on some models: a Conv with inputs of different ranks, blocked weights that a branch captures.
+They first open each session in a forked process."""
 
 MEMORY_MAPPED_BYTES = 1 << 29
 """Size of external data from which weights stay memory-mapped during runs, which is slower."""
@@ -323,13 +333,31 @@ def create_session(
         values = [*map(onnxruntime.OrtValue.ortvalue_from_numpy, weights.values())]
         options.add_external_initializers(list(weights), values)
     try:
-        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        session = open_inference_session(data, options)
     except RUNTIME_ERRORS as error:
         raise ModelError(
             f"onnxruntime rejects the model: {first_line(error)}. Correct the model, or update onnxruntime."
         ) from error
     session.weights = weights  # the session reads their memory
     return session
+
+
+def open_inference_session(data: bytes, options: Any) -> Any:
+    """Return a session, or raise one of `RUNTIME_ERRORS`, also where older releases would end the process."""
+
+    def open_session() -> Any:
+        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+    if _MAY_CRASH and (child := os.fork()):
+        if os.WTERMSIG(os.waitpid(child, 0)[1]) in (signal.SIGABRT, signal.SIGSEGV):
+            raise RuntimeError(f"version {onnxruntime.__version__} crashes on it")
+    elif _MAY_CRASH:
+        with suppress(BaseException):
+            faulthandler.disable()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # for the message of a failed assertion
+            open_session()
+        os._exit(0)
+    return open_session()
 
 
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
@@ -422,11 +450,14 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
         ModelError: The model cannot be emitted.
         SessionError: onnxruntime rejects the model.
     """
-    options = {
-        "session.optimized_model_external_initializers_file_name": "weights",
-        "session.optimized_model_external_initializers_min_size_in_bytes": str(MAX_INLINE_OPTIMIZED_BYTES),
-        **({"session.qdqisint8allowed": "1"} if int8_activations else {}),
-    }
+    options = {"session.qdqisint8allowed": "1"} if int8_activations else {}
+    # Releases before 1.31 write some initializers twice, or fail, if weights go to a file of their own.
+    weights = (op for op in model.main.ops() if op.read_value is not None)
+    if _RELEASE >= (1, 31) or sum(map(constant_bytes, weights)) >= MEMORY_MAPPED_BYTES:
+        options |= {
+            "session.optimized_model_external_initializers_file_name": "weights",
+            "session.optimized_model_external_initializers_min_size_in_bytes": str(MAX_INLINE_OPTIMIZED_BYTES),
+        }
     with TemporaryDirectory() as folder:
         path = Path(folder, "optimized.onnx")
         lookup = _create_numbered_session(model, options, path)
@@ -464,7 +495,7 @@ def infer_output_types(message: Any) -> dict[str, TypeAndShape]:
     # folding of constants could fill memory
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = open_inference_session(message.SerializeToString(), options)
     except RUNTIME_ERRORS:
         return {}
     types: dict[str, TypeAndShape] = {}
