@@ -1,9 +1,14 @@
 """Gates against measured metrics."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from graphquant.analysis import Comparison
+from graphquant.analysis.comparison import OutputFigures
+from graphquant.analysis.validation import Bounds, Validation
 from graphquant.batch.types import BatchFinding, Gates, Outcome, OutcomeMetrics
-from graphquant.batch.work import gate_misses
+from graphquant.batch.work import gate_misses, outcome_metrics
 
 METRICS = OutcomeMetrics(sqnr=30.0, agreement=0.975, accuracy=(0.97, 0.95), samples=40)
 
@@ -31,6 +36,33 @@ def test_each_gate(met, missed, numbers):
     ((gate, message),) = missed_gates(Gates(**missed)).items()
     assert gate == next(iter(missed))
     assert all(number in message for number in numbers)
+
+
+def test_nearly_all_is_not_all():
+    """99.96% and 99.9996% miss a bound of 100%, with the agreement that the comparison of the models has."""
+    for share in (0.9996, 0.999996):
+        outputs = [
+            OutputFigures(
+                name=name,
+                quantized_name=name,
+                sqnr=None,
+                cosine=None,
+                max_error=1.0,
+                agreement=agreement,
+                rows=2500,
+                values=2500,
+                accuracy=(0.5, 0.5),
+                problem="",
+            )
+            for name, agreement in (("a", 1.0), ("b", share), ("c", 1.0))
+        ]
+        comparison = Comparison(samples=1, random=False, outputs=tuple(outputs), sites=(), labels="")
+        validation = Validation(comparison=comparison, reuses_samples=False, bounds=Bounds(min_agreement=1.0))
+        assert len(validation.failures) == 1
+        metrics = outcome_metrics(SimpleNamespace(inserted=(None,), validation=validation))
+        assert metrics.agreement == share
+        missed = missed_gates(Gates(min_agreement=1, min_quantized=1), metrics, quantized_share=share)
+        assert missed.keys() == {"min_agreement", "min_quantized"}
 
 
 def test_findings_miss_the_check_gate():

@@ -10,10 +10,10 @@ import onnx
 import pytest
 from support.batch_reports import report_without_times
 
-from graphquant.batch.cache import OutcomeCache, journal_path
+from graphquant.batch.cache import OutcomeCache, _read_cached_outcome, journal_path
 from graphquant.batch.cache_key import file_digest
 from graphquant.batch.run import BatchOptions, run_batch
-from graphquant.batch.types import Entry, Gates, Outcome
+from graphquant.batch.types import Digests, Entry, Gates, Outcome, outcome_json
 from graphquant.batch.work import failed_outcome, quantize_entry
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import file_writer
@@ -35,7 +35,7 @@ class Executor:
 
 
 @pytest.fixture
-def workspace(tmp_path, samples, monkeypatch):
+def batch_folder(tmp_path, samples, monkeypatch):
     """Return a folder with two models and their data."""
     for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
         shutil.copy(samples / name, tmp_path)
@@ -68,7 +68,7 @@ def run_entries(entries, execute=None, **settings):
     return list(report.outcomes), execute.done
 
 
-def test_batch(workspace):
+def test_batch(batch_folder):
     """Models run by size, and are reported in the order of the entries with products, sizes and metrics."""
     outcomes, done = run_entries([*two_entries()][::-1])
     assert [outcome.name for outcome in outcomes] == ["digits_rnn.onnx", "digits_cnn.onnx"]
@@ -84,7 +84,7 @@ def test_batch(workspace):
     assert cnn.int8_ops[1] == 27
 
 
-def test_finished_outputs_are_not_rebuilt(workspace):
+def test_finished_outputs_are_not_rebuilt(batch_folder):
     """A second run executes nothing. Its outcomes are "unchanged" and take no time."""
     first, _ = run_entries(two_entries())
     second, done = run_entries(two_entries())
@@ -93,7 +93,7 @@ def test_finished_outputs_are_not_rebuilt(workspace):
     assert all(outcome.seconds for outcome in first)
 
 
-def test_a_removed_output_is_restored_from_the_cache(workspace):
+def test_a_removed_output_is_restored_from_the_cache(batch_folder):
     """A removed output is restored. An output that was edited is replaced only with --force."""
     run_entries(two_entries())
     outputs = [Path("out/digits_cnn.onnx"), Path("out/digits_rnn.onnx")]
@@ -112,7 +112,7 @@ def test_a_removed_output_is_restored_from_the_cache(workspace):
     assert outputs[1].read_bytes() != b"mine"
 
 
-def test_outputs_with_external_weights(workspace, monkeypatch):
+def test_outputs_with_external_weights(batch_folder, monkeypatch):
     """Built or restored, an output has its own external weights, and earlier ones are removed."""
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     message = onnx.load("digits_cnn.onnx")
@@ -129,7 +129,7 @@ def test_outputs_with_external_weights(workspace, monkeypatch):
     assert runs[0][2] != runs[1][2]
 
 
-def test_outputs_without_their_cache(workspace):
+def test_outputs_without_their_cache(batch_folder):
     """Without the cache, outputs that name their model are replaced. Other files are not."""
     entries = [*two_entries(), replace(two_entries()[0], name="other", output="out/other.onnx")]
     run_entries(entries)
@@ -144,7 +144,7 @@ def test_outputs_without_their_cache(workspace):
     assert "was not created by a batch" in run_entries(entries)[0][0].problem.message
 
 
-def test_output_removed_during_the_run(workspace):
+def test_output_removed_during_the_run(batch_folder):
     """An output that disappears during the run is not cached, without a warning."""
 
     def execute(entries):
@@ -162,7 +162,7 @@ def test_output_removed_during_the_run(workspace):
     assert [outcome.status for outcome in outcomes] == ["unchanged", "done"]
 
 
-def test_damaged_cache_file_is_rebuilt(workspace):
+def test_damaged_cache_file_is_rebuilt(batch_folder):
     """A cached file whose content does not match its digest is rebuilt."""
     (first, _), _ = run_entries(two_entries())
     cached = next(Path("cache/files").glob(f"*/{first.digests.output}"))
@@ -184,19 +184,29 @@ def test_damaged_cache_file_is_rebuilt(workspace):
         (None, ""),
     ],
 )
-def test_forged_cache_entries_are_ignored(workspace, name, digest):
+def test_forged_cache_entries_are_ignored(batch_folder, name, digest):
     """A cached outcome without files, or with paths outside of the cache, is ignored and deletes nothing."""
     (first, _), _ = run_entries(two_entries())
     Path("precious").write_bytes(b"mine")
     cached = next(Path("cache/outcomes").glob(f"*/{first.digests.key}.json"))
     content = json.loads(cached.read_bytes())
-    content["products"] = {} if name is None else {name: digest.format(folder=workspace)}
+    content["products"] = {} if name is None else {name: digest.format(folder=batch_folder)}
     cached.write_text(json.dumps(content))
     Path("out/digits_cnn.onnx").unlink()
     outcomes, done = run_entries(two_entries())
     assert done == ["digits_cnn.onnx"]
     assert outcomes[0].digests.output == first.digests.output
     assert Path("precious").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["../net.onnx", "a/../../net.onnx", "a/..", "/net.onnx", "", "."])
+def test_cached_files_are_inside_the_folder(tmp_path, name):
+    """A cached outcome is ignored if the name of a product leads out of the output's folder, or names no file."""
+    outcome = Outcome(name="net", model="net.onnx", output="out/net.onnx", status="done", digests=Digests(key="key"))
+    for products in ({"net.onnx": "a" * 64}, {"a/..b/net.onnx": "a" * 64}, {"net.onnx": "a" * 64, name: "b" * 64}):
+        stored = replace(outcome, products=products)
+        (tmp_path / "key.json").write_text(json.dumps(outcome_json(stored)))
+        assert _read_cached_outcome(tmp_path / "key.json") == (None if name in products else stored)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +220,13 @@ def test_forged_cache_entries_are_ignored(workspace, name, digest):
         {"gates": Gates(check="")},
     ],
 )
-def test_inputs_of_the_cache_key(workspace, change):
+def test_inputs_of_the_cache_key(batch_folder, change):
     """Changing an option rebuilds the output."""
     run_entries([sample_entry("digits_cnn")])
     assert run_entries([sample_entry("digits_cnn", **change)])[1] == ["digits_cnn.onnx"]
 
 
-def test_file_contents_are_part_of_the_cache_key(workspace):
+def test_file_contents_are_part_of_the_cache_key(batch_folder):
     """Changed models, data or rules rebuild the output. A new modification time does not."""
     Path("mine.toml").write_text(Path(__file__).parents[2].joinpath("rules/tensorrt.toml").read_text())
     entry = sample_entry("digits_cnn", rules=("mine.toml",))
@@ -230,7 +240,7 @@ def test_file_contents_are_part_of_the_cache_key(workspace):
     assert run_entries([entry])[1] == ["digits_cnn.onnx"]
 
 
-def test_gates_apply_to_cached_outputs(workspace):
+def test_gates_apply_to_cached_outputs(batch_folder):
     """A size gate is checked on a cached output without rebuilding it."""
     first, _ = run_entries([sample_entry("digits_cnn")])
     outcomes, done = run_entries([sample_entry("digits_cnn", gates=Gates(max_size=10))])
@@ -241,7 +251,7 @@ def test_gates_apply_to_cached_outputs(workspace):
 
 
 @pytest.mark.parametrize("bounds", [(20, 56), (56, 20)])
-def test_bounds_are_part_of_the_cache_key(workspace, bounds):
+def test_bounds_are_part_of_the_cache_key(batch_folder, bounds):
     """An output searched for with one bound is not reused for another, nor by --resume."""
     contents = []
     for bound in bounds:
@@ -253,7 +263,7 @@ def test_bounds_are_part_of_the_cache_key(workspace, bounds):
     assert contents[0] != contents[1]
 
 
-def test_without_the_cache(workspace):
+def test_without_the_cache(batch_folder):
     """Without the cache every output is rebuilt, and replaces that of an earlier batch."""
     run_entries(two_entries(), cache=False)
     assert not Path("cache/files").exists()
@@ -262,7 +272,7 @@ def test_without_the_cache(workspace):
     assert [outcome.status for outcome in outcomes] == ["done", "done"]
 
 
-def test_failure_affects_one_entry(workspace):
+def test_failure_affects_one_entry(batch_folder):
     """Invalid models, data and rules fail with the errors of `insert`. The other entries are done."""
     Path("broken.onnx").write_bytes(b"\xff" * 100)
     Path("bad.toml").write_text("[[rule]]\nname = 'x'\n")
@@ -283,7 +293,7 @@ def test_failure_affects_one_entry(workspace):
     assert sorted(path.name for path in Path("out").iterdir()) == ["digits_cnn.onnx"]
 
 
-def test_stop_and_resume(workspace):
+def test_stop_and_resume(batch_folder):
     """A resumed batch executes only unfinished entries. Its report equals that of an uninterrupted one."""
     expected = [replace(outcome, seconds=0.0) for outcome in run_entries(two_entries())[0]]
     shutil.rmtree("cache")
@@ -296,7 +306,7 @@ def test_stop_and_resume(workspace):
     assert [replace(outcome, seconds=0.0) for outcome in outcomes] == expected
 
 
-def test_outputs_written_while_stopping_are_claimed(workspace):
+def test_outputs_written_while_stopping_are_claimed(batch_folder):
     """Outputs that the executor writes while it is stopped belong to the batch."""
 
     def execute(entries):
@@ -314,7 +324,7 @@ def test_outputs_written_while_stopping_are_claimed(workspace):
     assert [outcome.status for outcome in run_entries(two_entries(), cache=False, resume=True)[0]] == ["done", "done"]
 
 
-def test_resume_verifies_existing_outputs(workspace):
+def test_resume_verifies_existing_outputs(batch_folder):
     """--resume rebuilds outputs that are missing or whose settings changed."""
     run_entries(two_entries(), cache=False)
     Path("out/digits_cnn.onnx").unlink()
@@ -323,7 +333,7 @@ def test_resume_verifies_existing_outputs(workspace):
     assert run_entries(changed, cache=False, resume=True)[1] == ["digits_rnn.onnx"]
 
 
-def test_resume_retries_failures(workspace):
+def test_resume_retries_failures(batch_folder):
     """--resume retries timeouts and failures, because limits and packages are not part of the key."""
 
     def execute(entries):
@@ -338,7 +348,7 @@ def test_resume_retries_failures(workspace):
     assert [outcome.status for outcome in outcomes] == ["done", "done"]
 
 
-def test_truncated_journal(workspace):
+def test_truncated_journal(batch_folder):
     """A truncated line is ignored, and later lines are valid."""
     run_entries(two_entries(), cache=False)
     path = journal_path(Path("cache"), two_entries())
@@ -352,7 +362,7 @@ def test_truncated_journal(workspace):
     ]
 
 
-def test_output_is_synced_before_its_outcome(workspace, monkeypatch):
+def test_output_is_synced_before_its_outcome(batch_folder, monkeypatch):
     """File and folder are synced, so that the journal has no output that a crash of the machine lost."""
     synced, fsync = set(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), fsync(file)))
@@ -360,7 +370,7 @@ def test_output_is_synced_before_its_outcome(workspace, monkeypatch):
     assert {Path("out/digits_cnn.onnx").stat().st_ino, Path("out").stat().st_ino} <= synced
 
 
-def test_journal_of_remote_outputs(workspace, monkeypatch):
+def test_journal_of_remote_outputs(batch_folder, monkeypatch):
     """The journal's path does not depend on the current folder."""
     entries = [replace(sample_entry("digits_cnn"), output="s3://bucket/out.onnx")]
     expected = journal_path(Path("cache"), entries)
@@ -368,7 +378,7 @@ def test_journal_of_remote_outputs(workspace, monkeypatch):
     assert journal_path(Path("cache"), entries) == expected
 
 
-def test_concurrent_batches(workspace):
+def test_concurrent_batches(batch_folder):
     """A second batch with the same outputs raises UsageError while the first one runs."""
 
     def execute(entries):
@@ -380,7 +390,7 @@ def test_concurrent_batches(workspace):
     assert [outcome.status for outcome in report.outcomes] == ["done", "done"]
 
 
-def test_model_changed_during_the_run_is_not_cached(workspace):
+def test_model_changed_during_the_run_is_not_cached(batch_folder):
     """The output is not cached, because the version of the model it was built from is unknown."""
 
     def execute(entries):
@@ -394,7 +404,7 @@ def test_model_changed_during_the_run_is_not_cached(workspace):
     assert OutcomeCache(Path("cache")).load_outcome(outcomes[0].digests.key) is None
 
 
-def test_data_changed_during_the_run(workspace):
+def test_data_changed_during_the_run(batch_folder):
     """Outputs of data that changed during the run are not cached. Others are."""
 
     def execute(entries):
@@ -406,7 +416,7 @@ def test_data_changed_during_the_run(workspace):
     assert cached == [False, True]
 
 
-def test_data_functions_are_not_cached(workspace):
+def test_data_functions_are_not_cached(batch_folder):
     """Outputs of a data function are rebuilt, because its data is unknown. --resume reuses them."""
     Path("feeds.py").write_text(
         "import numpy\n\ndef feeds():\n    data = numpy.load('digits_cnn_calib.npz')\n"
@@ -418,7 +428,7 @@ def test_data_functions_are_not_cached(workspace):
     assert run_entries([entry], resume=True)[1] == []
 
 
-def test_report_without_times(workspace):
+def test_report_without_times(batch_folder):
     """Two runs give the same report without times."""
     runs = [run_batch(two_entries(), batch_options(cache=False), Executor()) for _ in range(2)]
     reports = [report_without_times(run) for run in runs]
@@ -426,7 +436,7 @@ def test_report_without_times(workspace):
     assert isinstance(reports[0]["outcomes"][0]["sites"], int)
 
 
-def test_pruning_the_cache(workspace):
+def test_pruning_the_cache(batch_folder):
     """The least recently used outcomes are removed first, with the files that no other outcome needs."""
     (rnn, cnn), _ = run_entries(two_entries()[::-1])
     run_entries(two_entries()[1:])  # used once more
@@ -441,7 +451,7 @@ def test_pruning_the_cache(workspace):
         cache.prune("soon")
 
 
-def test_journals_are_pruned(workspace):
+def test_journals_are_pruned(batch_folder):
     """Old journals are removed unless a running batch uses them."""
     path = journal_path(Path("cache"), two_entries())
 
@@ -459,7 +469,7 @@ def test_journals_are_pruned(workspace):
     assert not path.exists()
 
 
-def test_failure_releases_the_output(workspace):
+def test_failure_releases_the_output(batch_folder):
     """After a failure or a stop, a file that a user puts at the output is not replaced."""
     without_data = replace(sample_entry("digits_cnn"), data=None)
     assert run_entries([without_data])[0][0].problem.kind == "NeedsDataError"
@@ -471,7 +481,7 @@ def test_failure_releases_the_output(workspace):
     assert ["was not created by a batch" in outcome.problem.message for outcome in outcomes] == [True, True]
 
 
-def test_failure_keeps_an_earlier_output(workspace):
+def test_failure_keeps_an_earlier_output(batch_folder):
     """A failure keeps the earlier output, which the next batch replaces unless a user edited it."""
     run_entries([sample_entry("digits_cnn")])
     before = Path("out/digits_cnn.onnx").read_bytes()
@@ -487,7 +497,7 @@ def test_failure_keeps_an_earlier_output(workspace):
     )
 
 
-def test_nothing_to_quantize_is_a_status(workspace):
+def test_nothing_to_quantize_is_a_status(batch_folder):
     """A model in which no tensor would be quantized fails without an output, unless the entry accepts it."""
     entry = sample_entry("digits_cnn", exclude=("*",))
     (empty,), _ = run_entries([entry])
@@ -497,7 +507,7 @@ def test_nothing_to_quantize_is_a_status(workspace):
     assert (accepted.status, accepted.sites, accepted.quantized_share) == ("done", 0, 0.0)
 
 
-def test_share_of_quantized_macs_is_a_gate(workspace):
+def test_share_of_quantized_macs_is_a_gate(batch_folder):
     """The share of multiply-adds with quantized inputs is stored with the outcome, and compared with its gate."""
     entry = sample_entry("digits_cnn", rules=("weight_only",), gates=Gates(min_quantized=0.5))
     (missed,), _ = run_entries([entry])

@@ -9,13 +9,15 @@ import onnx.parser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.onnx_models import load_onnx
+from support.plans import make_plan
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
 from graphquant.numerics import IntType, qparams_from_scale
 from graphquant.observers import EMPTY_SKETCH, sketch_values
-from graphquant.quantize import Plan, Site, Skip, saturates_like_clip, solve_scales
+from graphquant.quantize import Site, Skip, SkipCode, saturates_like_clip, solve_scales
 from graphquant.rules import ObserverConfig, Scheme
 from graphquant.visualize.json_export import ParametersJson
 
@@ -39,74 +41,69 @@ def gemm(tmp_path, weight=WEIGHT, bias=(1.0, -0.25), opset=13):
     return load(tmp_path / "model.onnx")
 
 
-def site(name, slot=0, *, reader="y", **changes):
+def main_graph_site(name, slot=0, *, reader="y", **changes):
     """A site of a tensor of the main graph for one use."""
     built = {"tensor": TensorRef("", name), "uses": (Use("", reader, slot),), "graph": "", "scheme": UINT8}
     return Site(**{**built, **changes})
 
 
-def plan(*sites):
-    """A plan of these sites."""
-    return Plan(format="onnx", model="", prepared="", rules=(), sites=sites)
-
-
-def numbers(params):
+def plain_params(params):
     """Scale and zero point as plain numbers."""
     return params.scale.tolist(), params.zero_point.tolist()
 
 
-X, W = site("x"), site("w", 1, scheme=CHANNEL, axis=0, parameter=True)
+X, W = main_graph_site("x"), main_graph_site("w", 1, scheme=CHANNEL, axis=0, parameter=True)
 
 
 def test_denormal_weights_are_treated_as_zeros(tmp_path):
     """A tensor of denormals gets what zeros get, with a word on it; one with a normal value in it its own scale."""
-    solution = solve_scales(gemm(tmp_path, np.full((2, 3), 1e-42, np.float32)), plan(W), {})
-    assert (numbers(solution.params[0]), solution.skips) == (([1.0, 1.0], [0, 0]), {})
+    solution = solve_scales(gemm(tmp_path, np.full((2, 3), 1e-42, np.float32)), make_plan(W), {})
+    assert (plain_params(solution.params[0]), solution.skips) == (([1.0, 1.0], [0, 0]), {})
     message = "w:0: its values, at most 1e-42, are denormal and treated as zeros, as kernels do"
     assert list(map(str, solution.changes)) == [message]
-    mixed = solve_scales(gemm(tmp_path, np.array([[1e-42] * 3, [127.0] * 3], np.float32)), plan(W), {})
-    assert numbers(mixed.params[0]) == ([pytest.approx(2.0**-126), 1.0], [0, 0])
+    mixed = solve_scales(gemm(tmp_path, np.array([[1e-42] * 3, [127.0] * 3], np.float32)), make_plan(W), {})
+    assert plain_params(mixed.params[0]) == ([pytest.approx(2.0**-126), 1.0], [0, 0])
     assert mixed.changes == ()
 
 
-def clipped(tmp_path, *sites, weight=WEIGHT, opset=13):
+def weight_changes(tmp_path, *sites, weight=WEIGHT, opset=13):
     """What is said of the weights of a Gemm with these sites."""
-    return list(map(str, solve_scales(gemm(tmp_path, weight, opset=opset), plan(*sites), {}).changes))
+    return list(map(str, solve_scales(gemm(tmp_path, weight, opset=opset), make_plan(*sites), {}).changes))
 
 
 def test_weights_outside_a_fixed_range_are_reported(tmp_path):
     """How many values of a weight the range that a rule fixes clips, beyond half a step; none where all fit."""
     fixed = replace(W, scheme=replace(INT8, observe=FIXED), axis=None, rule="mine")  # up to 127 / 16 = 7.9375
     message = "w:0: 1 of 6 values lies outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and is clipped"
-    assert clipped(tmp_path, fixed) == [message]
+    assert weight_changes(tmp_path, fixed) == [message]
     edge = np.array([[7.9375, -7.96, 7.96], [-8.0, 8.0, 100.0]], np.float32)
     message = "w:0: 3 of 6 values lie outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and are clipped"
-    assert clipped(tmp_path, fixed, weight=edge) == [message]
-    assert clipped(tmp_path, fixed, weight=edge.clip(-7.96, 7.96)) == []
+    assert weight_changes(tmp_path, fixed, weight=edge) == [message]
+    assert weight_changes(tmp_path, fixed, weight=edge.clip(-7.96, 7.96)) == []
     blocks = replace(fixed, scheme=replace(fixed.scheme, per="block", block_size=2), axis=1)
-    assert clipped(tmp_path, blocks, weight=edge, opset=21) == [message]
+    assert weight_changes(tmp_path, blocks, weight=edge, opset=21) == [message]
 
 
 def test_weights_outside_the_range_of_the_plan_are_reported(tmp_path):
     """The plan's own range or scales clip too; scales of channels are held against their channels."""
     tensor = replace(W, scheme=INT8, axis=None, range=(-1.27, 1.27), rule="mine")
     message = "w:0: 2 of 6 values lie outside [-1.27, 1.27], the range that the plan gives, and are clipped"
-    assert clipped(tmp_path, tensor) == [message]
+    assert weight_changes(tmp_path, tensor) == [message]
     channels = replace(W, scale=(0.01, 1.0))
     message = (
         "w:0: 1 of 6 values lies outside [-127, 127], the range that the plan gives (over all channels; each has"
         " its own range), and is clipped"
     )
-    assert clipped(tmp_path, channels) == [message]
-    assert clipped(tmp_path, W) == []
+    assert weight_changes(tmp_path, channels) == [message]
+    assert weight_changes(tmp_path, W) == []
 
 
 def test_weights_have_the_range_of_their_values(tmp_path):
     """Per channel and per tensor, the largest magnitude is 127 steps."""
     model = gemm(tmp_path)
-    assert numbers(solve_scales(model, plan(W), {}).params[0]) == ([pytest.approx(2 / 127), 1.0], [0, 0])
-    solution = solve_scales(model, plan(replace(W, scheme=INT8, axis=None)), {})
-    assert numbers(solution.params[0]) == (1.0, 0)
+    assert plain_params(solve_scales(model, make_plan(W), {}).params[0]) == ([pytest.approx(2 / 127), 1.0], [0, 0])
+    solution = solve_scales(model, make_plan(replace(W, scheme=INT8, axis=None)), {})
+    assert plain_params(solution.params[0]) == (1.0, 0)
     assert (solution.skips, solution.notes) == ({}, {})
 
 
@@ -121,7 +118,7 @@ def test_weights_have_the_range_of_least_error_in_each_channel(tmp_path):
         )
         message.graph.initializer.append(onnx.numpy_helper.from_array(values[:rows], "w"))
         onnx.save(message, tmp_path / "model.onnx")
-        solution = solve_scales(load(tmp_path / "model.onnx"), plan(replace(W, scheme=scheme)), {}).params[0]
+        solution = solve_scales(load(tmp_path / "model.onnx"), make_plan(replace(W, scheme=scheme)), {}).params[0]
         for row, scale in zip(values[:rows], solution.scale, strict=True):
             shares = np.linspace(0.2, 1, 400)[:, None] * np.abs(row).max() / scheme.type.limits(narrow=scheme.narrow)[1]
             errors = np.square(row - np.clip(np.rint(row / shares), -127, 127) * shares).sum(1)
@@ -131,31 +128,33 @@ def test_weights_have_the_range_of_least_error_in_each_channel(tmp_path):
 
 def test_activations_have_the_range_of_their_sketch(tmp_path):
     """Lowest and highest value, widened to hold 0."""
-    solution = solve_scales(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([-1.0, 1.55]))})
-    assert numbers(solution.params[0]) == (pytest.approx(0.01), 100)
-    solution = solve_scales(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([1.0, 2.55]))})
-    assert numbers(solution.params[0]) == (pytest.approx(0.01), 0)
+    solution = solve_scales(gemm(tmp_path), make_plan(X), {TensorRef("", "x"): sketch_values(np.array([-1.0, 1.55]))})
+    assert plain_params(solution.params[0]) == (pytest.approx(0.01), 100)
+    solution = solve_scales(gemm(tmp_path), make_plan(X), {TensorRef("", "x"): sketch_values(np.array([1.0, 2.55]))})
+    assert plain_params(solution.params[0]) == (pytest.approx(0.01), 0)
 
 
 def test_tensors_without_samples_are_skipped(tmp_path):
     """No sketch, or an empty one, is a skip with its reason; only NaN another."""
     model, reached = gemm(tmp_path), "no calibration sample reached it"
-    assert solve_scales(model, plan(X), {}).skips[0].reason == reached
-    assert solve_scales(model, plan(X), {TensorRef("", "x"): EMPTY_SKETCH}).skips[0].reason == reached
-    blank = solve_scales(model, plan(X), {TensorRef("", "x"): sketch_values(np.zeros((0, 3)))})
+    assert solve_scales(model, make_plan(X), {}).skips[0].reason == reached
+    assert solve_scales(model, make_plan(X), {TensorRef("", "x"): EMPTY_SKETCH}).skips[0].reason == reached
+    blank = solve_scales(model, make_plan(X), {TensorRef("", "x"): sketch_values(np.zeros((0, 3)))})
     assert blank.skips[0].reason == "it was empty for every calibration sample that reached it"
-    nothing = solve_scales(model, plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan]))})
+    nothing = solve_scales(model, make_plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan]))})
     assert nothing.skips[0].reason == "calibration saw no finite value"
     assert (nothing.params, nothing.notes) == ({}, {})
 
 
 def test_nan_and_infinity_in_activations(tmp_path):
     """NaN is left out of the range with a word on it; a tensor that takes infinite values stays float."""
-    solution = solve_scales(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan, 2.55, 0.0]))})
-    assert numbers(solution.params[0]) == (pytest.approx(0.01), 0)
+    solution = solve_scales(
+        gemm(tmp_path), make_plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan, 2.55, 0.0]))}
+    )
+    assert plain_params(solution.params[0]) == (pytest.approx(0.01), 0)
     assert solution.notes == {0: ("1 NaN values were ignored",)}
     solution = solve_scales(
-        gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan, -np.inf, 2.55]))}
+        gemm(tmp_path), make_plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan, -np.inf, 2.55]))}
     )
     assert solution.skips[0].reason == "it has infinite values, as masks do, which integers cannot represent"
     assert (solution.params, solution.notes) == ({}, {})
@@ -165,15 +164,15 @@ def test_nan_and_infinity_in_activations(tmp_path):
 def test_weights_with_nan(tmp_path, value):
     """A weight that holds NaN, or a bias that is not finite, has no scale: an error that names it."""
     with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
-        solve_scales(gemm(tmp_path, np.array([[value, 0, 0], [np.nan, 1, 1]], np.float32)), plan(W), {})
-    bias = site("b", 2, scheme=BIAS, parameter=True)
+        solve_scales(gemm(tmp_path, np.array([[value, 0, 0], [np.nan, 1, 1]], np.float32)), make_plan(W), {})
+    bias = main_graph_site("b", 2, scheme=BIAS, parameter=True)
     with pytest.raises(ModelError, match=r"The weight b:0 holds NaN or infinity"):
-        solve_scales(gemm(tmp_path, bias=(value, 0.0)), plan(replace(X, range=(0.0, 1.0)), W, bias), {})
+        solve_scales(gemm(tmp_path, bias=(value, 0.0)), make_plan(replace(X, range=(0.0, 1.0)), W, bias), {})
 
 
 def test_constants_with_infinity_are_skipped(tmp_path):
     """A constant that holds infinity, as masks do, is left with that reason, as an activation would be."""
-    solution = solve_scales(gemm(tmp_path, np.full((2, 3), -np.inf, np.float32)), plan(W), {})
+    solution = solve_scales(gemm(tmp_path, np.full((2, 3), -np.inf, np.float32)), make_plan(W), {})
     assert solution.params == {}
     assert solution.skips[0].reason == "it has infinite values, as masks do, which integers cannot represent"
 
@@ -185,8 +184,8 @@ def test_explicit_ranges_do_not_hide_nan(tmp_path, given):
     """A range or scale that is given makes no number of a weight's NaN, and leaves one with infinity float."""
     nan, infinite = (np.array([[value, 0, 0], [1, 1, 1]], np.float32) for value in (np.nan, np.inf))
     with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
-        solve_scales(gemm(tmp_path, nan), plan(replace(W, **given)), {})
-    solution = solve_scales(gemm(tmp_path, infinite), plan(replace(W, **given)), {})
+        solve_scales(gemm(tmp_path, nan), make_plan(replace(W, **given)), {})
+    solution = solve_scales(gemm(tmp_path, infinite), make_plan(replace(W, **given)), {})
     assert (solution.params, solution.skips[0].reason) == (
         {},
         "it has infinite values, as masks do, which integers cannot represent",
@@ -197,39 +196,47 @@ def test_weights_whose_value_is_no_float(tmp_path, monkeypatch):
     """A spoilt file may promise floats and hold strings."""
     model = gemm(tmp_path)
     monkeypatch.setattr(Parameters, "value", lambda *_: np.array(["a", "b"], object))
-    solution = solve_scales(model, plan(replace(W, axis=None, scheme=INT8)), {})
+    solution = solve_scales(model, make_plan(replace(W, axis=None, scheme=INT8)), {})
     assert solution.skips[0].reason == "its value has type object, which is not a float type"
 
 
 def test_empty_weights(tmp_path):
     """A weight without elements is skipped."""
-    solution = solve_scales(gemm(tmp_path, np.zeros((0, 3), np.float32)), plan(replace(W, scheme=INT8, axis=None)), {})
+    solution = solve_scales(
+        gemm(tmp_path, np.zeros((0, 3), np.float32)), make_plan(replace(W, scheme=INT8, axis=None)), {}
+    )
     assert solution.skips[0].reason == "it has no elements"
 
 
 def test_scales_of_the_plan(tmp_path):
     """A range wins over statistics, a scale over everything; per channel one range stands for all."""
     model, sketches = gemm(tmp_path), {TensorRef("", "x"): sketch_values(np.array([-9.0, 9.0]))}
-    assert numbers(solve_scales(model, plan(replace(X, range=(0.0, 2.55))), sketches).params[0]) == (
+    assert plain_params(solve_scales(model, make_plan(replace(X, range=(0.0, 2.55))), sketches).params[0]) == (
         pytest.approx(0.01),
         0,
     )
     given_scale = replace(X, scale=(0.5,), zero_point=(7,), range=(0.0, 1.0))
-    assert numbers(solve_scales(model, plan(given_scale), sketches).params[0]) == (0.5, 7)
-    assert numbers(solve_scales(model, plan(replace(W, range=(-127.0, 127.0))), {}).params[0]) == ([1.0, 1.0], [0, 0])
-    assert numbers(solve_scales(model, plan(replace(W, scale=(0.5, 2.0))), {}).params[0]) == ([0.5, 2.0], [0, 0])
+    assert plain_params(solve_scales(model, make_plan(given_scale), sketches).params[0]) == (0.5, 7)
+    assert plain_params(solve_scales(model, make_plan(replace(W, range=(-127.0, 127.0))), {}).params[0]) == (
+        [1.0, 1.0],
+        [0, 0],
+    )
+    assert plain_params(solve_scales(model, make_plan(replace(W, scale=(0.5, 2.0))), {}).params[0]) == (
+        [0.5, 2.0],
+        [0, 0],
+    )
     symmetric = replace(X, scheme=replace(UINT8, zero="symmetric"), scale=(0.5,))
-    assert numbers(solve_scales(model, plan(symmetric), {}).params[0]) == (0.5, 128)
+    assert plain_params(solve_scales(model, make_plan(symmetric), {}).params[0]) == (0.5, 128)
 
 
 def test_fixed_ranges_and_powers_of_two(tmp_path):
     """A rule's own range needs no data; a power-of-two scale is one."""
     fixed = replace(X, scheme=replace(UINT8, observe=ObserverConfig(name="fixed", low=0.0, high=2.55)))
-    assert numbers(solve_scales(gemm(tmp_path), plan(fixed), {}).params[0]) == (pytest.approx(0.01), 0)
+    assert plain_params(solve_scales(gemm(tmp_path), make_plan(fixed), {}).params[0]) == (pytest.approx(0.01), 0)
     power = replace(fixed, scheme=replace(fixed.scheme, scale="power-of-two"))
-    assert numbers(solve_scales(gemm(tmp_path), plan(power), {}).params[0]) == (2.0**-6, 0)
+    assert plain_params(solve_scales(gemm(tmp_path), make_plan(power), {}).params[0]) == (2.0**-6, 0)
     point = replace(W, scheme=replace(CHANNEL, observe=ObserverConfig(name="fixed-point", exponent=-4)))
-    assert numbers(solve_scales(gemm(tmp_path), plan(point), {}).params[0]) == ([0.0625, 0.0625], [0, 0])
+    assert plain_params(solve_scales(gemm(tmp_path), make_plan(point), {}).params[0]) == ([0.0625, 0.0625], [0, 0])
 
 
 def test_the_smallest_range():
@@ -237,18 +244,20 @@ def test_the_smallest_range():
     scheme = {"dtype": "uint8", "zero": "asymmetric", "smallest_range": 1e-4}
     cases = [((0.0, 0.0), 0.0, 1e-4), ((3e-5, 4e-5), 0.0, 1e-4), ((-5e-5, -1e-5), -5e-5, 5e-5), ((0.0, 2.0), 0.0, 2.0)]
     for (low, high), lower, upper in cases:
-        bias_site = site("t0", reader="t1", range=(low, high), scheme=Scheme(family="onnx-qdq", **scheme))
-        scale, _ = numbers(solve_scales(chain(1), plan(bias_site), {}).params[0])
+        bias_site = main_graph_site("t0", reader="t1", range=(low, high), scheme=Scheme(family="onnx-qdq", **scheme))
+        scale, _ = plain_params(solve_scales(chain(1), make_plan(bias_site), {}).params[0])
         assert scale == np.float32((upper - lower) / 255), (low, high)
 
 
 def test_a_sketch_per_channel_serves_a_site_per_tensor_and_the_other_way_round(tmp_path):
     """The union of the channels, or the same range for each."""
     sketches = {TensorRef("", "x"): sketch_values(np.array([[-1.0, 1.55, 0.0]]), 1)}
-    assert numbers(solve_scales(gemm(tmp_path), plan(X), sketches).params[0]) == (pytest.approx(0.01), 100)
+    assert plain_params(solve_scales(gemm(tmp_path), make_plan(X), sketches).params[0]) == (pytest.approx(0.01), 100)
     channels = replace(X, scheme=replace(UINT8, per="channel"), axis=1)
     sketches = {TensorRef("", "x"): sketch_values(np.array([0.0, 2.55]))}
-    assert solve_scales(gemm(tmp_path), plan(channels), sketches).params[0].scale.tolist() == pytest.approx([0.01] * 3)
+    assert solve_scales(gemm(tmp_path), make_plan(channels), sketches).params[0].scale.tolist() == pytest.approx(
+        [0.01] * 3
+    )
 
 
 def test_biases(tmp_path):
@@ -258,30 +267,42 @@ def test_biases(tmp_path):
         replace(W, scale=(0.25, 2.0)),
         replace(W, scheme=INT8, axis=None, scale=(0.25,)),
     )
-    bias_site = site("b", 2, scheme=BIAS, parameter=True)
+    bias_site = main_graph_site("b", 2, scheme=BIAS, parameter=True)
     many = replace(bias_site, scheme=replace(BIAS, per="channel"), axis=0)
     model = gemm(tmp_path)
-    assert numbers(solve_scales(model, plan(many, x, channel), {}).params[0]) == ([0.125, 1.0], [0, 0])
-    assert numbers(solve_scales(model, plan(x, tensor, bias_site), {}).params[2]) == (0.125, 0)
-    assert numbers(solve_scales(model, plan(x, tensor, many), {}).params[2]) == (0.125, 0)
+    assert plain_params(solve_scales(model, make_plan(many, x, channel), {}).params[0]) == ([0.125, 1.0], [0, 0])
+    assert plain_params(solve_scales(model, make_plan(x, tensor, bias_site), {}).params[2]) == (0.125, 0)
+    assert plain_params(solve_scales(model, make_plan(x, tensor, many), {}).params[2]) == (0.125, 0)
     assert (
-        solve_scales(model, plan(x, channel, bias_site), {}).skips[2].reason
+        solve_scales(model, make_plan(x, channel, bias_site), {}).skips[2].reason
         == "its shape (2,) does not match 2 weight scales"
     )
-    assert "not both quantized" in solve_scales(model, plan(x, many), {}).skips[1].reason
-    assert solve_scales(model, plan(X, channel, many), {}).skips.keys() == {0, 2}
+    assert "not both quantized" in solve_scales(model, make_plan(x, many), {}).skips[1].reason
+    assert solve_scales(model, make_plan(X, channel, many), {}).skips.keys() == {0, 2}
 
 
 def test_biases_that_do_not_fit(tmp_path):
     """More than int32 holds, or a scale that is no normal float32, keeps the bias float and says so."""
-    bias_site = site("b", 2, scheme=BIAS, parameter=True)
+    bias_site = main_graph_site("b", 2, scheme=BIAS, parameter=True)
     tensor = replace(W, scheme=INT8, axis=None, scale=(1e-5,))
-    solution = solve_scales(gemm(tmp_path, bias=(1e9, 0.0)), plan(replace(X, scale=(1e-5,)), tensor, bias_site), {})
+    solution = solve_scales(
+        gemm(tmp_path, bias=(1e9, 0.0)), make_plan(replace(X, scale=(1e-5,)), tensor, bias_site), {}
+    )
     assert solution.skips[2].reason == "its values reach 1e+19 steps of input scale times weight scale, beyond int32"
     solution = solve_scales(
-        gemm(tmp_path), plan(replace(X, scale=(1e-30,)), replace(tensor, scale=(1e-30,)), bias_site), {}
+        gemm(tmp_path), make_plan(replace(X, scale=(1e-30,)), replace(tensor, scale=(1e-30,)), bias_site), {}
     )
     assert "not a normal float32" in solution.skips[2].reason
+
+
+def test_biases_up_to_the_last_integer(tmp_path):
+    """2**31 - 128, the largest float32 that fits int32, is quantized. 2**31, one step beyond int32, is not."""
+    sites = replace(X, scale=(1.0,)), replace(W, scheme=INT8, axis=None, scale=(1.0,))
+    bias_site = main_graph_site("b", 2, scheme=BIAS, parameter=True)
+    for largest, skipped in ((2.0**31 - 128, set()), (-(2.0**31) + 128, set()), (2.0**31, {2}), (-(2.0**31), {2})):
+        assert (
+            solve_scales(gemm(tmp_path, bias=(largest, 0.0)), make_plan(*sites, bias_site), {}).skips.keys() == skipped
+        )
 
 
 def chain(count, ring=False):
@@ -300,14 +321,14 @@ def chain(count, ring=False):
 
 def tied(count, ring=False):
     """A site for each of t0 ... t<count>, each tied to the one before."""
-    sites = [site("t0", reader="t1", scheme=UINT8)]
+    sites = [main_graph_site("t0", reader="t1", scheme=UINT8)]
     for k in range(1, count + 1):
         reader = f"t{k + 1}" if k < count else "@y"
-        sites.append(site(f"t{k}", reader=reader, tie=(Use("", f"t{k}", 0),)))
+        sites.append(main_graph_site(f"t{k}", reader=reader, tie=(Use("", f"t{k}", 0),)))
     if ring:
         sites[1] = replace(sites[1], tie=(*sites[1].tie, Use("", "t1", 1)))
         sites[-1] = replace(sites[-1], uses=(*sites[-1].uses, Use("", "t1", 1)))
-    return plan(*sites)
+    return make_plan(*sites)
 
 
 def sketches_of(**ranges):
@@ -318,11 +339,47 @@ def sketches_of(**ranges):
 def test_ties_share_one_scale():
     """All members get the union of the ranges, exactly one scale and zero point."""
     solution = solve_scales(chain(2), tied(2), sketches_of(t0=(0.0, 1.0), t1=(-1.0, 0.5), t2=(0.0, 1.55)))
-    assert [numbers(solution.params[k]) for k in range(3)] == [(pytest.approx(0.01), 100)] * 3
+    assert [plain_params(solution.params[k]) for k in range(3)] == [(pytest.approx(0.01), 100)] * 3
     assert solution.params[0] is solution.params[1] is solution.params[2]
     assert [solution.notes[k] for k in range(3)] == [
         (f"it shares scale and zero point with {partner}:0",) for partner in ("t1", "t0", "t0")
     ]
+
+
+@pytest.mark.parametrize(("steps", "is_fixed"), [(0.45, True), (0.55, False)])
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_half_a_step_beyond_a_fixed_range(steps, is_fixed, end):
+    """Tied sites get the fixed range of one, unless the range of another exceeds it by more than half a step."""
+    tied_plan = tied(1)
+    fixed = replace(UINT8, observe=ObserverConfig(name="fixed", low=-12.7, high=12.8))
+    excess = np.array([-0.1 * steps, 0.0] if end == "low" else [0.0, 0.1 * steps])
+    solution = solve_scales(
+        chain(1),
+        make_plan(replace(tied_plan.sites[0], scheme=fixed), tied_plan.sites[1]),
+        {TensorRef("", "t1"): sketch_values(np.array([-12.7, 12.8]) + excess)},
+    )
+    assert plain_params(solution.params[1]) == plain_params(solution.params[0])
+    assert (float(solution.params[1].scale) == np.float32(0.1)) == is_fixed
+    assert len(solution.conflicts) == (not is_fixed)
+
+
+def test_narrow_and_wide_ranges_share_no_scale():
+    """Tied sites whose schemes differ in `narrow`, `zero` or `scale` alone keep scales of their own."""
+    wide = replace(INT8, narrow=False, observe=ObserverConfig(name="minmax"))
+    for scheme, scales in (
+        (replace(wide, narrow=True), (1 / 128, 1 / 127)),
+        (replace(wide, zero="asymmetric"), (1 / 128, 2 / 255)),
+        (replace(wide, scale="power-of-two"), (1 / 128, 1 / 64)),
+        (replace(wide, dtype="int16"), (1 / 128, 1 / 32767)),
+        (replace(wide, observe=ObserverConfig(name="absmax")), (1 / 127, 1 / 127)),
+    ):
+        tied_plan = tied(1)
+        mixed = make_plan(
+            *(replace(entry, scheme=kind) for entry, kind in zip(tied_plan.sites, (wide, scheme), strict=True))
+        )
+        solution = solve_scales(chain(1), mixed, sketches_of(t0=(-1.0, 0.5), t1=(-1.0, 1.0)))
+        assert [float(solution.params[k].scale) for k in (0, 1)] == pytest.approx(scales)
+        assert len(solution.conflicts) == (scales[0] != scales[1])
 
 
 def test_skips_follow_ties():
@@ -349,16 +406,16 @@ def test_scales_of_the_plan_reach_tied_sites():
     """One scale in an edited plan is that of the whole group, without any data; two of them say so."""
     tied_plan = tied(2)
     solution = solve_scales(
-        chain(2), plan(replace(tied_plan.sites[0], scale=(0.5,), zero_point=(9,)), *tied_plan.sites[1:]), {}
+        chain(2), make_plan(replace(tied_plan.sites[0], scale=(0.5,), zero_point=(9,)), *tied_plan.sites[1:]), {}
     )
-    assert [numbers(solution.params[k]) for k in range(3)] == [(0.5, 9)] * 3
+    assert [plain_params(solution.params[k]) for k in range(3)] == [(0.5, 9)] * 3
     assert solution.skips == {}
     assert solution.notes[1] == ("it shares the scale that the plan gives t0:0",)
-    plan_with_scales = plan(
+    plan_with_scales = make_plan(
         replace(tied_plan.sites[0], scale=(0.5,)), replace(tied_plan.sites[1], scale=(0.25,)), tied_plan.sites[2]
     )
     solution = solve_scales(chain(2), plan_with_scales, {})
-    assert numbers(solution.params[1]) == (0.25, 0)
+    assert plain_params(solution.params[1]) == (0.25, 0)
     assert solution.notes[1] == ("it is tied to t0:0, for which the plan gives another scale",)
     [conflict] = solution.conflicts
     assert str(conflict) == (
@@ -370,21 +427,21 @@ def test_scales_of_the_plan_reach_tied_sites():
 def test_ties_between_different_schemes():
     """A tie overrides no rule: each keeps a scale of its own type, and a note says so."""
     tied_plan = tied(1)
-    mixed = plan(
+    mixed = make_plan(
         tied_plan.sites[0], replace(tied_plan.sites[1], scheme=replace(INT8, observe=ObserverConfig(name="minmax")))
     )
     solution = solve_scales(chain(1), mixed, sketches_of(t0=(0.0, 2.55), t1=(-1.27, 1.0)))
     assert [solution.params[k].type.name for k in (0, 1)] == ["uint8", "int8"]
-    assert [numbers(solution.params[k]) for k in (0, 1)] == [(pytest.approx(0.01), 0)] * 2
+    assert [plain_params(solution.params[k]) for k in (0, 1)] == [(pytest.approx(0.01), 0)] * 2
     assert solution.notes == {1: ("it is tied to t0:0, whose scheme differs, so each has its own scale",)}
 
 
 def test_ties_of_equal_schemes_beside_another_are_no_conflict():
     """Only the tie between the two schemes is a conflict. The sites of one scheme share their scale."""
     tied_plan, scheme = tied(2), replace(INT8, observe=ObserverConfig(name="minmax"))
-    mixed = plan(tied_plan.sites[0], *(replace(tied_site, scheme=scheme) for tied_site in tied_plan.sites[1:]))
+    mixed = make_plan(tied_plan.sites[0], *(replace(tied_site, scheme=scheme) for tied_site in tied_plan.sites[1:]))
     solution = solve_scales(chain(2), mixed, sketches_of(t0=(0.0, 2.55), t1=(-1.27, 1.0), t2=(-2.54, 1.0)))
-    assert [numbers(solution.params[k]) for k in range(3)] == [
+    assert [plain_params(solution.params[k]) for k in range(3)] == [
         (pytest.approx(scale), 0) for scale in (0.01, 0.02, 0.02)
     ]
     assert [conflict.tensors for conflict in solution.conflicts] == [(TensorRef("", "t0"), TensorRef("", "t1"))]
@@ -400,9 +457,9 @@ def test_ties_of_equal_schemes_beside_another_are_no_conflict():
 def test_a_fused_op_without_a_scale_gets_no_pair():
     """The reader of a fused tensor has no site, so there is no pair to add before it."""
     skip = Skip(tensor=TensorRef("", "t0"), uses=(Use("", "t1", 0),), rule="fuse", reason="fused", fused=True)
-    fused = replace(plan(site("t2", reader="@y")), skips=(skip,))
+    fused = replace(make_plan(main_graph_site("t2", reader="@y")), skips=(skip,))
     solution = solve_scales(chain(2), fused, sketches_of(t2=(0.0, 2.55)))
-    assert {index: numbers(params) for index, params in solution.params.items()} == {0: (pytest.approx(0.01), 0)}
+    assert {index: plain_params(params) for index, params in solution.params.items()} == {0: (pytest.approx(0.01), 0)}
     assert len(solution.plan.sites) == 1
 
 
@@ -413,7 +470,7 @@ def test_every_site_has_params_or_a_skip(ranges):
         TensorRef("", f"t{k}"): sketch_values(np.array(ends)) for k, ends in enumerate(ranges) if ends is not None
     }
     count = len(ranges) - 1
-    tied_plan = tied(count) if count else plan(site("t0", reader="@y"))
+    tied_plan = tied(count) if count else make_plan(main_graph_site("t0", reader="@y"))
     solution = solve_scales(chain(count), tied_plan, sketches)
     assert solution.params.keys() | solution.skips.keys() == set(range(len(ranges)))
     assert not solution.params.keys() & solution.skips.keys()
@@ -429,7 +486,11 @@ def test_each_weight_is_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(Parameters, "value", lambda self, tensor: calls.append(tensor.op) or real(self, tensor))
     solve_scales(
         gemm(tmp_path),
-        plan(replace(X, scale=(0.5,)), W, site("b", 2, scheme=replace(BIAS, per="channel"), axis=0, parameter=True)),
+        make_plan(
+            replace(X, scale=(0.5,)),
+            W,
+            main_graph_site("b", 2, scheme=replace(BIAS, per="channel"), axis=0, parameter=True),
+        ),
         {},
     )
     assert sorted(calls) == ["b", "w"]
@@ -437,7 +498,7 @@ def test_each_weight_is_read_once(tmp_path, monkeypatch):
 
 def test_as_json(tmp_path):
     """Params as JSON data hold plain numbers."""
-    params = solve_scales(gemm(tmp_path), plan(replace(X, scale=(0.5,), zero_point=(8,))), {}).params[0]
+    params = solve_scales(gemm(tmp_path), make_plan(replace(X, scale=(0.5,), zero_point=(8,))), {}).params[0]
     assert ParametersJson.model_validate(SimpleNamespace(params=params)).model_dump(mode="json") == {
         "dtype": "uint8",
         "scale": 0.5,
@@ -470,7 +531,7 @@ def test_saturation_of_a_clip(zero_point, limits, expected):
 def test_each_block_has_the_range_of_its_values(tmp_path):
     """Blocks of two along the second axis have scales of their own, also the shorter last block."""
     blocks = replace(W, scheme=replace(INT8, per="block", block_size=2), axis=1)
-    solution = solve_scales(gemm(tmp_path, opset=21), plan(blocks), {})
+    solution = solve_scales(gemm(tmp_path, opset=21), make_plan(blocks), {})
     assert solution.params[0].scale.tolist() == [[pytest.approx(2 / 127), 1.0], [1.0, 1.0]]
     assert solution.skips == {}
 
@@ -481,10 +542,10 @@ def test_channels_of_an_unknown_number_are_skipped(tmp_path):
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     model, scheme = load(tmp_path / "model.onnx"), replace(UINT8, per="channel")
     unknown, known = (
-        solve_scales(model, plan(replace(X, scheme=scheme, axis=axis, range=(0.0, 2.55))), {}) for axis in (0, 1)
+        solve_scales(model, make_plan(replace(X, scheme=scheme, axis=axis, range=(0.0, 2.55))), {}) for axis in (0, 1)
     )
     assert (unknown.params, unknown.skips[0].reason) == ({}, "the number of its channels is unknown")
-    assert numbers(known.params[0]) == ([pytest.approx(0.01)] * 3, [0] * 3)
+    assert plain_params(known.params[0]) == ([pytest.approx(0.01)] * 3, [0] * 3)
 
 
 def test_a_bias_that_an_add_reads_has_the_scale_of_the_product(tmp_path):
@@ -499,9 +560,48 @@ def test_a_bias_that_an_add_reads_has_the_scale_of_the_product(tmp_path):
             message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
         onnx.save(message, tmp_path / "model.onnx")
         sites = (
-            site("x", reader="t", range=(0.0, 2.55)),
-            site("w", 1, reader="t", scheme=CHANNEL, axis=1, parameter=True),
-            site("b", slot, scheme=replace(BIAS, per="channel"), axis=0, parameter=True),
+            main_graph_site("x", reader="t", range=(0.0, 2.55)),
+            main_graph_site("w", 1, reader="t", scheme=CHANNEL, axis=1, parameter=True),
+            main_graph_site("b", slot, scheme=replace(BIAS, per="channel"), axis=0, parameter=True),
         )
-        params = solve_scales(load(tmp_path / "model.onnx"), plan(*sites), {}).params[2]
-        assert numbers(params) == ([pytest.approx(0.01 * 2 / 127), pytest.approx(0.01)], [0, 0])
+        params = solve_scales(load(tmp_path / "model.onnx"), make_plan(*sites), {}).params[2]
+        assert plain_params(params) == ([pytest.approx(0.01 * 2 / 127), pytest.approx(0.01)], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("small", "reader", "skipped"),
+    [(1.0, "r = Relu(c)", True), (20.0, "r = Relu(c)", False), (1.0, "t = Relu(b) r = Conv(c, k)", False)],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_uneven_concats_stay_float(tmp_path, small, reader, skipped, tied):
+    """An input that would span few integers behind a Concat keeps it float, unless a product runs on the output."""
+    text = f"g (float[1,2,3,3] a, float[1,2,3,3] b) => (float r) {{ c = Concat<axis = 1>(a, b) {reader} }}"
+    model = load_onnx(tmp_path, text, {"k": np.ones((1, 4, 1, 1), np.float32)})
+    tie = tuple(Use("", "c", slot) for slot in (0, 1)) if tied else ()
+    both = Use("", "t", 0) if "t =" in reader else None
+    sites = (
+        main_graph_site("a", 0, reader="c"),
+        replace(main_graph_site("b", 1, reader="c"), uses=(Use("", "c", 1), *([both] if both else []))),
+        main_graph_site("c", 0, reader="r", tie=tie),
+    )
+    spans = {"a": 80.0, "b": small, "c": 80.0}
+    sketches = {TensorRef("", name): sketch_values(np.array([0, span], np.float32)) for name, span in spans.items()}
+    solution = solve_scales(model, make_plan(*sites), sketches)
+    assert set(solution.skips) == ({0, 1, 2} if skipped else set())
+    assert {skip.code for skip in solution.skips.values()} == ({SkipCode.RANGE} if skipped else set())
+
+
+def test_uneven_concats_leave_other_readers(tmp_path):
+    """An input of a float Concat that another op reads stays quantized for that op, with its own range."""
+    ops = "c = Concat<axis = 1>(a, b) r = Relu(c) t = Relu(b)"
+    text = f"g (float[1,2,3,3] a, float[1,2,3,3] b) => (float r, float t) {{ {ops} }}"
+    sites = (
+        main_graph_site("a", 0, reader="c"),
+        replace(main_graph_site("b", 1, reader="c"), uses=(Use("", "c", 1), Use("", "t", 0))),
+        main_graph_site("c", 0, reader="r", tie=(Use("", "c", 0), Use("", "c", 1))),
+    )
+    spans = {"a": 80.0, "b": 1.0, "c": 80.0}
+    sketches = {TensorRef("", name): sketch_values(np.array([0, span], np.float32)) for name, span in spans.items()}
+    solution = solve_scales(load_onnx(tmp_path, text), make_plan(*sites), sketches)
+    assert {index: solution.plan.sites[index].uses for index in solution.params} == {1: (Use("", "t", 0),)}
+    assert float(solution.params[1].scale) == pytest.approx(1 / 255)

@@ -9,6 +9,7 @@ import onnx.parser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rule_files import rule_text
 
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
@@ -21,7 +22,7 @@ SCHEME = "[scheme.q]\nbits = 8\n"
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
 
 
-def model_of(tmp_path, text):
+def load_small(tmp_path, text):
     """The model written as text."""
     path = tmp_path / "model.onnx"
     onnx.save(onnx.parser.parse_model(HEAD + text), path)
@@ -37,17 +38,12 @@ def rules_of(tmp_path, *texts):
     return load_ruleset([str(path) for path in paths])
 
 
-def rule(name="r", producer="{}", consumer="{}", quantize="q", more=""):
-    """A rule as TOML."""
-    return f'[[rule]]\nname = "{name}"\nproducer = {producer}\nconsumer = {consumer}\nquantize = "{quantize}"\n{more}\n'
-
-
 def claimed_uses(model, rules):
     """What is claimed, as "tensor > use" with the rule's name."""
     return [(f"{match.tensor} > {match.use}", match.rule.rule.name) for match in RuleMatcher(model, rules).matches()]
 
 
-def tensors(model, rules):
+def claimed_tensors(model, rules):
     """The tensors that are claimed, each once, in order."""
     return list(dict.fromkeys(str(match.tensor) for match in RuleMatcher(model, rules).matches()))
 
@@ -105,7 +101,7 @@ g (float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] z)
 )
 def test_each_condition(tmp_path, producer, consumer, expected):
     """Each condition of a selector holds where it should and nowhere else."""
-    claims = claimed_uses(model_of(tmp_path, SMALL), rules_of(tmp_path, rule("r", producer, consumer)))
+    claims = claimed_uses(load_small(tmp_path, SMALL), rules_of(tmp_path, rule_text("r", producer, consumer)))
     assert sorted(op_key for op_key, _ in claims) == sorted(expected)
 
 
@@ -127,8 +123,8 @@ def test_each_condition(tmp_path, producer, consumer, expected):
 )
 def test_the_first_condition_that_fails_is_named(tmp_path, producer, consumer, reason):
     """A miss says which op fails which condition."""
-    rules = rules_of(tmp_path, rule("r", producer, consumer, more="optional = true"))
-    matcher = RuleMatcher(model_of(tmp_path, SMALL), rules)
+    rules = rules_of(tmp_path, rule_text("r", producer, consumer, more="optional = true"))
+    matcher = RuleMatcher(load_small(tmp_path, SMALL), rules)
     assert matcher.miss_reason(rules.rules[0], TensorRef("", "r"), Use("", "y", 0)) == reason
 
 
@@ -154,8 +150,8 @@ def test_sizes_of_weighted_ops(tmp_path, text, sizes):
     onnx.save(message, tmp_path / "model.onnx")
     model = load(tmp_path / "model.onnx")
     for keys, size in zip(("channels", "in_channels", "kernel", "rows"), sizes, strict=True):
-        matcher = RuleMatcher(model, rules_of(tmp_path, rule("r", consumer=f"{{ min_{keys} = {size or 0} }}")))
-        more = RuleMatcher(model, rules_of(tmp_path, rule("r", consumer=f"{{ min_{keys} = {(size or 0) + 1} }}")))
+        matcher = RuleMatcher(model, rules_of(tmp_path, rule_text("r", consumer=f"{{ min_{keys} = {size or 0} }}")))
+        more = RuleMatcher(model, rules_of(tmp_path, rule_text("r", consumer=f"{{ min_{keys} = {(size or 0) + 1} }}")))
         assert len(list(matcher.matches())) == (0 if size is None else 2)
         assert not list(more.matches())
 
@@ -169,8 +165,8 @@ def test_any_op_of_a_pattern(tmp_path):
     z = Neg (f) }
     """
     inside = '[pattern.p]\nops = ["e = erf(a)", "f = mul(a, e)"]\n'
-    rules = rules_of(tmp_path, inside + rule("in", '{ pattern = "p.*" }', '{ pattern = "p.*" }'))
-    assert claimed_uses(model_of(tmp_path, text), rules) == [("e:0 > f[1]", "in")]
+    rules = rules_of(tmp_path, inside + rule_text("in", '{ pattern = "p.*" }', '{ pattern = "p.*" }'))
+    assert claimed_uses(load_small(tmp_path, text), rules) == [("e:0 > f[1]", "in")]
 
 
 SUMS = """
@@ -208,21 +204,36 @@ def test_longest_path_and_sibling_rule(tmp_path, text, expected):
     onnx.save(message, tmp_path / "model.onnx")
     rules = rules_of(
         tmp_path,
-        rule("branch", '{ kind = "conv" }', '{ kind = "add", path = "longest" }')
-        + rule("skip", "{}", '{ kind = "add", sibling_rule = "branch" }'),
+        rule_text("branch", '{ kind = "conv" }', '{ kind = "add", path = "longest" }')
+        + rule_text("skip", "{}", '{ kind = "add", sibling_rule = "branch" }'),
     )
     assert dict(claimed_uses(load(tmp_path / "model.onnx"), rules)) == expected
 
 
+def test_a_use_is_no_sibling_of_itself(tmp_path):
+    """`sibling_rule` needs another input of the op that the rule claims, whichever rule comes first."""
+    text = """g (float[1,4,8,8] x, float[4,4,1,1] w) => (float[1,4,8,8] y) {
+        a = Conv (x, w)
+        s = Neg (x)
+        y = Add (a, s)
+    }"""
+    rules = rules_of(
+        tmp_path,
+        rule_text("skip", "{}", '{ kind = "add", sibling_rule = "branch" }')
+        + rule_text("branch", '{ kind = "conv" }', '{ kind = "add" }'),
+    )
+    assert dict(claimed_uses(load_small(tmp_path, text), rules)) == {"a:0 > y[0]": "branch", "s:0 > y[1]": "skip"}
+
+
 def test_unknown_sizes_match_no_bound(tmp_path):
     """A tensor without static sizes has no rank and no number of elements."""
-    model = model_of(
+    model = load_small(
         tmp_path,
         "g (float x, float[N,3] p) => (float y, float[N,3] q) { y = Foo(x)\nq = Relu(p) }".replace("Foo", "Relu"),
     )
     model.main.replace_op(Op(name="x", kind="input", type="Input", roles=(), outputs=(Output("x", "float32", None),)))
-    assert tensors(model, rules_of(tmp_path, rule(producer="{ max_rank = 9 }"))) == ["p:0", "y:0", "q:0"]
-    assert tensors(model, rules_of(tmp_path, rule(producer="{ max_size = 9 }"))) == ["y:0"]
+    assert claimed_tensors(model, rules_of(tmp_path, rule_text(producer="{ max_rank = 9 }"))) == ["p:0", "y:0", "q:0"]
+    assert claimed_tensors(model, rules_of(tmp_path, rule_text(producer="{ max_size = 9 }"))) == ["y:0"]
 
 
 @pytest.mark.parametrize(
@@ -241,8 +252,8 @@ def test_unknown_sizes_match_no_bound(tmp_path):
 )
 def test_chains_above(tmp_path, chain, expected):
     """A chain reads left to right up to the tensor, through identities; what lies inside has one reader."""
-    rules = rules_of(tmp_path, rule(producer=f'{{ kind = "{chain}" }}'))
-    assert tensors(model_of(tmp_path, SMALL), rules) == expected
+    rules = rules_of(tmp_path, rule_text(producer=f'{{ kind = "{chain}" }}'))
+    assert claimed_tensors(load_small(tmp_path, SMALL), rules) == expected
 
 
 @pytest.mark.parametrize(
@@ -260,16 +271,21 @@ def test_chains_above(tmp_path, chain, expected):
 )
 def test_chains_below(tmp_path, chain, expected):
     """A consumer's chain starts at the consumer and follows sole readers, through identities."""
-    rules = rules_of(tmp_path, rule(consumer=f'{{ kind = "{chain}" }}'))
-    assert sorted(tensors(model_of(tmp_path, SMALL), rules)) == sorted(expected)
+    rules = rules_of(tmp_path, rule_text(consumer=f'{{ kind = "{chain}" }}'))
+    assert sorted(claimed_tensors(load_small(tmp_path, SMALL), rules)) == sorted(expected)
 
 
 def test_optional_links_are_skipped(tmp_path):
     """An optional link does not take what a required one needs."""
-    model = model_of(tmp_path, "g (float[2] x) => (float[2] y) { a = Tanh(x)\nb = Relu(a)\ny = Relu(b) }")
-    assert tensors(model, rules_of(tmp_path, rule(producer='{ kind = "relu > relu? > relu?" }'))) == ["b:0", "y:0"]
-    assert tensors(model, rules_of(tmp_path, rule(producer='{ kind = "relu > relu|tanh? > relu" }'))) == ["y:0"]
-    assert tensors(model, rules_of(tmp_path, rule(consumer='{ kind = "relu > relu? > relu" }'))) == ["a:0"]
+    model = load_small(tmp_path, "g (float[2] x) => (float[2] y) { a = Tanh(x)\nb = Relu(a)\ny = Relu(b) }")
+    assert claimed_tensors(model, rules_of(tmp_path, rule_text(producer='{ kind = "relu > relu? > relu?" }'))) == [
+        "b:0",
+        "y:0",
+    ]
+    assert claimed_tensors(model, rules_of(tmp_path, rule_text(producer='{ kind = "relu > relu|tanh? > relu" }'))) == [
+        "y:0"
+    ]
+    assert claimed_tensors(model, rules_of(tmp_path, rule_text(consumer='{ kind = "relu > relu? > relu" }'))) == ["a:0"]
 
 
 @given(
@@ -281,7 +297,7 @@ def test_chains_equal_a_regular_expression(ops, links):
     if all(optional for _, optional in links):
         return
     kinds = {"a": "relu", "b": "tanh", "i": "identity"}
-    model = line([kinds[letter] for letter in ops])
+    model = row_of_ops([kinds[letter] for letter in ops])
     text = " > ".join(kinds[letter] + "?" * optional for letter, optional in links)
     around = OpNeighbors(model)
     pattern = "i*".join(f"(?:{letter}{'?' if optional else ''})" for letter, optional in links)
@@ -295,7 +311,7 @@ def test_chains_equal_a_regular_expression(ops, links):
     assert matches_chain_down(around, parse_chain(text), Use("", "n1", 0)) == expected
 
 
-def line(kinds):
+def row_of_ops(kinds):
     """A model of ops in a row, n0 an input, n1, n2, ... of the kinds given, an output behind the last."""
     model = Model(format="onnx")
     graph = Graph("", model.graphs)
@@ -342,14 +358,14 @@ g (float[2] x) => (float[2] y, float[2] z)
 )
 def test_patterns(tmp_path, ops, part, expected):
     """Patterns try both orders of commuted operands; a name stands for one tensor, `_` for any."""
-    text = f"[pattern.p]\nops = {ops}\n" + rule(producer=f'{{ kind = "*", pattern = "p{part}" }}')
-    assert tensors(model_of(tmp_path, GELU), rules_of(tmp_path, text)) == expected
+    text = f"[pattern.p]\nops = {ops}\n" + rule_text(producer=f'{{ kind = "*", pattern = "p{part}" }}')
+    assert claimed_tensors(load_small(tmp_path, GELU), rules_of(tmp_path, text)) == expected
 
 
 def test_patterns_on_consumers(tmp_path):
     """A consumer's pattern selects the uses by the op that plays the part."""
-    text = '[pattern.p]\nops = ["e = erf(x)", "y = mul(e, e)"]\n' + rule(consumer='{ pattern = "p.e" }')
-    assert claimed_uses(model_of(tmp_path, GELU), rules_of(tmp_path, text)) == [("y:0 > t[0]", "r")]
+    text = '[pattern.p]\nops = ["e = erf(x)", "y = mul(e, e)"]\n' + rule_text(consumer='{ pattern = "p.e" }')
+    assert claimed_uses(load_small(tmp_path, GELU), rules_of(tmp_path, text)) == [("y:0 > t[0]", "r")]
 
 
 def test_operand_order_is_backtracked(tmp_path):
@@ -363,13 +379,13 @@ g (float[2] x, float[2] w) => (float[2] y)
 }
 """
     ops = ["a = add(p, q)", "b = tanh(p)", "y = mul(a, b)"]
-    rules = rules_of(tmp_path, f"[pattern.p]\nops = {ops}\n" + rule(producer='{ pattern = "p" }'))
-    assert tensors(model_of(tmp_path, text), rules) == ["y:0"]
+    rules = rules_of(tmp_path, f"[pattern.p]\nops = {ops}\n" + rule_text(producer='{ pattern = "p" }'))
+    assert claimed_tensors(load_small(tmp_path, text), rules) == ["y:0"]
 
 
 def doubling(depth, bottom="relu"):
     """x, relu(x), then each op adds the one before to itself."""
-    model = line([bottom, *["add"] * depth])
+    model = row_of_ops([bottom, *["add"] * depth])
     for index in range(2, depth + 2):
         model.main.set_source(Use("", f"n{index}", 1), TensorRef("", f"n{index - 1}"))
     return model
@@ -378,30 +394,30 @@ def doubling(depth, bottom="relu"):
 def test_hostile_patterns_end(tmp_path):
     """Thirty commuted lines on a graph where all orders fail are refused at once, by their kinds alone."""
     ops = ["a0 = tanh(x)", *(f"a{k} = add(a{k - 1}, a{k - 1})" for k in range(1, 31))]
-    rules = rules_of(tmp_path, f"[pattern.p]\nops = {ops}\n" + rule(producer='{ pattern = "p" }'))
+    rules = rules_of(tmp_path, f"[pattern.p]\nops = {ops}\n" + rule_text(producer='{ pattern = "p" }'))
     start = time.perf_counter()
-    assert tensors(doubling(60), rules) == []
-    assert tensors(doubling(60, "tanh"), rules) == ["n31:0"]
+    assert claimed_tensors(doubling(60), rules) == []
+    assert claimed_tensors(doubling(60, "tanh"), rules) == ["n31:0"]
     assert time.perf_counter() - start < 5
 
 
 def test_patterns_with_too_many_readings_are_an_error(tmp_path):
     """Names that occur twice can make the search blow up; it is ended with the pattern's name."""
     ops = [*(f"a{k} = add({f'a{k - 1}' if k else 'x'}, i{k})" for k in range(25)), "y = max(a24, x)"]
-    rules = rules_of(tmp_path, f"[pattern.wild]\nops = {ops}\n" + rule(producer='{ pattern = "wild" }'))
+    rules = rules_of(tmp_path, f"[pattern.wild]\nops = {ops}\n" + rule_text(producer='{ pattern = "wild" }'))
     model = doubling(40)
     model.main.replace_op(Op(name="n41", kind="max", type="Max", outputs=(Output("", "float32", (2,)),)))
     model.main.set_source(Use("", "n41", 1), TensorRef("", "n0"))
     with pytest.raises(UsageError, match=r"'wild' has too many possible matches in the ops above n41:0"):
-        tensors(model, rules)
+        claimed_tensors(model, rules)
     assert MAX_BINDING_STEPS < 10_000
 
 
 def test_the_first_rule_wins_across_files(tmp_path):
     """Files are tried in the order given, rules in the order of the file, for each use by itself."""
-    first_file = rule("exception", '{ name = "r" }', '{ kind = "mul" }', "float")
-    second_file = rule("relu", '{ kind = "relu" }') + rule("rest", '{ kind = "*" }')
-    claims = dict(claimed_uses(model_of(tmp_path, SMALL), rules_of(tmp_path, first_file, second_file)))
+    first_file = rule_text("exception", '{ name = "r" }', '{ kind = "mul" }', "float")
+    second_file = rule_text("relu", '{ kind = "relu" }') + rule_text("rest", '{ kind = "*" }')
+    claims = dict(claimed_uses(load_small(tmp_path, SMALL), rules_of(tmp_path, first_file, second_file)))
     assert claims["r:0 > y[0]"] == "exception"
     assert claims["r:0 > s[0]"] == "relu"
     assert claims["c:0 > i[0]"] == "rest"
@@ -409,7 +425,7 @@ def test_the_first_rule_wins_across_files(tmp_path):
 
 def test_order_is_that_of_the_model(tmp_path):
     """Tensors come in the order of the ops, uses in the order of the edges."""
-    claims = claimed_uses(model_of(tmp_path, SMALL), rules_of(tmp_path, rule(producer='{ kind = "*" }')))
+    claims = claimed_uses(load_small(tmp_path, SMALL), rules_of(tmp_path, rule_text(producer='{ kind = "*" }')))
     assert [op_key for op_key, _ in claims] == [
         "x:0 > c[0]", "x:0 > z[0]", "w:0 > c[1]", "b:0 > c[2]", "c:0 > i[0]", "i:0 > r[0]", "r:0 > s[0]", "r:0 > y[0]",
         "s:0 > y[1]", "y:0 > @y[0]", "z:0 > @z[0]",
@@ -419,30 +435,33 @@ def test_order_is_that_of_the_model(tmp_path):
 def test_integers_are_not_quantized(tmp_path):
     """Only tensors that are float, or of unknown dtype, are offered to rules."""
     text = "g (float[2,2] x) => (float[4] y) <int64[1] s = {-1}> { y = Reshape(x, s) }"
-    assert tensors(model_of(tmp_path, text), rules_of(tmp_path, rule(producer='{ kind = "*" }'))) == ["x:0", "y:0"]
+    assert claimed_tensors(load_small(tmp_path, text), rules_of(tmp_path, rule_text(producer='{ kind = "*" }'))) == [
+        "x:0",
+        "y:0",
+    ]
 
 
 @pytest.mark.parametrize(("side", "close"), [("producer", "'r:0'|'r'"), ("consumer", "r")])
 def test_a_name_that_matches_nothing_is_an_error(tmp_path, side, close):
     """The error has file, line, rule, side and the closest names."""
-    model = model_of(
+    model = load_small(
         tmp_path, SMALL.replace(" r ", " relu_one ").replace("(r)", "(relu_one)").replace("(r,", "(relu_one,")
     )
     selectors = {side: '{ name = "relu_onee" }'}
-    rules = rules_of(tmp_path, rule("mine", **selectors))
+    rules = rules_of(tmp_path, rule_text("mine", **selectors))
     with pytest.raises(
         UsageError, match=rf"rules0.toml:3: rule 'mine': the {side} name 'relu_onee' matches nothing"
     ) as error:
         RuleMatcher(model, rules)
     assert "Did you mean" in str(error.value)
     assert "'relu_one'" in str(error.value)
-    RuleMatcher(model, rules_of(tmp_path, rule("mine", **selectors, more="optional = true")))
+    RuleMatcher(model, rules_of(tmp_path, rule_text("mine", **selectors, more="optional = true")))
 
 
 def test_a_consumers_name_is_that_of_an_op(tmp_path):
     """A tensor's name as a consumer would never match, so it is an error too."""
     with pytest.raises(UsageError, match="the consumer name 'c:0' matches nothing"):
-        RuleMatcher(model_of(tmp_path, SMALL), rules_of(tmp_path, rule(consumer='{ name = "c:0" }')))
+        RuleMatcher(load_small(tmp_path, SMALL), rules_of(tmp_path, rule_text(consumer='{ name = "c:0" }')))
 
 
 BRANCH = """
@@ -459,12 +478,12 @@ g (bool p, float[2] x) => (float[2] y)
 
 def test_uses_inside_of_bodies(tmp_path):
     """A tensor that a body reads has that use, and names may be qualified by the graph."""
-    model = model_of(tmp_path, BRANCH)
-    rules = rules_of(tmp_path, rule(consumer='{ name = "*/then_branch/a" }'))
+    model = load_small(tmp_path, BRANCH)
+    rules = rules_of(tmp_path, rule_text(consumer='{ name = "*/then_branch/a" }'))
     assert claimed_uses(model, rules) == [("t:0 > y/then_branch/a[0]", "r")]
-    rules = rules_of(tmp_path, rule(producer='{ name = "y/else_branch/b:0" }'))
-    assert tensors(model, rules) == ["y/else_branch/b:0"]
-    assert tensors(model, rules_of(tmp_path, rule(producer='{ kind = "tanh", readers = 2 }'))) == ["t:0"]
+    rules = rules_of(tmp_path, rule_text(producer='{ name = "y/else_branch/b:0" }'))
+    assert claimed_tensors(model, rules) == ["y/else_branch/b:0"]
+    assert claimed_tensors(model, rules_of(tmp_path, rule_text(producer='{ kind = "tanh", readers = 2 }'))) == ["t:0"]
 
 
 def test_names():
@@ -480,7 +499,7 @@ def test_names():
 
 def fan_out(count):
     """One constant that many ops read."""
-    model = line([])
+    model = row_of_ops([])
     outputs = (Output("", "float32", (2,)),)
     shared = model.main.add_op(Op(name="w", kind="constant", type="Const", roles=(), outputs=outputs))
     for k in range(count):
@@ -490,18 +509,18 @@ def fan_out(count):
 
 RULES = (
     '[pattern.p]\nops = ["s = identity(x)", "t = add(s, _)", "y = identity(t)"]\n'
-    + rule("a", '{ pattern = "p" }', '{ kind = "mul > identity" }')
-    + rule("b", '{ kind = "conv > identity? > *" }', '{ kind = "conv > add" }')
-    + rule("c", '{ kind = "conv > relu > identity|relu?", min_rank = 1 }')
-    + rule("d", '{ kind = "parameter", readers = 3 }')
-    + rule("e", "{}", '{ kind = "identity? > identity? > conv" }')
-    + rule("f", '{ kind = "parameter" }')
+    + rule_text("a", '{ pattern = "p" }', '{ kind = "mul > identity" }')
+    + rule_text("b", '{ kind = "conv > identity? > *" }', '{ kind = "conv > add" }')
+    + rule_text("c", '{ kind = "conv > relu > identity|relu?", min_rank = 1 }')
+    + rule_text("d", '{ kind = "parameter", readers = 3 }')
+    + rule_text("e", "{}", '{ kind = "identity? > identity? > conv" }')
+    + rule_text("f", '{ kind = "parameter" }')
 )
 
 
 @pytest.mark.parametrize(
     "make",
-    [fan_out, lambda n: line(["identity"] * n), lambda n: line(["relu"] * n)],
+    [fan_out, lambda n: row_of_ops(["identity"] * n), lambda n: row_of_ops(["relu"] * n)],
     ids=["fan-out", "identities", "chain"],
 )
 def test_matching_looks_at_each_edge_a_bounded_number_of_times(tmp_path, monkeypatch, make):
@@ -529,7 +548,7 @@ def test_matching_looks_at_each_edge_a_bounded_number_of_times(tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [fan_out, lambda n: line(["identity"] * n), lambda n: line(["relu"] * n)],
+    [fan_out, lambda n: row_of_ops(["identity"] * n), lambda n: row_of_ops(["relu"] * n)],
     ids=["fan-out", "identities", "chain"],
 )
 def test_matching_fifty_thousand_ops_takes_seconds(tmp_path, make):
