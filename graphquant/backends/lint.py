@@ -25,7 +25,7 @@ from graphquant.ir import (
     channel_axis,
 )
 from graphquant.numerics import SMALLEST_SCALE, Array, IntType, QParams
-from graphquant.quantize import clip_limits, saturates_like_clip
+from graphquant.quantize import MIN_SHARED_STEPS, clip_limits, saturates_like_clip
 
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
@@ -65,7 +65,6 @@ LINT_CODES = {
 KNOWN_OUTPUT_RANGES = {"sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "hard_sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
 """Kinds whose output range is known."""
 
-MIN_SHARED_STEPS = 16  # minimum number of integers that a range must span if it shares a scale
 MIN_CHANNEL_STEPS = 4  # minimum number of integers between the smallest and largest value of a weight channel
 MAX_UNUSED_SHARE = 0.25  # share of integers below zero from which the output of a Relu counts as symmetric
 BIAS_SCALE_TOLERANCE = 0.01  # maximum relative error of the scale of a bias

@@ -141,6 +141,9 @@ DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {
 }
 """Kinds whose output values are input values."""
 
+CONCATENATING_KINDS = frozenset({"concat", "pack"})
+"""Kinds whose output contains all of their inputs."""
+
 QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
 """Kinds that are quantization. Their inputs and outputs are not quantized again."""
 

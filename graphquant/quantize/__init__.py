@@ -37,4 +37,4 @@ from graphquant.quantize.tflite_ranges import (
     read_name_map,
     transfer_ranges,
 )
-from graphquant.quantize.ties import clip_limits, saturates_like_clip
+from graphquant.quantize.ties import MIN_SHARED_STEPS, clip_limits, saturates_like_clip

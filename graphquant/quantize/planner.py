@@ -15,6 +15,7 @@ import numpy as np
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import (
     CLAMPING_KINDS,
+    CONCATENATING_KINDS,
     FORWARDING_KINDS,
     QUANTIZATION_KINDS,
     FunctionClones,
@@ -258,7 +259,6 @@ FUSED = "fused"
 INPUT_DEPENDENT = frozenset({SAME_AS_INPUT, PASSTHROUGH})
 """Outcomes that depend on whether the producer's input is quantized."""
 
-CONCATENATING_KINDS = frozenset({"concat", "pack"})  # kinds whose output contains all of their inputs, weights included
 COMPUTES_WEIGHT = "its consumer computes a weight from weights, and that weight is quantized where it is used"
 CAPTURED_BY_SUBGRAPH = (
     "a subgraph captures its consumer's output; onnxruntime would move the Q/DQ pair into the subgraph and crash"

@@ -38,7 +38,13 @@ from graphquant.quantize.solver_state import (
     starts_at_zero,
     takes_original_scale,
 )
-from graphquant.quantize.ties import insert_pairs_before_clips, share_scales, skip_unfed_ties, solve_block_scales
+from graphquant.quantize.ties import (
+    insert_pairs_before_clips,
+    share_scales,
+    skip_uneven_concats,
+    skip_unfed_ties,
+    solve_block_scales,
+)
 
 # The range of each site by itself: from the plan, the rule, the weight's value or the calibration data.
 
@@ -330,6 +336,7 @@ def solve_scales(
     check_plan(model, plan)
     state = SolverState(model, plan)
     find_site_ranges(state, sketches, unobservable or {})
+    skip_uneven_concats(state)
     share_scales(state)
     _round_scales_like_family(state)
     skip_unfed_ties(state)

@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from graphquant.ir import Model, Parameters, TensorRef, Use, connected_groups, reachable
+from graphquant.ir import (
+    CONCATENATING_KINDS,
+    DATA_MOVEMENT_KINDS,
+    WEIGHTED_KINDS,
+    Model,
+    Parameters,
+    TensorRef,
+    Use,
+    connected_groups,
+    reachable,
+)
 from graphquant.numerics import QParams, Range
 from graphquant.quantize.plan import Site, Skip, SkipCode
 from graphquant.quantize.solver_state import Conflict, SolverState, format_range, format_values, starts_at_zero
@@ -111,6 +121,58 @@ def _insert_pair_before_clip(
     why = f"it has the pair of {site.tensor}, because {use.op} cannot be fused: {reason}; no value changes"
     state.add_note(index, why)
     state.record_change(index, why)
+
+
+MIN_SHARED_STEPS = 16  # minimum number of integers that a range must span if it shares a scale
+
+
+def skip_uneven_concats(state: SolverState) -> None:
+    """Skip each Concat of which one input would span few integers, unless a product runs on its output."""
+    for index, site in enumerate(state.plan.sites):
+        graph, is_explicit = state.model.graphs[site.tensor.graph], site.range is not None or site.scale is not None
+        if graph.op(site.tensor.op).kind not in CONCATENATING_KINDS or index not in state.ranges or is_explicit:
+            continue
+        uses = [Use(graph.name, site.tensor.op, slot) for slot in range(len(graph.slots(site.tensor.op)))]
+        input_indices = {use: state.index_by_use[use] for use in uses if use in state.index_by_use}
+        spans = {
+            use: _span(state.ranges[input_index])
+            for use, input_index in input_indices.items()
+            if input_index in state.ranges
+        }
+        step = float(site.scheme.grid.qparams(state.ranges[index]).scale)
+        narrow_use = min(spans, key=spans.__getitem__, default=None)
+        if (
+            narrow_use is None
+            or not 0 < spans[narrow_use] < MIN_SHARED_STEPS * step
+            or _feeds_product(state, site.tensor)
+        ):
+            continue
+        steps = spans[narrow_use] / step
+        reason = f"{graph.source_of(narrow_use)} would span {steps:.1f} integers behind {site.tensor.op}"
+        state.sites[index] = replace(site, tie=())
+        input_sites = [
+            input_index if len(state.sites[input_index].uses) == 1 else state.split_use(input_index, use)
+            for use, input_index in input_indices.items()
+        ]
+        for skipped in (index, *input_sites):
+            state.skip_site(skipped, SkipCode.RANGE, reason)
+            state.ranges.pop(skipped, None)
+
+
+def _span(value_range: Range) -> float:
+    """Return the width of a range with 0.0 in it."""
+    return float(np.max(np.maximum(value_range.high, 0.0) - np.minimum(value_range.low, 0.0)))
+
+
+def _feeds_product(state: SolverState, tensor: TensorRef) -> bool:
+    """Return True if a weighted op reads a tensor, or its values behind ops that only move them."""
+    graph = state.model.graphs[tensor.graph]
+
+    def moved_outputs(name: str) -> list[str]:
+        readers = [use.op for uses in graph.consumers_by_port(name).values() for use in uses if use.graph == graph.name]
+        return readers if name == tensor.op or graph.op(name).kind in DATA_MOVEMENT_KINDS else []
+
+    return any(graph.op(name).kind in WEIGHTED_KINDS for name in reachable([tensor.op], moved_outputs))
 
 
 MAX_EXCESS_STEPS = 0.5  # steps by which a range may exceed a fixed one that still holds: rounding reaches that far
