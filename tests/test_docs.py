@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from support.documents import language_blocks
 
 from graphquant.batch.manifest import PLACEHOLDERS, ModelTable
 from graphquant.calibration.data.dataset import DATA_KINDS, PIXEL_KEYS
@@ -35,14 +36,13 @@ PAGES = [
 ]
 
 
-def code_blocks(page):
+def page_blocks(page):
     """Return language and text of each code block of a page."""
-    text = ROOT.joinpath("docs", page).read_text("utf-8")
-    return re.findall(r"^```(\S[^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return language_blocks(ROOT.joinpath("docs", page).read_text("utf-8"))
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def docs_folder(tmp_path, monkeypatch):
     """Return an empty folder with the sample models, and make it the current one."""
     ignore_outputs = shutil.ignore_patterns("*.quant*")  # outputs of README's commands
     shutil.copytree(ROOT / "sample_models", tmp_path / "sample_models", ignore=ignore_outputs)
@@ -54,7 +54,7 @@ def run_page(page):
     """Run a page's code blocks in order, Python in one namespace. Return what they printed."""
     names = {}
     printed = []
-    for language, text in code_blocks(page):
+    for language, text in page_blocks(page):
         match language:
             case "python":
                 code = f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n{indent(text)}"
@@ -86,7 +86,7 @@ def run_shell(text):
     return process.stdout
 
 
-def test_from_graph_editor(folder):
+def test_from_graph_editor(docs_folder):
     """The page's code blocks run, print the documented output, and create the files."""
     printed = run_page("from-graph-editor.md")
     page = ROOT.joinpath("docs", "from-graph-editor.md").read_text("utf-8")
@@ -95,11 +95,11 @@ def test_from_graph_editor(folder):
     for line in expected:
         assert f"{line}\n" in printed
     assert "No op whose name contains 'residual_7' reads max_pool:0." in printed
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in docs_folder.iterdir()}
     assert names >= {"recipe.pb", "recipe.onnx", "by_rules.pb", "by_line.pb", "by_line.onnx"}
 
 
-def test_data(folder):
+def test_data(docs_folder):
     """The page's code blocks run, print the documented output, and the data description is valid."""
     printed = run_page("data.md")
     page = ROOT.joinpath("docs", "data.md").read_text("utf-8")
@@ -107,10 +107,10 @@ def test_data(folder):
     assert all(line.strip() in printed for line in expected.splitlines())
     assert printed.count("100 samples, no findings.") == 2
     assert printed.count("40 samples, no findings.") == 2
-    assert folder.joinpath("digits.onnx").is_file()
+    assert docs_folder.joinpath("digits.onnx").is_file()
 
 
-def test_compare(folder):
+def test_compare(docs_folder):
     """The page's code blocks run, and the page names every key of the JSON."""
     printed = run_page("compare.md")
     assert "worst output" in printed
@@ -121,17 +121,17 @@ def test_compare(folder):
 
 
 @pytest.mark.slow
-def test_batch(folder, monkeypatch):
+def test_batch(docs_folder, monkeypatch):
     """The page's code blocks run, print the documented output, and create the outputs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(docs_folder / "cache"))
     printed = run_page("batch.md")
     page = ROOT.joinpath("docs", "batch.md").read_text("utf-8")
     (expected,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
     assert f"{expected}\n" in printed
-    names = {path.relative_to(folder / "out").as_posix() for path in (folder / "out").rglob("*.onnx")}
+    names = {path.relative_to(docs_folder / "out").as_posix() for path in (docs_folder / "out").rglob("*.onnx")}
     outputs = {f"digits_{name}.quant.onnx" for name in ("cnn", "cnn_bn", "rnn", "nested")}
     assert names == {*outputs, "trt/digits_cnn.onnx"}
-    assert folder.joinpath("whole.html").is_file()
+    assert docs_folder.joinpath("whole.html").is_file()
 
 
 def test_batch_tables():
@@ -142,7 +142,7 @@ def test_batch_tables():
 
 
 @pytest.mark.parametrize("page", ["diff.md", "strip.md"])
-def test_undoing(folder, page):
+def test_undoing(docs_folder, page):
     """The page's code blocks run and print the documented output."""
     printed = " ".join(run_page(page).split())
     text = ROOT.joinpath("docs", page).read_text("utf-8")
@@ -150,7 +150,7 @@ def test_undoing(folder, page):
     assert expected in printed
 
 
-def test_preparation(folder):
+def test_preparation(docs_folder):
     """The page's code blocks print the documented steps, and none with the file that disables them."""
     printed = run_page("preparation.md")
     page = " ".join(ROOT.joinpath("docs", "preparation.md").read_text("utf-8").split())
@@ -177,7 +177,7 @@ def test_algorithms_have_a_row_each():
 
 
 @pytest.mark.slow
-def test_tensorflow(folder):
+def test_tensorflow(docs_folder):
     """The page's code blocks run, print the documented output, and create the files."""
     pytest.importorskip("tensorflow")
     printed = run_page("tensorflow.md")
@@ -186,7 +186,7 @@ def test_tensorflow(folder):
     for line in re.findall(r"`([^`]+)`", expected):
         assert f"{line}\n" in printed
     assert f"[] ['{VARIABLES_NOT_FOLDED}" in printed
-    assert {path.name for path in folder.iterdir()} >= {"digits", "trained", "digits.pb"}
+    assert {path.name for path in docs_folder.iterdir()} >= {"digits", "trained", "digits.pb"}
 
 
 def test_data_tables():
@@ -200,7 +200,7 @@ def test_data_tables():
 
 
 @pytest.mark.slow
-def test_live_objects(folder):
+def test_live_objects(docs_folder):
     """The page's code blocks run, print the documented output, and create the files."""
     pytest.importorskip("tensorflow")
     printed = run_page("live-objects.md")
@@ -209,19 +209,19 @@ def test_live_objects(folder):
     assert len(expected) == 4
     for line in expected:
         assert f"{line}\n" in printed
-    assert {path.name for path in folder.iterdir()} >= {"model.tflite", "model.keras", "model.quant"}
+    assert {path.name for path in docs_folder.iterdir()} >= {"model.tflite", "model.keras", "model.quant"}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_families(folder):
+def test_families(docs_folder):
     """The page's code blocks run, print the documented output, and create the files."""
     pytest.importorskip("tensorflow")
     printed = run_page("families.md")
     page = ROOT.joinpath("docs", "families.md").read_text("utf-8")
     (expected,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
     assert f"{expected}\n" in printed
-    assert {path.name for path in folder.iterdir()} >= {"learned", "learned_later", "learned.pb"}
+    assert {path.name for path in docs_folder.iterdir()} >= {"learned", "learned_later", "learned.pb"}
 
 
 def test_families_tables():

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from click.testing import CliRunner
+from support.cli import invoke_cli, run_cli
+from support.documents import code_blocks
 
-from graphquant.cli import main
 from graphquant.errors import GraphQuantError
 from graphquant.rules import load_ruleset, shipped_rule_files
 
@@ -13,16 +13,11 @@ ROOT = Path(__file__).parent.parent
 TEXT = ROOT.joinpath("README.md").read_text("utf-8")
 
 
-def code_blocks(language):
-    """Return the code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-
-
 def test_python_runs(tmp_path, monkeypatch, capsys):
     """The Python example runs, and does not quantize the ops that it excludes."""
     tmp_path.joinpath("sample_models").symlink_to(ROOT / "sample_models")
     monkeypatch.chdir(tmp_path)
-    (code,) = code_blocks("python")
+    (code,) = code_blocks(TEXT, "python")
     exec(compile(code, "README.md", "exec"), {})  # noqa: S102  # README's own code
     printed = capsys.readouterr().out
     assert "residual/relu:0 joint-output" in printed
@@ -32,18 +27,18 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
 
 def test_first_command_ends_as_shown(tmp_path):
     """The first command prints the line that README shows."""
-    model, data = (str(ROOT / "sample_models" / name) for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"))
-    result = CliRunner().invoke(main, ["insert", model, "--data", data, "-o", str(tmp_path / "out.onnx")])
+    model, data = (ROOT / "sample_models" / name for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"))
+    result = invoke_cli("insert", model, "--data", data, "-o", tmp_path / "out.onnx")
     (summary_line,) = re.findall(r"^ {4}(\d+ sites inserted.*?) Written to", TEXT, re.MULTILINE)
     assert result.stdout.splitlines()[-1].startswith(f"{summary_line} Written to")
 
 
 def test_check_ends_as_shown(tmp_path):
     """The check command prints the line that README shows."""
-    model, data = (str(ROOT / "sample_models" / name) for name in ("digits_cnn_bn.onnx", "digits_cnn_calib.npz"))
-    quantized = str(tmp_path / "out.onnx")
-    assert CliRunner().invoke(main, ["insert", model, "--data", data, "-o", quantized]).exit_code == 0
-    result = CliRunner().invoke(main, ["check", quantized, "--for", "onnxruntime"])
+    model, data = (ROOT / "sample_models" / name for name in ("digits_cnn_bn.onnx", "digits_cnn_calib.npz"))
+    quantized = tmp_path / "out.onnx"
+    run_cli("insert", model, "--data", data, "-o", quantized)
+    result = invoke_cli("check", quantized, "--for", "onnxruntime")
     (summary_line,) = re.findall(r"^ {4}(\d+ of \d+ ops run in low precision.*)$", TEXT, re.MULTILINE)
     assert result.stdout.splitlines()[0].endswith(f" for onnxruntime: {summary_line}")
 

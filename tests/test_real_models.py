@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from reference import fake_quant
+from support.measurements import print_measurement
 
 import graphquant as gq
 from graphquant import formats
@@ -61,11 +61,6 @@ def sqnr_db(before: Array, after: Array) -> float:
     """Return the signal-to-quantization-noise ratio in dB."""
     noise = np.square(after.astype(np.float64) - before).sum()
     return float(10 * np.log10(np.square(before.astype(np.float64)).sum() / noise)) if noise else np.inf
-
-
-def print_measurement(text: str) -> None:
-    """Print a measurement, which `pytest -rP` shows."""
-    sys.stdout.write(f"{text}\n")
 
 
 # -- KWS -------------------------------------------------------------------------------------------

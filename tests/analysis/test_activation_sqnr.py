@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner
+from support.cli import run_cli
 
 import graphquant as gq
-from graphquant.cli import main
 from graphquant.numerics import dequantize, quantize
 
 TEXT = """
@@ -33,7 +32,7 @@ quantize = "some"
 
 
 @pytest.fixture(params=["auto", "minmax"])
-def folder(request, tmp_path, monkeypatch):
+def observer_in_rules(request, tmp_path, monkeypatch):
     """A folder with a model, rules that quantize two tensors in it, one of them badly, and data."""
     monkeypatch.chdir(tmp_path)
     message = onnx.parser.parse_model(TEXT)
@@ -44,11 +43,11 @@ def folder(request, tmp_path, monkeypatch):
     return request.param
 
 
-def test_lowest_sqnr_comes_first(folder):
+def test_lowest_sqnr_comes_first(observer_in_rules):
     """The estimate is the SQNR over all values; activations with a shared scale are omitted."""
     result = gq.insert("model.onnx", rules="rules.toml", data="data.npz", validate=False)
     assert [str(insertion.site.tensor) for insertion in result.inserted] == ["a:0", "c:0", "b:0"]
-    if folder == "minmax":  # which keeps no histograms to estimate from
+    if observer_in_rules == "minmax":  # which keeps no histograms to estimate from
         assert result.activation_sqnr == ()
         return
     x = np.load("data.npz")["x"].astype(np.float64)
@@ -63,13 +62,12 @@ def test_lowest_sqnr_comes_first(folder):
     assert [loss.sqnr for loss in result.activation_sqnr] == pytest.approx([expected["b"], expected["a"]], abs=0.3)
 
 
-def test_low_sqnr_is_reported(folder):
+def test_low_sqnr_is_reported(observer_in_rules):
     """The report lists all activations; the terminal warns of the worst one if it is low, with a remedy."""
     arguments = ["insert", "model.onnx", "--rules", "rules.toml", "--data", "data.npz", "--report", "report.json"]
-    ran = CliRunner().invoke(main, arguments)
-    assert ran.exit_code == 0, ran.output
+    ran = run_cli(*arguments)
     reported = json.loads(Path("report.json").read_text())["activation_sqnr"]
-    if folder == "minmax":
+    if observer_in_rules == "minmax":
         assert reported == []
         assert "warning: b:0" not in ran.stdout
         return
@@ -77,6 +75,5 @@ def test_low_sqnr_is_reported(folder):
     assert "warning: b:0 " in ran.stdout
     assert f"{reported[0]['sqnr']:.1f}" in ran.stdout
     assert "--exclude b" in ran.stdout
-    again = CliRunner().invoke(main, [*arguments, "--exclude", "b", "--force"])
-    assert again.exit_code == 0, again.output
+    again = run_cli(*arguments, "--exclude", "b", "--force")
     assert "warning: b:0" not in again.stdout

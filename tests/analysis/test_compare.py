@@ -22,28 +22,28 @@ SITES = 24
 """Of digits_cnn.onnx."""
 
 
-def quantized(samples: Path, name: str, out: Path) -> Path:
+def write_calibrated(samples: Path, name: str, out: Path) -> Path:
     """The sample model, quantized on its calibration data."""
     data = samples / f"{CALIBRATION[name]}_calib.npz"
     return gq.insert(samples / f"{name}.onnx", data=str(data), samples=20).save(out / f"{name}.onnx")
 
 
-def graphs(graph: Any) -> Iterator[Any]:
+def all_graphs(graph: Any) -> Iterator[Any]:
     """A GraphProto and the bodies in it."""
     yield graph
     for node in graph.node:
         for attr in node.attribute:
             if attr.HasField("g"):
-                yield from graphs(attr.g)
+                yield from all_graphs(attr.g)
 
 
 def planted(path: Path, number: int) -> tuple[Path, list[str]]:
     """A copy of a model with one site's scale ten times too small, and that site's ops."""
     message = onnx.load(path)
-    nodes = [node for graph in graphs(message.graph) for node in graph.node if node.op_type == "DequantizeLinear"]
+    nodes = [node for graph in all_graphs(message.graph) for node in graph.node if node.op_type == "DequantizeLinear"]
     scales = sorted({node.input[1] for node in nodes})
     scale = scales[number % len(scales)]
-    for graph in graphs(message.graph):
+    for graph in all_graphs(message.graph):
         for tensor in graph.initializer:
             if tensor.name == scale:
                 tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) / np.float32(10), scale))
@@ -56,7 +56,7 @@ def planted(path: Path, number: int) -> tuple[Path, list[str]]:
 def test_planted_fault_is_first(samples: Path, tmp_path: Path, name: str) -> None:
     """A scale that is ten times too small is first in the list, activations', weights' and biases' alike."""
     source = gq.load(samples / f"{name}.onnx")
-    path = quantized(samples, name, tmp_path)
+    path = write_calibrated(samples, name, tmp_path)
     for number in range(0, 25, 4):
         faulty, ops = planted(path, number)
         data = str(samples / f"{CALIBRATION[name]}_eval.npz")
@@ -68,7 +68,7 @@ def test_planted_fault_is_first(samples: Path, tmp_path: Path, name: str) -> Non
 
 def test_figures_of_a_sample_model(samples: Path, tmp_path: Path) -> None:
     """Outputs, accuracy by the labels in the data, and an error that grows along the graph."""
-    path = quantized(samples, "digits_cnn", tmp_path)
+    path = write_calibrated(samples, "digits_cnn", tmp_path)
     comparison = gq.compare(samples / "digits_cnn.onnx", path, str(samples / "digits_cnn_eval.npz"))
     (output,) = comparison.outputs
     assert (output.name, output.rows, comparison.samples, comparison.labels) == ("probabilities", 300, 300, "labels")
@@ -130,7 +130,7 @@ def test_outputs_with_different_shapes(samples: Path, tmp_path: Path, cli: Calla
 
 def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Bounds end with exit code 1 when they are missed, JSON has all figures, lines fit 80 columns."""
-    path, data = quantized(samples, "digits_cnn", tmp_path), samples / "digits_cnn_eval.npz"
+    path, data = write_calibrated(samples, "digits_cnn", tmp_path), samples / "digits_cnn_eval.npz"
     call = ["compare", samples / "digits_cnn.onnx", path, "--data", data, "--samples", "40"]
     cli(*call, "--min-sqnr", "20", "--min-agreement", "90%")
     result = cli(*call, "--min-sqnr", "90", code=1)
@@ -148,7 +148,7 @@ def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> 
 def test_across_frameworks(samples: Path, tmp_path: Path) -> None:
     """A TensorFlow model and its ONNX conversion have equal outputs and local errors of each site."""
     data = str(samples / "digits_cnn_eval.npz")
-    path = quantized(samples, "digits_cnn", tmp_path)
+    path = write_calibrated(samples, "digits_cnn", tmp_path)
     same = gq.compare(samples / "digits_cnn_saved_model", samples / "digits_cnn.onnx", data, samples=10)
     assert same.sqnr is not None
     assert same.sqnr > 100

@@ -37,7 +37,7 @@ ONLY = TEXT.replace("float[N, 4] y, ", "")
 
 
 @pytest.fixture
-def net(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
+def selecting_net(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
     """Write a model that returns the values above a limit, with 20 samples; return both paths."""
 
     def write(text: str, limit: float) -> tuple[Path, str]:
@@ -57,9 +57,9 @@ def text_report(result: Any) -> str:
     return "\n".join(map(str, validation_view(result.validation)))
 
 
-def test_one_empty_output(net: Callable[..., tuple[Path, str]]) -> None:
+def test_one_empty_output(selecting_net: Callable[..., tuple[Path, str]]) -> None:
     """An output without values is neither equal nor measured; with a bound it is a caveat."""
-    model, data = net(TEXT, 1e6)
+    model, data = selecting_net(TEXT, 1e6)
     result = gq.insert(model, data=data)
     y, scores, indices = result.validation.comparison.outputs
     assert (y.values, scores.values, indices.values, scores.empty, y.empty) == (16, 0, 0, True, False)
@@ -73,9 +73,11 @@ def test_one_empty_output(net: Callable[..., tuple[Path, str]]) -> None:
     assert any("'found'" in caveat for caveat in bound.caveats)
 
 
-def test_all_outputs_empty(net: Callable[..., tuple[Path, str]], cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_all_outputs_empty(
+    selecting_net: Callable[..., tuple[Path, str]], cli: Callable[..., Any], tmp_path: Path
+) -> None:
     """If nothing was compared, no bound is met: in the validation, in a search, in compare and in a batch."""
-    model, data = net(ONLY, 1e6)
+    model, data = selecting_net(ONLY, 1e6)
     out = tmp_path / "out.onnx"
     result = gq.insert(model, data=data)
     result.save(out)
@@ -91,9 +93,9 @@ def test_all_outputs_empty(net: Callable[..., tuple[Path, str]], cli: Callable[.
     assert bounded.stderr.startswith("error: Nothing was compared")
 
 
-def test_output_with_values_for_some_samples(net: Callable[..., tuple[Path, str]]) -> None:
+def test_output_with_values_for_some_samples(selecting_net: Callable[..., tuple[Path, str]]) -> None:
     """An output with values for one sample is compared on this sample."""
-    model, data = net(ONLY, -1e6)
+    model, data = selecting_net(ONLY, -1e6)
     (scores, indices) = gq.insert(model, data=data).validation.comparison.outputs
     assert (scores.values, indices.values) == (16, 32)
     assert scores.sqnr > 20

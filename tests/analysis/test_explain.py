@@ -134,7 +134,7 @@ def test_requested_op_of_each_use(asked):
     }
 
 
-def sample(samples, name="digits_cnn.onnx"):
+def load_sample(samples, name="digits_cnn.onnx"):
     """A sample model."""
     return gq.load(samples / name)
 
@@ -177,7 +177,7 @@ def test_fused_ops_in_the_headline(samples, cli):
 
 def test_the_backend_of_a_plan(samples):
     """The backend of the rules predicts the execution with placeholder ranges; `backend` selects another one."""
-    explanation = api.explain(sample(samples), "stem/conv")
+    explanation = api.explain(load_sample(samples), "stem/conv")
     assert (explanation.backend, explanation.placeholder_ranges, explanation.already_quantized) == (
         "onnxruntime",
         True,
@@ -186,33 +186,33 @@ def test_the_backend_of_a_plan(samples):
     assert [(verdict.op, verdict.status, verdict.runs_as) for verdict in explanation.verdicts] == [
         ("stem/conv", "int8", "QLinearConv")
     ]
-    weights_only = api.explain(sample(samples), "stem/conv", rules="weight_only", backend="onnxruntime")
+    weights_only = api.explain(load_sample(samples), "stem/conv", rules="weight_only", backend="onnxruntime")
     assert [(verdict.status, verdict.broken_rule.rule) for verdict in weights_only.verdicts if verdict.broken_rule] == [
         ("float", "no-quantized-output")
     ]
-    assert api.explain(sample(samples), "stem/conv", rules="qnn16").backend == "qnn"
-    frozen = api.explain(sample(samples, "digits_cnn.pb"), "stem/conv")
+    assert api.explain(load_sample(samples), "stem/conv", rules="qnn16").backend == "qnn"
+    frozen = api.explain(load_sample(samples, "digits_cnn.pb"), "stem/conv")
     assert (frozen.backend, [(verdict.op, verdict.status) for verdict in frozen.verdicts]) == (
         "tensorflow",
         [("stem/conv", "float")],
     )
     assert "insert -o MODEL.tflite" in frozen.verdicts[0].note
-    assert api.explain(sample(samples, "digits_cnn.pb"), "image").verdicts == ()
+    assert api.explain(load_sample(samples, "digits_cnn.pb"), "image").verdicts == ()
     with pytest.raises(UsageError, match="'onnxrt' is unknown"):
-        api.explain(sample(samples), "stem/conv", backend="onnxrt")
+        api.explain(load_sample(samples), "stem/conv", backend="onnxrt")
 
 
 def test_predicted_verdicts_equal_those_of_the_written_model(samples, tmp_path):
     """The verdicts on a plan equal those on the written model, with data and with placeholder ranges."""
     data = str(samples / "digits_cnn_calib.npz")
-    written = gq.insert(sample(samples), data=data, samples=8)
+    written = gq.insert(load_sample(samples), data=data, samples=8)
     expected = {
         (verdict.graph, verdict.op): verdict.status
         for verdict in gq.check(written.model, backend="onnxruntime").verdicts
     }
     for explanation in (
-        api.explain(sample(samples), "*", data=data),
-        api.explain(sample(samples), "*"),
+        api.explain(load_sample(samples), "*", data=data),
+        api.explain(load_sample(samples), "*"),
         api.explain(gq.load(written.save(tmp_path / "q.onnx")), "*"),
     ):
         predicted = {(verdict.graph, verdict.op): verdict.status for verdict in explanation.verdicts}
@@ -222,7 +222,7 @@ def test_predicted_verdicts_equal_those_of_the_written_model(samples, tmp_path):
 
 def test_explain_a_quantized_model(samples, tmp_path):
     """Rule, type and scale of each tensor that an op reads, and which others have the same scale."""
-    result = gq.insert(sample(samples), data=str(samples / "digits_cnn_calib.npz"), samples=8)
+    result = gq.insert(load_sample(samples), data=str(samples / "digits_cnn_calib.npz"), samples=8)
     model = gq.load(result.save(tmp_path / "quant.onnx"))
     explanation = api.explain(model, "max_pool")
     assert explanation.already_quantized
@@ -261,7 +261,7 @@ def test_passthrough_tensors_have_an_outcome(samples):
     """A passthrough rule of the producer is the outcome and the rule of a use."""
     (explanation,) = [
         entry
-        for entry in api.explain(sample(samples), "residual/add", rules="qnn").uses
+        for entry in api.explain(load_sample(samples), "residual/add", rules="qnn").uses
         if entry.use.op == "residual/add" and entry.tensor.op == "max_pool"
     ]
     assert (explanation.winner, explanation.quantized) == ("passed-on", True)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 MODELS = {"digits_cnn": "digits_cnn", "digits_cnn_bn": "digits_cnn", "digits_rnn": "digits_rnn"}
 
 
-def quantized(samples: Path, name: str, tmp_path: Path) -> Path:
+def write_quantized(samples: Path, name: str, tmp_path: Path) -> Path:
     """The sample model, quantized without data."""
     return gq.insert(samples / f"{name}.onnx", rules=["fixed_point"]).save(tmp_path / f"{name}.onnx")
 
 
-def changed(path: Path, edit: Callable[[Any], None]) -> Path:
+def write_edited_copy(path: Path, edit: Callable[[Any], None]) -> Path:
     """A copy of an ONNX model with a change."""
     message = onnx.load(path)
     edit(message)
@@ -43,7 +43,7 @@ def only(first: Any, second: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing(samples: Path, tmp_path: Path, name: str) -> None:
     """A model and itself do not differ, quantized or not."""
-    path = quantized(samples, name, tmp_path)
+    path = write_quantized(samples, name, tmp_path)
     assert not gq.diff(path, path)
     assert not gq.diff(samples / f"{name}.onnx", samples / f"{name}.onnx")
 
@@ -51,7 +51,7 @@ def test_nothing(samples: Path, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_scale(samples: Path, tmp_path: Path, name: str) -> None:
     """A changed scale is reported with its relative change."""
-    path = quantized(samples, name, tmp_path)
+    path = write_quantized(samples, name, tmp_path)
     scale = next(t.name for t in onnx.load(path).graph.initializer if t.name.endswith("/scale"))
 
     def edit(message: Any) -> None:
@@ -59,7 +59,7 @@ def test_a_scale(samples: Path, tmp_path: Path, name: str) -> None:
             if tensor.name == scale:
                 tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(1.5), scale))
 
-    change = only(path, changed(path, edit))
+    change = only(path, write_edited_copy(path, edit))
     assert (change.kind, change.size) == ("scale", pytest.approx(0.5))
     assert change.location.rpartition(":")[0] == scale.removesuffix("/quant/scale")
 
@@ -101,7 +101,7 @@ def test_a_renamed_op(samples: Path, tmp_path: Path, name: str) -> None:
 
     path = tmp_path / "source.onnx"
     path.write_bytes(source.read_bytes())
-    change = only(path, changed(path, edit))
+    change = only(path, write_edited_copy(path, edit))
     assert (change.kind, change.location) == ("op-renamed", "renamed")
     assert change.message == f"was {node.name}"
 
@@ -109,7 +109,7 @@ def test_a_renamed_op(samples: Path, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_an_attribute(samples: Path, tmp_path: Path, name: str) -> None:
     """A changed attribute is reported with both values."""
-    path = quantized(samples, name, tmp_path)
+    path = write_quantized(samples, name, tmp_path)
 
     def edit(message: Any) -> None:
         node = next(node for node in message.graph.node if node.op_type == "Softmax")
@@ -120,7 +120,7 @@ def test_an_attribute(samples: Path, tmp_path: Path, name: str) -> None:
         (attr.i for node in onnx.load(path).graph.node if node.op_type == "Softmax" for attr in node.attribute),
         "nothing",
     )
-    change = only(path, changed(path, edit))
+    change = only(path, write_edited_copy(path, edit))
     assert (change.kind, change.message) == ("attribute", f"axis: {before} became 0")
 
 
@@ -139,7 +139,7 @@ def test_a_weight(samples: Path, tmp_path: Path, name: str) -> None:
                 value.reshape(-1)[3] += np.float32(0.25)
                 tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
 
-    change = only(path, changed(path, edit))
+    change = only(path, write_edited_copy(path, edit))
     assert (change.kind, change.location) == ("weight", large.name)
     assert change.size == pytest.approx(0.25, abs=1e-6)
     assert change.message.startswith(f"1 of {numpy_helper.to_array(large).size} values differ, by up to 0.25")
@@ -189,7 +189,7 @@ def test_nested_graphs(samples: Path, tmp_path: Path) -> None:
         body = next(attr.g for attr in loop.attribute if attr.name == "body")
         next(node for node in body.node if node.op_type == "MatMul").name = "renamed"
 
-    change = only(path, changed(path, edit))
+    change = only(path, write_edited_copy(path, edit))
     assert (change.kind, change.location.rpartition("/")[2]) == ("op-renamed", "renamed")
 
 
@@ -205,7 +205,7 @@ def test_ops_and_wiring(samples: Path, tmp_path: Path) -> None:
         message.graph.node.insert(index, helper.make_node("Neg", [node.input[0]], ["negated"], name="negate"))
         message.graph.node[index + 1].input[0] = "negated"
 
-    differences = gq.diff(path, changed(path, edit))
+    differences = gq.diff(path, write_edited_copy(path, edit))
     assert differences.counts == {"op-added": 1, "wiring": 1}
     reverse = gq.diff(path.with_name("changed.onnx"), path)
     assert reverse.counts == {"op-removed": 1, "wiring": 1}
@@ -231,7 +231,7 @@ def test_plans(samples: Path, tmp_path: Path) -> None:
 
 def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Exit code 1 where anything differs; counts alone, JSON, and lines of 80 columns."""
-    source, path = samples / "digits_cnn.onnx", quantized(samples, "digits_cnn", tmp_path)
+    source, path = samples / "digits_cnn.onnx", write_quantized(samples, "digits_cnn", tmp_path)
     assert cli("diff", source, source).stdout == "No difference.\n"
     output = cli("diff", source, path, "--stat", code=1).stdout
     assert output == "17 sites added, 18 uses rerouted.\n"

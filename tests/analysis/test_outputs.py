@@ -10,7 +10,7 @@ from graphquant.formats import InputSpec
 SCORES = np.array([[0.1, 0.9], [0.8, 0.2]], np.float32)
 
 
-def spec(name: str, *aliases: str) -> InputSpec:
+def any_shape_input(name: str, *aliases: str) -> InputSpec:
     """An input of any shape."""
     return InputSpec(name=name, dtype="float32", shape=None, aliases=aliases)
 
@@ -68,7 +68,9 @@ def test_outputs_are_matched() -> None:
 
 def test_inputs_are_matched() -> None:
     """By name or another name, else in order."""
-    assert match_inputs([spec("x"), spec("y")], [spec("serve_y", "y"), spec("x")]) == {"serve_y": "y", "x": "x"}
-    assert match_inputs([spec("x")], [spec("other")]) == {"other": "x"}
+    assert match_inputs(
+        [any_shape_input("x"), any_shape_input("y")], [any_shape_input("serve_y", "y"), any_shape_input("x")]
+    ) == {"serve_y": "y", "x": "x"}
+    assert match_inputs([any_shape_input("x")], [any_shape_input("other")]) == {"other": "x"}
     with pytest.raises(UsageError, match=r"take different inputs: 'x', and 'a', 'b'"):
-        match_inputs([spec("x")], [spec("a"), spec("b")])
+        match_inputs([any_shape_input("x")], [any_shape_input("a"), any_shape_input("b")])

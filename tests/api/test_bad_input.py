@@ -24,7 +24,7 @@ IMAGES = np.linspace(0, 1, 4 * 64, dtype=np.float32).reshape(4, 8, 8, 1)
 
 
 @pytest.fixture
-def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def models_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An own folder with the models in it, the current one."""
     for name in MODELS:
         (shutil.copytree if (samples / name).is_dir() else shutil.copy)(samples / name, tmp_path / name)
@@ -33,15 +33,15 @@ def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture
-def refused(cli: Callable[..., Any], here: Path) -> Callable[..., str]:
+def refused(cli: Callable[..., Any], models_folder: Path) -> Callable[..., str]:
     """Return a function that calls graphquant, which must fail and change no file, and returns stderr."""
 
     def call(*arguments: object, code: int) -> str:
-        before = contents(here)
+        before = contents(models_folder)
         result = cli(*arguments, code=code)
         assert result.stdout == ""
         assert result.stderr.startswith("error: ")
-        assert contents(here) == before
+        assert contents(models_folder) == before
         return str(result.stderr)
 
     return call
@@ -85,7 +85,7 @@ def test_truncated_model(refused: Callable[..., str], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bit_flipped_model(cli: Callable[..., Any], here: Path, name: str) -> None:
+def test_bit_flipped_model(cli: Callable[..., Any], models_folder: Path, name: str) -> None:
     """A file with flipped bits is rejected with exit code 3, or gives a valid model; no partial file remains."""
     content = bytearray(file_of(name).read_bytes())
     rng = random.Random(name)  # noqa: S311  # not a secret
@@ -95,14 +95,14 @@ def test_bit_flipped_model(cli: Callable[..., Any], here: Path, name: str) -> No
         for _ in range(20):
             spoilt[rng.randrange(len(spoilt))] ^= 1 << rng.randrange(8)
         file_of(name).write_bytes(spoilt)
-        before = contents(here)
+        before = contents(models_folder)
         try:
             cli("insert", name, *WEIGHTS, "-o", out, code=3)
         except AssertionError:
             cli("insert", name, *WEIGHTS, "-o", out, "--force")
             api.load(out)
             shutil.rmtree(out) if out.is_dir() else out.unlink()
-        assert contents(here) == before
+        assert contents(models_folder) == before
 
 
 def test_folder_and_missing_file(refused: Callable[..., str]) -> None:
@@ -373,9 +373,9 @@ def test_plan_without_an_end(refused: Callable[..., str], monkeypatch: pytest.Mo
     assert "/dev/zero" in refused("insert", CNN, "--plan", "/dev/zero", code=2)
 
 
-def test_folder_without_a_name(refused: Callable[..., str], cli: Callable[..., Any], here: Path) -> None:
+def test_folder_without_a_name(refused: Callable[..., str], cli: Callable[..., Any], models_folder: Path) -> None:
     """An empty path is no model; the current folder may be a SavedModel, with the output next to it."""
     assert "without saved_model.pb" in refused("insert", "", code=3)
     os.chdir("digits_cnn_saved_model")
     cli("insert", ".", *WEIGHTS)
-    assert (here / "digits_cnn_saved_model.quant" / "saved_model.pb").is_file()
+    assert (models_folder / "digits_cnn_saved_model.quant" / "saved_model.pb").is_file()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.measurements import print_measurement, sqnr_db
 
 import graphquant as gq
 from graphquant import formats
@@ -38,11 +38,6 @@ def simulation() -> Any:
     return module
 
 
-def print_measurement(text: str) -> None:
-    """Print a measurement, visible with `pytest -rP`."""
-    sys.stdout.write(f"{text}\n")
-
-
 def interpreter(data: bytes) -> Any:
     """Return TFLite's interpreter with its own kernels, which preserves all tensors."""
     import tensorflow as tf
@@ -53,7 +48,7 @@ def interpreter(data: bytes) -> Any:
     )
 
 
-def answers(made: Any, samples: Array) -> Array:
+def tflite_outputs(made: Any, samples: Array) -> Array:
     """Return the real outputs of a TFLite model for each sample."""
     made.allocate_tensors()
     (source,), (target,) = made.get_input_details(), made.get_output_details()
@@ -71,11 +66,6 @@ def answers(made: Any, samples: Array) -> Array:
     return np.stack(outputs)
 
 
-def sqnr(before: Array, after: Array) -> float:
-    """Signal-to-quantization-noise ratio in dB."""
-    return float(10 * np.log10(np.square(before).sum() / np.square(after - before).sum()))
-
-
 def float_answers(model: gq.Model, samples: Array) -> Array:
     """Return the outputs of the float model for each sample."""
     runner = formats.format_module(model.format).create_runner(model)
@@ -83,13 +73,13 @@ def float_answers(model: gq.Model, samples: Array) -> Array:
     return np.concatenate([next(iter(run.values())) for run in runs]).astype(np.float64)
 
 
-def digits(samples: Path, _tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
+def digits_case(samples: Path, _tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
     """The sample CNN."""
     data = np.load(samples / "digits_cnn_eval.npz")["image"]
     return samples / "digits_cnn.pb", str(samples / "digits_cnn_calib.npz"), data
 
 
-def kws(_samples: Path, _tmp: Path, shared: Path) -> tuple[Path, str, Array]:
+def kws_case(_samples: Path, _tmp: Path, shared: Path) -> tuple[Path, str, Array]:
     """Keyword spotting, a SavedModel that TensorFlow's converter cannot read."""
     data = np.load(shared / "kws/eval.npz")["input_1"]
     return shared / "kws/saved_model", str(shared / "kws/calib.npz"), data
@@ -172,7 +162,7 @@ def text(_samples: Path, tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
     return trained(x, y, draw, tmp)
 
 
-@pytest.mark.parametrize("make", [digits, kws, inverted_residuals, text])
+@pytest.mark.parametrize("make", [digits_case, kws_case, inverted_residuals, text])
 def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, shared: Path, tmp_path: Path) -> None:
     """Every planned scale and zero point, every op within one step of numpy, and 98% agreement."""
     pytest.importorskip("tensorflow")
@@ -183,11 +173,11 @@ def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, 
     assert len(conversion.tensors) == len(result.inserted) > 10
     assert [op for op in conversion.float_ops if op.type != "GATHER"] == []
     runtime_interpreter = interpreter((tmp_path / "model.tflite").read_bytes())
-    after = answers(runtime_interpreter, values)
+    after = tflite_outputs(runtime_interpreter, values)
     differences: dict[str, float] = {}
     simulated = simulation().Simulation((tmp_path / "model.tflite").read_bytes(), runtime_interpreter)
     for sample in values[:20]:
-        answers(runtime_interpreter, sample[None])
+        tflite_outputs(runtime_interpreter, sample[None])
         for name, kind, steps in simulated.steps():
             differences[f"{kind} {name}"] = max(steps, differences.get(f"{kind} {name}", 0.0))
     assert {name: steps for name, steps in differences.items() if steps > 1} == {}
@@ -196,7 +186,7 @@ def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, 
     print_measurement(
         f"{make.__name__}: {len(conversion.tensors)} tensors agree, {conversion.op_count} ops,"
         f" {len(differences)} simulated,"
-        f" agreement {agreement:.4f}, SQNR {sqnr(before, after):.1f} dB"
+        f" agreement {agreement:.4f}, SQNR {sqnr_db(before, after):.1f} dB"
     )
     assert agreement >= 0.98
 
@@ -204,11 +194,11 @@ def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, 
 def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
     """The .tflite file is within half a point of the float SavedModel on the labeled samples."""
     pytest.importorskip("tensorflow")
-    path, data, values = kws(tmp_path, tmp_path, shared)
+    path, data, values = kws_case(tmp_path, tmp_path, shared)
     labels = np.load(shared / "kws/eval.npz")["label"]
     result = gq.insert(gq.freeze(gq.load(path)), rules=["tflite"], data=data, validate=False)
     assert gq.convert_to_tflite(result, tmp_path / "kws.tflite").agrees
-    after = answers(interpreter((tmp_path / "kws.tflite").read_bytes()), values)
+    after = tflite_outputs(interpreter((tmp_path / "kws.tflite").read_bytes()), values)
     before = float_answers(gq.load(path), values)
     points = [float((logits.argmax(-1) == labels).mean()) for logits in (before, after)]
     print_measurement(f"KWS accuracy: float {points[0]:.4f}, TFLite int8 {points[1]:.4f}")

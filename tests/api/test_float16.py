@@ -2,9 +2,9 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import numpy_helper
+from support.onnx_models import run_onnx
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
@@ -22,7 +22,7 @@ g (float16[1,4,8,8] x, int64[2] i) => (float16[1,4,8,32] y, float16[2,32] e)
 
 
 @pytest.fixture
-def path(tmp_path):
+def float16_path(tmp_path):
     """Return the path of a float16 model with a convolution, a MatMul and a Gather."""
     rng = np.random.default_rng(0)
     message = onnx.parser.parse_model(TEXT)
@@ -30,15 +30,6 @@ def path(tmp_path):
         message.graph.initializer.append(numpy_helper.from_array(rng.normal(size=shape).astype(np.float16), name))
     onnx.save(message, tmp_path / "half.onnx")
     return tmp_path / "half.onnx"
-
-
-def run(message, level="ORT_ENABLE_ALL"):
-    """Return the outputs of a ModelProto for one input."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-    session = onnxruntime.InferenceSession(message.SerializeToString(), options)
-    x = np.random.default_rng(1).normal(size=(1, 4, 8, 8)).astype(np.float16)
-    return session.run(None, {"x": x, "i": np.array([1, 5])})
 
 
 @pytest.mark.parametrize("float_weights", [False, True])
@@ -52,14 +43,14 @@ def run(message, level="ORT_ENABLE_ALL"):
         ("onnxruntime", 19, "kw"),
     ],
 )
-def test_weights(path, rules, opset, names, float_weights):
+def test_weights(float16_path, rules, opset, names, float_weights):
     """The opset is raised as needed, and the outputs match those of a model with rounded weights."""
-    result = gq.insert(path, rules=rules, data="random:2", float_weights=float_weights)
+    result = gq.insert(float16_path, rules=rules, data="random:2", float_weights=float_weights)
     assert sorted(insertion.site.tensor.op for insertion in result.inserted) == sorted(names)
     message = onnx_format.emit(result.model)
     onnx.checker.check_model(message, full_check=True)
     assert message.opset_import[0].version == opset
-    reference = onnx.load(path)
+    reference = onnx.load(float16_path)
     parameters = Parameters(result.source)
     rounded = {}
     for insertion in result.inserted:
@@ -69,27 +60,29 @@ def test_weights(path, rules, opset, names, float_weights):
     for tensor in reference.graph.initializer:
         if tensor.name in rounded:
             tensor.CopyFrom(numpy_helper.from_array(rounded[tensor.name], tensor.name))
+    x = np.random.default_rng(1).normal(size=(1, 4, 8, 8)).astype(np.float16)
+    feeds = {"x": x, "i": np.array([1, 5])}
     for level, min_sqnr in (("ORT_DISABLE_ALL", 55), ("ORT_ENABLE_ALL", 40)):  # MatMulNBits rounds more
-        for actual, expected in zip(run(message, level), run(reference, level), strict=True):
+        for actual, expected in zip(run_onnx(message, feeds, level), run_onnx(reference, feeds, level), strict=True):
             noise = np.square(actual.astype(np.float64) - expected).mean()
             assert 10 * np.log10(np.square(expected.astype(np.float64)).mean() / max(noise, 1e-12)) > min_sqnr
     stored_params = {
         reading.op: reading.params
-        for reading in summarize_model(gq.load(result.save(path.with_name("out.onnx")))).quantization_ops
+        for reading in summarize_model(gq.load(result.save(float16_path.with_name("out.onnx")))).quantization_ops
     }
     for insertion in result.inserted:
         assert np.array_equal(stored_params[insertion.output.op].scale, insertion.params.scale)
 
 
-def test_activations_stay_float(path):
+def test_activations_stay_float(float16_path):
     """Activations are skipped because the family does not support them."""
-    result = gq.insert(path, data="random:2")
+    result = gq.insert(float16_path, data="random:2")
     assert {skip.code for skip in result.skips if Use("", "c", 0) in skip.uses} == {SkipCode.SCHEME}
 
 
-def test_requantized_weights_are_equal(path, tmp_path):
+def test_requantized_weights_are_equal(float16_path, tmp_path):
     """Stored weights are dequantized to float16, and quantized again to the same values."""
-    first = gq.insert(path, rules="weight_only")
+    first = gq.insert(float16_path, rules="weight_only")
     saved = first.save(tmp_path / "once.onnx")
     assert gq.insert(saved, rules="weight_only").inserted == ()
     again = gq.insert(saved, rules="weight_only", requantize=True)

@@ -12,6 +12,7 @@ import onnx.parser
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.tensorflow_models import read_graph_def, run_graph
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
@@ -20,7 +21,7 @@ from graphquant.errors import UsageError
 from graphquant.ir import Use, check_invariants
 
 
-def nodes(text):
+def parse_nodes(text):
     """Return a test graph's nodes: a constant vector's length (`a=2`), or an Add's operands (`c=a+b`)."""
     definitions = dict(node.split("=") for node in text.split())
     return {
@@ -29,10 +30,10 @@ def nodes(text):
     }
 
 
-PAIRS = nodes("a0=2 b0=2 c0=a0+b0 a1=2 b1=2 c1=a1+b1 a2=3 b2=3 c2=a2+b2")
-AMBIGUOUS = nodes("a=2 b=2 c=a+b d=a+c e=2 f=2 g=e+f")
-CHAIN = nodes("a=2 b=2 x=a+a y=x+b z=y+x")
-SCOPES = nodes(
+PAIRS = parse_nodes("a0=2 b0=2 c0=a0+b0 a1=2 b1=2 c1=a1+b1 a2=3 b2=3 c2=a2+b2")
+AMBIGUOUS = parse_nodes("a=2 b=2 c=a+b d=a+c e=2 f=2 g=e+f")
+CHAIN = parse_nodes("a=2 b=2 x=a+a y=x+b z=y+x")
+SCOPES = parse_nodes(
     "a=2 foo/b=2 foo/c=a+foo/b foo/d=2"
     " foo/bar/e=foo/c+foo/d foo/bar/f=foo/c+foo/d foo/bar/g=foo/c+a foo/bar/h=foo/bar/f+foo/bar/g"
 )
@@ -74,7 +75,7 @@ def onnx_message(graph):
 
 
 @pytest.fixture(params=["tensorflow", "onnx"])
-def build(request, tmp_path):
+def build_model(request, tmp_path):
     """A function that makes a model of one format from nodes."""
 
     def make(graph):
@@ -92,7 +93,7 @@ def ts(model, *names):
     return [ge.get_tensor_by_name(model, name) for name in names]
 
 
-def ops(model, *names):
+def ops_by_name(model, *names):
     """Ops by name."""
     return [ge.Operation(model.main, name) for name in names]
 
@@ -102,7 +103,7 @@ def reads(model, name, graph=""):
     return " ".join(str(slot) for slot in model.graphs[graph].slots(name)).replace(":0", "")
 
 
-def wiring(model):
+def tensors_in_slots(model):
     """Return the tensor in each slot of a model."""
     return {
         (name, op.name): tuple(map(str, graph.slots(op.name)))
@@ -114,17 +115,17 @@ def wiring(model):
 # -- the cases of the old reroute_test -----------------------------------------------------------
 
 
-def test_swap(build):
+def test_swap(build_model):
     """Two pairs are swapped."""
-    model = build(PAIRS)
+    model = build_model(PAIRS)
     assert ge.swap_ts(ts(model, "a0", "b0"), ts(model, "a1", "b1")) == 4
     check_invariants(model, "swap")
     assert (reads(model, "c0"), reads(model, "c1")) == ("a1 b1", "a0 b0")
 
 
-def test_a_to_b_and_b_to_a(build):
+def test_a_to_b_and_b_to_a(build_model):
     """Readers of the second list are rerouted to the first, and back."""
-    model = build(PAIRS)
+    model = build_model(PAIRS)
     first, second = ts(model, "a0", "b0"), ts(model, "a1", "b1")
     assert ge.reroute_ts(first, second) == 2
     assert (reads(model, "c0"), reads(model, "c1")) == ("a0 b0", "a0 b0")
@@ -135,32 +136,35 @@ def test_a_to_b_and_b_to_a(build):
 
 
 @pytest.mark.parametrize("verb", [ge.reroute_ts, ge.swap_ts])
-def test_incompatible_shapes(build, verb):
+def test_incompatible_shapes(build_model, verb):
     """A different shape is refused even if the first pair fits; nothing is changed."""
-    model = build(PAIRS)
-    before = wiring(model)
+    model = build_model(PAIRS)
+    before = tensors_in_slots(model)
     for first, second in ((["a0", "b0"], ["a2", "b2"]), (["a0", "b0"], ["a1", "b2"])):
         with pytest.raises(UsageError, match=r"has shape \(2,\) and [ab]2:0 has \(3,\)"):
             verb(ts(model, *first), ts(model, *second))
-    assert wiring(model) == before
+    assert tensors_in_slots(model) == before
 
 
-def test_cannot_modify(build):
+def test_cannot_modify(build_model):
     """TF1's test of swapping the outputs of two subgraphs: their inner readers of `a` are unchanged."""
-    model = build(AMBIGUOUS)
-    assert ge.swap_ts(ts(model, "a", "c"), ts(model, "e", "f"), cannot_modify=ops(model, "a", "b", "c", "e", "f")) == 4
+    model = build_model(AMBIGUOUS)
+    assert (
+        ge.swap_ts(ts(model, "a", "c"), ts(model, "e", "f"), cannot_modify=ops_by_name(model, "a", "b", "c", "e", "f"))
+        == 4
+    )
     assert (reads(model, "c"), reads(model, "d"), reads(model, "g")) == ("a b", "e f", "a c")
     check_invariants(model, "swap")
 
 
-def test_can_modify(build):
+def test_can_modify(build_model):
     """Only listed ops are rerouted; an op, a list and a model are accepted; an empty list allows nothing."""
-    model = build(AMBIGUOUS)
+    model = build_model(AMBIGUOUS)
     (a, e) = ts(model, "a", "e")
     assert ge.reroute_ts(e, a, can_modify=[]) == 0
-    assert ge.reroute_ts(e, a, can_modify=ops(model, "d")[0]) == 1
+    assert ge.reroute_ts(e, a, can_modify=ops_by_name(model, "d")[0]) == 1
     assert (reads(model, "c"), reads(model, "d")) == ("a b", "e c")
-    assert ge.reroute_ts(e, a, can_modify=model, cannot_modify=ops(model, "c")) == 0
+    assert ge.reroute_ts(e, a, can_modify=model, cannot_modify=ops_by_name(model, "c")) == 0
     assert ge.reroute_ts([e], (a,), can_modify=model) == 1
     assert reads(model, "c") == "e b"
 
@@ -168,43 +172,43 @@ def test_can_modify(build):
 # -- what is stricter ----------------------------------------------------------------------------
 
 
-def test_each_slot_moves_by_itself(build):
+def test_each_slot_moves_by_itself(build_model):
     """Swapping the operands of one op swaps them; a tensor read twice counts twice."""
-    model = build(CHAIN)
-    assert ge.swap_ts(*ts(model, "y", "x"), can_modify=ops(model, "z")) == 2
+    model = build_model(CHAIN)
+    assert ge.swap_ts(*ts(model, "y", "x"), can_modify=ops_by_name(model, "z")) == 2
     assert reads(model, "z") == "x y"
     assert ge.reroute_ts(*ts(model, "b", "a")) == 2
     assert reads(model, "x") == "b b"
 
 
-def test_repeated_tensors(build):
+def test_repeated_tensors(build_model):
     """Readers are those at the start, so a tensor in both lists is not rerouted twice."""
-    model = build(PAIRS)
+    model = build_model(PAIRS)
     a0, a1, b0 = ts(model, "a0", "a1", "b0")
     assert ge.reroute_ts([a0, b0], [a1, a0]) == 2
     assert (reads(model, "c0"), reads(model, "c1")) == ("b0 b0", "a0 b1")
     assert ge.reroute_ts(a0, a0) == 0
 
 
-def test_lists_of_different_length_and_kind(build, tmp_path):
+def test_lists_of_different_length_and_kind(build_model, tmp_path):
     """Lists must have equal length, hold tensors, and belong to one model."""
-    model, second_model = build(PAIRS), build(PAIRS)
+    model, second_model = build_model(PAIRS), build_model(PAIRS)
     a0, b0 = ts(model, "a0", "b0")
     with pytest.raises(UsageError, match="2 tensors cannot be paired with 1"):
         ge.reroute_ts([a0, b0], [a0])
     with pytest.raises(UsageError, match="The str 'a0:0' is not a tensor"):
         ge.reroute_ts("a0:0", a0)
     with pytest.raises(UsageError, match="The Operation 'c0' is not a tensor"):
-        ge.swap_ts(ops(model, "c0"), a0)
+        ge.swap_ts(ops_by_name(model, "c0"), a0)
     with pytest.raises(UsageError, match="The Tensor 'a0:0' is not an op"):
         ge.reroute_ts(a0, b0, can_modify=a0)
     with pytest.raises(UsageError, match="a0:0 and b0:0 belong to two models"):
         ge.reroute_ts(a0, ts(second_model, "b0"))
 
 
-def test_the_new_op_keeps_its_input(build):
+def test_the_new_op_keeps_its_input(build_model):
     """A quantizer is never rerouted to its own output, even without `can_modify`."""
-    model = build(CHAIN)
+    model = build_model(CHAIN)
     (x,) = ts(model, "x")
     quantized = ge.make_quant_op(model, x, "y", ge.FixedPoint(8, -4))
     assert ge.reroute_ts(quantized, x) == 2
@@ -216,25 +220,25 @@ def test_the_new_op_keeps_its_input(build):
     assert reads(model, "z") == "y x"
 
 
-def test_no_cycles(build):
+def test_no_cycles(build_model):
     """Ancestors of the new tensor are not rerouted; a swap along a path is refused and fully undone."""
-    model = build(CHAIN | nodes("o=2 p=2 q=o+p"))
-    before = wiring(model)
+    model = build_model(CHAIN | parse_nodes("o=2 p=2 q=o+p"))
+    before = tensors_in_slots(model)
     with pytest.raises(UsageError, match=r"y:0 is computed from x:0 through y\[0\]"):
         ge.swap_ts(ts(model, "o", "y"), ts(model, "p", "x"))
-    assert wiring(model) == before
+    assert tensors_in_slots(model) == before
     check_invariants(model, "refused swap")
     assert ge.reroute_ts(*ts(model, "y", "x")) == 1
     assert (reads(model, "y"), reads(model, "z")) == ("x b", "y y")
     check_invariants(model, "reroute")
 
 
-def test_graph_outputs_are_readers(build):
+def test_graph_outputs_are_readers(build_model):
     """An output is rerouted with its tensor, unless it is excluded."""
-    model = build(CHAIN)
+    model = build_model(CHAIN)
     y, z = ts(model, "y", "z")
     outputs = ge.select_ops("^@", graph=model)
-    assert outputs == ge.get_consuming_ops(z) == ops(model, "@z")
+    assert outputs == ge.get_consuming_ops(z) == ops_by_name(model, "@z")
     assert ge.reroute_ts(y, z, cannot_modify=outputs) == 0
     assert ge.reroute_ts(y, z) == 1
     assert reads(model, "@z") == "y"
@@ -247,24 +251,24 @@ def test_graph_outputs_are_readers(build):
     ("patterns", "count"),
     [(("^foo/",), 7), (("^foo/bar/",), 4), (("^foo/bar/", "a"), 5), ((re.compile("^foo/b$"),), 1)],
 )
-def test_select_ops(build, patterns, count):
+def test_select_ops(build_model, patterns, count):
     """The counts of TF1's select_test, on both formats; each op occurs once."""
-    selected = ge.select_ops(*patterns, graph=build(SCOPES))
+    selected = ge.select_ops(*patterns, graph=build_model(SCOPES))
     assert repr(selected[0]) == f"<Operation {selected[0].name!r}>"
     assert repr(selected[0].outputs) == f"[<Tensor '{selected[0].name}:0'>]"
     assert len(selected) == len(set(selected)) == count
 
 
 @pytest.mark.parametrize(("pattern", "count"), [(".*:0", 8), (r".*/bar/\w+:0", 4), ("", 8)])
-def test_select_ts(build, pattern, count):
+def test_select_ts(build_model, pattern, count):
     """The same for tensors."""
-    assert len(ge.select_ts(pattern, graph=build(SCOPES))) == count
+    assert len(ge.select_ts(pattern, graph=build_model(SCOPES))) == count
 
 
-def test_selecting_by_object_and_filter(build):
+def test_selecting_by_object_and_filter(build_model):
     """Ops, tensors, lists and a graph are accepted; the other type is ignored; filters use kinds and types."""
-    model = build(SCOPES)
-    c, e = ops(model, "foo/c", "foo/bar/e")
+    model = build_model(SCOPES)
+    c, e = ops_by_name(model, "foo/c", "foo/bar/e")
     assert ge.select_ops([c, e.outputs[0]], c) == [c]
     assert ge.select_ts([c, *e.inputs]) == e.inputs == ts(model, "foo/c", "foo/d")
     assert [op.name for op in ge.select_ops(model.main, positive_filter=lambda op: op.kind == "constant")] == [
@@ -285,13 +289,13 @@ def test_selecting_by_object_and_filter(build):
         "foo/bar/f",
         "foo/bar/g",
     ]
-    assert ge.get_generating_ops(e.inputs) == ops(model, "foo/c", "foo/d")
+    assert ge.get_generating_ops(e.inputs) == ops_by_name(model, "foo/c", "foo/d")
     assert ge.select_ops("nothing", graph=model) == []
 
 
-def test_invalid_selections_are_refused(build):
+def test_invalid_selections_are_refused(build_model):
     """Expressions need a graph and must be valid; unknown and ambiguous names are refused."""
-    model = build(SCOPES)
+    model = build_model(SCOPES)
     with pytest.raises(UsageError, match="needs a graph"):
         ge.select_ops("^foo")
     with pytest.raises(UsageError, match="not a regular expression"):
@@ -302,7 +306,7 @@ def test_invalid_selections_are_refused(build):
         ge.select_ops(7)
     with pytest.raises(UsageError, match=r"no tensor 'foo/bar/ee'\. Did you mean 'foo/bar/e"):
         ge.get_tensor_by_name(model, "foo/bar/ee")
-    gone = ops(model, "gone")[0]
+    gone = ops_by_name(model, "gone")[0]
     with pytest.raises(UsageError, match="Op gone"):
         gone.inputs  # noqa: B018  # it raises
 
@@ -342,12 +346,12 @@ def test_captures_are_readers(branch):
 
 def test_a_body_cannot_read_its_sibling(branch):
     """A reader that cannot access the new tensor is an error; no graph is changed."""
-    before = wiring(branch)
+    before = tensors_in_slots(branch)
     (t,) = ts(branch, "t")
     inside = ge.get_tensor_by_name(branch, "y/then_branch/s:0")
     with pytest.raises(UsageError, match="cannot read y/then_branch/s:0"):
         ge.reroute_ts(inside, t)
-    assert wiring(branch) == before
+    assert tensors_in_slots(branch) == before
     assert ge.reroute_ts(inside, t, can_modify=branch.graphs["y/then_branch"]) == 1
     assert reads(branch, "a", "y/then_branch") == "y/then_branch/s y/then_branch/s"
     check_invariants(branch, "reroute")
@@ -414,11 +418,11 @@ def test_the_recipe(case, bits, exponent, samples, tmp_path):
     """Exactly the named consumers are rerouted, and the saved file has a scale of exactly 2**exponent."""
     path = path_of(case, samples)
     model = gq.load(path)
-    before = wiring(model)
+    before = tensors_in_slots(model)
     quantizer = gq.FixedPoint(bits=bits, exponent=exponent)
     assert gq.insert_quant_op(model, case.producer, case.name, quantizer) == len(case.uses)
     check_invariants(model, "recipe")
-    after = wiring(model)
+    after = tensors_in_slots(model)
     changed = {key: reading for key, reading in before.items() if after[key] != reading}
     assert moved(before, after) == set(case.uses)
     assert len(changed) == len({use.rpartition("[")[0] for use in case.uses})
@@ -461,20 +465,20 @@ def test_a_layer_with_kernel_and_input(samples):
 def test_names_that_match_no_consumer(file, samples):
     """The error names producer and readers; repeating the call is an error too; nothing is changed."""
     model = gq.load(samples / file)
-    before = wiring(model)
+    before = tensors_in_slots(model)
     with pytest.raises(UsageError, match=r"'residual_7' reads \S*max_pool:0\. It is read by .*'residual_1/conv'"):
         gq.insert_quant_op(model, "max_pool:0", "residual_7", gq.FixedPoint(8, -4))
     with pytest.raises(UsageError, match=r"no tensor 'max_pol:0'\. Did you mean 'max_pool:0'"):
         gq.insert_quant_op(model, "max_pol:0", BLOCK, gq.FixedPoint(8, -4))
-    assert wiring(model) == before
+    assert tensors_in_slots(model) == before
     gq.insert_quant_op(model, "max_pool:0", BLOCK, gq.FixedPoint(8, -4))
     with pytest.raises(UsageError, match=r"'residual_1/SlimQuant/.*' was inserted"):
         gq.insert_quant_op(model, "max_pool:0", BLOCK, gq.FixedPoint(8, -4))
 
 
-def test_outputs_are_no_consumers_of_the_recipe(build):
+def test_outputs_are_no_consumers_of_the_recipe(build_model):
     """A graph output with the word in its name is not rerouted."""
-    model = build(CHAIN)
+    model = build_model(CHAIN)
     with pytest.raises(UsageError, match=r"contains 'z' reads z:0\. No op of a layer reads it"):
         gq.insert_quant_op(model, "z", "z", gq.FixedPoint(8, -4))
 
@@ -534,7 +538,7 @@ def test_loops_of_tensorflow_1(samples):
 def test_rule_line_equals_the_recipe(file, samples, tmp_path, cli):
     """The one-line rule reroutes the same uses with the same scale; two of them can be combined."""
     model = gq.load(samples / file)
-    before = wiring(model)
+    before = tensors_in_slots(model)
     gq.insert_quant_op(model, "max_pool:0", BLOCK, gq.FixedPoint(8, -4))
     lines = ["--rules", "max_pool:0 > *residual_1*: 8, -4", "--rules", "stem/relu:0 > *depthwise*:7,-3"]
     cli("insert", samples / file, *lines, "-o", tmp_path / file)
@@ -543,7 +547,7 @@ def test_rule_line_equals_the_recipe(file, samples, tmp_path, cli):
         (reading.consumers, float(reading.params.scale)) for reading in summarize_model(by_line).quantization_ops
     ]
     assert sorted(readings) == [(1, 2.0**-4), (1, 2.0**-3)]
-    assert moved(before, wiring(by_line)) == moved(before, wiring(model)) | {"depthwise/conv[0]"}
+    assert moved(before, tensors_in_slots(by_line)) == moved(before, tensors_in_slots(model)) | {"depthwise/conv[0]"}
 
 
 @pytest.mark.parametrize(
@@ -582,35 +586,37 @@ def cases(draw):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(cases())
-def test_swapping_twice_restores_the_graph(build, case):
+def test_swapping_twice_restores_the_graph(build_model, case):
     """Swapping twice restores the graph; a refused swap changes nothing."""
     graph, first, second, can = case
-    model = build(graph)
-    allowed = None if can is None else ops(model, *can)
-    before = wiring(model)
+    model = build_model(graph)
+    allowed = None if can is None else ops_by_name(model, *can)
+    before = tensors_in_slots(model)
     try:
         count = ge.swap_ts(ts(model, *first), ts(model, *second), can_modify=allowed)
     except UsageError:
-        assert wiring(model) == before
+        assert tensors_in_slots(model) == before
         assume(False)
     check_invariants(model, "swap")
-    assert count == len(moved(before, wiring(model)))
+    assert count == len(moved(before, tensors_in_slots(model)))
     assert ge.swap_ts(ts(model, *reversed(first)), ts(model, *reversed(second)), can_modify=allowed) == count
     check_invariants(model, "swap")
-    assert wiring(model) == before
+    assert tensors_in_slots(model) == before
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(cases())
-def test_rerouting_never_makes_a_cycle(build, case):
+def test_rerouting_never_makes_a_cycle(build_model, case):
     """The graph is valid, and only allowed readers changed, as many as reported."""
     graph, first, second, can = case
-    model = build(graph)
-    before = wiring(model)
-    count = ge.reroute_ts(ts(model, *first), ts(model, *second), can_modify=None if can is None else ops(model, *can))
+    model = build_model(graph)
+    before = tensors_in_slots(model)
+    count = ge.reroute_ts(
+        ts(model, *first), ts(model, *second), can_modify=None if can is None else ops_by_name(model, *can)
+    )
     check_invariants(model, "reroute")
     assert nx.is_directed_acyclic_graph(model.main.nx)
-    after = wiring(model)
+    after = tensors_in_slots(model)
     pairs = {f"{old}:0": f"{new}:0" for new, old in zip(first, second, strict=True)}
     changed = [
         (op, read, after["", op][slot])
@@ -624,17 +630,17 @@ def test_rerouting_never_makes_a_cycle(build, case):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(cases(), st.integers(5, 8), st.integers(-20, 20))
-def test_rerouting_to_a_quantizer_and_back(build, case, bits, exponent):
+def test_rerouting_to_a_quantizer_and_back(build_model, case, bits, exponent):
     """Every reader but the quantizer is rerouted to it, and back."""
     graph, (name, *_), _, _ = case
-    model = build(graph)
-    before = wiring(model)
+    model = build_model(graph)
+    before = tensors_in_slots(model)
     (tensor,) = ts(model, name)
     readers = len(tensor.uses())
     quantized = ge.make_quant_op(model, tensor, name, gq.FixedPoint(bits, exponent))
     assert ge.reroute_ts(quantized, tensor) == readers == ge.reroute_ts(tensor, quantized)
     check_invariants(model, "reroute")
-    assert wiring(model).items() >= before.items()
+    assert tensors_in_slots(model).items() >= before.items()
 
 
 # -- what the runtimes make of it ----------------------------------------------------------------
@@ -676,8 +682,8 @@ def test_tensorflow_equals_a_graph_made_by_hand(bits, exponent, samples, tmp_pat
     gq.insert_quant_op(model, "max_pool:0", BLOCK, gq.FixedPoint(bits, exponent))
     gq.insert_quant_op(model, "residual_1/conv/ReadVariableOp", BLOCK, gq.FixedPoint(bits, exponent))
     image = np.load(samples / "digits_cnn_eval.npz")["image"][:32].astype(np.float32).reshape(-1, 8, 8, 1)
-    original = graph_def(v1, samples / "digits_cnn.pb")
-    pooled, kernel = run(v1, original, ["max_pool:0", "residual_1/conv/ReadVariableOp:0"], {"image:0": image})
+    original = read_graph_def(samples / "digits_cnn.pb")
+    pooled, kernel = run_graph(original, ["max_pool:0", "residual_1/conv/ReadVariableOp:0"], {"image:0": image})
     by_hand = v1.GraphDef()
     by_hand.CopyFrom(original)
     for name in ("by_hand", "kernel_by_hand"):
@@ -690,36 +696,22 @@ def test_tensorflow_equals_a_graph_made_by_hand(bits, exponent, samples, tmp_pat
         "by_hand:0": steps(pooled, bits, exponent),
         "kernel_by_hand:0": steps(kernel, bits, exponent),
     }
-    (expected,) = run(v1, by_hand, ["probabilities:0"], feeds)
-    written_graph = graph_def(v1, Path(model.save(tmp_path / "made.pb")))
-    (given_back,) = run(v1, written_graph, ["probabilities:0"], {"image:0": image})
+    (expected,) = run_graph(by_hand, ["probabilities:0"], feeds)
+    written_graph = read_graph_def(Path(model.save(tmp_path / "made.pb")))
+    (given_back,) = run_graph(written_graph, ["probabilities:0"], {"image:0": image})
     assert np.array_equal(given_back, expected)
-    (float_result,) = run(v1, original, ["probabilities:0"], {"image:0": image})
+    (float_result,) = run_graph(original, ["probabilities:0"], {"image:0": image})
     assert not np.array_equal(given_back, float_result)
-
-
-def graph_def(v1, path):
-    """Return a frozen graph as TensorFlow reads it."""
-    return v1.GraphDef.FromString(path.read_bytes())
-
-
-def run(v1, message, fetches, feeds):
-    """Return TensorFlow's results."""
-    graph = v1.Graph()
-    with graph.as_default():
-        v1.import_graph_def(message, name="")
-    with v1.Session(graph=graph) as session:
-        return session.run(fetches, feeds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8)])
 def test_a_loop_of_tensorflow_1_equals_one_made_by_hand(bits, exponent, shared, tmp_path):
     """In the loop and branches of mtcnn, the edited graph equals one with hand-written ops."""
-    v1 = pytest.importorskip("tensorflow").compat.v1
+    pytest.importorskip("tensorflow")
     quantizer = gq.FixedPoint(bits, exponent)
     model = gq.load(shared / "mtcnn.pb")
-    by_hand = graph_def(v1, shared / "mtcnn.pb")
+    by_hand = read_graph_def(shared / "mtcnn.pb")
     nodes = {node.name: node for node in by_hand.node}
     for producer, consumer, slot in (
         ("pnet/while/pool1/MaxPool", "pnet/while/conv2/Conv2D", 0),
@@ -733,8 +725,8 @@ def test_a_loop_of_tensorflow_1_equals_one_made_by_hand(bits, exponent, shared, 
         nodes[consumer].input[slot] = fake_quant_node.name
     picture = np.load(shared / "ultraface/images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
     feeds = {"input:0": picture, "min_size:0": 20.0, "thresholds:0": [0.6, 0.7, 0.7], "factor:0": 0.709}
-    edited = graph_def(v1, Path(model.save(tmp_path / "mtcnn.pb")))
-    results = [run(v1, message, ["box:0", "prob:0", "landmarks:0"], feeds) for message in (edited, by_hand)]
+    edited = read_graph_def(Path(model.save(tmp_path / "mtcnn.pb")))
+    results = [run_graph(message, ["box:0", "prob:0", "landmarks:0"], feeds) for message in (edited, by_hand)]
     assert len(results[0][0]) > 0
     assert all(np.array_equal(actual, reference) for actual, reference in zip(*results, strict=True))
 
@@ -749,6 +741,6 @@ def test_a_saved_model_equals_the_frozen_graph(samples, tmp_path):
     image = np.load(samples / "digits_cnn_eval.npz")["image"][:32].astype(np.float32).reshape(-1, 8, 8, 1)
     loaded = tensorflow.saved_model.load(str(model.save(tmp_path / "made")))
     (output,) = loaded.signatures["serving_default"](tensorflow.constant(image)).values()
-    message = graph_def(tensorflow.compat.v1, Path(frozen.save(tmp_path / "made.pb")))
-    (expected,) = run(tensorflow.compat.v1, message, ["probabilities:0"], {"image:0": image})
+    message = read_graph_def(Path(frozen.save(tmp_path / "made.pb")))
+    (expected,) = run_graph(message, ["probabilities:0"], {"image:0": image})
     assert np.allclose(output.numpy(), expected, rtol=0, atol=1e-6)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
+from support.onnx_models import onnx_session
 
 import graphquant as gq
 from graphquant.backends import check_quantized_model
@@ -143,30 +143,27 @@ def flattened(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def quantized():
+def nested_result():
     """Return the sample model, quantized by the default rules."""
     return gq.insert(MODEL, data=str(MODELS / "digits_nested_calib.npz"), validate=False)
 
 
-def images(kind="eval"):
+def nested_images(kind="eval"):
     """Return the images of a data file of the model."""
     return np.load(MODELS / f"digits_nested_{kind}.npz")["image"]
 
 
-def run(model, level="ORT_ENABLE_ALL"):
+def classifier(model, level="ORT_ENABLE_ALL"):
     """Return a function that runs the model on a batch of images."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-    message = onnx_format.emit(model) if not isinstance(model, Path) else onnx.load(model)
-    session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnx_session(model, level)
     return lambda image: session.run(None, {"image": image})[0]
 
 
 def test_flattened_float_model_is_equal(flattened):
     """The float models have bitwise equal outputs in both branches."""
-    run_nested, run_flat = run(MODEL, "ORT_DISABLE_ALL"), run(flattened[0], "ORT_DISABLE_ALL")
-    bright = images().mean(axis=(1, 2, 3)) > THRESHOLD
-    for batch in (images()[bright], images()[~bright]):
+    run_nested, run_flat = classifier(MODEL, "ORT_DISABLE_ALL"), classifier(flattened[0], "ORT_DISABLE_ALL")
+    bright = nested_images().mean(axis=(1, 2, 3)) > THRESHOLD
+    for batch in (nested_images()[bright], nested_images()[~bright]):
         assert np.array_equal(run_nested(batch), run_flat(batch))
 
 
@@ -174,7 +171,7 @@ def test_flattened_float_model_is_equal(flattened):
 def flattened_stats(flattened, tmp_path_factory):
     """Return the plan of the flattened model and its sketches; those of branches have only the images of the branch."""
     path, copier = flattened
-    plan, calib = gq.plan(path), images("calib")
+    plan, calib = gq.plan(path), nested_images("calib")
     bright = calib.mean(axis=(1, 2, 3)) > THRESHOLD
     images_by_graph = {"": calib, BODIES[2]: calib[bright], BODIES[3]: calib[~bright]}
     stats = {}
@@ -201,45 +198,45 @@ def match_sites(nested_plan, plan, copier):
     return positions
 
 
-def test_bodies_are_quantized_like_the_flattened_model(flattened, quantized, flattened_stats):
+def test_bodies_are_quantized_like_the_flattened_model(flattened, nested_result, flattened_stats):
     """Uses, sketches, scales and zero points in bodies equal those of their copies, and outputs are bitwise equal."""
     path, copier = flattened
     plan, sketches = flattened_stats
-    positions = match_sites(quantized.plan, plan, copier)
+    positions = match_sites(nested_result.plan, plan, copier)
     assert sorted(index for members in positions.values() for index in members) == list(range(len(plan.sites)))
     for index, members in positions.items():
-        site = quantized.plan.sites[index]
+        site = nested_result.plan.sites[index]
         tensors = [plan.sites[member].tensor for member in members if plan.sites[member].tensor in sketches]
-        assert bool(tensors) == (site.tensor in quantized.stats.sketches)
+        assert bool(tensors) == (site.tensor in nested_result.stats.sketches)
         if not tensors:
             continue
         merged = sketches[tensors[0]]
         for tensor in dict.fromkeys(tensors[1:]):
             merged = merge_sketches(merged, sketches[tensor])
         for name in ("count", "low", "high", "bins", "counts", "sums"):
-            actual, expected = getattr(quantized.stats.sketches[site.tensor], name), getattr(merged, name)
+            actual, expected = getattr(nested_result.stats.sketches[site.tensor], name), getattr(merged, name)
             assert np.array_equal(actual, expected), f"{site.tensor}: {name}"
         sketches.update(dict.fromkeys(tensors, merged))
     flat = gq.load(path)
     solution = solve_scales(flat, plan, sketches)
-    params = {(insertion.site.tensor, insertion.site.uses): insertion.params for insertion in quantized.inserted}
+    params = {(insertion.site.tensor, insertion.site.uses): insertion.params for insertion in nested_result.inserted}
     for index, members in positions.items():
-        site = quantized.plan.sites[index]
+        site = nested_result.plan.sites[index]
         for member in members:
             actual, expected = params[site.tensor, site.uses], solution.params[member]
             assert np.array_equal(actual.scale, expected.scale), site.tensor
             assert np.array_equal(actual.zero_point, expected.zero_point), site.tensor
     flat_quantized, _ = rewrite(flat, plan, solution.params)
-    bright = images().mean(axis=(1, 2, 3)) > THRESHOLD
+    bright = nested_images().mean(axis=(1, 2, 3)) > THRESHOLD
     for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
-        run_nested, run_flat = run(quantized.model, level), run(flat_quantized, level)
-        for batch in (images()[bright], images()[~bright], images()[:1]):
+        run_nested, run_flat = classifier(nested_result.model, level), classifier(flat_quantized, level)
+        for batch in (nested_images()[bright], nested_images()[~bright], nested_images()[:1]):
             assert np.array_equal(run_nested(batch), run_flat(batch)), level
 
 
-def test_bodies_run_on_integers(quantized, tmp_path):
+def test_bodies_run_on_integers(nested_result, tmp_path):
     """Onnxruntime runs the convolution and a product of each body and the function on integers, as predicted."""
-    path = quantized.save(tmp_path / "quantized.onnx")
+    path = nested_result.save(tmp_path / "quantized.onnx")
     written = onnx.load(path)
     actual = truth.runs_as(truth.optimized(path))
     actual = truth.of_functions(actual, [function.name for function in written.functions])
@@ -251,9 +248,9 @@ def test_bodies_run_on_integers(quantized, tmp_path):
         assert runs & {"MatMulIntegerToFloat", "QGemm"}
 
 
-def test_arguments_of_functions_are_stored(quantized):
+def test_arguments_of_functions_are_stored(nested_result):
     """A weight that is passed to a function is stored in it, and the calls do not pass it."""
-    message = onnx_format.emit(quantized.model)
+    message = onnx_format.emit(nested_result.model)
     assert [list(node.input) for node in message.graph.node if node.op_type == "Block"] == [
         ["rounds/features"],
         ["called/once"],
@@ -266,13 +263,13 @@ def test_arguments_of_functions_are_stored(quantized):
 @pytest.mark.parametrize("rules", ["onnxruntime", "weight_only_int4", "weight_only_int8", "qnn", "tensorrt", "generic"])
 def test_branch_that_no_sample_reaches(rules, tmp_path):
     """Its activations stay float with the reason, and onnxruntime accepts its stored weights."""
-    calib = images("calib")
+    calib = nested_images("calib")
     np.savez(tmp_path / "bright.npz", image=calib[calib.mean(axis=(1, 2, 3)) > THRESHOLD][:20])
     result = gq.insert(MODEL, rules=rules, data=str(tmp_path / "bright.npz"))
     unreached = [skip for skip in result.skips if skip.code is SkipCode.RANGE]
     assert all(skip.tensor.graph in {BODIES[3], ""} for skip in unreached)
     assert bool(unreached) == (not rules.startswith("weight_only"))
     labels = np.load(MODELS / "digits_nested_eval.npz")["labels"]
-    run_quantized = run(result.model)
-    for mask in (images().mean(axis=(1, 2, 3)) > THRESHOLD, images().mean(axis=(1, 2, 3)) <= THRESHOLD):
-        assert (run_quantized(images()[mask]).argmax(axis=1) == labels[mask]).mean() > 0.9
+    run_quantized = classifier(result.model)
+    for mask in (nested_images().mean(axis=(1, 2, 3)) > THRESHOLD, nested_images().mean(axis=(1, 2, 3)) <= THRESHOLD):
+        assert (run_quantized(nested_images()[mask]).argmax(axis=1) == labels[mask]).mean() > 0.9

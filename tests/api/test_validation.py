@@ -11,13 +11,12 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from click.testing import CliRunner
+from support.cli import invoke_cli
 
 import graphquant as gq
 from graphquant.analysis.validation import Bounds
 from graphquant.calibration.data import open_data
 from graphquant.calibration.holdout import split_holdout
-from graphquant.cli import main
 from graphquant.errors import EmptyResultError, UsageError
 from graphquant.formats import format_module
 from graphquant.visualize.compare_report import validation_view
@@ -44,7 +43,7 @@ quantize = "two"
 
 
 @pytest.fixture
-def net(tmp_path: Path) -> Path:
+def labelled_net(tmp_path: Path) -> Path:
     """A matrix product with data of 20 labelled samples."""
     rng = np.random.default_rng(0)
     model = onnx.parser.parse_model(TEXT)
@@ -57,27 +56,24 @@ def net(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*arguments: Any) -> Any:
-    """One call of the command line."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
 @pytest.mark.parametrize(
     ("count", "used", "reused"), [(1, 1, True), (7, 7, True), (8, 4, False), (20, 16, False), (100, 80, False)]
 )
-def test_the_last_fifth_is_held_out(net: Path, count: int, used: int, reused: bool) -> None:
+def test_the_last_fifth_is_held_out(labelled_net: Path, count: int, used: int, reused: bool) -> None:
     """Validation uses the last fifth, at least 4 samples; with too few samples, calibration uses them as well."""
-    np.savez(net / "some.npz", x=np.arange(count * 8, dtype=np.float32).reshape(count, 8))
-    batches = open_data(str(net / "some.npz"), format_module("onnx").input_specs(gq.load(net / "net.onnx")))
+    np.savez(labelled_net / "some.npz", x=np.arange(count * 8, dtype=np.float32).reshape(count, 8))
+    batches = open_data(
+        str(labelled_net / "some.npz"), format_module("onnx").input_specs(gq.load(labelled_net / "net.onnx"))
+    )
     calibration, holdout = split_holdout("", None, batches)
     assert (calibration.count, holdout.reuses_samples) == (used, reused)
     assert holdout.start == (max(count - 4, 0) if reused else used)
 
 
-def test_metrics_are_those_of_the_holdout(net: Path) -> None:
+def test_metrics_are_those_of_the_holdout(labelled_net: Path) -> None:
     """SQNR, agreement and accuracy are computed on the last fifth, and equal those of NumPy."""
-    result = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
-    x, labels = (np.load(net / "data.npz")[key][16:] for key in ("x", "labels"))
+    result = gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz"))
+    x, labels = (np.load(labelled_net / "data.npz")[key][16:] for key in ("x", "labels"))
     expected, actual = (
         format_module("onnx").create_runner(model).run({"x": x})["y"] for model in (result.source, result.model)
     )
@@ -91,21 +87,29 @@ def test_metrics_are_those_of_the_holdout(net: Path) -> None:
     assert result.validation.failures == ()
 
 
-def test_ruined_models_fail_validation(net: Path) -> None:
+def test_ruined_models_fail_validation(labelled_net: Path) -> None:
     """Below 20 dB the output and the tensor are named, the model is written, and --strict ends with 1."""
-    call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--force")
-    plain = run(*call, "-o", net / "out.onnx", "--report", net / "report.json")
+    call = (
+        "insert",
+        labelled_net / "net.onnx",
+        "--rules",
+        labelled_net / "ruined.toml",
+        "--data",
+        labelled_net / "data.npz",
+        "--force",
+    )
+    plain = invoke_cli(*call, "-o", labelled_net / "out.onnx", "--report", labelled_net / "report.json")
     assert plain.exit_code == 0
     assert "failed: " in plain.stdout
     assert "\x1b" not in plain.stdout
-    report = json.loads((net / "report.json").read_text())["validation"]
+    report = json.loads((labelled_net / "report.json").read_text())["validation"]
     assert report["met"] is False
     assert report["comparison"]["sqnr"] < 20
     assert report["multiply_adds"] == {"quantized": 0, "total": 32}
-    strict = run(*call, "-o", net / "strict.onnx", "--strict")
+    strict = invoke_cli(*call, "-o", labelled_net / "strict.onnx", "--strict")
     assert strict.exit_code == 1
     assert strict.stderr.startswith("error: ")
-    assert (net / "strict.onnx").read_bytes() == (net / "out.onnx").read_bytes()
+    assert (labelled_net / "strict.onnx").read_bytes() == (labelled_net / "out.onnx").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -117,63 +121,101 @@ def test_ruined_models_fail_validation(net: Path) -> None:
         ("--max-accuracy-drop", "0"),
     ],
 )
-def test_bounds(net: Path, option: str, value: str) -> None:
+def test_bounds(labelled_net: Path, option: str, value: str) -> None:
     """A bound that is met gives exit code 0; with a statistics file there is a search too."""
-    call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--allow-empty")
-    assert run(*call, option, value).exit_code == 0
-    gq.calibrate(net / "net.onnx", data=str(net / "data.npz")).save(net / "stats.gqs")
-    result = run(*call, "--stats", net / "stats.gqs", "--min-sqnr", "60")
+    call = ("insert", labelled_net / "net.onnx", "--data", labelled_net / "data.npz", "--dry-run", "--allow-empty")
+    assert invoke_cli(*call, option, value).exit_code == 0
+    gq.calibrate(labelled_net / "net.onnx", data=str(labelled_net / "data.npz")).save(labelled_net / "stats.gqs")
+    result = invoke_cli(*call, "--stats", labelled_net / "stats.gqs", "--min-sqnr", "60")
     assert result.exit_code == 0
 
 
-def test_unreachable_bounds_write_nothing(net: Path) -> None:
+def test_unreachable_bounds_write_nothing(labelled_net: Path) -> None:
     """A bound that no quantized plan meets ends with 1, names the SQNR that was reached, and writes nothing."""
-    call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--min-sqnr", "150", "-o", net / "out.onnx")
-    result = run(*call)
+    call = (
+        "insert",
+        labelled_net / "net.onnx",
+        "--data",
+        labelled_net / "data.npz",
+        "--min-sqnr",
+        "150",
+        "-o",
+        labelled_net / "out.onnx",
+    )
+    result = invoke_cli(*call)
     assert result.exit_code == 1
     assert re.search(r"'y' has \d\d\.\d\d dB, and the bound is 150 dB", result.stderr)
-    assert not (net / "out.onnx").exists()
+    assert not (labelled_net / "out.onnx").exists()
     with pytest.raises(EmptyResultError):
-        gq.insert(net / "net.onnx", data=str(net / "data.npz"), min_sqnr=150)
-    assert run(*call, "--allow-empty").exit_code == 0
-    assert gq.load(net / "out.onnx").digest == gq.load(net / "net.onnx").digest
+        gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz"), min_sqnr=150)
+    assert invoke_cli(*call, "--allow-empty").exit_code == 0
+    assert gq.load(labelled_net / "out.onnx").digest == gq.load(labelled_net / "net.onnx").digest
 
 
-def test_nothing_inserted_is_an_error(net: Path) -> None:
+def test_nothing_inserted_is_an_error(labelled_net: Path) -> None:
     """A result without quantized tensors ends with 1 and its reasons, and writes nothing, unless it is allowed."""
-    call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--exclude", "x", "--exclude", "w")
-    result = run(*call, "-o", net / "out.onnx", "--report", net / "report.json")
+    call = (
+        "insert",
+        labelled_net / "net.onnx",
+        "--data",
+        labelled_net / "data.npz",
+        "--exclude",
+        "x",
+        "--exclude",
+        "w",
+    )
+    result = invoke_cli(*call, "-o", labelled_net / "out.onnx", "--report", labelled_net / "report.json")
     assert result.exit_code == 1
     assert "--exclude 'x'" in result.stderr
-    assert not (net / "out.onnx").exists()
-    assert not (net / "report.json").exists()
-    assert run(*call, "-o", net / "out.onnx", "--allow-empty").exit_code == 0
-    assert run("insert", net / "net.onnx", "--rules", net / "ruined.toml", "-o", net / "two.onnx").exit_code == 0
+    assert not (labelled_net / "out.onnx").exists()
+    assert not (labelled_net / "report.json").exists()
+    assert invoke_cli(*call, "-o", labelled_net / "out.onnx", "--allow-empty").exit_code == 0
+    assert (
+        invoke_cli(
+            "insert",
+            labelled_net / "net.onnx",
+            "--rules",
+            labelled_net / "ruined.toml",
+            "-o",
+            labelled_net / "two.onnx",
+        ).exit_code
+        == 0
+    )
 
 
-def test_share_of_quantized_macs_is_a_bound(net: Path) -> None:
+def test_share_of_quantized_macs_is_a_bound(labelled_net: Path) -> None:
     """--min-quantized is met by the share of multiply-adds whose inputs are all quantized, also without data."""
-    call = ("insert", net / "net.onnx", "--dry-run", "--min-quantized")
-    assert run(*call, "100%", "--data", net / "data.npz").exit_code == 0
-    result = run(*call, "0.5", "--rules", "weight_only")
+    call = ("insert", labelled_net / "net.onnx", "--dry-run", "--min-quantized")
+    assert invoke_cli(*call, "100%", "--data", labelled_net / "data.npz").exit_code == 0
+    result = invoke_cli(*call, "0.5", "--rules", "weight_only")
     assert result.exit_code == 1
     assert "0.00%" in result.stderr
-    assert run(*call, "0", "--rules", "weight_only").exit_code == 0
-    assert gq.insert(net / "net.onnx", data=str(net / "data.npz")).quantized_share == 1.0
+    assert invoke_cli(*call, "0", "--rules", "weight_only").exit_code == 0
+    assert gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz")).quantized_share == 1.0
 
 
 @pytest.mark.parametrize(("option", "bound"), [("max_accuracy_drop", 0.01), ("min_agreement", 0.99)])
-def test_bounds_of_classes(net: Path, option: str, bound: float) -> None:
+def test_bounds_of_classes(labelled_net: Path, option: str, bound: float) -> None:
     """The accuracy of the labels and the agreement are compared with their bounds."""
-    validation = gq.insert(net / "net.onnx", rules=net / "ruined.toml", data=str(net / "data.npz")).validation
+    validation = gq.insert(
+        labelled_net / "net.onnx", rules=labelled_net / "ruined.toml", data=str(labelled_net / "data.npz")
+    ).validation
     assert len(replace(validation, bounds=Bounds(**{option: bound})).failures) == 1
     flag = f"--{option.replace('_', '-')}"
-    call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--dry-run")
-    report = net / "report.json"
-    assert run(*call, flag, str(bound), "--allow-empty", "--report", report).exit_code == 0
+    call = (
+        "insert",
+        labelled_net / "net.onnx",
+        "--rules",
+        labelled_net / "ruined.toml",
+        "--data",
+        labelled_net / "data.npz",
+        "--dry-run",
+    )
+    report = labelled_net / "report.json"
+    assert invoke_cli(*call, flag, str(bound), "--allow-empty", "--report", report).exit_code == 0
     assert json.loads(report.read_text())["search"]["float_tensors"]
-    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"])
-    without = run(*call, flag, str(bound))
+    np.savez(labelled_net / "data.npz", x=np.load(labelled_net / "data.npz")["x"])
+    without = invoke_cli(*call, flag, str(bound))
     assert (without.exit_code == 2 and "'labels'" in without.stderr) == (option == "max_accuracy_drop")
 
 
@@ -185,49 +227,69 @@ def test_bounds_of_classes(net: Path, option: str, bound: float) -> None:
         (np.array(["a"] * 20), "<U1"),
     ],
 )
-def test_invalid_labels_are_rejected_early(net: Path, labels: Any, said: str) -> None:
+def test_invalid_labels_are_rejected_early(labelled_net: Path, labels: Any, said: str) -> None:
     """Invalid labels are reported before anything runs, with their expected form."""
-    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=labels)
-    result = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--max-accuracy-drop", "1")
+    np.savez(labelled_net / "data.npz", x=np.load(labelled_net / "data.npz")["x"], labels=labels)
+    result = invoke_cli(
+        "insert",
+        labelled_net / "net.onnx",
+        "--data",
+        labelled_net / "data.npz",
+        "--dry-run",
+        "--max-accuracy-drop",
+        "1",
+    )
     assert result.exit_code == 2
     assert said in result.stderr
     assert "Labels are integers" in result.stderr
 
 
 @pytest.mark.parametrize("first", [-1, 50])
-def test_labels_outside_the_classes_give_no_accuracy(net: Path, first: int) -> None:
+def test_labels_outside_the_classes_give_no_accuracy(labelled_net: Path, first: int) -> None:
     """Labels outside the classes of the output give no accuracy instead of 0, which could not drop."""
-    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.arange(first, first + 20))
-    check = gq.insert(net / "net.onnx", data=str(net / "data.npz")).validation
+    np.savez(labelled_net / "data.npz", x=np.load(labelled_net / "data.npz")["x"], labels=np.arange(first, first + 20))
+    check = gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz")).validation
     assert check.comparison.outputs[0].accuracy is None
     with pytest.raises(UsageError, match="'labels'"):
-        gq.insert(net / "net.onnx", data=str(net / "data.npz"), max_accuracy_drop=1.0)
+        gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz"), max_accuracy_drop=1.0)
 
 
-def test_one_hot_labels_are_rejected(net: Path) -> None:
+def test_one_hot_labels_are_rejected(labelled_net: Path) -> None:
     """They fit no output, which ends the command before a search."""
-    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.eye(20, dtype=np.int64))
-    result = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--max-accuracy-drop", "1")
+    np.savez(labelled_net / "data.npz", x=np.load(labelled_net / "data.npz")["x"], labels=np.eye(20, dtype=np.int64))
+    result = invoke_cli(
+        "insert",
+        labelled_net / "net.onnx",
+        "--data",
+        labelled_net / "data.npz",
+        "--dry-run",
+        "--max-accuracy-drop",
+        "1",
+    )
     assert result.exit_code == 2
     assert "'labels'" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--min-sqnr", "--min-agreement", "--max-accuracy-drop"])
-def test_bounds_that_are_not_finite_are_rejected(net: Path, option: str) -> None:
+def test_bounds_that_are_not_finite_are_rejected(labelled_net: Path, option: str) -> None:
     """NaN, which everything would meet or miss, is refused by the command and by the function."""
-    result = run("insert", net / "net.onnx", "--data", net / "data.npz", option, "nan")
+    result = invoke_cli("insert", labelled_net / "net.onnx", "--data", labelled_net / "data.npz", option, "nan")
     assert result.exit_code == 2
     assert f"Invalid value for '{option}'" in result.stderr
     with pytest.raises(UsageError, match=option[2:].replace("-", "_")):
-        gq.insert(net / "net.onnx", data=str(net / "data.npz"), **{option[2:].replace("-", "_"): float("nan")})
+        gq.insert(
+            labelled_net / "net.onnx",
+            data=str(labelled_net / "data.npz"),
+            **{option[2:].replace("-", "_"): float("nan")},
+        )
 
 
-def test_statistics_and_data(net: Path) -> None:
+def test_statistics_and_data(labelled_net: Path) -> None:
     """With statistics, the data is for validation: all of it, or the last fifth of the data of the statistics."""
-    stats = gq.calibrate(net / "net.onnx", data=str(net / "data.npz"))
-    same = gq.insert(net / "net.onnx", stats=stats, data=str(net / "data.npz")).validation
+    stats = gq.calibrate(labelled_net / "net.onnx", data=str(labelled_net / "data.npz"))
+    same = gq.insert(labelled_net / "net.onnx", stats=stats, data=str(labelled_net / "data.npz")).validation
     assert (same.reuses_samples, same.comparison.samples) == (True, 4)
-    random_validation = gq.insert(net / "net.onnx", stats=stats, data="random:6").validation
+    random_validation = gq.insert(labelled_net / "net.onnx", stats=stats, data="random:6").validation
     assert (
         random_validation.reuses_samples,
         random_validation.comparison.samples,
@@ -236,21 +298,33 @@ def test_statistics_and_data(net: Path) -> None:
     assert (random_validation.calibrated_on_other_data, same.calibrated_on_other_data) == (True, False)
     texts = {str(validation_view(each)[0]).partition(":")[0] for each in (random_validation, same)}
     assert len(texts) == 2
-    calibrated = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
-    again = gq.insert(net / "net.onnx", stats=calibrated.stats, data=str(net / "data.npz")).validation
+    calibrated = gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz"))
+    again = gq.insert(labelled_net / "net.onnx", stats=calibrated.stats, data=str(labelled_net / "data.npz")).validation
     assert (again.reuses_samples, again.comparison.samples) == (False, 4)
-    assert gq.insert(net / "net.onnx", stats=stats).validation is None
+    assert gq.insert(labelled_net / "net.onnx", stats=stats).validation is None
 
 
-def test_no_validate(net: Path) -> None:
+def test_no_validate(labelled_net: Path) -> None:
     """Without validation, calibration uses all samples, and the report has no validation."""
-    assert gq.insert(net / "net.onnx", data=str(net / "data.npz"), validate=False).calibration_samples == 20
-    report = net / "report.json"
-    run("insert", net / "net.onnx", "--data", net / "data.npz", "--no-validate", "--dry-run", "--report", report)
+    assert (
+        gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz"), validate=False).calibration_samples
+        == 20
+    )
+    report = labelled_net / "report.json"
+    invoke_cli(
+        "insert",
+        labelled_net / "net.onnx",
+        "--data",
+        labelled_net / "data.npz",
+        "--no-validate",
+        "--dry-run",
+        "--report",
+        report,
+    )
     assert json.loads(report.read_text())["validation"] is None
 
 
-def test_models_that_cannot_run_fail_validation(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_run_fail_validation(labelled_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that its framework refuses is written all the same, and misses every bound."""
     from graphquant.errors import ModelError
     from graphquant.formats.onnx.session import OnnxRunner
@@ -260,10 +334,19 @@ def test_models_that_cannot_run_fail_validation(net: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(OnnxRunner, "start", refuse)
     plain = ("--no-algorithm", "bias-correction")  # the algorithm runs the model too
-    result = run("insert", net / "net.onnx", "--data", net / "data.npz", "-o", net / "out.onnx", "--strict", *plain)
+    result = invoke_cli(
+        "insert",
+        labelled_net / "net.onnx",
+        "--data",
+        labelled_net / "data.npz",
+        "-o",
+        labelled_net / "out.onnx",
+        "--strict",
+        *plain,
+    )
     assert result.exit_code == 1
     assert "It is refused. Mend it." in result.stdout
-    assert (net / "out.onnx").is_file()
+    assert (labelled_net / "out.onnx").is_file()
 
 
 @pytest.fixture
@@ -285,49 +368,72 @@ def rejecting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--data", "data.npz"), ("--data", "data.npz", "--no-validate")])
 @pytest.mark.usefixtures("rejecting")
-def test_rejected_results_are_not_written(net: Path, options: tuple[str, ...]) -> None:
+def test_rejected_results_are_not_written(labelled_net: Path, options: tuple[str, ...]) -> None:
     """If onnxruntime loads the float model only, the exit code is 1, and an earlier output stays."""
-    (net / "out.onnx").write_bytes(b"earlier")
-    arguments = [net / option if option.endswith("npz") else option for option in options]
-    result = run("insert", net / "net.onnx", *arguments, "--rules", "weight_only", "-o", net / "out.onnx", "--force")
+    (labelled_net / "out.onnx").write_bytes(b"earlier")
+    arguments = [labelled_net / option if option.endswith("npz") else option for option in options]
+    result = invoke_cli(
+        "insert",
+        labelled_net / "net.onnx",
+        *arguments,
+        "--rules",
+        "weight_only",
+        "-o",
+        labelled_net / "out.onnx",
+        "--force",
+    )
     assert result.exit_code == 1
     assert "w/quant/dequant (DequantizeLinear)" in result.stderr
     assert "--exclude w " in result.stderr
-    assert (net / "out.onnx").read_bytes() == b"earlier"
+    assert (labelled_net / "out.onnx").read_bytes() == b"earlier"
 
 
-def test_models_with_unknown_ops_are_not_judged(net: Path) -> None:
+def test_models_with_unknown_ops_are_not_judged(labelled_net: Path) -> None:
     """If onnxruntime does not load the float model either, the result is written with a note."""
     text = (
         '<ir_version: 8, opset_import: ["": 13, "own": 1]> g (float[4, 8] x) => (y) { m = MatMul(x, w) y = own.Op(m) }'
     )
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(8, dtype=np.float32), "w"))
-    onnx.save(model, net / "own.onnx")
-    result = gq.insert(net / "own.onnx", rules="weight_only")
+    onnx.save(model, labelled_net / "own.onnx")
+    result = gq.insert(labelled_net / "own.onnx", rules="weight_only")
     assert result.inserted
     assert "own" in result.unjudged_reason
-    assert not gq.insert(net / "net.onnx", rules="weight_only").unjudged_reason
+    assert not gq.insert(labelled_net / "net.onnx", rules="weight_only").unjudged_reason
 
 
 @pytest.mark.parametrize(("smallest", "exit_code"), [(1e-6, 1), (0.0, 0)])
-def test_infinite_outputs(net: Path, smallest: float, exit_code: int) -> None:
+def test_infinite_outputs(labelled_net: Path, smallest: float, exit_code: int) -> None:
     """A result is not written if an output is infinite where that of the float model is finite, but else it is."""
     text = TEXT.replace("y = MatMul(x, w)", "one = Constant <value_float = 1.0> () y = Div(one, x)").replace(
         "N, 4", "N, 8"
     )
-    onnx.save(onnx.parser.parse_model(text), net / "root.onnx")
+    onnx.save(onnx.parser.parse_model(text), labelled_net / "root.onnx")
     x = np.linspace(0.5, 1, 160, dtype=np.float32).reshape(20, 8)
     x[:, 0] = smallest
-    np.savez(net / "root.npz", x=x)
+    np.savez(labelled_net / "root.npz", x=x)
     rules = RUINED.replace("matmul", "div").replace('{ name = "fixed-point", exponent = 1 }', '"minmax"')
-    (net / "root.toml").write_text(rules)
-    options = ("--data", net / "root.npz", "--rules", net / "root.toml", "-o", net / "out.onnx")
-    result = run("insert", net / "root.onnx", *options)
-    assert (result.exit_code, (net / "out.onnx").exists()) == (exit_code, not exit_code)
-    batch_options = ("--data", net / "root.npz", "--rules", net / "root.toml", "-o", net / "batch.onnx")
-    assert run("batch", net / "root.onnx", *batch_options).exit_code == exit_code
-    assert (net / "batch.onnx").exists() == (not exit_code)
+    (labelled_net / "root.toml").write_text(rules)
+    options = (
+        "--data",
+        labelled_net / "root.npz",
+        "--rules",
+        labelled_net / "root.toml",
+        "-o",
+        labelled_net / "out.onnx",
+    )
+    result = invoke_cli("insert", labelled_net / "root.onnx", *options)
+    assert (result.exit_code, (labelled_net / "out.onnx").exists()) == (exit_code, not exit_code)
+    batch_options = (
+        "--data",
+        labelled_net / "root.npz",
+        "--rules",
+        labelled_net / "root.toml",
+        "-o",
+        labelled_net / "batch.onnx",
+    )
+    assert invoke_cli("batch", labelled_net / "root.onnx", *batch_options).exit_code == exit_code
+    assert (labelled_net / "batch.onnx").exists() == (not exit_code)
 
 
 def test_a_model_of_texts_needs_no_data(tmp_path: Path) -> None:

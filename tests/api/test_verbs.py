@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture
-def cnn(samples: Path) -> Path:
+def cnn_path(samples: Path) -> Path:
     """The CNN as ONNX."""
     return samples / "digits_cnn.onnx"
 
@@ -42,15 +42,15 @@ def probabilities(model: gq.Model, images: Array) -> Array:
 
 @pytest.mark.parametrize("argument", ["rules", "include", "exclude"])
 @pytest.mark.parametrize("value", [None, 3])
-def test_invalid_names_are_rejected(cnn: Path, argument: str, value: Any) -> None:
+def test_invalid_names_are_rejected(cnn_path: Path, argument: str, value: Any) -> None:
     """None or a number in place of names is a usage error that names the option and the value."""
     with pytest.raises(UsageError, match=rf"{argument} is invalid: {value} "):
-        gq.plan(cnn, **{argument: value})
+        gq.plan(cnn_path, **{argument: value})
 
 
-def test_load_insert_save(cnn: Path, calib: str, tmp_path: Path) -> None:
+def test_load_insert_save(cnn_path: Path, calib: str, tmp_path: Path) -> None:
     """Load, insert and save give a model that holds together, runs and has the result's scales."""
-    model = gq.load(cnn)
+    model = gq.load(cnn_path)
     result = gq.insert(model, data=calib)
     assert isinstance(result, gq.Result)
     assert (result.calibration_samples, result.has_random_data, result.source) == (80, False, model)
@@ -69,31 +69,31 @@ def test_load_insert_save(cnn: Path, calib: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(params.zero_point, insertion.params.zero_point)
 
 
-def test_functions_accept_paths_and_models(cnn: Path) -> None:
+def test_functions_accept_paths_and_models(cnn_path: Path) -> None:
     """A path, its text and a loaded model make the same plan."""
-    plans = [gq.plan(source, rules=["weight_only"]) for source in (cnn, str(cnn), gq.load(cnn))]
+    plans = [gq.plan(source, rules=["weight_only"]) for source in (cnn_path, str(cnn_path), gq.load(cnn_path))]
     assert plans[0] == plans[1] == plans[2]
     assert [site.rule for site in plans[0].sites] == ["weight"] * 9
 
 
-def test_stats_of_a_result_can_be_reused(cnn: Path, calib: str, tmp_path: Path) -> None:
+def test_stats_of_a_result_can_be_reused(cnn_path: Path, calib: str, tmp_path: Path) -> None:
     """Calibrating first, and inserting with the statistics, gives the same file as inserting with the data."""
-    plan = gq.plan(cnn)
-    stats = gq.calibrate(cnn, plan, calib)
+    plan = gq.plan(cnn_path)
+    stats = gq.calibrate(cnn_path, plan, calib)
     assert (stats.samples, stats.model_digest, stats.complete) == (100, plan.model, True)
     assert len(stats.sketches) == len({site.tensor for site in plan.sites if not site.parameter})
-    gq.insert(cnn, plan=plan, stats=stats).save(tmp_path / "stats.onnx")
-    gq.insert(cnn, data=calib, validate=False).save(tmp_path / "data.onnx")
+    gq.insert(cnn_path, plan=plan, stats=stats).save(tmp_path / "stats.onnx")
+    gq.insert(cnn_path, data=calib, validate=False).save(tmp_path / "data.onnx")
     assert (tmp_path / "stats.onnx").read_bytes() == (tmp_path / "data.onnx").read_bytes()
 
 
-def test_ranges_are_those_of_the_data(cnn: Path, calib: str) -> None:
+def test_ranges_are_those_of_the_data(cnn_path: Path, calib: str) -> None:
     """Min-max ranges are the smallest and largest value that onnxruntime computes on any sample, with 0 among them."""
-    plan = gq.plan(cnn, method="minmax")
-    stats = gq.calibrate(cnn, plan, calib)
+    plan = gq.plan(cnn_path, method="minmax")
+    stats = gq.calibrate(cnn_path, plan, calib)
     feeds = [{"image": image[None]} for image in np.load(calib)["image"]]
-    observed = list(formats.format_module("onnx").create_runner(gq.load(cnn)).observe(list(stats.sketches), feeds))
-    result = gq.insert(cnn, plan=plan, stats=stats)
+    observed = list(formats.format_module("onnx").create_runner(gq.load(cnn_path)).observe(list(stats.sketches), feeds))
+    result = gq.insert(cnn_path, plan=plan, stats=stats)
     scales = {
         insertion.site.tensor: insertion.params.scale for insertion in result.inserted if not insertion.site.parameter
     }
@@ -110,24 +110,24 @@ def _read(model: gq.Model, use: gq.Use) -> gq.TensorRef | None:
     return model.graphs[use.graph].source_of(use)
 
 
-def test_progress_is_reported(cnn: Path, calib: str) -> None:
+def test_progress_is_reported(cnn_path: Path, calib: str) -> None:
     """The callback hears of the start and of each block of samples, in order."""
     calls: list[tuple[str, int, int]] = []
-    gq.insert(cnn, data=calib, samples=70, progress=lambda *stage_name: calls.append(stage_name))
+    gq.insert(cnn_path, data=calib, samples=70, progress=lambda *stage_name: calls.append(stage_name))
     completed = [count for stage_name, count, _ in calls if stage_name == "calibrating"]
     assert completed == [*range(0, 56, completed[1]), 56]
     assert [count for stage_name, count, _ in calls if stage_name == "validating"] == [4, 8, 12, 14]
     assert {(stage_name, total) for stage_name, _, total in calls} == {("calibrating", 56), ("validating", 14)}
 
 
-def test_empty_plan_returns_the_source(cnn: Path, tmp_path: Path) -> None:
+def test_empty_plan_returns_the_source(cnn_path: Path, tmp_path: Path) -> None:
     """If no rule matches, the saved file is the source, byte for byte."""
     rules = tmp_path / "none.toml"
     rules.write_text('[[rule]]\nname = "r"\nconsumer = { kind = "lstm" }\nquantize = "float"\n')
-    result = gq.insert(cnn, rules=[str(rules)], allow_empty=True)
+    result = gq.insert(cnn_path, rules=[str(rules)], allow_empty=True)
     assert (result.inserted, result.model) == ((), result.source)
     result.save(tmp_path / "out.onnx")
-    assert (tmp_path / "out.onnx").read_bytes() == cnn.read_bytes()
+    assert (tmp_path / "out.onnx").read_bytes() == cnn_path.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["digits_cnn.onnx", "digits_cnn.pb", "digits_rnn.onnx", "digits_rnn_saved_model"])
@@ -152,9 +152,9 @@ def test_the_source_is_not_changed(samples: Path, name: str, tmp_path: Path) -> 
     ]
 
 
-def test_quantized_models_stay_unchanged(cnn: Path, calib: str) -> None:
+def test_quantized_models_stay_unchanged(cnn_path: Path, calib: str) -> None:
     """Quantized tensors are skipped, with the reason."""
-    once = gq.insert(cnn, data=calib)
+    once = gq.insert(cnn_path, data=calib)
     twice = gq.insert(once.model, data=calib)
     before = {reading.op for reading in summarize_model(once.model).quantization_ops}
     added = [reading for reading in summarize_model(twice.model).quantization_ops if reading.op not in before]
@@ -164,35 +164,35 @@ def test_quantized_models_stay_unchanged(cnn: Path, calib: str) -> None:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def test_errors_are_of_their_kind(cnn: Path, samples: Path, tmp_path: Path) -> None:
+def test_errors_are_of_their_kind(cnn_path: Path, samples: Path, tmp_path: Path) -> None:
     """Each mistake of a caller has its kind."""
     with pytest.raises(ModelError, match="There is no file"):
         gq.load(tmp_path / "missing.onnx")
     with pytest.raises(NeedsDataError, match="activations have no range"):
-        gq.insert(cnn)
+        gq.insert(cnn_path)
     with pytest.raises(UsageError, match="Did you mean 'onnxruntime'"):
-        gq.plan(cnn, rules=["onnxruntim"])
+        gq.plan(cnn_path, rules=["onnxruntim"])
     (tmp_path / "bad.toml").write_text("[scheme.a]\nzerro = 1\n")
     with pytest.raises(RuleError, match=r"bad\.toml:2: .*'zero'"):
-        gq.plan(cnn, rules=[str(tmp_path / "bad.toml")])
+        gq.plan(cnn_path, rules=[str(tmp_path / "bad.toml")])
     with pytest.raises(UsageError, match="--include 'nothing' matches no op"):
-        gq.plan(cnn, include=["nothing"])
+        gq.plan(cnn_path, include=["nothing"])
     with pytest.raises(UsageError, match="another model"):
-        gq.insert(samples / "digits_rnn.onnx", plan=gq.plan(cnn))
+        gq.insert(samples / "digits_rnn.onnx", plan=gq.plan(cnn_path))
     np.savez(tmp_path / "labels.npz", labels=np.zeros(3))
     with pytest.raises(DataError, match=r"labels\.npz"):
-        gq.insert(cnn, data=str(tmp_path / "labels.npz"))
+        gq.insert(cnn_path, data=str(tmp_path / "labels.npz"))
 
 
-def test_save_rejects_existing_files(cnn: Path, tmp_path: Path) -> None:
+def test_save_rejects_existing_files(cnn_path: Path, tmp_path: Path) -> None:
     """Without force, no file is replaced; the source is never replaced."""
-    result = gq.insert(cnn, rules=["weight_only"])
+    result = gq.insert(cnn_path, rules=["weight_only"])
     result.save(tmp_path / "out.onnx")
     with pytest.raises(UsageError, match="exists already"):
         result.save(tmp_path / "out.onnx")
     result.save(tmp_path / "out.onnx", force=True)
     with pytest.raises(UsageError, match="is the source model"):
-        result.save(cnn, force=True)
+        result.save(cnn_path, force=True)
 
 
 def test_unknown_public_name() -> None:
@@ -245,21 +245,21 @@ def test_int8_is_as_accurate_as_float(samples: Path, tmp_path: Path, name: str) 
     assert agreement >= 0.98
 
 
-def test_unneeded_data_must_exist(cnn: Path) -> None:
+def test_unneeded_data_must_exist(cnn_path: Path) -> None:
     """A misspelt data file is an error also where the rules need no data."""
     with pytest.raises(DataError, match=r"nope\.npz"):
-        gq.insert(cnn, rules=["weight_only"], data="nope.npz")
+        gq.insert(cnn_path, rules=["weight_only"], data="nope.npz")
 
 
-def test_names_as_string_path_text_or_list(samples: Path, cnn: Path, tmp_path: Path) -> None:
+def test_names_as_string_path_text_or_list(samples: Path, cnn_path: Path, tmp_path: Path) -> None:
     """Rules are a name, a path, a text or a list of these; one pattern is a pattern, not its letters."""
     text = (samples.parent / "rules" / "weight_only.toml").read_text("utf-8")
     (tmp_path / "r.toml").write_text(text, "utf-8")
-    expected = gq.plan(cnn, rules=["weight_only"])
+    expected = gq.plan(cnn_path, rules=["weight_only"])
     for rules in ("weight_only", text, [text], tmp_path / "r.toml", [tmp_path / "r.toml"]):
-        assert gq.plan(cnn, rules=rules).sites == expected.sites
-    assert gq.plan(cnn, rules=text).rules == (text,)
+        assert gq.plan(cnn_path, rules=rules).sites == expected.sites
+    assert gq.plan(cnn_path, rules=text).rules == (text,)
     patterns = {"exclude": "logits/*", "include": "*"}
-    selected = gq.plan(cnn, rules="weight_only", **patterns)
+    selected = gq.plan(cnn_path, rules="weight_only", **patterns)
     assert 0 < len(selected.sites) < len(expected.sites)
-    assert selected == gq.plan(cnn, rules=["weight_only"], **{key: [pattern] for key, pattern in patterns.items()})
+    assert selected == gq.plan(cnn_path, rules=["weight_only"], **{key: [pattern] for key, pattern in patterns.items()})

@@ -45,17 +45,17 @@ FUSED = "/MatMulAddFusion"
 
 def name_ops(message: Any) -> None:
     """Give every op of the model, including subgraphs, a unique name."""
-    for number, node in enumerate(nodes(message.graph)):
+    for number, node in enumerate(all_nodes(message.graph)):
         node.name = f"{node.name or node.output[0]}@{number}"
 
 
-def nodes(graph: Any) -> Iterator[Any]:
+def all_nodes(graph: Any) -> Iterator[Any]:
     """Yield all ops of a graph and its subgraphs."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
             for body in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
-                yield from nodes(body)
+                yield from all_nodes(body)
 
 
 def optimized(path: Path, *, level: str = "ORT_ENABLE_EXTENDED", config: dict[str, str] | None = None) -> Any:

@@ -11,6 +11,8 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.api.inspect import explain
 from graphquant.backends import BACKENDS, LINT_CODES
 from graphquant.visualize.check_report import escape_annotation
 
@@ -18,16 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def quantized(samples, tmp_path):
+def partly_quantized_path(samples, tmp_path):
     """Write a model whose residual sum and final sum are not quantized."""
     data = str(samples / "digits_cnn_calib.npz")
     result = gq.insert(samples / "digits_cnn.onnx", data=data, samples=4, exclude=["/residual|stem|logits.bias/"])
     return result.save(tmp_path / "with, comma%.onnx")
 
 
-def test_text(cli, quantized):
+def test_text(cli, partly_quantized_path):
     """The table names each float op, the reason and the fix. Findings give exit code 1."""
-    shown = cli("check", quantized, "--for", "onnxruntime", code=1).stdout
+    shown = cli("check", partly_quantized_path, "--for", "onnxruntime", code=1).stdout
     assert "ops run in low precision" in shown.splitlines()[0]
     assert "QLinearConv" in shown
     assert "float-input" in shown or "between" in shown
@@ -41,7 +43,29 @@ def test_float_model(cli, samples):
     assert "0 findings" in shown
 
 
-def save(text, path):
+def test_ops_that_the_plan_keeps_in_float(samples, tmp_path):
+    """The barrier before a float op is no op of its own for check, explain and inspect: its weight is float."""
+    weight = "pointwise/conv_weights_fused_bn"
+    data = str(samples / "digits_cnn_calib.npz")
+    result = gq.insert(samples / "digits_cnn.onnx", data=data, samples=8, exclude=[weight])
+    path = result.save(tmp_path / "digits_cnn.onnx")
+    assert any(op.name == "pointwise/conv/barrier" for op in gq.load(path).main.ops())
+    report = gq.check(path, backend="onnxruntime")
+    verdicts = {verdict.op: verdict for verdict in report.verdicts}
+    assert "pointwise/conv/barrier" not in verdicts
+    assert weight in verdicts["pointwise/conv"].broken_rule.message
+    assert not [finding for finding in report.findings if finding.op.startswith("pointwise")]
+    uses = explain(gq.load(path), "pointwise/conv").uses
+    assert {str(use.tensor): use.quantized for use in uses if use.use.op == "pointwise/conv"} == {
+        "depthwise/relu6:0": True,
+        f"{weight}:0": False,
+        "pointwise/conv_bias_fused_bn:0": False,
+    }
+    reasons = {op.op: op.reason for op in summarize_model(gq.load(path)).coverage}
+    assert weight in reasons["pointwise/conv"]
+
+
+def save_ops(text, path):
     """Write the model with the ops in `text`, and constants for quantization, to `path`."""
     message = onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["": 21]> g (float[1,4,4,4] x) => (float[1,4,N,N] y) {{ {text} }}'
@@ -63,7 +87,7 @@ PAIRED_POOL = """
 
 def test_rejected_model(cli, tmp_path):
     """A model that ONNX Runtime cannot load has no statuses; the error and its op are reported with a remedy."""
-    path = save(PAIRED_POOL, tmp_path / "model.onnx")
+    path = save_ops(PAIRED_POOL, tmp_path / "model.onnx")
     shown = " ".join(cli("check", path, "--for", "onnxruntime", code=1).stdout.split())
     assert "the model cannot be loaded, so nothing is known; 1 finding." in shown
     assert "GQ109 p_op: " in shown
@@ -77,7 +101,7 @@ def test_rejected_model(cli, tmp_path):
 def test_removed_ops(tmp_path):
     """Ops without effect have the status "removed", and not that of the op that reads them."""
     text = "t = Transpose<perm = [0, 2, 3, 1]>(x) u = Transpose<perm = [0, 3, 1, 2]>(t) y = Sin(u)"
-    report = gq.check(save(text, tmp_path / "model.onnx"), backend="onnxruntime")
+    report = gq.check(save_ops(text, tmp_path / "model.onnx"), backend="onnxruntime")
     assert {verdict.op: verdict.status for verdict in report.verdicts} == {
         "t_op": "removed",
         "u_op": "removed",
@@ -94,9 +118,9 @@ def test_result_in_memory(samples, tmp_path):
     assert in_memory.verdicts == gq.check(result.save(tmp_path / "quantized.onnx"), backend="onnxruntime").verdicts
 
 
-def test_json(cli, quantized, samples):
+def test_json(cli, partly_quantized_path, samples):
     """JSON contains each op with its verdict. Several models give a list."""
-    told = json.loads(cli("check", quantized, "--for", "onnxruntime", "--format", "json", code=1).stdout)
+    told = json.loads(cli("check", partly_quantized_path, "--for", "onnxruntime", "--format", "json", code=1).stdout)
     assert told["backend"] == "onnxruntime"
     assert sum(told["counts"].values()) == len(told["ops"])
     assert told["runs_as"]["QLinearConv"] == sum(
@@ -107,10 +131,10 @@ def test_json(cli, quantized, samples):
     assert [one["findings"] for one in both] == [[], []]
 
 
-def test_sarif(cli, quantized, tmp_path, published):
+def test_sarif(cli, partly_quantized_path, tmp_path, published):
     """The SARIF log is valid, with a rule for each code and a location for each finding."""
     out = tmp_path / "check.sarif"
-    cli("check", quantized, "--for", "onnxruntime", "--format", "sarif", "-o", out, code=1)
+    cli("check", partly_quantized_path, "--for", "onnxruntime", "--format", "sarif", "-o", out, code=1)
     log = json.loads(out.read_text("utf-8"))
     schema = published("https://json.schemastore.org/sarif-2.1.0.json")
     jsonschema.validate(log, schema, format_checker=jsonschema.FormatChecker())
@@ -122,9 +146,11 @@ def test_sarif(cli, quantized, tmp_path, published):
         assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"].endswith("with%2C%20comma%25.onnx")
 
 
-def test_github(cli, quantized):
+def test_github(cli, partly_quantized_path):
     """Each finding is a workflow command on one line, with its fix."""
-    lines = cli("check", quantized, "--for", "onnxruntime", "--format", "github", code=1).stdout.splitlines()
+    lines = cli(
+        "check", partly_quantized_path, "--for", "onnxruntime", "--format", "github", code=1
+    ).stdout.splitlines()
     assert lines
     for line in lines:
         assert line.startswith(("::warning file=", "::error file="))

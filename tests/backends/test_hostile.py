@@ -15,7 +15,7 @@ from graphquant.visualize import check_report as view
 HERE = Path(__file__).parent
 
 
-def module(path):
+def import_test_module(path):
     """Import a test module by name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = importlib.util.module_from_spec(spec)
@@ -23,7 +23,7 @@ def module(path):
     return made
 
 
-fuzz, oracle = module(HERE.parent / "test_fuzz.py"), module(HERE / "test_oracle.py")
+fuzz, oracle = import_test_module(HERE.parent / "test_fuzz.py"), import_test_module(HERE / "test_oracle.py")
 
 # onnx's own shape inference aborts the process on a Split whose attribute names fewer outputs than it has.
 NAMES = [name for name in oracle.CASES if "split" not in name]

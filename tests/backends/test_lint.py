@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.onnx_models import qdq_text
 
 import graphquant as gq
 from graphquant.analysis import backend_of_rules
@@ -39,34 +40,27 @@ CONSTANTS = {
 }
 
 
-def pair(source, made, scale="s", zero="z"):
-    """Return the text of a QuantizeLinear and a DequantizeLinear."""
-    return (
-        f"{made}_q = QuantizeLinear({source}, {scale}, {zero}) {made} = DequantizeLinear({made}_q, {scale}, {zero})\n"
-    )
-
-
-A, Y, W = pair("x", "a"), pair("r", "y"), "v = DequantizeLinear(w, s, i0) "
-THREE = "n = Reshape(x, rows)" + pair("n", "a") + "m3 = DequantizeLinear(wm, s, i0) "
-Y0 = pair("r", "y", zero="z0")
+A, Y, W = qdq_text("x", "a"), qdq_text("r", "y"), "v = DequantizeLinear(w, s, i0) "
+THREE = "n = Reshape(x, rows)" + qdq_text("n", "a") + "m3 = DequantizeLinear(wm, s, i0) "
+Y0 = qdq_text("r", "y", zero="z0")
 CONV = A + W + "r = Conv(a, v)" + Y
 
 CASES = [
     ("GQ101", None, A + "r = Relu(a)" + Y, "r"),
-    ("", None, A + "r = Relu(a)" + pair("r", "y", zero="z0"), ""),
-    ("GQ101", "onnxruntime", pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), "r"),
-    ("GQ101", None, pair("x", "a", zero="imin") + "r = Relu(a)" + pair("r", "y", zero="i0"), "r"),
-    ("", None, pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), ""),
-    ("", None, pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="imin"), ""),
-    ("", "tensorrt", pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), ""),
+    ("", None, A + "r = Relu(a)" + qdq_text("r", "y", zero="z0"), ""),
+    ("GQ101", "onnxruntime", qdq_text("x", "a", zero="i0") + "r = Relu(a)" + qdq_text("r", "y", zero="i0"), "r"),
+    ("GQ101", None, qdq_text("x", "a", zero="imin") + "r = Relu(a)" + qdq_text("r", "y", zero="i0"), "r"),
+    ("", None, qdq_text("x", "a", zero="i0") + "r = Relu(a)" + qdq_text("r", "y", zero="i0"), ""),
+    ("", None, qdq_text("x", "a", zero="i0") + "r = Relu(a)" + qdq_text("r", "y", zero="imin"), ""),
+    ("", "tensorrt", qdq_text("x", "a", zero="i0") + "r = Relu(a)" + qdq_text("r", "y", zero="i0"), ""),
     ("GQ102", "onnxruntime", A + W + "y = Conv(a, v)", "y"),
-    ("GQ102", "tensorrt", pair("x", "a", zero="i0") + W + "y = Conv(a, v)", ""),
+    ("GQ102", "tensorrt", qdq_text("x", "a", zero="i0") + W + "y = Conv(a, v)", ""),
     ("", "onnxruntime", CONV, ""),
     ("", "onnxruntime", "y = Conv(x, b4)", ""),
-    ("GQ103", None, A + "r = Reshape(a, flat)" + pair("r", "y", "s2"), "r"),
+    ("GQ103", None, A + "r = Reshape(a, flat)" + qdq_text("r", "y", "s2"), "r"),
     ("", None, A + "r = Reshape(a, flat)" + Y, ""),
-    ("GQ103", "qnn", A + pair("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, "r"),
-    ("", "onnxruntime", A + pair("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, ""),
+    ("GQ103", "qnn", A + qdq_text("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, "r"),
+    ("", "onnxruntime", A + qdq_text("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, ""),
     ("GQ104", None, A + W + "r = Conv(a, v, huge)" + Y, "r"),
     ("GQ104", None, A + W + "c = DequantizeLinear(bmax, prod, n0) r = Conv(a, v, c)" + Y, "r"),
     ("", None, A + W + "r = Conv(a, v, b)" + Y, ""),
@@ -74,20 +68,20 @@ CASES = [
     (
         "GQ105",
         None,
-        pair("x", "a", "wide")
+        qdq_text("x", "a", "wide")
         + "t = Sigmoid(x2)"
-        + pair("t", "k", "wide")
+        + qdq_text("t", "k", "wide")
         + "r = Concat<axis = 1>(a, k)"
-        + pair("r", "y", "wide"),
+        + qdq_text("r", "y", "wide"),
         "r",
     ),
-    ("GQ105", None, A + pair("x2", "k", "tiny") + "r = Concat<axis = 1>(a, k)" + Y, "r"),
-    ("", None, A + pair("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, ""),
+    ("GQ105", None, A + qdq_text("x2", "k", "tiny") + "r = Concat<axis = 1>(a, k)" + Y, "r"),
+    ("", None, A + qdq_text("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, ""),
     ("GQ105", None, A + "v = DequantizeLinear(wflat, s, i0) r = Conv(a, v)" + Y, "r"),
     ("", None, A + "v = DequantizeLinear<axis = 0>(wflat, v0, zz) r = Conv(a, v)" + Y, ""),
-    ("GQ106", None, pair("x", "a", "zero") + "y = Sqrt(a)", "a_q"),
-    ("GQ106", None, pair("x", "a", "denormal") + "y = Sqrt(a)", "a_q"),
-    ("", None, pair("x", "a", "tiny") + "y = Sqrt(a)", ""),
+    ("GQ106", None, qdq_text("x", "a", "zero") + "y = Sqrt(a)", "a_q"),
+    ("GQ106", None, qdq_text("x", "a", "denormal") + "y = Sqrt(a)", "a_q"),
+    ("", None, qdq_text("x", "a", "tiny") + "y = Sqrt(a)", ""),
     ("GQ107", None, A + "y = Sqrt(x)", "a"),
     ("GQ108", "onnxruntime", A + "y = Sqrt(a)", "x"),
     ("GQ108", "onnxruntime", A + "t = Sqrt(a) y = Tanh(a)", "x"),
@@ -102,17 +96,17 @@ CASES = [
     (
         "GQ112",
         "onnxruntime",
-        A + W + "r = Conv(a, v)" + pair("r", "k") + "t = Relu(k)" + pair("t", "y", zero="z0"),
+        A + W + "r = Conv(a, v)" + qdq_text("r", "k") + "t = Relu(k)" + qdq_text("t", "y", zero="z0"),
         "r",
     ),
-    ("", "onnxruntime", A + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="z0"), ""),
-    ("", "onnxruntime", THREE + "m = MatMul(a, m3) t = Add(m, b)" + pair("t", "k") + "r = Relu(k)" + Y0, ""),
-    ("GQ112", "onnxruntime", THREE + "t = MatMul(a, m3)" + pair("t", "k") + "r = Relu(k)" + Y0, "t"),
-    ("GQ113", "tensorrt", "f = Sqrt(x)" + pair("f", "a", zero="i0") + W + "y = Conv(a, v)", "y"),
+    ("", "onnxruntime", A + W + "r = Conv(a, v) t = Relu(r)" + qdq_text("t", "y", zero="z0"), ""),
+    ("", "onnxruntime", THREE + "m = MatMul(a, m3) t = Add(m, b)" + qdq_text("t", "k") + "r = Relu(k)" + Y0, ""),
+    ("GQ112", "onnxruntime", THREE + "t = MatMul(a, m3)" + qdq_text("t", "k") + "r = Relu(k)" + Y0, "t"),
+    ("GQ113", "tensorrt", "f = Sqrt(x)" + qdq_text("f", "a", zero="i0") + W + "y = Conv(a, v)", "y"),
 ]
 
 
-def load(text, tmp_path):
+def load_net_of_ops(text, tmp_path):
     """Return the model with the ops in `text`."""
     outs = "float y" + (", float u" if " u = " in text else "")
     header = '<ir_version: 8, opset_import: ["": 21]> g (float[1,4,4,4] x, float[1,4,4,4] x2, float[4,4,1,1] b4)'
@@ -132,7 +126,7 @@ def load(text, tmp_path):
 @pytest.mark.parametrize(("code", "backend", "text", "op"), CASES)
 def test_findings(code, backend, text, op, tmp_path):
     """The finding names its op. A model without the mistake has no such finding."""
-    found = check_quantized_model(load(text, tmp_path), backend).findings
+    found = check_quantized_model(load_net_of_ops(text, tmp_path), backend).findings
     if not op:
         assert [finding.code for finding in found if code in {"", finding.code}] == []
         return

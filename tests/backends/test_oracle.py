@@ -75,7 +75,7 @@ IMAGE = "float[1,4,4,4] x"
 ROWS = "float[3,4] x"
 
 
-def op(call, *, scale="s", zero="z", given="x", more=""):
+def op_between_pairs(call, *, scale="s", zero="z", given="x", more=""):
     """Return the text of an op between a pair on its input `a` and a pair on its output `r`."""
     return f"{qdq_text(given, 'a')} {more} r = {call} {qdq_text('r', 'y', scale, zero)}"
 
@@ -299,31 +299,31 @@ CASES = {
     "where a scalar": (A + "r = Where(flag, a, c0)" + Y, "QLinearWhere"),
     "where a float tensor": (A + "r = Where(flag, a, x2)" + Y, "float-input"),
     # one input
-    "sigmoid": (op("Sigmoid(a)", scale="tiny", zero="z0"), "QLinearSigmoid"),
+    "sigmoid": (op_between_pairs("Sigmoid(a)", scale="tiny", zero="z0"), "QLinearSigmoid"),
     "sigmoid without Q": (A + "y = Sigmoid(a)", "no-quantized-output", "y"),
     "sigmoid float": ("r = Sigmoid(x)" + Y, "float-input"),
     "sigmoid 16 bit": (qdq_text("x", "a", zero="u16") + "r = Sigmoid(a)" + qdq_text("r", "y", zero="u16"), "type"),
-    "softmax": (op("Softmax(a)", scale="tiny", zero="z0"), "QLinearSoftmax"),
+    "softmax": (op_between_pairs("Softmax(a)", scale="tiny", zero="z0"), "QLinearSoftmax"),
     "softmax without Q": (A + "y = Softmax(a)", "no-quantized-output", "y"),
-    "leaky relu": (op("LeakyRelu<alpha = 0.1>(a)"), "QLinearLeakyRelu"),
+    "leaky relu": (op_between_pairs("LeakyRelu<alpha = 0.1>(a)"), "QLinearLeakyRelu"),
     "leaky relu without Q": (A + "y = LeakyRelu(a)", "no-quantized-output", "y"),
-    "average pool": (op("AveragePool<kernel_shape = [2, 2]>(a)"), "QLinearAveragePool"),
+    "average pool": (op_between_pairs("AveragePool<kernel_shape = [2, 2]>(a)"), "QLinearAveragePool"),
     "average pool without Q": (A + "y = AveragePool<kernel_shape = [2, 2]>(a)", "no-quantized-output", "y"),
-    "global average pool": (op("GlobalAveragePool(a)"), "QLinearGlobalAveragePool"),
+    "global average pool": (op_between_pairs("GlobalAveragePool(a)"), "QLinearGlobalAveragePool"),
     "global average pool without Q": (A + "y = GlobalAveragePool(a)", "no-quantized-output", "y"),
     # same scale on both sides
-    "max pool": (op("MaxPool<kernel_shape = [2, 2]>(a)"), "MaxPool on uint8"),
-    "max pool, other scale": (op("MaxPool<kernel_shape = [2, 2]>(a)", scale="s2"), "tie"),
+    "max pool": (op_between_pairs("MaxPool<kernel_shape = [2, 2]>(a)"), "MaxPool on uint8"),
+    "max pool, other scale": (op_between_pairs("MaxPool<kernel_shape = [2, 2]>(a)", scale="s2"), "tie"),
     "max pool, only Q": ("r = MaxPool<kernel_shape = [2, 2]>(x)" + Y, "MaxPool on uint8"),
     "max pool, only DQ": (A + "y = MaxPool<kernel_shape = [2, 2]>(a)", "MaxPool on uint8", "y"),
     "max pool, Q and float": (A + "r = MaxPool<kernel_shape = [2, 2]>(a) u = Sqrt(r)" + Y, "float-reader"),
-    "max pool opset 11": (op("MaxPool<kernel_shape = [2, 2]>(a)"), "opset", "r", "", 11),
+    "max pool opset 11": (op_between_pairs("MaxPool<kernel_shape = [2, 2]>(a)"), "opset", "r", "", 11),
     "max pool 16 bit": (
         qdq_text("x", "a", zero="h0") + "r = MaxPool<kernel_shape = [2, 2]>(a)" + qdq_text("r", "y", zero="h0"),
         "type",
     ),
-    "reshape": (op("Reshape(a, flat)"), "Reshape on uint8"),
-    "reshape, other scale": (op("Reshape(a, flat)", scale="s2"), "tie"),
+    "reshape": (op_between_pairs("Reshape(a, flat)"), "Reshape on uint8"),
+    "reshape, other scale": (op_between_pairs("Reshape(a, flat)", scale="s2"), "tie"),
     "reshape, only DQ": (A + "r = Reshape(a, flat) y = Sqrt(r)", "Reshape on uint8"),
     "reshape, only Q": ("r = Reshape(x, flat)" + Y, "Reshape on uint8"),
     "reshape float": ("r = Reshape(x, flat) y = Sqrt(r)", "not-quantized"),
@@ -331,35 +331,35 @@ CASES = {
         qdq_text("x", "a", zero="h0") + "r = Reshape(a, flat)" + qdq_text("r", "y", zero="h0"),
         "Reshape on int16",
     ),
-    "transpose": (op("Transpose<perm = [0, 2, 3, 1]>(a)"), "Transpose on uint8"),
-    "transpose, other zero point": (op("Transpose<perm = [0, 2, 3, 1]>(a)", zero="z0"), "tie"),
-    "flatten": (op("Flatten(a)"), "Flatten on uint8"),
-    "flatten, other scale": (op("Flatten(a)", scale="s2"), "tie"),
+    "transpose": (op_between_pairs("Transpose<perm = [0, 2, 3, 1]>(a)"), "Transpose on uint8"),
+    "transpose, other zero point": (op_between_pairs("Transpose<perm = [0, 2, 3, 1]>(a)", zero="z0"), "tie"),
+    "flatten": (op_between_pairs("Flatten(a)"), "Flatten on uint8"),
+    "flatten, other scale": (op_between_pairs("Flatten(a)", scale="s2"), "tie"),
     "flatten, only DQ": (A + "r = Flatten(a) y = Sqrt(r)", "no-quantized-output"),
-    "squeeze": (op("Squeeze(a, lead)"), "Squeeze on uint8"),
-    "squeeze, other scale": (op("Squeeze(a, lead)", scale="s2"), "tie"),
-    "unsqueeze": (op("Unsqueeze(a, lead)"), "Unsqueeze on uint8"),
-    "unsqueeze, other scale": (op("Unsqueeze(a, lead)", scale="s2"), "tie"),
-    "slice": (op("Slice(a, half, ends, half)"), "Slice on uint8"),
-    "slice, other scale": (op("Slice(a, half, ends, half)", scale="s2"), "tie"),
-    "resize": (op('Resize<mode = "nearest">(a, , sizes)'), "Resize on uint8"),
-    "resize, other scale": (op('Resize<mode = "nearest">(a, , sizes)', scale="s2"), "tie"),
+    "squeeze": (op_between_pairs("Squeeze(a, lead)"), "Squeeze on uint8"),
+    "squeeze, other scale": (op_between_pairs("Squeeze(a, lead)", scale="s2"), "tie"),
+    "unsqueeze": (op_between_pairs("Unsqueeze(a, lead)"), "Unsqueeze on uint8"),
+    "unsqueeze, other scale": (op_between_pairs("Unsqueeze(a, lead)", scale="s2"), "tie"),
+    "slice": (op_between_pairs("Slice(a, half, ends, half)"), "Slice on uint8"),
+    "slice, other scale": (op_between_pairs("Slice(a, half, ends, half)", scale="s2"), "tie"),
+    "resize": (op_between_pairs('Resize<mode = "nearest">(a, , sizes)'), "Resize on uint8"),
+    "resize, other scale": (op_between_pairs('Resize<mode = "nearest">(a, , sizes)', scale="s2"), "tie"),
     "resize 16 bit": (
         qdq_text("x", "a", zero="h0") + 'r = Resize<mode = "nearest">(a, , sizes)' + qdq_text("r", "y", zero="h0"),
         "type",
     ),
-    "expand": (op("Expand(a, grow)"), "Expand on uint8"),
-    "expand, other scale": (op("Expand(a, grow)", scale="s2"), "tie"),
-    "gather": (op("Gather<axis = 1>(a, ids)"), "Gather on uint8"),
-    "gather, other scale": (op("Gather<axis = 1>(a, ids)", scale="s2"), "tie"),
-    "depth to space": (op("DepthToSpace<blocksize = 2>(a)"), "DepthToSpace on uint8"),
-    "depth to space, other scale": (op("DepthToSpace<blocksize = 2>(a)", scale="s2"), "tie"),
-    "space to depth": (op("SpaceToDepth<blocksize = 2>(a)"), "no-kernel"),
-    "tile": (op("Tile(a, tiles)"), "Tile on uint8"),
-    "tile, other scale": (op("Tile(a, tiles)", scale="s2"), "tie"),
-    "reduce max": (op("ReduceMax(a)"), "ReduceMax on uint8"),
-    "reduce max, other scale": (op("ReduceMax(a)", scale="s2"), "tie"),
-    "reduce min": (op("ReduceMin(a)"), "ReduceMin on uint8"),
+    "expand": (op_between_pairs("Expand(a, grow)"), "Expand on uint8"),
+    "expand, other scale": (op_between_pairs("Expand(a, grow)", scale="s2"), "tie"),
+    "gather": (op_between_pairs("Gather<axis = 1>(a, ids)"), "Gather on uint8"),
+    "gather, other scale": (op_between_pairs("Gather<axis = 1>(a, ids)", scale="s2"), "tie"),
+    "depth to space": (op_between_pairs("DepthToSpace<blocksize = 2>(a)"), "DepthToSpace on uint8"),
+    "depth to space, other scale": (op_between_pairs("DepthToSpace<blocksize = 2>(a)", scale="s2"), "tie"),
+    "space to depth": (op_between_pairs("SpaceToDepth<blocksize = 2>(a)"), "no-kernel"),
+    "tile": (op_between_pairs("Tile(a, tiles)"), "Tile on uint8"),
+    "tile, other scale": (op_between_pairs("Tile(a, tiles)", scale="s2"), "tie"),
+    "reduce max": (op_between_pairs("ReduceMax(a)"), "ReduceMax on uint8"),
+    "reduce max, other scale": (op_between_pairs("ReduceMax(a)", scale="s2"), "tie"),
+    "reduce min": (op_between_pairs("ReduceMin(a)"), "ReduceMin on uint8"),
     "split": (
         A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + qdq_text("t", "u"),
         "Split on uint8",
@@ -395,21 +395,21 @@ CASES = {
     "div": (A + qdq_text("x2", "b") + "r = Div(a, b)" + Y, "no-kernel"),
     "max": (A + qdq_text("x2", "b") + "r = Max(a, b)" + Y, "no-kernel"),
     "min": (A + qdq_text("x2", "b") + "r = Min(a, b)" + Y, "no-kernel"),
-    "pad": (op("Pad(a, pads)"), "no-kernel"),
-    "tanh": (op("Tanh(a)"), "no-kernel"),
-    "gelu": (op("Gelu(a)"), "no-kernel"),
-    "hard swish": (op("HardSwish(a)"), "no-kernel"),
-    "hard sigmoid": (op("HardSigmoid(a)"), "no-kernel"),
-    "reduce mean": (op("ReduceMean(a)"), "no-kernel"),
-    "reduce sum": (op("ReduceSum(a)"), "no-kernel"),
-    "layer norm": (op("LayerNormalization<axis = -1>(a, bf, bf)"), "no-kernel"),
-    "instance norm": (op("InstanceNormalization(a, bf, bf)"), "no-kernel"),
-    "prelu": (op("PRelu(a, kf)"), "no-kernel"),
-    "elu": (op("Elu(a)"), "no-kernel"),
-    "relu": (op("Relu(a)"), "no-kernel"),
-    "relu, zero point at the end": (op("Relu(a)", zero="z0"), "fused"),
-    "clip": (op("Clip(a, c0, c6)"), "no-kernel"),
-    "clip, range inside": (op("Clip(a, c0, c6)", scale="s6", zero="z0"), "fused"),
+    "pad": (op_between_pairs("Pad(a, pads)"), "no-kernel"),
+    "tanh": (op_between_pairs("Tanh(a)"), "no-kernel"),
+    "gelu": (op_between_pairs("Gelu(a)"), "no-kernel"),
+    "hard swish": (op_between_pairs("HardSwish(a)"), "no-kernel"),
+    "hard sigmoid": (op_between_pairs("HardSigmoid(a)"), "no-kernel"),
+    "reduce mean": (op_between_pairs("ReduceMean(a)"), "no-kernel"),
+    "reduce sum": (op_between_pairs("ReduceSum(a)"), "no-kernel"),
+    "layer norm": (op_between_pairs("LayerNormalization<axis = -1>(a, bf, bf)"), "no-kernel"),
+    "instance norm": (op_between_pairs("InstanceNormalization(a, bf, bf)"), "no-kernel"),
+    "prelu": (op_between_pairs("PRelu(a, kf)"), "no-kernel"),
+    "elu": (op_between_pairs("Elu(a)"), "no-kernel"),
+    "relu": (op_between_pairs("Relu(a)"), "no-kernel"),
+    "relu, zero point at the end": (op_between_pairs("Relu(a)", zero="z0"), "fused"),
+    "clip": (op_between_pairs("Clip(a, c0, c6)"), "no-kernel"),
+    "clip, range inside": (op_between_pairs("Clip(a, c0, c6)", scale="s6", zero="z0"), "fused"),
     # pairs
     "two pairs in a row": (
         A + "p = DequantizeLinear(a_q, s, z)" + qdq_text("p", "q2", "s2", "z0") + "r = Sigmoid(q2)" + Y,
@@ -461,7 +461,7 @@ def inputs(name):
     return "float[1,4,4,4] x, float[1,4,4,4] x2, bool[1,4,4,4] flag"
 
 
-def build(name):
+def build_case(name):
     """Return the model of a case, its op and the expected verdict."""
     text, expected, *rest = CASES[name]
     about, also, opset = (rest + ["r", "", 21][len(rest) :])[:3]
@@ -518,7 +518,7 @@ def inside_if(message, own=(), outside=()):
     return onnx.ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, graph=outer)
 
 
-def compare(message, tmp_path):
+def compare_verdicts(message, tmp_path):
     """Return the verdicts and the actual ops; none if ONNX Runtime rejects the model and the verdicts say so."""
     path = tmp_path / "model.onnx"
     onnx.save(message, path)
@@ -534,8 +534,8 @@ def compare(message, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_small_graphs(name, tmp_path):
     """ONNX Runtime agrees on every op, and the op has the expected verdict if this release has the expected kernel."""
-    message, about, expected = build(name)
-    verdicts, actual = compare(message, tmp_path)
+    message, about, expected = build_case(name)
+    verdicts, actual = compare_verdicts(message, tmp_path)
     assert truth.differences(verdicts, actual) == []
     found = next(verdict for verdict in verdicts if verdict.op.split("@")[0] == about)
     told = found.broken_rule.rule if found.broken_rule else (found.runs_as if found.status == "int8" else found.status)
@@ -546,8 +546,8 @@ def test_small_graphs(name, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_inside_an_if_branch(name, tmp_path):
     """Verdicts are correct in a branch of an If."""
-    verdicts, actual = compare(
-        inside_if(build(name)[0], own=[*FEW, *(["s", "i0"] if name.startswith("weight") else [])]), tmp_path
+    verdicts, actual = compare_verdicts(
+        inside_if(build_case(name)[0], own=[*FEW, *(["s", "i0"] if name.startswith("weight") else [])]), tmp_path
     )
     assert truth.differences(verdicts, actual) == []
     assert len(verdicts) % 2 == 0
@@ -556,10 +556,10 @@ def test_inside_an_if_branch(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("weight")])
 def test_quantized_outside_of_an_if(name, tmp_path):
     """Verdicts are correct in a branch that dequantizes outer values."""
-    message = build(name)[0]
+    message = build_case(name)[0]
     given = {value.name for value in message.graph.input}
     outside = [node.name for node in message.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in given]
-    verdicts, actual = compare(inside_if(message, own=FEW, outside=outside), tmp_path)
+    verdicts, actual = compare_verdicts(inside_if(message, own=FEW, outside=outside), tmp_path)
     assert truth.differences(verdicts, actual) == []
 
 
@@ -589,7 +589,7 @@ def inside_loop(message, own):
 def test_inside_a_loop(name, tmp_path):
     """Verdicts are correct in the body of a Loop."""
     own = [*FEW, "s", "i0"] if name.startswith("weight") else FEW
-    verdicts, actual = compare(inside_loop(build(name)[0], own), tmp_path)
+    verdicts, actual = compare_verdicts(inside_loop(build_case(name)[0], own), tmp_path)
     assert truth.differences(verdicts, actual) == []
 
 
@@ -597,12 +597,12 @@ def test_inside_a_loop(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("blocks")])
 def test_microsoft_domain(name, tmp_path):
     """Quantizations of com.microsoft get the same verdicts."""
-    message = build(name)[0]
+    message = build_case(name)[0]
     for node in message.graph.node:
         if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
             node.domain = "com.microsoft"
     message.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
-    verdicts, actual = compare(message, tmp_path)
+    verdicts, actual = compare_verdicts(message, tmp_path)
     assert truth.differences(verdicts, actual) == []
 
 
@@ -612,10 +612,10 @@ def test_other_opsets(opset, tmp_path):
     """Verdicts are correct for other opsets."""
     tried = 0
     for name in CASES:
-        message = build(name)[0]
+        message = build_case(name)[0]
         message.opset_import[0].version = opset
         try:
-            verdicts, actual = compare(message, tmp_path)
+            verdicts, actual = compare_verdicts(message, tmp_path)
         except (errors.Fail, errors.InvalidGraph, errors.NotImplemented, gq.GraphQuantError):
             continue
         tried += 1
@@ -626,7 +626,7 @@ def test_other_opsets(opset, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_all_optimizations(name, tmp_path):
     """With all optimizations, ops differ only by Transposes for layouts."""
-    message = build(name)[0]
+    message = build_case(name)[0]
     onnx.save(message, tmp_path / "model.onnx")
     actual = truth.runs_as(truth.optimized(tmp_path / "model.onnx", level="ORT_ENABLE_ALL"))
     named = {op: kind for op, kind in actual.items() if "@" in op}
@@ -637,7 +637,7 @@ def test_all_optimizations(name, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_int8_activations(name, tmp_path):
     """Verdicts are correct if kernels accept int8 activations, as on ARM."""
-    message = build(name)[0]
+    message = build_case(name)[0]
     onnx.save(message, tmp_path / "model.onnx")
     allowed = truth.optimized(tmp_path / "model.onnx", config={"session.qdqisint8allowed": "1"})
     verdicts = ask_onnxruntime(gq.load(tmp_path / "model.onnx"), int8=True)
@@ -648,7 +648,7 @@ def test_int8_activations(name, tmp_path):
     ("text", "given"),
     [
         ("v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = MatMul(x, v)", "in a branch"),
-        (op("AveragePool<kernel_shape = [2, 2], dilations = [1, 1]>(a)"), ""),
+        (op_between_pairs("AveragePool<kernel_shape = [2, 2], dilations = [1, 1]>(a)"), ""),
         (
             "f = Cast<to = 17>(c0)" + qdq_text("x", "a", zero="f") + "r = Sigmoid(a)" + qdq_text("r", "y", zero="f"),
             "float8",
@@ -659,7 +659,7 @@ def test_rejected_models(text, given, tmp_path, monkeypatch):
     """A model that ONNX Runtime cannot load gets a finding with its error, and a remedy for that error."""
     name = "blocks of 16" if given == "in a branch" else "conv"
     monkeypatch.setitem(CASES, name, (text, "refused"))
-    message = build(name)[0]
+    message = build_case(name)[0]
     onnx.save(inside_if(message) if given == "in a branch" else message, tmp_path / "model.onnx")
     report = check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime")
     finding = next((finding for finding in report.findings if finding.code == "GQ109"), None)

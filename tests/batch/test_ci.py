@@ -11,6 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from support.documents import code_blocks
 
 from graphquant.batch.reports import REPORTS
 from graphquant.batch.reports.text import BATCH_CODES
@@ -20,11 +21,6 @@ ROOT = Path(__file__).parents[2]
 ACTION = yaml.safe_load(ROOT.joinpath("action.yml").read_text("utf-8"))
 HOOKS = yaml.safe_load(ROOT.joinpath(".pre-commit-hooks.yaml").read_text("utf-8"))
 PAGE = ROOT.joinpath("docs", "ci.md").read_text("utf-8")
-
-
-def code_blocks(language):
-    """Return the page's code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
@@ -45,13 +41,13 @@ def tools(tmp_path):
 
 
 @pytest.fixture
-def workspace(tmp_path):
+def repository_folder(tmp_path):
     """Return a repository folder with sample models and the page's manifest."""
     folder = tmp_path / "work"
     folder.joinpath("sample_models").mkdir(parents=True)
     for name in ("digits_cnn.onnx", "digits_rnn.onnx", "digits_cnn_calib.npz", "digits_rnn_calib.npz"):
         shutil.copy(ROOT / "sample_models" / name, folder / "sample_models")
-    (manifest,) = code_blocks("toml")
+    (manifest,) = code_blocks(PAGE, "toml")
     folder.joinpath("graphquant.toml").write_text(manifest, "utf-8")
     return folder
 
@@ -95,45 +91,47 @@ def test_action_matches_its_schema(published):
 
 
 @pytest.mark.slow
-def test_action_quantizes_and_reports(workspace, tools, tmp_path):
+def test_action_quantizes_and_reports(repository_folder, tools, tmp_path):
     """The action installs, quantizes the manifest's models, writes the summary and reports, and sets its output."""
-    results, summary, output = run_action(workspace, tools, extras="data")
+    results, summary, output = run_action(repository_folder, tools, extras="data")
     assert [result.returncode for result in results] == [0, 0], results[-1].stderr
     assert tmp_path.joinpath("installed").read_text("utf-8") == f"-m pip install {ROOT}[data]\n"
     assert "2 models&#58; 2 done;" in summary
     assert output == "report=graphquant-reports/report.json\n"
-    report = read_report(workspace / "graphquant-reports" / "report.json")
+    report = read_report(repository_folder / "graphquant-reports" / "report.json")
     assert [outcome.status for outcome in report.outcomes] == ["done", "done"]
-    assert {path.suffix for path in workspace.joinpath("graphquant-reports").iterdir() if path.is_file()} == {*REPORTS}
-    assert workspace.joinpath("build", "digits_cnn.quant.onnx").is_file()
+    assert {path.suffix for path in repository_folder.joinpath("graphquant-reports").iterdir() if path.is_file()} == {
+        *REPORTS
+    }
+    assert repository_folder.joinpath("build", "digits_cnn.quant.onnx").is_file()
 
-    shutil.rmtree(workspace / "build")  # as in the next checkout, with the cache of this one
-    results, summary, _ = run_action(workspace, tools)
+    shutil.rmtree(repository_folder / "build")  # as in the next checkout, with the cache of this one
+    results, summary, _ = run_action(repository_folder, tools)
     assert [result.returncode for result in results] == [0, 0]
     assert "2 models&#58; 2 unchanged;" in summary
-    assert workspace.joinpath("build", "digits_cnn.quant.onnx").is_file()
+    assert repository_folder.joinpath("build", "digits_cnn.quant.onnx").is_file()
 
 
 @pytest.mark.slow
-def test_action_fails_if_a_model_fails(workspace, tools):
+def test_action_fails_if_a_model_fails(repository_folder, tools):
     """A failing model is annotated and the summary is written. File names are not run as shell code."""
-    workspace.joinpath("it's $(touch here); broken.onnx").write_bytes(b"no model")
+    repository_folder.joinpath("it's $(touch here); broken.onnx").write_bytes(b"no model")
     models = "\nit's $(touch here); broken.onnx\nsample_models/digits_rnn.onnx\n"
     results, summary, output = run_action(
-        workspace, tools, models=models, options="--rules weight_only -j 1", reports="the reports"
+        repository_folder, tools, models=models, options="--rules weight_only -j 1", reports="the reports"
     )
     assert [result.returncode for result in results] == [0, 1]
     assert "::error file=it's $(touch here); broken.onnx,title=GQ201::" in results[-1].stdout
     assert summary.startswith("### ❌")
     assert output == "report=the reports/report.json\n"
-    assert not workspace.joinpath("here").exists()
-    baseline = workspace / "the reports" / "report.json"
+    assert not repository_folder.joinpath("here").exists()
+    baseline = repository_folder / "the reports" / "report.json"
     data = json.loads(baseline.read_text("utf-8"))
     data["outcomes"][1]["size_after"] //= 2
     baseline.with_name("last.json").write_text(json.dumps(data), "utf-8")
     arguments = {"models": "sample_models/digits_rnn.onnx", "options": "--rules weight_only", "reports": "the reports"}
     results, summary, _ = run_action(
-        workspace, tools, **arguments, compare="the reports/last.json", **{"fail-on": "regression"}
+        repository_folder, tools, **arguments, compare="the reports/last.json", **{"fail-on": "regression"}
     )
     assert results[-1].returncode == 1
     assert "regressed: the output has" in summary
@@ -154,28 +152,28 @@ def test_action_caches_after_a_failure():
 
 
 @pytest.mark.slow
-def test_action_accepts_multiline_options(workspace, tools):
+def test_action_accepts_multiline_options(repository_folder, tools):
     """Every line of options is passed on. Reports of an earlier run are removed if this run fails early."""
-    reports = workspace / "graphquant-reports"
+    reports = repository_folder / "graphquant-reports"
     reports.mkdir()
     reports.joinpath("report.json").write_text("old", "utf-8")
-    results, _, _ = run_action(workspace, tools, options="--jobs 1\n--no-such-option\n")
+    results, _, _ = run_action(repository_folder, tools, options="--jobs 1\n--no-such-option\n")
     assert results[-1].returncode == 2
     assert "--no-such-option" in results[-1].stderr
     assert not reports.joinpath("report.json").exists()
-    results, summary, _ = run_action(workspace, tools, options="--jobs 1\n--prune-cache 0d\n")
+    results, summary, _ = run_action(repository_folder, tools, options="--jobs 1\n--prune-cache 0d\n")
     assert results[-1].returncode == 0, results[-1].stderr
     assert "2 models&#58; 2 done;" in summary
-    assert list(workspace.joinpath(".graphquant-cache", "files").glob("*/*")) == []
+    assert list(repository_folder.joinpath(".graphquant-cache", "files").glob("*/*")) == []
 
 
-def test_action_without_a_manifest(workspace, tools):
+def test_action_without_a_manifest(repository_folder, tools):
     """Without a manifest the step exits with code 2. The summary of an earlier run is not shown."""
-    workspace.joinpath("graphquant.toml").unlink()
-    reports = workspace / "graphquant-reports"
+    repository_folder.joinpath("graphquant.toml").unlink()
+    reports = repository_folder / "graphquant-reports"
     reports.mkdir()
     reports.joinpath("summary.md").write_text("old", "utf-8")
-    results, summary, _ = run_action(workspace, tools)
+    results, summary, _ = run_action(repository_folder, tools)
     assert results[-1].returncode == 2
     assert "graphquant.toml" in results[-1].stderr
     assert summary == ""
@@ -195,7 +193,7 @@ def test_page_lists_every_code_and_report():
 
 def test_pipelines_of_the_page_match_their_schemas(published):
     """The GitHub workflow, the GitLab jobs and the pre-commit configuration match their schemas."""
-    workflow, jobs, hooks = map(yaml.safe_load, code_blocks("yaml"))
+    workflow, jobs, hooks = map(yaml.safe_load, code_blocks(PAGE, "yaml"))
     workflow["on"] = workflow.pop(True)  # YAML 1.1 parses the key `on` as true
     jsonschema.validate(workflow, published("https://json.schemastore.org/github-workflow.json"))
     gitlab = "https://gitlab.com/gitlab-org/gitlab/-/raw/master/app/assets/javascripts/editor/schema/ci.json"
@@ -210,70 +208,78 @@ def test_pipelines_of_the_page_match_their_schemas(published):
 
 
 @pytest.mark.slow
-def test_gitlab_jobs(workspace, tools):
+def test_gitlab_jobs(repository_folder, tools):
     """The GitLab scripts run in the runner's shell: a job per shard, then the job that merges reports."""
-    jobs = yaml.safe_load(code_blocks("yaml")[1])
+    jobs = yaml.safe_load(code_blocks(PAGE, "yaml")[1])
     total = str(jobs["quantize"]["parallel"])
     for index in range(1, int(total) + 1):
         process = run_bash(
-            "\n".join(jobs["quantize"]["script"]), workspace, tools, CI_NODE_INDEX=str(index), CI_NODE_TOTAL=total
+            "\n".join(jobs["quantize"]["script"]),
+            repository_folder,
+            tools,
+            CI_NODE_INDEX=str(index),
+            CI_NODE_TOTAL=total,
         )
         assert process.returncode == 0, process.stderr
-    assert sorted(path.name for path in workspace.glob(jobs["quantize"]["artifacts"]["reports"]["junit"])) == [
+    assert sorted(path.name for path in repository_folder.glob(jobs["quantize"]["artifacts"]["reports"]["junit"])) == [
         "junit-1.xml",
         "junit-2.xml",
     ]
-    process = run_bash("\n".join(jobs["report"]["script"]), workspace, tools)
+    process = run_bash("\n".join(jobs["report"]["script"]), repository_folder, tools)
     assert process.returncode == 0, process.stderr
-    merged = read_report(workspace / "report.json")
+    merged = read_report(repository_folder / "report.json")
     assert [outcome.name for outcome in merged.outcomes] == [
         "sample_models/digits_cnn.onnx",
         "sample_models/digits_rnn.onnx",
     ]
-    assert all(workspace.joinpath(path).exists() for path in jobs["report"]["artifacts"]["paths"])
+    assert all(repository_folder.joinpath(path).exists() for path in jobs["report"]["artifacts"]["paths"])
 
 
 @pytest.mark.slow
-def test_github_workflow_merges_shards(workspace, tools):
+def test_github_workflow_merges_shards(repository_folder, tools):
     """The GitHub workflow merges the reports of two shards from the artifact folders."""
-    workflow = yaml.safe_load(code_blocks("yaml")[0])
+    workflow = yaml.safe_load(code_blocks(PAGE, "yaml")[0])
     for number, shard in enumerate(workflow["jobs"]["quantize"]["strategy"]["matrix"]["shard"]):
         results, *_ = run_action(
-            workspace, tools, shard=shard, options="--timeout 600", reports=f"reports/graphquant-reports-{number}"
+            repository_folder,
+            tools,
+            shard=shard,
+            options="--timeout 600",
+            reports=f"reports/graphquant-reports-{number}",
         )
         assert results[-1].returncode == 0, results[-1].stderr
-    shutil.copy(workspace / "reports/graphquant-reports-0/report.json", workspace / "baseline.json")
-    summary = workspace / "step"
+    shutil.copy(repository_folder / "reports/graphquant-reports-0/report.json", repository_folder / "baseline.json")
+    summary = repository_folder / "step"
     for step in workflow["jobs"]["report"]["steps"]:
         if "run" in step:
-            process = run_bash(step["run"], workspace, tools, GITHUB_STEP_SUMMARY=str(summary))
+            process = run_bash(step["run"], repository_folder, tools, GITHUB_STEP_SUMMARY=str(summary))
             assert process.returncode == 0, process.stderr
     assert "2 models&#58; 2 done;" in summary.read_text("utf-8")
-    assert json.loads(workspace.joinpath("models.sarif").read_text("utf-8"))["runs"][0]["results"] == []
+    assert json.loads(repository_folder.joinpath("models.sarif").read_text("utf-8"))["runs"][0]["results"] == []
 
 
 @pytest.mark.slow
-def test_makefile(workspace, tools):
+def test_makefile(repository_folder, tools):
     """The makefile creates the report once, and again after a model changed."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    (makefile,) = code_blocks("make")
-    workspace.joinpath("Makefile").write_text(makefile, "utf-8")
-    assert run_bash("make accept", workspace, tools).returncode == 0
-    assert workspace.joinpath("baseline.json").is_file()
-    assert run_bash("make", workspace, tools).stdout == "make: 'build/report.json' is up to date.\n"
-    workspace.joinpath("sample_models", "digits_rnn.onnx").touch()
-    assert "graphquant batch" in run_bash("make -n", workspace, tools).stdout
+    (makefile,) = code_blocks(PAGE, "make")
+    repository_folder.joinpath("Makefile").write_text(makefile, "utf-8")
+    assert run_bash("make accept", repository_folder, tools).returncode == 0
+    assert repository_folder.joinpath("baseline.json").is_file()
+    assert run_bash("make", repository_folder, tools).stdout == "make: 'build/report.json' is up to date.\n"
+    repository_folder.joinpath("sample_models", "digits_rnn.onnx").touch()
+    assert "graphquant batch" in run_bash("make -n", repository_folder, tools).stdout
 
 
 @pytest.mark.slow
-def test_commands_of_the_page(workspace, tools):
+def test_commands_of_the_page(repository_folder, tools):
     """The page's shell commands run in order."""
-    workspace.joinpath("build").mkdir()
-    process = run_bash("\n".join(code_blocks("bash")), workspace, tools, "-u")
+    repository_folder.joinpath("build").mkdir()
+    process = run_bash("\n".join(code_blocks(PAGE, "bash")), repository_folder, tools, "-u")
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("2 models: 2 unchanged;") == 2
-    assert workspace.joinpath("build", "digits_cnn.quant.onnx.intoto.json").is_file()
+    assert repository_folder.joinpath("build", "digits_cnn.quant.onnx.intoto.json").is_file()
 
 
 def test_links_are_valid():

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from support.batch_reports import report_without_times
+from support.cli import run_cli
 
 from graphquant import api
 from graphquant.batch import workers as processes
@@ -23,7 +23,6 @@ from graphquant.batch.run import BatchOptions, run_batch
 from graphquant.batch.types import Gates, read_report
 from graphquant.batch.work import quantize_entry
 from graphquant.calibration import load_stats
-from graphquant.cli import main
 from graphquant.errors import MissingDependencyError, UsageError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -144,7 +143,7 @@ def test_results_do_not_depend_on_the_executor(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path / "cluster")
     Path("out/digits_rnn.quant.onnx").unlink()
     arguments = ["batch", "--scheduler", address, "--cache-dir", "cache", "--no-cache", "--report", "report.json"]
-    assert CliRunner().invoke(main, arguments).exit_code == 1
+    run_cli(*arguments, code=1)
     assert [outcome.status for outcome in read_report(Path("report.json")).outcomes] == [
         outcome["status"] for outcome in report["outcomes"]
     ]

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from support.batch_reports import report_without_times
+from support.batch_reports import read_outputs, report_without_times
 
 from graphquant.batch.types import read_report
 
@@ -36,7 +36,7 @@ def batch_command(*arguments):
     ]
 
 
-def run_batch_command(*arguments):
+def finish_batch(*arguments):
     """Run a batch to its end."""
     return subprocess.run(batch_command(*arguments), capture_output=True, text=True, check=False)
 
@@ -62,7 +62,7 @@ def mount_tmpfs(folder, *options):
 
 
 @pytest.fixture
-def workspace(tmp_path, samples, monkeypatch):
+def batch_of_twelve(tmp_path, samples, monkeypatch):
     """Return a folder with a manifest of twelve entries for two models."""
     lines = ["[defaults]", "samples = 2"]
     for stem in ("digits_cnn", "digits_rnn"):
@@ -74,11 +74,6 @@ def workspace(tmp_path, samples, monkeypatch):
     tmp_path.joinpath("graphquant.toml").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def read_outputs():
-    """Return the content of each file in the output folder, by name."""
-    return {path.name: path.read_bytes() for path in Path("out").iterdir()} if Path("out").is_dir() else {}
 
 
 def journal_names():
@@ -101,9 +96,9 @@ def _run_and_kill(finished, rng, *arguments):
     process.wait()
 
 
-def test_resume_after_kills(workspace):
+def test_resume_after_kills(batch_of_twelve):
     """A batch that is killed twenty times resumes each time. No entry is done twice and no output is partial."""
-    assert run_batch_command("-j", "2", "--no-cache").returncode == 0
+    assert finish_batch("-j", "2", "--no-cache").returncode == 0
     expected, report = read_outputs(), read_json_report()
     assert len(expected) == 12
     shutil.rmtree("out")
@@ -120,21 +115,21 @@ def test_resume_after_kills(workspace):
         for name, data in read_outputs().items():
             assert name.startswith(".") or data == expected[name]
     assert len(journal_lengths) > KILLS // 4, "too few kills happened during the work"
-    final_run = run_batch_command("-j", "2", "--no-cache", "--resume")
+    final_run = finish_batch("-j", "2", "--no-cache", "--resume")
     assert final_run.returncode == 0
     assert read_outputs() == expected
     assert read_json_report() == report
     assert sorted(journal_names()) == sorted(outcome["name"] for outcome in report["outcomes"])
-    assert run_batch_command("-j", "2", "--no-cache", "--resume").returncode == 0
+    assert finish_batch("-j", "2", "--no-cache", "--resume").returncode == 0
     assert len(journal_names()) == 12
 
 
-def test_full_disk(workspace):
+def test_full_disk(batch_of_twelve):
     """Entries that do not fit on the disk fail without partial files. The other entries are done."""
-    with mount_tmpfs(workspace / "full", "-o", "size=48k"):
+    with mount_tmpfs(batch_of_twelve / "full", "-o", "size=48k"):
         text = Path("graphquant.toml").read_text().replace("out/digits_cnn", "full/digits_cnn")
         Path("graphquant.toml").write_text(text)
-        result = run_batch_command("-j", "2")
+        result = finish_batch("-j", "2")
         assert result.returncode == 1, result.stderr
         statuses = {
             outcome["output"]: (outcome["status"], outcome["problem"]) for outcome in read_json_report()["outcomes"]
@@ -148,12 +143,12 @@ def test_full_disk(workspace):
     assert len(read_outputs()) == 6
 
 
-def test_read_only_folder(workspace):
+def test_read_only_folder(batch_of_twelve):
     """Entries whose output folder is read-only fail. The other entries are done."""
-    with mount_tmpfs(workspace / "fixed", "-o", "ro"):
+    with mount_tmpfs(batch_of_twelve / "fixed", "-o", "ro"):
         text = Path("graphquant.toml").read_text().replace("out/digits_cnn", "fixed/digits_cnn")
         Path("graphquant.toml").write_text(text)
-        result = run_batch_command("-j", "2")
+        result = finish_batch("-j", "2")
         assert result.returncode == 1, result.stderr
         failed = [outcome for outcome in read_json_report()["outcomes"] if outcome["status"] == "failed"]
         assert len(failed) == 6
@@ -161,17 +156,17 @@ def test_read_only_folder(workspace):
     assert len(read_outputs()) == 6
 
 
-def test_full_cache(workspace):
+def test_full_cache(batch_of_twelve):
     """All entries are done without the cache, with a warning."""
-    with mount_tmpfs(workspace / "cache", "-o", "size=400k"):
-        result = run_batch_command("-j", "2")
+    with mount_tmpfs(batch_of_twelve / "cache", "-o", "size=400k"):
+        result = finish_batch("-j", "2")
         assert result.returncode == 0, result.stderr
         assert "The cache in cache is full" in result.stderr
         assert "No space left on device" in result.stderr
     assert len(read_outputs()) == 12
 
 
-def test_many_faults_in_one_batch(workspace):
+def test_many_faults_in_one_batch(batch_of_twelve):
     """Entries that hang, crash, use too much memory or are corrupt do not affect the others."""
     Path("faults.py").write_text(
         "import os, time\n"
@@ -186,7 +181,7 @@ def test_many_faults_in_one_batch(workspace):
         lines += [f"output = 'out/{fault}.onnx'"]
     lines += ["[[model]]", "path = 'corrupt.onnx'", "output = 'out/corrupt.onnx'", "data = 'digits_cnn_calib.npz'"]
     Path("graphquant.toml").write_text("\n".join(lines))
-    result = run_batch_command("-j", "2", "--timeout", "45", "--max-memory", "1GB")
+    result = finish_batch("-j", "2", "--timeout", "45", "--max-memory", "1GB")
     assert result.returncode == 1, result.stderr
     statuses = [outcome["status"] for outcome in read_json_report()["outcomes"]]
     assert statuses == ["done"] * 12 + ["timeout", "crashed", "memory", "failed"]

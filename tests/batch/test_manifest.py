@@ -40,7 +40,7 @@ MODELS = {
 
 
 @pytest.fixture
-def workspace(tmp_path, monkeypatch):
+def empty_models(tmp_path, monkeypatch):
     """Create empty model files, and make their folder the current one."""
     for name in MODELS:
         path = tmp_path / "models" / name
@@ -70,7 +70,7 @@ def manifest_mistakes(text, path=MANIFEST_NAME):
     return str(caught.value).split("\n")
 
 
-def test_glob_matches_models_only(workspace):
+def test_glob_matches_models_only(empty_models):
     """A glob matches no other files, outputs of earlier runs or files inside a SavedModel."""
     assert [entry.model for entry in load_entries(["models/*"])] == ["models/a.onnx", "models/b.pb", "models/net"]
     assert [entry.model for entry in load_entries(["models/**/*"])] == [
@@ -85,13 +85,13 @@ def test_glob_matches_models_only(workspace):
     ]
 
 
-def test_glob_with_an_explicit_suffix(workspace):
+def test_glob_with_an_explicit_suffix(empty_models):
     """A glob that contains a suffix or .quant matches such files."""
     assert [entry.model for entry in load_entries(["models/*.json"])] == ["models/labels.json"]
     assert [entry.model for entry in load_entries(["models/*.quant.onnx"])] == ["models/a.quant.onnx"]
 
 
-def test_default_outputs(workspace):
+def test_default_outputs(empty_models):
     """An output is next to its model. The output of a SavedModel or a Keras file is a folder."""
     outputs = {entry.model: entry.output for entry in load_entries(["models/**/*"])}
     assert outputs == {
@@ -103,13 +103,13 @@ def test_default_outputs(workspace):
     }
 
 
-def test_paths_keep_their_order(workspace):
+def test_paths_keep_their_order(empty_models):
     """Paths keep their order. A path that a glob matches too appears once, at its own position."""
     names = ["models/b.pb", "models/*.onnx", "models/a.onnx", "./models//b.pb"]
     assert [entry.name for entry in load_entries(names)] == ["models/b.pb", "models/a.onnx"]
 
 
-def test_options_override_the_manifest(workspace):
+def test_options_override_the_manifest(empty_models):
     """Options of the command line are in every entry and override the manifest."""
     options = {"rules": ("fixed_point",), "samples": 3, "max_size": "2MB", "check": True, "min_sqnr": None}
     expected = {"rules": ("fixed_point",), "samples": 3, "gates": Gates(max_size=2_000_000, check="")}
@@ -154,11 +154,11 @@ float_weights = true
 
 
 @pytest.mark.parametrize("folder", ["", "up/", "up/down/../"])
-def test_full_manifest(workspace, folder):
+def test_full_manifest(empty_models, folder):
     """Defaults apply, paths are relative to the manifest, and a path overrides a glob before or after it."""
-    home = workspace / folder
+    home = empty_models / folder
     home.mkdir(parents=True, exist_ok=True)
-    for path in (workspace / "models").iterdir():
+    for path in (empty_models / "models").iterdir():
         path.rename(home / path.name)
     for stem in ("a", "b", "c"):
         (home / "calib").mkdir(exist_ok=True)
@@ -196,7 +196,7 @@ def test_full_manifest(workspace, folder):
     assert [(entry.method, entry.float_weights) for entry in entries] == [(None, False)] * 3 + [("mse", True)]
 
 
-def test_data_overrides_statistics(workspace):
+def test_data_overrides_statistics(empty_models):
     """An entry's data replaces default statistics. An entry's statistics are combined with default data."""
     Path("s.gqs").touch()
     (entry,) = load_manifest_text('[defaults]\nstats = "s.gqs"\n[[model]]\npath = "models/a.onnx"\ndata = "random:3"\n')
@@ -205,7 +205,7 @@ def test_data_overrides_statistics(workspace):
     assert (entry.data, entry.stats) == ("random:3", "s.gqs")
 
 
-def test_pyproject_manifest(workspace):
+def test_pyproject_manifest(empty_models):
     """[tool.graphquant] of pyproject.toml is used without a graphquant.toml. Line numbers are of the file."""
     text = '[project]\nname = "x"\n[tool.other]\na = 1\n[[tool.graphquant.model]]\npath = "models/*.pb"\n'
     Path(PROJECT_FILE).write_text(text, "utf-8")
@@ -219,7 +219,7 @@ def test_pyproject_manifest(workspace):
 
 @pytest.mark.parametrize("manifest", [MANIFEST_NAME, PROJECT_FILE])
 @pytest.mark.parametrize("data", ["code:samples", "a:samples", "{stem}:samples"])
-def test_code_of_a_manifest_needs_the_command_line(workspace, manifest, data):
+def test_code_of_a_manifest_needs_the_command_line(empty_models, manifest, data):
     """Data of a manifest that is Python code is a mistake, unless the command line allows code or sets other data."""
     prefix = "tool.graphquant." if manifest == PROJECT_FILE else ""
     text = f"[{prefix}defaults]\ndata = '{data}'\n[[{prefix}model]]\npath = 'models/a.onnx'\n"
@@ -235,7 +235,7 @@ def test_code_of_a_manifest_needs_the_command_line(workspace, manifest, data):
         load_entries(allow_code=True)
 
 
-def test_missing_manifest(workspace):
+def test_missing_manifest(empty_models):
     """A missing manifest, or a pyproject.toml without the table, raises UsageError with the file's name."""
     with pytest.raises(UsageError, match=r"graphquant\.toml or pyproject\.toml"):
         load_entries()
@@ -248,7 +248,7 @@ def test_missing_manifest(workspace):
         load_entries(["no.toml"])
 
 
-def test_all_invalid_values_are_reported(workspace):
+def test_all_invalid_values_are_reported(empty_models):
     """Every invalid key and value is reported with its line and the nearest valid name."""
     lines = manifest_mistakes(
         """[default]
@@ -283,7 +283,7 @@ variant = "a b"
     )
 
 
-def test_all_invalid_models_are_reported(workspace):
+def test_all_invalid_models_are_reported(empty_models):
     """Missing models, data, statistics and rules, and clashing outputs are reported together, by line."""
     Path("bad.toml").write_text("a = 1\nb = 2\n", "utf-8")
     lines = manifest_mistakes(
@@ -324,7 +324,7 @@ path = "./models/a.onnx"
     assert lines[6].endswith("Did you mean 'stem'?")
 
 
-def test_invalid_keys_do_not_hide_other_mistakes(workspace):
+def test_invalid_keys_do_not_hide_other_mistakes(empty_models):
     """Invalid keys, globs without matches, and missing data and rules are reported in one run."""
     Path("bad.toml").write_text("a = 1\n", "utf-8")
     lines = manifest_mistakes(
@@ -384,13 +384,13 @@ data = "there.npz"
         ("model = [3, {path = 'models/a.onnx'}]", 1),
     ],
 )
-def test_consequences_of_a_mistake_are_not_reported(workspace, text, line):
+def test_consequences_of_a_mistake_are_not_reported(empty_models, text, line):
     """A misspelled key is the only mistake reported, without its consequences."""
     (message,) = manifest_mistakes(text)
     assert message.startswith(f"graphquant.toml:{line}: ")
 
 
-def test_clashing_outputs(workspace):
+def test_clashing_outputs(empty_models):
     """Two entries cannot have one output, nor one inside a SavedModel's folder, in any spelling of the path."""
     Path("link").symlink_to("models")
     assert manifest_mistakes(
@@ -435,14 +435,14 @@ output = "models/net.quant"
     ]
 
 
-def test_gate_without_data(workspace):
+def test_gate_without_data(empty_models):
     """A measured gate without data is reported at the gate's line."""
     assert manifest_mistakes('[defaults]\nmin_sqnr = 20\n[[model]]\npath = "models/a.onnx"\n') == [
         "graphquant.toml:2: 'min_sqnr' needs data, and there is none for models/a.onnx. Add 'data'."
     ]
 
 
-def test_empty_and_invalid_manifests(workspace):
+def test_empty_and_invalid_manifests(empty_models):
     """A manifest without models, invalid TOML, and a table instead of an array are reported."""
     assert manifest_mistakes("[defaults]\n") == [
         "graphquant.toml:1: the manifest has no models. Add some: [[model]] and path = 'models/*.onnx'."
@@ -465,7 +465,7 @@ def test_empty_and_invalid_manifests(workspace):
         (["models/a.onx"], "There is no model 'models/a.onx'. Did you mean 'a.onnx'"),
     ],
 )
-def test_patterns_without_matches(workspace, names, message):
+def test_patterns_without_matches(empty_models, names, message):
     """Errors for command-line patterns have no file name, and suggest the nearest model."""
     with pytest.raises(ManifestError) as caught:
         load_entries(names)
@@ -475,14 +475,14 @@ def test_patterns_without_matches(workspace, names, message):
 @pytest.mark.parametrize(
     ("name", "message"), [("", "'path' is empty."), ("x" * 5000, "entry 2 of 'path' has more than")]
 )
-def test_invalid_names(workspace, name, message):
+def test_invalid_names(empty_models, name, message):
     """Empty and too long names raise UsageError."""
     with pytest.raises(UsageError) as caught:
         load_entries(["models/a.onnx", name])
     assert message.removeprefix("'path'") in str(caught.value)
 
 
-def test_nul_in_names(workspace):
+def test_nul_in_names(empty_models):
     """The character NUL is reported at its line, in paths and in outputs."""
     assert manifest_mistakes('[defaults]\noutput = "a\\u0000b"\n[[model]]\npath = "models/a\\u0000*"\n') == [
         "graphquant.toml:2: a name cannot contain the character NUL.",
@@ -490,13 +490,13 @@ def test_nul_in_names(workspace):
     ]
 
 
-def test_invalid_options(workspace):
+def test_invalid_options(empty_models):
     """An invalid option value raises UsageError as in a manifest."""
     with pytest.raises(UsageError, match="there is no method 'minmx'"):
         load_entries(["models/*"], {"method": "minmx"})
 
 
-def test_remote_globs(workspace):
+def test_remote_globs(empty_models):
     """Globs match remote models through fsspec, with outputs next to them."""
     fsspec = pytest.importorskip("fsspec")
     system = fsspec.filesystem("memory")
@@ -516,7 +516,7 @@ def test_remote_globs(workspace):
         system.rm("/zoo", recursive=True)
 
 
-def test_schema(workspace):
+def test_schema(empty_models):
     """Valid manifests match the JSON schema, invalid ones do not, and every key has a description."""
     schema = manifest_schema()
     Draft202012Validator.check_schema(schema)

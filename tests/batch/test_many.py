@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from support.batch_reports import report_without_times
+from support.batch_reports import read_outputs, report_without_times
 
 from graphquant.batch.types import read_report
 
@@ -18,7 +18,7 @@ SECONDS = 3.0
 """Limit of the CPU time of a run without work."""
 
 
-def run_batch_command(*arguments):
+def measure_batch(*arguments):
     """Run a batch to its end. Return its report without times, and the CPU seconds of all its processes."""
     command = [sys.executable, "-m", "graphquant", "batch", "models.toml", "--cache-dir", "cache", "--report", "r.json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -27,11 +27,6 @@ def run_batch_command(*arguments):
     assert process.returncode in {0, 1}, process.stderr
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return report_without_times(read_report(Path("r.json"))), seconds
-
-
-def read_outputs():
-    """Return the content of each output by name."""
-    return {path.name: path.read_bytes() for path in Path("out").iterdir()}
 
 
 def test_many_models(tmp_path, samples, monkeypatch):
@@ -47,10 +42,10 @@ def test_many_models(tmp_path, samples, monkeypatch):
         "[defaults]\nallow_empty = true\ndata = 'random:8'\noutput = 'out/{stem}.quant.onnx'\n"
         "[[model]]\npath = 'models/*.onnx'\n"
     )
-    report, _ = run_batch_command("-j", "1", "--no-cache")
+    report, _ = measure_batch("-j", "1", "--no-cache")
     outputs = read_outputs()
     shutil.rmtree("out")
-    parallel, _ = run_batch_command("-j", "2")
+    parallel, _ = measure_batch("-j", "2")
     assert parallel == report
     assert read_outputs() == outputs
     assert len(report["outcomes"]) > len(cases) >= 100
@@ -65,7 +60,7 @@ def test_many_models(tmp_path, samples, monkeypatch):
     for name in failures:
         Path(name).unlink()
     report["outcomes"] = [outcome for outcome in report["outcomes"] if outcome["name"] not in failures]
-    second, seconds = min((run_batch_command("-j", "2") for _ in range(2)), key=lambda pair: pair[1])
+    second, seconds = min((measure_batch("-j", "2") for _ in range(2)), key=lambda pair: pair[1])
     assert {outcome["status"] for outcome in second["outcomes"]} == {"unchanged"}
     assert [outcome | {"status": "done"} for outcome in second["outcomes"]] == report["outcomes"]
     assert read_outputs() == outputs

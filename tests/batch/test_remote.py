@@ -159,8 +159,32 @@ def test_failures_name_addresses(tmp_path, zoo):
 
 def test_addresses_that_need_arguments():
     """An address of a file system that cannot be opened by its name alone is a ManifestError."""
-    with pytest.raises(ManifestError):
-        load_entries(["reference://x"], {})
+    for address in ("reference://x", "generic://x", "zip://x"):
+        with pytest.raises(ManifestError):
+            load_entries([address], {})
+
+
+def test_services_that_fail_in_a_search(monkeypatch):
+    """An error of a service while models are searched is a ManifestError, of whatever class it is."""
+
+    def fail(*_arguments, **_options):
+        raise RuntimeError("token expired")
+
+    monkeypatch.setattr(fsspec.filesystem("memory"), "isfile", fail)
+    with pytest.raises(ManifestError, match="token expired"):
+        load_entries(["memory://zoo/a.onnx"], {})
+
+
+def test_packages_of_services():
+    """A missing package of a service is named by the extra of fsspec that has it, not by one of graphquant."""
+    from graphquant.calibration.data.files import missing_remote_package
+    from graphquant.errors import MissingDependencyError
+
+    for address, extra in (("https://h/a.onnx", "http"), ("zip://*::http://h/a.zip", "http"), ("s3://b/a", "s3")):
+        error = missing_remote_package(address, ImportError("needs a package"))
+        assert isinstance(error, MissingDependencyError)
+        assert f"pip install 'fsspec[{extra}]'" in str(error)
+    assert "pip install" not in str(missing_remote_package("root://a", ImportError("needs a package")))
 
 
 def test_names_outside_the_folder(tmp_path):

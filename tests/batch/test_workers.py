@@ -55,7 +55,7 @@ def wait():
 
 
 @pytest.fixture
-def workspace(tmp_path, samples, monkeypatch):
+def faulty_folder(tmp_path, samples, monkeypatch):
     """Return a folder with a model, its data, and data functions with faults."""
     for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
         shutil.copy(samples / name, tmp_path)
@@ -77,7 +77,7 @@ def run_and_collect(entries, **limits):
     }
 
 
-def test_dying_workers_do_not_affect_others(workspace):
+def test_dying_workers_do_not_affect_others(faulty_folder):
     """Entries that exit, fault or use too much memory are reported, and the others are done."""
     faulty = ("leave", "fault", "eat")
     entries = [make_entry(name, f"faults:{name}") for name in faulty] + [make_entry("a"), make_entry("b")]
@@ -94,10 +94,10 @@ def test_dying_workers_do_not_affect_others(workspace):
     assert "was ended by SIGSEGV" in outcomes["fault"].problem.message
     assert "more than 1024 MiB" in outcomes["eat"].problem.message
     assert Path("a.onnx").read_bytes() == Path("b.onnx").read_bytes()
-    assert sorted(path.name for path in workspace.glob("*.onnx")) == ["a.onnx", "b.onnx", "digits_cnn.onnx"]
+    assert sorted(path.name for path in faulty_folder.glob("*.onnx")) == ["a.onnx", "b.onnx", "digits_cnn.onnx"]
 
 
-def test_dead_worker_with_a_child(workspace):
+def test_dead_worker_with_a_child(faulty_folder):
     """A child process of a dead worker does not hide its death."""
     start = time.monotonic()
     outcomes = run_and_collect([make_entry("fork", "faults:fork")], retries=0)
@@ -114,7 +114,7 @@ def test_unmeasurable_memory(monkeypatch):
         WorkerLimits(memory=1 << 30)
 
 
-def test_retries(workspace):
+def test_retries(faulty_folder):
     """An entry that succeeds at the second attempt is done. Without retries it crashed."""
     outcomes = run_and_collect([make_entry("once", "faults:once")])
     assert (outcomes["once"].status, outcomes["once"].attempts) == ("done", 2)
@@ -123,7 +123,7 @@ def test_retries(workspace):
     assert (outcomes["once"].status, outcomes["once"].attempts) == ("crashed", 1)
 
 
-def test_progress_and_warm_workers(workspace):
+def test_progress_and_warm_workers(faulty_folder):
     """The callback gets the start and the progress of each model. One worker runs all of them."""
     events = []
     entries = [make_entry(name) for name in "abc"]
@@ -141,11 +141,11 @@ def test_progress_and_warm_workers(workspace):
     assert results[1].seconds < results[0].seconds + 5
 
 
-def test_closing_the_iterator_ends_the_workers(workspace):
+def test_closing_the_iterator_ends_the_workers(faulty_folder):
     """Closing the iterator ends all worker processes."""
     results = run_workers([make_entry("a"), make_entry("wait", "faults:wait")], quantize_entry, WorkerLimits(jobs=2))
     assert next(results).name == "a"
-    while not (started := list(workspace.glob("started-*"))):
+    while not (started := list(faulty_folder.glob("started-*"))):
         time.sleep(0.05)
     results.close()
     process = int(started[0].name.rpartition("-")[2])
@@ -154,7 +154,7 @@ def test_closing_the_iterator_ends_the_workers(workspace):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_stop_the_batch(workspace, number):
+def test_signals_stop_the_batch(faulty_folder, number):
     """A signal ends batch and workers with exit code 130. --resume continues after finished entries."""
     Path("graphquant.toml").write_text(
         "[[model]]\npath = 'digits_cnn.onnx'\nvariant = 'a'\noutput = 'a.onnx'\ndata = 'digits_cnn_calib.npz'\n"
@@ -164,7 +164,7 @@ def test_signals_stop_the_batch(workspace, number):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(120, process.kill)
         watchdog.start()
-        while not (started := list(workspace.glob("started-*"))) and process.poll() is None:
+        while not (started := list(faulty_folder.glob("started-*"))) and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(number)
         out, err = process.communicate()

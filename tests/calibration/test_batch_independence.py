@@ -269,7 +269,7 @@ def is_joined(model: Model) -> bool:
     return is_batch_independent(runner, random_dataset(runner), 8)
 
 
-def onnx_model(text: str, opset: int = 17) -> Model:
+def model_of_text(text: str, opset: int = 17) -> Model:
     """Return the model with a signature and nodes written as text."""
     header = f'<ir_version: 8, opset_import: ["" : {opset}, "com.example" : 1]> g'
     return model_from_message(onnx.parser.parse_model(f"{header} {text}"))
@@ -278,18 +278,18 @@ def onnx_model(text: str, opset: int = 17) -> Model:
 @pytest.mark.parametrize("text", INDEPENDENT.values(), ids=INDEPENDENT)
 def test_batch_independent_models(text: str) -> None:
     """Samples of batch-independent models are joined."""
-    assert_batch_independent(onnx_model(text))
+    assert_batch_independent(model_of_text(text))
 
 
 @pytest.mark.parametrize("text", MIXED.values(), ids=MIXED)
 def test_batch_dependent_models(text: str) -> None:
     """Models that mix samples, or may do so, are not batched."""
-    assert not is_joined(onnx_model(text))
+    assert not is_joined(model_of_text(text))
 
 
 def test_observed_tensors_decide() -> None:
     """A tensor that depends on the batch rules batches out, even if no output shows it; a fixed tensor does not."""
-    mixing = onnx_model(
+    mixing = model_of_text(
         """(float[N,4] x) => (int64[N] y) { m = ReduceMean <axes = [0], keepdims = 1> (x)  d = Sub(x, m)
         s = Add(d, m)  y = ArgMax <axis = 1, keepdims = 0> (s) }"""
     )
@@ -301,7 +301,7 @@ def test_observed_tensors_decide() -> None:
         "x",
         "s",
     ]
-    fixed = onnx_model("(float[N,4] x) => (float[N,4] y) <float[1,4] c = {1,2,3,4}> { n = Neg(c)  y = Add(x, n) }")
+    fixed = model_of_text("(float[N,4] x) => (float[N,4] y) <float[1,4] c = {1,2,3,4}> { n = Neg(c)  y = Add(x, n) }")
     assert_batch_independent(fixed)
 
 
@@ -316,7 +316,7 @@ def test_observed_tensors_decide() -> None:
 )
 def test_samples_of_one_range(text: str) -> None:
     """A dependence on the range of the batch shows although all samples have one range, below a threshold."""
-    runner = create_onnx_runner(onnx_model(text))
+    runner = create_onnx_runner(model_of_text(text))
     orders = [np.roll(np.array([[-1, 0.3, 0.7, 1]], np.float32), shift) for shift in range(8)]
     dataset = Dataset(count=8, digest="da", open_feeds=lambda start, stop: ({"x": x} for x in orders[start:stop]))
     assert not is_batch_independent(runner, dataset, 8)
@@ -325,27 +325,27 @@ def test_samples_of_one_range(text: str) -> None:
 def test_batch_size_decides() -> None:
     """A batch of the full size is run: a model that takes at most 6 rows is batched up to there."""
     text = """(float[N,4] x) => (float[M,4] y) <int64[1] a = {0}, int64[1] b = {6}> { y = Slice(x, a, b, a) }"""
-    runner = create_onnx_runner(onnx_model(text))
+    runner = create_onnx_runner(model_of_text(text))
     dataset = random_dataset(runner)
     assert [size for size in (1, 4, 6, 7, 32) if is_batch_independent(runner, dataset, size)] == [1, 4, 6]
 
 
 def test_odd_samples() -> None:
     """Samples may have several rows, or be a single one; samples without rows, or of other shapes, are not joined."""
-    runner = create_onnx_runner(onnx_model(INDEPENDENT["two inputs"]))
+    runner = create_onnx_runner(model_of_text(INDEPENDENT["two inputs"]))
     assert is_batch_independent(runner, random_dataset(runner, rows=3), 8)
     assert is_batch_independent(runner, random_dataset(runner, count=1), 8)
     assert not is_batch_independent(runner, random_dataset(runner, rows=0), 8)
     unequal = [{"x": np.ones((1, 4), np.float32), "z": np.ones((2, 4), np.float32)}]
     dataset = Dataset(count=1, digest="da", open_feeds=lambda start, stop: iter(unequal[start:stop]))
     assert not is_batch_independent(runner, dataset, 8)
-    mixing = create_onnx_runner(onnx_model(MIXED["reduce"]))
+    mixing = create_onnx_runner(model_of_text(MIXED["reduce"]))
     assert not is_batch_independent(mixing, random_dataset(mixing, count=1), 8)
 
 
 def test_inputs_under_other_names() -> None:
     """Samples may hold an input under another key, and further keys such as labels."""
-    runner = create_onnx_runner(onnx_model(INDEPENDENT["linear"]))
+    runner = create_onnx_runner(model_of_text(INDEPENDENT["linear"]))
     feeds = [{"image": feed["x"], "labels": np.array(1)} for feed in random_dataset(runner)]
     dataset = Dataset(count=8, digest="da", open_feeds=lambda start, stop: iter(feeds[start:stop]))
     assert is_batch_independent(runner, dataset, 8, inputs={"x": "image"})
@@ -354,7 +354,7 @@ def test_inputs_under_other_names() -> None:
 def test_little_memory() -> None:
     """With little memory, tensors are observed in several groups with the same answer."""
     for text, independent in ((INDEPENDENT["attention"], True), (MIXED["reduce"], False)):
-        model = onnx_model(text)
+        model = model_of_text(text)
         runner = create_onnx_runner(model)
         targets = tuple(all_float_targets(model))
         dataset = random_dataset(runner)
@@ -376,7 +376,7 @@ def test_little_memory() -> None:
 )
 def test_older_opsets(text: str, opset: int, independent: bool) -> None:
     """Axes, scales and ranges may be attributes."""
-    assert is_joined(onnx_model(text, opset)) is independent
+    assert is_joined(model_of_text(text, opset)) is independent
 
 
 def test_equal_within_rounding() -> None:

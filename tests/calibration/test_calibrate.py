@@ -31,7 +31,7 @@ JOINED = replace(LOAD, join_samples=True)
 calibrate = partial(calibrate_, model_digest="source", footprint=LOAD)
 
 
-def batches(count: int, shape: Callable[[int], int] = lambda _: 1) -> Dataset:
+def numbered_samples(count: int, shape: Callable[[int], int] = lambda _: 1) -> Dataset:
     """Return samples that contain their number."""
 
     def feeds(start: int, stop: int) -> Iterator[dict]:
@@ -80,7 +80,7 @@ def three_tensor_runner(**options) -> Runner:
 
 def test_statistics_of_all_samples() -> None:
     """Samples and loop iterations are merged, NaN is counted, and block extremes are summed."""
-    found = calibrate(TARGETS, three_tensor_runner(), batches(10))
+    found = calibrate(TARGETS, three_tensor_runner(), numbered_samples(10))
     assert list(found.sketches) == [A, B, C]
     a, b, _ = found.sketches.values()
     assert (a.low, a.high, a.count, a.blocks) == (-9, 18, 20, 3)
@@ -93,17 +93,17 @@ def test_targets_select_details() -> None:
     """Each tensor has the bins and channels of its target."""
     runner = Runner(a=lambda x: [x], b=lambda x: [np.array([[1.0, -2.0], [x[0], 3.0]])], c=lambda x: [x])
     targets = {A: ObservationTarget("a", None, 0), B: ObservationTarget("b", 1, 7), C: ObservationTarget("c", None, 10)}
-    kept = calibrate(targets, runner, batches(5)).sketches
+    kept = calibrate(targets, runner, numbered_samples(5)).sketches
     assert [one.bits for one in kept.values()] == [0, 0, 10]
     assert (kept[B].low.tolist(), kept[B].high.tolist()) == ([0.0, -2.0], [4.0, 3.0])
-    assert kept[C] == calibrate({C: targets[C]}, Runner(c=lambda x: [x]), batches(5)).sketches[C]
+    assert kept[C] == calibrate({C: targets[C]}, Runner(c=lambda x: [x]), numbered_samples(5)).sketches[C]
     assert kept[C].bins.tolist() == sketch_values(np.arange(5.0), bits=10).bins.tolist()
 
 
 def test_unreached_tensors() -> None:
     """Partly reached, empty and unobservable tensors are reported."""
     runner = Runner(a=lambda x: [x] if x[0] == 1 else [], b=lambda _: [np.zeros(0)])
-    found = calibrate(TARGETS, runner, batches(3))
+    found = calibrate(TARGETS, runner, numbered_samples(3))
     assert (list(found.sketches), found.unobservable) == ([A, B], {C: "it is hidden"})
     assert (found.sketches[B].count, found.sketches[B].empty_arrays) == (0, 3)
     assert found.missing_reason(A) == ""
@@ -117,17 +117,17 @@ def test_no_targets() -> None:
     """Without observable targets, the model is not run and the calibration is complete."""
     for targets in ({}, TARGETS):
         runner = Runner()
-        found = calibrate(targets, runner, batches(3))
+        found = calibrate(targets, runner, numbered_samples(3))
         assert (found.sketches, found.complete, runner.fed) == ({}, True, [])
 
 
 def test_blocks_as_batches() -> None:
     """Blocks are concatenated if the model is batch independent and shapes agree."""
     runner = three_tensor_runner()
-    calibrate(TARGETS, runner, batches(6, lambda i: 2 if i == 5 else 1), footprint=JOINED)
+    calibrate(TARGETS, runner, numbered_samples(6, lambda i: 2 if i == 5 else 1), footprint=JOINED)
     assert runner.fed == [[0, 1, 2, 3], [4], [5, 5]]
     runner = three_tensor_runner()
-    calibrate(TARGETS, runner, batches(3))
+    calibrate(TARGETS, runner, numbered_samples(3))
     assert runner.fed == [[0], [1], [2]]
 
 
@@ -148,10 +148,11 @@ def test_inputs_with_different_rows() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_shards(parts: int, footprint: RunFootprint) -> None:
     """Shards, merged in any order, equal one call, and each block is run once."""
-    whole = calibrate(TARGETS, three_tensor_runner(), batches(22), footprint=footprint)
+    whole = calibrate(TARGETS, three_tensor_runner(), numbered_samples(22), footprint=footprint)
     runner = three_tensor_runner()
     shards = [
-        calibrate(TARGETS, runner, batches(22), shard=(part + 1, parts), footprint=footprint) for part in range(parts)
+        calibrate(TARGETS, runner, numbered_samples(22), shard=(part + 1, parts), footprint=footprint)
+        for part in range(parts)
     ]
     assert sorted(number for fed in runner.fed for number in fed) == list(range(22))
     assert combine_stats(shards) == combine_stats(shards[::-1]) == combine_stats([*shards[1::2], *shards[::2]]) == whole
@@ -172,20 +173,20 @@ def test_shards(parts: int, footprint: RunFootprint) -> None:
 def test_groups(room: int, groups: list) -> None:
     """With little memory, tensors are observed in several passes with the same result."""
     runner = three_tensor_runner(sizes=800)
-    found = calibrate(TARGETS, runner, batches(9), max_memory=room)
+    found = calibrate(TARGETS, runner, numbered_samples(9), max_memory=room)
     assert runner.asked == groups
-    assert found == calibrate(TARGETS, three_tensor_runner(), batches(9))
+    assert found == calibrate(TARGETS, three_tensor_runner(), numbered_samples(9))
     assert len(runner.fed) == 9 * len(groups)
 
 
 def test_background_digest() -> None:
     """Samples are run before all are read. A read error ends the calibration."""
-    data = replace(batches(22), digest=Future())
+    data = replace(numbered_samples(22), digest=Future())
     found = calibrate(
         TARGETS, three_tensor_runner(), data, should_stop=lambda: data.digest.done() or data.digest.set_result("da7a22")
     )
-    assert found == calibrate(TARGETS, three_tensor_runner(), batches(22), shard=(1, 3))
-    runner, data = three_tensor_runner(), replace(batches(22), digest=Future())
+    assert found == calibrate(TARGETS, three_tensor_runner(), numbered_samples(22), shard=(1, 3))
+    runner, data = three_tensor_runner(), replace(numbered_samples(22), digest=Future())
     data.digest.set_exception(DataError("NaN"))
     with pytest.raises(DataError, match="NaN"):
         calibrate(TARGETS, runner, data)
@@ -197,7 +198,7 @@ def test_background_digest() -> None:
 def test_known_sizes_need_no_measuring() -> None:
     """If static shapes are small, no run measures sizes."""
     runner = three_tensor_runner(sizes=1 << 60)
-    calibrate(TARGETS, runner, batches(5), footprint=RunFootprint(block_size=4, elements_per_sample=100))
+    calibrate(TARGETS, runner, numbered_samples(5), footprint=RunFootprint(block_size=4, elements_per_sample=100))
     assert runner.asked == [(A, B, C)]
 
 
@@ -206,12 +207,12 @@ def test_stop_and_resume(blocks: int) -> None:
     """A stopped and resumed calibration equals an uninterrupted one."""
     left = iter([False] * (blocks - 1) + [True])
     told: list[tuple[int, int]] = []
-    part = calibrate(TARGETS, three_tensor_runner(), batches(22), should_stop=lambda: next(left))
+    part = calibrate(TARGETS, three_tensor_runner(), numbered_samples(22), should_stop=lambda: next(left))
     assert (part.samples, part.complete) == (4 * blocks, False)
     rest = calibrate(
-        TARGETS, three_tensor_runner(), batches(22), resume_from=part, progress=lambda *what: told.append(what)
+        TARGETS, three_tensor_runner(), numbered_samples(22), resume_from=part, progress=lambda *what: told.append(what)
     )
-    assert rest == calibrate(TARGETS, three_tensor_runner(), batches(22))
+    assert rest == calibrate(TARGETS, three_tensor_runner(), numbered_samples(22))
     assert told == [(min(4 * done, 22), 22) for done in range(blocks, 7)]
 
 
@@ -220,19 +221,23 @@ def test_invalid_resume() -> None:
     stop = partial(calibrate, TARGETS, three_tensor_runner(), should_stop=lambda: True)
     again = partial(calibrate, TARGETS, three_tensor_runner())
     for before, call, reason in (
-        (stop(batches(22)), partial(again, batches(21)), "of another model, other tensors or other data"),
         (
-            stop(batches(22)),
-            partial(again, batches(22), model_digest="other"),
+            stop(numbered_samples(22)),
+            partial(again, numbered_samples(21)),
             "of another model, other tensors or other data",
         ),
         (
-            stop(batches(22)),
-            partial(again, batches(22), footprint=RunFootprint(block_size=2, elements_per_sample=1)),
+            stop(numbered_samples(22)),
+            partial(again, numbered_samples(22), model_digest="other"),
+            "of another model, other tensors or other data",
+        ),
+        (
+            stop(numbered_samples(22)),
+            partial(again, numbered_samples(22), footprint=RunFootprint(block_size=2, elements_per_sample=1)),
             "of another model",
         ),
-        (stop(batches(22)), partial(again, batches(22), shard=(2, 2)), "of another shard"),
-        (again(batches(22)), partial(again, batches(22)), "complete"),
+        (stop(numbered_samples(22)), partial(again, numbered_samples(22), shard=(2, 2)), "of another shard"),
+        (again(numbered_samples(22)), partial(again, numbered_samples(22)), "complete"),
     ):
         with pytest.raises(DataError, match=reason):
             call(resume_from=before)
@@ -249,7 +254,7 @@ def test_memory_does_not_grow_with_samples() -> None:
 
     import sys
 
-    calibrate({A: TARGETS[A]}, Runner(a=values), batches(40))
+    calibrate({A: TARGETS[A]}, Runner(a=values), numbered_samples(40))
     assert max(sys.getrefcount(one) for one in alive) <= 4  # the list, the loop and the call's argument
 
 
@@ -260,12 +265,12 @@ def test_runner_errors() -> None:
         raise DataError("it does not fit")
 
     with pytest.raises(DataError, match="it does not fit"):
-        calibrate({A: TARGETS[A]}, Runner(a=fail), batches(4))
+        calibrate({A: TARGETS[A]}, Runner(a=fail), numbered_samples(4))
 
 
 def test_stats_totals() -> None:
     """The totals are the sums over the runs."""
-    found = calibrate(TARGETS, three_tensor_runner(), batches(22), shard=(2, 4))
+    found = calibrate(TARGETS, three_tensor_runner(), numbered_samples(22), shard=(2, 4))
     assert isinstance(found, Stats)
     assert (found.runs[0].block_ranges, found.samples, found.blocks, found.random) == (((1, 3),), 8, 2, False)
 

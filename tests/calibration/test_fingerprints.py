@@ -28,7 +28,7 @@ def all_fingerprints(model: Model) -> dict[str, str]:
     return {str(tensor): target.fingerprint for tensor, target in all_float_targets(model).items()}
 
 
-def changed(path: Path, change) -> Model:
+def edited_model(path: Path, change) -> Model:
     """Return the ONNX model at `path` after `change` of its message."""
     message = onnx.load(path)
     change(message.graph)
@@ -67,7 +67,7 @@ def test_changes_affect_only_descendants(samples: Path) -> None:
 
     seen = []
     for change in (weight, attribute, kind):
-        after = all_fingerprints(changed(path, change))
+        after = all_fingerprints(edited_model(path, change))
         assert list(after) == list(before)
         seen.append({name for name in before if before[name] != after[name]})
     assert "residual_2/conv:0" in seen[0]

@@ -45,7 +45,7 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1
 """
 
 
-def network(path: Path) -> None:
+def write_residual_network(path: Path) -> None:
     """Write a network of residual blocks whose activations have one size."""
     rng = np.random.default_rng(0)
     weights, nodes = [], []
@@ -87,7 +87,7 @@ def peak(*arguments: object) -> int:
 def test_peak_memory(tmp_path: Path) -> None:
     """With 200 MB of activations, a budget bounds the additional memory, and the statistics are the same."""
     model, budget = tmp_path / "net.onnx", 50 * 10**6
-    network(model)
+    write_residual_network(model)
     plain = peak(model, "plain")
     much, little = (peak(model, allowed, tmp_path / f"{allowed}.gqs") - plain for allowed in (0, budget))
     assert much > BLOCKS * 5 * TENSOR

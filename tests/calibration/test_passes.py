@@ -14,7 +14,7 @@ from graphquant.ir import TensorRef
 A, B = TensorRef("", "a"), TensorRef("", "b")
 
 
-def batches(count: int, wide: tuple[int, ...] = ()) -> Dataset:
+def numbered_vectors(count: int, wide: tuple[int, ...] = ()) -> Dataset:
     """Return samples [1, 1] that contain their number; those in `wide` are [1, 2]."""
 
     def feeds(start: int, stop: int):
@@ -49,7 +49,7 @@ class Runner:
             self.open -= 1
 
 
-def run(runner: Runner, count: int, **options) -> list:
+def observe_numbers(runner: Runner, count: int, **options) -> list:
     """Return the observed values of A and B with the completed blocks, for numbers in blocks of two."""
     feeds = ((number, number // 2 if number % 2 else None) for number in range(count))
     seen: list = []
@@ -62,7 +62,7 @@ def run(runner: Runner, count: int, **options) -> list:
 def test_single_pass() -> None:
     """Each feed is run once with all threads, and its values come with the block that it completes."""
     runner = Runner(10)
-    seen = run(runner, 4)
+    seen = observe_numbers(runner, 4)
     assert seen == [({A: [n], B: [n]}, block) for n, block in ((0, None), (1, 0), (2, None), (3, 1))]
     assert runner.requests == [((A, B), (), 4)]
     assert runner.fed == [("sizes", 0), *(((A, B), n) for n in range(4))]
@@ -72,14 +72,14 @@ def test_single_pass() -> None:
 def test_known_sizes_are_not_measured() -> None:
     """If everything is known to fit, no run measures sizes."""
     runner = Runner(1 << 40)
-    assert len(run(runner, 2, max_elements=20)) == 2
+    assert len(observe_numbers(runner, 2, max_elements=20)) == 2
     assert runner.fed == [((A, B), 0), ((A, B), 1)]
 
 
 def test_groups_of_tensors() -> None:
     """With little memory, a feed is run once per group, one run at a time. The last group completes the block."""
     runner = Runner(100)
-    seen = run(runner, 2, budget=900)
+    seen = observe_numbers(runner, 2, budget=900)
     assert seen == [({A: [0]}, None), ({B: [0]}, None), ({A: [1]}, None), ({B: [1]}, 0)]
     assert runner.requests == [((A,), (B,), 1), ((B,), (A,), 1)]
 
@@ -87,7 +87,7 @@ def test_groups_of_tensors() -> None:
 def test_no_feeds() -> None:
     """Without feeds, the runner is not called."""
     runner = Runner(1)
-    assert run(runner, 0) == []
+    assert observe_numbers(runner, 0) == []
     assert (runner.requests, runner.fed) == ([], [])
 
 
@@ -121,11 +121,11 @@ def test_joined_blocks() -> None:
     def shape(feeds) -> list:
         return [(feed["x"].shape, block) for feed, block in feeds]
 
-    joined = block_feeds(batches(8, (4,)), [(0, 3)], 3, join_samples=True)
+    joined = block_feeds(numbered_vectors(8, (4,)), [(0, 3)], 3, join_samples=True)
     assert shape(joined) == [((3, 1), 0), ((1, 1), None), ((1, 2), None), ((1, 1), 1), ((2, 1), 2)]
-    alone = block_feeds(batches(8), [(0, 1), (2, 3)], 3, join_samples=False)
+    alone = block_feeds(numbered_vectors(8), [(0, 1), (2, 3)], 3, join_samples=False)
     assert shape(alone) == [((1, 1), None), ((1, 1), None), ((1, 1), 0), ((1, 1), None), ((1, 1), 2)]
-    assert shape(block_feeds(batches(8), [], 3, join_samples=True)) == []
+    assert shape(block_feeds(numbered_vectors(8), [], 3, join_samples=True)) == []
 
 
 def test_feeds_are_released() -> None:

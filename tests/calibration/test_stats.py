@@ -16,14 +16,14 @@ from graphquant.observers import sketch_values
 A, B = TensorRef("", "a"), TensorRef("", "b", 1)
 
 
-def run(*block_ranges: tuple[int, int], data_digest="d1", **changes) -> DataRun:
+def make_data_run(*block_ranges: tuple[int, int], data_digest="d1", **changes) -> DataRun:
     """Return a run of ten samples in blocks of four."""
     return DataRun(
         **{"data_digest": data_digest, "samples": 10, "block_size": 4, "block_ranges": block_ranges, **changes}
     )
 
 
-def stats(*runs: DataRun, values=(1.0, 2.0), **changes) -> Stats:
+def make_stats(*runs: DataRun, values=(1.0, 2.0), **changes) -> Stats:
     """Return statistics of a reached and an unreached tensor."""
     found = Stats(
         model_digest="m0",
@@ -36,21 +36,27 @@ def stats(*runs: DataRun, values=(1.0, 2.0), **changes) -> Stats:
 
 def test_counts() -> None:
     """Blocks and samples are counted over ranges; the last block may be short."""
-    assert (run().blocks, run().samples_done, run().complete) == (3, 0, False)
-    one = run((0, 1), (2, 3))
+    assert (make_data_run().blocks, make_data_run().samples_done, make_data_run().complete) == (3, 0, False)
+    one = make_data_run((0, 1), (2, 3))
     assert (one.blocks_done, one.samples_done, one.complete) == (2, 6, False)
-    assert (run((0, 3)).samples_done, run((0, 3)).complete) == (10, True)
-    both = stats(run((0, 3)), run((1, 2), data_digest="d2", random=True))
+    assert (make_data_run((0, 3)).samples_done, make_data_run((0, 3)).complete) == (10, True)
+    both = make_stats(make_data_run((0, 3)), make_data_run((1, 2), data_digest="d2", random=True))
     assert (both.samples, both.blocks, both.complete, both.random) == (14, 4, False, True)
 
 
 def test_combine_stats() -> None:
     """Blocks of the same data form ranges, sketches are merged, and other data is added."""
-    whole = combine_stats([stats(run((2, 3))), stats(run((0, 1)), values=(-5.0,)), stats(run((1, 2)), values=(9.0,))])
-    assert whole.runs == (run((0, 3)),)
+    whole = combine_stats(
+        [
+            make_stats(make_data_run((2, 3))),
+            make_stats(make_data_run((0, 1)), values=(-5.0,)),
+            make_stats(make_data_run((1, 2)), values=(9.0,)),
+        ]
+    )
+    assert whole.runs == (make_data_run((0, 3)),)
     assert (whole.sketches[A].low, whole.sketches[A].high, whole.sketches[A].blocks) == (-5, 9, 3)
     assert list(whole.sketches) == [A]
-    other = stats(run((0, 3), data_digest="d0"), values=(70.0,))
+    other = make_stats(make_data_run((0, 3), data_digest="d0"), values=(70.0,))
     assert combine_stats([whole, other]) == combine_stats([other, whole])
     assert [one.data_digest for one in combine_stats([whole, other]).runs] == ["d0", "d1"]
 
@@ -58,42 +64,47 @@ def test_combine_stats() -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (stats(run((0, 1)), model_digest="m1"), "different models"),
-        (stats(run((1, 3))), "samples 4 to 7"),
-        (stats(run((1, 2), block_size=5)), "different blocks"),
+        (make_stats(make_data_run((0, 1)), model_digest="m1"), "different models"),
+        (make_stats(make_data_run((1, 3))), "samples 4 to 7"),
+        (make_stats(make_data_run((1, 2), block_size=5)), "different blocks"),
         (
-            stats(run((2, 3)), targets={A: ObservationTarget("aa", None, 7)}),
+            make_stats(make_data_run((2, 3)), targets={A: ObservationTarget("aa", None, 7)}),
             "b:1",
         ),
         (
-            stats(run((2, 3)), targets={A: ObservationTarget("aa", 1, 7), B: ObservationTarget("bb", None, 7)}),
+            make_stats(
+                make_data_run((2, 3)), targets={A: ObservationTarget("aa", 1, 7), B: ObservationTarget("bb", None, 7)}
+            ),
             "a:0",
         ),
         (
-            stats(run((2, 3)), targets={A: ObservationTarget("ac", None, 7), B: ObservationTarget("bb", None, 7)}),
+            make_stats(
+                make_data_run((2, 3)),
+                targets={A: ObservationTarget("ac", None, 7), B: ObservationTarget("bb", None, 7)},
+            ),
             "a:0",
         ),
-        (stats(run((2, 3)), unobservable={B: "hidden"}), "observed in only one"),
+        (make_stats(make_data_run((2, 3)), unobservable={B: "hidden"}), "observed in only one"),
     ],
 )
 def test_incompatible_stats(other: Stats, reason: str) -> None:
     """Other models, other tensors and repeated blocks are rejected with the reason."""
     with pytest.raises(DataError, match=reason):
-        combine_stats([stats(run((0, 2))), other])
+        combine_stats([make_stats(make_data_run((0, 2))), other])
 
 
 def test_select_by_fingerprint() -> None:
     """A tensor with another name and the same fingerprint matches. Unreached tensors stay absent."""
     renamed = TensorRef("", "renamed")
     found = select_stats(
-        stats(run((0, 3))),
+        make_stats(make_data_run((0, 3))),
         {renamed: ObservationTarget("aa", None, 0), B: ObservationTarget("bb", None, 7)},
         "m0",
         "do this",
     )
     assert list(found.sketches) == [renamed]
     assert list(found.targets) == [renamed, B]
-    hidden = stats(run((0, 3)), unobservable={B: "hidden"})
+    hidden = make_stats(make_data_run((0, 3)), unobservable={B: "hidden"})
     assert select_stats(hidden, {B: ObservationTarget("bb", None, 7)}, "m0", "do this").unobservable == {B: "hidden"}
 
 
@@ -123,16 +134,16 @@ def test_select_by_fingerprint() -> None:
 def test_missing_targets(wanted: dict, model: str, reason: str) -> None:
     """The error names the tensors, the reason and the command."""
     with pytest.raises(DataError, match=reason) as caught:
-        select_stats(stats(run((0, 3))), wanted, model, "graphquant do this")
+        select_stats(make_stats(make_data_run((0, 3))), wanted, model, "graphquant do this")
     assert str(caught.value).endswith("\n  graphquant do this")
 
 
 def test_stats_without_samples() -> None:
     """Statistics without samples are rejected unless the plan needs none."""
     with pytest.raises(DataError, match=r"none of 10 samples.*--merge") as caught:
-        select_stats(stats(run()), {A: ObservationTarget("aa", None, 7)}, "m0", "graphquant do this")
+        select_stats(make_stats(make_data_run()), {A: ObservationTarget("aa", None, 7)}, "m0", "graphquant do this")
     assert str(caught.value).endswith("\n  graphquant do this")
-    assert select_stats(stats(run()), {}, "m0", "graphquant do this").samples == 0
+    assert select_stats(make_stats(make_data_run()), {}, "m0", "graphquant do this").samples == 0
 
 
 def test_uncovered_ranges() -> None:

@@ -34,7 +34,7 @@ def sketched(values: np.ndarray, axis: int | None, bits: int):
 
 
 @pytest.fixture
-def stats() -> Stats:
+def stats_of_every_target() -> Stats:
     """Return statistics with every kind of target."""
     values = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
     kinds = {"coarse": (None, 7), "fine": (None, 10), "bare": (None, 0), "channels": (0, 7), "empty": (None, 7)}
@@ -66,19 +66,19 @@ def stats() -> Stats:
 
 
 @pytest.fixture
-def path(stats: Stats, tmp_path: Path) -> Path:
+def stats_path(stats_of_every_target: Stats, tmp_path: Path) -> Path:
     """Return the path of a statistics file."""
-    stats.save(tmp_path / "stats.gqs")
+    stats_of_every_target.save(tmp_path / "stats.gqs")
     return tmp_path / "stats.gqs"
 
 
-def test_round_trip(stats: Stats, path: Path, tmp_path: Path) -> None:
+def test_round_trip(stats_of_every_target: Stats, stats_path: Path, tmp_path: Path) -> None:
     """Statistics are read exactly as written, and written again as the same bytes."""
-    found = load_stats(path)
-    assert found == stats
-    assert list(found.targets) == list(stats.targets)
+    found = load_stats(stats_path)
+    assert found == stats_of_every_target
+    assert list(found.targets) == list(stats_of_every_target.targets)
     found.save(tmp_path / "again.gqs")
-    assert (tmp_path / "again.gqs").read_bytes() == path.read_bytes()
+    assert (tmp_path / "again.gqs").read_bytes() == stats_path.read_bytes()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["again.gqs", "stats.gqs"]
 
 
@@ -96,9 +96,9 @@ def test_round_trip_of_any_values(tmp_path: Path, values: np.ndarray, bits: int)
     assert load_stats(tmp_path / "any.gqs") == made
 
 
-def test_file_size(path: Path) -> None:
+def test_file_size(stats_path: Path) -> None:
     """An int8 histogram of a normal tensor takes a few KB."""
-    assert path.stat().st_size < 6000
+    assert stats_path.stat().st_size < 6000
 
 
 def test_other_files(tmp_path: Path) -> None:
@@ -113,24 +113,24 @@ def test_other_files(tmp_path: Path) -> None:
             load_stats(tmp_path / name)
 
 
-def test_truncated_files(path: Path) -> None:
+def test_truncated_files(stats_path: Path) -> None:
     """A file truncated anywhere is rejected."""
-    data = path.read_bytes()
+    data = stats_path.read_bytes()
     for size in range(0, len(data), 37):
-        path.write_bytes(data[:size])
+        stats_path.write_bytes(data[:size])
         with pytest.raises(DataError):
-            load_stats(path)
+            load_stats(stats_path)
 
 
-def test_flipped_bits(stats: Stats, path: Path) -> None:
+def test_flipped_bits(stats_of_every_target: Stats, stats_path: Path) -> None:
     """A flipped bit raises a DataError or changes nothing."""
-    data, chance = bytearray(path.read_bytes()), random.Random(4)  # noqa: S311  # no secret
+    data, chance = bytearray(stats_path.read_bytes()), random.Random(4)  # noqa: S311  # no secret
     for _ in range(600):
         place, bit = chance.randrange(len(data)), 1 << chance.randrange(8)
         data[place] ^= bit
-        path.write_bytes(data)
+        stats_path.write_bytes(data)
         with contextlib.suppress(DataError):
-            assert load_stats(path) == stats
+            assert load_stats(stats_path) == stats_of_every_target
         data[place] ^= bit
 
 
@@ -179,37 +179,37 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_inconsistent_headers(path: Path, name: str) -> None:
+def test_inconsistent_headers(stats_path: Path, name: str) -> None:
     """Sizes, counts and ranges that do not match the arrays are rejected."""
-    rewritten(path, HOSTILE[name])
+    rewritten(stats_path, HOSTILE[name])
     with pytest.raises(DataError, match="cannot be read"):
-        load_stats(path)
+        load_stats(stats_path)
 
 
-def test_invalid_json(path: Path) -> None:
+def test_invalid_json(stats_path: Path) -> None:
     """Deep nesting, huge numbers and invalid JSON are rejected."""
     for text in (b"[" * 100_000, b"{" * 100, b'{"version": 1' + b"0" * 5000 + b"}", b"\xff\xfe", b"null"):
-        with zipfile.ZipFile(path, "w") as archive:
+        with zipfile.ZipFile(stats_path, "w") as archive:
             archive.writestr("header.json", text)
         with pytest.raises(DataError):
-            load_stats(path)
+            load_stats(stats_path)
 
 
-def test_zip_bombs(path: Path) -> None:
+def test_zip_bombs(stats_path: Path) -> None:
     """An array larger than the header declares is rejected before it is unpacked."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(stats_path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     for name in ("bins", "header.json"):
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(stats_path, "w", zipfile.ZIP_DEFLATED) as archive:
             for member, data in members.items():
                 archive.writestr(member, bytes(300 << 20) if member == name else data)
         with pytest.raises(DataError):
-            load_stats(path)
+            load_stats(stats_path)
 
 
-def test_inconsistent_numbers(stats: Stats, path: Path) -> None:
+def test_inconsistent_numbers(stats_of_every_target: Stats, stats_path: Path) -> None:
     """Unordered or empty bins, impossible sums, and crossing or NaN extremes are rejected."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(stats_path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
 
     def first(name: str, dtype: str, value: float) -> bytes:
@@ -227,15 +227,15 @@ def test_inconsistent_numbers(stats: Stats, path: Path) -> None:
         ("low", "<f8", 1e9),
         ("high", "<f8", -np.inf),
     ):
-        with zipfile.ZipFile(path, "w") as archive:
+        with zipfile.ZipFile(stats_path, "w") as archive:
             for member, data in members.items():
                 archive.writestr(member, first(name, dtype, value) if member == name else data)
         with pytest.raises(DataError, match="inconsistent"):
-            load_stats(path)
+            load_stats(stats_path)
 
 
-def test_missing_folder(stats: Stats, tmp_path: Path) -> None:
+def test_missing_folder(stats_of_every_target: Stats, tmp_path: Path) -> None:
     """A missing folder is reported, and no file remains."""
     with pytest.raises(UsageError, match="cannot be written: No such file or directory"):
-        stats.save(tmp_path / "no" / "stats.gqs")
+        stats_of_every_target.save(tmp_path / "no" / "stats.gqs")
     assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.plans import make_plan
 
 import graphquant as gq
 from graphquant.calibration import (
@@ -17,7 +18,7 @@ from graphquant.calibration import (
 )
 from graphquant.errors import UsageError
 from graphquant.ir import TensorRef, Use
-from graphquant.quantize import Plan, Site
+from graphquant.quantize import Site
 from graphquant.rules import Scheme
 
 MTCNN = Path(__file__).parents[3] / "shared/models/mtcnn.pb"
@@ -25,19 +26,14 @@ RELU = TensorRef("", "stem/relu")
 POOL = TensorRef("", "max_pool")
 
 
-def site(tensor: TensorRef = RELU, *, dtype="int8", observe="minmax", **changes) -> Site:
+def site_of_one_use(tensor: TensorRef = RELU, *, dtype="int8", observe="minmax", **changes) -> Site:
     """Return a site with one use."""
     scheme = Scheme(dtype=dtype, observe=observe)
     return Site(tensor=tensor, graph="", uses=(Use("", "reader", 0),), scheme=scheme, **changes)
 
 
-def plan(*sites: Site) -> Plan:
-    """Return a plan of these sites."""
-    return Plan(format="onnx", model="source", prepared="prepared", rules=(), sites=sites)
-
-
 @pytest.fixture
-def cnn(samples: Path) -> gq.Model:
+def loaded_cnn(samples: Path) -> gq.Model:
     """Load the sample CNN."""
     return gq.load(samples / "digits_cnn.onnx")
 
@@ -57,28 +53,30 @@ def cnn(samples: Path) -> gq.Model:
 )
 def test_sites_needing_data(changes, needed: bool) -> None:
     """Weights and given ranges need no data; other sites do."""
-    one = site(**changes)
-    assert sites_needing_data(plan(one)) == ((one,) if needed else ())
+    one = site_of_one_use(**changes)
+    assert sites_needing_data(make_plan(one)) == ((one,) if needed else ())
 
 
-def test_axis_of_targets(cnn: gq.Model) -> None:
+def test_axis_of_targets(loaded_cnn: gq.Model) -> None:
     """A tensor is observed per channel if all its sites have the same axis."""
     for axes, kept in (((1,), 1), ((1, 1), 1), ((1, None), None), ((1, 0, 1), None), ((None,), None)):
-        found = plan_targets(cnn, plan(*(site(axis=axis) for axis in axes)), full_histograms=True)
+        found = plan_targets(
+            loaded_cnn, make_plan(*(site_of_one_use(axis=axis) for axis in axes)), full_histograms=True
+        )
         assert found[RELU].axis == kept
 
 
-def test_histogram_bits(cnn: gq.Model) -> None:
+def test_histogram_bits(loaded_cnn: gq.Model) -> None:
     """Histograms have seven bits up to int8, ten above, and none if only min and max are needed."""
-    sites = site(), site(dtype="int16"), site(POOL)
-    full = plan_targets(cnn, plan(*sites), full_histograms=True)
+    sites = site_of_one_use(), site_of_one_use(dtype="int16"), site_of_one_use(POOL)
+    full = plan_targets(loaded_cnn, make_plan(*sites), full_histograms=True)
     assert {tensor: target.bits for tensor, target in full.items()} == {RELU: 10, POOL: 7}
-    bare = plan_targets(cnn, plan(*sites), full_histograms=False)
+    bare = plan_targets(loaded_cnn, make_plan(*sites), full_histograms=False)
     assert {tensor: target.bits for tensor, target in bare.items()} == {RELU: 0, POOL: 0}
     assert (
-        finest_histogram_bits(plan(*sites)),
-        finest_histogram_bits(plan(sites[2])),
-        finest_histogram_bits(plan()),
+        finest_histogram_bits(make_plan(*sites)),
+        finest_histogram_bits(make_plan(sites[2])),
+        finest_histogram_bits(make_plan()),
     ) == (10, 7, 7)
 
 
@@ -116,9 +114,9 @@ def test_shortfall(kept: tuple, wanted: tuple, reason: str) -> None:
 
 def test_method_replaces_observers() -> None:
     """Sites that need data get the method; all others stay."""
-    fixed = site(POOL, observe={"name": "fixed", "low": 0, "high": 6})
-    weight = site(TensorRef("", "w"), parameter=True)
-    made = with_observer(plan(site(), fixed, weight), "absmax")
+    fixed = site_of_one_use(POOL, observe={"name": "fixed", "low": 0, "high": 6})
+    weight = site_of_one_use(TensorRef("", "w"), parameter=True)
+    made = with_observer(make_plan(site_of_one_use(), fixed, weight), "absmax")
     assert [one.scheme.observe.name for one in made.sites] == ["absmax", "fixed", "minmax"]
     assert with_observer(made, None) is made
 
@@ -127,7 +125,7 @@ def test_method_replaces_observers() -> None:
 def test_unknown_methods(name: str, near: str) -> None:
     """An unknown method gives suggestions. Observers with arguments are not methods."""
     with pytest.raises(UsageError, match=f"'{name}'.*{near}"):
-        with_observer(plan(site()), name)
+        with_observer(make_plan(site_of_one_use()), name)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ CNN = ("digits_cnn.onnx", "--data", "digits_cnn_calib.npz")
 
 
 @pytest.fixture
-def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def calibration_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An own folder with the sample models and their data in it, the current one."""
     for name in ("digits_cnn.onnx", "digits_cnn_bn.onnx", "digits_rnn.onnx", "digits_cnn.pb"):
         shutil.copy(samples / name, tmp_path / name)
@@ -38,7 +38,7 @@ def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-def test_calibrate_then_insert(cli: Callable[..., Any], here: Path) -> None:
+def test_calibrate_then_insert(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """Inserting with a statistics file writes the bytes that inserting with the data does, and names the file."""
     result = cli("calibrate", *CNN, "-o", "stats.gqs")
     stats = load_stats(Path("stats.gqs"))
@@ -60,7 +60,7 @@ def test_calibrate_then_insert(cli: Callable[..., Any], here: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
-def test_merged_shards_equal_one_calibration(cli: Callable[..., Any], here: Path, name: str) -> None:
+def test_merged_shards_equal_one_calibration(cli: Callable[..., Any], calibration_folder: Path, name: str) -> None:
     """2 and 8 shards, merged in any order, are the file of one call."""
     model = (f"{name}.onnx", "--data", f"{name}_calib.npz")
     cli("calibrate", *model, "-o", "one.gqs")
@@ -77,7 +77,7 @@ def test_merged_shards_equal_one_calibration(cli: Callable[..., Any], here: Path
     cli("insert", f"{name}.onnx", "--stats", "2_2.gqs", "--dry-run")
 
 
-def test_shard_without_a_block(cli: Callable[..., Any], here: Path) -> None:
+def test_shard_without_a_block(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """A shard without a block reports the number of blocks, can be merged, and is rejected by insert."""
     result = cli("calibrate", *CNN, "--shard", "1/8", "-o", "1.gqs")
     assert "4 blocks of 32 samples" in result.stdout
@@ -88,7 +88,7 @@ def test_shard_without_a_block(cli: Callable[..., Any], here: Path) -> None:
     cli("insert", "digits_cnn.onnx", "--stats", "both.gqs", "--dry-run")
 
 
-def test_memory_limit_keeps_statistics_equal(cli: Callable[..., Any], here: Path) -> None:
+def test_memory_limit_keeps_statistics_equal(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """Observed in many passes, tensors have the same statistics, bit for bit."""
     for name in ("digits_cnn", "digits_rnn"):
         model = (f"{name}.onnx", "--data", f"{name}_calib.npz", "--samples", 20)
@@ -102,14 +102,14 @@ def test_memory_limit_keeps_statistics_equal(cli: Callable[..., Any], here: Path
 
 
 @pytest.mark.parametrize("size", ["lots", "0", "-1MB", "5 parsecs", "1e3"])
-def test_invalid_sizes(cli: Callable[..., Any], here: Path, size: str) -> None:
+def test_invalid_sizes(cli: Callable[..., Any], calibration_folder: Path, size: str) -> None:
     """A size that cannot be read is an error that shows how."""
     result = cli("calibrate", *CNN, "-o", "stats.gqs", f"--max-memory={size}", code=2)
     assert "Invalid value for '--max-memory'" in result.stderr
     assert repr(size) in result.stderr
 
 
-def test_all_serves_any_rules(cli: Callable[..., Any], here: Path) -> None:
+def test_all_serves_any_rules(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """One pass over everything serves rule files that prepare the model differently."""
     for name in ("digits_cnn", "digits_cnn_bn"):
         cli("calibrate", f"{name}.onnx", "--data", "digits_cnn_calib.npz", "--all", "-o", f"{name}.gqs")
@@ -133,7 +133,7 @@ def test_all_serves_any_rules(cli: Callable[..., Any], here: Path) -> None:
                 np.testing.assert_allclose(site["scale"], data_site["scale"], rtol=1e-4)
 
 
-def test_statistics_that_do_not_serve(cli: Callable[..., Any], here: Path) -> None:
+def test_statistics_that_do_not_serve(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """Another model, another preparation, other rules: the reason, the tensors and the command that helps."""
     cli("calibrate", *CNN, "-o", "stats.gqs")
     result = cli("insert", "digits_cnn_bn.onnx", "--stats", "stats.gqs", code=2)
@@ -146,7 +146,7 @@ def test_statistics_that_do_not_serve(cli: Callable[..., Any], here: Path) -> No
     cli("insert", "digits_cnn.onnx", "--stats", "stats.gqs", "--rules", "tflite")
 
 
-def test_changed_weights_are_noticed(cli: Callable[..., Any], here: Path) -> None:
+def test_changed_weights_are_noticed(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """External data is no part of the model file's digest, and still the statistics know it."""
     message = onnx.load("digits_cnn.onnx")
     onnx.save(message, "outside.onnx", save_as_external_data=True, location="weights.bin", size_threshold=1024)
@@ -165,7 +165,7 @@ def test_changed_weights_are_noticed(cli: Callable[..., Any], here: Path) -> Non
     assert "stem/relu" not in result.stderr
 
 
-def test_statistics_of_several_data_sets(cli: Callable[..., Any], here: Path) -> None:
+def test_statistics_of_several_data_sets(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """Statistics of two data sets are merged and counted; random data is marked wherever it is used."""
     cli("calibrate", *CNN, "-o", "one.gqs")
     result = cli("calibrate", "digits_cnn.onnx", "--data", "random:10", "-o", "two.gqs")
@@ -180,7 +180,7 @@ def test_statistics_of_several_data_sets(cli: Callable[..., Any], here: Path) ->
     assert not Path("none.gqs").exists()
 
 
-def test_methods(cli: Callable[..., Any], here: Path) -> None:
+def test_methods(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """--method is the observer of all activations, from the same statistics; an unknown one names its neighbour."""
     cli("calibrate", *CNN, "-o", "stats.gqs")
     for method in ("minmax", "absmax"):
@@ -197,7 +197,7 @@ def test_methods(cli: Callable[..., Any], here: Path) -> None:
     assert "Did you mean 'minmax'" in result.stderr
 
 
-def test_usage(cli: Callable[..., Any], here: Path) -> None:
+def test_usage(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """Missing and contradicting options are reported."""
     for arguments, message in (
         (["calibrate", "digits_cnn.onnx", "-o", "s.gqs"], "no calibration data"),
@@ -221,7 +221,7 @@ def test_usage(cli: Callable[..., Any], here: Path) -> None:
     assert not Path("s.gqs").exists()
 
 
-def test_existing_statistics_are_kept_without_force(cli: Callable[..., Any], here: Path) -> None:
+def test_existing_statistics_are_kept_without_force(cli: Callable[..., Any], calibration_folder: Path) -> None:
     """Complete statistics, and those of other data, are not replaced without --force."""
     cli("calibrate", *CNN, "-o", "stats.gqs")
     before = Path("stats.gqs").read_bytes()
@@ -264,7 +264,7 @@ def interrupted(blocks: int, *arguments: object, times: int = 1) -> subprocess.C
 
 
 @pytest.mark.parametrize("more", [[], ["--all", "--shard", "1/2"], ["--force"]])
-def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], here: Path, more: list[str]) -> None:
+def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], calibration_folder: Path, more: list[str]) -> None:
     """Ctrl-C stops after the block, and the printed command leads to the bytes of an uninterrupted run."""
     command = ["calibrate", "digits_rnn.onnx", "--data", "digits_rnn_calib.npz", *more]
     cli(*command, "-o", "whole.gqs")
@@ -288,7 +288,7 @@ def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], here: Path, more
     assert Path("my stats.gqs").read_bytes() == Path("whole.gqs").read_bytes()
 
 
-def test_interrupted_twice_stops_at_once(here: Path) -> None:
+def test_interrupted_twice_stops_at_once(calibration_folder: Path) -> None:
     """The second Ctrl-C stops immediately, and no file is written."""
     result = interrupted(1, "calibrate", *CNN, "-o", "stats.gqs", times=2)
     assert (result.returncode, result.stderr.splitlines()[-1]) == (130, "Interrupted.")
@@ -308,7 +308,7 @@ def feeds():
 """
 
 
-def test_interrupted_while_samples_are_counted(here: Path) -> None:
+def test_interrupted_while_samples_are_counted(calibration_folder: Path) -> None:
     """The first Ctrl-C stops immediately if no block has run."""
     Path("counting.py").write_text(COUNTING, "utf-8")
     result = interrupted(0, "calibrate", "digits_cnn.onnx", "--data", "counting:feeds", "-o", "stats.gqs", times=0)
@@ -316,13 +316,13 @@ def test_interrupted_while_samples_are_counted(here: Path) -> None:
     assert not Path("stats.gqs").exists()
 
 
-def test_interrupted_in_the_last_block_is_done(here: Path) -> None:
+def test_interrupted_in_the_last_block_is_done(calibration_folder: Path) -> None:
     """An interrupt during the last block has no effect."""
     result = interrupted(0, "calibrate", *CNN, "--samples", 4, "-o", "stats.gqs")
     assert (result.returncode, load_stats(Path("stats.gqs")).complete) == (0, True)
 
 
-def test_interrupted_insert_writes_nothing(here: Path) -> None:
+def test_interrupted_insert_writes_nothing(calibration_folder: Path) -> None:
     """An interrupted insert keeps no file."""
     result = interrupted(1, "insert", *CNN, "-o", "out.onnx")
     assert (result.returncode, result.stderr) == (130, "Interrupted.\n")
@@ -350,7 +350,7 @@ def samples():
 """Data that tells when a part of it was read, after the pass that counts it, and goes on for long."""
 
 
-def test_killed_by_a_real_signal(here: Path) -> None:
+def test_killed_by_a_real_signal(calibration_folder: Path) -> None:
     """SIGINT from outside ends with 130 and a file that is whole."""
     Path("many.py").write_text(MANY)
     command = [sys.executable, "-m", "graphquant", "calibrate", "digits_cnn.onnx", "--data", "many:samples"]
@@ -365,7 +365,7 @@ def test_killed_by_a_real_signal(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tensorflow(cli: Callable[..., Any], samples: Path, here: Path) -> None:
+def test_tensorflow(cli: Callable[..., Any], samples: Path, calibration_folder: Path) -> None:
     """The same for TensorFlow models: shards, little memory, all tensors for other rules, SavedModels."""
     for name, data in (("digits_rnn.pb", "digits_rnn_calib.npz"), ("digits_cnn_saved_model", "digits_cnn_calib.npz")):
         model = (samples / name, "--data", data, "--samples", 20)

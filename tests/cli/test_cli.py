@@ -66,7 +66,7 @@ def _drained(descriptor: int) -> str:
 
 
 @pytest.fixture
-def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cnn_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An own folder with the CNN and its data in it, the current one."""
     for name in ("digits_cnn.onnx", "digits_cnn.pb", "digits_cnn_calib.npz"):
         shutil.copy(samples / name, tmp_path / name)
@@ -85,7 +85,7 @@ def test_help_describes_each_command_on_one_line() -> None:
     assert "..." not in output.split("Commands:")[1]
 
 
-def test_insert_names_its_output_after_the_model(cli: Callable[..., Any], here: Path) -> None:
+def test_insert_names_its_output_after_the_model(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """The default output is next to the model with .quant in its name, and stdout ends with it."""
     for name, output_name in (
         ("digits_cnn.onnx", "digits_cnn.quant.onnx"),
@@ -95,10 +95,10 @@ def test_insert_names_its_output_after_the_model(cli: Callable[..., Any], here: 
         result = cli("insert", name, "--rules", "weight_only")
         assert result.stdout.rstrip().endswith(f"Written to {output_name}")
         assert result.stderr == ""
-        assert api.load(here / output_name).format == api.load(here / name).format
+        assert api.load(cnn_folder / output_name).format == api.load(cnn_folder / name).format
 
 
-def test_insert_replaces_outputs_only_with_force(cli: Callable[..., Any], here: Path) -> None:
+def test_insert_replaces_outputs_only_with_force(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """An existing output is an error with exit code 2 and is not changed; --force replaces it."""
     Path("out.onnx").write_text("precious")
     result = cli("insert", "digits_cnn.onnx", "-o", "out.onnx", "--rules", "weight_only", code=2)
@@ -109,25 +109,25 @@ def test_insert_replaces_outputs_only_with_force(cli: Callable[..., Any], here: 
     assert len(api.load("out.onnx").main) == len(api.load("digits_cnn.onnx").main) + 27
 
 
-def test_dry_run_writes_nothing(cli: Callable[..., Any], here: Path) -> None:
+def test_dry_run_writes_nothing(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """--dry-run prints the same and writes no file except the report."""
-    before = sorted(here.iterdir())
+    before = sorted(cnn_folder.iterdir())
     result = cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "--dry-run")
     assert "Nothing written (dry run)." in result.stdout
-    assert sorted(here.iterdir()) == before
+    assert sorted(cnn_folder.iterdir()) == before
     cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "--dry-run", "--report", "report.json")
     report = json.loads(Path("report.json").read_text())
     assert (report["output"], len(report["sites"])) == (None, 9)
-    assert sorted(here.iterdir()) == sorted([*before, here / "report.json"])
+    assert sorted(cnn_folder.iterdir()) == sorted([*before, cnn_folder / "report.json"])
 
 
 @pytest.mark.parametrize("options", [[], ["--float-weights"]])
-def test_report_equals_inspect(cli: Callable[..., Any], here: Path, options: list[str]) -> None:
+def test_report_equals_inspect(cli: Callable[..., Any], cnn_folder: Path, options: list[str]) -> None:
     """Each site of the report is in the written model with the same scale, zero point, type and axis."""
     arguments = ["--data", "digits_cnn_calib.npz", "-o", "out.onnx", "--report", "report.json", *options]
     cli("insert", "digits_cnn.onnx", *arguments)
     inspected = cli("inspect", "out.onnx", "--format=json").stdout
-    _compare(json.loads(Path("report.json").read_text()), json.loads(inspected))
+    compare_report(json.loads(Path("report.json").read_text()), json.loads(inspected))
 
 
 @pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_cnn_saved_model", "digits_rnn.pb", "digits_rnn.onnx"])
@@ -135,10 +135,11 @@ def test_report_equals_inspect_without_data(cli: Callable[..., Any], samples: Pa
     """The same for TensorFlow models and for bodies, with fixed-point ranges."""
     out, report = tmp_path / f"out{Path(name).suffix}", tmp_path / "report.json"
     cli("insert", samples / name, "--rules", "fixed_point", "-o", out, "--report", report)
-    _compare(json.loads(report.read_text()), json.loads(cli("inspect", out, "--format", "json").stdout))
+    compare_report(json.loads(report.read_text()), json.loads(cli("inspect", out, "--format", "json").stdout))
 
 
-def _compare(report: dict[str, Any], inspected: dict[str, Any]) -> None:
+def compare_report(report: dict[str, Any], inspected: dict[str, Any]) -> None:
+    """Assert that `inspect` finds the parameters of every site in a report."""
     keys = ("dtype", "scale", "zero_point", "axis")
     reported = {
         (output["graph"], output["op"]): [site[key] for key in keys]
@@ -151,7 +152,7 @@ def _compare(report: dict[str, Any], inspected: dict[str, Any]) -> None:
     assert all(np.all(np.asarray(scale) > 0) for _, scale, _, _ in reported.values())
 
 
-def test_needs_data_gives_lines_to_paste(cli: Callable[..., Any], here: Path) -> None:
+def test_needs_data_gives_lines_to_paste(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """Without data the exit code is 2, and the three lines really run, with a blank in the path too."""
     Path("digits_cnn.onnx").rename("my digits.onnx")
     Path("digits_cnn_calib.npz").rename("calibration.npz")
@@ -170,14 +171,14 @@ def test_needs_data_gives_lines_to_paste(cli: Callable[..., Any], here: Path) ->
         assert f"{sites} sites inserted" in cli(*words[1:], "--force").stdout
 
 
-def test_samples_limits_the_data(cli: Callable[..., Any], here: Path) -> None:
+def test_samples_limits_the_data(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """--samples takes the first ones only, and there is no zero of them."""
     result = cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--samples", 7, "--dry-run")
     assert "calibrated on 7 samples" in result.stdout
     cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--samples", 0, code=2)
 
 
-def test_random_data_is_marked(cli: Callable[..., Any], here: Path) -> None:
+def test_random_data_is_marked(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """Made-up data is announced in the table and in the report."""
     result = cli("insert", "digits_cnn.onnx", "--data", "random:4", "--report", "report.json")
     assert "RANDOM data" in result.stdout
@@ -188,7 +189,7 @@ def test_random_data_is_marked(cli: Callable[..., Any], here: Path) -> None:
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def test_edited_plan_is_applied_exactly(cli: Callable[..., Any], here: Path) -> None:
+def test_edited_plan_is_applied_exactly(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """A range and a scale in an edited plan are used, and a removed site is not inserted."""
     cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json")
     plan = json.loads(Path("plan.json").read_text())
@@ -210,7 +211,7 @@ def test_edited_plan_is_applied_exactly(cli: Callable[..., Any], here: Path) -> 
             assert sites[name]["scale"] == pytest.approx(site["scale"], rel=1e-6)  # watching others, others fuse
 
 
-def test_unedited_plan_gives_the_same_model(cli: Callable[..., Any], here: Path) -> None:
+def test_unedited_plan_gives_the_same_model(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """Rules, and the plan that they create, give the same bytes."""
     data = ["--data", "digits_cnn_calib.npz"]
     cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json")
@@ -219,7 +220,7 @@ def test_unedited_plan_gives_the_same_model(cli: Callable[..., Any], here: Path)
     assert Path("plan.onnx").read_bytes() == Path("rules.onnx").read_bytes()
 
 
-def test_plan_and_rules_do_not_go_together(cli: Callable[..., Any], here: Path) -> None:
+def test_plan_and_rules_do_not_go_together(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """--plan with an option that makes a plan is a usage error, and so is another model's plan."""
     cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json")
     result = cli("insert", "digits_cnn.onnx", "--plan", "plan.json", "--rules", "fixed_point", code=2)
@@ -230,7 +231,7 @@ def test_plan_and_rules_do_not_go_together(cli: Callable[..., Any], here: Path) 
     assert "missing.json cannot be read" in result.stderr
 
 
-def test_include_and_exclude_choose(cli: Callable[..., Any], here: Path) -> None:
+def test_include_and_exclude_choose(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """--include quantizes only its matches, --exclude skips its matches with the reason, and both accept regexes."""
 
     def planned(*options: str) -> list[str]:
@@ -246,7 +247,7 @@ def test_include_and_exclude_choose(cli: Callable[..., Any], here: Path) -> None
     assert "--exclude 'residual_*'" in text
 
 
-def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Path) -> None:
+def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """Rules of an earlier file take precedence over those of a later one."""
     Path("mine.toml").write_text(
         '[[rule]]\nname = "keep"\nwhy = "it is small"\n'
@@ -265,7 +266,7 @@ def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Pat
     assert (late["sites"], late["unused"]) == (single_plan["sites"], ["keep"])
 
 
-def test_rules_without_a_match(cli: Callable[..., Any], here: Path) -> None:
+def test_rules_without_a_match(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """A rule of the user without a match is named, by insert as well; shipped rules are counted by plan."""
     Path("mine.toml").write_text(
         '[[rule]]\nname = "mistaken"\nwhy = "x"\nconsumer = { kind = "lstm" }\nquantize = "float"\n'
@@ -288,7 +289,7 @@ def test_rules_without_a_match(cli: Callable[..., Any], here: Path) -> None:
 # -- the other verbs -------------------------------------------------------------------------------
 
 
-def test_insert_and_inspect_agree_on_weight_ranges(cli: Callable[..., Any], here: Path) -> None:
+def test_insert_and_inspect_agree_on_weight_ranges(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """Insert and inspect tell one range of a symmetric weight, whose type has one negative value more."""
     arguments = ("insert", "digits_cnn.onnx", "--rules", "weight_only", "-o", "made.onnx")
     weight_lines = [
@@ -299,7 +300,7 @@ def test_insert_and_inspect_agree_on_weight_ranges(cli: Callable[..., Any], here
     assert weight_lines[0] == weight_lines[1]
 
 
-def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], here: Path) -> None:
+def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """The table has the counts of the JSON; -o writes a file and does not replace one."""
     text = cli("plan", "digits_cnn.onnx").stdout
     data = json.loads(cli("plan", "digits_cnn.onnx", "--format", "json").stdout)
@@ -313,7 +314,7 @@ def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], here: Path)
     assert "stem/relu:0" in Path("plan.json").read_text()
 
 
-def test_inspect_in_all_forms(cli: Callable[..., Any], here: Path) -> None:
+def test_inspect_in_all_forms(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """Text, JSON and DOT tell of the same ops."""
     data = json.loads(cli("inspect", "digits_cnn.onnx", "--format", "json").stdout)
     assert data["inputs"] == [{"name": "image", "dtype": "float32", "shape": [None, 8, 8, 1]}]
@@ -328,7 +329,7 @@ def test_inspect_in_all_forms(cli: Callable[..., Any], here: Path) -> None:
     assert Path("model.dot").read_text() == drawn
 
 
-def test_explain_lists_each_rule(cli: Callable[..., Any], here: Path) -> None:
+def test_explain_lists_each_rule(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """The winner, and why the others do not apply; an unknown name is an error with close ones."""
     text = cli("explain", "digits_cnn.onnx", "stem/relu:0").stdout
     assert "stem/relu:0 read by depthwise/conv[0]" in text
@@ -337,7 +338,7 @@ def test_explain_lists_each_rule(cli: Callable[..., Any], here: Path) -> None:
     assert "stem/relu" in result.stderr
 
 
-def test_rules_verbs(cli: Callable[..., Any], here: Path) -> None:
+def test_rules_verbs(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """Rule files are listed, shown, checked and described by a schema."""
     names = [line.split()[0] for line in cli("rules", "list").stdout.splitlines()]
     assert {"onnxruntime", "tflite", "tensorrt", "fixed_point", "weight_only"} <= set(names)
@@ -367,7 +368,7 @@ def test_rules_verbs(cli: Callable[..., Any], here: Path) -> None:
     ],
 )
 def test_each_ending_has_its_exit_code(
-    cli: Callable[..., Any], here: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], code: int
+    cli: Callable[..., Any], cnn_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], code: int
 ) -> None:
     """The class of an error decides the exit code, and its message is the only output."""
 
@@ -379,19 +380,19 @@ def test_each_ending_has_its_exit_code(
     assert result.output == ("error: It broke. Mend it.\n" if issubclass(kind, GraphQuantError) else "Interrupted.\n")
 
 
-def test_missing_tensorflow_ends_with_4(here: Path) -> None:
+def test_missing_tensorflow_ends_with_4(cnn_folder: Path) -> None:
     """Where TensorFlow cannot be imported, calibration of its models gives the line that installs it."""
     script = (
         "import sys; sys.modules['tensorflow'] = None; from graphquant.cli import main;"
         " main(['insert', 'digits_cnn.pb', '--data', 'digits_cnn_calib.npz'])"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=here)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=cnn_folder)
     assert (result.returncode, result.stdout) == (4, "")
     assert "graphquant[tensorflow]" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_interrupt_exits_with_130_and_writes_no_file(here: Path) -> None:
+def test_interrupt_exits_with_130_and_writes_no_file(cnn_folder: Path) -> None:
     """Ctrl-C while the model is written gives exit code 130 and no part of a file."""
     script = (
         "import os, signal, pathlib; from graphquant.cli import main\n"
@@ -401,13 +402,15 @@ def test_interrupt_exits_with_130_and_writes_no_file(here: Path) -> None:
     )
     for model, out in (("digits_cnn.onnx", "out.onnx"), ("digits_cnn.pb", "o.pb"), ("digits_cnn_saved_model", "out")):
         text = script.replace("MODEL", model).replace("OUT", out)
-        before = sorted(here.rglob("*"))
-        result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, cwd=here)
+        before = sorted(cnn_folder.rglob("*"))
+        result = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, check=False, cwd=cnn_folder
+        )
         assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
-        assert sorted(here.rglob("*")) == before
+        assert sorted(cnn_folder.rglob("*")) == before
 
 
-def test_usage_errors_end_with_2(here: Path) -> None:
+def test_usage_errors_end_with_2(cnn_folder: Path) -> None:
     """Unknown verbs and options, and missing arguments, are click's usage errors."""
     for arguments in (["quantise"], ["insert"], ["insert", "digits_cnn.onnx", "--date"], ["plan", "a", "--format=xml"]):
         result = program(*arguments)
@@ -419,7 +422,7 @@ def test_usage_errors_end_with_2(here: Path) -> None:
 # -- terminals and pipes ---------------------------------------------------------------------------
 
 
-def test_pipes_get_plain_text_and_results_only(here: Path) -> None:
+def test_pipes_get_plain_text_and_results_only(cnn_folder: Path) -> None:
     """In a pipe, stdout has the table and stderr is empty, both without escape sequences."""
     result = program("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz")
     assert (result.returncode, result.stderr) == (0, "")
@@ -427,7 +430,7 @@ def test_pipes_get_plain_text_and_results_only(here: Path) -> None:
     assert result.stdout.splitlines()[-1].endswith("Written to digits_cnn.quant.onnx")
 
 
-def test_terminals_get_progress_on_stderr_and_80_columns(here: Path) -> None:
+def test_terminals_get_progress_on_stderr_and_80_columns(cnn_folder: Path) -> None:
     """On a terminal the progress bar goes to stderr, and no line of the table is wider than 80 columns."""
     out, err = on_terminal("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz")
     assert "calibrating" in err
@@ -447,7 +450,7 @@ def _without_escapes(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_no_color_is_heard(here: Path) -> None:
+def test_no_color_is_heard(cnn_folder: Path) -> None:
     """NO_COLOR takes the colours out on a terminal too."""
     os.environ["NO_COLOR"] = "1"
     try:
@@ -458,14 +461,14 @@ def test_no_color_is_heard(here: Path) -> None:
     assert "\x1b[3" not in out
 
 
-def test_closed_pipe_ends_quietly(here: Path) -> None:
+def test_closed_pipe_ends_quietly(cnn_folder: Path) -> None:
     """`graphquant inspect MODEL | head -1` ends quietly."""
     command = f"{shlex.quote(sys.executable)} -m graphquant inspect digits_cnn.onnx --format json | head -1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602  # a pipe
     assert (result.stdout, result.stderr) == ("{\n", "")
 
 
-def test_installed_command_is_the_module(here: Path) -> None:
+def test_installed_command_is_the_module(cnn_folder: Path) -> None:
     """`python -m graphquant` calls itself graphquant and knows its version."""
     import graphquant
 
@@ -521,6 +524,18 @@ def test_standard_output_that_is_full(samples: Path) -> None:
         assert process.returncode == 2
         assert process.stderr.startswith("error: The result cannot be written to standard output: No space left")
         assert process.stderr.count("\n") == 1
+
+
+def test_errors_without_a_file_name(cli: Callable[..., Any], samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a disk or a service is not one of the standard output, although it names no file."""
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError("connection lost")
+
+    monkeypatch.setattr("graphquant.api.plan.make_plan", fail)
+    message = cli("plan", samples / "digits_cnn.onnx", code=2).stderr
+    assert "connection lost" in message
+    assert "standard output" not in message
 
 
 def test_names_that_the_encoding_lacks(tmp_path: Path) -> None:

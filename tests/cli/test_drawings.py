@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def drawing_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a sample model and its data."""
     for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
         (tmp_path / name).write_bytes((samples / name).read_bytes())
@@ -24,7 +24,7 @@ def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-def test_a_page_of_each_verb(cli: Callable[..., Any], here: Path) -> None:
+def test_a_page_of_each_verb(cli: Callable[..., Any], drawing_folder: Path) -> None:
     """inspect, plan and insert write different pages, and report their paths."""
     cli("inspect", "digits_cnn.onnx", "--html", "inspect.html")
     result = cli("plan", "digits_cnn.onnx", "--html", "plan.html")
@@ -40,13 +40,13 @@ def test_a_page_of_each_verb(cli: Callable[..., Any], here: Path) -> None:
     assert all(page.startswith("<!DOCTYPE html>") and page.endswith("</script></body></html>\n") for page in pages)
 
 
-def test_a_dry_run_draws(cli: Callable[..., Any], here: Path) -> None:
+def test_a_dry_run_draws(cli: Callable[..., Any], drawing_folder: Path) -> None:
     """--dry-run writes no model, and the page that was asked for."""
     cli("insert", "digits_cnn.onnx", "--rules", "fixed_point", "--dry-run", "--html", "dry.html")
-    assert {path.name for path in here.iterdir()} == {"digits_cnn.onnx", "digits_cnn_calib.npz", "dry.html"}
+    assert {path.name for path in drawing_folder.iterdir()} == {"digits_cnn.onnx", "digits_cnn_calib.npz", "dry.html"}
 
 
-def test_random_data_is_reported(cli: Callable[..., Any], here: Path) -> None:
+def test_random_data_is_reported(cli: Callable[..., Any], drawing_folder: Path) -> None:
     """A page with histograms of random data is marked."""
     from base64 import b64decode
     from zlib import decompress
@@ -58,7 +58,7 @@ def test_random_data_is_reported(cli: Callable[..., Any], here: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["svg", "dot", "graphml", "graph-json"])
-def test_pictures_and_data(cli: Callable[..., Any], here: Path, form: str) -> None:
+def test_pictures_and_data(cli: Callable[..., Any], drawing_folder: Path, form: str) -> None:
     """Each format is written to stdout or a file, for the whole model or the neighborhood of an op."""
     output = cli("inspect", "digits_cnn.onnx", "--format", form).stdout
     cli("inspect", "digits_cnn.onnx", "--format", form, "-o", "out")
@@ -70,7 +70,7 @@ def test_pictures_and_data(cli: Callable[..., Any], here: Path, form: str) -> No
         assert name in output
 
 
-def test_a_neighborhood_printed(cli: Callable[..., Any], here: Path) -> None:
+def test_a_neighborhood_printed(cli: Callable[..., Any], drawing_folder: Path) -> None:
     """The text format draws with characters; the default neighborhood is two hops."""
     output = cli("inspect", "digits_cnn.onnx", "--around", "stem/relu:0", "--hops", "1").stdout
     assert [line.split()[:3] for line in output.splitlines() if "float:" not in line] == [
@@ -99,17 +99,17 @@ def test_a_neighborhood_printed(cli: Callable[..., Any], here: Path) -> None:
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
-def test_refused_draw_options(cli: Callable[..., Any], here: Path, arguments: list[str], said: str) -> None:
+def test_refused_draw_options(cli: Callable[..., Any], drawing_folder: Path, arguments: list[str], said: str) -> None:
     """Invalid options are reported before any work is done."""
     Path("there.html").write_text("mine", "utf-8")
     Path("digits_cnn.onnx").rename("MODEL.onnx")
     call = ["MODEL.onnx" if argument == "MODEL" else argument for argument in arguments]
     assert escape_unprintable(said.replace("MODEL", "MODEL.onnx")) in cli(*call, code=2).stderr
     assert Path("there.html").read_text("utf-8") == "mine"
-    assert not list(here.glob("*quant*"))
+    assert not list(drawing_folder.glob("*quant*"))
 
 
-def test_force_replaces(cli: Callable[..., Any], here: Path) -> None:
+def test_force_replaces(cli: Callable[..., Any], drawing_folder: Path) -> None:
     """With --force, the page replaces an existing file."""
     Path("there.html").write_text("mine", "utf-8")
     cli("inspect", "digits_cnn.onnx", "--html", "there.html", "--force")

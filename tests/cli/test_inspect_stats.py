@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stats_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own with statistics of the sample model, the current one."""
     monkeypatch.chdir(tmp_path)
     api.calibrate(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz")).save("stats.gqs")
     return tmp_path
 
 
-def test_a_statistics_file(cli: Callable[..., Any], here: Path) -> None:
+def test_a_statistics_file(cli: Callable[..., Any], stats_folder: Path) -> None:
     """The file by itself is a table of its tensors, JSON data, or a page."""
     lines = cli("inspect", "stats.gqs").stdout.splitlines()
     assert lines[0] == "stats.gqs: 13 tensors on 100 samples in 4 blocks"
@@ -36,7 +36,7 @@ def test_a_statistics_file(cli: Callable[..., Any], here: Path) -> None:
     assert Path("stats.html").read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
-def test_statistics_with_a_model(cli: Callable[..., Any], here: Path, samples: Path) -> None:
+def test_statistics_with_a_model(cli: Callable[..., Any], stats_folder: Path, samples: Path) -> None:
     """With a model, the table has the ranges; the page is reproducible; -o writes the table to a file."""
     model = samples / "digits_cnn.onnx"
     lines = cli("inspect", model, "--stats", "stats.gqs").stdout.splitlines()
@@ -56,7 +56,7 @@ def test_statistics_with_a_model(cli: Callable[..., Any], here: Path, samples: P
     )
 
 
-def test_rules_give_ranges(cli: Callable[..., Any], here: Path, samples: Path) -> None:
+def test_rules_give_ranges(cli: Callable[..., Any], stats_folder: Path, samples: Path) -> None:
     """Other rules give other ranges; rules without activations give no ranges."""
     model = samples / "digits_cnn.onnx"
     assert "[-7.938, 7.938]" in cli("inspect", model, "--stats", "stats.gqs", "--rules", "fixed_point").stdout
@@ -79,10 +79,10 @@ def test_rules_give_ranges(cli: Callable[..., Any], here: Path, samples: Path) -
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
 def test_refused_statistics_options(
-    cli: Callable[..., Any], here: Path, samples: Path, arguments: list[str], said: str
+    cli: Callable[..., Any], stats_folder: Path, samples: Path, arguments: list[str], said: str
 ) -> None:
     """Contradicting options are rejected, and no file is written."""
     names = {"MODEL": str(samples / "digits_cnn.onnx"), "OTHER": str(samples / "digits_rnn.onnx")}
     result = cli("inspect", *(names.get(argument, argument) for argument in arguments), code=2)
     assert said in result.stderr
-    assert sorted(path.name for path in here.iterdir()) == ["stats.gqs"]
+    assert sorted(path.name for path in stats_folder.iterdir()) == ["stats.gqs"]

@@ -14,7 +14,7 @@ SHAPES = ((2, 3), (None, 3), (2,), None)
 INDEX = st.integers(0, 10**6)
 
 
-def op(name: str, *outputs: Output, kind: str = "other", **more) -> Op:
+def make_op(name: str, *outputs: Output, kind: str = "other", **more) -> Op:
     """Create an op with outputs of any kind."""
     return Op(name=name, kind=kind, type=kind, outputs=outputs or (Output(name, "float32", (2, 3)),), **more)
 
@@ -60,8 +60,8 @@ class EditMachine(RuleBasedStateMachine):
             self.model.graphs[name] = Graph(name, self.model.graphs, parent=parent, reserved_names=reserved_names)
         for name, owner, body in (("", "if", "if/then"), ("if/then", "loop", "if/then/loop/body")):
             graph = self.model.graphs[name]
-            self.add_op(graph, op(f"{owner}_in", kind="input"), [])
-            self.add_op(graph, op(owner, calls=(Call("body", body),)), [])
+            self.add_op(graph, make_op(f"{owner}_in", kind="input"), [])
+            self.add_op(graph, make_op(owner, calls=(Call("body", body),)), [])
         self.copies: list[tuple[Model, list]] = []
 
     def add_op(self, graph: Graph, new: Op, inputs: list) -> TensorRef:
@@ -113,7 +113,9 @@ class EditMachine(RuleBasedStateMachine):
         inputs += [None] if gap else []
         name = graph.unique_name("op")
         assert name not in graph.reserved_names
-        output = self.add_op(graph, op(name, *(Output(f"{name}_{i}", d, shape) for i, d in enumerate(dtypes))), inputs)
+        output = self.add_op(
+            graph, make_op(name, *(Output(f"{name}_{i}", d, shape) for i, d in enumerate(dtypes))), inputs
+        )
         assert output == TensorRef(graph.name, name, 0)
         assert graph.slots(name) == inputs
         assert graph.consumers(output) == []
@@ -233,7 +235,7 @@ class EditMachine(RuleBasedStateMachine):
             return
         old = ops[which % len(ops)]
         slots, readers = list(graph.slots(old.name)), graph.consumers_by_port(old.name)
-        new = op(old.name, *old.outputs, kind="relu")
+        new = make_op(old.name, *old.outputs, kind="relu")
         graph.replace_op(new)
         assert graph.op(old.name) is new
         assert (graph.slots(old.name), graph.consumers_by_port(old.name)) == (slots, readers)
@@ -267,23 +269,23 @@ EditMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25
 test_edits = EditMachine.TestCase
 
 
-def small() -> Model:
+def small_graph() -> Model:
     """Build a graph of x -> add(x, x) -> output."""
     model = Model(format="onnx")
     graph = model.graphs[""] = Graph("", model.graphs)
-    x = graph.add_op(op("x", kind="input"))
-    total = graph.add_op(op("add"), [x, x])
-    graph.add_op(op("out", kind="output"), [total], control_sources=["x"])
+    x = graph.add_op(make_op("x", kind="input"))
+    total = graph.add_op(make_op("add"), [x, x])
+    graph.add_op(make_op("out", kind="output"), [total], control_sources=["x"])
     graph.inputs, graph.outputs = ["x"], ["out"]
     return model
 
 
 def test_reroute_moves_only_the_selected_slot() -> None:
     """One of the two edges of `Add(x, x)` can be rerouted."""
-    model = small()
+    model = small_graph()
     graph = model.main
     x = TensorRef("", "x")
-    fake = graph.add_op(op("x/quant"), [x])
+    fake = graph.add_op(make_op("x/quant"), [x])
     assert graph.reroute(x, [Use("", "add", 1)], fake) == 1
     assert graph.slots("add") == [x, fake]
     assert graph.consumers(x) == [Use("", "add", 0), Use("", "x/quant", 0)]
@@ -293,10 +295,10 @@ def test_reroute_moves_only_the_selected_slot() -> None:
 
 def test_unique_names() -> None:
     """A used name gets the smallest unused suffix. The name of a removed op stays reserved."""
-    graph = small().main
+    graph = small_graph().main
     assert graph.unique_name("y") == "y"
     assert graph.unique_name("x") == "x_1"
-    graph.add_op(op("x_1"))
+    graph.add_op(make_op("x_1"))
     assert graph.unique_name("x") == "x_2"
     graph.remove_op("x_1")
     assert graph.unique_name("x") == "x_2"
@@ -304,10 +306,10 @@ def test_unique_names() -> None:
 
 def test_impossible_edits_raise_internal_errors() -> None:
     """Impossible edits raise before anything is changed."""
-    model = small()
+    model = small_graph()
     graph = model.main
     with pytest.raises(InternalError, match="already exists"):
-        graph.add_op(op("x"))
+        graph.add_op(make_op("x"))
     with pytest.raises(InternalError, match="must run after 'nothing'"):
         graph.connect_inputs("x", [], control_sources=["nothing"])
     before = snapshot(model)
@@ -333,37 +335,37 @@ def test_impossible_edits_raise_internal_errors() -> None:
 )
 def test_invariants_detect_damage(damage, message: str) -> None:
     """The error names the broken invariant and the stage that caused it."""
-    model = small()
+    model = small_graph()
     check_invariants(model, "test")
     damage(model.main)
     with pytest.raises(InternalError, match=f"After test, the main graph is invalid: .*{message}"):
         check_invariants(model, "test")
 
 
-def nested() -> Model:
+def graph_with_body() -> Model:
     """Build a main graph whose op `if` owns a body that reads `x`."""
-    model = small()
-    model.main.add_op(op("if", calls=(Call("then_branch", "if/then"),)), [TensorRef("", "x")])
+    model = small_graph()
+    model.main.add_op(make_op("if", calls=(Call("then_branch", "if/then"),)), [TensorRef("", "x")])
     body = model.graphs["if/then"] = Graph("if/then", model.graphs, parent=("", "if"))
-    body.add_op(op("relu"), [TensorRef("", "x")])
+    body.add_op(make_op("relu"), [TensorRef("", "x")])
     return model
 
 
 def test_invariants_detect_damaged_captures() -> None:
     """A capture without its edge, an edge without its capture, and a missing owner are detected."""
     key = ("capture", Use("if/then", "relu", 0))
-    model = nested()
+    model = graph_with_body()
     assert model.main.consumers(TensorRef("", "x"))[-1] == key[1]
     assert model.graphs["if/then"].consumers(TensorRef("", "x")) == model.main.consumers(TensorRef("", "x"))
     check_invariants(model, "test")
     model.main.nx.remove_edge("x", "if", key=key)
     with pytest.raises(InternalError, match=r"graph 'if/then' is invalid: .*its edge is missing"):
         check_invariants(model, "test")
-    model = nested()
+    model = graph_with_body()
     model.graphs["if/then"].nx.remove_node("relu")
     with pytest.raises(InternalError, match="which reads another tensor"):
         check_invariants(model, "test")
-    model = nested()
+    model = graph_with_body()
     model.main.nx.remove_node("if")
     with pytest.raises(InternalError, match="owner 'if'"):
         check_invariants(model, "test")
@@ -371,9 +373,9 @@ def test_invariants_detect_damaged_captures() -> None:
 
 def test_values_are_shared_by_copies() -> None:
     """A copy's ops are the same objects; its graphs are not."""
-    model = small()
+    model = small_graph()
     value = np.zeros(3)
-    model.main.add_op(op("c", kind="constant", read_value=lambda: value))
+    model.main.add_op(make_op("c", kind="constant", read_value=lambda: value))
     copied = model.copy()
     assert copied.main.op("c") is model.main.op("c")
     assert copied.main.nx is not model.main.nx

@@ -199,7 +199,7 @@ def fake_case(rng: np.random.Generator, op: str) -> Case:
 # --- both sides -------------------------------------------------------------------------------------------------------
 
 
-def kernel(case: Case) -> Any:
+def tensorflow_arrays(case: Case) -> Any:
     """Return TensorFlow's arrays, or that it rejects the case."""
     try:
         if case.op == FIRST:
@@ -231,7 +231,7 @@ def first_version(cases: list[Case]) -> list[Any]:
         return session.run(fetches, feeds)
 
 
-def reference(case: Case) -> Any:
+def numpy_arrays(case: Case) -> Any:
     """Return numpy's arrays, or that it rejects the case."""
     names = {"input": "x", "inputs": "x", "min": "low", "max": "high"}
     arguments = {names.get(name, name): value for name, value in {**case.tensors, **case.arguments}.items()}
@@ -256,7 +256,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 }
 
 
-def make(op: str, rng: np.random.Generator) -> Case:
+def draw_case(op: str, rng: np.random.Generator) -> Case:
     """Draw a case of `op`."""
     if "FakeQuant" in op:
         return fake_case(rng, op)
@@ -266,15 +266,15 @@ def make(op: str, rng: np.random.Generator) -> Case:
 def seeded_cases(op: str, count: int, seed: int) -> list[Case]:
     """Return the cases, of `count`, on which TensorFlow and numpy differ."""
     rng = np.random.default_rng([seed, list(REFERENCES).index(op)])
-    cases = [make(op, rng) for _ in range(count)]
-    results = first_version(cases) if op == FIRST else [kernel(case) for case in cases]
-    return [case for case, result in zip(cases, results, strict=True) if not outcomes_agree(reference(case), result)]
+    cases = [draw_case(op, rng) for _ in range(count)]
+    results = first_version(cases) if op == FIRST else [tensorflow_arrays(case) for case in cases]
+    return [case for case, result in zip(cases, results, strict=True) if not outcomes_agree(numpy_arrays(case), result)]
 
 
 @st.composite
 def random_cases(draw: Callable[..., Any], op: str) -> Case:
     """Draw a case whose values and ranges hypothesis chooses bit by bit, including invalid ranges."""
-    case = make(op, np.random.default_rng(draw(st.integers(0, 999))))
+    case = draw_case(op, np.random.default_rng(draw(st.integers(0, 999))))
     for name, value in case.tensors.items():
         small = value.size <= 40  # hypothesis is slow at more
         floats = st.floats(width=8 * value.itemsize)
@@ -285,7 +285,7 @@ def random_cases(draw: Callable[..., Any], op: str) -> Case:
     return case
 
 
-def generated_cases(op: str, count: int, seed: int) -> list[Case]:
+def differing_cases(op: str, count: int, seed: int) -> list[Case]:
     """Return the cases, of `count` drawn by hypothesis, on which TensorFlow and numpy differ."""
     differ = []
 
@@ -293,7 +293,7 @@ def generated_cases(op: str, count: int, seed: int) -> list[Case]:
     @settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(random_cases(op))
     def check(case: Case) -> None:
-        if not outcomes_agree(reference(case), kernel(case)):
+        if not outcomes_agree(numpy_arrays(case), tensorflow_arrays(case)):
             differ.append(case)
 
     check()
@@ -360,20 +360,20 @@ def passes_straight_through() -> bool:
     )
 
 
-def main(count: int, seed: int) -> int:
+def print_differences(count: int, seed: int) -> int:
     """Print the table and return the exit code."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     click.echo(f"TensorFlow {tf.__version__}, numpy {np.__version__}, seed {seed}")
     click.echo(f"{'op':<42} {'seeded':>8} {'hypothesis':>11} {'mismatches':>11}")
     totals, examples = np.zeros(3, int), count // 20
     for op in REFERENCES:
-        differ = seeded_cases(op, count, seed) + generated_cases(op, examples, seed)
+        differ = seeded_cases(op, count, seed) + differing_cases(op, examples, seed)
         totals += count, examples, len(differ)
         click.echo(f"{op:<42} {count:>8} {examples:>11} {len(differ):>11}")
         for case in differ[:3]:
-            click.echo(f"{case} {reference(case)}", err=True)
+            click.echo(f"{case} {numpy_arrays(case)}", err=True)
     refused = refusals()
-    accepted = [case for case in refused if (reference(case), kernel(case)) != (REFUSED, REFUSED)]
+    accepted = [case for case in refused if (numpy_arrays(case), tensorflow_arrays(case)) != (REFUSED, REFUSED)]
     totals += len(refused), 0, len(accepted) + (not passes_straight_through())
     click.echo(f"{'refused by both':<42} {len(refused):>8} {0:>11} {len(accepted):>11}")
     for case in accepted:
@@ -385,4 +385,4 @@ def main(count: int, seed: int) -> int:
 
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:]]
-    sys.exit(main(*(numbers + [2000, 20][len(numbers) :])))
+    sys.exit(print_differences(*(numbers + [2000, 20][len(numbers) :])))

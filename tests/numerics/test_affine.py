@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
+from support.measurements import float_bits
 from support.qparams import choose_qparams
 
 from graphquant.errors import InternalError
@@ -74,11 +75,6 @@ def hard_values(scale: float) -> np.ndarray:
     return np.concatenate([ties, near, noise, ends, rng.normal(size=501).astype(np.float32)])
 
 
-def bits(values: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of float32 `values`, so that -0.0 differs from 0.0."""
-    return np.asarray(values, np.float32).view(np.int32)
-
-
 @pytest.mark.parametrize(("dtype", "scale"), list(itertools.product(TYPES, SCALES)))
 def test_per_tensor_like_onnxruntime(sessions, dtype: str, scale: float) -> None:
     """Quantized and dequantized values equal onnxruntime's bit for bit, for each kind of scale."""
@@ -91,7 +87,7 @@ def test_per_tensor_like_onnxruntime(sessions, dtype: str, scale: float) -> None
         np.testing.assert_array_equal(quantize(x, params), expected)
         dequantized = sessions("DequantizeLinear", dtype, None).run(None, {"x": expected, **arguments})[0]
         with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(dequantized))
+            np.testing.assert_array_equal(float_bits(dequantize(expected, params)), float_bits(dequantized))
 
 
 @pytest.mark.parametrize(("dtype", "axis"), list(itertools.product(TYPES, (0, 1, 2, -1))))
@@ -108,7 +104,7 @@ def test_per_axis_like_onnxruntime(sessions, dtype: str, axis: int) -> None:
     expected = sessions("QuantizeLinear", dtype, axis).run(None, {"x": x, **arguments})[0]
     np.testing.assert_array_equal(quantize(x, params), expected)
     dequantized = sessions("DequantizeLinear", dtype, axis).run(None, {"x": expected, **arguments})[0]
-    np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(dequantized))
+    np.testing.assert_array_equal(float_bits(dequantize(expected, params)), float_bits(dequantized))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -125,7 +121,7 @@ def test_chosen_params_like_onnxruntime(sessions, dtype: str) -> None:
             expected = sessions("QuantizeLinear", dtype, None).run(None, {"x": x, **arguments})[0]
             np.testing.assert_array_equal(quantize(x, params), expected)
             dequantized = sessions("DequantizeLinear", dtype, None).run(None, {"x": expected, **arguments})[0]
-            np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(dequantized))
+            np.testing.assert_array_equal(float_bits(dequantize(expected, params)), float_bits(dequantized))
 
 
 def test_nan_becomes_the_smallest_value() -> None:
@@ -143,7 +139,7 @@ def test_chosen_params_are_sound(observed: Range, dtype: IntType, scheme: dict[s
     assert params.scale >= SMALLEST_SCALE
     if scheme["symmetric"]:
         assert params.zero_point == dtype.symmetric_zero_point
-    assert bits(dequantize(quantize(np.zeros(1, np.float32), params), params)).tolist() == [0]
+    assert float_bits(dequantize(quantize(np.zeros(1, np.float32), params), params)).tolist() == [0]
     ends = dequantize(np.array([qmin, qmax]), params)
     assert np.isfinite(ends).all()
     assert np.isfinite(np.array([params.range.low, params.range.high], np.float32)).all()

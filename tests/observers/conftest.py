@@ -67,7 +67,7 @@ class ReferenceHistogram:
 
 
 @pytest.fixture(scope="session")
-def reference() -> type[ReferenceHistogram]:
+def reference_histogram() -> type[ReferenceHistogram]:
     """Return the class of references."""
     return ReferenceHistogram
 
@@ -79,7 +79,7 @@ def dtype(request: pytest.FixtureRequest) -> type:
 
 
 @pytest.fixture(scope="session")
-def build() -> ModuleType:
+def build_script() -> ModuleType:
     """Return the script that compiles the kernel when graphquant is installed."""
     pytest.importorskip("hatchling")
     pytest.importorskip("setuptools")
@@ -96,7 +96,7 @@ def extension(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         return importlib.import_module("graphquant.observers._fill")
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
-    script = request.getfixturevalue("build")
+    script = request.getfixturevalue("build_script")
     library = script.compiled(ROOT / script.SOURCE, tmp_path_factory.mktemp("kernel"))
     assert library is not None
     loader = importlib.machinery.ExtensionFileLoader(script.NAME, str(library))

@@ -41,22 +41,22 @@ def test_a_channel_without_finite_values() -> None:
 
 @pytest.mark.usefixtures("fill")
 @pytest.mark.parametrize("bits", [0, 7, 10])
-def test_every_float_type(reference, dtype: type, bits: int) -> None:
+def test_every_float_type(reference_histogram, dtype: type, bits: int) -> None:
     """A histogram is exact for normal values, NaN, infinities, signed zeros, denormals and the largest value."""
     random = np.random.default_rng(0)
     spread = random.standard_normal(300) * 10.0 ** random.integers(-9, 5, 300)
     odd = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, TINY, -TINY, 1e-40, 2.0**-24, 65504.0, -65504.0, 1.0, 1.0]
     with np.errstate(over="ignore"):
         values = np.concatenate([spread, odd]).astype(dtype)
-    reference(values, bits).check(sketch_values(values, bits=bits))
+    reference_histogram(values, bits).check(sketch_values(values, bits=bits))
 
 
 @pytest.mark.usefixtures("fill")
 @pytest.mark.parametrize("bits", [7, 10])
-def test_every_16_bit_pattern(reference, bits: int) -> None:
+def test_every_16_bit_pattern(reference_histogram, bits: int) -> None:
     """All float16 values, including signaling NaN, are counted correctly and without warnings."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    reference(values, bits).check(sketch_values(values, bits=bits))
+    reference_histogram(values, bits).check(sketch_values(values, bits=bits))
 
 
 @pytest.mark.usefixtures("fill")
@@ -78,10 +78,10 @@ def test_float64_beyond_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">f8", np.int32, np.int64, np.bool_])
-def test_other_types(reference, dtype) -> None:
+def test_other_types(reference_histogram, dtype) -> None:
     """Values of another byte order and integers are counted correctly."""
     values = np.array([0, 1, 1, 0, 1], dtype)
-    reference(values, 7).check(sketch_values(values, bits=7))
+    reference_histogram(values, 7).check(sketch_values(values, bits=7))
 
 
 @pytest.mark.usefixtures("fill")
@@ -120,7 +120,7 @@ def test_no_finite_values(dtype: type) -> None:
 
 
 @pytest.mark.usefixtures("fill")
-def test_adding_equals_one_sketch_of_all(reference, dtype: type) -> None:
+def test_adding_equals_one_sketch_of_all(reference_histogram, dtype: type) -> None:
     """Many additions in several blocks give the same as one addition. A sketch in between has no effect."""
     values = (np.random.default_rng(2).standard_normal((5, 40)) * 100).astype(dtype)
     values[1, 3], values[3] = np.nan, np.inf
@@ -131,7 +131,7 @@ def test_adding_equals_one_sketch_of_all(reference, dtype: type) -> None:
         gathering.add(row[:0])
         gathering.to_sketch()
         gathering.close_block()
-    reference(values, 10).check(gathering.to_sketch())
+    reference_histogram(values, 10).check(gathering.to_sketch())
     expected = EMPTY_SKETCH
     for row in values:
         expected = merge_sketches(expected, sketch_values(row, bits=10))

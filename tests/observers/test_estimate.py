@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from support.qparams import choose_qparams
+from support.qparams import asymmetric_qparams, choose_qparams
 
-from graphquant.numerics import IntType, QParams, Range, dequantize, quantize
+from graphquant.numerics import IntType, Range, dequantize, quantize
 from graphquant.observers import estimate_cost, sketch_values
 from graphquant.observers.distribution import distribution_of
 
@@ -22,17 +22,13 @@ TENSORS = {
 UINT8, INT4, INT16 = IntType(8, signed=False), IntType(4, signed=True), IntType(16, signed=True)
 
 
-def _params(low: float, high: float, dtype: IntType = UINT8) -> QParams:
-    return choose_qparams(Range(np.array(low), np.array(high)), dtype, symmetric=False)
-
-
 @pytest.mark.parametrize("dtype", [UINT8, INT4], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
 @pytest.mark.parametrize("name", TENSORS)
 def test_estimate_equals_the_error_of_quantizing(name: str, share: float, dtype: IntType) -> None:
     """The SQNR differs by at most a tenth of a decibel, clipped shares by at most the width of a bin."""
     values = TENSORS[name].astype(np.float32)
-    params = _params(share * float(values.min()), share * float(values.max()), dtype)
+    params = asymmetric_qparams(share * float(values.min()), share * float(values.max()), dtype)
     cost = estimate_cost(sketch_values(values, bits=7), params)
     assert cost is not None
     error = np.square(values.astype(np.float64) - dequantize(quantize(values, params), params)).mean()
@@ -50,7 +46,9 @@ def test_estimate_equals_the_error_of_quantizing(name: str, share: float, dtype:
 def test_nothing_is_clipped_by_min_and_max() -> None:
     """The range of the smallest and largest value clips no value, for each rounding of the zero point."""
     for name, values in TENSORS.items():
-        cost = estimate_cost(sketch_values(values, bits=7), _params(float(values.min()), float(values.max())))
+        cost = estimate_cost(
+            sketch_values(values, bits=7), asymmetric_qparams(float(values.min()), float(values.max()))
+        )
         assert cost is not None
         assert (cost.clipped_below, cost.clipped_above) == (0, 0), name
 
@@ -58,10 +56,10 @@ def test_nothing_is_clipped_by_min_and_max() -> None:
 def test_values_on_the_grid_lose_nothing() -> None:
     """If each value is a multiple of the step, the SQNR is far above that of float32; for zeros it is infinite."""
     pixels = np.arange(256).repeat(3).astype(np.float32)
-    cost = estimate_cost(sketch_values(pixels, bits=7), _params(0, 255))
+    cost = estimate_cost(sketch_values(pixels, bits=7), asymmetric_qparams(0, 255))
     assert cost is not None
     assert cost.sqnr > 140
-    zeros = estimate_cost(sketch_values(np.zeros(5, np.float32), bits=7), _params(0, 1))
+    zeros = estimate_cost(sketch_values(np.zeros(5, np.float32), bits=7), asymmetric_qparams(0, 1))
     assert zeros is not None
     assert (zeros.sqnr, zeros.squared_error, zeros.power, zeros.clipped) == (math.inf, 0, 0, 0)
 
@@ -69,12 +67,12 @@ def test_values_on_the_grid_lose_nothing() -> None:
 def test_sketches_without_an_estimate() -> None:
     """Without a histogram, with too few bits for the type, or with scales per channel, there is no estimate."""
     values = TENSORS["normal"].reshape(4, -1)
-    assert estimate_cost(sketch_values(values), _params(-1, 1)) is None
-    assert estimate_cost(sketch_values(values, bits=7), _params(-1, 1, INT16)) is None
-    assert estimate_cost(sketch_values(values, bits=10), _params(-1, 1, INT16)) is not None
+    assert estimate_cost(sketch_values(values), asymmetric_qparams(-1, 1)) is None
+    assert estimate_cost(sketch_values(values, bits=7), asymmetric_qparams(-1, 1, INT16)) is None
+    assert estimate_cost(sketch_values(values, bits=10), asymmetric_qparams(-1, 1, INT16)) is not None
     per_channel = choose_qparams(Range(-np.ones(4), np.ones(4)), UINT8, symmetric=False, axis=0)
     assert estimate_cost(sketch_values(values, bits=7), per_channel) is None
-    assert estimate_cost(sketch_values(np.full(3, np.nan), bits=7), _params(-1, 1)) is None
+    assert estimate_cost(sketch_values(np.full(3, np.nan), bits=7), asymmetric_qparams(-1, 1)) is None
 
 
 @pytest.mark.parametrize("dtype", [UINT8, INT4, INT16], ids=lambda dtype: dtype.name)

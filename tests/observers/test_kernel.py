@@ -101,7 +101,9 @@ def test_counting_all_equals_counting_one_by_one(extension) -> None:
         for some in tables[1:]:
             assert all(
                 (array == batched).all()
-                for array, batched in zip(map(folded, tables[0]), map(folded, some), strict=True)
+                for array, batched in zip(
+                    map(merge_zero_entries, tables[0]), map(merge_zero_entries, some), strict=True
+                )
             )
     ends = extension.fill_all([(array, 0, None) for array in arrays])
     assert ends[:3] == [histogram_kernel.count_values_numpy(array, 0, None) for array in arrays[:3]]
@@ -116,13 +118,13 @@ def test_counting_all_equals_counting_one_by_one(extension) -> None:
     assert not table.any()
 
 
-def folded(table: np.ndarray) -> np.ndarray:
+def merge_zero_entries(table: np.ndarray) -> np.ndarray:
     """Return the entries of a table, with those for zeros merged."""
     bins, counts, sums = unpacked(table)
     return np.stack([bins.astype(np.int64), counts, sums.astype(np.int64)])
 
 
-def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) -> None:
+def test_a_table_is_emptied_before_it_overflows(fill, reference_histogram, monkeypatch) -> None:
     """Many small arrays or one large array are counted exactly once, also with a sketch in between."""
     monkeypatch.setattr(histogram_kernel, "TABLE_CAPACITY", 100)
     monkeypatch.setattr(histogram_kernel, "FULL_ENTRY", int(histogram_kernel.COUNT_UNIT) * 2)
@@ -133,12 +135,12 @@ def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) ->
     for start in range(0, values.size, 37):
         pieces.add(values[start : start + 37])
         pieces.to_sketch()
-    reference(values, 7).check(whole.to_sketch())
-    reference(values, 7).check(pieces.to_sketch())
+    reference_histogram(values, 7).check(whole.to_sketch())
+    reference_histogram(values, 7).check(pieces.to_sketch())
 
 
 @pytest.mark.parametrize("places", [[], [0], [1], [2, 3], [5, 16], [0, 1, 2, 3], list(range(37))])
-def test_zeros_are_of_one_bin(fill, reference, places: list[int]) -> None:
+def test_zeros_are_of_one_bin(fill, reference_histogram, places: list[int]) -> None:
     """Zeros and the smallest values are counted in bin 0 at each position, and -0 is not."""
     values = np.ones(37, np.float32)
     values[places] = 0
@@ -146,7 +148,7 @@ def test_zeros_are_of_one_bin(fill, reference, places: list[int]) -> None:
     values[20] = -0.0
     gathering = SketchAccumulator(bits=7)
     gathering.add(values)
-    reference(values, 7).check(gathering.to_sketch())
+    reference_histogram(values, 7).check(gathering.to_sketch())
 
 
 @pytest.mark.slow
@@ -198,19 +200,19 @@ print(json.dumps([uses_numpy, sketch.bins.tolist(), sketch.counts.tolist(), sket
 """
 
 
-def test_numpy_counts_where_nothing_was_compiled(reference) -> None:
+def test_numpy_counts_where_nothing_was_compiled(reference_histogram) -> None:
     """Without the compiled kernel, graphquant gives the same results."""
     ran = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=True)
-    expected = reference(np.linspace(-1, 1, 1000, dtype=np.float32), 7)
+    expected = reference_histogram(np.linspace(-1, 1, 1000, dtype=np.float32), 7)
     assert json.loads(ran.stdout) == [True, expected.bins, expected.counts, expected.sums]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [True, False], ids=["with a compiler", "without a compiler"])
-def test_the_kernel_is_in_a_wheel(compiler: bool, compiled, build, tmp_path) -> None:
+def test_the_kernel_is_in_a_wheel(compiler: bool, compiled, build_script, tmp_path) -> None:
     """With a compiler, a wheel is for this system and contains the kernel. Without one, it is for all systems."""
     assert compiled is not histogram_kernel.count_values_numpy
-    assert build.NAME == "graphquant.observers._fill"
+    assert build_script.NAME == "graphquant.observers._fill"
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     environment = os.environ if compiler else {**os.environ, "CC": "no-such-compiler"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)

@@ -47,17 +47,17 @@ def test_merging_is_exact_commutative_and_associative(a, b, c) -> None:
 
 
 @given(st.lists(wide, min_size=1, max_size=4), st.sampled_from([7, 10]), st.randoms())
-def test_merging_equals_one_sketch_of_all(reference, parts, bits, random) -> None:
+def test_merging_equals_one_sketch_of_all(reference_histogram, parts, bits, random) -> None:
     """Merged sketches equal that of all values. Each array with a finite value is a block."""
     shuffled = parts.copy()
     random.shuffle(shuffled)
     merged = EMPTY_SKETCH
     for array in shuffled:
         merged = merge_sketches(sketch_values(array, bits=bits), merged)
-    expected = reference(np.concatenate(parts), bits)
+    expected = reference_histogram(np.concatenate(parts), bits)
     if expected.count:
         expected.check(merged)
-    blocks = [reference(array, bits) for array in parts if np.isfinite(array).any()]
+    blocks = [reference_histogram(array, bits) for array in parts if np.isfinite(array).any()]
     assert merged.blocks == len(blocks)
     assert merged.low_sum == sum(_units(block.low) for block in blocks)
     assert merged.high_sum == sum(_units(block.high) for block in blocks)
@@ -94,10 +94,10 @@ def test_no_finer_than_it_was() -> None:
 @given(
     npst.arrays(np.float32, st.integers(1, 8), elements=st.floats(width=32, allow_nan=False)), st.sampled_from([7, 10])
 )
-def test_means_are_exact(reference, values, bits) -> None:
+def test_means_are_exact(reference_histogram, values, bits) -> None:
     """Bin means are exact to one unit in the last place, and inside of the bin's edges."""
     actual = sketch_values(np.concatenate([values, values[:1], np.nextafter(values[:1], np.float32(0))]), bits=bits)
-    expected = reference(np.concatenate([values, values[:1], np.nextafter(values[:1], np.float32(0))]), bits)
+    expected = reference_histogram(np.concatenate([values, values[:1], np.nextafter(values[:1], np.float32(0))]), bits)
     low, high = bin_edges(actual)
     for mean, exact, start, end in zip(bin_means(actual), expected.means, low, high, strict=True):
         assert abs(mean - float(exact)) <= np.spacing(abs(float(exact)))

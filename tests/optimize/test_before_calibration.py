@@ -65,7 +65,7 @@ BRANCHED = (
 )
 
 
-def saved(tmp_path, body, values):
+def save_image_model(tmp_path, body, values):
     """The path of a model of one input of images."""
     message = onnx.parser.parse_model(f"{HEAD} g (float[N,3,8,8] x) => (float y) {{\n {body}\n}}")
     message.graph.output[0].type.tensor_type.ClearField("shape")
@@ -77,17 +77,17 @@ def saved(tmp_path, body, values):
     return tmp_path / "model.onnx"
 
 
-def run(model):
+def unseen_outputs(model):
     """The output for samples that calibration did not see."""
     (actual,) = onnx_format.create_runner(model).run({"x": X[48:]}).values()
     return actual
 
 
-def inserted(tmp_path, path, rules, *correct, **options):
+def insert_and_measure(tmp_path, path, rules, *correct, **options):
     """What insert made, and its SQNR."""
     result = gq.insert(path, rules=[rules], data=str(tmp_path / "data.npz"), algorithms=correct, **options)
     result.save(tmp_path / "out.onnx", force=True)
-    expected, actual = run(result.source), run(gq.load(tmp_path / "out.onnx"))
+    expected, actual = unseen_outputs(result.source), unseen_outputs(gq.load(tmp_path / "out.onnx"))
     return result, 10 * math.log10(np.square(expected).sum() / np.square(actual - expected).sum())
 
 
@@ -98,16 +98,18 @@ def applied_targets(result):
 
 def test_equalization_gains_with_one_scale_per_weight(tmp_path):
     """Both streams of an uneven depthwise net are scaled, which gains more than 10 dB."""
-    path = saved(tmp_path, *DEPTHWISE)
-    _, before = inserted(tmp_path, path, PER_TENSOR)
-    result, after = inserted(tmp_path, path, PER_TENSOR, "cross-layer-equalization")
+    path = save_image_model(tmp_path, *DEPTHWISE)
+    _, before = insert_and_measure(tmp_path, path, PER_TENSOR)
+    result, after = insert_and_measure(tmp_path, path, PER_TENSOR, "cross-layer-equalization")
     assert applied_targets(result) == ["r", "s"]
     assert after > before + 10
 
 
 def test_equalization_leaves_weights_with_a_scale_per_channel(tmp_path):
     """Scales per channel even out weights by themselves, and the report says so."""
-    result, _ = inserted(tmp_path, saved(tmp_path, *DEPTHWISE), PER_CHANNEL, "cross-layer-equalization")
+    result, _ = insert_and_measure(
+        tmp_path, save_image_model(tmp_path, *DEPTHWISE), PER_CHANNEL, "cross-layer-equalization"
+    )
     assert applied_targets(result) == []
     assert {entry.detail for entry in result.algorithm_results if entry.target in "rs"} == {HAS_CHANNEL_SCALES}
 
@@ -115,9 +117,9 @@ def test_equalization_leaves_weights_with_a_scale_per_channel(tmp_path):
 @pytest.mark.parametrize(("net", "ops"), [(FOLDED, 0), (BRANCHED, 1)])
 def test_migration_gains_with_outliers(net, ops, tmp_path):
     """A norm with one large channel gains more than 6 dB, by its own constants or by a product where others read it."""
-    path = saved(tmp_path, *net)
-    _, before = inserted(tmp_path, path, PER_CHANNEL)
-    result, after = inserted(tmp_path, path, PER_CHANNEL, "smoothquant")
+    path = save_image_model(tmp_path, *net)
+    _, before = insert_and_measure(tmp_path, path, PER_CHANNEL)
+    result, after = insert_and_measure(tmp_path, path, PER_CHANNEL, "smoothquant")
     assert "l" in applied_targets(result)
     assert after > before + 6
     assert sum(op.type == "Mul" for op in result.model.main.ops()) == ops
@@ -136,14 +138,14 @@ def test_migration_gains_with_outliers(net, ops, tmp_path):
 )
 def test_the_float_function_stays(net, rules, name, tmp_path):
     """The model that was scaled gives the bits of the source, and of float weights the source comes back as it was."""
-    path = saved(tmp_path, *net)
+    path = save_image_model(tmp_path, *net)
     source = gq.load(path)
     feeds = [{"x": X[k : k + 1]} for k in range(16)]
     samples = AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=onnx_format.create_runner)
     state = apply_precalibration(source, gq.plan(path, rules=[rules]), [name], samples)
     assert any(entry.applied for entry in state.results)
-    assert np.array_equal(run(state.model), run(source))
-    result, _ = inserted(tmp_path, path, rules, name, float_weights=True)
+    assert np.array_equal(unseen_outputs(state.model), unseen_outputs(source))
+    result, _ = insert_and_measure(tmp_path, path, rules, name, float_weights=True)
     assert applied_targets(result)
     stripped = gq.strip(tmp_path / "out.onnx")
     assert stripped.exact
@@ -152,8 +154,8 @@ def test_the_float_function_stays(net, rules, name, tmp_path):
 
 def test_scaled_tensors_are_not_compared(tmp_path):
     """The check has no figures of scaled tensors and weights beside the float model's, which hold other numbers."""
-    path = saved(tmp_path, *DEPTHWISE)
-    result, _ = inserted(tmp_path, path, PER_TENSOR, "cross-layer-equalization")
+    path = save_image_model(tmp_path, *DEPTHWISE)
+    result, _ = insert_and_measure(tmp_path, path, PER_TENSOR, "cross-layer-equalization")
     sites = {entry.tensor.partition("/")[0].removesuffix(":0"): entry for entry in result.validation.comparison.sites}
     scaled = {name for name, entry in sites.items() if entry.note == "its channels were scaled before it was quantized"}
     assert scaled == {"r", "s", "w", "k", "v"}
@@ -164,7 +166,7 @@ def test_scaled_tensors_are_not_compared(tmp_path):
 
 def test_algorithms_without_suitable_data(tmp_path):
     """Statistics and random data scale nothing. If only weights are quantized, no data is needed."""
-    path = saved(tmp_path, *DEPTHWISE)
+    path = save_image_model(tmp_path, *DEPTHWISE)
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[PER_TENSOR])
     algorithms = ("cross-layer-equalization", "smoothquant")
     for options, reason in (({"stats": stats}, "statistics"), ({"data": "random:16"}, "random data")):
@@ -181,20 +183,20 @@ def test_algorithms_without_suitable_data(tmp_path):
 def test_what_gains_nothing_is_left_out(tmp_path, monkeypatch):
     """A correction after which no output gains is taken back, and the report says by how much it fell short."""
     monkeypatch.setattr(algorithm, "MIN_OUTPUT_GAIN_DB", 90.0)
-    path = saved(tmp_path, *FOLDED)
-    result, after = inserted(tmp_path, path, PER_CHANNEL, "smoothquant")
+    path = save_image_model(tmp_path, *FOLDED)
+    result, after = insert_and_measure(tmp_path, path, PER_CHANNEL, "smoothquant")
     assert applied_targets(result) == []
     assert "no output gains 90 dB" in result.algorithm_results[-1].detail
-    assert after == inserted(tmp_path, path, PER_CHANNEL)[1]
+    assert after == insert_and_measure(tmp_path, path, PER_CHANNEL)[1]
 
 
 def test_weights_are_clipped(tmp_path):
     """With 4 bits and a few large weights clipping gains; a range that a plan gives stays."""
     values = {**DEPTHWISE[1], "v": RNG.laplace(size=(4, 8, 1, 1)), "w": RNG.standard_t(3, size=(8, 3, 3, 3))}
-    path = saved(tmp_path, DEPTHWISE[0], values)
+    path = save_image_model(tmp_path, DEPTHWISE[0], values)
     rules = PER_TENSOR.replace('dtype = "int8"', "bits = 4")
-    _, before = inserted(tmp_path, path, rules)
-    result, after = inserted(tmp_path, path, rules, "weight-clipping")
+    _, before = insert_and_measure(tmp_path, path, rules)
+    result, after = insert_and_measure(tmp_path, path, rules, "weight-clipping")
     assert sorted(applied_targets(result)) == ["k:0", "v:0", "w:0"]
     assert after > before + 0.5
     plan = gq.plan(path, rules=[rules])

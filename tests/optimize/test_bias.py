@@ -56,7 +56,7 @@ NETS = {
 }
 
 
-def model(tmp_path, body, shapes, values=None):
+def image_model(tmp_path, body, shapes, values=None):
     """A model of one input of images, its initializers drawn from a fixed seed."""
     rng = np.random.default_rng(3)
     message = onnx.parser.parse_model(f"{HEAD} g (float[N,3,8,8] x) => (float y) {{\n {body}\n}}")
@@ -76,7 +76,7 @@ def mean(path_or_model, images=IMAGES):
     return actual.mean(axis=(0, *range(2, actual.ndim)))
 
 
-def inserted(tmp_path, path, name="out.onnx", **options):
+def insert_and_reload(tmp_path, path, name="out.onnx", **options):
     """What insert made, written and read back."""
     result = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), **options)
     return result, gq.load(result.save(tmp_path / name, force=True))
@@ -86,11 +86,11 @@ def inserted(tmp_path, path, name="out.onnx", **options):
 def test_means_come_back(tmp_path, net, monkeypatch):
     """The means of the last output are nearer to the float model's, and each op was corrected, kept or not."""
     monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
-    path = model(tmp_path, *NETS[net])
-    result, corrected = inserted(tmp_path, path)
+    path = image_model(tmp_path, *NETS[net])
+    result, corrected = insert_and_reload(tmp_path, path)
     assert [entry.detail for entry in result.algorithm_results if not entry.applied] == []
     assert {entry.algorithm for entry in result.algorithm_results} == {"bias-correction"}
-    _, plain = inserted(tmp_path, path, "plain.onnx", algorithms=["not bias-correction"])
+    _, plain = insert_and_reload(tmp_path, path, "plain.onnx", algorithms=["not bias-correction"])
     expected = mean(gq.load(path))
     off, before = (np.square(mean(entry) - expected).sum() for entry in (corrected, plain))
     assert off < before / 4
@@ -99,8 +99,8 @@ def test_means_come_back(tmp_path, net, monkeypatch):
 def test_a_bias_that_two_ops_share_gets_a_copy(tmp_path):
     """Each op has a bias of its own afterwards, the float weights are the same, and the source keeps its bias."""
     body = "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)"
-    path = model(tmp_path, body, {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)})
-    result, quantized_path = inserted(tmp_path, path, float_weights=True)
+    path = image_model(tmp_path, body, {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)})
+    result, quantized_path = insert_and_reload(tmp_path, path, float_weights=True)
     assert [entry.applied for entry in result.algorithm_results] == [True, True]
     values = {
         op.name: op.read_value() for op in quantized_path.main.ops() if op.kind == "constant" and "bias" in op.name
@@ -115,18 +115,18 @@ def test_a_bias_that_two_ops_share_gets_a_copy(tmp_path):
 
 def test_the_same_bytes_again(tmp_path):
     """Two runs write the same file."""
-    path = model(tmp_path, *NETS["matmul"])
-    files = [inserted(tmp_path, path, f"{k}.onnx")[1].path.read_bytes() for k in range(2)]
+    path = image_model(tmp_path, *NETS["matmul"])
+    files = [insert_and_reload(tmp_path, path, f"{k}.onnx")[1].path.read_bytes() for k in range(2)]
     assert files[0] == files[1]
 
 
 def test_skipped_ops_have_reasons(tmp_path, monkeypatch):
     """A product without a bias is skipped, and so is everything with statistics alone, random data and few samples."""
     body = f"c = Conv (x, v)\n {FLAT} y = MatMul (z, w)"
-    path = model(tmp_path, body, {"v": (4, 3, 1, 1), "w": (4, 5)})
+    path = image_model(tmp_path, body, {"v": (4, 3, 1, 1), "w": (4, 5)})
     with monkeypatch.context() as patch:
         patch.setattr(algorithm, "rejection_reason", lambda *_: "")
-        result, _ = inserted(tmp_path, path)
+        result, _ = insert_and_reload(tmp_path, path)
     details = {entry.detail for entry in result.algorithm_results if not entry.applied}
     assert details == {"it has no bias, and no op that adds one follows"}
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[RULES])
@@ -144,7 +144,7 @@ def test_it_is_left_out_where_it_does_not_help(tmp_path):
     """Weights that are steps of their scale lose nothing, so that nothing is changed."""
     grid = np.random.default_rng(0).integers(-7, 8, (4, 3, 1, 1)).astype(np.float32)
     grid[:, 0] = 7
-    path = model(tmp_path, "y = Conv (x, w, b)", {"w": (4, 3, 1, 1), "b": (4,)}, {"w": grid})
+    path = image_model(tmp_path, "y = Conv (x, w, b)", {"w": (4, 3, 1, 1), "b": (4,)}, {"w": grid})
     result = gq.insert(
         path,
         rules=[
@@ -211,7 +211,7 @@ def test_less_is_asked_for_where_a_gain_is_expected():
 def test_levels_and_ends(tmp_path):
     """Two branches: what is before both is level 1, they are level 2, and what reads both is the end."""
     body = "a = Conv (x, w)\n b = Conv (a, v)\n c = Conv (a, u)\n d = Add (b, c)\n y = Conv (d, t)"
-    graph = gq.load(model(tmp_path, body, dict.fromkeys("wvut", (3, 3, 1, 1)))).main
+    graph = gq.load(image_model(tmp_path, body, dict.fromkeys("wvut", (3, 3, 1, 1)))).main
     names = [op.name for op in graph.ops() if op.kind == "conv"]
     assert list(dependency_levels(graph, names).values()) == [1, 2, 2, 3]
     assert final_ops(graph, names) == names[-1:]
@@ -253,9 +253,9 @@ def test_variables_are_left(samples):
 @pytest.mark.parametrize("name", ["adaround", "gptq"])
 def test_rounding_and_bias_together(tmp_path, name):
     """Weights of 4 bits are rounded for what they make, the bias on top of it, and outputs gain two decibels."""
-    path = model(tmp_path, *NETS["conv"])
-    plain = inserted(tmp_path, path, "plain.onnx", algorithms=["not bias-correction"])[1]
-    result, quantized_path = inserted(tmp_path, path, algorithms=[name])
+    path = image_model(tmp_path, *NETS["conv"])
+    plain = insert_and_reload(tmp_path, path, "plain.onnx", algorithms=["not bias-correction"])[1]
+    result, quantized_path = insert_and_reload(tmp_path, path, algorithms=[name])
     assert {entry.algorithm for entry in result.algorithm_results if entry.applied} >= {name}
     expected, *outputs = (
         next(iter(onnx_format.create_runner(gq.load(entry.path)).run({"x": IMAGES}).values()))

@@ -73,7 +73,7 @@ NETS = {
 }
 
 
-def model(tmp_path, body, shapes):
+def image_model_opset_17(tmp_path, body, shapes):
     """A model of one input of images, its initializers drawn from a fixed seed."""
     rng = np.random.default_rng(3)
     head = HEAD.replace("13", "17")
@@ -110,7 +110,7 @@ def have_same_outputs(model, changed, feeds):
 def test_outputs_keep_their_bits(net, tmp_path):
     """The stream is found, its channels are scaled, other weights stand beside it, and the output is the same."""
     body, shapes, expected = NETS[net]
-    source = model(tmp_path, body, shapes)
+    source = image_model_opset_17(tmp_path, body, shapes)
     assert [stream.start.op for stream in find_channel_groups(source) if not stream.obstacle] == expected
     changed, count = scale_all_groups(source)
     assert count == len(expected)
@@ -165,7 +165,7 @@ def test_what_blocks(body, shapes, reason, tmp_path):
     shapes |= {"e": (6, 1, 1)} if ", e)" in body else {}
     if "other ops" in reason:
         shapes |= {"w": (3, 3, 3, 3), "b": (3,)}
-    source = model(tmp_path, body, shapes)
+    source = image_model_opset_17(tmp_path, body, shapes)
     blocked = [stream.obstacle for stream in find_channel_groups(source)]
     assert any(reason in entry for entry in blocked), blocked
     if reason != "Concat":
@@ -174,7 +174,7 @@ def test_what_blocks(body, shapes, reason, tmp_path):
 
 def test_factors_that_are_not_exact_are_refused(tmp_path):
     """Weights that would be no normal float32 any more stay, all of them."""
-    source = model(tmp_path, *NETS["relu"][:2])
+    source = image_model_opset_17(tmp_path, *NETS["relu"][:2])
     tiny = source.copy()
     tiny.main.replace_op(replace(source.main.op("w"), read_value=lambda: np.full((6, 3, 3, 3), 2e-38, np.float32)))
     (stream,) = (entry for entry in find_channel_groups(tiny) if not entry.obstacle)

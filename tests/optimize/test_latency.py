@@ -176,7 +176,7 @@ def ratios(monkeypatch: pytest.MonkeyPatch, ratio: Callable[[Any, Any], float]) 
     monkeypatch.setattr("graphquant.optimize.latency.measure_time_ratio", judged)
 
 
-def inserted(runs: Mapping[Any, Any]) -> int:
+def quantize_runs(runs: Mapping[Any, Any]) -> int:
     """Quantizations of the model that a run is of."""
     return sum(op.kind == "quantize" for op in runs["model"].main.ops())
 
@@ -192,7 +192,7 @@ def test_float_where_it_is_faster(
     samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
     """Nothing is quantized where that takes longer, which is said; the plan says why and gives the same bytes again."""
-    ratios(monkeypatch, lambda first_run, second_run: 1 + 0.1 * (inserted(first_run) - inserted(second_run)))
+    ratios(monkeypatch, lambda first_run, second_run: 1 + 0.1 * (quantize_runs(first_run) - quantize_runs(second_run)))
     model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
     output = cli(
         *("insert", model, "--data", data, "--optimize", "latency", "--allow-empty"),
@@ -212,7 +212,7 @@ def test_float_where_it_is_faster(
 @pytest.mark.usefixtures("by_pairs")
 def test_quantized_where_that_is_faster(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the rules make stays where nothing is faster; a saved plan gives the same bytes."""
-    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.01 * (inserted(first_run) - inserted(second_run)))
+    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.01 * (quantize_runs(first_run) - quantize_runs(second_run)))
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(model, data=data, optimize="latency")
     assert len(inserted_result.inserted) == len(gq.insert(model, data=data).inserted)
@@ -227,13 +227,15 @@ def test_quantized_where_that_is_faster(samples: Path, tmp_path: Path, monkeypat
 @pytest.mark.usefixtures("by_pairs")
 def test_with_a_bound(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for a bound leaves what costs least time; if that is no faster than float, all is float."""
-    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.01 * (inserted(first_run) - inserted(second_run)))
+    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.01 * (quantize_runs(first_run) - quantize_runs(second_run)))
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45)
     assert inserted_result.search is not None
     assert inserted_result.search.plan is inserted_result.plan
     assert inserted_result.inserted
-    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0001 * (inserted(first_run) - inserted(second_run)))
+    ratios(
+        monkeypatch, lambda first_run, second_run: 1 - 0.0001 * (quantize_runs(first_run) - quantize_runs(second_run))
+    )
     inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45, allow_empty=True)
     assert not inserted_result.inserted
     assert inserted_result.search is not None
@@ -247,7 +249,9 @@ def test_what_is_hardly_faster(
     bound: tuple[str, ...], samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
     """Where the gain is small nobody is told that float is faster, or of a search or a check without a result."""
-    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0015 * (inserted(first_run) - inserted(second_run)))
+    ratios(
+        monkeypatch, lambda first_run, second_run: 1 - 0.0015 * (quantize_runs(first_run) - quantize_runs(second_run))
+    )
     model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
     output = cli(
         "insert", model, "--data", data, "--optimize", "latency", *bound, "--allow-empty", "-o", tmp_path / "o.onnx"

@@ -53,7 +53,7 @@ def test_what_is_lost_is_near_the_least(seed: int) -> None:
     assert size(allocate_weight_bits(some, 0)) == sum(min(entry) for entry in sizes)
 
 
-def weights(path: Path) -> dict[str, int]:
+def stored_types(path: Path) -> dict[str, int]:
     """The types of initializers and constants in a file, with the bytes that all of each take."""
     model = onnx.load(path)
     stored_weights = [
@@ -76,7 +76,7 @@ def test_within_a_budget(samples: Path, tmp_path: Path, cli: Callable[..., Any])
         out, report = tmp_path / f"{budget}.onnx", tmp_path / "report.json"
         output = cli("insert", model, "--data", data, "--size-budget", budget, "-o", out, "--report", report).stdout
         size_report = json.loads(report.read_text())["search"]
-        stored_weights = weights(out)
+        stored_weights = stored_types(out)
         assert (
             sum(stored_weights.values())
             == size_report["size"]["bytes"]

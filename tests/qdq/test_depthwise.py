@@ -27,33 +27,33 @@ quantize = "s"
 CHANNELS = 4
 
 
-def kernel(multiplier: int) -> np.ndarray:
+def depthwise_kernel(multiplier: int) -> np.ndarray:
     """Return a kernel whose output channels differ in magnitude."""
     rng = np.random.default_rng(multiplier)
     sizes = 2.0 ** rng.permutation(np.arange(CHANNELS * multiplier)).reshape(CHANNELS, multiplier)
     return (rng.normal(size=(3, 3, CHANNELS, multiplier)) * sizes).astype(np.float32)
 
 
-def model(tmp_path, multiplier: int):
+def write_depthwise_graph(tmp_path, multiplier: int):
     """Write a frozen graph of one depthwise convolution."""
     tf = pytest.importorskip("tensorflow").compat.v1
     with tf.Graph().as_default() as graph:
         x = tf.placeholder(tf.float32, [1, 6, 6, CHANNELS], name="x")
-        weight = tf.constant(kernel(multiplier), name="w")
+        weight = tf.constant(depthwise_kernel(multiplier), name="w")
         tf.identity(tf.nn.depthwise_conv2d_native(x, weight, [1, 1, 1, 1], "SAME", name="depthwise"), name="out")
     path = tmp_path / "net.pb"
     path.write_bytes(graph.as_graph_def().SerializeToString())
     return path
 
 
-def inserted(tmp_path, multiplier: int, scheme: str, **more):
+def quantize_depthwise(tmp_path, multiplier: int, scheme: str, **more):
     """Quantize that graph with one rule."""
     rules = tmp_path / "r.toml"
     rules.write_text(RULES.format(scheme=scheme, channels=CHANNELS * multiplier))
-    return gq.insert(model(tmp_path, multiplier), rules=[str(rules)], allow_empty=True, **more)
+    return gq.insert(write_depthwise_graph(tmp_path, multiplier), rules=[str(rules)], allow_empty=True, **more)
 
 
-def run(result, tmp_path, names: list[str]) -> list[np.ndarray]:
+def run_written(result, tmp_path, names: list[str]) -> list[np.ndarray]:
     """Return TensorFlow's values of tensors of the written model."""
     path = result.save(tmp_path / "made.pb", force=True)
     return run_graph(path, names, {"x:0": np.ones((1, 6, 6, CHANNELS), np.float32)})
@@ -97,15 +97,15 @@ def expected(family: str, weight: np.ndarray, params) -> np.ndarray:
 )
 def test_each_output_channel_has_its_scale(tmp_path, family: str, range_: str, multiplier: int) -> None:
     """The scale of an output channel is that of its own values, and the op gives the reference's values."""
-    result = inserted(tmp_path, multiplier, f'family = "{family}"\nrange = "{range_}"\nnarrow = true')
+    result = quantize_depthwise(tmp_path, multiplier, f'family = "{family}"\nrange = "{range_}"\nnarrow = true')
     (inserted_site,) = result.inserted
-    weight = kernel(multiplier)
+    weight = depthwise_kernel(multiplier)
     assert inserted_site.params.axis == 2
     assert inserted_site.site.view == (None if multiplier == 1 else (3, 3, CHANNELS * multiplier))
     if range_ == "observed":
         largest = np.abs(weight).reshape(9, -1).max(axis=0)
         np.testing.assert_allclose(inserted_site.params.scale, largest / 127, rtol=2e-7)
-    (before, after) = run(result, tmp_path, [str(inserted_site.site.tensor), str(inserted_site.output)])
+    (before, after) = run_written(result, tmp_path, [str(inserted_site.site.tensor), str(inserted_site.output)])
     np.testing.assert_array_equal(before, weight)
     np.testing.assert_array_equal(after.view(np.int32), expected(family, weight, inserted_site.params).view(np.int32))
 
@@ -114,7 +114,7 @@ def test_each_output_channel_has_its_scale(tmp_path, family: str, range_: str, m
 @pytest.mark.parametrize("version", [2, 4])
 def test_v2_and_v4_refuse_a_range_per_channel(tmp_path, version: int) -> None:
     """V2 and V4 have no kernel for a range per channel: nothing is written, and the skip names the reason."""
-    result = inserted(tmp_path, 2, f'family = "quantize-and-dequantize-v{version}"')
+    result = quantize_depthwise(tmp_path, 2, f'family = "quantize-and-dequantize-v{version}"')
     assert not result.inserted
     (skip,) = result.skips
     assert "quantize-and-dequantize-v3 or fake-quant" in skip.reason
@@ -124,7 +124,7 @@ def test_v2_and_v4_refuse_a_range_per_channel(tmp_path, version: int) -> None:
 @pytest.mark.slow
 def test_plan_has_the_merged_channel_shape(tmp_path) -> None:
     """A plan with a merged shape survives JSON and is applied. Another shape or number of scales raises an error."""
-    result = inserted(tmp_path, 2, 'family = "fake-quant"')
+    result = quantize_depthwise(tmp_path, 2, 'family = "fake-quant"')
     data = plan_to_json(result.plan)
     assert data["sites"][0]["view"] == [3, 3, 8]
     again = gq.insert(result.source, plan=plan_from_json(data))
@@ -148,7 +148,7 @@ def test_tflite_has_the_same_scales(tmp_path, multiplier: int) -> None:
         '[[rule]]\nname = "x"\nconsumer = {kind = "depthwise_conv", input = "input"}\nquantize = "a"\n'
         '[[rule]]\nname = "y"\nproducer = {kind = "depthwise_conv"}\nquantize = "a"\n'
     )
-    result = gq.insert(model(tmp_path, multiplier), rules=[str(rules)])
+    result = gq.insert(write_depthwise_graph(tmp_path, multiplier), rules=[str(rules)])
     from graphquant.api.convert import convert_to_tflite
 
     receipt = convert_to_tflite(result, None)

@@ -33,7 +33,7 @@ def lower_tensor(family: str, shape: tuple[int, ...], params: QParams, **more) -
     return graph, result
 
 
-def wiring(graph: Graph) -> dict[str, tuple[str, list[str]]]:
+def sources_of_ops(graph: Graph) -> dict[str, tuple[str, list[str]]]:
     """Return each new op with its type and sources."""
     return {op.name: (op.type, [str(slot) for slot in graph.slots(op.name)]) for op in graph.ops() if op.name != "t"}
 
@@ -47,7 +47,7 @@ def value(graph: Graph, name: str) -> np.ndarray:
     return constant
 
 
-def per_channel(channels: int, axis: int) -> QParams:
+def channel_params(channels: int, axis: int) -> QParams:
     """Return symmetric int8 scales, one per channel, all different."""
     high = np.arange(1.0, channels + 1)
     return choose_qparams(Range(-high, high), INT8, symmetric=True, narrow=True, axis=axis)
@@ -57,7 +57,7 @@ def test_onnx_per_tensor() -> None:
     """QuantizeLinear and DequantizeLinear share the constants of scale and zero point."""
     params = choose_qparams(Range(np.array(-1.0), np.array(3.0)), IntType(8, False), symmetric=False)
     graph, result = lower_tensor("onnx-qdq", (2, 3), params)
-    assert wiring(graph) == {
+    assert sources_of_ops(graph) == {
         "t/quant/scale": ("Constant", []),
         "t/quant/zero_point": ("Constant", []),
         "t/quant": ("QuantizeLinear", ["t:0", "t/quant/scale:0", "t/quant/zero_point:0"]),
@@ -76,9 +76,9 @@ def test_onnx_per_tensor() -> None:
 def test_onnx_per_channel_weight_is_folded() -> None:
     """A weight becomes an integer constant and one DequantizeLinear with its axis."""
     weight = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
-    params = per_channel(3, 0)
+    params = channel_params(3, 0)
     graph, result = lower_tensor("onnx-qdq", (3, 4), params, read_value=lambda: weight)
-    assert wiring(graph) == {
+    assert sources_of_ops(graph) == {
         "t/quant/scale": ("Constant", []),
         "t/quant/zero_point": ("Constant", []),
         "t/quant/int8": ("Constant", []),
@@ -106,7 +106,7 @@ def test_fake_quant_per_tensor() -> None:
     """FakeQuantWithMinMaxVars has the range, bits and narrow range of the params."""
     params = choose_qparams(Range(np.array(-8.0), np.array(127 / 16)), INT8, symmetric=True)
     graph, result = lower_tensor("fake-quant", (2, 3), params)
-    assert wiring(graph) == {
+    assert sources_of_ops(graph) == {
         "t/quant/min": ("Const", []),
         "t/quant/max": ("Const", []),
         "t/quant": ("FakeQuantWithMinMaxVars", ["t:0", "t/quant/min:0", "t/quant/max:0"]),
@@ -120,8 +120,8 @@ def test_fake_quant_per_tensor() -> None:
 
 def test_fake_quant_of_the_last_axis() -> None:
     """Per channel of the last axis needs no reshape."""
-    graph, result = lower_tensor("fake-quant", (3, 3, 2, 4), per_channel(4, 3))
-    assert set(wiring(graph)) == {"t/quant", "t/quant/min", "t/quant/max"}
+    graph, result = lower_tensor("fake-quant", (3, 3, 2, 4), channel_params(4, 3))
+    assert set(sources_of_ops(graph)) == {"t/quant", "t/quant/min", "t/quant/max"}
     assert graph.op(result.op).type == "FakeQuantWithMinMaxVarsPerChannel"
     np.testing.assert_allclose(value(graph, "t/quant/max"), [1.0, 2.0, 3.0, 4.0], rtol=1e-6)
     assert graph.op(result.op).attrs == {"num_bits": 8, "narrow_range": True}
@@ -137,8 +137,8 @@ def test_fake_quant_of_the_last_axis() -> None:
 )
 def test_fake_quant_of_an_inner_axis(shape, axis: int, flat, high) -> None:
     """The channel axis and later axes are merged into the last axis, with each channel's range repeated."""
-    graph, result = lower_tensor("fake-quant", shape, per_channel(shape[axis], axis))
-    assert wiring(graph) == {
+    graph, result = lower_tensor("fake-quant", shape, channel_params(shape[axis], axis))
+    assert sources_of_ops(graph) == {
         "t/quant/flat/shape": ("Const", []),
         "t/quant/flat": ("Reshape", ["t:0", "t/quant/flat/shape:0"]),
         "t/quant/min": ("Const", []),
@@ -162,7 +162,7 @@ def test_constants_in_frames_follow_the_tensor(axis: int | None) -> None:
     params = (
         choose_qparams(Range(np.array(-1.0), np.array(1.0)), INT8, symmetric=True)
         if axis is None
-        else per_channel(2, axis)
+        else channel_params(2, axis)
     )
     for framed in (True, False):
         graph, _ = lower_tensor("fake-quant", (3, 3, 2, 4), params, in_frame=framed)

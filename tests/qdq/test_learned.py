@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from reference import fake_quant
 from reference import quantize_and_dequantize as qad
+from support.rule_files import write_rules
 
 import graphquant as gq
 from graphquant import formats
@@ -30,11 +31,9 @@ rng = np.random.default_rng(0)
 X, WEIGHT = rng.normal(size=(4, 3)).astype(np.float32), rng.normal(size=(3, 2)).astype(np.float32)
 
 
-def rules(tmp_path, *, family="fake-quant", more=FIXED, kind="matmul", role="input"):
+def learned_rules(tmp_path, *, family="fake-quant", more=FIXED, kind="matmul", role="input"):
     """Write a rule file."""
-    path = tmp_path / "r.toml"
-    path.write_text(RULES.format(family=family, more=more, kind=kind, role=role))
-    return [str(path)]
+    return write_rules(tmp_path, RULES.format(family=family, more=more, kind=kind, role=role))
 
 
 def read_frozen_graph(path, *, nested=False):
@@ -68,7 +67,7 @@ def test_gradients_reach_the_range(tmp_path) -> None:
     """A gradient step on the range changes the op's output as the reference predicts."""
     import tensorflow as tf
 
-    result = gq.insert(read_frozen_graph(tmp_path / "net.pb"), rules=rules(tmp_path))
+    result = gq.insert(read_frozen_graph(tmp_path / "net.pb"), rules=learned_rules(tmp_path))
     assert not result.site_notes
     session = open_session(result.save(tmp_path / "made.pb"))
     low, high = (float(session.run(f"x/quant/{end}/Read/ReadVariableOp:0")) for end in ("min", "max"))
@@ -103,7 +102,7 @@ def test_bits_of_v3_are_a_variable(tmp_path) -> None:
     import tensorflow as tf
 
     result = gq.insert(
-        read_frozen_graph(tmp_path / "net.pb"), rules=rules(tmp_path, family="quantize-and-dequantize-v3")
+        read_frozen_graph(tmp_path / "net.pb"), rules=learned_rules(tmp_path, family="quantize-and-dequantize-v3")
     )
     assert list(result.site_notes.values()) == [
         "its range is in variables without a gradient; only FakeQuant ops have one"
@@ -122,7 +121,7 @@ def test_a_range_per_channel(tmp_path) -> None:
     """Each channel has its own variable element and gradient."""
     import tensorflow as tf
 
-    rule_file = rules(tmp_path, more='per = "channel"\nobserve = "absmax"\n', role="weight")
+    rule_file = learned_rules(tmp_path, more='per = "channel"\nobserve = "absmax"\n', role="weight")
     result = gq.insert(read_frozen_graph(tmp_path / "net.pb"), rules=rule_file)
     session = open_session(result.save(tmp_path / "made.pb"))
     low, high = session.run(["w/quant/min/Read/ReadVariableOp:0", "w/quant/max/Read/ReadVariableOp:0"])
@@ -138,7 +137,7 @@ def test_a_range_per_channel(tmp_path) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_written_graph_is_read_and_run_again(tmp_path, nested: bool) -> None:
     """Variables in the main graph and in functions are initialized, in TensorFlow and in graphquant."""
-    result = gq.insert(read_frozen_graph(tmp_path / "net.pb", nested=nested), rules=rules(tmp_path))
+    result = gq.insert(read_frozen_graph(tmp_path / "net.pb", nested=nested), rules=learned_rules(tmp_path))
     path = result.save(tmp_path / "made.pb")
     ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
     expected = fake_quant.fake_quant_with_vars(X, ends.low, ends.high) @ WEIGHT
@@ -167,7 +166,7 @@ def test_learned_ranges_of_graphs_and_sessions_in_memory(tmp_path) -> None:
     """A converted tf.Graph has the ranges among its trainable variables; in a session they have values."""
     tf = pytest.importorskip("tensorflow")
     v1, graph = tf.compat.v1, live_object(tf)
-    converted = gq.to_tf(gq.insert(gq.load(graph), rules=rules(tmp_path)).model)
+    converted = gq.to_tf(gq.insert(gq.load(graph), rules=learned_rules(tmp_path)).model)
     with converted.as_default(), v1.Session(graph=converted) as session:
         session.run(v1.global_variables_initializer())
         trained = v1.trainable_variables()
@@ -180,7 +179,7 @@ def test_learned_ranges_of_graphs_and_sessions_in_memory(tmp_path) -> None:
     with v1.Session(graph=graph) as live_session:
         with graph.as_default():
             live_session.run(v1.global_variables_initializer())
-        result = gq.insert(gq.load(live_session), rules=rules(tmp_path))
+        result = gq.insert(gq.load(live_session), rules=learned_rules(tmp_path))
         ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
         actual = gq.to_tf(result.model).run("out:0", {"x:0": X})
     np.testing.assert_allclose(actual, fake_quant.fake_quant_with_vars(X, ends.low, ends.high) @ WEIGHT, rtol=1e-6)
@@ -198,7 +197,7 @@ def test_learned_ranges_of_functions_in_memory(tmp_path, branch: bool) -> None:
             return tf.cond(tf.reduce_sum(x) > 1e9, lambda: tf.matmul(2.0 * x, weight), lambda: tf.matmul(x, weight))
         return tf.matmul(x, weight)
 
-    result = gq.insert(gq.load(call), rules=rules(tmp_path))
+    result = gq.insert(gq.load(call), rules=learned_rules(tmp_path))
     converted = gq.to_tf(result.model)
     ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
     expected = fake_quant.fake_quant_with_vars(X, ends.low, ends.high) @ WEIGHT
@@ -222,7 +221,7 @@ def test_learned_ranges_of_functions_in_memory(tmp_path, branch: bool) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_learned_ranges_freeze_to_constants(tmp_path) -> None:
     """Freezing converts the ranges to constants. TFLite has no variables, so it requires freezing."""
-    result = gq.insert(read_frozen_graph(tmp_path / "net.pb"), rules=rules(tmp_path))
+    result = gq.insert(read_frozen_graph(tmp_path / "net.pb"), rules=learned_rules(tmp_path))
     for model in (result.model, gq.load(result.save(tmp_path / "made.pb"))):
         plain = gq.freeze(model)
         assert not [op.name for op in plain.main.ops() if op.kind in {"variable", "read_variable"}]
@@ -247,7 +246,7 @@ def test_loop_frames(tmp_path) -> None:
     finally:
         v1.enable_control_flow_v2()
     (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    result = gq.insert(tmp_path / "net.pb", rules=rules(tmp_path))
+    result = gq.insert(tmp_path / "net.pb", rules=learned_rules(tmp_path))
     assert len(result.inserted) == 1
     ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
     actual = open_session(result.save(tmp_path / "made.pb")).run("out:0", {"x:0": X})

@@ -43,7 +43,7 @@ def tf():
     return pytest.importorskip("tensorflow")
 
 
-def saved(tf, path, kind="plain"):
+def save_product_model(tf, path, kind="plain"):
     """Write a SavedModel of one matrix product: in nested functions, a branch, a loop."""
 
     class Net(tf.Module):
@@ -72,13 +72,13 @@ def saved(tf, path, kind="plain"):
     return path
 
 
-def inserted(model, tmp_path, family="fake-quant"):
+def insert_learned_ranges(model, tmp_path, family="fake-quant"):
     """Quantize the model with learned ranges for the input and the weight of each product."""
     (tmp_path / "r.toml").write_text(RULES.format(family=family))
     return gq.insert(model, rules=[str(tmp_path / "r.toml")])
 
 
-def quantized(rounds=1):
+def reference_product(rounds=1):
     """Compute the quantized product with the reference."""
     ends = tf_ranges.range_for_fake_quant(gq_params(-0.75, 0.5))
     largest = np.abs(WEIGHT).max(axis=0)
@@ -100,7 +100,7 @@ def gq_params(low, high, axis=None):
 
 def test_layouts_of_the_rules(tf, tmp_path) -> None:
     """The reference has the params of the plan."""
-    result = inserted(saved(tf, tmp_path / "net"), tmp_path)
+    result = insert_learned_ranges(save_product_model(tf, tmp_path / "net"), tmp_path)
     scales = {inserted_site.site.rule: inserted_site.params.scale for inserted_site in result.inserted}
     largest = np.abs(WEIGHT).max(axis=0)
     np.testing.assert_array_equal(scales["x"], gq_params(-0.75, 0.5).scale)
@@ -110,9 +110,9 @@ def test_layouts_of_the_rules(tf, tmp_path) -> None:
 @pytest.mark.parametrize(("kind", "rounds"), [("plain", 1), ("cond", 1), ("while", 2), ("both", 2)])
 def test_saved_models(tf, tmp_path, kind: str, rounds: int) -> None:
     """The model, loaded by each loader and by graphquant, gives the reference's values. Its ranges are variables."""
-    result = inserted(saved(tf, tmp_path / "net", kind), tmp_path)
+    result = insert_learned_ranges(save_product_model(tf, tmp_path / "net", kind), tmp_path)
     path = result.save(tmp_path / "made")
-    expected = quantized(rounds)
+    expected = reference_product(rounds)
     loaded = tf.saved_model.load(str(path))
     assert "x/quant/min:0" in [variable.name for variable in loaded.learned_ranges]
     assert all(variable.trainable for variable in loaded.learned_ranges)
@@ -135,7 +135,7 @@ def test_saved_models(tf, tmp_path, kind: str, rounds: int) -> None:
 @pytest.mark.parametrize("kind", ["plain", "cond", "while", "both"])
 def test_training_moves_the_ranges(tf, tmp_path, kind: str) -> None:
     """Five steps of SGD lower the loss and change the ranges, which a saved model keeps."""
-    path = inserted(saved(tf, tmp_path / "net", kind), tmp_path).save(tmp_path / "made")
+    path = insert_learned_ranges(save_product_model(tf, tmp_path / "net", kind), tmp_path).save(tmp_path / "made")
     loaded = tf.saved_model.load(str(path))
     variables = [*loaded.learned_ranges, loaded.w]
     before = [variable.numpy() for variable in variables]
@@ -161,7 +161,9 @@ def test_training_moves_the_ranges(tf, tmp_path, kind: str) -> None:
 
 def test_the_gradient_is_the_references(tf, tmp_path) -> None:
     """The gradient of the input's range, through the loaded function, equals the reference's."""
-    loaded = tf.saved_model.load(str(inserted(saved(tf, tmp_path / "net"), tmp_path).save(tmp_path / "made")))
+    loaded = tf.saved_model.load(
+        str(insert_learned_ranges(save_product_model(tf, tmp_path / "net"), tmp_path).save(tmp_path / "made"))
+    )
     low, high, *_ = loaded.learned_ranges
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(loaded(X))
@@ -178,7 +180,7 @@ def test_the_gradient_is_the_references(tf, tmp_path) -> None:
 def test_ranges_that_no_gradient_reaches(tf, tmp_path, version: int) -> None:
     """The ranges of V2, V3 and V4 are variables that are not trainable, which a note says. They can be assigned."""
     family = f"quantize-and-dequantize-v{version}"
-    result = inserted(saved(tf, tmp_path / "net"), tmp_path, family)
+    result = insert_learned_ranges(save_product_model(tf, tmp_path / "net"), tmp_path, family)
     assert any("without a gradient" in note for note in result.site_notes.values())
     loaded = tf.saved_model.load(str(result.save(tmp_path / "made")))
     names = [variable.name for variable in loaded.learned_ranges if not variable.trainable]
@@ -193,7 +195,7 @@ def test_callers_that_take_no_variables(tf, tmp_path) -> None:
     """A function that a dataset maps cannot receive variables: nothing is written, and the error names a remedy."""
     rules = tmp_path / "r.toml"
     rules.write_text(RULES.format(family="fake-quant").partition('[[rule]]\nname = "w"')[0])
-    result = gq.insert(saved(tf, tmp_path / "net", "map"), rules=[str(rules)])
+    result = gq.insert(save_product_model(tf, tmp_path / "net", "map"), rules=[str(rules)])
     assert result.inserted
     with pytest.raises(UsageError, match="cannot pass variables"):
         result.save(tmp_path / "made")
@@ -219,9 +221,9 @@ def first_generation(tf, folder, *, variable: bool, metagraph: bool = False):
 @pytest.mark.parametrize("variable", [True, False])
 def test_saved_models_of_the_first_generation(tf, tmp_path, variable: bool) -> None:
     """TF1's loader restores the ranges, its collections contain them and its saver saves them."""
-    result = inserted(first_generation(tf, tmp_path, variable=variable), tmp_path)
+    result = insert_learned_ranges(first_generation(tf, tmp_path, variable=variable), tmp_path)
     path = result.save(tmp_path / "made")
-    v1, expected = tf.compat.v1, quantized()
+    v1, expected = tf.compat.v1, reference_product()
     with tf.Graph().as_default(), v1.Session() as session:
         v1.saved_model.load(session, ["serve"], str(path))
         np.testing.assert_allclose(session.run("out:0", {"x:0": X}), expected, rtol=1e-5, atol=1e-6)
@@ -240,11 +242,11 @@ def test_saved_models_of_the_first_generation(tf, tmp_path, variable: bool) -> N
 def test_meta_graphs(tf, tmp_path) -> None:
     """A MetaGraph's checkpoint contains the ranges, and its saver restores and saves them."""
     v1, source = tf.compat.v1, first_generation(tf, tmp_path, variable=True, metagraph=True)
-    path = inserted(source, tmp_path).save(tmp_path / "made.meta")
+    path = insert_learned_ranges(source, tmp_path).save(tmp_path / "made.meta")
     with tf.Graph().as_default(), v1.Session() as session:
         saver = v1.train.import_meta_graph(str(path))
         saver.restore(session, str(tmp_path / "made"))
-        np.testing.assert_allclose(session.run("out:0", {"x:0": X}), quantized(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(session.run("out:0", {"x:0": X}), reference_product(), rtol=1e-5, atol=1e-6)
         (low,) = [variable for variable in v1.trainable_variables() if variable.name == "x/quant/min:0"]
         session.run(low.assign(-2.0))
         saver.save(session, str(tmp_path / "later"))
@@ -256,9 +258,9 @@ def test_meta_graphs(tf, tmp_path) -> None:
 
 def test_the_source_is_not_touched(tf, tmp_path) -> None:
     """Linked files of the source keep their names and bytes."""
-    source = saved(tf, tmp_path / "net")
+    source = save_product_model(tf, tmp_path / "net")
     before = {path: path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()}
-    result = inserted(source, tmp_path)
+    result = insert_learned_ranges(source, tmp_path)
     result.save(tmp_path / "made")
     assert {path: path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()} == before
     first = {path.name: path.read_bytes() for path in (tmp_path / "made").rglob("*") if path.is_file()}

@@ -7,7 +7,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.measurements import float_bits
 from support.onnx_models import run_onnx
+from support.rule_files import write_rules
 
 from graphquant import api
 from graphquant.analysis.model_summary import summarize_model
@@ -41,7 +43,7 @@ WEIGHT = 'producer = { kind = "parameter" }\nconsumer = { kind = "add" }'
 ACTIVATION = 'consumer = { name = "out" }'
 
 
-def values(seed: int = 0) -> np.ndarray:
+def uneven_weights(seed: int = 0) -> np.ndarray:
     """Return float32 noise whose rows and columns differ in magnitude, with ties, signed zeros and denormals."""
     rng = np.random.default_rng(seed)
     weights = rng.normal(size=SHAPE) * np.exp(rng.normal(size=(1, SHAPE[1]))) * np.exp(rng.normal(size=(SHAPE[0], 1)))
@@ -50,14 +52,14 @@ def values(seed: int = 0) -> np.ndarray:
     return weights.astype(np.float32)
 
 
-def save(folder: Path, opset: int) -> Path:
+def save_sum_model(folder: Path, opset: int) -> Path:
     """Write a model out = Identity(x + weight)."""
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "weight"], ["sum"]), helper.make_node("Identity", ["sum"], ["y"], name="out")],
         "one",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, SHAPE)],
-        [numpy_helper.from_array(values(), "weight")],
+        [numpy_helper.from_array(uneven_weights(), "weight")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
     model.ir_version = helper.find_min_ir_version_for([helper.make_opsetid("", opset)])
@@ -66,24 +68,17 @@ def save(folder: Path, opset: int) -> Path:
     return path
 
 
-def rules(folder: Path, dtype: str, per: str, where: str, more: str = "") -> list[str]:
+def weight_rules(folder: Path, dtype: str, per: str, where: str, more: str = "") -> list[str]:
     """Write a rule file with one scheme."""
     more += "\naxis = 1" if per != "tensor" else ""
     more += "\nblock_size = 16" if per == "block" else ""
-    path = folder / "rules.toml"
-    path.write_text(RULES.format(dtype=dtype, per=per, more=more, where=where))
-    return [str(path)]
+    return write_rules(folder, RULES.format(dtype=dtype, per=per, more=more, where=where))
 
 
-def run(path: Path, x: np.ndarray) -> list[np.ndarray]:
+def outputs_at_each_level(path: Path, x: np.ndarray) -> list[np.ndarray]:
     """Check the file, and return its output at each optimization level."""
     onnx.checker.check_model(onnx.load(path), full_check=True)
     return [run_onnx(path, {"x": x}, level)[0] for level in LEVELS]
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of float32, so that -0.0 differs from 0.0."""
-    return np.asarray(array, np.float32).view(np.int32)
 
 
 def forms(dtype: str) -> list[str]:
@@ -103,15 +98,19 @@ def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
     x = np.full(SHAPE, -0.0, np.float32)  # which leaves the weight as it is when it is added
     for opset, more, float_weights in itertools.product((13, 21), forms(dtype), (False, True)):
         result = api.insert(
-            save(tmp_path, opset), rules=rules(tmp_path, dtype, per, WEIGHT, more), float_weights=float_weights
+            save_sum_model(tmp_path, opset),
+            rules=weight_rules(tmp_path, dtype, per, WEIGHT, more),
+            float_weights=float_weights,
         )
         (inserted_site,) = result.inserted
         assert isinstance(inserted_site.params, QParams)
         assert (inserted_site.folded, inserted_site.params.type) == (not float_weights, parse_type(dtype))
         path = result.save(tmp_path / "made.onnx", force=True)
-        expected = dequantize(quantize(values(), inserted_site.params), inserted_site.params)
-        for actual in run(path, x):
-            np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=f"{opset} {more} {float_weights}")
+        expected = dequantize(quantize(uneven_weights(), inserted_site.params), inserted_site.params)
+        for actual in outputs_at_each_level(path, x):
+            np.testing.assert_array_equal(
+                float_bits(actual), float_bits(expected), err_msg=f"{opset} {more} {float_weights}"
+            )
         _is_read_back(path, inserted_site.params, parameter=True, folded=not float_weights)
         _has_form(onnx.load(path), inserted_site.params, opset, folded=not float_weights)
 
@@ -120,20 +119,23 @@ def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
     """Activations have the same values in onnxruntime and numpy, also far beyond the range, and are read back."""
-    np.savez(tmp_path / "data.npz", x=values(1)[None])
-    x = values(2) * 3
+    np.savez(tmp_path / "data.npz", x=uneven_weights(1)[None])
+    x = uneven_weights(2) * 3
     x[1, :6] = [3e38, -3e38, np.inf, -np.inf, 1e10, -1e10]
     for opset, more in itertools.product((13, 21), forms(dtype)):
         data = str(tmp_path / "data.npz")
         result = api.insert(
-            save(tmp_path, opset), rules=rules(tmp_path, dtype, per, ACTIVATION, more), data=data, validate=False
+            save_sum_model(tmp_path, opset),
+            rules=weight_rules(tmp_path, dtype, per, ACTIVATION, more),
+            data=data,
+            validate=False,
         )
         (inserted_site,) = result.inserted
         assert isinstance(inserted_site.params, QParams)
         path = result.save(tmp_path / "made.onnx", force=True)
-        expected = dequantize(quantize(x + values(), inserted_site.params), inserted_site.params)
-        for actual in run(path, x):
-            np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=f"{opset} {more}")
+        expected = dequantize(quantize(x + uneven_weights(), inserted_site.params), inserted_site.params)
+        for actual in outputs_at_each_level(path, x):
+            np.testing.assert_array_equal(float_bits(actual), float_bits(expected), err_msg=f"{opset} {more}")
         _is_read_back(path, inserted_site.params, parameter=False)
         _has_form(onnx.load(path), inserted_site.params, opset, folded=False, parameter=False)
 
@@ -187,12 +189,12 @@ def _initializer(model: onnx.ModelProto, name: str) -> TensorProto:
 
 def test_opset_8_is_not_raised(tmp_path: Path) -> None:
     """16 bits use onnxruntime's domain, without an upgrade, in any model whose Max and Min broadcast."""
-    result = api.insert(save(tmp_path, 8), rules=rules(tmp_path, "int12", "channel", WEIGHT))
+    result = api.insert(save_sum_model(tmp_path, 8), rules=weight_rules(tmp_path, "int12", "channel", WEIGHT))
     path = result.save(tmp_path / "made.onnx")
     assert {item.domain: item.version for item in onnx.load(path).opset_import} == {"": 8, "com.microsoft": 1}
-    expected = dequantize(quantize(values(), result.inserted[0].params), result.inserted[0].params)
-    for actual in run(path, np.full(SHAPE, -0.0, np.float32)):
-        np.testing.assert_array_equal(bits(actual), bits(expected))
+    expected = dequantize(quantize(uneven_weights(), result.inserted[0].params), result.inserted[0].params)
+    for actual in outputs_at_each_level(path, np.full(SHAPE, -0.0, np.float32)):
+        np.testing.assert_array_equal(float_bits(actual), float_bits(expected))
 
 
 @pytest.mark.parametrize(
@@ -211,21 +213,21 @@ def test_opset_8_is_not_raised(tmp_path: Path) -> None:
 def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float_weights: int, tmp_path: Path) -> None:
     """Models get the lowest opset that has the ops, keep a higher one, and give the same values."""
     for opset, floats in itertools.product((8, 9, 11, 12, 13, 15, 18, 20, 21, 22, 24), (False, True)):
-        where = rules(tmp_path, dtype, per, WEIGHT)
-        result = api.insert(save(tmp_path, opset), rules=where, float_weights=floats)
+        where = weight_rules(tmp_path, dtype, per, WEIGHT)
+        result = api.insert(save_sum_model(tmp_path, opset), rules=where, float_weights=floats)
         path = result.save(tmp_path / "made.onnx", force=True)
         now = {item.domain: item.version for item in onnx.load(path).opset_import}
         assert now[""] == max(opset, float_weights if floats else folded), (opset, floats)
         assert ("com.microsoft" in now) == (dtype in {"int4", "uint16"} and now[""] < 21)
-        expected = dequantize(quantize(values(), result.inserted[0].params), result.inserted[0].params)
-        for actual in run(path, np.full(SHAPE, -0.0, np.float32)):
-            np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=f"{opset} {floats}")
+        expected = dequantize(quantize(uneven_weights(), result.inserted[0].params), result.inserted[0].params)
+        for actual in outputs_at_each_level(path, np.full(SHAPE, -0.0, np.float32)):
+            np.testing.assert_array_equal(float_bits(actual), float_bits(expected), err_msg=f"{opset} {floats}")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint4", "int16"])
 def test_opset_without_kernels(tmp_path: Path, dtype: str) -> None:
     """At opset 28, whose pair no onnxruntime implements, the pair is in onnxruntime's domain, and is read back."""
-    result = api.insert(save(tmp_path, 28), rules=rules(tmp_path, dtype, "channel", WEIGHT))
+    result = api.insert(save_sum_model(tmp_path, 28), rules=weight_rules(tmp_path, dtype, "channel", WEIGHT))
     path = result.save(tmp_path / "out.onnx")
     (node,) = (node for node in onnx.load(path).graph.node if node.op_type == "DequantizeLinear")
     assert node.domain == "com.microsoft"
@@ -236,13 +238,13 @@ def test_opset_without_kernels(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize(("dtype", "per"), [("int8", "block"), ("float8_e4m3fn", "tensor")])
 def test_types_without_ops_at_opset_28(tmp_path: Path, dtype: str, per: str) -> None:
     """Onnxruntime's domain has neither blocks nor float8, so such sites are skipped."""
-    plan = api.plan(save(tmp_path, 28), rules=rules(tmp_path, dtype, per, WEIGHT))
+    plan = api.plan(save_sum_model(tmp_path, 28), rules=weight_rules(tmp_path, dtype, per, WEIGHT))
     assert (plan.sites, [skip.tensor.op for skip in plan.skips]) == ((), ["weight"])
 
 
 def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
     """There are no statistics per block, and the skip names an alternative."""
-    plan = api.plan(save(tmp_path, 21), rules=rules(tmp_path, "int8", "block", ACTIVATION))
+    plan = api.plan(save_sum_model(tmp_path, 21), rules=weight_rules(tmp_path, "int8", "block", ACTIVATION))
     assert not plan.sites
     assert "only weights can have blocks" in plan.skips[0].reason
     assert 'per = "tensor"' in plan.skips[0].reason
@@ -250,15 +252,17 @@ def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
 
 def test_a_given_range_spreads_over_blocks(tmp_path: Path) -> None:
     """A fixed range applies to each block."""
-    where = rules(tmp_path, "int4", "block", WEIGHT, 'observe = { name = "fixed", low = -2.0, high = 2.0 }')
-    (inserted_site,) = api.insert(save(tmp_path, 21), rules=where).inserted
+    where = weight_rules(tmp_path, "int4", "block", WEIGHT, 'observe = { name = "fixed", low = -2.0, high = 2.0 }')
+    (inserted_site,) = api.insert(save_sum_model(tmp_path, 21), rules=where).inserted
     assert inserted_site.params.scale.shape == (7, 5)
     assert (inserted_site.params.scale == np.float32(2 / 7)).all()
 
 
 def test_a_damaged_block_size_is_not_read(tmp_path: Path) -> None:
     """Scales that do not fit rank or axis give unknown params."""
-    path = api.insert(save(tmp_path, 21), rules=rules(tmp_path, "int4", "block", WEIGHT)).save(tmp_path / "made.onnx")
+    path = api.insert(save_sum_model(tmp_path, 21), rules=weight_rules(tmp_path, "int4", "block", WEIGHT)).save(
+        tmp_path / "made.onnx"
+    )
     good = onnx.load(path)
     for name, value in (("axis", 9), ("axis", -9), ("block_size", -3), ("block_size", 0)):
         model = onnx.ModelProto()
@@ -284,8 +288,8 @@ def test_a_vector_of_one_block(tmp_path: Path) -> None:
         [numpy_helper.from_array(weight, "weight")],
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "v.onnx")
-    where = rules(tmp_path, "int4", "block", WEIGHT)
+    where = weight_rules(tmp_path, "int4", "block", WEIGHT)
     Path(where[0]).write_text(Path(where[0]).read_text().replace("axis = 1", "axis = 0"))
     path = api.insert(tmp_path / "v.onnx", rules=where).save(tmp_path / "made.onnx")
-    for actual in run(path, np.zeros(2, np.float32)):
+    for actual in outputs_at_each_level(path, np.zeros(2, np.float32)):
         np.testing.assert_array_equal(actual, np.float32([-8, 3]) * np.float32(np.float32(0.9) / 8))

@@ -44,7 +44,7 @@ PLAIN = "ORT_DISABLE_ALL"
 FULL = "ORT_ENABLE_ALL"
 
 
-def insert(folder: Path, activation: str, weight: str) -> gq.Result:
+def insert_widths(folder: Path, activation: str, weight: str) -> gq.Result:
     """Quantize the network to these types."""
     zero = "" if activation.startswith("float") else 'zero = "asymmetric"'
     (folder / "rules.toml").write_text(RULES.format(activation=activation, weight=weight, zero=zero))
@@ -52,7 +52,7 @@ def insert(folder: Path, activation: str, weight: str) -> gq.Result:
     return gq.insert(MODEL, rules=[str(folder / "rules.toml")], data=data, samples=16)
 
 
-def run(path: Path, level: str) -> np.ndarray:
+def digit_logits(path: Path, level: str) -> np.ndarray:
     """Return the logits of eight pictures."""
     session = onnx_session(path, level)
     image = np.load("sample_models/digits_cnn_eval.npz")["image"][:8].astype(np.float32)
@@ -73,12 +73,12 @@ def run(path: Path, level: str) -> np.ndarray:
 )
 def test_narrow_types_load(tmp_path: Path, activation: str, weight: str) -> None:
     """Logits with and without optimizations agree up to the rounding of integer kernels. The opset does not change."""
-    result = insert(tmp_path, activation, weight)
+    result = insert_widths(tmp_path, activation, weight)
     path = result.save(tmp_path / "quant.onnx")
     onnx.checker.check_model(onnx.load(path), full_check=True)
     assert gq.load(path).opset == 13
     assert len(result.inserted) > 15
-    want, have = run(path, PLAIN), run(path, FULL)
+    want, have = digit_logits(path, PLAIN), digit_logits(path, FULL)
     np.testing.assert_allclose(have, want, atol=0.15 * np.abs(want).max())
     assert not result.site_notes or FLOAT8_NOT_RUNNABLE not in "".join(result.site_notes.values())
 
@@ -87,7 +87,7 @@ def test_float8_activations_are_noted(tmp_path: Path, monkeypatch: pytest.Monkey
     """Each float8 site between quantized tensors has a note about runtimes. Float8 weights have none."""
     with monkeypatch.context() as patch:  # some releases of onnxruntime cannot load the result
         patch.setattr(sys.modules["graphquant.api.insert"], "require_usable", lambda *_, **__: "")
-        result = insert(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
+        result = insert_widths(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
     noted_tensors = {
         inserted_site.site.tensor for inserted_site in result.inserted if inserted_site.site.tensor in result.site_notes
     }
@@ -96,18 +96,18 @@ def test_float8_activations_are_noted(tmp_path: Path, monkeypatch: pytest.Monkey
     } < noted_tensors
     assert all(FLOAT8_NOT_RUNNABLE in note for note in result.site_notes.values())
     path = result.save(tmp_path / "quant.onnx")
-    assert np.isfinite(run(path, PLAIN)).all()
+    assert np.isfinite(digit_logits(path, PLAIN)).all()
     rules = (tmp_path / "rules.toml").read_text()
     (tmp_path / "rules.toml").write_text(rules[: rules.index('[[rule]]\nname = "behind"')])
     float8_result = gq.insert(MODEL, rules=[str(tmp_path / "rules.toml")])
     assert not float8_result.site_notes
     path = float8_result.save(tmp_path / "alone.onnx")
-    np.testing.assert_allclose(run(path, FULL), run(path, PLAIN), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(digit_logits(path, FULL), digit_logits(path, PLAIN), rtol=1e-3, atol=1e-3)
 
 
 def test_widths_are_read_back(tmp_path: Path) -> None:
     """Inspect reads the widths of 5 and 10 bits that int8 and int16 contain, with their ranges."""
-    result = insert(tmp_path, "int10", "int5")
+    result = insert_widths(tmp_path, "int10", "int5")
     ops = summarize_model(gq.load(result.save(tmp_path / "out.onnx"))).quantization_ops
     written = {pair.params.type.name: pair.params for pair in result.inserted}
     assert {op.params.type.name for op in ops} == set(written) == {"int5", "int10"}

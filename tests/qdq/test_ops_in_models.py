@@ -67,18 +67,18 @@ def session(made, tmp_path):
         yield opened
 
 
-def values(dtype="float32"):
+def model_input(dtype="float32"):
     """Return the model's input."""
     return np.random.default_rng(4).normal(size=(1, 6, 6, 3)).astype(dtype)
 
 
-def run(made, tmp_path, wanted, dtype="float32"):
+def written_values(made, tmp_path, wanted, dtype="float32"):
     """Return TensorFlow's values of the tensors in `wanted`, in the written model."""
     with session(made, tmp_path) as opened:
-        return opened.run(wanted, {"x:0": values(dtype)})
+        return opened.run(wanted, {"x:0": model_input(dtype)})
 
 
-def inserted(path, tmp_path, scheme, role):
+def insert_scheme(path, tmp_path, scheme, role):
     """Quantize a model with one rule."""
     (tmp_path / "r.toml").write_text(RULES.format(scheme=scheme, role=role))
     return gq.insert(path, rules=[str(tmp_path / "r.toml")])
@@ -103,7 +103,7 @@ def ends_of(family, params, dtype):
     )
 
 
-def predicted(family, before, params, *, rounding, form):
+def reference_of_params(family, before, params, *, rounding, form):
     """Return the result of the family's numpy reference."""
     kind = params.type
     if isinstance(params, DynamicQParams):
@@ -186,17 +186,19 @@ def test_every_argument_of_every_family(
         ("input", f"{scheme}\n{FIXED}"),
         ("weight", scheme + '\nobserve = "absmax"' + ('\nper = "channel"' if channel else "")),
     ):
-        result = inserted(models[dtype], tmp_path, lines, role)
+        result = insert_scheme(models[dtype], tmp_path, lines, role)
         assert len(result.inserted) == 3, result.skips
         names = [(str(inserted_site.site.tensor), str(inserted_site.output)) for inserted_site in result.inserted]
-        for inserted_site, (before, after) in zip(result.inserted, run(result, tmp_path, names, dtype), strict=True):
+        for inserted_site, (before, after) in zip(
+            result.inserted, written_values(result, tmp_path, names, dtype), strict=True
+        ):
             assert before.dtype == dtype
             assert inserted_site.params.axis == (
                 WEIGHTS[inserted_site.site.uses[0].op] if channel and role == "weight" else None
             )
             if source == "given" and role == "input":
                 assert (inserted_site.params.op_range.low, inserted_site.params.op_range.high) == (-1.5, 0.75)
-            expected = predicted(family, before, inserted_site.params, rounding=rounding, form=form)
+            expected = reference_of_params(family, before, inserted_site.params, rounding=rounding, form=form)
             np.testing.assert_array_equal(bits_of(after), bits_of(expected))
 
 
@@ -221,8 +223,8 @@ def test_gradients_of_every_family(models, tmp_path, family, source, form, dtype
     scheme += f'\nargs = {{form = "{form}"}}' if form else ""
     if (family, source) == ("quantize-and-dequantize-v4", "dynamic"):
         scheme += "\nargs = {input_min = -1.0, input_max = 0.5}"
-    result = inserted(models[dtype], tmp_path, scheme, "input")
-    inserted_site, x = result.inserted[0], values(dtype)
+    result = insert_scheme(models[dtype], tmp_path, scheme, "input")
+    inserted_site, x = result.inserted[0], model_input(dtype)
     assert inserted_site.site.tensor.op == "x"
     upstream = np.random.default_rng(5).normal(size=x.shape).astype(dtype)
     with session(result, tmp_path) as opened:
@@ -269,7 +271,7 @@ def test_gradients_per_channel(models, tmp_path, family, source) -> None:
     scheme = f'family = "{family}"\nrange = "{source}"\nper = "channel"\n'
     scheme += 'observe = {name = "fixed", low = -0.5, high = 0.25}\n'
     scheme += "args = {input_min = -1.0, input_max = 0.5}" if family.endswith("v4") else ""
-    result = inserted(models["float32"], tmp_path, scheme, "weight")
+    result = insert_scheme(models["float32"], tmp_path, scheme, "weight")
     inserted_site = next(candidate for candidate in result.inserted if candidate.site.uses[0].op == "conv")
     with session(result, tmp_path) as opened:
         kernel = opened.graph.get_tensor_by_name(str(inserted_site.site.tensor))
@@ -297,7 +299,7 @@ def test_gradients_per_channel(models, tmp_path, family, source) -> None:
 def test_inspect_reads_params_back(models, tmp_path) -> None:
     """A dynamic site needs no data, and `inspect` shows it as dynamic with its axis and rounding."""
     scheme = 'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nper = "channel"\nround = "half-up"'
-    result = inserted(models["float32"], tmp_path, scheme, "weight")
+    result = insert_scheme(models["float32"], tmp_path, scheme, "weight")
     result.save(tmp_path / "made.pb")
     readings = summarize_model(gq.load(tmp_path / "made.pb")).quantization_ops
     assert [(reading.params, reading.rounding) for reading in readings] == [

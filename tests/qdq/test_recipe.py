@@ -25,7 +25,7 @@ X = rng.normal(size=(1, 5, 5, 2)).astype(np.float32)
 X.reshape(-1)[:40] = (np.arange(-20, 20) + 0.5) / 16  # halfway between two steps
 
 
-def predicted(family, round_, quantizer, x):
+def reference_of_recipe(family, round_, quantizer, x):
     """Return the result of the family's reference for the recipe's range."""
     low, high, bits = quantizer.min, quantizer.max, quantizer.bits
     if family == "fake-quant":
@@ -65,7 +65,7 @@ def test_kernels_and_activations(tmp_path, family, round_, bits, exponent) -> No
         assert all("block2/SlimQuant" in tensor.name for tensor in second.inputs)
         actual = session.run(list(second.inputs), {"x:0": X})
     for value, before in zip(actual, (X, WEIGHT), strict=True):
-        expected = predicted(family, round_, quantizer, before)
+        expected = reference_of_recipe(family, round_, quantizer, before)
         np.testing.assert_array_equal(value.view(np.int32), expected.view(np.int32))
 
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from support.rule_files import write_rules
 
 import graphquant as gq
 from graphquant.errors import RuleError, UsageError
@@ -25,7 +26,7 @@ FIXED = 'observe = {name = "fixed", low = -1.0, high = 1.0}\n'
 CHANNEL = 'per = "channel"\nobserve = "absmax"\n'
 
 
-def net(path, dtype="float32", *, rank=2):
+def write_product_graph(path, dtype="float32", *, rank=2):
     """Write a frozen graph of one matrix product, batched if its weight has three axes."""
     graph = proto.GraphDef()
     x = graph.node.add(name="x", op="Placeholder")
@@ -43,11 +44,9 @@ def net(path, dtype="float32", *, rank=2):
     return path
 
 
-def rules(tmp_path, scheme, role):
+def scheme_rules(tmp_path, scheme, role):
     """Write a rule file."""
-    path = tmp_path / "r.toml"
-    path.write_text(RULES.format(scheme=scheme, role=role))
-    return [str(path)]
+    return write_rules(tmp_path, RULES.format(scheme=scheme, role=role))
 
 
 @pytest.mark.parametrize(
@@ -76,12 +75,12 @@ def rules(tmp_path, scheme, role):
 )
 def test_rules(tmp_path, cli, scheme: str, said: str) -> None:
     """An unsupported scheme is a mistake in the rule file, with its line."""
-    path, out = net(tmp_path / "net.pb"), tmp_path / "out.pb"
+    path, out = write_product_graph(tmp_path / "net.pb"), tmp_path / "out.pb"
     with pytest.raises(RuleError) as error:
-        gq.insert(path, rules=rules(tmp_path, scheme, "weight"))
+        gq.insert(path, rules=scheme_rules(tmp_path, scheme, "weight"))
     assert said in str(error.value)
     assert "r.toml:" in str(error.value)
-    cli("insert", path, "--rules", rules(tmp_path, scheme, "weight")[0], "-o", out, code=2)
+    cli("insert", path, "--rules", scheme_rules(tmp_path, scheme, "weight")[0], "-o", out, code=2)
     assert not out.exists()
 
 
@@ -100,33 +99,33 @@ def test_rules(tmp_path, cli, scheme: str, said: str) -> None:
 )
 def test_tensors(tmp_path, cli, scheme: str, role: str, dtype: str, rank: int, said: str) -> None:
     """A reason that depends on the tensor is that of its skip, and the model does not change."""
-    path, out = net(tmp_path / "net.pb", dtype, rank=rank), tmp_path / "out.pb"
-    result = gq.insert(path, rules=rules(tmp_path, scheme, role), allow_empty=True)
+    path, out = write_product_graph(tmp_path / "net.pb", dtype, rank=rank), tmp_path / "out.pb"
+    result = gq.insert(path, rules=scheme_rules(tmp_path, scheme, role), allow_empty=True)
     assert not result.inserted
     assert said in result.skips[0].reason
     assert result.model is result.source
-    run = cli("insert", path, "--rules", rules(tmp_path, scheme, role)[0], "-o", out, "--allow-empty")
+    run = cli("insert", path, "--rules", scheme_rules(tmp_path, scheme, role)[0], "-o", out, "--allow-empty")
     assert "0 sites inserted" in run.output
     assert out.read_bytes() == path.read_bytes()
 
 
 def test_the_last_axis_is_counted_from_the_front(tmp_path) -> None:
     """V3 never has a negative axis, which would end TensorFlow's process, also not for a batched product."""
-    path = net(tmp_path / "net.pb", rank=3)
+    path = write_product_graph(tmp_path / "net.pb", rank=3)
     for scheme in (V3 + CHANNEL, V3 + 'range = "dynamic"\nper = "channel"', V2 + 'range = "dynamic"\nper = "channel"'):
-        result = gq.insert(path, rules=rules(tmp_path, scheme, "weight"))
+        result = gq.insert(path, rules=scheme_rules(tmp_path, scheme, "weight"))
         (inserted_site,) = result.inserted
         assert result.model.main.op(inserted_site.output.op).attrs["axis"] == 2
 
 
 def test_ranges_that_are_learned_along_an_inner_axis(tmp_path) -> None:
     """FakeQuant supports only the last axis. For another one, ranges are repeated and cannot be learned."""
-    graph = proto.GraphDef.FromString(net(tmp_path / "net.pb").read_bytes())
+    graph = proto.GraphDef.FromString(write_product_graph(tmp_path / "net.pb").read_bytes())
     graph.node[2].attr["transpose_b"].b = True
     (tmp_path / "net.pb").write_bytes(proto.to_binary(graph))
     for more, count in (("", 1), ('range = "learned"', 0)):
         result = gq.insert(
-            tmp_path / "net.pb", rules=rules(tmp_path, FAKE + CHANNEL + more, "weight"), allow_empty=True
+            tmp_path / "net.pb", rules=scheme_rules(tmp_path, FAKE + CHANNEL + more, "weight"), allow_empty=True
         )
         assert len(result.inserted) == count
     assert "along the last axis" in result.skips[0].reason
@@ -135,8 +134,8 @@ def test_ranges_that_are_learned_along_an_inner_axis(tmp_path) -> None:
 @pytest.mark.parametrize("source", ["given", "dynamic", "learned"])
 def test_plans_have_the_range_source(tmp_path, source: str) -> None:
     """The range source survives JSON, and the plan gives the same bytes."""
-    path = net(tmp_path / "net.pb")
-    result = gq.insert(path, rules=rules(tmp_path, V3 + FIXED + f'range = "{source}"', "input"))
+    path = write_product_graph(tmp_path / "net.pb")
+    result = gq.insert(path, rules=scheme_rules(tmp_path, V3 + FIXED + f'range = "{source}"', "input"))
     data = plan_to_json(result.plan)
     assert data["schemes"]["s"]["range"] == source
     (tmp_path / "plan.json").write_text(json.dumps(data))
@@ -160,8 +159,8 @@ def test_plans_have_the_range_source(tmp_path, source: str) -> None:
 )
 def test_edited_plans(tmp_path, cli, scheme: str, role: str, changes: dict, said: str) -> None:
     """A plan that was edited to an unsupported site raises an error."""
-    path, out = net(tmp_path / "net.pb"), tmp_path / "out.pb"
-    data = plan_to_json(gq.plan(path, rules=rules(tmp_path, scheme, role)))
+    path, out = write_product_graph(tmp_path / "net.pb"), tmp_path / "out.pb"
+    data = plan_to_json(gq.plan(path, rules=scheme_rules(tmp_path, scheme, role)))
     for key, value in changes.items():
         target = data["schemes"]["s"] if key in {"family", "bits"} else data["sites"][0]
         target[key] = value
@@ -183,7 +182,7 @@ def test_edited_plans(tmp_path, cli, scheme: str, role: str, changes: dict, said
 )
 def test_the_recipe(tmp_path, family: str, bits: int, dtype: str, said: str) -> None:
     """insert_quant_op raises the same errors and changes nothing."""
-    model = gq.load(net(tmp_path / "net.pb", dtype))
+    model = gq.load(write_product_graph(tmp_path / "net.pb", dtype))
     before = [op.name for op in model.main.ops()]
     with pytest.raises(UsageError) as error:
         gq.insert_quant_op(model, "x", "y", gq.FixedPoint(bits, -4, family=family))

@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from click.testing import CliRunner
 from onnx import numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
+from support.cli import run_cli
+from support.onnx_models import run_onnx
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
-from graphquant.cli import main
 from graphquant.formats import onnx as onnx_format
 from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.quantize import prepare
@@ -218,19 +218,14 @@ def test_tensors_that_only_a_subgraph_reads(rules, sites, skipped, tmp_path):
 # -- taken out and placed anew ---------------------------------------------------------------------
 
 
-def run(model, image):
-    """The outputs of an ONNX model in memory."""
-    return onnxruntime.InferenceSession(onnx_format.emit(model).SerializeToString()).run(None, {"image": image})[0]
-
-
 def test_pairs_of_onnxruntime_are_removed(made_by_onnxruntime):
     """Without its pairs a model computes what the float one does, Relus included; and it is quantized as that is."""
     image = np.load(MODELS / "digits_cnn_eval.npz")["image"]
     bare, steps = prepare(gq.load(made_by_onnxruntime / "QDQ.onnx"), ["requantize"])
     assert not [op for op in bare.main.ops() if op.kind in QUANTIZATION_KINDS]
     assert {step.step for step in steps} == {"requantize"}
-    expected = run(gq.load(MODELS / "digits_cnn.onnx"), image)
-    outputs = run(bare, image)
+    expected = run_onnx(gq.load(MODELS / "digits_cnn.onnx"), {"image": image})[0]
+    outputs = run_onnx(bare, {"image": image})[0]
     assert (outputs.argmax(1) == expected.argmax(1)).mean() > 0.99
     assert np.abs(outputs - expected).max() < 0.2
     kinds = summarize_model(bare).op_types
@@ -240,7 +235,7 @@ def test_pairs_of_onnxruntime_are_removed(made_by_onnxruntime):
     first = gq.insert(source, data=IMAGES)
     assert len(anew.inserted) == len(first.inserted)
     assert all(reading.rule for reading in summarize_model(anew.model).quantization_ops)
-    assert (run(anew.model, image).argmax(1) == expected.argmax(1)).mean() > 0.98
+    assert (run_onnx(anew.model, {"image": image})[0].argmax(1) == expected.argmax(1)).mean() > 0.98
 
 
 def test_integer_ops_cannot_be_removed(made_by_onnxruntime):
@@ -275,6 +270,22 @@ def test_own_pairs_are_placed_again(name, tmp_path):
     assert kinds[0] == kinds[1]
 
 
+def test_a_tensor_in_two_slots_is_removed_once(tmp_path):
+    """An invalid dequantize op that reads its integers as the zero point too is removed without an error."""
+    message = onnx.load(gq.insert(MODELS / "digits_cnn.onnx", rules="openvino", data=IMAGES).save(tmp_path / "q.onnx"))
+    float_inputs = {node.output[0] for node in message.graph.node if node.op_type == "QuantizeLinear"}
+    pairs = [
+        node for node in message.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in float_inputs
+    ]
+    for node in pairs:
+        node.input[2] = node.input[0]
+    onnx.save(message, tmp_path / "twice.onnx")
+    model = gq.load(tmp_path / "twice.onnx")
+    prepared, _ = prepare(model, ("requantize",))
+    assert pairs
+    assert not float_inputs & set(prepared.main.nx)
+
+
 def test_other_types_are_placed_anew(tmp_path, made_by_onnxruntime):
     """int8 weights become int4 ones."""
     rules = "weight_only_int4"
@@ -297,19 +308,14 @@ def test_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(MODELS / "digits_cnn.onnx", "model.onnx")
 
-    def ran(*arguments, code=0):
-        result = CliRunner().invoke(main, arguments)
-        assert result.exit_code == code, result.output
-        return result
-
-    ran("insert", "model.onnx", "--rules", "fixed_point", "-o", "once.onnx")
-    again = ran("insert", "once.onnx", "--rules", "fixed_point", "--dry-run").stdout
+    run_cli("insert", "model.onnx", "--rules", "fixed_point", "-o", "once.onnx")
+    again = run_cli("insert", "once.onnx", "--rules", "fixed_point", "--dry-run").stdout
     assert "stays unchanged. --requantize" in again.replace("\n", " ")
-    plan_data = json.loads(ran("plan", "once.onnx", "--rules", "fixed_point", "--format", "json").stdout)
+    plan_data = json.loads(run_cli("plan", "once.onnx", "--rules", "fixed_point", "--format", "json").stdout)
     assert plan_data["sites"] == []
-    ran("plan", "once.onnx", "--rules", "fixed_point", "--requantize", "--format", "json", "-o", "plan.json")
-    ran("insert", "once.onnx", "--plan", "plan.json", "-o", "planned.onnx")
-    ran("insert", "once.onnx", "--rules", "fixed_point", "--requantize", "-o", "asked.onnx")
+    run_cli("plan", "once.onnx", "--rules", "fixed_point", "--requantize", "--format", "json", "-o", "plan.json")
+    run_cli("insert", "once.onnx", "--plan", "plan.json", "-o", "planned.onnx")
+    run_cli("insert", "once.onnx", "--rules", "fixed_point", "--requantize", "-o", "asked.onnx")
     assert Path("planned.onnx").read_bytes() == Path("asked.onnx").read_bytes()
-    failure = ran("insert", "once.onnx", "--plan", "plan.json", "--requantize", code=2)
+    failure = run_cli("insert", "once.onnx", "--plan", "plan.json", "--requantize", code=2)
     assert "--requantize and --algorithm create one" in failure.stderr

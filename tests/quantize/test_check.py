@@ -5,11 +5,12 @@ from dataclasses import replace
 import onnx
 import onnx.parser
 import pytest
+from support.plans import make_plan
 
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.ir import TensorRef, Use
-from graphquant.quantize import Plan, Site, check_plan, solve_scales
+from graphquant.quantize import Site, check_plan, solve_scales
 from graphquant.quantize.rewrite import rewrite
 from graphquant.rules import Scheme
 
@@ -35,15 +36,10 @@ WEIGHT = Site(tensor=W, uses=(Use("", "y", 1),), graph="", scheme=INT8, paramete
 
 
 @pytest.fixture
-def model(tmp_path):
+def branched_model(tmp_path):
     """A convolution, a float16 op and two branches, at opset 11."""
     onnx.save(onnx.parser.parse_model(CONV), tmp_path / "model.onnx")
     return load(tmp_path / "model.onnx")
-
-
-def plan(*sites):
-    """A plan of these sites."""
-    return Plan(format="onnx", model="", prepared="", rules=(), sites=sites)
 
 
 @pytest.mark.parametrize(
@@ -82,23 +78,26 @@ def plan(*sites):
         (replace(WEIGHT, scheme=CHANNEL, axis=1, scale=(1.0, 2.0)), "it has 3 channels, but the plan gives 2 scales"),
     ],
 )
-def test_invalid_sites(model, site, said):
+def test_invalid_sites(branched_model, site, said):
     """Each mistake is a UsageError of solve and of rewrite that names the tensor."""
     for act in (
-        lambda: check_plan(model, plan(site)),
-        lambda: solve_scales(model, plan(site), {}),
-        lambda: rewrite(model, plan(site), {}),
+        lambda: check_plan(branched_model, make_plan(site)),
+        lambda: solve_scales(branched_model, make_plan(site), {}),
+        lambda: rewrite(branched_model, make_plan(site), {}),
     ):
         with pytest.raises(UsageError) as raised:
             act()
         assert said in str(raised.value)
 
 
-def test_all_mistakes_at_once_and_nothing_else(model):
+def test_all_mistakes_at_once_and_nothing_else(branched_model):
     """Every site with a mistake has a line; a use of two sites counts as one."""
-    check_plan(model, plan(SITE, WEIGHT))
+    check_plan(branched_model, make_plan(SITE, WEIGHT))
     with pytest.raises(UsageError) as raised:
-        check_plan(model, plan(SITE, replace(SITE, scheme=replace(INT8, dtype="uint8")), replace(WEIGHT, uses=())))
+        check_plan(
+            branched_model,
+            make_plan(SITE, replace(SITE, scheme=replace(INT8, dtype="uint8")), replace(WEIGHT, uses=())),
+        )
     assert str(raised.value).splitlines() == [
         "The plan's site of x:0 is invalid: another site has y[0] already.",
         "The plan's site of w:0 is invalid: it has no uses, or a use twice.",
@@ -106,8 +105,8 @@ def test_all_mistakes_at_once_and_nothing_else(model):
     ]
 
 
-def test_a_parameter_may_be_treated_as_an_activation(model):
+def test_a_parameter_may_be_treated_as_an_activation(branched_model):
     """A weight whose flag is off is quantized while the model runs, with the range that the plan gives."""
     site = replace(WEIGHT, parameter=False, range=(-9.0, 9.0))
-    params = solve_scales(model, plan(site), {}).params
-    assert rewrite(model, plan(site), params)[1][0].folded is False
+    params = solve_scales(branched_model, make_plan(site), {}).params
+    assert rewrite(branched_model, make_plan(site), params)[1][0].folded is False

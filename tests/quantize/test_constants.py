@@ -5,8 +5,8 @@ import base64
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime
 import pytest
+from support.onnx_models import run_unoptimized
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
@@ -16,20 +16,11 @@ from graphquant.quantize import find_skipped_steps, prepare
 NODES = ("constant-nodes",)
 
 
-def load(folder, text, *, ir=8, functions=""):
+def load_with_functions(folder, text, *, ir=8, functions=""):
     """The model written as text."""
     head = f'<ir_version: {ir}, opset_import: ["": 13, "own": 1]>\n'
     onnx.save(onnx.parser.parse_model(f"{head} g {text}{functions}"), folder / "model.onnx")
     return gq.load(folder / "model.onnx")
-
-
-def run(message, feeds):
-    """The outputs of a model in onnxruntime without its own optimizations."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    onnx.checker.check_model(message)
-    session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
 
 
 def test_initializers_that_are_inputs(tmp_path):
@@ -48,7 +39,7 @@ g (float[2] a, float[2] w, float[2] b) => (float[2] y) <float[2] w = {1, 2}> { t
     assert Parameters(prepared).is_parameter(TensorRef("", "w"))
     feeds = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}
     out = onnx_format.emit(prepared)
-    assert run(out, feeds)[0].tolist() == [3.0, 4.0]
+    assert run_unoptimized(out, feeds)[0].tolist() == [3.0, 4.0]
     assert prepare(prepared, ("initializer-inputs",)) == (prepared, ())
 
 
@@ -66,7 +57,7 @@ def test_constant_nodes(tmp_path):
             else_branch = e () => (float[2] q) { q = Sub (m, k) }
         >
     }"""
-    model = load(tmp_path, text, ir=3)
+    model = load_with_functions(tmp_path, text, ir=3)
     prepared, steps = prepare(model, NODES)
     assert [(step.step, step.target) for step in steps] == [
         ("constant-nodes", "k"),
@@ -85,7 +76,7 @@ def test_constant_nodes(tmp_path):
     assert (inner.name, onnx.numpy_helper.to_array(inner).tolist()) == ("c", [4.0, 5.0])
     for flag in (True, False):
         feeds = {"x": np.array([1, -1], np.float32), "b": np.array(flag)}
-        assert np.array_equal(run(message, feeds), run(model.source.message, feeds))
+        assert np.array_equal(run_unoptimized(message, feeds), run_unoptimized(model.source.message, feeds))
     node = onnx.NodeProto.FromString(base64.b64decode(steps[1].undo["removed"][0]["node"]))
     assert node == model.source.message.graph.node[1]
     assert find_skipped_steps(prepared, NODES) == ()
@@ -131,6 +122,6 @@ def test_large_constants_are_stored_by_reference(tmp_path):
 )
 def test_nodes_that_stay(tmp_path, text, functions, reasons):
     """What makes an output stays and that is said; functions have no initializers."""
-    model = load(tmp_path, text, functions=functions)
+    model = load_with_functions(tmp_path, text, functions=functions)
     assert prepare(model, NODES) == (model, ())
     assert [skipped.reason for skipped in find_skipped_steps(model, NODES)] == reasons

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime
 import pytest
+from support.onnx_models import load_onnx, run_unoptimized
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
@@ -30,28 +30,16 @@ FOLD = ("fold-batchnorm",)
 INFERENCE = ("inference-batchnorm",)
 
 
-def constants(**shapes):
+def random_constants(**shapes):
     """Float32 constants of these shapes with fixed random values; "v" is positive."""
     built = {name: RNG.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     return {name: np.abs(value) + np.float32(0.1) if name == "v" else value for name, value in built.items()}
 
 
-def load(tmp_path, text, values):
+def load_image_net(tmp_path, text, values):
     """The model written as text (X and Y are images of 3 and 4 channels), with initializers for `values`."""
     text = text.replace("(X ", "(float[1,3,5,5] ").replace("Y ", "float[1,4,5,5] ")
-    message = onnx.parser.parse_model(HEAD + text)
-    message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
-    onnx.save(message, tmp_path / "model.onnx")
-    return onnx_format.load(tmp_path / "model.onnx")
-
-
-def run(message, feeds):
-    """The outputs of a model in onnxruntime without its own optimizations."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    onnx.checker.check_model(message)
-    session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    return load_onnx(tmp_path, text, values)
 
 
 STATS = {"s": (4,), "o": (4,), "m": (4,), "v": (4,)}
@@ -86,7 +74,7 @@ def test_folding_preserves_outputs(tmp_path, case):
     data = "d" if "Add" in op else "c"
     norm = f"n = BatchNormalization <epsilon = 0.01> ({data}, s, o, m, v)"
     text = f"g ({x} x) => ({y} y) {{ c = {op}\n {norm}\n y = Relu (n) }}"
-    model = load(tmp_path, text, constants(**shapes, **STATS))
+    model = load_image_net(tmp_path, text, random_constants(**shapes, **STATS))
     folded, steps = prepare(model, FOLD)
     message = onnx_format.emit(folded)
     added = ["Add"] if op.startswith("MatMul") else []
@@ -94,13 +82,15 @@ def test_folding_preserves_outputs(tmp_path, case):
     assert sorted(item.name for item in message.graph.initializer) == ["c/bias_folded", "c/weight_folded"]
     assert [(step.step, step.target, step.detail) for step in steps] == [("fold-batchnorm", "n", "folded into c")]
     feeds = {"x": RNG.normal(size=[int(d) for d in x[6:-1].split(",")]).astype(np.float32)}
-    np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        run_unoptimized(message, feeds)[0], run_unoptimized(model, feeds)[0], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_formula(tmp_path):
     """Weight and bias are those of the paper, rounded to float32 once."""
-    values = constants(w=(4, 3, 1, 1), b=(4,), **STATS)
-    model = load(
+    values = random_constants(w=(4, 3, 1, 1), b=(4,), **STATS)
+    model = load_image_net(
         tmp_path,
         "g (X x) => (Y y) { c = Conv (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }",
         values,
@@ -133,8 +123,8 @@ def test_the_formula(tmp_path):
 )
 def test_skipped_batchnorms(tmp_path, text):
     """Another reader between them, or a value that is not constant or not finite: the model stays as it is."""
-    values = {**constants(w=(4, 3, 1, 1), **STATS), "neg": np.full(4, -1.0, np.float32)}
-    model = load(tmp_path, text, values)
+    values = {**random_constants(w=(4, 3, 1, 1), **STATS), "neg": np.full(4, -1.0, np.float32)}
+    model = load_image_net(tmp_path, text, values)
     assert prepare(model, FOLD) == (model, ())
 
 
@@ -149,7 +139,7 @@ def test_training_mode_and_other_outputs_in_use(tmp_path, node):
     """A BatchNorm that computes statistics, or whose other outputs are read, stays."""
     text = f"g (float[1,3,5,5] x) => (float[1,4,5,5] y, float[4] k) {{ c = Conv (x, w)\n {node}\n k = Neg (a) }}"
     message = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 14]>\n' + text)
-    values = constants(w=(4, 3, 1, 1), **STATS)
+    values = random_constants(w=(4, 3, 1, 1), **STATS)
     message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
     onnx.save(message, tmp_path / "model.onnx")
     model = onnx_format.load(tmp_path / "model.onnx")
@@ -161,14 +151,14 @@ def test_a_scaled_gemm_is_not_folded(tmp_path, attrs):
     """Alpha and beta would have to be folded too."""
     gemm = f"c = Gemm <{attrs}> (x, w, b)"
     text = f"g (float[2,3] x) => (float[2,4] y) {{ {gemm}\n y = BatchNormalization (c, s, o, m, v) }}"
-    model = load(tmp_path, text, constants(w=(3, 4), b=(4,), **STATS))
+    model = load_image_net(tmp_path, text, random_constants(w=(3, 4), b=(4,), **STATS))
     assert prepare(model, FOLD) == (model, ())
 
 
 def test_a_bias_per_row_is_not_folded(tmp_path):
     """A Gemm's bias along the other axis has no channels."""
     text = "g (float[4,3] x) => (float[4,4] y) { c = Gemm (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }"
-    model = load(tmp_path, text, constants(w=(3, 4), b=(4, 1), **STATS))
+    model = load_image_net(tmp_path, text, random_constants(w=(3, 4), b=(4, 1), **STATS))
     assert prepare(model, FOLD) == (model, ())
 
 
@@ -179,14 +169,14 @@ def test_shared_weights_stay_for_their_other_reader(tmp_path):
         y = BatchNormalization (c, s, o, m, v)
         z = Conv (x, w, b)
     }"""
-    values = constants(w=(4, 3, 1, 1), b=(4,), **STATS)
-    model = load(tmp_path, text, values)
+    values = random_constants(w=(4, 3, 1, 1), b=(4,), **STATS)
+    model = load_image_net(tmp_path, text, values)
     folded, _ = prepare(model, FOLD)
     assert [str(slot) for slot in folded.main.slots("c")] == ["x:0", "c/weight_folded:0", "c/bias_folded:0"]
     assert [str(slot) for slot in folded.main.slots("z")] == ["x:0", "w:0", "b:0"]
     assert np.array_equal(Parameters(folded).value(TensorRef("", "w")), values["w"])
     feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32)}
-    before, after = run(onnx_format.emit(model), feeds), run(onnx_format.emit(folded), feeds)
+    before, after = run_unoptimized(model, feeds), run_unoptimized(folded, feeds)
     np.testing.assert_allclose(after[0], before[0], rtol=1e-5, atol=1e-5)
     assert np.array_equal(after[1], before[1])
     assert [str(slot) for slot in model.main.slots("c")] == ["x:0", "w:0", "b:0"]
@@ -196,19 +186,21 @@ def test_two_in_a_row(tmp_path):
     """A second BatchNorm is folded into what the first left."""
     norms = "n = BatchNormalization (c, s, o, m, v)\n y = BatchNormalization (n, s, o, m, v)"
     text = f"g (X x) => (Y y) {{ c = Conv (x, w)\n {norms} }}"
-    model = load(tmp_path, text, constants(w=(4, 3, 1, 1), **STATS))
+    model = load_image_net(tmp_path, text, random_constants(w=(4, 3, 1, 1), **STATS))
     folded, steps = prepare(model, FOLD)
     feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32)}
     assert [step.target for step in steps] == ["n", "y"]
     message = onnx_format.emit(folded)
     assert len(message.graph.initializer) == 2
-    np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        run_unoptimized(message, feeds)[0], run_unoptimized(model, feeds)[0], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_the_digest_is_the_same_each_time(tmp_path):
     """It follows from the source and the steps, and differs from the source's own."""
     text = "g (X x) => (Y y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v) }"
-    model = load(tmp_path, text, constants(w=(4, 3, 1, 1), **STATS))
+    model = load_image_net(tmp_path, text, random_constants(w=(4, 3, 1, 1), **STATS))
     (entry, steps), (second, _) = prepare(model, FOLD), prepare(model, FOLD)
     assert entry.digest == second.digest == prepared_digest(model.digest, steps) != model.digest
     assert prepared_digest(model.digest, ()) == model.digest
@@ -426,12 +418,14 @@ def test_products_of_data_are_not_folded(tmp_path, monkeypatch):
 def test_a_mul_and_an_add_behind_a_convolution_of_onnx(tmp_path, op, shape):
     """One value per channel on the channels' axis is a BatchNorm that was written out."""
     text = f"g (X x) => (Y y) {{ c = {op}\n d = Mul (f, c)\n n = Add (d, t)\n y = Relu (n) }}"
-    model = load(tmp_path, text, constants(w=(4, 3, 1, 1), u=(3, 4, 1, 1), b=(4,), f=shape, t=shape))
+    model = load_image_net(tmp_path, text, random_constants(w=(4, 3, 1, 1), u=(3, 4, 1, 1), b=(4,), f=shape, t=shape))
     folded, (step,) = prepare(model, FOLD)
     message = onnx_format.emit(folded)
     assert (step.target, [node.op_type for node in message.graph.node]) == ("n", [op.split()[0], "Relu"])
     feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32)}
-    np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        run_unoptimized(message, feeds)[0], run_unoptimized(model, feeds)[0], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
@@ -439,13 +433,15 @@ def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
     text = (
         "g (Y x) => (Y y) { c = BatchNormalization (x, s, o, m, v)\n d = Mul (c, f)\n n = Add (d, t)\n y = Relu (n) }"
     )
-    model = load(tmp_path, text, constants(**STATS, f=(4, 1, 1), t=(4, 1, 1)))
+    model = load_image_net(tmp_path, text, random_constants(**STATS, f=(4, 1, 1), t=(4, 1, 1)))
     folded, (step,) = prepare(model, FOLD)
     message = onnx_format.emit(folded)
     assert step.detail == "folded into c"
     assert [node.op_type for node in message.graph.node] == ["BatchNormalization", "Relu"]
     feeds = {"x": RNG.normal(size=(1, 4, 5, 5)).astype(np.float32)}
-    np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        run_unoptimized(message, feeds)[0], run_unoptimized(model, feeds)[0], rtol=1e-5, atol=1e-5
+    )
     (skipped,) = find_skipped_steps(folded, FOLD)
     assert skipped.reason == "it reads x:0, which no convolution or matrix product produces"
 
@@ -462,7 +458,7 @@ def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
 def test_values_along_other_axes_are_not_folded(tmp_path, shapes):
     """A Mul and an Add along rows or columns are no BatchNorm."""
     text = "g (X x) => (Y y) { c = Conv (x, w)\n d = Mul (c, f)\n y = Add (d, t) }"
-    model = load(tmp_path, text, constants(w=(4, 3, 1, 1), **shapes))
+    model = load_image_net(tmp_path, text, random_constants(w=(4, 3, 1, 1), **shapes))
     assert prepare(model, FOLD) == (model, ())
 
 
@@ -481,10 +477,10 @@ REASONS = {
 @pytest.mark.parametrize("text", REASONS)
 def test_plan_has_reasons_of_skipped_folds(tmp_path, text):
     """Each BatchNorm that is left has its reason."""
-    values = constants(w=(4, 3, 1, 1), b1=(1,), mw=(5, 5), s1=(1,), s3=(3,), **STATS)
+    values = random_constants(w=(4, 3, 1, 1), b1=(1,), mw=(5, 5), s1=(1,), s3=(3,), **STATS)
     values |= {"neg": np.full(4, -1.0, np.float32), "s3": np.abs(values["s3"])}
     ends = "float[1,k,5,5] y, float[1,4,5,5] z" if "z =" in text else "float[1,k,5,5] y"
-    model = load(tmp_path, f"g (X x, float[4] r) => ({ends}) {{ {text}\n y = Relu (n) }}", values)
+    model = load_image_net(tmp_path, f"g (X x, float[4] r) => ({ends}) {{ {text}\n y = Relu (n) }}", values)
     skipped = find_skipped_steps(prepare(model, FOLD)[0], FOLD)
     if REASONS[text] is None:
         assert skipped == ()
@@ -493,7 +489,7 @@ def test_plan_has_reasons_of_skipped_folds(tmp_path, text):
         assert skipped[0].reason.startswith(REASONS[text])
 
 
-def nested(folder):
+def write_nested_batchnorms(folder):
     """Convolutions with BatchNorms in a branch, whose weight is outside of it, and in a function of the model's own."""
     text = """<ir_version: 8, opset_import: ["": 13, "own": 1]>
     g (float[1,3,5,5] x, bool b) => (float[1,4,5,5] y) {
@@ -513,7 +509,7 @@ def nested(folder):
         r = Relu (n)
     }"""
     message = onnx.parser.parse_model(text)
-    values = constants(w=(4, 3, 1, 1), w2=(4, 4, 1, 1), **STATS)
+    values = random_constants(w=(4, 3, 1, 1), w2=(4, 4, 1, 1), **STATS)
     message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
     onnx.save(message, folder / "model.onnx")
     return onnx_format.load(folder / "model.onnx")
@@ -521,7 +517,7 @@ def nested(folder):
 
 def test_branches_and_functions(tmp_path):
     """They are folded where they are; the weight outside of the branch stays for who else reads it."""
-    model = nested(tmp_path)
+    model = write_nested_batchnorms(tmp_path)
     folded, steps = prepare(model, FOLD)
     assert [step.target for step in steps] == ["i/then_branch/n", "own:norm/n"]
     message = onnx_format.emit(folded)
@@ -529,13 +525,13 @@ def test_branches_and_functions(tmp_path):
     assert {"w", "w2"} & {initializer.name for initializer in message.graph.initializer} == {"w"}
     for flag in (True, False):
         feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32), "b": np.array(flag)}
-        before, after = run(onnx_format.emit(model), feeds), run(message, feeds)
+        before, after = run_unoptimized(model, feeds), run_unoptimized(message, feeds)
         np.testing.assert_allclose(after[0], before[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_plan_file_makes_the_same_steps(tmp_path):
     """A plan read from its JSON prepares the model as the one that was made, and gives the same bytes."""
-    nested(tmp_path)
+    write_nested_batchnorms(tmp_path)
     path, rules = tmp_path / "model.onnx", ["prepare = ['constant-nodes', 'fold-batchnorm']\n", "weight_only"]
     plan = gq.plan(path, rules=rules)
     assert [step.step for step in plan.steps] == ["fold-batchnorm"] * 2
@@ -551,7 +547,7 @@ def test_half_floats_are_skipped(tmp_path):
         c = Conv (x, w)  y = BatchNormalization (c, s, o, m, v)
     }"""
     message = onnx.parser.parse_model(text)
-    for name, value in constants(w=(4, 3, 1, 1), **STATS).items():
+    for name, value in random_constants(w=(4, 3, 1, 1), **STATS).items():
         message.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float16), name))
     onnx.save(message, tmp_path / "model.onnx")
     (skipped,) = find_skipped_steps(gq.load(tmp_path / "model.onnx"), FOLD)

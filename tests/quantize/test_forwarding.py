@@ -1,29 +1,14 @@
 """Identity and Dropout taken out of ONNX models, and those that must stay."""
 
 import numpy as np
-import onnx
-import onnx.parser
-import onnxruntime
 import pytest
+from support.onnx_models import load_onnx, run_onnx
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
 from graphquant.quantize import find_skipped_steps, prepare
 
 DROP_STEPS = ("drop-identity", "drop-dropout")
-
-
-def load(folder, text, opset=13):
-    """The model written as text."""
-    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> g {text}'), folder / "model.onnx")
-    return gq.load(folder / "model.onnx")
-
-
-def run(message, **feeds):
-    """The outputs in onnxruntime."""
-    onnx.checker.check_model(message)
-    session = onnxruntime.InferenceSession(message.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
 
 
 def test_identity_and_dropout_are_removed(tmp_path):
@@ -33,7 +18,7 @@ def test_identity_and_dropout_are_removed(tmp_path):
         d = Relu (c)  e = Identity (d)
         y = Add (e, a)  z = Neg (e)
     }"""
-    model = load(tmp_path, text)
+    model = load_onnx(tmp_path, f"g {text}")
     prepared, steps = prepare(model, DROP_STEPS)
     assert [(step.step, step.target, step.detail) for step in steps] == [
         ("drop-identity", "a", "its readers read x:0"),
@@ -48,7 +33,9 @@ def test_identity_and_dropout_are_removed(tmp_path):
         ("Neg", ["d"]),
     ]
     x = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
-    for first, second in zip(run(message, x=x), run(model.source.message, x=x), strict=True):
+    for first, second in zip(
+        run_onnx(message, {"x": x}, check=True), run_onnx(model.source.message, {"x": x}, check=True), strict=True
+    ):
         assert first.tobytes() == second.tobytes()
     assert find_skipped_steps(prepared, DROP_STEPS) == ()
 
@@ -62,7 +49,7 @@ def test_bodies_read_on(tmp_path):
             else_branch = e () => (float[3] q) { q = Neg (a) }
         >
     }"""
-    model = load(tmp_path, text)
+    model = load_onnx(tmp_path, f"g {text}")
     prepared, steps = prepare(model, DROP_STEPS)
     assert [step.target for step in steps] == ["a", "y/then_branch/c"]
     assert steps[0].undo["rewired"] == [
@@ -72,7 +59,10 @@ def test_bodies_read_on(tmp_path):
     message = onnx_format.emit(prepared)
     x = np.array([-1, 0, 2], np.float32)
     for flag in (True, False):
-        assert np.array_equal(run(message, x=x, b=np.array(flag)), run(model.source.message, x=x, b=np.array(flag)))
+        assert np.array_equal(
+            run_onnx(message, {"x": x, "b": np.array(flag)}, check=True),
+            run_onnx(model.source.message, {"x": x, "b": np.array(flag)}, check=True),
+        )
     (skipped,) = find_skipped_steps(prepared, DROP_STEPS)
     assert (str(skipped.tensor), skipped.reason) == (
         "y/then_branch/p:0",
@@ -112,7 +102,7 @@ def test_bodies_read_on(tmp_path):
 )
 def test_forwarding_ops_that_stay(tmp_path, text, opset, step, reason):
     """What makes an output, whose mask is read, or what trains is left, and the plan says why."""
-    model = load(tmp_path, text, opset)
+    model = load_onnx(tmp_path, f"g {text}", opset=opset)
     assert prepare(model, DROP_STEPS) == (model, ())
     (skipped,) = find_skipped_steps(model, DROP_STEPS)
     assert (skipped.step, skipped.reason[: len(reason)]) == (step, reason)
@@ -130,7 +120,7 @@ def test_forwarding_ops_that_stay(tmp_path, text, opset, step, reason):
 def test_dropouts_that_do_not_train(tmp_path, node, opset):
     """Of each opset: by an attribute, always, or where a constant says so."""
     text = f"(float[3] x) => (float[3] y) <float r = {{0.5}}, bool f = {{0}}> {{ a = {node}  y = Neg (a) }}"
-    model = load(tmp_path, text, opset)
+    model = load_onnx(tmp_path, f"g {text}", opset=opset)
     _, (step,) = prepare(model, DROP_STEPS)
     assert (step.step, step.target) == ("drop-dropout", "a")
 
@@ -141,7 +131,7 @@ def test_a_plan_names_them_and_a_file_before_leaves_them(tmp_path):
         w = Constant <value = float[16,8] {VALUES}> ()
         a = Identity (x)  b = Identity (a)  m = MatMul (b, w)  y = Relu (m)
     }""".replace("VALUES", ", ".join(str(k / 64) for k in range(128)))
-    load(tmp_path, text)
+    load_onnx(tmp_path, f"g {text}")
     rules = ["prepare = ['drop-identity']\n", "weight_only"]
     steps = gq.plan(tmp_path / "model.onnx", rules=rules).steps
     assert [(step.step, step.target) for step in steps] == [("drop-identity", "a"), ("drop-identity", "b")]
@@ -154,7 +144,7 @@ def test_statistics_of_the_source_serve_the_prepared_model(tmp_path):
     text = """(float[2,16] x) => (float[2,8] y) <float[16,8] w = {VALUES}> {
         a = Identity (x)  b = Dropout (a)  r = Relu (b)  c = Identity (r)  m = MatMul (c, w)  y = Relu (m)
     }""".replace("VALUES", ", ".join(str(k / 64) for k in range(128)))
-    load(tmp_path, text)
+    load_onnx(tmp_path, f"g {text}")
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32))
     path, data = tmp_path / "model.onnx", str(tmp_path / "data.npz")
     stats = gq.calibrate(path, data=data, everything=True)

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.rule_files import rule_text
 
 import graphquant as gq
 from graphquant.api import explain
@@ -40,9 +41,9 @@ def make_rule_plan(tmp_path, text, rules, **choice):
     return make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq", **choice))
 
 
-def rule(name, quantize="q", producer='{ kind = "*" }', consumer="{}", more=""):
-    """A rule as TOML."""
-    return f'[[rule]]\nname = "{name}"\nproducer = {producer}\nconsumer = {consumer}\nquantize = "{quantize}"\n{more}\n'
+def rule_for_all(name, quantize="q", producer='{ kind = "*" }', consumer="{}", more=""):
+    """Return a rule as TOML, which matches every producer by default."""
+    return rule_text(name, producer, consumer, quantize, more)
 
 
 def skip_reasons(plan):
@@ -65,7 +66,9 @@ FAN = "g (float[2] x) => (float[2] y, float[2] z, float[2] v) { y = Tanh(x)\nz =
 
 def test_one_site_with_all_uses(tmp_path):
     """Uses that want the same share one site, whichever rule claimed them; the first rule's name stands."""
-    rules = rule("tanh", producer="{}", consumer='{ kind = "tanh" }') + rule("x", producer='{ name = "x" }')
+    rules = rule_for_all("tanh", producer="{}", consumer='{ kind = "tanh" }') + rule_for_all(
+        "x", producer='{ name = "x" }'
+    )
     plan = make_rule_plan(tmp_path, FAN, rules)
     assert skip_reasons(plan) == ["x:0 q -> y[0] z[0] v[0]"]
     assert (plan.sites[0].rule, plan.sites[0].parameter, plan.sites[0].graph) == ("tanh", False, "")
@@ -75,9 +78,9 @@ def test_one_site_with_all_uses(tmp_path):
 def test_several_sites_for_several_schemes(tmp_path):
     """Uses of one tensor that want different schemes have a site each."""
     rules = (
-        rule("relu", "wide", "{}", '{ kind = "relu" }')
-        + rule("x", producer='{ name = "x" }')
-        + rule("no", producer='{ kind = "conv" }')
+        rule_for_all("relu", "wide", "{}", '{ kind = "relu" }')
+        + rule_for_all("x", producer='{ name = "x" }')
+        + rule_for_all("no", producer='{ kind = "conv" }')
     )
     plan = make_rule_plan(tmp_path, FAN, rules)
     assert skip_reasons(plan) == ["x:0 q -> y[0] v[0]", "x:0 wide -> z[0]"]
@@ -95,9 +98,9 @@ g (float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] z)
 def test_channels_biases_and_order(tmp_path):
     """A weight has the axis of its reader, and sites come in the order of the model; copies are the solver's."""
     rules = (
-        rule("bias", "bias", "{}", '{ input = "bias" }')
-        + rule("weight", "channel", "{}", '{ input = "weight" }')
-        + rule("input", producer="{}", consumer='{ input = "input", kind = "conv" }')
+        rule_for_all("bias", "bias", "{}", '{ input = "bias" }')
+        + rule_for_all("weight", "channel", "{}", '{ input = "weight" }')
+        + rule_for_all("input", producer="{}", consumer='{ input = "input", kind = "conv" }')
     )
     plan = make_rule_plan(tmp_path, CONV, rules)
     assert skip_reasons(plan) == [
@@ -128,9 +131,9 @@ g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
     onnx.save(onnx.parser.parse_model(head + text), path)
     file.write_text(
         SCHEMES
-        + rule("free", "float", consumer='{ kind = "output" }')
-        + rule("channel", "channel", '{ name = "u" }')
-        + rule("all", producer="{}", consumer='{ kind = "neg|quantize" }')
+        + rule_for_all("free", "float", consumer='{ kind = "output" }')
+        + rule_for_all("channel", "channel", '{ name = "u" }')
+        + rule_for_all("all", producer="{}", consumer='{ kind = "neg|quantize" }')
     )
     plan = make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
     assert skip_reasons(plan) == []
@@ -144,7 +147,7 @@ g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
         "k:0 -> @k[0]": "rule 'free' keeps it in float",
         "e:0 -> @e[0]": "rule 'free' keeps it in float",
     }
-    file.write_text(SCHEMES + rule("u", producer='{ name = "u" }'))
+    file.write_text(SCHEMES + rule_for_all("u", producer='{ name = "u" }'))
     plan = make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
     assert reasons(plan) == {"u:0 -> e[0]": "its data type is only known at run time"}
     plan = make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="fake-quant"))
@@ -153,7 +156,7 @@ g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
 
 def test_include_and_exclude(tmp_path):
     """Both name tensors, their ops or their consumers; one that names nothing is an error."""
-    rules = rule("all")
+    rules = rule_for_all("all")
     assert skip_reasons(make_rule_plan(tmp_path, FAN, rules, include=("y",))) == ["x:0 q -> y[0]", "y:0 q -> @y[0]"]
     plan = make_rule_plan(tmp_path, FAN, rules, exclude=("/^[zv]$/",))
     assert skip_reasons(plan) == ["x:0 q -> y[0]", "y:0 q -> @y[0]"]
@@ -177,12 +180,12 @@ g (float[1,4] x, float[1,4] y) => (float[1,8] z)
     z = Relu (d)
 }
 """
-PASS = rule("pass", "same-as-input", '{ kind = "reshape|transpose|concat" }')
+PASS = rule_for_all("pass", "same-as-input", '{ kind = "reshape|transpose|concat" }')
 
 
 def test_ties_follow_chains(tmp_path):
     """A tied tensor has the scheme of what feeds its producer, per tensor, however long the chain."""
-    plan = make_rule_plan(tmp_path, TIED, PASS + rule("in", producer='{ name = "x" }'))
+    plan = make_rule_plan(tmp_path, TIED, PASS + rule_for_all("in", producer='{ name = "x" }'))
     assert skip_reasons(plan) == [
         "x:0 q -> a[0]",
         "a:0 q -> b[0] = a[0]",
@@ -190,9 +193,9 @@ def test_ties_follow_chains(tmp_path):
         "c:0 q -> d[0] = c[0] c[1]",
         "d:0 q -> z[0] = d[0]",
     ]
-    assert make_rule_plan(tmp_path, TIED, PASS + rule("in", producer='{ name = "/^[xy]$/" }')).sites[-1].tie == (
-        Use("", "d", 0),
-    )
+    assert make_rule_plan(tmp_path, TIED, PASS + rule_for_all("in", producer='{ name = "/^[xy]$/" }')).sites[
+        -1
+    ].tie == (Use("", "d", 0),)
 
 
 def test_arithmetic_of_weights_stays_float(tmp_path):
@@ -201,12 +204,12 @@ def test_arithmetic_of_weights_stays_float(tmp_path):
         "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1, 2, 3, 4}, float[2] s = {1, 2}>"
         " { ws = Mul(w, s)\ny = MatMul(x, ws) }"
     )
-    rules = rule("all", consumer='{ kind = "mul|matmul" }')
+    rules = rule_for_all("all", consumer='{ kind = "mul|matmul" }')
     plan = make_rule_plan(tmp_path, text, rules)
     assert skip_reasons(plan) == ["x:0 q -> y[0]", "ws:0 q -> y[1]"]
     why = "its consumer computes a weight from weights, and that weight is quantized where it is used"
     assert reasons(plan) == {"w:0 -> ws[0]": why, "s:0 -> ws[1]": why}
-    plan = make_rule_plan(tmp_path, text, rule("named", producer='{ name = "w" }') + rules)
+    plan = make_rule_plan(tmp_path, text, rule_for_all("named", producer='{ name = "w" }') + rules)
     assert "w:0 q -> ws[0]" in skip_reasons(plan)
 
 
@@ -215,25 +218,25 @@ def test_a_tie_to_nothing_is_skipped(tmp_path):
     plan = make_rule_plan(tmp_path, TIED, PASS)
     assert skip_reasons(plan) == []
     assert reasons(plan)["c:0 -> d[0]"] == "the rule ties it to its producer's input, which is not quantized"
-    plan = make_rule_plan(tmp_path, FAN, rule("x", "same-as-input", '{ name = "x" }'))
+    plan = make_rule_plan(tmp_path, FAN, rule_for_all("x", "same-as-input", '{ name = "x" }'))
     assert list(reasons(plan).values()) == ["the rule ties it to its producer's input, but the producer has none"]
 
 
 def test_tie_without_effect_goes_to_the_next_rule(tmp_path):
     """Where nothing feeds a tie the next rule that holds has the use, and ties behind that follow it."""
-    plan = make_rule_plan(tmp_path, TIED, PASS + rule("in", consumer='{ kind = "concat" }'))
+    plan = make_rule_plan(tmp_path, TIED, PASS + rule_for_all("in", consumer='{ kind = "concat" }'))
     assert skip_reasons(plan) == ["y:0 q -> c[1]", "b:0 q -> c[0]", "c:0 q -> d[0] = c[0] c[1]", "d:0 q -> z[0] = d[0]"]
     assert [site.rule for site in plan.sites] == ["in", "in", "pass", "pass"]
     assert reasons(plan) == {"a:0 -> b[0]": "the rule ties it to its producer's input, which is not quantized"}
-    skipped_plan = make_rule_plan(tmp_path, TIED, PASS + rule("no", "float", consumer='{ kind = "relu" }'))
+    skipped_plan = make_rule_plan(tmp_path, TIED, PASS + rule_for_all("no", "float", consumer='{ kind = "relu" }'))
     assert reasons(skipped_plan)["d:0 -> z[0]"] == "rule 'no' keeps it in float"
-    plan = make_rule_plan(tmp_path, TIED, PASS + rule("out", consumer='{ kind = "relu" }'))
+    plan = make_rule_plan(tmp_path, TIED, PASS + rule_for_all("out", consumer='{ kind = "relu" }'))
     assert skip_reasons(plan) == ["d:0 q -> z[0]"]
 
 
 def test_passthrough_tensors_get_no_pair(tmp_path):
     """Behind an op that hands integers on nothing is inserted, and ties reach through to where they come from."""
-    passed = rule("pass", "passthrough", '{ kind = "reshape|transpose" }') + rule(
+    passed = rule_for_all("pass", "passthrough", '{ kind = "reshape|transpose" }') + rule_for_all(
         "tie", "same-as-input", kind("concat")
     )
     text = """
@@ -246,12 +249,14 @@ def test_passthrough_tensors_get_no_pair(tmp_path):
         z = Relu (d)
     }
     """
-    whole = make_rule_plan(tmp_path, text, passed + rule("in", producer='{ name = "/^[xy]$/" }'))
+    whole = make_rule_plan(tmp_path, text, passed + rule_for_all("in", producer='{ name = "/^[xy]$/" }'))
     assert skip_reasons(whole) == ["x:0 q -> a[0]", "y:0 q -> c[0]", "d:0 q -> z[0] = a[0] c[0]"]
     assert whole.skips == ()
     assert whole.unused == ()
     half = make_rule_plan(
-        tmp_path, text, passed + rule("in", producer='{ name = "x" }') + rule("c", consumer=kind("concat"))
+        tmp_path,
+        text,
+        passed + rule_for_all("in", producer='{ name = "x" }') + rule_for_all("c", consumer=kind("concat")),
     )
     assert skip_reasons(half) == ["x:0 q -> a[0]", "c:0 q -> d[1]", "d:0 q -> z[0] = a[0] d[1]"]
 
@@ -282,8 +287,8 @@ def test_ties_in_a_ring(tmp_path, fed):
     file = tmp_path / "rules.toml"
     file.write_text(
         SCHEMES
-        + rule("ring", "same-as-input", '{ kind = "merge|reshape" }')
-        + rule("x", producer='{ kind = "input" }', more="optional = true")
+        + rule_for_all("ring", "same-as-input", '{ kind = "merge|reshape" }')
+        + rule_for_all("x", producer='{ kind = "input" }', more="optional = true")
     )
     plan = make_plan(ring(fed), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
     ringed = ["m:0 q -> i[0] = m[0] m[1]", "i:0 q -> n[0] = i[0]", "n:0 q -> m[1] = n[0]"]
@@ -305,9 +310,9 @@ g (bool p, float[2] x) => (float[2] y)
 
 def test_place_of_captured_tensors(tmp_path):
     """The ops go beside the producer, or into each body with `insert_in = "body"`."""
-    plan = make_rule_plan(tmp_path, BRANCH, rule("t", producer='{ kind = "tanh" }'))
+    plan = make_rule_plan(tmp_path, BRANCH, rule_for_all("t", producer='{ kind = "tanh" }'))
     assert [(site.graph, len(site.uses)) for site in plan.sites] == [("", 2)]
-    plan = make_rule_plan(tmp_path, BRANCH, rule("t", producer='{ kind = "tanh" }', more='insert_in = "body"'))
+    plan = make_rule_plan(tmp_path, BRANCH, rule_for_all("t", producer='{ kind = "tanh" }', more='insert_in = "body"'))
     assert [(site.graph, str(site.uses[0])) for site in plan.sites] == [
         ("y/then_branch", "y/then_branch/a[0]"),
         ("y/else_branch", "y/else_branch/b[0]"),
@@ -332,7 +337,9 @@ def test_fifty_thousand_consumers(tmp_path):
             graph.add_op(Op(name=f"b{k}", kind="relu", type="Relu", outputs=outputs), [TensorRef("", "c")])
         file = tmp_path / "rules.toml"
         file.write_text(
-            SCHEMES + rule("c", "same-as-input", '{ kind = "concat" }') + rule("x", producer='{ kind = "input|neg" }')
+            SCHEMES
+            + rule_for_all("c", "same-as-input", '{ kind = "concat" }')
+            + rule_for_all("x", producer='{ kind = "input|neg" }')
         )
         start = time.perf_counter()
         plan = make_plan(model, load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))

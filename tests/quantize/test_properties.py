@@ -21,7 +21,7 @@ exponents = st.integers(-30, 30) | st.sampled_from([-120, 110])
 
 
 @st.composite
-def nets(draw):
+def product_nets(draw):
     """A net of products with biases, joins, Relus and ops that move values; its constants; and each tensor's ends."""
     lines, tensors, constants = [], ["x"], {}
     for k in range(draw(st.integers(1, 10))):
@@ -59,7 +59,7 @@ def edits(draw, count):
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data(), nets(), st.sampled_from(["qnn", "onnxruntime", "openvino"]))
+@given(st.data(), product_nets(), st.sampled_from(["qnn", "onnxruntime", "openvino"]))
 def test_any_net_is_solved(tmp_path, data, net, rules):
     """Each site has a scale or a reason, ties are equal or told, biases fit or are float, Relus absorbed or alone."""
     text, constants, ends = net

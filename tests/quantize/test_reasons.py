@@ -8,10 +8,9 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from click.testing import CliRunner
+from support.cli import run_cli
 
 import graphquant as gq
-from graphquant.cli import main
 from graphquant.formats.onnx import load
 from graphquant.ir import TensorRef
 from graphquant.observers import sketch_values
@@ -65,7 +64,7 @@ quantize = "act"
 
 
 @pytest.fixture
-def net(tmp_path, monkeypatch):
+def tied_net(tmp_path, monkeypatch):
     """The model and the rules in the working directory, with data."""
     monkeypatch.chdir(tmp_path)
     onnx.save(onnx.parser.parse_model(TEXT), "model.onnx")
@@ -85,10 +84,10 @@ def solve_and_explain(model, plan, **ends):
     return solution, reasons
 
 
-def test_each_scale_is_explained(net):
+def test_each_scale_is_explained(tied_net):
     """Where a range comes from, what ties it, what was raised, and the scale that came of it."""
-    plan = gq.plan(net, rules="rules.toml")
-    solution, reasons = solve_and_explain(net, plan, x=(0.1, 0.2), y=(0.0, 0.9))
+    plan = gq.plan(tied_net, rules="rules.toml")
+    solution, reasons = solve_and_explain(tied_net, plan, x=(0.1, 0.2), y=(0.0, 0.9))
     assert reasons == {
         "w": ("its range [-1, 1] is computed by absmax from its values", "scale 0.00787402, range [-1.00787, 1]"),
         "s": (
@@ -114,11 +113,11 @@ def test_each_scale_is_explained(net):
     assert solution.conflicts == ()
 
 
-def test_smallest_range_is_explained(net):
+def test_smallest_range_is_explained(tied_net):
     """A range that had to be raised says to what."""
-    plan = gq.plan(net, rules="rules.toml")
+    plan = gq.plan(tied_net, rules="rules.toml")
     single_site_plan = replace(plan, sites=tuple(site for site in plan.sites if site.tensor.op == "x"))
-    assert solve_and_explain(net, single_site_plan, x=(0.1, 0.2))[1]["x"] == (
+    assert solve_and_explain(tied_net, single_site_plan, x=(0.1, 0.2))[1]["x"] == (
         "its range [0.1, 0.2] is computed by minmax from the calibration data",
         "its range was widened to the scheme's smallest, 0.5",
         "scale 0.00196078, range [0, 0.5]",
@@ -126,10 +125,10 @@ def test_smallest_range_is_explained(net):
 
 
 @pytest.mark.parametrize(("low", "kept"), [(-0.001, True), (-3.0, False)])
-def test_a_fixed_range_that_a_tie_breaks(net, low, kept):
+def test_a_fixed_range_that_a_tie_breaks(tied_net, low, kept):
     """Less than half a step beyond it changes nothing; more gives way to what values need, and both rules are named."""
-    plan = gq.plan(net, rules="rules.toml")
-    solution, reasons = solve_and_explain(net, plan, x=(low, 0.5), y=(low, 0.9))
+    plan = gq.plan(tied_net, rules="rules.toml")
+    solution, reasons = solve_and_explain(tied_net, plan, x=(low, 0.5), y=(low, 0.9))
     scale = solution.params[0].scale
     assert all(
         solution.params[k].scale == scale for k, site in enumerate(plan.sites) if site.tensor.op in {"s", "x", "y"}
@@ -149,14 +148,14 @@ def test_a_fixed_range_that_a_tie_breaks(net, low, kept):
     assert str(conflict) in reasons["s"]
 
 
-def test_a_tie_of_schemes_that_differ(net):
+def test_a_tie_of_schemes_that_differ(tied_net):
     """Both rules and both schemes are named."""
-    plan = gq.plan(net, rules="rules.toml")
+    plan = gq.plan(tied_net, rules="rules.toml")
     symmetric = [
         replace(site, scheme=replace(site.scheme, zero="symmetric")) if site.tensor.op == "y" else site
         for site in plan.sites
     ]
-    solution, _ = solve_and_explain(net, replace(plan, sites=tuple(symmetric)), x=(0.0, 0.2), y=(-1.0, 0.9))
+    solution, _ = solve_and_explain(tied_net, replace(plan, sites=tuple(symmetric)), x=(0.0, 0.2), y=(-1.0, 0.9))
     assert [str(conflict) for conflict in solution.conflicts] == [
         (
             "rule 'input' for x:0 requires uint8 asymmetric per tensor, and rule 'join' for y:0 requires uint8"
@@ -165,10 +164,10 @@ def test_a_tie_of_schemes_that_differ(net):
     ]
 
 
-def test_explanation_without_data(net):
+def test_explanation_without_data(tied_net):
     """Fixed ranges and ties are known before any sample was run."""
-    plan = gq.plan(net, rules="rules.toml")
-    reasons = {site.tensor.op: explain_scale(net, plan, k) for k, site in enumerate(plan.sites)}
+    plan = gq.plan(tied_net, rules="rules.toml")
+    reasons = {site.tensor.op: explain_scale(tied_net, plan, k) for k, site in enumerate(plan.sites)}
     assert reasons["s"] == ("its range is fixed by rule 'softmax': [0, 1]; Softmax outputs stay in [0, 1]",)
     assert reasons["y"] == (
         "its range will be computed by minmax from the calibration data",
@@ -176,9 +175,9 @@ def test_explanation_without_data(net):
     )
 
 
-def test_explanation_of_edited_plans_and_clones(net):
+def test_explanation_of_edited_plans_and_clones(tied_net):
     """What an edited plan gives, and what is a copy, is said."""
-    plan = gq.plan(net, rules="rules.toml")
+    plan = gq.plan(tied_net, rules="rules.toml")
     site = plan.sites[0]
     cases = [
         (replace(site, scale=(0.5,)), "the plan gives its scale"),
@@ -193,36 +192,32 @@ def test_explanation_of_edited_plans_and_clones(net):
         ),
     ]
     for changed, sentences in cases:
-        assert explain_scale(net, replace(plan, sites=(changed,)), 0) == (sentences,)
-    solution = solve_scales(net, plan, {})
+        assert explain_scale(tied_net, replace(plan, sites=(changed,)), 0) == (sentences,)
+    solution = solve_scales(tied_net, plan, {})
     skipped = next(k for k, planned_site in enumerate(plan.sites) if planned_site.tensor.op == "x")
-    assert explain_scale(net, plan, skipped, solution) == ("stays float: no calibration sample reached it",)
+    assert explain_scale(tied_net, plan, skipped, solution) == ("stays float: no calibration sample reached it",)
 
 
-def test_explain_on_the_command_line(net):
+def test_explain_on_the_command_line(tied_net):
     """Without data the origin, with data or statistics the scale; both at once are refused."""
-    run = CliRunner().invoke
-    plain = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml"])
+    plain = run_cli("explain", "model.onnx", "s", "--rules", "rules.toml")
     assert "    its range is fixed by rule 'softmax': [0, 1]; Softmax outputs stay in [0, 1]\n" in plain.output
     assert "scale 0" not in plain.output
-    full = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml", "--data", "data.npz"])
+    full = run_cli("explain", "model.onnx", "s", "--rules", "rules.toml", "--data", "data.npz")
     assert "    it shares scale and zero point with x:0, as rule 'join' ties it to y:0\n" in full.output
     assert "    scale 0.027451, range [-2.99216, 4.00784]\n" in full.output
-    assert run(main, ["calibrate", "model.onnx", "--data", "data.npz", "--all", "-o", "stats.gqs"]).exit_code == 0
-    same = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml", "--stats", "stats.gqs"])
+    run_cli("calibrate", "model.onnx", "--data", "data.npz", "--all", "-o", "stats.gqs")
+    same = run_cli("explain", "model.onnx", "s", "--rules", "rules.toml", "--stats", "stats.gqs")
     assert same.output == full.output
-    failure = run(main, ["explain", "model.onnx", "s", "--data", "data.npz", "--stats", "stats.gqs"])
-    assert failure.exit_code == 2
+    failure = run_cli("explain", "model.onnx", "s", "--data", "data.npz", "--stats", "stats.gqs", code=2)
     assert "--stats replaces --data. Use one of them." in failure.output
 
 
-def test_the_report_has_choices_and_conflicts(net):
+def test_the_report_has_choices_and_conflicts(tied_net):
     """`insert` tells of the conflict, and its report has the sentences and the two rules."""
-    invocation = CliRunner().invoke(
-        main,
-        ["insert", "model.onnx", "--rules", "rules.toml", "--data", "data.npz", "-o", "q.onnx", "--report", "r.json"],
+    invocation = run_cli(
+        "insert", "model.onnx", "--rules", "rules.toml", "--data", "data.npz", "-o", "q.onnx", "--report", "r.json"
     )
-    assert invocation.exit_code == 0, invocation.output
     assert (
         "conflict: rule 'softmax' for s:0 requires the range [0, 1], and rule 'join' for x:0 requires"
         in invocation.output

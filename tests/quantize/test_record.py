@@ -11,7 +11,7 @@ from graphquant.errors import ModelError
 from graphquant.quantize import make_record, restore_source
 
 
-def message(*values: np.ndarray, fields: bool = False) -> ModelProto:
+def message_of_constants(*values: np.ndarray, fields: bool = False) -> ModelProto:
     """A model of constants and nothing else."""
     tensors = [numpy_helper.from_array(value, f"t{index}") for index, value in enumerate(values)]
     if fields:
@@ -29,8 +29,8 @@ def test_round_trip() -> None:
     small = np.arange(3, dtype=np.float32)
     scaled = (weight * np.linspace(1, 9, 8)[:, None]).astype(np.float32)
     for fields in (False, True):
-        source = message(there, weight, gone, small, fields=fields)
-        written = message(small, scaled, there, fields=fields)
+        source = message_of_constants(there, weight, gone, small, fields=fields)
+        written = message_of_constants(small, scaled, there, fields=fields)
         record = make_record(source, written)
         restored, same = restore_source(record, written, ModelProto)
         assert restored == source
@@ -67,7 +67,7 @@ def forge_record(record: bytes, **changes: object) -> bytes:
 )
 def test_damaged_records(changes: dict[str, object]) -> None:
     """A record that does not fit together is a model's error, never a traceback."""
-    source = message(np.arange(99, dtype=np.float32))
+    source = message_of_constants(np.arange(99, dtype=np.float32))
     record = forge_record(make_record(source, source), **changes)
     with pytest.raises(ModelError):
         restore_source(record, source, ModelProto)

@@ -95,7 +95,7 @@ class Case:
         return [finding.code for finding in gq.check(self.path, backend=backend).findings]
 
 
-def conv(x, w, b):
+def conv_nchw(x, w, b):
     """A convolution without padding, float64: x (N, C, H, W), w (M, C, k, k), b (M,)."""
     windows = np.lib.stride_tricks.sliding_window_view(x, w.shape[2:], axis=(2, 3))
     return np.einsum("nchwij,mcij->nmhw", windows, w) + b.reshape(-1, 1, 1)
@@ -136,7 +136,7 @@ def test_a_bias_that_overflows_int32(tmp_path, rules):
         assert steps[1] < 2**31 - 1
         assert "its range was widened to the scheme's smallest, 0.0001 in 1 of 4 channels" in case.choices("w")
         assert case.params("b").scale.tolist() == pytest.approx((float(x.scale) * w.scale).tolist())
-    expected = conv(case.rounded("x", X), case.rounded("w", small_channel()), B)
+    expected = conv_nchw(case.rounded("x", X), case.rounded("w", small_channel()), B)
     for level in (OFF, ALL):
         [actual] = case.run(level)
         step_distance, share = steps_between(actual, case.rounded("y", expected), case.params("y"))
@@ -187,7 +187,7 @@ def test_weight_scale_of_the_plan_is_not_changed(tmp_path):
     report = InsertResult.of(inserted_result).as_json()
     assert report["conflicts"][0]["rules"] == ["conv-weight", "bias"]
     case.path = inserted_result.save(tmp_path / "dictated.onnx")
-    expected = conv(case.rounded("x", X), case.rounded("w", small_channel()), B)
+    expected = conv_nchw(case.rounded("x", X), case.rounded("w", small_channel()), B)
     assert steps_between(case.run()[0], case.rounded("y", expected), case.params("y"))[0] <= 1
 
 
@@ -203,7 +203,7 @@ def test_weights_and_activations_of_16_bits(tmp_path, per):
     assert steps.max() < 2**31 - 1
     channels = " in 2 of 4 channels" if per == "channel" else ""
     assert f"times{channels} so that bias b:0 fits int32" in case.result.site_notes[TensorRef("", "w")]
-    expected = conv(X.astype(np.float64), W.astype(np.float64), bias)
+    expected = conv_nchw(X.astype(np.float64), W.astype(np.float64), bias)
     noise = case.run(ALL)[0] - expected
     assert 10 * np.log10((expected**2).mean() / (noise**2).mean()) > 70
 
@@ -240,7 +240,7 @@ def test_a_shared_bias_that_needs_two_scales(tmp_path):
         data, weight, bias = case.params(source), case.params("w"), case.params("b", name)
         np.testing.assert_allclose(bias.scale, float(data.scale) * weight.scale, rtol=1e-6)
         rounded = case.rounded(source, feeds[source]), case.rounded("w", W), case.rounded("b", B, name)
-        expected = case.rounded(name, conv(*rounded))
+        expected = case.rounded(name, conv_nchw(*rounded))
         step_distance, share = steps_between(actual, expected, case.params(name))
         assert step_distance <= 1
         assert share < 0.01
@@ -262,7 +262,7 @@ def test_a_shared_weight_of_which_one_consumer_needs_another_scale(tmp_path):
     assert (case.params("w", "z").scale > 1e-9 * np.abs(W).max() / 127).all()
     assert "is a copy for z[1]: its scale was raised" in case.result.site_notes[TensorRef("", "w")]
     for name, source, bias in (("y", "x", B * 1e-9), ("z", "t", B * 10)):
-        expected = conv(case.rounded(source, X), case.rounded("w", W * 1e-9, name), bias)
+        expected = conv_nchw(case.rounded(source, X), case.rounded("w", W * 1e-9, name), bias)
         actual = dict(zip("yz", case.run(ALL), strict=True))[name]
         assert steps_between(actual, case.rounded(name, expected), case.params(name))[0] <= 1
     assert case.codes("onnxruntime") == []
@@ -312,7 +312,7 @@ def test_a_tie_that_breaks_a_relu(tmp_path, backend):
     onnx.save(model, without)
     np.testing.assert_array_equal(case.run(OFF)[0], case.run(OFF, without)[0])
     x = case.feeds["x"]
-    c = conv(case.rounded("x", x), case.rounded("w", W), case.rounded("b", B, "c") if backend == "qnn" else B)
+    c = conv_nchw(case.rounded("x", x), case.rounded("w", W), case.rounded("b", B, "c") if backend == "qnn" else B)
     actual = onnxruntime_value(case, "r/quant/dequant")
     step_distance, share = steps_between(actual, case.rounded("r", np.maximum(c, 0)), relu)
     assert step_distance <= 1
@@ -351,7 +351,7 @@ def test_a_clip_whose_ends_no_integer_has(tmp_path):
     assert {pair.site.tensor.op for pair in case.result.inserted} == {"x", "w", "c", "y"}
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend="onnxruntime").verdicts}
     assert statuses["c"] == "int8"
-    expected = np.clip(conv(case.rounded("x", X), case.rounded("w", W), B), -1, 1)
+    expected = np.clip(conv_nchw(case.rounded("x", X), case.rounded("w", W), B), -1, 1)
     for level in (OFF, ALL):
         step_distance, share = steps_between(case.run(level)[0], case.rounded("y", expected), case.params("y"))
         assert step_distance <= 1

@@ -15,7 +15,7 @@ W = RNG.standard_normal((3, 3, 3, 4)).astype(np.float32)
 B = np.array([0.1, 3.0, -0.2, 1.0], np.float32)
 
 
-def conv(x, w, b):
+def conv_nhwc(x, w, b):
     """A convolution without padding, float64: x (N, H, W, C), w (k, k, C, M), b (M,)."""
     windows = np.lib.stride_tricks.sliding_window_view(x.astype(np.float64), w.shape[:2], axis=(1, 2))
     return np.einsum("nhwcij,ijcm->nhwm", windows, w.astype(np.float64)) + b
@@ -93,7 +93,7 @@ def test_a_bias_that_overflows_int32(tmp_path):
     largest = max(int(np.abs(values.astype(np.int64)).max()) for values in case.biases())
     assert 2**31 * (1 - 1e-4) < largest < 2**31 - 1
     [(actual, step)] = case.run()
-    assert is_near(actual, conv(case.rounded("x", X, "c"), case.rounded("w", small, "c"), B), step)
+    assert is_near(actual, conv_nhwc(case.rounded("x", X, "c"), case.rounded("w", small, "c"), B), step)
     assert np.abs(actual[..., 1] - B[1]).max() <= step
 
 
@@ -115,7 +115,7 @@ def test_shared_weights_and_biases(tmp_path):
     runs = zip(sorted(case.run(), key=lambda entry: entry[1]), ((1e-6, "c"), (1e4, "d")), strict=True)
     for (actual, step), (factor, op) in runs:
         x, w = case.rounded("x", X, op), case.rounded("w", W * np.float32(1e-6), op)
-        assert is_near(actual, conv(x, w, B * factor), step)
+        assert is_near(actual, conv_nhwc(x, w, B * factor), step)
 
 
 def test_a_tie_that_moves_a_relu_s_zero_point(tmp_path):
@@ -136,4 +136,4 @@ def test_a_tie_that_moves_a_relu_s_zero_point(tmp_path):
     [(actual, step)] = case.run()
     x = case.rounded("x", X, "c")
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    assert is_near(actual, np.concatenate([np.maximum(conv(padded, case.rounded("w", W, "c"), B), 0), x], 3), step)
+    assert is_near(actual, np.concatenate([np.maximum(conv_nhwc(padded, case.rounded("w", W, "c"), B), 0), x], 3), step)

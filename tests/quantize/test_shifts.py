@@ -4,15 +4,13 @@ import re
 from dataclasses import replace
 
 import numpy as np
-import onnx
-import onnx.parser
 import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.onnx_models import load_onnx
 
 import graphquant as gq
-from graphquant.formats.onnx import load
 from graphquant.ir import TensorRef
 from graphquant.numerics import dequantize, quantize
 from graphquant.observers import sketch_values
@@ -27,13 +25,9 @@ B = np.array([0.5, -1.0, 0.25, 0.75], np.float32)
 CONV = "(float[1,3,8,8] x) => (float[1,4,6,6] y) { y = Conv(x, w, b) }"
 
 
-def model(folder, text, **constants):
+def shift_model(folder, text, **constants):
     """An ONNX model."""
-    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 13]> g {text}')
-    for name, value in constants.items():
-        message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value, np.float32), name))
-    onnx.save(message, folder / "model.onnx")
-    return load(folder / "model.onnx")
+    return load_onnx(folder, f"g {text}", {name: np.asarray(value, np.float32) for name, value in constants.items()})
 
 
 def solve_for(loaded, **ends):
@@ -65,7 +59,7 @@ def excess(loaded, solution):
 
 def test_met_shift_limits_change_nothing(tmp_path):
     """Scales are the smallest powers of two that cover the ranges, and nothing is said."""
-    solution = solve_for(model(tmp_path, CONV, w=W, b=B), x=1.0, y=8.0)
+    solution = solve_for(shift_model(tmp_path, CONV, w=W, b=B), x=1.0, y=8.0)
     assert positions(solution) == {"x": 7, "w": 7, "b": 6, "y": 4}
     assert (solution.notes, solution.conflicts) == ({}, ())
 
@@ -80,7 +74,7 @@ def test_met_shift_limits_change_nothing(tmp_path):
 )
 def test_weighted_ops(tmp_path, name, scale, ends, expected, says):
     """Output, weight or, for the bias, the weight again gets as much coarser as its limit asks for."""
-    loaded = model(tmp_path, CONV, w=W * scale, b=B)
+    loaded = shift_model(tmp_path, CONV, w=W * scale, b=B)
     solution = solve_for(loaded, **ends)
     positions_by_op = positions(solution)
     assert {key: positions_by_op[key] for key in expected} == expected
@@ -94,7 +88,7 @@ def test_weighted_ops(tmp_path, name, scale, ends, expected, says):
 def test_sums_and_products(tmp_path):
     """Inputs of a sum are at most 7 positions apart; a product's output is no finer than the product."""
     text = "(float[4] x, float[4] t) => (float[4] y, float[4] m) { y = Add(x, t) m = Mul(t, t) }"
-    loaded = model(tmp_path, text)
+    loaded = shift_model(tmp_path, text)
     solution = solve_for(loaded, x=1.0, t=2.0**-12, y=1.0, m=2.0**-28)
     positions_by_op = positions(solution)
     assert positions_by_op == {"x": 7, "t": 14, "y": 7, "m": 28}
@@ -107,7 +101,7 @@ def test_sums_and_products(tmp_path):
 
 def test_a_bias_of_zeros_takes_any_scale(tmp_path):
     """It gets the position that its op needs, and the weight keeps its own."""
-    loaded = model(tmp_path, CONV, w=W * 2.0**-9, b=B * 0)
+    loaded = shift_model(tmp_path, CONV, w=W * 2.0**-9, b=B * 0)
     solution = solve_for(loaded, x=1.0, y=0.05)
     positions_by_op = positions(solution)
     assert positions_by_op["w"] == 16
@@ -121,7 +115,7 @@ def test_a_weight_that_two_ops_read_is_copied(tmp_path):
         "(float[1,3,8,8] x, float[1,3,8,8] t) => (float[1,4,6,6] y, float[1,4,6,6] z) "
         "{ y = Conv(x, w, b) z = Conv(t, w, b) }"
     )
-    loaded = model(tmp_path, text, w=W * 2.0**-12, b=B * 2.0**-12)
+    loaded = shift_model(tmp_path, text, w=W * 2.0**-12, b=B * 2.0**-12)
     solution = solve_for(loaded, x=1.0, t=1.0, y=2.0**-8, z=8.0)
     weights = {
         site.uses[0].op: power_of_two_position(solution.params[k])
@@ -139,7 +133,7 @@ def test_copies_that_are_alike_are_one(tmp_path):
         "(float[1,3,8,8] x, float[1,3,8,8] t) => (float[1,4,6,6] y, float[1,4,6,6] z, float[1,4,6,6] v) "
         "{ y = Conv(x, w, b) z = Conv(t, w, b) v = Conv(x, w, b) }"
     )
-    loaded = model(tmp_path, text, w=W * 2.0**-12, b=B * 2.0**-12)
+    loaded = shift_model(tmp_path, text, w=W * 2.0**-12, b=B * 2.0**-12)
     solution = solve_for(loaded, x=1.0, t=1.0, y=8.0, z=8.0, v=8.0)
     weights = [k for k, site in enumerate(solution.plan.sites) if site.tensor.op == "w"]
     assert [str(use) for use in solution.plan.sites[weights[0]].uses] == ["y[1]", "z[1]", "v[1]"]
@@ -154,7 +148,9 @@ def test_copies_that_are_alike_are_one(tmp_path):
 
 def test_useless_raises_are_undone(tmp_path):
     """The product would need 9 doublings and has 7: it keeps its scale, and the conflict says so."""
-    loaded = model(tmp_path, "(float[4] x, float[4] t) => (float[4] y, float[4] m) { y = Add(x, t) m = Mul(t, t) }")
+    loaded = shift_model(
+        tmp_path, "(float[4] x, float[4] t) => (float[4] y, float[4] m) { y = Add(x, t) m = Mul(t, t) }"
+    )
     solution = solve_for(loaded, x=1.0, t=2.0**-12, y=1.0, m=2.0**-30)
     assert positions(solution) == {"x": 7, "t": 14, "y": 7, "m": 37}
     [conflict] = solution.conflicts
@@ -165,7 +161,7 @@ def test_useless_raises_are_undone(tmp_path):
 
 def test_unmet_limits_become_conflicts(tmp_path):
     """A fixed weight and a product far beyond the output: the conflict names both, and nothing else was changed."""
-    loaded = model(tmp_path, CONV, w=W * 2.0**-12, b=B)
+    loaded = shift_model(tmp_path, CONV, w=W * 2.0**-12, b=B)
     plan = gq.plan(loaded, rules="vitis_ai")
     sites = tuple(replace(site, scale=(2.0**-30,)) if site.tensor.op == "w" else site for site in plan.sites)
     ends = {"x": 1.0, "y": 2.0**20}
@@ -178,7 +174,7 @@ def test_unmet_limits_become_conflicts(tmp_path):
 
 def test_a_model_runs_as_its_reference(tmp_path):
     """From data to a model whose every shift is one that the hardware has, which computes what numpy computes."""
-    loaded = model(tmp_path, CONV, w=W * 2.0**-12, b=B)
+    loaded = shift_model(tmp_path, CONV, w=W * 2.0**-12, b=B)
     x = RNG.uniform(-1, 1, (1, 3, 8, 8)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x)
     result = gq.insert(loaded, rules="vitis_ai", data=str(tmp_path / "data.npz"), validate=False)
@@ -201,7 +197,7 @@ NAMES = ["x", "t", "u", "v"]
 
 
 @st.composite
-def nets(draw):
+def shift_nets(draw):
     """A chain of ops that shift, move or join, each on tensors made before, all of shape (2, 2); and magnitudes."""
     lines, tensors, weights = [], ["x"], {}
     for k in range(draw(st.integers(1, 8))):
@@ -227,12 +223,12 @@ def nets(draw):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(nets())
+@given(shift_nets())
 def test_any_net_is_solved(tmp_path, drawn):
     """Whatever the ranges: it ends, what is tied is equal, each limit holds or is told, and no scale became smaller."""
     text, weights, ends = drawn
     constants = {name: np.full(shape, 2.0**exponent) for name, (shape, exponent) in weights.items()}
-    loaded = model(tmp_path, text, **constants)
+    loaded = shift_model(tmp_path, text, **constants)
     solution = solve_for(loaded, **ends)
     plain = gq.plan(loaded, rules="vitis_ai")
     free = Plan(

@@ -21,12 +21,12 @@ ONNX = {"digits_cnn.onnx": "digits_cnn", "digits_cnn_bn.onnx": "digits_cnn", "di
 TENSORFLOW = ["digits_cnn.pb", "digits_cnn.pbtxt", "digits_rnn.pb", "digits_cnn_saved_model", "digits_rnn_saved_model"]
 
 
-def inserted(samples: Path, name: str, out: Path, **options: Any) -> Path:
+def insert_without_data(samples: Path, name: str, out: Path, **options: Any) -> Path:
     """The sample model, quantized without data."""
     return gq.insert(samples / name, rules=["fixed_point"], **options).save(out / name)
 
 
-def message(model: Any) -> Any:
+def emitted_message(model: Any) -> Any:
     """The message of a model, or of the one at a path."""
     loaded = model if isinstance(model, gq.Model) else gq.load(model)
     return formats.format_module(loaded.format).emit(loaded)
@@ -35,12 +35,25 @@ def message(model: Any) -> Any:
 @pytest.mark.parametrize("name", [*ONNX, "digits_nested.onnx", *TENSORFLOW])
 def test_float_weights_give_back_the_source(samples: Path, tmp_path: Path, name: str) -> None:
     """The source message comes back, with names, order, weights, opset and BatchNorms as they were."""
-    stripped = gq.strip(inserted(samples, name, tmp_path, float_weights=True))
+    stripped = gq.strip(insert_without_data(samples, name, tmp_path, float_weights=True))
     assert stripped.exact
-    assert message(stripped.model) == message(samples / name)
+    assert emitted_message(stripped.model) == emitted_message(samples / name)
     out = stripped.model.save(tmp_path / f"stripped_{name}")
-    assert message(out) == message(samples / name)
+    assert emitted_message(out) == emitted_message(samples / name)
     assert not gq.diff(out, samples / name)
+
+
+def test_barriers_are_removed(samples: Path, tmp_path: Path) -> None:
+    """The Clips that keep ops in float are no difference, and are removed with the pairs."""
+    exclude = ["pointwise/conv_weights_fused_bn", "hidden/matmul/ReadVariableOp:0"]
+    data = str(samples / "digits_cnn_calib.npz")
+    result = gq.insert(samples / "digits_cnn.onnx", data=data, samples=8, float_weights=True, exclude=exclude)
+    out = result.save(tmp_path / "digits_cnn.onnx")
+    assert sum(node.name.endswith("/barrier") for node in emitted_message(out).graph.node) == len(exclude)
+    assert len(gq.diff(samples / "digits_cnn.onnx", out).changes) == len(result.inserted)
+    stripped = gq.strip(out)
+    assert stripped.exact
+    assert emitted_message(stripped.model) == emitted_message(samples / "digits_cnn.onnx")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +65,7 @@ def test_real_models_are_restored(shared: Path, tmp_path: Path, name: str, data:
     result = gq.insert(shared / name, rules=["fixed_point"], float_weights=True)
     stripped = gq.strip(result.save(tmp_path / f"out{(shared / name).suffix}"))
     assert stripped.exact
-    assert message(stripped.model) == message(shared / name)
+    assert emitted_message(stripped.model) == emitted_message(shared / name)
 
 
 @pytest.mark.parametrize("name", ["ultraface/version-RFB-320.onnx", "silero_vad_16k_op15.onnx"])
@@ -70,7 +83,7 @@ def test_rounded_weights_of_real_models(shared: Path, tmp_path: Path, name: str)
 @pytest.mark.parametrize("name", ONNX)
 def test_rounded_weights_are_reported(samples: Path, tmp_path: Path, name: str) -> None:
     """Without float weights it is the prepared model; weights are the integers' values under their old names."""
-    path = inserted(samples, name, tmp_path)
+    path = insert_without_data(samples, name, tmp_path)
     quantized = {reading.tensor for reading in summarize_model(gq.load(path)).quantization_ops}
     stripped = gq.strip(path)
     assert not stripped.exact
@@ -91,7 +104,7 @@ def test_rounded_weights_are_reported(samples: Path, tmp_path: Path, name: str) 
 def test_weights_that_calls_passed_stay_in_their_function(samples: Path, tmp_path: Path) -> None:
     """An argument that was stored as integers in its function is a constant there; all else is as it was."""
     source = samples / "digits_nested.onnx"
-    stripped = gq.strip(inserted(samples, "digits_nested.onnx", tmp_path))
+    stripped = gq.strip(insert_without_data(samples, "digits_nested.onnx", tmp_path))
     (note,) = stripped.notes
     assert note.endswith("sample_models:Block/matrix:0.")
     assert not summarize_model(stripped.model).quantization_ops
@@ -126,7 +139,7 @@ def test_output_lists_remaining_changes(samples: Path, tmp_path: Path, cli: Call
 def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """The source comes back bit for bit; a model without quantization, and no output, are refused."""
     source = samples / "digits_cnn.onnx"
-    path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
+    path = insert_without_data(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
     output = cli("strip", path, "-o", tmp_path / "back.onnx", "--check", source).stdout.replace("\n", " ")
     assert "The source model, bit for bit." in output
     assert "Verified" in output
@@ -145,12 +158,12 @@ def test_op_by_op(samples: Path, tmp_path: Path, name: str) -> None:
     stripped = gq.strip(path, everything=True)
     assert not stripped.exact
     assert stripped.ops
-    assert message(stripped.model) == message(samples / name)
+    assert emitted_message(stripped.model) == emitted_message(samples / name)
 
 
 def test_a_graph_that_was_changed_since(samples: Path, tmp_path: Path) -> None:
     """What somebody else did to the quantized model is kept: ops are taken out one by one then, and strip says so."""
-    path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
+    path = insert_without_data(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
     model = onnx.load(path)
     last = model.graph.output[0].name
     model.graph.node.append(helper.make_node("Neg", [last], ["negated"], name="negate"))
@@ -166,7 +179,7 @@ def test_a_graph_that_was_changed_since(samples: Path, tmp_path: Path) -> None:
 
 def test_weights_that_were_trained_since(samples: Path, tmp_path: Path) -> None:
     """New weights are kept too, and it is said that the source is not to be had."""
-    path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
+    path = insert_without_data(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
     model = onnx.load(path)
     large = max(model.graph.initializer, key=lambda tensor: tensor.ByteSize())
     large.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(large) * np.float32(2), large.name))
@@ -180,7 +193,7 @@ def test_weights_that_were_trained_since(samples: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"x", b"{}" * 40])
 def test_a_damaged_record(samples: Path, tmp_path: Path, damage: bytes) -> None:
     """A record that says nothing sensible is no reason to fail."""
-    path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
+    path = insert_without_data(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
     model = onnx.load(path)
     for entry in model.metadata_props:
         if entry.key == "graphquant.record":

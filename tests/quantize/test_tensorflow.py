@@ -14,7 +14,7 @@ from graphquant.quantize import original_weights, prepare
 FOLD = ("fold-batchnorm",)
 
 
-def graph_def(tf):
+def batchnorm_graph(tf):
     """Convolutions of each kind and a matrix product, each with a BatchNorm behind it, in their two spellings."""
     rng = np.random.default_rng(5)
 
@@ -49,7 +49,7 @@ def graph_def(tf):
 def test_tensorflow_computes_the_same(tmp_path):
     """Five foldings change no output by more than rounding; each weight comes back from the record to the bit."""
     tf = pytest.importorskip("tensorflow")
-    source = graph_def(tf)
+    source = batchnorm_graph(tf)
     (tmp_path / "model.pb").write_bytes(source.SerializeToString())
     model = gq.load(tmp_path / "model.pb")
     folded, steps = prepare(model, FOLD)

@@ -37,7 +37,7 @@ def planned(samples: Path) -> tuple[Model, gq.Plan]:
     return prepare(model, [step.step for step in plan.steps])[0], plan
 
 
-def site(plan: gq.Plan, op: str) -> Any:
+def planned_site_of(plan: gq.Plan, op: str) -> Any:
     """The first site of what `op` makes."""
     return next(planned_site for planned_site in plan.sites if planned_site.tensor.op == op)
 
@@ -58,8 +58,11 @@ def test_exact_scales(planned):
         "max_pool:0": ("max_pool", True),
         "image:0": ("image/quant;image/quant/min", True),
     }
-    assert (site(plan, "stem/relu").scale, site(plan, "stem/relu").zero_point) == ((0.5,), (-128,))
-    assert site(plan, "image").zero_point == (3,)
+    assert (planned_site_of(plan, "stem/relu").scale, planned_site_of(plan, "stem/relu").zero_point) == (
+        (0.5,),
+        (-128,),
+    )
+    assert planned_site_of(plan, "image").zero_point == (3,)
     assert transfer.unused == ()
     assert TensorRef("", "pointwise/relu") in transfer.missing
     assert TensorRef("", "image") not in transfer.missing
@@ -82,8 +85,8 @@ def test_another_type_gives_the_range(samples):
     source = tflite(("stem/relu", 0.5, -100), ("pointwise/relu", 2.0**-10, 0, "conv", "int16"))
     plan, transfer = transfer_ranges(prepared, rule_plan, source, {})
     assert [transferred.exact for transferred in transfer.transferred] == [False, False]
-    assert site(plan, "stem/relu").range == (-14.0, 113.5)
-    assert site(plan, "pointwise/relu").range == (-32.0, 32767 / 1024)
+    assert planned_site_of(plan, "stem/relu").range == (-14.0, 113.5)
+    assert planned_site_of(plan, "pointwise/relu").range == (-32.0, 32767 / 1024)
 
 
 def test_constants_and_foreign_parts_are_no_match(planned):
@@ -98,7 +101,7 @@ def test_constants_and_foreign_parts_are_no_match(planned):
         "pointwise/relu:0",
         "residual_1/relu:0",
     ]
-    assert site(plan, "stem/relu").scale is None
+    assert planned_site_of(plan, "stem/relu").scale is None
 
 
 def test_conflicting_names_match_nothing(planned):
@@ -131,7 +134,7 @@ def test_name_map(planned, tmp_path):
     scales = np.arange(1, channels + 1, dtype=np.float32)
     source = tflite(("first", 0.5, -128), ("kernel", scales, np.zeros(channels), "constant"), ("stem/relu", 9, 0))
     plan, transfer = transfer_ranges(model, rule_plan, source, read_name_map(tmp_path / "map.toml"))
-    assert site(plan, "stem/relu").scale == (0.5,)
+    assert planned_site_of(plan, "stem/relu").scale == (0.5,)
     assert next(planned_site for planned_site in plan.sites if planned_site.tensor == weight.tensor).scale == tuple(
         scales
     )
@@ -148,7 +151,7 @@ def test_an_edited_plan_wins(planned):
     plan, transfer = transfer_ranges(
         model, replace(rule_plan, sites=sites), tflite(("stem/relu", 0.5, 0), ("max_pool", 1, 0)), {}
     )
-    assert site(plan, "stem/relu").range == (0.0, 1.0)
+    assert planned_site_of(plan, "stem/relu").range == (0.0, 1.0)
     assert [str(transferred.tensor) for transferred in transfer.transferred] == ["max_pool:0"]
 
 

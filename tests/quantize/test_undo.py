@@ -143,7 +143,7 @@ def test_the_source_is_there_again(tmp_path):
     assert {"n", "w", "i", "d", "k", "s5"} <= set(positions)
 
 
-def folded(steps):
+def folding_step(steps):
     """The step that folded the first BatchNorm."""
     return next(step for step in steps if step.target == "n")
 
@@ -171,7 +171,7 @@ def test_weights_are_not_copied(tmp_path):
 def test_rounded_weights_are_restored_approximately(tmp_path):
     """From other values than those written a weight is a quotient, and that it is no more is told."""
     model = gq.load(source(tmp_path))
-    step = folded(prepare(model, tuple(PREPARATION_STEPS))[1])
+    step = folding_step(prepare(model, tuple(PREPARATION_STEPS))[1])
     originals_by_op = original_weights(step, lambda _: np.full((8, 3, 1, 1), 0.5, np.float32))
     weight, exact = originals_by_op["", "w"]
     assert not exact
@@ -186,7 +186,7 @@ def test_a_damaged_record(tmp_path, damage):
     """What cannot be read is refused with the step's name, and nothing is unpacked beyond the weight's size."""
     model = gq.load(source(tmp_path))
     prepared, steps = prepare(model, tuple(PREPARATION_STEPS))
-    step = folded(steps)
+    step = folding_step(steps)
     value = next(item["value"] for item in step.undo["removed"] if item["op"] == "w")
     value.update(damage)
     weight = prepared.main.op("c/weight_folded").read_value()

@@ -52,7 +52,7 @@ SEEDS = [path.read_bytes() for path in shipped_rule_files().values()]
 
 
 @pytest.fixture(scope="module")
-def folder():
+def short_folder():
     """A working directory with a short name, so that paths in messages are simple."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as name:
@@ -79,14 +79,14 @@ def outcome(content):
 
 @SETTINGS
 @given(st.lists(line, max_size=12).map("\n".join))
-def test_random_tables(folder, text):
+def test_random_tables(short_folder, text):
     """Tables with keys in the wrong places and values of all types give a rule set or mistakes."""
     outcome(text.encode("utf-8", "surrogatepass"))
 
 
 @SETTINGS
 @given(st.binary(max_size=200))
-def test_random_bytes(folder, content):
+def test_random_bytes(short_folder, content):
     """Any bytes give a rule set or mistakes."""
     outcome(content)
 
@@ -104,7 +104,7 @@ def test_random_bytes(folder, content):
         max_size=4,
     ),
 )
-def test_mutated_files(folder, content, edits):
+def test_mutated_files(short_folder, content, edits):
     """A shipped file with a few bytes replaced gives a rule set or mistakes."""
     for where, length, new in edits:
         at = int(where * len(content))
@@ -114,7 +114,7 @@ def test_mutated_files(folder, content, edits):
 
 @SETTINGS
 @given(st.sampled_from(SEEDS), st.lists(st.tuples(st.floats(0, 1), key, value), min_size=1, max_size=3))
-def test_replaced_lines(folder, content, edits):
+def test_replaced_lines(short_folder, content, edits):
     """A shipped file with assignments replaced gives a rule set or mistakes."""
     lines = content.decode().split("\n")
     for where, name, new in edits:

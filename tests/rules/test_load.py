@@ -34,7 +34,7 @@ quantize = "float"
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch):
+def write_rule_files(tmp_path, monkeypatch):
     """Writes rule files into an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
@@ -45,7 +45,7 @@ def write(tmp_path, monkeypatch):
     return write
 
 
-def message(*names):
+def rule_error_text(*names):
     """What loading says."""
     with pytest.raises(RuleError) as caught:
         load_ruleset(names)
@@ -68,9 +68,9 @@ def test_shipped_rules_load(name):
     assert {rule.file for rule in ruleset.rules} == {name}
 
 
-def test_load(write):
+def test_load(write_rule_files):
     """A rule comes with its file, line, scheme and patterns."""
-    ruleset = load_ruleset([write(GOOD)])
+    ruleset = load_ruleset([write_rule_files(GOOD)])
     weight, inside = ruleset.rules
     assert ruleset.files == ("rules.toml",)
     assert ruleset.prepare == ("fold-batchnorm",)
@@ -82,10 +82,10 @@ def test_load(write):
     assert inside.patterns["silu"].ops == ("s = sigmoid(x)", "y = mul(x, s)")
 
 
-def test_files_stack_in_order(write):
+def test_files_stack_in_order(write_rule_files):
     """Rules keep the order of the files, prepare steps are listed once, a scheme is its own file's."""
     mine = GOOD.replace("fold-batchnorm", 'initializer-inputs", "fold-batchnorm').replace("int8", "int4")
-    ruleset = load_ruleset([write(mine, "mine.toml"), write(GOOD)])
+    ruleset = load_ruleset([write_rule_files(mine, "mine.toml"), write_rule_files(GOOD)])
     assert [(rule.file, rule.scheme and rule.scheme.dtype) for rule in ruleset.rules] == [
         ("mine.toml", "int4"),
         ("mine.toml", None),
@@ -95,18 +95,18 @@ def test_files_stack_in_order(write):
     assert ruleset.prepare == ("initializer-inputs", "fold-batchnorm")
 
 
-def test_the_first_file_that_names_a_step_decides(write):
+def test_the_first_file_that_names_a_step_decides(write_rule_files):
     """A file before others takes a step out by "not", one behind them cannot."""
-    without = write('prepare = ["not fold-batchnorm", "drop-identity"]\n', "without.toml")
-    rules = write(GOOD)
+    without = write_rule_files('prepare = ["not fold-batchnorm", "drop-identity"]\n', "without.toml")
+    rules = write_rule_files(GOOD)
     assert load_ruleset([without, rules]).prepare == ("drop-identity",)
     assert load_ruleset([rules, without]).prepare == ("fold-batchnorm", "drop-identity")
 
 
-def test_contradictory_steps_are_rejected(write):
+def test_contradictory_steps_are_rejected(write_rule_files):
     """One file cannot want both."""
     with pytest.raises(RuleError, match=r"bad\.toml:1: 'fold-batchnorm' is switched on and off; remove one"):
-        load_ruleset([write('prepare = ["fold-batchnorm", "not fold-batchnorm"]\n', "bad.toml")])
+        load_ruleset([write_rule_files('prepare = ["fold-batchnorm", "not fold-batchnorm"]\n', "bad.toml")])
 
 
 def test_step_names_match_the_implementations():
@@ -114,24 +114,24 @@ def test_step_names_match_the_implementations():
     assert tuple(PREPARATION_STEPS) == PREPARATION_NAMES
 
 
-def test_digest_is_of_the_contents_in_order(write):
+def test_digest_is_of_the_contents_in_order(write_rule_files):
     """The digest changes with a byte of a file and with the order, and with nothing else."""
-    first, second = write(GOOD, "one.toml"), write(GOOD + "\n", "two.toml")
+    first, second = write_rule_files(GOOD, "one.toml"), write_rule_files(GOOD + "\n", "two.toml")
     digests = [hashlib.sha256(Path(name).read_bytes()).digest() for name in (first, second)]
     assert load_ruleset([first, second]).digest == hashlib.sha256(b"".join(digests)).hexdigest()
     assert load_ruleset([second, first]).digest != load_ruleset([first, second]).digest
-    assert load_ruleset([first]).digest == load_ruleset([write(GOOD, "copy.toml")]).digest
+    assert load_ruleset([first]).digest == load_ruleset([write_rule_files(GOOD, "copy.toml")]).digest
 
 
-def test_no_files_and_an_empty_file(write):
+def test_no_files_and_an_empty_file(write_rule_files):
     """Nothing asked for is an empty rule set; so is an empty file."""
     assert load_ruleset([]).rules == ()
-    assert load_ruleset([write("")]).rules == ()
+    assert load_ruleset([write_rule_files("")]).rules == ()
 
 
-def test_byte_order_mark(write):
+def test_byte_order_mark(write_rule_files):
     """A byte order mark, as some editors write it, is no mistake."""
-    assert len(load_ruleset([write(b"\xef\xbb\xbf" + GOOD.encode())]).rules) == 2
+    assert len(load_ruleset([write_rule_files(b"\xef\xbb\xbf" + GOOD.encode())]).rules) == 2
 
 
 @pytest.mark.parametrize(
@@ -148,29 +148,34 @@ def test_byte_order_mark(write):
         ("nul\0.toml", "There is no rule file 'nul\\x00.toml'. The shipped rule files are "),
     ],
 )
-def test_unknown_names(write, name, says):
+def test_unknown_names(write_rule_files, name, says):
     """An unknown name is answered with the shipped ones and the closest of them."""
-    write("", "mine.toml")
+    write_rule_files("", "mine.toml")
     with pytest.raises(UsageError) as caught:
         load_ruleset([name])
     assert str(caught.value).startswith(says + ", ".join(shipped_rule_files()) + ". Name your own file by its path")
 
 
-def test_unreadable_files(write, monkeypatch):
+def test_unreadable_files(write_rule_files, monkeypatch):
     """What is no rule file at all is a mistake in line 1, or where it begins."""
     Path("folder.toml").mkdir()
     os.mkfifo("pipe.toml")
-    assert message("folder.toml") == "folder.toml:1: this is a folder. Name a rule file in it."
-    assert message("pipe.toml") == "pipe.toml:1: this is not a regular file. Save its text to a file first."
-    assert message(write(b"a = 1\n\nb = '\xff'")) == "rules.toml:3: the file is not UTF-8. Save it in that encoding."
-    assert message(write(" " * (1 << 20) + " ")).startswith("rules.toml:1: the file has more than 1048576 bytes")
+    assert rule_error_text("folder.toml") == "folder.toml:1: this is a folder. Name a rule file in it."
+    assert rule_error_text("pipe.toml") == "pipe.toml:1: this is not a regular file. Save its text to a file first."
+    assert (
+        rule_error_text(write_rule_files(b"a = 1\n\nb = '\xff'"))
+        == "rules.toml:3: the file is not UTF-8. Save it in that encoding."
+    )
+    assert rule_error_text(write_rule_files(" " * (1 << 20) + " ")).startswith(
+        "rules.toml:1: the file has more than 1048576 bytes"
+    )
     for deep in (
         "a = " + "[" * 5000,
         "a." * 100_000 + "b = 1",
         "[" + "a." * 100_000 + "b]",
         "a = " + "[" * 40 + "]" * 40,
     ):
-        assert message(write(f"\n{deep}")) == (
+        assert rule_error_text(write_rule_files(f"\n{deep}")) == (
             "rules.toml:2: this is nested more than 16 levels deep. No rule file needs half of that."
         )
 
@@ -178,7 +183,10 @@ def test_unreadable_files(write, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    assert message("rules.toml") == "rules.toml:1: the file cannot be read (Permission denied). Check its permissions."
+    assert (
+        rule_error_text("rules.toml")
+        == "rules.toml:1: the file cannot be read (Permission denied). Check its permissions."
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,16 +206,16 @@ def test_unreadable_files(write, monkeypatch):
         ("a = " + "1" * 5000, "rules.toml:1: this is not valid TOML: Exceeds the limit"),
     ],
 )
-def test_syntax_errors(write, text, says):
+def test_syntax_errors(write_rule_files, text, says):
     """A syntax error has tomllib's line and words."""
-    assert message(write(text)).startswith(says)
+    assert rule_error_text(write_rule_files(text)).startswith(says)
 
 
-def test_mistakes_of_all_files_in_order(write):
+def test_mistakes_of_all_files_in_order(write_rule_files):
     """Mistakes of all files come together, by file and line; a file named twice is told once."""
-    bad = write("b = 1\n\n[[rule]]\nname = 'x'\n", "b.toml")
-    second = write("\na = ", "a.toml")
-    assert message(bad, write(GOOD), second, bad).splitlines() == [
+    bad = write_rule_files("b = 1\n\n[[rule]]\nname = 'x'\n", "b.toml")
+    second = write_rule_files("\na = ", "a.toml")
+    assert rule_error_text(bad, write_rule_files(GOOD), second, bad).splitlines() == [
         (
             "b.toml:1: 'b' is not a key of a rule file. Its keys are description, prepare, algorithms, use, scheme,"
             " pattern, rule."
@@ -220,30 +228,32 @@ def test_mistakes_of_all_files_in_order(write):
     ]
 
 
-def test_texts(write):
+def test_texts(write_rule_files):
     """A text with more than one line is what a file of it would be; mistakes name its place."""
-    from_text, from_file = load_ruleset([GOOD]), load_ruleset([write(GOOD)])
+    from_text, from_file = load_ruleset([GOOD]), load_ruleset([write_rule_files(GOOD)])
     assert (from_text.digest, from_text.prepare, from_text.files) == (from_file.digest, from_file.prepare, (GOOD,))
     assert [(rule.file, rule.line, rule.rule) for rule in from_text.rules] == [
         ("rules[0]", rule.line, rule.rule) for rule in from_file.rules
     ]
-    sentence = message("rules.toml", "\n# a > b\nb = 1")
+    sentence = rule_error_text("rules.toml", "\n# a > b\nb = 1")
     keys = "description, prepare, algorithms, use, scheme, pattern, rule"
     assert sentence == f"rules[1]:3: 'b' is not a key of a rule file. Its keys are {keys}."
-    assert message("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes")
+    assert rule_error_text("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes")
 
 
-def test_many_mistakes_are_cut(write):
+def test_many_mistakes_are_cut(write_rule_files):
     """A hundred mistakes are told, then how many follow."""
-    lines = message(write("".join(f"key{number} = 1\n" for number in range(1000)))).splitlines()
+    lines = rule_error_text(write_rule_files("".join(f"key{number} = 1\n" for number in range(1000)))).splitlines()
     assert len(lines) == 101
     assert lines[-1] == "rules.toml:101: and 900 more mistakes from here on. Correct the others first."
 
 
-def test_strange_characters_stay_on_their_line(write):
+def test_strange_characters_stay_on_their_line(write_rule_files):
     """No value or key can break the one line of its mistake."""
-    sentence = message(
-        write('"a\\nb\\u2028c\\u001b" = 1\n[[rule]]\nname = "a"\nquantize = "b\\nc"\nproducer = { name = "/(?\\n/" }\n')
+    sentence = rule_error_text(
+        write_rule_files(
+            '"a\\nb\\u2028c\\u001b" = 1\n[[rule]]\nname = "a"\nquantize = "b\\nc"\nproducer = { name = "/(?\\n/" }\n'
+        )
     )
     assert [line.partition(" ")[0] for line in sentence.split("\n")] == [
         "rules.toml:1:",

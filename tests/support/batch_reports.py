@@ -1,5 +1,7 @@
 """Batch reports without the values that differ between runs."""
 
+from pathlib import Path
+
 from graphquant.batch.types import TIME_KEYS, batch_report_json
 
 
@@ -11,3 +13,8 @@ def report_without_times(report):
     ]
     data["changes"] = [change for change in data["changes"] if change["kind"] not in TIME_KEYS]
     return data
+
+
+def read_outputs():
+    """Return the content of each file in the folder `out`, by name."""
+    return {path.name: path.read_bytes() for path in Path("out").iterdir()} if Path("out").is_dir() else {}

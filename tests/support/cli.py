@@ -22,6 +22,13 @@ def invoke_cli(*arguments: object) -> Result:
     return CliRunner(**SEPARATE).invoke(main, [str(argument) for argument in arguments])
 
 
+def command_output(*arguments: object) -> str:
+    """Return the output of a command that ends with 0, or with 1 for findings."""
+    result = invoke_cli(*arguments)
+    assert result.exit_code in {0, 1}, result.stderr
+    return result.stdout
+
+
 def run_cli(*arguments: object, code: int = 0) -> Result:
     """Call graphquant, and check its exit code and that it prints neither tracebacks nor terminal escapes."""
     result = invoke_cli(*arguments)

@@ -31,6 +31,21 @@ def onnx_model(
     return onnx.shape_inference.infer_shapes(model) if infer_shapes else model
 
 
+def load_onnx(
+    folder: Path, text: str, initializers: Mapping[str, np.ndarray] | None = None, *, opset: int = 13
+) -> Model:
+    """Write a graph that is given as text, with initializers, to `model.onnx` in `folder`, and load it."""
+    path = folder / "model.onnx"
+    onnx.save(onnx_model(text, initializers, opset=opset, infer_shapes=False), path)
+    return onnx_format.load(path)
+
+
+def qdq_text(source: str, target: str, scale: str = "s", zero: str = "z") -> str:
+    """Return the text of a QuantizeLinear of `source` and a DequantizeLinear to `target`."""
+    quantized = f"{target}_q = QuantizeLinear({source}, {scale}, {zero})"
+    return f"{quantized} {target} = DequantizeLinear({target}_q, {scale}, {zero})\n"
+
+
 def onnx_session(source: Source, level: str = "ORT_ENABLE_ALL", *, check: bool = False) -> onnxruntime.InferenceSession:
     """Create a session on one thread for a file, a message or a loaded model.
 
@@ -56,3 +71,8 @@ def run_onnx(
     """Return all outputs of a model; see `onnx_session`."""
     outputs: list[np.ndarray] = onnx_session(source, level, check=check).run(None, dict(feeds))
     return outputs
+
+
+def run_unoptimized(source: Source, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Return all outputs of a valid model, computed without ONNX Runtime's optimizations."""
+    return run_onnx(source, feeds, "ORT_DISABLE_ALL", check=True)

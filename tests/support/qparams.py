@@ -2,7 +2,11 @@
 
 from typing import Any
 
-from graphquant.numerics import QParams, QType, QuantizationGrid, Range
+import numpy as np
+
+from graphquant.numerics import IntType, QParams, QType, QuantizationGrid, Range
+
+UINT8 = IntType(8, signed=False)
 
 
 def choose_qparams(
@@ -10,3 +14,8 @@ def choose_qparams(
 ) -> QParams:
     """Choose the parameters of a type for an observed range; `scheme` are the fields of a grid."""
     return QuantizationGrid(type=dtype, **scheme).qparams(observed, axis=axis, block=block)
+
+
+def asymmetric_qparams(low: float, high: float, dtype: IntType = UINT8) -> QParams:
+    """Return the parameters of an asymmetric type for a range."""
+    return choose_qparams(Range(np.array(low), np.array(high)), dtype, symmetric=False)

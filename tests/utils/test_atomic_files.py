@@ -12,7 +12,7 @@ from graphquant.utils import atomic_files
 from graphquant.utils.atomic_files import make_staging_folder, replace_folder
 
 
-def folder(path, content):
+def folder_with_file(path, content):
     """Create a folder with a file in it."""
     path.mkdir()
     path.joinpath("saved_model.pb").write_text(content, "utf-8")
@@ -27,7 +27,7 @@ def test_folder_replaces_another_folder(tmp_path, monkeypatch, exchanges):
     path = tmp_path / "net"
     for content in ("first", "second"):
         room = make_staging_folder(path)
-        replace_folder(folder(room / "new", content), path, room)
+        replace_folder(folder_with_file(room / "new", content), path, room)
         assert path.joinpath("saved_model.pb").read_text("utf-8") == content
         contents = [file.read_text("utf-8") for file in room.rglob("*.pb")]
         assert contents == (["first"] if content == "second" else [])
@@ -36,7 +36,7 @@ def test_folder_replaces_another_folder(tmp_path, monkeypatch, exchanges):
 def test_folder_stays_when_it_cannot_be_replaced(tmp_path, monkeypatch):
     """Without an exchange, the old folder is restored if the new one cannot be moved."""
     monkeypatch.setattr(atomic_files, "_exchange_paths", lambda _one, _other: False)
-    path = folder(tmp_path / "net", "old")
+    path = folder_with_file(tmp_path / "net", "old")
     room = make_staging_folder(path)
     with pytest.raises(FileNotFoundError):
         replace_folder(room / "missing", path, room)
@@ -46,7 +46,7 @@ def test_folder_stays_when_it_cannot_be_replaced(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems exchange nothing at once")
 def test_path_always_exists_while_replaced(tmp_path):
     """A reader sees the old or the new folder at any time."""
-    path = folder(tmp_path / "net", "0")
+    path = folder_with_file(tmp_path / "net", "0")
     stop, missed = threading.Event(), []
 
     def look():
@@ -58,7 +58,7 @@ def test_path_always_exists_while_replaced(tmp_path):
     looking.start()
     for number in range(300):
         room = make_staging_folder(path)
-        replace_folder(folder(room / "new", str(number)), path, room)
+        replace_folder(folder_with_file(room / "new", str(number)), path, room)
     stop.set()
     looking.join()
     assert missed == []
@@ -75,7 +75,7 @@ def test_killed_at_any_moment(tmp_path):
         "    take_place(new, path, room); print(flush=True)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    path = folder(tmp_path / "net", "whole")
+    path = folder_with_file(tmp_path / "net", "whole")
     for rounds in range(1, 9):
         command = [sys.executable, "-c", text, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
@@ -83,3 +83,11 @@ def test_killed_at_any_moment(tmp_path):
                 process.stdout.readline()
             process.kill()
         assert Path(path, "saved_model.pb").read_text("utf-8") == "whole"
+
+
+def test_failed_writes_name_the_file(tmp_path):
+    """An error while writing, which has no name of its own, gets that of the file, and nothing is left."""
+    with pytest.raises(OSError, match="too large") as error, atomic_files.atomic_file(tmp_path / "a.onnx"):
+        raise OSError(27, "File too large")
+    assert error.value.filename == str(tmp_path / "a.onnx")
+    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import pytest
+from support.cli import command_output
 
 import graphquant as gq
 from graphquant.cli import main
@@ -62,7 +63,7 @@ def narrow(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def written_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return a folder with a quantized model and statistics."""
     folder = tmp_path_factory.mktemp("out")
     samples = Path(__file__).resolve().parents[2] / "sample_models"
@@ -88,24 +89,13 @@ def command_names() -> set[str]:
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS.splitlines() if line])
-def test_lines_are_short(command: str, narrow: None, out: Path, cli: Callable[..., Any]) -> None:
+def test_lines_are_short(command: str, narrow: None, written_folder: Path, cli: Callable[..., Any]) -> None:
     """No line exceeds 80 columns, ends with spaces or has a color."""
-    arguments = shlex.split(command.replace("OUT", str(out)), posix=False)
-    output = command_output(cli, arguments).replace(str(out), "OUT")
+    arguments = shlex.split(command.replace("OUT", str(written_folder)), posix=False)
+    output = command_output(*arguments).replace(str(written_folder), "OUT")
     assert output.strip()
     assert long_lines(output) == []
     assert not re.search(r"[ \t]+$", output, re.MULTILINE)
-
-
-def command_output(cli: Callable[..., Any], arguments: list[str]) -> str:
-    """Return the output of a command with exit code 0 or 1."""
-    for code in (0, 1):
-        try:
-            return str(cli(*arguments, code=code).stdout)
-        except AssertionError:
-            if code:
-                raise
-    return ""
 
 
 @pytest.mark.parametrize("verb", sorted(command_names()))

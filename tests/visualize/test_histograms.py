@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.qparams import choose_qparams
+from support.qparams import asymmetric_qparams
 
-from graphquant.numerics import IntType, QParams, Range
 from graphquant.observers import distribution_of, sketch_values
 from graphquant.visualize.histograms import (
     HistogramAxis,
@@ -20,10 +19,6 @@ from graphquant.visualize.histograms import (
 )
 
 ENDS = st.floats(1e-30, 1e30)
-
-
-def _params(low: float, high: float) -> QParams:
-    return choose_qparams(Range(np.array(low), np.array(high)), IntType(8, signed=False), symmetric=False)
 
 
 @given(ENDS, ENDS, ENDS)
@@ -61,7 +56,7 @@ def test_ticks_are_on_the_axis_and_spaced(low: float, high: float, knee: float) 
 def test_every_value_is_under_a_bar(values: list[float]) -> None:
     """The bars count every value, with the extremes, with a range and without."""
     sketch = sketch_values(np.array(values, np.float32), bits=7)
-    for params in (None, _params(-1, 1), _params(0, 100)):
+    for params in (None, asymmetric_qparams(-1, 1), asymmetric_qparams(0, 100)):
         assert bar_counts(distribution_of(sketch), histogram_axis(sketch, params), 30).sum() == pytest.approx(
             len(values)
         )
@@ -78,7 +73,7 @@ def test_one_value_in_a_million_is_visible() -> None:
 def test_line_marks_the_range() -> None:
     """Brackets within the width mark the range. Clipped values are outside of them."""
     values = np.concatenate([np.linspace(-0.9, 0.9, 1000), np.full(3, 50.0)]).astype(np.float32)
-    left, middle, right = histogram_line(sketch_values(values, bits=7), _params(-1, 1), 32)
+    left, middle, right = histogram_line(sketch_values(values, bits=7), asymmetric_qparams(-1, 1), 32)
     assert (left, len(left + middle + right)) == ("", 32)
     assert middle.startswith("[")
     assert middle.endswith("]")
@@ -98,6 +93,6 @@ def test_narrow_range_has_distinct_brackets() -> None:
     """The brackets of a very small or distant range never cross or coincide."""
     sketch = sketch_values(np.array([-1e9, 1e9], np.float32), bits=7)
     for low, high in ((0, 1e-9), (-1e9, 0), (1e8, 1e9), (-1e-30, 1e-30)):
-        params = _params(low, high)
+        params = asymmetric_qparams(low, high)
         first, last = range_marks(histogram_axis(sketch, params), params, 20)
         assert 0 <= first < last <= 20

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from support.cli import command_output
 
 import graphquant as gq
 from graphquant.visualize.json_export import RESULTS, results_schema
@@ -79,7 +80,7 @@ OPAQUE = {"steps[].undo", "schemes{}.observe", "schemes{}.args", "outputs[].accu
 
 
 @pytest.fixture
-def out(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def results_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a quantized model and statistics; the sample models are in the working directory."""
     data = str(samples / "digits_cnn_calib.npz")
     gq.insert(samples / "digits_cnn.onnx", data=data, samples=8).save(tmp_path / "quant.onnx")
@@ -124,7 +125,7 @@ def written_keys(out: Path, cli: Callable[..., Any], verb: str) -> dict[str, set
     for command in COMMANDS[verb]:
         arguments = command.replace("OUT", str(out)).split()
         report = "--report" in arguments
-        text = command_output(cli, [*arguments, *(["--force"] if report else ["--format", "json"])])
+        text = command_output(*arguments, *(["--force"] if report else ["--format", "json"]))
         data = json.loads((out / "report.json").read_text() if report else text)
         assert data["schema"] == 2
         if verb in RESULTS:
@@ -142,18 +143,10 @@ def schema_of(verb: str) -> dict[str, Any]:
     return {**schema, "$ref": f"#/$defs/{RESULTS[verb].__name__}"}
 
 
-def command_output(cli: Callable[..., Any], arguments: list[str]) -> str:
-    """Return the output of a command with exit code 0 or 1."""
-    try:
-        return str(cli(*arguments).stdout)
-    except AssertionError:
-        return str(cli(*arguments, code=1).stdout)
-
-
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_every_key_is_documented(verb: str, out: Path, cli: Callable[..., Any]) -> None:
+def test_every_key_is_documented(verb: str, results_folder: Path, cli: Callable[..., Any]) -> None:
     """docs/json.md has a row with exactly the keys of each written object."""
-    documented, written = documented_keys()[verb], written_keys(out, cli, verb)
+    documented, written = documented_keys()[verb], written_keys(results_folder, cli, verb)
     for path, keys in written.items():
         assert path in documented
         assert keys <= documented[path], path

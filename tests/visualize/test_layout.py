@@ -25,7 +25,7 @@ def _chain_tensors(ops: int) -> list[tuple[int, list[int]]]:
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[int]]], list[tuple[int, ...]]]:
+def drawn_graphs(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[int]]], list[tuple[int, ...]]]:
     """Generate any graph, with cycles, self-loops and isolated ops."""
     ops = draw(st.integers(1, 12))
     op_numbers = st.integers(0, ops - 1)
@@ -34,7 +34,7 @@ def graphs(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[int]]], lis
     return draw(st.lists(st.integers(10, 200), min_size=ops, max_size=ops)), tensors, groups
 
 
-@given(graphs())
+@given(drawn_graphs())
 def test_nothing_overlaps_and_all_is_inside(graph: tuple) -> None:
     """Ops and trunks of a layer keep their distance and are within the width."""
     widths, tensors, groups = graph
@@ -53,7 +53,7 @@ def test_nothing_overlaps_and_all_is_inside(graph: tuple) -> None:
         assert all(right[0] - left[1] >= OP_GAP - 2 for left, right in itertools.pairwise(row))
 
 
-@given(graphs())
+@given(drawn_graphs())
 def test_consumers_are_below_producers(graph: tuple) -> None:
     """Without cycles each op is below its producers, and a trunk reaches the layer above the last consumer."""
     widths, tensors, groups = graph

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def result(samples: Path) -> gq.Result:
+def sample_result(samples: Path) -> gq.Result:
     """Return the result of quantizing a sample model."""
     data = str(samples / "digits_cnn_calib.npz")
     return gq.insert(samples / "digits_cnn.onnx", data=data, samples=8, validate=False)
@@ -44,24 +44,26 @@ def test_model_html(samples: Path) -> None:
     assert len(drawn) < 200_000
 
 
-def test_result_html(result: gq.Result) -> None:
+def test_result_html(sample_result: gq.Result) -> None:
     """A result shows the number of inserted sites and one viewer."""
-    drawn = result._repr_html_()
-    sites, uses = len(result.inserted), sum(len(pair.site.uses) for pair in result.inserted)
+    drawn = sample_result._repr_html_()
+    sites, uses = len(sample_result.inserted), sum(len(pair.site.uses) for pair in sample_result.inserted)
     assert table_text(drawn).startswith(
         f"{sites} sites inserted, {uses} uses rerouted, calibrated on 8 samples. .save(PATH)"
     )
     assert drawn.count("<iframe ") == 1
 
 
-def test_plan_and_comparison_html(samples: Path, result: gq.Result) -> None:
+def test_plan_and_comparison_html(samples: Path, sample_result: gq.Result) -> None:
     """A plan shows a truncated table of rules and sites, and a comparison its outputs and worst tensors."""
-    lines = table_text(result.plan._repr_html_()).splitlines()
+    lines = table_text(sample_result.plan._repr_html_()).splitlines()
     assert len(lines) == pages.CELL_LINES
-    assert f"{sum(site.rule == 'weight' for site in result.plan.sites)} by rule weight:" in "\n".join(lines)
+    assert f"{sum(site.rule == 'weight' for site in sample_result.plan.sites)} by rule weight:" in "\n".join(lines)
     assert re.fullmatch(r"\.\.\. \d+ more lines \.\.\.", lines[-2])
-    assert lines[-1].startswith(f"{len(result.plan.sites)} sites, ")
-    comparison = gq.compare(samples / "digits_cnn.onnx", result.model, str(samples / "digits_cnn_eval.npz"), samples=20)
+    assert lines[-1].startswith(f"{len(sample_result.plan.sites)} sites, ")
+    comparison = gq.compare(
+        samples / "digits_cnn.onnx", sample_result.model, str(samples / "digits_cnn_eval.npz"), samples=20
+    )
     lines = table_text(comparison._repr_html_()).splitlines()
     assert lines[0].split()[:3] == ["output", "SQNR", "dB"]
     assert lines[-1].endswith("over 20 samples.")

@@ -35,7 +35,7 @@ HOSTILE = "</script><script>alert(1)</script>\"'&amp;\x1b[31m\u2028\x00<!--"
 
 
 @pytest.fixture
-def hostile(tmp_path: Path) -> Drawing:
+def hostile_drawing(tmp_path: Path) -> Drawing:
     """Return the drawing of a model with hostile names of ops, tensors, constants and attributes."""
     weight = numpy_helper.from_array(np.ones((4, 3, 1, 1), np.float32), f"{HOSTILE}w")
     nodes = [
@@ -52,7 +52,7 @@ def hostile(tmp_path: Path) -> Drawing:
 
 
 @pytest.fixture
-def quantized(samples: Path) -> Drawing:
+def quantized_drawing(samples: Path) -> Drawing:
     """Return the drawing of a quantized sample model."""
     data = str(samples / "digits_cnn_calib.npz")
     return model_drawing(api.insert(samples / "digits_cnn.onnx", data=data, samples=8, validate=False).model)
@@ -64,24 +64,24 @@ def unpack_data(text: str) -> dict[str, Any]:
     return json.loads(zlib.decompress(base64.b64decode(match[1])))
 
 
-def test_names_are_only_in_the_packed_data(hostile: Drawing) -> None:
+def test_names_are_only_in_the_packed_data(hostile_drawing: Drawing) -> None:
     """The page has only its own two scripts. Names are only in the packed data."""
-    text = viewer_page(viewer_data(hostile))
+    text = viewer_page(viewer_data(hostile_drawing))
     assert "alert" not in text
     assert text.count("<script") == text.count("</script") == 2
     assert HOSTILE in unpack_data(text)["texts"]
 
 
-def test_title_is_escaped(quantized: Drawing) -> None:
+def test_title_is_escaped(quantized_drawing: Drawing) -> None:
     """Markup in the title is escaped."""
-    text = viewer_page({**viewer_data(quantized), "title": HOSTILE})
+    text = viewer_page({**viewer_data(quantized_drawing), "title": HOSTILE})
     assert "<script>alert" not in text
     assert text.count("<script") == 2
 
 
-def test_policy_allows_only_own_script_and_style(quantized: Drawing) -> None:
+def test_policy_allows_only_own_script_and_style(quantized_drawing: Drawing) -> None:
     """The policy has the hashes of the page's script and style, and forbids everything else."""
-    text = viewer_page(viewer_data(quantized))
+    text = viewer_page(viewer_data(quantized_drawing))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
     for tag, name in (("script", "script-src"), ("style", "style-src")):
         content = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
@@ -91,23 +91,23 @@ def test_policy_allows_only_own_script_and_style(quantized: Drawing) -> None:
     assert not re.search(r"(src|href)\s*=", text.split("<script>")[0])
 
 
-def test_columns_are_consistent(quantized: Drawing) -> None:
+def test_columns_are_consistent(quantized_drawing: Drawing) -> None:
     """Each column has an entry per op, wire or constant. References to texts and annotations are valid."""
-    data = unpack_data(viewer_page(viewer_data(quantized, ["a note"])))
+    data = unpack_data(viewer_page(viewer_data(quantized_drawing, ["a note"])))
     assert (data["version"], data["notes"], data["planned"]) == (2, ["a note"], False)
-    for column, count in (("ops", len(quantized.boxes)), ("wires", len(quantized.wires))):
+    for column, count in (("ops", len(quantized_drawing.boxes)), ("wires", len(quantized_drawing.wires))):
         columns = [column for column in data[column].values() if isinstance(column, list)]
         assert {len(column) for column in columns} == {count}
     names = [data["texts"][number] for number in data["ops"]["name"]]
-    assert names == [box.op.name for box in quantized.boxes]
+    assert names == [box.op.name for box in quantized_drawing.boxes]
     annotation_numbers = [annotation for data in data["wires"]["annotations"].values() for annotation in data]
     assert max(annotation_numbers) < len(data["annotations"])
     scale = next(
         annotation
-        for annotation in quantized.annotations
+        for annotation in quantized_drawing.annotations
         if annotation.params is not None and annotation.params.scale.size > 1
     )
-    annotations = data["annotations"][quantized.annotations.index(scale)]
+    annotations = data["annotations"][quantized_drawing.annotations.index(scale)]
     assert np.array_equal(np.float32(annotations["scale"]), scale.params.scale)
 
 
@@ -118,15 +118,17 @@ def test_exports_are_reproducible(samples: Path) -> None:
     assert graph_svg(drawings[0]) == graph_svg(drawings[1])
 
 
-def test_non_finite_numbers_are_omitted(quantized: Drawing) -> None:
+def test_non_finite_numbers_are_omitted(quantized_drawing: Drawing) -> None:
     """NaN and infinite scales, possible in a hostile TFLite file, become null."""
     non_finite = next(
         annotation
-        for annotation in quantized.annotations
+        for annotation in quantized_drawing.annotations
         if annotation.params is not None and annotation.params.scale.size > 1
     )
     non_finite.params.scale[:2] = np.nan, np.inf
-    exported = unpack_data(viewer_page(viewer_data(quantized)))["annotations"][quantized.annotations.index(non_finite)]
+    exported = unpack_data(viewer_page(viewer_data(quantized_drawing)))["annotations"][
+        quantized_drawing.annotations.index(non_finite)
+    ]
     assert exported["scale"][:2] == [None, None]
     assert None in exported["ends"]
 
@@ -157,17 +159,17 @@ def test_graphml_is_read_by_networkx(drawing_fixture: str, request: pytest.Fixtu
     assert len(quantization) == sum(bool(wire.annotations) for wire in drawing.wires)
 
 
-def test_json_export(quantized: Drawing) -> None:
+def test_json_export(quantized_drawing: Drawing) -> None:
     """The JSON has the drawing's nodes, edges and quantization parameters."""
-    data = json.loads(json.dumps(graph_json(quantized)))
-    assert [node["name"] for node in data["nodes"]] == [box.op.name for box in quantized.boxes]
-    for edge, wire in zip(data["edges"], quantized.wires, strict=True):
+    data = json.loads(json.dumps(graph_json(quantized_drawing)))
+    assert [node["name"] for node in data["nodes"]] == [box.op.name for box in quantized_drawing.boxes]
+    for edge, wire in zip(data["edges"], quantized_drawing.wires, strict=True):
         assert (edge["source"], edge["target"], edge["quantization"]) == (
             wire.source,
             wire.target,
             list(wire.annotations),
         )
-    for exported, annotation in zip(data["quantization"], quantized.annotations, strict=True):
+    for exported, annotation in zip(data["quantization"], quantized_drawing.annotations, strict=True):
         assert np.array_equal(np.float32(exported["scale"]), annotation.params.scale)
 
 
@@ -192,9 +194,9 @@ def test_ascii_graph(samples: Path) -> None:
     )
 
 
-def test_ascii_graph_with_hostile_names(hostile: Drawing) -> None:
+def test_ascii_graph_with_hostile_names(hostile_drawing: Drawing) -> None:
     """An ASCII terminal gets ASCII signs, and names cannot write control characters."""
-    text = _print_ascii_graph(hostile, [1], "ascii")
+    text = _print_ascii_graph(hostile_drawing, [1], "ascii")
     assert text.splitlines()[0].startswith("* Input  x")
     assert "@ Conv" in text
     assert all(char.isprintable() or char == "\n" for char in text)
@@ -224,14 +226,14 @@ def test_many_outputs_fork(tmp_path: Path, cli: Callable[..., Any]) -> None:
     ]
 
 
-def test_many_scales_are_sampled(quantized: Drawing) -> None:
+def test_many_scales_are_sampled(quantized_drawing: Drawing) -> None:
     """The page has at most 2048 of many scales, with their number and extremes."""
-    number, annotation = next(item for item in enumerate(quantized.annotations) if item[1].params is not None)
+    number, annotation = next(item for item in enumerate(quantized_drawing.annotations) if item[1].params is not None)
     scale = np.linspace(1, 2, 100_000, dtype=np.float32)
     zero = np.arange(100_000) % 7
-    quantized.annotations[number] = replace(
+    quantized_drawing.annotations[number] = replace(
         annotation, params=replace(annotation.params, scale=scale, zero_point=zero, axis=0)
     )
-    exported = unpack_data(viewer_page(viewer_data(quantized)))["annotations"][number]
+    exported = unpack_data(viewer_page(viewer_data(quantized_drawing)))["annotations"][number]
     assert 1000 < len(exported["scale"]) <= 2048
     assert (exported["count"], exported["ends"], exported["zero"]) == (100_000, [1.0, 2.0], [0, 6])

@@ -10,7 +10,7 @@ from io import BytesIO, TextIOWrapper
 import numpy as np
 import pytest
 from rich.console import Console
-from support.qparams import choose_qparams
+from support.qparams import asymmetric_qparams, choose_qparams
 
 from graphquant.analysis.range_report import MethodRange, RangeReport, TensorRange
 from graphquant.calibration import DataRun, ObservationTarget, Stats
@@ -24,16 +24,12 @@ HOSTILE = '</script><script>alert("1")</script><img src=x onerror=alert(1)>\x1b[
 UINT8 = IntType(8, signed=False)
 
 
-def _params(low: float, high: float, dtype: IntType = UINT8) -> QParams:
-    return choose_qparams(Range(np.array(low), np.array(high)), dtype, symmetric=False)
-
-
 def _tensor_range(name: str, values: np.ndarray, params: QParams, **fields: object) -> TensorRange:
     sketch = sketch_values(values.astype(np.float32), bits=7)
     cost = estimate_cost(sketch, params)
     alternatives = (
         MethodRange(method="mse", params=params, cost=cost),
-        MethodRange(method="minmax", params=_params(-9, 9), cost=cost),
+        MethodRange(method="minmax", params=asymmetric_qparams(-9, 9), cost=cost),
     )
     tensor_range = TensorRange(
         tensor=TensorRef("", name), sketch=sketch, params=params, cost=cost, alternatives=alternatives, rule="some-rule"
@@ -50,10 +46,14 @@ def range_report() -> RangeReport:
     channel_params = choose_qparams(Range(-np.ones(6), np.ones(6)), UINT8, symmetric=False, axis=1)
     tensor_ranges = (
         _tensor_range(
-            "block_1/a_long_name/of/an/activation/relu", values, _params(-3, 3), method="auto", auto_method="mse"
+            "block_1/a_long_name/of/an/activation/relu",
+            values,
+            asymmetric_qparams(-3, 3),
+            method="auto",
+            auto_method="mse",
         ),
         _tensor_range(
-            HOSTILE, np.abs(values[:50]), _params(0, 5), method="percentile 99.9", rule=HOSTILE, note=HOSTILE
+            HOSTILE, np.abs(values[:50]), asymmetric_qparams(0, 5), method="percentile 99.9", rule=HOSTILE, note=HOSTILE
         ),
         TensorRange(
             tensor=TensorRef("body", "each"), sketch=channels, params=channel_params, method="minmax", rule="r"

@@ -24,7 +24,7 @@ PLANTED = "pointwise/relu:0"
 
 
 @pytest.fixture
-def pair(tmp_path: Path, samples: Path, cli: Callable[..., Any]) -> tuple[Path, Path, Path]:
+def models_with_fault(tmp_path: Path, samples: Path, cli: Callable[..., Any]) -> tuple[Path, Path, Path]:
     """Return a sample model, its quantized model, and that with one scale ten times too small."""
     source = samples / "digits_cnn.onnx"
     cli("insert", source, "--data", samples / "digits_cnn_calib.npz", "--samples", 20, "-o", tmp_path / "quant.onnx")
@@ -37,25 +37,27 @@ def pair(tmp_path: Path, samples: Path, cli: Callable[..., Any]) -> tuple[Path, 
 
 
 @pytest.fixture
-def compare_page(pair: tuple[Path, Path, Path], samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> Path:
+def compare_page(
+    models_with_fault: tuple[Path, Path, Path], samples: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> Path:
     """Return the page of a comparison with a planted fault, next to its JSON."""
-    source, _, wrong = pair
+    source, _, wrong = models_with_fault
     data = ("--data", samples / "digits_cnn_eval.npz", "--samples", 20, "--format", "json")
     cli("compare", source, wrong, *data, "-o", tmp_path / "c.json", "--html", tmp_path / "c.html")
     return tmp_path / "c.html"
 
 
 @pytest.fixture
-def diff_page(pair: tuple[Path, Path, Path], tmp_path: Path, cli: Callable[..., Any]) -> Path:
+def diff_page(models_with_fault: tuple[Path, Path, Path], tmp_path: Path, cli: Callable[..., Any]) -> Path:
     """Return the page of two models that differ in a scale, an op type and an op name."""
-    message = onnx.load(pair[2])
+    message = onnx.load(models_with_fault[2])
     for node in message.graph.node:
         if node.name == "stem/relu":
             node.op_type = "Sigmoid"
         if node.name == "depthwise/relu6":
             node.name = "depthwise/renamed"
     onnx.save(message, tmp_path / "other.onnx")
-    cli("diff", pair[1], tmp_path / "other.onnx", "--html", tmp_path / "d.html", code=1)
+    cli("diff", models_with_fault[1], tmp_path / "other.onnx", "--html", tmp_path / "d.html", code=1)
     return tmp_path / "d.html"
 
 

@@ -49,7 +49,7 @@ READ_PANELS = """
 
 
 @pytest.fixture
-def digits(tmp_path: Path, samples: Path, cli: Callable[..., Any]) -> Path:
+def digits_page(tmp_path: Path, samples: Path, cli: Callable[..., Any]) -> Path:
     """Return the page that `insert` writes for a sample model, with histograms."""
     source, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
     out, html = tmp_path / "digits.onnx", tmp_path / "digits.html"
@@ -175,9 +175,9 @@ def test_search_finds_every_stored_scale(
     _check_every_site(open_viewer, cli, model)
 
 
-def test_annotation_panel(digits: Path, open_viewer: Callable[..., Any]) -> None:
+def test_annotation_panel(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
     """The panel has rule, reason, scheme, histogram, clipped share, SQNR and the folded ops."""
-    page = open_viewer(digits, "stem/relu:0")
+    page = open_viewer(digits_page, "stem/relu:0")
     panel = page.locator("#panel").inner_text()
     annotation = page.evaluate("viewer.m.annotations[viewer.selected.annotation]")
     assert annotation["rule"]
@@ -188,9 +188,9 @@ def test_annotation_panel(digits: Path, open_viewer: Callable[..., Any]) -> None
     assert page.locator("#panel svg.plot rect.band").count() == 1
 
 
-def test_per_channel_scales_are_a_plot(digits: Path, open_viewer: Callable[..., Any]) -> None:
+def test_per_channel_scales_are_a_plot(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
     """The plot of per-channel scales has a bar for each channel."""
-    page = open_viewer(digits, "stem/conv")
+    page = open_viewer(digits_page, "stem/conv")
     page.locator("#panel button.pill", has_text="i8[8]").click()
     assert page.locator("#panel figure path.in").get_attribute("d").count("z") == 8
     assert "scale of channels 0 to 7" in page.locator("#panel figcaption").inner_text()
@@ -223,9 +223,9 @@ def test_plan_is_labelled(tmp_path: Path, samples: Path, open_viewer: Callable[.
         assert any(rows["rule"] == site.rule and rows["type"] == site.scheme.type.name for *_, rows in shown)
 
 
-def test_links_to_ops(digits: Path, open_viewer: Callable[..., Any], until: Callable[..., None]) -> None:
+def test_links_to_ops(digits_page: Path, open_viewer: Callable[..., Any], until: Callable[..., None]) -> None:
     """A link selects and shows its op, selections update the link, and unknown names are reported."""
-    page = open_viewer(digits, "residual/add")
+    page = open_viewer(digits_page, "residual/add")
     assert _selected_title(page) == "residual/add"
     assert page.evaluate("viewer.view.k") >= 0.8
     x, y = _box_position(page, _op_expression("residual/add"))
@@ -240,9 +240,9 @@ def test_links_to_ops(digits: Path, open_viewer: Callable[..., Any], until: Call
     until(page, "document.querySelector('#panel h2').textContent === 'Not found'")
 
 
-def test_search_by_keys(digits: Path, open_viewer: Callable[..., Any]) -> None:
+def test_search_by_keys(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
     """Slash focuses the search, Enter and n go to the next result, Shift+Enter and p back, and Escape clears."""
-    page = open_viewer(digits)
+    page = open_viewer(digits_page)
     page.keyboard.press("/")
     page.keyboard.type("residual/add")
     names = _result_names(page)
@@ -264,23 +264,23 @@ def test_search_by_keys(digits: Path, open_viewer: Callable[..., Any]) -> None:
     assert _selected_title(page).startswith("digits_cnn")
 
 
-def test_arrows_follow_wires(digits: Path, open_viewer: Callable[..., Any]) -> None:
+def test_arrows_follow_wires(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
     """Arrow keys go to producers, consumers and neighbors in the row."""
-    page = open_viewer(digits, "stem/conv")
+    page = open_viewer(digits_page, "stem/conv")
     page.keyboard.press("ArrowUp")
     assert _selected_title(page) == "stem/conv__6"
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
     assert _selected_title(page) == "stem/relu"
-    page = open_viewer(digits, "branch_wide/bias_add")
+    page = open_viewer(digits_page, "branch_wide/bias_add")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
     assert _selected_title(page) == "branch_wide/bias_add"
 
 
-def test_filters(digits: Path, open_viewer: Callable[..., Any]) -> None:
+def test_filters(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
     """Filters by state, rule, kind and SQNR hide other results and mark matching ops."""
-    page = open_viewer(digits)
+    page = open_viewer(digits_page)
     page.locator("#by-kind").select_option("conv")
     convs = page.evaluate(
         "viewer.matches.filter((match) => match.kind === 'op').map((match) => viewer.m.type(match.op))"
@@ -313,9 +313,11 @@ def test_filters(digits: Path, open_viewer: Callable[..., Any]) -> None:
     assert len(sqnr) == sum(value is not None and value < 45 for value in known)
 
 
-def test_annotations_unfold_and_fold(digits: Path, open_viewer: Callable[..., Any], until: Callable[..., None]) -> None:
+def test_annotations_unfold_and_fold(
+    digits_page: Path, open_viewer: Callable[..., Any], until: Callable[..., None]
+) -> None:
     """An unfolded annotation shows its two ops above the consumer. The key u folds it, or unfolds all."""
-    page = open_viewer(digits, "stem/conv__6:0")
+    page = open_viewer(digits_page, "stem/conv__6:0")
     height = page.evaluate("viewer.s.height")
     page.get_by_role("button", name="Unfold", exact=True).click()
     assert page.evaluate("viewer.s.height") == height + 64
@@ -331,9 +333,11 @@ def test_annotations_unfold_and_fold(digits: Path, open_viewer: Callable[..., An
     assert page.evaluate("viewer.s.height") == height
 
 
-def test_groups_collapse_and_expand(digits: Path, open_viewer: Callable[..., Any], until: Callable[..., None]) -> None:
+def test_groups_collapse_and_expand(
+    digits_page: Path, open_viewer: Callable[..., Any], until: Callable[..., None]
+) -> None:
     """The key c collapses the scope of the selected op to one box with wires. A link into it expands it."""
-    page = open_viewer(digits, "stem/conv")
+    page = open_viewer(digits_page, "stem/conv")
     height = page.evaluate("viewer.s.height")
     page.keyboard.press("c")
     assert page.evaluate(
@@ -400,9 +404,9 @@ def test_frames_hold_only_their_ops(
     assert page.evaluate(MISPLACED_OPS) == []
 
 
-def test_annotations_and_frame_labels_do_not_overlap(digits: Path, open_viewer: Callable[..., Any]) -> None:
+def test_annotations_and_frame_labels_do_not_overlap(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
     """No annotation covers a frame's label, wherever the view is."""
-    page = open_viewer(digits, "residual/add")
+    page = open_viewer(digits_page, "residual/add")
     for _ in range(6):
         page.mouse.wheel(0, -300)
         page.wait_for_timeout(50)
@@ -416,9 +420,9 @@ def test_annotations_and_frame_labels_do_not_overlap(digits: Path, open_viewer: 
                 assert separate or annotation["y"] >= label["bottom"] or annotation["bottom"] <= label["y"]
 
 
-def test_clicks_on_the_drawing(digits: Path, open_viewer: Callable[..., Any]) -> None:
+def test_clicks_on_the_drawing(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
     """A click selects a box, annotation, wire or the model. A double click on a frame's label collapses it."""
-    page = open_viewer(digits, "stem/conv")
+    page = open_viewer(digits_page, "stem/conv")
     page.mouse.click(*_box_position(page, _op_expression("stem/relu")))
     assert _selected_title(page) == "stem/relu"
     page.wait_for_timeout(50)
@@ -438,9 +442,9 @@ def test_clicks_on_the_drawing(digits: Path, open_viewer: Callable[..., Any]) ->
     assert page.evaluate("viewer.collapsed.size") == 1
 
 
-def test_moving_and_zooming(digits: Path, open_viewer: Callable[..., Any], until: Callable[..., None]) -> None:
+def test_moving_and_zooming(digits_page: Path, open_viewer: Callable[..., Any], until: Callable[..., None]) -> None:
     """Dragging and the wheel pan, Ctrl with the wheel zooms at the pointer, keys zoom, and the map jumps."""
-    page = open_viewer(digits)
+    page = open_viewer(digits_page)
     view = "[viewer.view.x, viewer.view.y, viewer.view.k]"
     x, y, k = page.evaluate(view)
     page.mouse.move(200, 300)
@@ -477,9 +481,9 @@ def _pixel(page: Any) -> tuple[int, ...]:
     return Image.open(io.BytesIO(screenshot)).convert("RGB").getpixel((0, 0))
 
 
-def test_light_and_dark(digits: Path, open_viewer: Callable[..., Any]) -> None:
+def test_light_and_dark(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
     """The page follows the system's color scheme, the button overrides it, and printing is light."""
-    page = open_viewer(digits, scheme="dark")
+    page = open_viewer(digits_page, scheme="dark")
     assert max(_pixel(page)) < 60
     page.emulate_media(color_scheme="light")
     assert min(_pixel(page)) > 200

@@ -19,13 +19,13 @@ HOSTILE = "</script><script>alert(1)</script>\"'&amp;|`*[x](y)\x1b[31m\u2028%<!-
 
 
 @pytest.fixture
-def hostile() -> str:
+def hostile_name() -> str:
     """Return a name with special characters of every report format."""
     return HOSTILE
 
 
 @pytest.fixture
-def report() -> BatchReport:
+def report_of_each_status() -> BatchReport:
     """Return a report with an outcome of each status, findings, gates and changes."""
     successful = {
         "digests": Digests(model="a" * 64, rules="b" * 64, data="c" * 64, output="d" * 64, key="e" * 64),

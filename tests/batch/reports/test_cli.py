@@ -13,7 +13,7 @@ from graphquant.errors import UsageError
 
 
 @pytest.fixture
-def batch(tmp_path, samples, cli, monkeypatch):
+def batch_of_two(tmp_path, samples, cli, monkeypatch):
     """Return a function that quantizes the weights of two sample models in an empty folder."""
     for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
         shutil.copy(samples / name, tmp_path)
@@ -26,10 +26,10 @@ def batch(tmp_path, samples, cli, monkeypatch):
     return run
 
 
-def test_reports(batch, tmp_path):
+def test_reports(batch_of_two, tmp_path):
     """A report of each format is written, stdout has the selected one, and a second run reports the same."""
     options = [option for suffix in REPORTS for option in ("--report", f"report{suffix}")]
-    printed = batch(*options, "--format", "json").stdout
+    printed = batch_of_two(*options, "--format", "json").stdout
     assert printed == tmp_path.joinpath("report.json").read_text("utf-8")
     first = read_report(tmp_path / "report.json")
     assert [(outcome.name, outcome.status, outcome.sites > 0) for outcome in first.outcomes] == [
@@ -39,7 +39,7 @@ def test_reports(batch, tmp_path):
     assert "### ✅" in tmp_path.joinpath("report.md").read_text("utf-8")
     assert len([*tmp_path.joinpath("report_graphs").iterdir()]) == 2
     assert tmp_path.joinpath("report.html").read_text("utf-8").count('<a href="report_graphs/digits_') == 2
-    assert batch("--report", "second.json", "--format", "github").stdout == ""
+    assert batch_of_two("--report", "second.json", "--format", "github").stdout == ""
     second = report_without_times(read_report(tmp_path / "second.json"))
     for outcome in second["outcomes"]:
         assert outcome.pop("status") == "unchanged"
@@ -49,43 +49,43 @@ def test_reports(batch, tmp_path):
     assert second == expected
 
 
-def test_each_format_reports_failures(batch, cli, tmp_path):
+def test_each_format_reports_failures(batch_of_two, cli, tmp_path):
     """A failing model is reported on stdout for GitHub and in JUnit XML."""
     tmp_path.joinpath("broken.onnx").write_bytes(b"no model")
-    result = batch("broken.onnx", "--format", "github", "--report", "report.xml", code=1)
+    result = batch_of_two("broken.onnx", "--format", "github", "--report", "report.xml", code=1)
     (line,) = result.stdout.splitlines()
     assert line.startswith("::error file=broken.onnx,title=GQ201::broken.onnx: ")
     assert '<failure type="ModelError"' in tmp_path.joinpath("report.xml").read_text("utf-8")
 
 
-def test_unwritable_report(batch, monkeypatch):
+def test_unwritable_report(batch_of_two, monkeypatch):
     """If a report cannot be written, the summary is printed and the exit code is 2."""
 
     def raise_disk_full(path, report, progress):
         raise UsageError(f"{path} cannot be written: No space left on device. Give another file.")
 
     monkeypatch.setattr(reports, "write_report", raise_disk_full)
-    result = batch("--report", "report.md", code=2)
+    result = batch_of_two("--report", "report.md", code=2)
     assert "2 models: 2 done;" in result.stdout
     assert "report.md cannot be written" in result.stderr
 
 
-def test_compare(batch, tmp_path):
+def test_compare(batch_of_two, tmp_path):
     """A regression is in the report, and fails the batch only with --fail-on."""
-    batch("--report", "last.json")
-    assert "regression" not in batch("--compare", "last.json", "--fail-on", "regression").stdout
+    batch_of_two("--report", "last.json")
+    assert "regression" not in batch_of_two("--compare", "last.json", "--fail-on", "regression").stdout
     data = json.loads(tmp_path.joinpath("last.json").read_text("utf-8"))
     data["outcomes"][0]["size_after"] //= 2
     tmp_path.joinpath("last.json").write_text(json.dumps(data), "utf-8")
-    assert "1 regression;" in batch("--compare", "last.json").stdout
-    batch("--compare", "last.json", "--fail-on", "regression", "--report", "now.json", code=1)
+    assert "1 regression;" in batch_of_two("--compare", "last.json").stdout
+    batch_of_two("--compare", "last.json", "--fail-on", "regression", "--report", "now.json", code=1)
     (change,) = read_report(tmp_path / "now.json").changes
     assert (change.name, change.kind, change.level) == ("digits_cnn.onnx", "size", "error")
 
 
-def test_merge(batch, cli, tmp_path):
+def test_merge(batch_of_two, cli, tmp_path):
     """The reports of two shards merge into one. A missing shard is an error."""
-    batch("--report", "whole.json")
+    batch_of_two("--report", "whole.json")
     whole = json.loads(tmp_path.joinpath("whole.json").read_text("utf-8"))
     for shard, outcome in enumerate(whole["outcomes"]):
         part = {**whole, "outcomes": [outcome], "shard": [shard + 1, 2]}
@@ -100,9 +100,9 @@ def test_merge(batch, cli, tmp_path):
 
 
 @pytest.mark.slow
-def test_attest_and_verify(batch, tmp_path):
+def test_attest_and_verify(batch_of_two, tmp_path):
     """Attestations are reproducible with and without the cache. --verify reports every difference."""
-    batch("--attest", "--report", "last.json")
+    batch_of_two("--attest", "--report", "last.json")
     path = tmp_path / "digits_cnn.quant.onnx.intoto.json"
     text = path.read_text("utf-8")
     statement = json.loads(text)
@@ -113,12 +113,12 @@ def test_attest_and_verify(batch, tmp_path):
     assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
     assert statement["predicate"]["buildDefinition"]["externalParameters"]["rules"] == ["weight_only"]
     path.unlink()
-    batch("--attest")
+    batch_of_two("--attest")
     assert path.read_text("utf-8") == text
-    batch("--attest", "--no-cache")
+    batch_of_two("--attest", "--no-cache")
     assert path.read_text("utf-8") == text
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.onnx*")}
-    batch("--verify", "--compare", "last.json")
+    batch_of_two("--verify", "--compare", "last.json")
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.onnx*")} == before
 
     output = tmp_path / "digits_rnn.quant.onnx"
@@ -129,7 +129,7 @@ def test_attest_and_verify(batch, tmp_path):
     data["outcomes"][0]["digests"]["model"] = "0" * 64
     data["outcomes"][0]["versions"]["onnx"] = "1.0"
     tmp_path.joinpath("last.json").write_text(json.dumps(data), "utf-8")
-    output_text = batch("--verify", "--compare", "last.json", code=1).stdout
+    output_text = batch_of_two("--verify", "--compare", "last.json", code=1).stdout
     assert "digits_rnn.onnx: the output differs from the rebuilt one: digits_rnn.quant.onnx\n" in output_text
     assert "digits_cnn.onnx: the attestation differs from the rebuilt output: digits_cnn.quant.onnx\n" in output_text
     assert (
@@ -138,9 +138,9 @@ def test_attest_and_verify(batch, tmp_path):
     )
     assert "2 done, 3 differences;" in output_text
     output.unlink()
-    assert "digits_rnn.quant.onnx is missing" in batch("--verify", code=1).stdout
+    assert "digits_rnn.quant.onnx is missing" in batch_of_two("--verify", code=1).stdout
     path.write_text("{}", "utf-8")
-    assert "is not an in-toto statement on files" in batch("--verify", code=1).stdout
+    assert "is not an in-toto statement on files" in batch_of_two("--verify", code=1).stdout
 
 
 @pytest.mark.slow
@@ -176,10 +176,10 @@ def test_verifying_a_folder(cli, samples, tmp_path):
         (("--compare", "a.json", "--fail-on", "regression", "--report", "./a.json"), "--report a.json"),
     ],
 )
-def test_conflicting_options(batch, options, name, tmp_path):
+def test_conflicting_options(batch_of_two, options, name, tmp_path):
     """The command rejects conflicting options before any work starts, and names the option."""
     shutil.copy(tmp_path / "digits_cnn.onnx", tmp_path / "net.json")
-    assert name in batch(*options, code=2).stderr
+    assert name in batch_of_two(*options, code=2).stderr
     assert not tmp_path.joinpath("digits_cnn.quant.onnx").exists()
 
 

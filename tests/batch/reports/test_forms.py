@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batch_reports import report_without_times
 
-from graphquant.batch.reports import REPORTS, as_annotations, check_report_path, report_schema, write_report
+from graphquant.batch.reports import REPORTS, as_annotations, check_report_path, html, report_schema, text, write_report
 from graphquant.batch.reports.text import ALL_CODES, BATCH_CODES, batch_report_view, bytes_text, percent_text
 from graphquant.batch.types import (
     BatchReport,
@@ -27,38 +27,38 @@ from graphquant.batch.types import (
     read_report,
 )
 from graphquant.errors import UsageError
-from graphquant.visualize.tables import make_console, render_text
+from graphquant.visualize.tables import Column, make_console, render_text
 
 HERE = Path(__file__).parent
 XSD = xmlschema.XMLSchema(HERE / "junit.xsd")
 SHIPPED = HERE.parents[2] / "graphquant" / "batch" / "reports" / "report.schema.json"
 
 
-def test_json_matches_its_schema(report, tmp_path):
+def test_json_matches_its_schema(report_of_each_status, tmp_path):
     """JSON has exactly the keys of the shipped schema, and reading it returns the same report."""
     path = tmp_path / "report.json"
-    write_report(path, report)
+    write_report(path, report_of_each_status)
     data = json.loads(path.read_text("utf-8"))
     schema = json.loads(SHIPPED.read_text("utf-8"))
     jsonschema.validate(data, schema, cls=jsonschema.Draft202012Validator)
-    assert read_report(path) == report
+    assert read_report(path) == report_of_each_status
     data["outcomes"][0]["status"] = "good"
     with pytest.raises(jsonschema.ValidationError, match="'good' is not one of"):
         jsonschema.validate(data, schema)
 
 
-def test_json_without_times(report):
+def test_json_without_times(report_of_each_status):
     """JSON without times has no field that differs between runs."""
     later_report = replace(
-        report,
+        report_of_each_status,
         started=1.0,
         seconds=2.0,
-        outcomes=tuple(replace(outcome, seconds=3.0, attempts=4) for outcome in report.outcomes),
-        changes=tuple(change for change in report.changes if change.kind != "seconds"),
+        outcomes=tuple(replace(outcome, seconds=3.0, attempts=4) for outcome in report_of_each_status.outcomes),
+        changes=tuple(change for change in report_of_each_status.changes if change.kind != "seconds"),
     )
-    assert later_report.changes != report.changes
-    assert report_without_times(report) == report_without_times(later_report)
-    assert batch_report_json(report) != batch_report_json(later_report)
+    assert later_report.changes != report_of_each_status.changes
+    assert report_without_times(report_of_each_status) == report_without_times(later_report)
+    assert batch_report_json(report_of_each_status) != batch_report_json(later_report)
 
 
 def test_shipped_schema_is_up_to_date():
@@ -81,13 +81,13 @@ def test_schema_describes_every_key():
     assert list(_no_descriptions(report_schema())) == []
 
 
-def test_junit_matches_its_schemas(report):
+def test_junit_matches_its_schemas(report_of_each_status):
     """JUnit XML is valid, and has a case for each model and each missing model, with correct counts."""
-    xml = REPORTS[".xml"](report)
+    xml = REPORTS[".xml"](report_of_each_status)
     XSD.validate(xml)
     (suite,) = ET.fromstring(xml)  # noqa: S314  # our own
     cases = suite.findall("testcase")
-    assert len(cases) == len(report.outcomes) + 1
+    assert len(cases) == len(report_of_each_status.outcomes) + 1
     tags_by_name = {case.get("name"): [child.tag for child in case] for case in cases}
     assert [
         tags_by_name[name] for name in ("net", "kept", "gated", "timeout", "crashed", "memory", "later", "old")
@@ -108,46 +108,54 @@ def test_junit_matches_its_schemas(report):
     assert regression.get("message") == "SQNR is 38.2 dB, and was 42.0 dB"
 
 
-def test_output_that_differs_from_the_rebuild(report):
+def test_output_that_differs_from_the_rebuild(report_of_each_status):
     """An output that differs from its rebuild is a difference, not a regression, and fails."""
-    unlike = replace(report, changes=(replace(report.changes[0], kind="digest", message="it differs"),))
+    unlike = replace(
+        report_of_each_status, changes=(replace(report_of_each_status.changes[0], kind="digest", message="it differs"),)
+    )
     (suite,) = ET.fromstring(REPORTS[".xml"](unlike))  # noqa: S314  # our own
     assert suite.find("testcase[@name='net']/failure").attrib == {"type": "difference", "message": "it differs"}
     assert "1 not started, 1 difference; 2 min" in suite.findtext("system-out")
 
 
 @pytest.mark.parametrize("suffix", [".md", ".html", ".sarif", ".xml"])
-def test_output_that_cannot_be_compared(report, suffix):
+def test_output_that_cannot_be_compared(report_of_each_status, suffix):
     """Each format reports an output that cannot be compared, unless a gate reports it."""
     lost = OutcomeMetrics(samples=8, problem="values are NaN")
-    done, unchanged, gated = report.outcomes[:3]
+    done, unchanged, gated = report_of_each_status.outcomes[:3]
     missed = (GateMiss(gate="min_sqnr", message="values are NaN"),)
     outcomes = (replace(done, metrics=lost), unchanged, replace(gated, metrics=lost, misses=missed))
-    text = REPORTS[suffix](replace(report, outcomes=outcomes, changes=()))
+    text = REPORTS[suffix](replace(report_of_each_status, outcomes=outcomes, changes=()))
     assert text.count("it cannot be compared with the float model") == 1
-    assert "it cannot be compared" not in REPORTS[suffix](report)
+    assert "it cannot be compared" not in REPORTS[suffix](report_of_each_status)
 
 
-def test_markdown_distinguishes_differences_and_regressions(report):
+def test_markdown_distinguishes_differences_and_regressions(report_of_each_status):
     """Differences found by --verify are not called regressions."""
-    unlike = replace(report, changes=(replace(report.changes[0], kind="digest", message="it is unlike"),))
+    unlike = replace(
+        report_of_each_status,
+        changes=(replace(report_of_each_status.changes[0], kind="digest", message="it is unlike"),),
+    )
     text = REPORTS[".md"](unlike)
     assert "- **net** differs: it is unlike" in text
     assert "regressed" not in text
 
 
-def test_junit_of_regressions_that_do_not_fail(report):
+def test_junit_of_regressions_that_do_not_fail(report_of_each_status):
     """A regression with level warning does not fail its case."""
-    mild = replace(report, changes=tuple(replace(result, level="warning") for result in report.changes))
+    mild = replace(
+        report_of_each_status,
+        changes=tuple(replace(result, level="warning") for result in report_of_each_status.changes),
+    )
     (suite,) = ET.fromstring(REPORTS[".xml"](mild))  # noqa: S314  # our own
     assert suite.find("testcase[@name='net']").findall("*") == []
     assert suite.get("failures") == "2"
     assert "net: SQNR is 38.2 dB" in suite.findtext("system-err")
 
 
-def test_sarif_matches_its_schema(report, published):
+def test_sarif_matches_its_schema(report_of_each_status, published):
     """SARIF matches the published schema, and has each failure, finding and regression."""
-    log = json.loads(REPORTS[".sarif"](report))
+    log = json.loads(REPORTS[".sarif"](report_of_each_status))
     schema = published("https://json.schemastore.org/sarif-2.1.0.json")
     jsonschema.validate(log, schema, format_checker=jsonschema.FormatChecker())
     (run,) = log["runs"]
@@ -171,15 +179,15 @@ def test_sarif_matches_its_schema(report, published):
     assert finding["logicalLocations"][0]["fullyQualifiedName"] == "then/conv 1"
 
 
-def test_sarif_of_a_shard(report):
+def test_sarif_of_a_shard(report_of_each_status):
     """SARIF has no results for skipped models of other shards."""
-    log = json.loads(REPORTS[".sarif"](replace(report, shard=(1, 2))))
+    log = json.loads(REPORTS[".sarif"](replace(report_of_each_status, shard=(1, 2))))
     assert "GQ206" not in {result["ruleId"] for result in log["runs"][0]["results"]}
 
 
-def test_annotations(report):
+def test_annotations(report_of_each_status):
     """Each annotation is one line, with special characters escaped."""
-    *lines, end = as_annotations(report).split("\n")
+    *lines, end = as_annotations(report_of_each_status).split("\n")
     assert end == ""
     assert len(lines) == 9
     assert lines[0] == ("::error file=models/gated.onnx,title=GQ205::gated: SQNR is 12.0 dB, and 30 were asked for")
@@ -187,13 +195,13 @@ def test_annotations(report):
         assert re.match(r"::(error|warning|notice) file=[^:,\n]*,title=GQ\d{3}::[^\n\r]+$", line)
 
 
-def test_markdown(report, hostile):
+def test_markdown(report_of_each_status, hostile_name):
     """Failures come first, each model has a complete row, and names are escaped."""
-    text = REPORTS[".md"](report)
+    text = REPORTS[".md"](report_of_each_status)
     assert text.startswith("### ❌ graphquant batch\n\n8 models&#58; 1 done, 1 unchanged, 1 failed, 1 gate missed,")
     assert "2 regressions" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + len(report.outcomes)
+    assert len(rows) == 2 + len(report_of_each_status.outcomes)
     assert {row.count("|") for row in rows} == {10}
     assert "| net | done | 52.1 KB | 17.3 KB | 33 % | 24 | 87 % | 38.2 dB | 1.2 s |" in rows
     assert rows[2].startswith("| gated | **gate missed** |")
@@ -202,27 +210,43 @@ def test_markdown(report, hostile):
     assert "alert(1)</" not in text
 
 
-def test_markdown_fits_a_step_summary(report):
+def test_an_added_column_is_in_every_output(report_of_each_status, monkeypatch):
+    """One more entry in REPORT_COLUMNS is a column of the text, Markdown, HTML and CSV."""
+    votes = Column("votes", lambda outcome: len(outcome.name) + 0.25, "{:.0f} of 9".format, number=True)
+    columns = (*text.REPORT_COLUMNS, votes)
+    for module in (text, html):
+        monkeypatch.setattr(module, "REPORT_COLUMNS", columns)
+    outcomes = replace(report_of_each_status, outcomes=report_of_each_status.outcomes[:2])
+    lines = render_text(batch_report_view(outcomes)).splitlines()
+    assert [line.split()[-3:] for line in lines[1:3]] == [["3", "of", "9"], ["4", "of", "9"]]
+    assert REPORTS[".csv"](outcomes).splitlines()[1].endswith(",1.25,3.25")
+    assert "| 1.2 s | 3 of 9 |" in REPORTS[".md"](outcomes)
+    page = REPORTS[".html"](outcomes)
+    assert '<td class="n" data-v="3.25">3 of 9</td>' in page
+    assert "repeat(8,minmax(" in page
+
+
+def test_markdown_fits_a_step_summary(report_of_each_status):
     """Markdown is below GitHub's limit of 1 MiB, with the number of omitted rows."""
-    failed = report.outcomes[3]
+    failed = report_of_each_status.outcomes[3]
     many = tuple(replace(failed, name=f"{number}{'x' * 100}") for number in range(8_000))
-    text = REPORTS[".md"](replace(report, outcomes=many))
+    text = REPORTS[".md"](replace(report_of_each_status, outcomes=many))
     assert len(text.encode()) < 1 << 20
     omitted = [int(count) for count in re.findall(r"^(\d+) more are in the other reports", text, re.MULTILINE)]
     rows = sum(line.startswith("| ") for line in text.splitlines()) - 2
     assert omitted[1] + rows == len(many)
 
 
-def test_markdown_of_a_good_report(report):
+def test_markdown_of_a_good_report(report_of_each_status):
     """The heading of a report without failures shows success."""
-    good = replace(report, outcomes=report.outcomes[:2], changes=())
+    good = replace(report_of_each_status, outcomes=report_of_each_status.outcomes[:2], changes=())
     text = REPORTS[".md"](good)
     assert text.startswith("### ✅ graphquant batch\n\n2 models&#58; 1 done, 1 unchanged; 2 min 4 s.")
 
 
-def test_text(report, capsys):
+def test_text(report_of_each_status, capsys):
     """The terminal's table has a row for each model, followed by reasons and a summary line."""
-    make_console().print(batch_report_view(report))
+    make_console().print(batch_report_view(report_of_each_status))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == [
         "net",
@@ -250,19 +274,19 @@ def test_text(report, capsys):
     )
 
 
-def test_empty_report_in_every_format(report, tmp_path):
+def test_empty_report_in_every_format(report_of_each_status, tmp_path):
     """A batch without models has a report in each format."""
-    empty = replace(report, outcomes=(), changes=())
+    empty = replace(report_of_each_status, outcomes=(), changes=())
     for suffix in REPORTS:
         path = tmp_path / f"empty{suffix}"
         write_report(path, empty)
         assert path.stat().st_size
 
 
-def test_formats_are_deterministic(report):
+def test_formats_are_deterministic(report_of_each_status):
     """Each format of one report is reproducible."""
     for form in REPORTS.values():
-        assert form(report) == form(report)
+        assert form(report_of_each_status) == form(report_of_each_status)
 
 
 def test_unknown_suffix(tmp_path):
@@ -271,22 +295,22 @@ def test_unknown_suffix(tmp_path):
         check_report_path(tmp_path / "report.htm")
 
 
-def test_writing_to_a_missing_folder(report, tmp_path):
+def test_writing_to_a_missing_folder(report_of_each_status, tmp_path):
     """Writing to a missing folder raises UsageError."""
     with pytest.raises(UsageError, match="cannot be written"):
-        write_report(tmp_path / "nowhere" / "report.json", report)
+        write_report(tmp_path / "nowhere" / "report.json", report_of_each_status)
 
 
-def test_statuses_have_labels_and_codes(report):
+def test_statuses_have_labels_and_codes(report_of_each_status):
     """Every finding code appears in SARIF for some status."""
-    unlike = replace(report, changes=(replace(report.changes[0], kind="digest"),))
-    done = replace(report.outcomes[0], metrics=OutcomeMetrics(problem="values are NaN"))
-    empty = replace(report.outcomes[3], status="empty")
-    doubtful = replace(report.outcomes[1], data_warnings=("all values are equal",))
-    lost = replace(report, outcomes=(done, empty, doubtful), changes=())
+    unlike = replace(report_of_each_status, changes=(replace(report_of_each_status.changes[0], kind="digest"),))
+    done = replace(report_of_each_status.outcomes[0], metrics=OutcomeMetrics(problem="values are NaN"))
+    empty = replace(report_of_each_status.outcomes[3], status="empty")
+    doubtful = replace(report_of_each_status.outcomes[1], data_warnings=("all values are equal",))
+    lost = replace(report_of_each_status, outcomes=(done, empty, doubtful), changes=())
     codes = {
         result["ruleId"]
-        for variant in (report, unlike, lost)
+        for variant in (report_of_each_status, unlike, lost)
         for result in json.loads(REPORTS[".sarif"](variant))["runs"][0]["results"]
     }
     assert set(BATCH_CODES) <= codes
@@ -318,10 +342,10 @@ def test_sizes(count, text):
     assert bytes_text(count) == text
 
 
-def test_outcome_without_figures(report):
+def test_outcome_without_figures(report_of_each_status):
     """Missing figures are empty cells."""
     bare = Outcome(name="a", model="a.onnx", output="b.onnx", status="done", size_after=10)
-    row = REPORTS[".md"](replace(report, outcomes=(bare,), changes=())).splitlines()[-1]
+    row = REPORTS[".md"](replace(report_of_each_status, outcomes=(bare,), changes=())).splitlines()[-1]
     assert row == "| a | done |  | 10 B |  | 0 |  |  |  |"
 
 

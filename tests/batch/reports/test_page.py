@@ -73,14 +73,16 @@ def _column_values(page: Any, column: int) -> list[str]:
 
 
 @pytest.fixture
-def large_page(report: BatchReport, tmp_path: Path) -> Path:
+def large_page(report_of_each_status: BatchReport, tmp_path: Path) -> Path:
     """Write and return the page of 300 models."""
     path = tmp_path / "report.html"
-    write_report(path, _report_of_300_models(report))
+    write_report(path, _report_of_300_models(report_of_each_status))
     return path
 
 
-def test_every_model_has_a_row(large_page: Path, open_page_in_browser: Callable[..., Any], report: BatchReport) -> None:
+def test_every_model_has_a_row(
+    large_page: Path, open_page_in_browser: Callable[..., Any], report_of_each_status: BatchReport
+) -> None:
     """Each model has a row, in the manifest's order, and names are escaped."""
     page = open_page_in_browser(large_page)
     assert _column_values(page, 0)[3:6] == ["net", "kept", "gated"]
@@ -167,7 +169,7 @@ def test_details_unfold(large_page: Path, open_page_in_browser: Callable[..., An
 
 
 def test_links_lead_to_graphs(
-    report: BatchReport, tmp_path: Path, samples: Path, open_page_in_browser: Callable[..., Any]
+    report_of_each_status: BatchReport, tmp_path: Path, samples: Path, open_page_in_browser: Callable[..., Any]
 ) -> None:
     """Each existing output is drawn once, next to the report, and the link opens its page."""
     output = tmp_path / "out put#1.onnx"
@@ -183,7 +185,7 @@ def test_links_lead_to_graphs(
     missing = replace(outcome, name="gone", output=str(tmp_path / "gone.onnx"))
     events: list[tuple[str, int, int]] = []
     path = tmp_path / "the report.html"
-    linked_report = replace(report, outcomes=(outcome, missing), changes=())
+    linked_report = replace(report_of_each_status, outcomes=(outcome, missing), changes=())
     write_report(path, linked_report, lambda *event: events.append(event))
     assert events == [("drawing", 1, 1)]
     (graph_page,) = (tmp_path / "the report_graphs").iterdir()
@@ -199,12 +201,12 @@ def test_links_lead_to_graphs(
     assert len([*graph_page.parent.iterdir()]) == 2
 
 
-def test_no_link_without_a_model(report: BatchReport, tmp_path: Path) -> None:
+def test_no_link_without_a_model(report_of_each_status: BatchReport, tmp_path: Path) -> None:
     """An output that is not a model has no link, and the report is written."""
     output = tmp_path / "net.onnx"
     output.write_bytes(b"nothing")
-    outcome = replace(report.outcomes[0], output=str(output))
-    write_report(tmp_path / "report.html", replace(report, outcomes=(outcome,)))
+    outcome = replace(report_of_each_status.outcomes[0], output=str(output))
+    write_report(tmp_path / "report.html", replace(report_of_each_status, outcomes=(outcome,)))
     assert "<a href" not in (tmp_path / "report.html").read_text("utf-8")
 
 

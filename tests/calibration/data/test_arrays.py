@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.data_files import assert_feed
 
 from graphquant.calibration.data import Dataset, arrays, open_data
 from graphquant.errors import DataError
@@ -29,7 +30,7 @@ class Spec:
 
 
 @pytest.fixture
-def opened(tmp_path: Path):
+def open_arrays(tmp_path: Path):
     """Save arrays and open them for inputs."""
 
     def do(arrays, *inputs: Spec, samples: int | None = None, compressed: bool = False) -> Dataset:
@@ -40,90 +41,81 @@ def opened(tmp_path: Path):
     return do
 
 
-def same(feed, **expected) -> None:
-    """Assert that a feed has exactly these arrays, including dtypes and shapes."""
-    assert sorted(feed) == sorted(expected)
-    for name, values in expected.items():
-        assert feed[name].dtype == values.dtype
-        assert feed[name].shape == values.shape
-        np.testing.assert_array_equal(feed[name], values)
-
-
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("array", [X, np.asfortranarray(X), X.astype(">f4")])
-def test_stacked_samples(opened, array, compressed: bool) -> None:
+def test_stacked_samples(open_arrays, array, compressed: bool) -> None:
     """Entries along the first axis are samples with a first axis of 1. Unused keys are listed."""
-    batches = opened({"x": array, "labels": np.zeros(9)}, compressed=compressed)
+    batches = open_arrays({"x": array, "labels": np.zeros(9)}, compressed=compressed)
     assert (batches.count, len(batches), batches.ignored, batches.random) == (4, 4, ("labels",), False)
     for _ in range(2):  # it can be iterated again
         feeds = list(batches)
         assert len(feeds) == 4
         for i, feed in enumerate(feeds):
-            same(feed, x=X[i : i + 1])
+            assert_feed(feed, x=X[i : i + 1])
 
 
-def test_whole_feeds(opened) -> None:
+def test_whole_feeds(open_arrays) -> None:
     """An array with one more axis, or any array for an input of unknown rank, is a stack of whole feeds."""
     whole = X.reshape(2, 2, 3)
     for shape in [(None, 3), (2, 3), None]:
-        feeds = list(opened({"x": whole}, Spec(shape=shape)))
+        feeds = list(open_arrays({"x": whole}, Spec(shape=shape)))
         assert len(feeds) == 2
-        same(feeds[1], x=whole[1])
-    scalars = list(opened({"x": X[:, 0]}, Spec(shape=())))
-    same(scalars[2], x=np.array(6.0, np.float32))
+        assert_feed(feeds[1], x=whole[1])
+    scalars = list(open_arrays({"x": X[:, 0]}, Spec(shape=())))
+    assert_feed(scalars[2], x=np.array(6.0, np.float32))
 
 
-def test_fixed_batch_size(opened) -> None:
+def test_fixed_batch_size(open_arrays) -> None:
     """With a fixed batch size k, k entries form one feed. A remainder is an error."""
-    feeds = list(opened({"x": X}, Spec(shape=(2, 3))))
+    feeds = list(open_arrays({"x": X}, Spec(shape=(2, 3))))
     assert len(feeds) == 2
-    same(feeds[1], x=X[2:])
+    assert_feed(feeds[1], x=X[2:])
     with pytest.raises(DataError, match=r"has 4 entries, but input 'x' takes 3 at a time: 1 are left over"):
-        opened({"x": X}, Spec(shape=(3, 3)))
+        open_arrays({"x": X}, Spec(shape=(3, 3)))
 
 
-def test_arrays_shared_by_all_samples(opened) -> None:
+def test_arrays_shared_by_all_samples(open_arrays) -> None:
     """A state of exactly the fixed shape and a scalar go to each sample. Alone, they are one sample."""
     state, rate = np.ones((2, 1, 5), np.float32), np.array(0.5, np.float32)
     inputs = (Spec(), Spec("state", shape=(2, None, 5)), Spec("rate", shape=()), Spec("any", shape=None))
-    feeds = list(opened({"x": X, "state": state, "rate": rate, "any": rate}, *inputs))
+    feeds = list(open_arrays({"x": X, "state": state, "rate": rate, "any": rate}, *inputs))
     assert len(feeds) == 4
-    same(feeds[3], x=X[3:], state=state, rate=rate, any=rate)
-    assert opened({"state": state}, inputs[1]).count == 1
+    assert_feed(feeds[3], x=X[3:], state=state, rate=rate, any=rate)
+    assert open_arrays({"state": state}, inputs[1]).count == 1
 
 
-def test_aliases(opened) -> None:
+def test_aliases(open_arrays) -> None:
     """A tensor name or signature key is accepted. The name of the input takes precedence."""
     taker = Spec("serving_default_x", aliases=("x:0", "image"))
-    same(next(iter(opened({"x:0": X}, taker))), serving_default_x=X[:1])
-    batches = opened({"image": X + 1, "serving_default_x": X}, taker)
+    assert_feed(next(iter(open_arrays({"x:0": X}, taker))), serving_default_x=X[:1])
+    batches = open_arrays({"image": X + 1, "serving_default_x": X}, taker)
     assert batches.ignored == ("image",)
-    same(next(iter(batches)), serving_default_x=X[:1])
+    assert_feed(next(iter(batches)), serving_default_x=X[:1])
 
 
-def test_alias_equal_to_another_input(opened) -> None:
+def test_alias_equal_to_another_input(open_arrays) -> None:
     """An array never feeds two inputs."""
     with pytest.raises(DataError, match="no array for input 'a'"):
-        opened({"b": X}, Spec("a", aliases=("b",)), Spec("b"))
+        open_arrays({"b": X}, Spec("a", aliases=("b",)), Spec("b"))
 
 
-def test_missing_keys(opened) -> None:
+def test_missing_keys(open_arrays) -> None:
     """The error for a missing input lists the available keys, the inputs and a suggestion."""
     with pytest.raises(DataError) as caught:
-        opened({"imagse": X, "labels": X}, Spec("images"), Spec("rate"))
+        open_arrays({"imagse": X, "labels": X}, Spec("images"), Spec("rate"))
     for part in ("input 'images'", "contains 'imagse', 'labels'", "takes 'images', 'rate'", "Did you mean 'imagse'"):
         assert part in str(caught.value)
     with pytest.raises(DataError, match=r"no array for input 'x'\. It contains 'y'"):
-        opened({"y": X})
+        open_arrays({"y": X})
 
 
-def test_different_sample_counts(opened) -> None:
+def test_different_sample_counts(open_arrays) -> None:
     """The error for different numbers of samples names both inputs and counts."""
     with pytest.raises(DataError, match="array 'x' has 4 samples and array 'y' has 3"):
-        opened({"x": X, "y": X[:3]}, Spec(), Spec("y"))
+        open_arrays({"x": X, "y": X[:3]}, Spec(), Spec("y"))
 
 
 @pytest.mark.parametrize(
@@ -142,20 +134,20 @@ def test_different_sample_counts(opened) -> None:
         (np.zeros((2, 3)), (4, 3), r"2 are left over"),
     ],
 )
-def test_invalid_shapes(opened, array, shape, message: str) -> None:
+def test_invalid_shapes(open_arrays, array, shape, message: str) -> None:
     """The error names the input, both shapes and a fix."""
     with pytest.raises(DataError, match=message):
-        opened({"x": array.astype(np.float32)}, Spec(shape=shape))
+        open_arrays({"x": array.astype(np.float32)}, Spec(shape=shape))
 
 
-def test_safe_conversions(opened) -> None:
+def test_safe_conversions(open_arrays) -> None:
     """Floats become floats of the input, integers become its integers if they are in range."""
-    same(next(iter(opened({"x": X.astype(np.float64)}))), x=X[:1])
+    assert_feed(next(iter(open_arrays({"x": X.astype(np.float64)}))), x=X[:1])
     integers = np.array([[1, 2, -3]])
-    same(next(iter(opened({"x": integers}, Spec(dtype="int32")))), x=integers.astype(np.int32))
+    assert_feed(next(iter(open_arrays({"x": integers}, Spec(dtype="int32")))), x=integers.astype(np.int32))
     text = np.array([["a", "b", "c"]])
-    same(next(iter(opened({"x": text}, Spec(dtype="string")))), x=text.astype(object))
-    half = next(iter(opened({"x": X}, Spec(dtype="bfloat16"))))["x"]
+    assert_feed(next(iter(open_arrays({"x": text}, Spec(dtype="string")))), x=text.astype(object))
+    half = next(iter(open_arrays({"x": X}, Spec(dtype="bfloat16"))))["x"]
     assert (half.dtype.name, half.astype(np.float32).tolist()) == ("bfloat16", [[0.0, 1.0, 2.0]])
 
 
@@ -176,41 +168,41 @@ def test_safe_conversions(opened) -> None:
         (np.array([[{}, 1, 2]], object), "float32", "contains Python objects, which are never loaded"),
     ],
 )
-def test_invalid_dtypes(opened, array, dtype: str, message: str) -> None:
+def test_invalid_dtypes(open_arrays, array, dtype: str, message: str) -> None:
     """Another kind of number, or a value out of range, is rejected with a fix."""
     with pytest.raises(DataError, match=message):
-        opened({"x": array}, Spec(dtype=dtype))
+        open_arrays({"x": array}, Spec(dtype=dtype))
 
 
-def test_nan_and_infinity(opened) -> None:
+def test_nan_and_infinity(open_arrays) -> None:
     """NaN and infinite values are counted, with the key and first index. Unused keys are not checked."""
     bad = X.copy()
     bad[2, 1], bad[3, 0] = np.nan, np.inf
     with pytest.raises(DataError, match=r"array 'x' has 2 NaN or infinite values, the first at index \[2, 1\]"):
-        opened({"x": bad})
-    assert opened({"x": bad}, samples=2).count == 2
-    assert opened({"x": X, "extra": bad}).count == 4
+        open_arrays({"x": bad})
+    assert open_arrays({"x": bad}, samples=2).count == 2
+    assert open_arrays({"x": X, "extra": bad}).count == 4
 
 
-def test_sample_limits(opened) -> None:
+def test_sample_limits(open_arrays) -> None:
     """The first samples are used, at most as many as there are. No samples are an error."""
-    assert [feed["x"][0, 0] for feed in opened({"x": X}, samples=2)] == [0.0, 3.0]
-    assert opened({"x": X}, samples=99).count == 4
+    assert [feed["x"][0, 0] for feed in open_arrays({"x": X}, samples=2)] == [0.0, 3.0]
+    assert open_arrays({"x": X}, samples=99).count == 4
     with pytest.raises(DataError, match="Request at least one"):
-        opened({"x": X}, samples=0)
+        open_arrays({"x": X}, samples=0)
     with pytest.raises(DataError, match="contains no samples"):
-        opened({"x": X[:0]})
+        open_arrays({"x": X[:0]})
 
 
-def test_digest(opened) -> None:
+def test_digest(open_arrays) -> None:
     """The digest depends on the fed values, not on the storage."""
-    plain = opened({"x": X}).digest
+    plain = open_arrays({"x": X}).digest
     assert len(plain) == 64
-    assert opened({"x": X, "labels": X}, compressed=True).digest == plain
-    assert opened({"x": np.asfortranarray(X)}).digest == plain
-    assert opened({"x": X.astype(">f4")}).digest == plain
-    assert opened({"x": X.reshape(4, 1, 3)}).digest == plain
-    others = [opened({"x": X + 1}), opened({"x": X}, samples=3), opened({"x": X.astype(np.float64)})]
+    assert open_arrays({"x": X, "labels": X}, compressed=True).digest == plain
+    assert open_arrays({"x": np.asfortranarray(X)}).digest == plain
+    assert open_arrays({"x": X.astype(">f4")}).digest == plain
+    assert open_arrays({"x": X.reshape(4, 1, 3)}).digest == plain
+    others = [open_arrays({"x": X + 1}), open_arrays({"x": X}, samples=3), open_arrays({"x": X.astype(np.float64)})]
     assert len({plain, *(batches.digest for batches in others)}) == 4
 
 
@@ -245,7 +237,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     values = X.astype(ml_dtypes.bfloat16)
     np.savez(tmp_path / "data.npz", x=values)
     for feed, row in zip(open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")]), values, strict=True):
-        same(feed, x=row[None])
+        assert_feed(feed, x=row[None])
     np.save(tmp_path / "data.npy", X.astype(ml_dtypes.float8_e4m3fn))
     (feed,) = open_data(str(tmp_path / "data.npy"), [Spec(dtype="float8_e4m3fn")], samples=1)
     assert feed["x"].astype(np.float32).tolist() == [[0.0, 1.0, 2.0]]
@@ -283,7 +275,7 @@ def test_background_check(tmp_path: Path, monkeypatch) -> None:
     scan = arrays._scan_array
     monkeypatch.setattr(arrays, "_scan_array", lambda *given, **more: go.wait(60) and scan(*given, **more))
     found = open_data(str(path), (Spec(),), check_in_background=True)
-    same(next(found.feeds_between(1, 2)), x=X[1:2])
+    assert_feed(next(found.feeds_between(1, 2)), x=X[1:2])
     found.raise_read_errors()
     go.set()
     assert found.final_digest() == open_data(str(path), (Spec(),)).final_digest()
@@ -382,7 +374,7 @@ def test_random_data() -> None:
     assert (batches.count, batches.random, batches.ignored) == (3, True, ())
     feeds, again = list(batches), list(open_data("random:3", inputs))
     for feed, other in zip(feeds, again, strict=True):
-        same(feed, **other)
+        assert_feed(feed, **other)
     assert {name: (values.dtype.name, values.shape) for name, values in feeds[0].items()} == {
         "x": ("float32", (1, 3)),
         "y": ("float32", (1, 3)),

@@ -9,35 +9,32 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.data_files import float_input, write_wav
 
 from graphquant.calibration.data import open_data
 from graphquant.errors import DataError
-from graphquant.formats import InputSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from graphquant.formats import InputSpec
+
 WAVE = np.array([0, 1, -1, 100, -128, 127, 64, -64])
 
 
-def taker(*shape: int | None, dtype: str = "float32") -> InputSpec:
-    """Return an input of a shape."""
-    return InputSpec(name="x", dtype=dtype, shape=shape)
-
-
-def fed(spec: object, one: InputSpec) -> list[np.ndarray]:
+def wave_values(spec: object, one: InputSpec) -> list[np.ndarray]:
     """Return the values that an input receives from each file."""
     return [feed["x"] for feed in open_data(str(spec), [one])]
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_sample_widths(tmp_path, stored, width: int) -> None:
+def test_sample_widths(tmp_path, width: int) -> None:
     """Integers of each width become exactly -1 up to 1. Integer inputs receive their full range."""
     values = WAVE * 256 ** (width - 1)
-    stored.wav(tmp_path / "a.wav", values, width=width)
-    (wave,) = fed(tmp_path, taker(None, None))
+    write_wav(tmp_path / "a.wav", values, width=width)
+    (wave,) = wave_values(tmp_path, float_input(None, None))
     np.testing.assert_array_equal(wave, (WAVE / 128).astype(np.float32)[None])
-    (whole,) = fed(tmp_path, taker(1, 8, dtype="int16"))
+    (whole,) = wave_values(tmp_path, float_input(1, 8, dtype="int16"))
     np.testing.assert_array_equal(whole, (WAVE * 256).astype(np.int16)[None])
 
 
@@ -60,54 +57,56 @@ def test_floats_and_extensible(tmp_path) -> None:
         "d": riff(3, 32, values.astype("<f4").tobytes(), size=0xFFFFFFFF),
     }.items():
         (tmp_path / f"{name}.wav").write_bytes(content)
-    for wave in fed(tmp_path, taker(None)):
+    for wave in wave_values(tmp_path, float_input(None)):
         np.testing.assert_array_equal(wave, values.astype(np.float32))
 
 
-def test_channels_length_and_scale(tmp_path, stored) -> None:
+def test_channels_length_and_scale(tmp_path) -> None:
     """Channels are averaged, long waves cut, and short ones padded. The only open axis is time."""
-    stored.wav(tmp_path / "a.wav", np.stack([WAVE // 2, 2 - WAVE // 2], 1) * 256)
-    np.testing.assert_array_equal(fed(tmp_path, taker(1, 1, None))[0], np.full((1, 1, 8), 1 / 128, np.float32))
-    stored.wav(tmp_path / "a.wav", WAVE * 256)
+    write_wav(tmp_path / "a.wav", np.stack([WAVE // 2, 2 - WAVE // 2], 1) * 256)
+    np.testing.assert_array_equal(
+        wave_values(tmp_path, float_input(1, 1, None))[0], np.full((1, 1, 8), 1 / 128, np.float32)
+    )
+    write_wav(tmp_path / "a.wav", WAVE * 256)
     plain = (WAVE / 128).astype(np.float32)
-    np.testing.assert_array_equal(fed(tmp_path, taker(None, 5, 1))[0][0, :, 0], plain[:5])
-    np.testing.assert_array_equal(fed(tmp_path, taker(10))[0], np.append(plain, [0, 0]))
-    np.testing.assert_array_equal(fed(f"{tmp_path},pad=repeat", taker(20))[0], np.tile(plain, 3)[:20])
-    np.testing.assert_array_equal(fed(f"{tmp_path},length=3", taker(1, None))[0][0], plain[:3])
-    np.testing.assert_array_equal(fed(f"{tmp_path},scale=32768", taker(1, 8))[0][0], plain * 32768)
+    np.testing.assert_array_equal(wave_values(tmp_path, float_input(None, 5, 1))[0][0, :, 0], plain[:5])
+    np.testing.assert_array_equal(wave_values(tmp_path, float_input(10))[0], np.append(plain, [0, 0]))
+    np.testing.assert_array_equal(wave_values(f"{tmp_path},pad=repeat", float_input(20))[0], np.tile(plain, 3)[:20])
+    np.testing.assert_array_equal(wave_values(f"{tmp_path},length=3", float_input(1, None))[0][0], plain[:3])
+    np.testing.assert_array_equal(wave_values(f"{tmp_path},scale=32768", float_input(1, 8))[0][0], plain * 32768)
     with pytest.raises(DataError, match=r"a.wav has 8 values, but 20 are required"):
-        fed(f"{tmp_path},pad=none", taker(20))
+        wave_values(f"{tmp_path},pad=none", float_input(20))
 
 
-def test_rates(tmp_path, stored) -> None:
+def test_rates(tmp_path) -> None:
     """All files need the rate of the first file, or the requested one. The error contains the conversion command."""
-    stored.wav(tmp_path / "a.wav", WAVE)
-    stored.wav(tmp_path / "b.wav", WAVE, rate=8000)
+    write_wav(tmp_path / "a.wav", WAVE)
+    write_wav(tmp_path / "b.wav", WAVE, rate=8000)
     with pytest.raises(DataError, match=r"b.wav has a rate of 8000 Hz, but 16000 Hz .*a.wav.*-ar 16000"):
-        fed(tmp_path, taker(8))
+        wave_values(tmp_path, float_input(8))
     with pytest.raises(DataError, match=r"a.wav has a rate of 16000 Hz, but 44100 Hz"):
-        fed(f"{tmp_path},rate=44100", taker(8))
-    assert len(fed(tmp_path / "a.wav", taker(8))) == 1
+        wave_values(f"{tmp_path},rate=44100", float_input(8))
+    assert len(wave_values(tmp_path / "a.wav", float_input(8))) == 1
 
 
 @pytest.mark.parametrize(
     ("keys", "one", "message"),
     [
-        ("", taker(1, None, None), r"takes \[1, \?, \?\], but a wave has only a time axis"),
-        ("", taker(1, 8, dtype="uint8"), "takes uint8, which cannot represent a wave"),
-        ("", taker(1, 8, dtype="string"), "takes string, which cannot represent a wave"),
-        (",length=9", taker(1, 8), "length=9, but input 'x' takes 8. Remove length"),
-        (",length=x", taker(1, None), "length=x is not a(n| positive) integer"),
-        (",pad=start", taker(1, 8), "pad=start is unknown. Use one of end, repeat, none"),
-        (",scale=x", taker(1, 8), "scale=x is not a number"),
-        (",rate=0", taker(1, 8), "rate=0 is not a(n| positive) integer"),
+        ("", float_input(1, None, None), r"takes \[1, \?, \?\], but a wave has only a time axis"),
+        ("", float_input(1, 8, dtype="uint8"), "takes uint8, which cannot represent a wave"),
+        ("", float_input(1, 8, dtype="string"), "takes string, which cannot represent a wave"),
+        (",length=9", float_input(1, 8), "length=9, but input 'x' takes 8. Remove length"),
+        (",length=x", float_input(1, None), "length=x is not a(n| positive) integer"),
+        (",pad=start", float_input(1, 8), "pad=start is unknown. Use one of end, repeat, none"),
+        (",scale=x", float_input(1, 8), "scale=x is not a number"),
+        (",rate=0", float_input(1, 8), "rate=0 is not a(n| positive) integer"),
     ],
 )
-def test_invalid_settings(tmp_path, stored, keys: str, one: InputSpec, message: str) -> None:
+def test_invalid_settings(tmp_path, keys: str, one: InputSpec, message: str) -> None:
     """Settings that do not fit the input are reported."""
-    stored.wav(tmp_path / "a.wav", WAVE)
+    write_wav(tmp_path / "a.wav", WAVE)
     with pytest.raises(DataError, match=message):
-        fed(f"{tmp_path}{keys}", one)
+        wave_values(f"{tmp_path}{keys}", one)
 
 
 def test_unsupported_formats(tmp_path) -> None:
@@ -123,7 +122,7 @@ def test_unsupported_formats(tmp_path) -> None:
     ):
         path.write_bytes(content)
         with pytest.raises(DataError, match=rf"a\.wav cannot be read: .*{message}.* ffmpeg -i"):
-            fed(path, taker(4))
+            wave_values(path, float_input(4))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -135,6 +134,6 @@ def test_broken_files(tmp_path: Path, position: int, byte: int, end: int) -> Non
     for broken in (bytes(content), bytes(content[:end])):
         (tmp_path / "a.wav").write_bytes(broken)
         try:
-            assert fed(tmp_path, taker(4))[0].shape == (4,)
+            assert wave_values(tmp_path, float_input(4))[0].shape == (4,)
         except DataError as error:
             assert "a.wav" in str(error)  # noqa: PT017  # either end is right

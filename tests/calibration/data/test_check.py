@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import onnx
 import pytest
+from support.data_files import write_wav
 from support.onnx_models import onnx_model
 
 import graphquant as gq
@@ -22,7 +23,7 @@ from graphquant.formats import InputSpec, format_module
 
 
 @pytest.fixture
-def report(tmp_path):
+def check_arrays(tmp_path):
     """Check arrays against an input."""
 
     def do(values, *shape, dtype: str = "float32", **others):
@@ -41,11 +42,11 @@ def kinds(found) -> list[str]:
 NOISE = np.random.default_rng(0).standard_normal((40, 5)).astype(np.float32)
 
 
-def test_statistics_of_inputs(report) -> None:
+def test_statistics_of_inputs(check_arrays) -> None:
     """Minimum, maximum and mean cover finite values. NaN and infinity are counted."""
     values = NOISE.copy()
     values[3, 1], values[4, 0], values[5, 2] = np.nan, np.inf, -np.inf
-    found = report(values, None, 5, labels=np.zeros(40))
+    found = check_arrays(values, None, 5, labels=np.zeros(40))
     (one,) = found.inputs
     finite = values[np.isfinite(values)].astype(np.float64)
     assert (one.name, one.dtype, one.shape, one.data_shape) == ("x", "float32", (None, 5), (1, 5))
@@ -55,48 +56,48 @@ def test_statistics_of_inputs(report) -> None:
     assert "receives 1 NaN and 2 infinite values" in found.findings[0].message
 
 
-def test_valid_data(report) -> None:
+def test_valid_data(check_arrays) -> None:
     """Valid data has no findings."""
-    assert kinds(report(NOISE, None, 5, label=np.zeros(40))) == []
-    assert kinds(report(np.arange(200, dtype=np.uint8).reshape(40, 5), None, 5, dtype="uint8")) == []
-    assert kinds(report(NOISE * 100 + 130.5, None, 5)) == []  # positive, and no pixels
+    assert kinds(check_arrays(NOISE, None, 5, label=np.zeros(40))) == []
+    assert kinds(check_arrays(np.arange(200, dtype=np.uint8).reshape(40, 5), None, 5, dtype="uint8")) == []
+    assert kinds(check_arrays(NOISE * 100 + 130.5, None, 5)) == []  # positive, and no pixels
 
 
-def test_each_finding(report) -> None:
+def test_each_finding(check_arrays) -> None:
     """Few samples, unscaled pixels, constants, equal samples, unused keys and random data are found."""
-    assert kinds(report(NOISE[:31], None, 5)) == ["few-samples"]
-    assert kinds(report(np.arange(200.0).reshape(40, 5), None, 5)) == ["unscaled"]
-    assert kinds(report(np.full((40, 5), 3.0), None, 5)) == ["constant"]
-    assert kinds(report(np.tile(NOISE[:1], (40, 1)), None, 5)) == ["same-samples"]
-    assert kinds(report(NOISE, None, 5, imgaes=NOISE)) == ["ignored"]
-    assert kinds(report(np.full((40, 1), 3.0), None, 1)) == []  # a rate or a switch
+    assert kinds(check_arrays(NOISE[:31], None, 5)) == ["few-samples"]
+    assert kinds(check_arrays(np.arange(200.0).reshape(40, 5), None, 5)) == ["unscaled"]
+    assert kinds(check_arrays(np.full((40, 5), 3.0), None, 5)) == ["constant"]
+    assert kinds(check_arrays(np.tile(NOISE[:1], (40, 1)), None, 5)) == ["same-samples"]
+    assert kinds(check_arrays(NOISE, None, 5, imgaes=NOISE)) == ["ignored"]
+    assert kinds(check_arrays(np.full((40, 1), 3.0), None, 1)) == []  # a rate or a switch
     taker = InputSpec(name="x", dtype="float32", shape=(None, 5))
     assert kinds(check_dataset(open_data("random:40", [taker]), [taker])) == ["random"]
 
 
-def test_swapped_layouts(shared, report) -> None:
+def test_swapped_layouts(shared, check_arrays) -> None:
     """Reshaped instead of transposed photographs are found in both directions. Correct ones and noise are not."""
     photos = np.load(shared / "ultraface/images.npz")["rgb"].astype(np.float32) / 127.5 - 1
     photos = np.concatenate([photos, photos[:, :, ::-1]])  # mirrored: more than 32
     first = photos.transpose(0, 3, 1, 2)
-    assert kinds(report(first, None, 3, 240, 320)) == []
-    assert kinds(report(photos, None, 240, 320, 3)) == []
-    found = report(photos.reshape(first.shape), None, 3, 240, 320)
+    assert kinds(check_arrays(first, None, 3, 240, 320)) == []
+    assert kinds(check_arrays(photos, None, 240, 320, 3)) == []
+    found = check_arrays(photos.reshape(first.shape), None, 3, 240, 320)
     assert kinds(found) == ["layout"]
     assert "look like reshaped NHWC" in found.findings[0].message
     assert "array.transpose(0, 3, 1, 2)" in found.findings[0].message
-    found = report(np.ascontiguousarray(first).reshape(photos.shape), None, 240, 320, 3)
+    found = check_arrays(np.ascontiguousarray(first).reshape(photos.shape), None, 240, 320, 3)
     assert kinds(found) == ["layout"]
     assert "array.transpose(0, 2, 3, 1)" in found.findings[0].message
     noise = np.random.default_rng(0).standard_normal((40, 3, 20, 30)).astype(np.float32)
-    assert kinds(report(noise, None, 3, 20, 30)) == []
-    assert kinds(report(noise, None, None, None, None)) == ["layout-open"]
+    assert kinds(check_arrays(noise, None, 3, 20, 30)) == []
+    assert kinds(check_arrays(noise, None, None, None, None)) == ["layout-open"]
 
 
-def test_varying_sizes(tmp_path, stored) -> None:
+def test_varying_sizes(tmp_path) -> None:
     """An axis whose size varies between samples is reported as open."""
     for index in range(3):
-        stored.wav(tmp_path / f"{index}.wav", np.arange(10 + index))
+        write_wav(tmp_path / f"{index}.wav", np.arange(10 + index))
     taker = InputSpec(name="x", dtype="float32", shape=(None, None))
     (one,) = check_dataset(open_data(str(tmp_path), [taker]), [taker]).inputs
     assert one.data_shape == (1, None)
@@ -143,7 +144,7 @@ def test_real_models(shared) -> None:
     assert ([one.data_shape for one in found.inputs], kinds(found)) == ([(1, 576), (2, 1, 128), ()], [])
 
 
-def digits(samples) -> np.ndarray:
+def calibration_images(samples) -> np.ndarray:
     """Return the calibration images of the sample models, from 0 to 1."""
     return np.load(samples / "digits_cnn_calib.npz")["image"]
 
@@ -187,7 +188,7 @@ def digits_for(model, images) -> np.ndarray:
 @pytest.mark.parametrize("name", SAMPLE_MODELS)
 def test_sample_models(samples, name) -> None:
     """The data of the sample models has no findings. Pixels from 0 to 255 and constants have."""
-    images = digits_for(name, digits(samples))
+    images = digits_for(name, calibration_images(samples))
     assert model_findings(samples / name, image=images) == []
     assert not {"unscaled", "scale"}.isdisjoint(model_findings(samples / name, image=images * 255))
     assert model_findings(samples / name, image=images * 0) == ["constant"]
@@ -199,7 +200,7 @@ def test_sample_models(samples, name) -> None:
 
 def test_commands_run_the_check(samples, tmp_path, cli) -> None:
     """Insert, calibrate and compare warn of pixels from 0 to 255 and of zeros; good data has no warning."""
-    model, images = samples / "digits_cnn.onnx", digits(samples)
+    model, images = samples / "digits_cnn.onnx", calibration_images(samples)
     result = gq.insert(model, data=str(samples / "digits_cnn_calib.npz"))
     assert result.data_findings == ()
     result.save(tmp_path / "quantized.onnx")
@@ -223,7 +224,7 @@ def test_commands_run_the_check(samples, tmp_path, cli) -> None:
 
 def test_batch_reports_the_warnings(samples, tmp_path) -> None:
     """A batch keeps the status and reports the warning."""
-    np.savez(tmp_path / "zeros.npz", image=digits(samples) * 0)
+    np.savez(tmp_path / "zeros.npz", image=calibration_images(samples) * 0)
     entry = Entry(
         name="m",
         model=str(samples / "digits_cnn.onnx"),
@@ -285,7 +286,7 @@ def test_other_mistakes(tmp_path) -> None:
     nhwc = np.ascontiguousarray(images.transpose(0, 2, 3, 1))
     assert model_findings(model, image=nhwc.reshape(images.shape)) == ["layout"]
     with pytest.raises(DataError, match=r"numpy\.moveaxis"):
-        gq.insert(model, data=str(saved(tmp_path, image=nhwc)))
+        gq.insert(model, data=str(save_arrays(tmp_path, image=nhwc)))
     with pytest.raises(DataError, match="only NaN"):
         model_findings(model, image=images * np.nan)
     broken = images.copy()
@@ -297,7 +298,7 @@ def test_other_mistakes(tmp_path) -> None:
     assert check_model_data(open_data("random:40", runner.inputs), runner) == ()
 
 
-def saved(folder, **arrays) -> Path:
+def save_arrays(folder, **arrays) -> Path:
     """Write arrays and return the path."""
     np.savez(folder / "arrays.npz", **arrays)
     return folder / "arrays.npz"
@@ -328,9 +329,9 @@ def test_token_ids(tmp_path) -> None:
     assert model_findings(model, ids=ids, mask=mask) == []
     assert model_findings(model, ids=mask * (ids % 2), mask=ids) == ["mask"]
     with pytest.raises(DataError, match="a table that has 50"):
-        gq.insert(model, data=str(saved(tmp_path, ids=ids + 1, mask=mask)))
+        gq.insert(model, data=str(save_arrays(tmp_path, ids=ids + 1, mask=mask)))
     with pytest.raises(DataError, match="a table that has 50"):
-        gq.compare(model, model, str(saved(tmp_path, ids=ids * 100, mask=mask)))
+        gq.compare(model, model, str(save_arrays(tmp_path, ids=ids * 100, mask=mask)))
 
 
 def test_outputs_without_information(tmp_path) -> None:

@@ -23,7 +23,7 @@ NUMBERS = count()
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch):
+def write_module(tmp_path: Path, monkeypatch):
     """Write code into a module of the current folder and return its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -38,7 +38,7 @@ def module(tmp_path: Path, monkeypatch):
     return write
 
 
-def fed(spec: str, *inputs: InputSpec, samples: int | None = None) -> list[list[float]]:
+def fed_values(spec: str, *inputs: InputSpec, samples: int | None = None) -> list[list[float]]:
     """Return the feeds of the input "x" after checking that two passes agree."""
     batches = open_data(spec, inputs or (X,), samples=samples)
     first, again = ([feed["x"].tolist() for feed in batches] for _ in range(2))
@@ -72,14 +72,14 @@ ROWS = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
         "class A:\n    @staticmethod\n    def b():\n        return iter(X)\nget = A.b",
     ],
 )
-def test_item_forms(module, code: str) -> None:
+def test_item_forms(write_module, code: str) -> None:
     """Arrays, dictionaries, tuples, features with labels, stacks, data readers and objects give the same feeds."""
-    assert fed(f"{module(code)}:get") == ROWS
+    assert fed_values(f"{write_module(code)}:get") == ROWS
 
 
-def test_stacked_items_finding(module) -> None:
+def test_stacked_items_finding(write_module) -> None:
     """An item that is split although its input has open axes is a finding."""
-    name = module(
+    name = write_module(
         "Y = np.arange(2 * 240 * 4 * 3, dtype=np.float32).reshape(2, 240, 4, 3) - 9\n"
         "def items():\n    yield from ({'x': y} for y in Y)\n"
         "def whole():\n    yield from ({'x': y[None]} for y in Y)"
@@ -98,47 +98,47 @@ def test_stacked_items_finding(module) -> None:
     assert open_data(f"{name}:whole", [free]).count == 2
 
 
-def test_ranges_and_ignored_keys(module) -> None:
+def test_ranges_and_ignored_keys(write_module) -> None:
     """Any range is available, also within stacked items. Unused keys are listed."""
     batches = open_data(
-        f"{module('def get():' + chr(10) + '    yield X[:2], 1' + chr(10) + '    yield X[2:], 2')}:get", [X]
+        f"{write_module('def get():' + chr(10) + '    yield X[:2], 1' + chr(10) + '    yield X[2:], 2')}:get", [X]
     )
     assert batches.ignored == ("position 1",)
     assert [feed["x"].tolist() for feed in batches.feeds_between(1, 3)] == [[ROWS[1]], [ROWS[2]]]
 
 
-def test_several_inputs(module) -> None:
+def test_several_inputs(write_module) -> None:
     """Inputs are matched by name or order. A state of fixed shape goes with each sample of its item."""
-    name = module("def get():\n    yield X, np.ones((2, 1, 3), np.float32)")
+    name = write_module("def get():\n    yield X, np.ones((2, 1, 3), np.float32)")
     feeds = list(open_data(f"{name}:get", [X, STATE]))
     assert [feed["state"].shape for feed in feeds] == [(2, 1, 3)] * 3
 
 
-def test_dtypes(module) -> None:
+def test_dtypes(write_module) -> None:
     """float64 is converted. Raw bytes are bfloat16 if the input has that type."""
-    assert fed(f"{module('get = [x.astype(float) for x in X]')}:get") == ROWS
-    name = module("import ml_dtypes\nget = [x.astype(ml_dtypes.bfloat16).view('V2') for x in X]")
-    assert fed(f"{name}:get", InputSpec(name="x", dtype="bfloat16", shape=(None, 2))) == ROWS
+    assert fed_values(f"{write_module('get = [x.astype(float) for x in X]')}:get") == ROWS
+    name = write_module("import ml_dtypes\nget = [x.astype(ml_dtypes.bfloat16).view('V2') for x in X]")
+    assert fed_values(f"{name}:get", InputSpec(name="x", dtype="bfloat16", shape=(None, 2))) == ROWS
 
 
-def test_digest(module) -> None:
+def test_digest(write_module) -> None:
     """The digest depends on the values, not on the form of the items."""
     codes = ["def get():\n    return iter(X)", "get = [{'x': x} for x in X]", "get = X + 1"]
-    first, same, other = (open_data(f"{module(code)}:get", [X]).digest for code in codes)
+    first, same, other = (open_data(f"{write_module(code)}:get", [X]).digest for code in codes)
     assert first == same != other
 
 
-def test_sample_limit(module) -> None:
+def test_sample_limit(write_module) -> None:
     """An endless iterable is limited by the number of samples, also within an item."""
-    endless = module("def get():\n    while True:\n        yield X")
-    assert fed(f"{endless}:get", samples=4) == [*ROWS, ROWS[0]]
+    endless = write_module("def get():\n    while True:\n        yield X")
+    assert fed_values(f"{endless}:get", samples=4) == [*ROWS, ROWS[0]]
 
 
-def test_endless_iterable(module, monkeypatch) -> None:
+def test_endless_iterable(write_module, monkeypatch) -> None:
     """An endless iterable is an error that names the option."""
     monkeypatch.setattr(data_function, "MAX_ITEMS", 9)
     with pytest.raises(DataError, match=r"9 items without ending.*--samples"):
-        open_data(f"{module('import itertools' + chr(10) + 'def get(): return itertools.repeat(X[0])')}:get", [X])
+        open_data(f"{write_module('import itertools' + chr(10) + 'def get(): return itertools.repeat(X[0])')}:get", [X])
 
 
 @pytest.mark.parametrize(
@@ -163,18 +163,18 @@ def test_endless_iterable(module, monkeypatch) -> None:
         ("get = [[1.0, [2.0, 3.0]]] * 2 + [[[1.0, [2.0]]]]", "item"),
     ],
 )
-def test_failing_code(module, code: str, message: str) -> None:
+def test_failing_code(write_module, code: str, message: str) -> None:
     """Errors of the code or its items name the item."""
     with pytest.raises(DataError, match=message):
-        open_data(f"{module(code)}:get", [X])
+        open_data(f"{write_module(code)}:get", [X])
 
 
-def test_different_second_pass(module) -> None:
+def test_different_second_pass(write_module) -> None:
     """A second pass with fewer or other samples is an error."""
-    once = module("held = iter(X)\ndef get():\n    return held")
+    once = write_module("held = iter(X)\ndef get():\n    return held")
     with pytest.raises(DataError, match=r"3 items in the first pass and fewer later"):
         list(open_data(f"{once}:get", [X]))
-    grows = module("calls = []\ndef get():\n    calls.append(1)\n    yield X[: len(calls)]")
+    grows = write_module("calls = []\ndef get():\n    calls.append(1)\n    yield X[: len(calls)]")
     with pytest.raises(DataError, match="had 1 samples in the first pass and another number later"):
         list(open_data(f"{grows}:get", [X]))
 
@@ -187,7 +187,7 @@ def test_missing_module(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_tensorflow_and_onnxruntime(module) -> None:
+def test_tensorflow_and_onnxruntime(write_module) -> None:
     """A tf.data.Dataset and a CalibrationDataReader are read directly."""
     code = (
         "import tensorflow as tf\nfrom onnxruntime.quantization import CalibrationDataReader\n"
@@ -196,6 +196,6 @@ def test_tensorflow_and_onnxruntime(module) -> None:
         "    def get_next(self):\n        row = next(self.rows, None)\n"
         "        return None if row is None else {'x': row[None]}\n"
     )
-    name = module(code)
-    assert fed(f"{name}:dataset") == ROWS
-    assert fed(f"{name}:Reader") == ROWS
+    name = write_module(code)
+    assert fed_values(f"{name}:dataset") == ROWS
+    assert fed_values(f"{name}:Reader") == ROWS

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from support.data_files import float_input
 
 from graphquant.calibration.data import open_data
 from graphquant.calibration.data.images import PIXEL_PRESETS, pixel_settings
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 PHOTO = np.random.default_rng(1).integers(0, 256, (6, 10, 3), np.uint8)  # 10 wide, 6 high
 
 
-def taker(*shape: int | None, dtype: str = "float32") -> InputSpec:
-    """Return an input of a shape."""
-    return InputSpec(name="x", dtype=dtype, shape=shape or None)
-
-
 def encoded(pixels, form: str = "PNG", **options) -> bytes:
     """Encode an image."""
     held = io.BytesIO()
@@ -35,7 +31,7 @@ def encoded(pixels, form: str = "PNG", **options) -> bytes:
     return held.getvalue()
 
 
-def fed(one: InputSpec, picture: bytes | None = None, **keys: str):
+def pixel_values(one: InputSpec, picture: bytes | None = None, **keys: str):
     """Return the values that an input receives from an image."""
     return pixel_settings("photos", one, keys).decode("photo", picture or encoded(PHOTO))
 
@@ -48,50 +44,54 @@ def resized(width: int, height: int, how=Image.Resampling.BILINEAR) -> np.ndarra
 def test_layouts() -> None:
     """Size and layout come from the input, for each layout with and without a batch axis."""
     plain = PHOTO.astype(np.float32)
-    np.testing.assert_array_equal(fed(taker(None, 6, 10, 3), preset="raw"), plain[None])
-    np.testing.assert_array_equal(fed(taker(1, 3, 6, 10), preset="raw"), plain.transpose(2, 0, 1)[None])
-    np.testing.assert_array_equal(fed(taker(3, 6, 10), preset="raw"), plain.transpose(2, 0, 1))
-    np.testing.assert_array_equal(fed(taker(6, 10, 3), preset="raw"), plain)
+    np.testing.assert_array_equal(pixel_values(float_input(None, 6, 10, 3), preset="raw"), plain[None])
+    np.testing.assert_array_equal(pixel_values(float_input(1, 3, 6, 10), preset="raw"), plain.transpose(2, 0, 1)[None])
+    np.testing.assert_array_equal(pixel_values(float_input(3, 6, 10), preset="raw"), plain.transpose(2, 0, 1))
+    np.testing.assert_array_equal(pixel_values(float_input(6, 10, 3), preset="raw"), plain)
     grey = np.asarray(Image.fromarray(PHOTO).convert("L")).astype(np.float32)
-    np.testing.assert_array_equal(fed(taker(None, 6, 10), preset="raw"), grey[None])
-    np.testing.assert_array_equal(fed(taker(6, 10), preset="raw"), grey)
-    np.testing.assert_array_equal(fed(taker(1, 1, 6, 10), preset="raw"), grey[None, None])
-    np.testing.assert_array_equal(fed(taker(1, 6, 10, 4), preset="raw")[0, :, :, 3], np.full((6, 10), 255, np.float32))
-    named = fed(taker(None, None, None, None), preset="raw", layout="nchw", size="10x6")
+    np.testing.assert_array_equal(pixel_values(float_input(None, 6, 10), preset="raw"), grey[None])
+    np.testing.assert_array_equal(pixel_values(float_input(6, 10), preset="raw"), grey)
+    np.testing.assert_array_equal(pixel_values(float_input(1, 1, 6, 10), preset="raw"), grey[None, None])
+    np.testing.assert_array_equal(
+        pixel_values(float_input(1, 6, 10, 4), preset="raw")[0, :, :, 3], np.full((6, 10), 255, np.float32)
+    )
+    named = pixel_values(float_input(None, None, None, None), preset="raw", layout="nchw", size="10x6")
     np.testing.assert_array_equal(named, plain.transpose(2, 0, 1)[None])
-    np.testing.assert_array_equal(fed(taker(), preset="raw", layout="hwc", resize="none"), plain)
+    np.testing.assert_array_equal(
+        pixel_values(InputSpec(name="x", dtype="float32", shape=None), preset="raw", layout="hwc", resize="none"), plain
+    )
 
 
 def test_resizing() -> None:
     """Images are stretched, cropped or padded with the filters of Pillow."""
-    square = taker(1, 5, 5, 3, dtype="uint8")
-    np.testing.assert_array_equal(fed(square)[0], resized(5, 5))
-    np.testing.assert_array_equal(fed(square, filter="nearest")[0], resized(5, 5, Image.Resampling.NEAREST))
-    np.testing.assert_array_equal(fed(square, resize="crop")[0], resized(8, 5)[:, 2:7])
-    np.testing.assert_array_equal(fed(square, resize="crop", crop_pct="0.8")[0], PHOTO[0:5, 2:7])
-    padded = fed(square, resize="pad", fill="114")[0]
+    square = float_input(1, 5, 5, 3, dtype="uint8")
+    np.testing.assert_array_equal(pixel_values(square)[0], resized(5, 5))
+    np.testing.assert_array_equal(pixel_values(square, filter="nearest")[0], resized(5, 5, Image.Resampling.NEAREST))
+    np.testing.assert_array_equal(pixel_values(square, resize="crop")[0], resized(8, 5)[:, 2:7])
+    np.testing.assert_array_equal(pixel_values(square, resize="crop", crop_pct="0.8")[0], PHOTO[0:5, 2:7])
+    padded = pixel_values(square, resize="pad", fill="114")[0]
     np.testing.assert_array_equal(padded[1:4], resized(5, 3))
     assert set(padded[[0, 4]].ravel().tolist()) == {114}
-    np.testing.assert_array_equal(fed(taker(1, 6, 10, 3, dtype="uint8"), resize="none")[0], PHOTO)
+    np.testing.assert_array_equal(pixel_values(float_input(1, 6, 10, 3, dtype="uint8"), resize="none")[0], PHOTO)
     with pytest.raises(DataError, match="it is 10x6, but 5x5 is required"):
-        fed(square, resize="none")
+        pixel_values(square, resize="none")
 
 
 def test_normalization() -> None:
     """Value = (pixel * scale - mean) / std, in the channel order of the model."""
-    one = taker(1, 6, 10, 3)
+    one = float_input(1, 6, 10, 3)
     plain = PHOTO.astype(np.float64)
-    np.testing.assert_array_equal(fed(one, mean="127", std="128")[0], ((plain - 127) / 128).astype(np.float32))
+    np.testing.assert_array_equal(pixel_values(one, mean="127", std="128")[0], ((plain - 127) / 128).astype(np.float32))
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     torch = ((plain / 255 - mean) / std).astype(np.float32)
-    np.testing.assert_allclose(fed(one, preset="torch")[0], torch, rtol=1e-6)
+    np.testing.assert_allclose(pixel_values(one, preset="torch")[0], torch, rtol=1e-6)
     caffe = plain[:, :, ::-1] - [103.939, 116.779, 123.68]
-    np.testing.assert_allclose(fed(one, preset="caffe")[0], caffe, rtol=1e-6)
-    tf = fed(one, preset="tf")
+    np.testing.assert_allclose(pixel_values(one, preset="caffe")[0], caffe, rtol=1e-6)
+    tf = pixel_values(one, preset="tf")
     assert -1 <= tf.min() < -0.9
     assert 0.9 < tf.max() <= 1
-    np.testing.assert_array_equal(fed(one, preset="tf", mean="0", std="1")[0], plain.astype(np.float32))
-    half = fed(taker(1, 6, 10, 3, dtype="float16"), preset="unit")
+    np.testing.assert_array_equal(pixel_values(one, preset="tf", mean="0", std="1")[0], plain.astype(np.float32))
+    half = pixel_values(float_input(1, 6, 10, 3, dtype="float16"), preset="unit")
     assert (half.dtype, float(half.max())) == (np.dtype("float16"), 1.0)
 
 
@@ -101,21 +101,21 @@ def test_imagenet_preset() -> None:
     resized_ = photo.resize((341, 256), Image.Resampling.BILINEAR)
     cut = np.asarray(resized_)[16:240, 58:282].astype(np.float64)  # round((341 - 224) / 2) is 58
     wanted = (cut / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
-    got = fed(taker(1, 3, 224, 224), encoded(photo), preset="imagenet")
+    got = pixel_values(float_input(1, 3, 224, 224), encoded(photo), preset="imagenet")
     np.testing.assert_allclose(got[0].transpose(1, 2, 0), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_integer_inputs() -> None:
     """uint8 inputs receive pixels unchanged; int8 inputs need a mean of 128."""
-    np.testing.assert_array_equal(fed(taker(1, 6, 10, 3, dtype="uint8"))[0], PHOTO)
-    signed = fed(taker(1, 6, 10, 3, dtype="int8"), mean="128")
+    np.testing.assert_array_equal(pixel_values(float_input(1, 6, 10, 3, dtype="uint8"))[0], PHOTO)
+    signed = pixel_values(float_input(1, 6, 10, 3, dtype="int8"), mean="128")
     np.testing.assert_array_equal(signed[0], PHOTO.astype(np.int64) - 128)
 
 
 @pytest.mark.parametrize("preset", PIXEL_PRESETS)
 def test_presets(preset: str) -> None:
     """Each preset gives finite numbers for a color input."""
-    values = fed(taker(1, 3, 5, 7), preset=preset)
+    values = pixel_values(float_input(1, 3, 5, 7), preset=preset)
     assert (values.shape, values.dtype) == ((1, 3, 5, 7), np.dtype("float32"))
     assert np.isfinite(values).all()
 
@@ -125,40 +125,52 @@ def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
     """Any image is resized to the size of the input."""
     keys = {"resize": resize} | ({"crop_pct": str(pct)} if resize == "crop" else {})
     picture = encoded(np.zeros((height, width, 3), np.uint8))
-    assert fed(taker(1, 9, 5, 3), picture, preset="raw", **keys).shape == (1, 9, 5, 3)
+    assert pixel_values(float_input(1, 9, 5, 3), picture, preset="raw", **keys).shape == (1, 9, 5, 3)
 
 
 @pytest.mark.parametrize(
     ("one", "keys", "message"),
     [
-        (taker(1, 3, 5, 5), {}, r"conversion of pixels.*photos,preset=imagenet"),
-        (taker(1, 3, 5, 5), {"size": "4"}, "conversion of pixels"),
-        (taker(1, 3, 5, 5), {"preset": "imagnet"}, "Did you mean 'imagenet'"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "resize": "cover"}, "resize=cover is unknown. Use one of stretch, crop"),
-        (taker(1, 3, 5, 5), {"mean": "a"}, "mean=a is not a number"),
-        (taker(1, 3, 5, 5), {"mean": "1/0"}, "mean=1/0 is not a number"),
-        (taker(1, 3, 5, 5), {"mean": "nan"}, "mean=nan is not a number"),
-        (taker(1, 3, 5, 5), {"mean": "1:2"}, "has 2 numbers for 3 channels"),
-        (taker(1, 3, 5, 5), {"mean": "1", "std": "0"}, "std=0 divides by zero"),
-        (taker(1, 3, 5, 5), {"mean": "0.485", "std": "0.229"}, "are for pixels from 0 to 1.* Add scale=1/255"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "size": "6x5"}, "size=6x5 is 6 wide and 5 high.*Remove size"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "size": "axb"}, "size=a is not a(n| positive) integer"),
-        (taker(1, 3, None, None), {"preset": "raw"}, r"\[1, 3, \?, \?\], which leaves the size open. Add size="),
-        (taker(1, 3, None, None), {"preset": "raw", "size": "99999"}, "99999x99999 is too large"),
-        (taker(1, None, None, None), {"preset": "raw"}, "matches several layouts. Add layout=nchw or nhwc"),
-        (taker(1, 3, 9, 3), {"preset": "raw"}, "matches several layouts"),
-        (taker(), {"preset": "raw"}, "takes any shape, which matches several layouts"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "layout": "chw"}, "has 3 axes, but input 'x' takes"),
-        (taker(1, 5, 4, 4), {"preset": "raw", "layout": "nchw"}, "have 1, 3 or 4 channels, but input 'x' takes 5"),
-        (taker(1, 1, 5, 5), {"preset": "raw", "order": "bgr"}, "order=bgr needs 3 channels"),
+        (float_input(1, 3, 5, 5), {}, r"conversion of pixels.*photos,preset=imagenet"),
+        (float_input(1, 3, 5, 5), {"size": "4"}, "conversion of pixels"),
+        (float_input(1, 3, 5, 5), {"preset": "imagnet"}, "Did you mean 'imagenet'"),
         (
-            taker(1, 3, 5, 5),
+            float_input(1, 3, 5, 5),
+            {"preset": "raw", "resize": "cover"},
+            "resize=cover is unknown. Use one of stretch, crop",
+        ),
+        (float_input(1, 3, 5, 5), {"mean": "a"}, "mean=a is not a number"),
+        (float_input(1, 3, 5, 5), {"mean": "1/0"}, "mean=1/0 is not a number"),
+        (float_input(1, 3, 5, 5), {"mean": "nan"}, "mean=nan is not a number"),
+        (float_input(1, 3, 5, 5), {"mean": "1:2"}, "has 2 numbers for 3 channels"),
+        (float_input(1, 3, 5, 5), {"mean": "1", "std": "0"}, "std=0 divides by zero"),
+        (float_input(1, 3, 5, 5), {"mean": "0.485", "std": "0.229"}, "are for pixels from 0 to 1.* Add scale=1/255"),
+        (float_input(1, 3, 5, 5), {"preset": "raw", "size": "6x5"}, "size=6x5 is 6 wide and 5 high.*Remove size"),
+        (float_input(1, 3, 5, 5), {"preset": "raw", "size": "axb"}, "size=a is not a(n| positive) integer"),
+        (float_input(1, 3, None, None), {"preset": "raw"}, r"\[1, 3, \?, \?\], which leaves the size open. Add size="),
+        (float_input(1, 3, None, None), {"preset": "raw", "size": "99999"}, "99999x99999 is too large"),
+        (float_input(1, None, None, None), {"preset": "raw"}, "matches several layouts. Add layout=nchw or nhwc"),
+        (float_input(1, 3, 9, 3), {"preset": "raw"}, "matches several layouts"),
+        (
+            InputSpec(name="x", dtype="float32", shape=None),
+            {"preset": "raw"},
+            "takes any shape, which matches several layouts",
+        ),
+        (float_input(1, 3, 5, 5), {"preset": "raw", "layout": "chw"}, "has 3 axes, but input 'x' takes"),
+        (
+            float_input(1, 5, 4, 4),
+            {"preset": "raw", "layout": "nchw"},
+            "have 1, 3 or 4 channels, but input 'x' takes 5",
+        ),
+        (float_input(1, 1, 5, 5), {"preset": "raw", "order": "bgr"}, "order=bgr needs 3 channels"),
+        (
+            float_input(1, 3, 5, 5),
             {"preset": "raw", "crop_pct": "0.5"},
             "crop_pct=0.5 is the fraction that resize=crop keeps",
         ),
-        (taker(1, 3, 5, 5, dtype="uint8"), {"preset": "imagenet"}, "so pixels stay integers"),
-        (taker(1, 3, 5, 5, dtype="bool"), {}, "takes bool, which is not numeric"),
-        (taker(1, 3, 5, 5, dtype="string"), {}, "takes string, which is not numeric"),
+        (float_input(1, 3, 5, 5, dtype="uint8"), {"preset": "imagenet"}, "so pixels stay integers"),
+        (float_input(1, 3, 5, 5, dtype="bool"), {}, "takes bool, which is not numeric"),
+        (float_input(1, 3, 5, 5, dtype="string"), {}, "takes string, which is not numeric"),
     ],
 )
 def test_invalid_settings(one: InputSpec, keys: dict[str, str], message: str) -> None:
@@ -170,7 +182,7 @@ def test_invalid_settings(one: InputSpec, keys: dict[str, str], message: str) ->
 def test_rejected_images(tmp_path: Path, monkeypatch) -> None:
     """Broken, deep and huge images are rejected with a fix. No external program is started."""
     monkeypatch.setattr("graphquant.calibration.data.images.MAX_PIXELS", 100)
-    one = taker(1, 5, 5, 3, dtype="uint8")
+    one = float_input(1, 5, 5, 3, dtype="uint8")
     for content, message in (
         (b"no picture", "it cannot be read as an image"),
         (encoded(PHOTO)[:60], "it cannot be read as an image"),
@@ -192,7 +204,7 @@ def test_single_input_required(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(PHOTO))
     other = InputSpec(name="y", dtype="float32", shape=())
     with pytest.raises(DataError, match="feed one input, but the model takes 'x', 'y'"):
-        open_data(str(tmp_path), [taker(1, 6, 10, 3), other])
+        open_data(str(tmp_path), [float_input(1, 6, 10, 3), other])
 
 
 def test_photographs(shared: Path, tmp_path: Path) -> None:

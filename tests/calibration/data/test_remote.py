@@ -9,6 +9,7 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support.data_files import encode_example, write_onnx_set, write_png, write_tfrecord
 
 from graphquant.calibration.data import open_data, parse_data_spec
 from graphquant.errors import DataError, MissingDependencyError
@@ -34,7 +35,7 @@ def upload(system, folder, under: str = "/bucket") -> None:
             system.pipe(f"{under}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
 
-def test_arrays_and_records(memory, tmp_path, stored) -> None:
+def test_arrays_and_records(memory, tmp_path) -> None:
     """npz, npy in Fortran order, TFRecord, Parquet and test sets give the same feeds as local files."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -42,11 +43,11 @@ def test_arrays_and_records(memory, tmp_path, stored) -> None:
     values = np.arange(12, dtype=np.float32).reshape(4, 3)
     np.savez(tmp_path / "a.npz", x=values)
     np.save(tmp_path / "a.npy", np.asfortranarray(values))
-    stored.tfrecord(tmp_path / "a.tfrecord.gz", [stored.example(x=row) for row in values])
-    stored.tfrecord(tmp_path / "b.tfrecord", [stored.example(x=row) for row in values])
+    write_tfrecord(tmp_path / "a.tfrecord.gz", [encode_example(x=row) for row in values])
+    write_tfrecord(tmp_path / "b.tfrecord", [encode_example(x=row) for row in values])
     parquet.write_table(pa.table({"x": list(values)}), tmp_path / "a.parquet", row_group_size=3)
     for index, row in enumerate(values):
-        stored.onnx_set(tmp_path / f"sets/test_data_set_{index}", row[None])
+        write_onnx_set(tmp_path / f"sets/test_data_set_{index}", row[None])
     upload(memory, tmp_path)
     for name in ("a.npz", "a.npy", "a.tfrecord.gz", "b.tfrecord", "a.parquet", "sets"):
         here, there = (open_data(f"{start}/{name}", [X]) for start in (tmp_path, "memory://bucket"))
@@ -54,11 +55,11 @@ def test_arrays_and_records(memory, tmp_path, stored) -> None:
         assert [feed["x"].tolist() for feed in there.feeds_between(1, 4)] == values[1:, None].tolist()
 
 
-def test_folders(memory, tmp_path, stored) -> None:
+def test_folders(memory, tmp_path) -> None:
     """Images of a remote folder and of an archive equal the local ones. Hidden files are skipped."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, 6, 5, 3), np.uint8)
     for index, picture in enumerate(pixels):
-        stored.png(tmp_path / f"photos/{index % 2}/{index}.png", picture)
+        write_png(tmp_path / f"photos/{index % 2}/{index}.png", picture)
     (tmp_path / "photos/.hidden").mkdir()
     (tmp_path / "photos/.hidden/a.npz").touch()
     upload(memory, tmp_path)
@@ -102,9 +103,9 @@ def test_failing_services(memory, tmp_path, monkeypatch) -> None:
         parse_data_spec("memory://bucket/a.npz")
 
 
-def test_no_pillow(tmp_path, stored, monkeypatch) -> None:
+def test_no_pillow(tmp_path, monkeypatch) -> None:
     """Without Pillow, the error contains the install command."""
-    stored.png(tmp_path / "a.png", np.zeros((6, 5, 3)))
+    write_png(tmp_path / "a.png", np.zeros((6, 5, 3)))
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(MissingDependencyError, match=r"need the package pillow. Install it: pip install 'graphquant"):
         open_data(str(tmp_path), [PICTURES])

@@ -16,7 +16,7 @@ X = InputSpec(name="x", dtype="float32", shape=(None, 3))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch) -> Path:
+def folder_of_kinds(tmp_path: Path, monkeypatch) -> Path:
     """Create a folder with an empty file of each kind in its own folder, and one with two kinds."""
     for name in ("npz/a.npz", "npy/a.npy", "images/a.JPG", "audio/a.wav", "both/a.npz", "both/b.npy", "none/a.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", [kind for kind, known in DATA_KINDS.items() if known.file_pattern])
-def test_kinds_by_file_name(folder, kind: str) -> None:
+def test_kinds_by_file_name(folder_of_kinds, kind: str) -> None:
     """File names identify each kind, alone and in a folder."""
     source = parse_data_spec(kind)
     assert source.kind == kind
@@ -40,26 +40,26 @@ def test_kinds_by_file_name(folder, kind: str) -> None:
     assert len(source.files) == (3 if kind == "tfrecord" else 1)
 
 
-def test_keys(folder) -> None:
+def test_keys(folder_of_kinds) -> None:
     """Keys follow commas, lists use colons, and a path may contain commas and equals signs."""
     source = parse_data_spec("images,mean=1:2:3,size=320x240")
     assert (source.spec, dict(source.keys)) == ("images", {"mean": "1:2:3", "size": "320x240"})
     source = parse_data_spec("npz/a.npz,inputs.x:0=image/encoded")
     assert dict(source.input_keys) == {"x:0": "image/encoded"}
-    odd = folder / "a, b=c.npz"
+    odd = folder_of_kinds / "a, b=c.npz"
     odd.touch()
     assert parse_data_spec(str(odd)).files[0].name == str(odd)
 
 
-def test_descriptions(folder) -> None:
+def test_descriptions(folder_of_kinds) -> None:
     """A description has the same keys and a relative path. The spec overrides it."""
-    (folder / "deep").mkdir()
+    (folder_of_kinds / "deep").mkdir()
     text = 'path = "../images"\npreset = "unit"\nsize = 32\nmean = [0.5, 1, 2]\n'
-    (folder / "deep/d.toml").write_text(text)
+    (folder_of_kinds / "deep/d.toml").write_text(text)
     source = parse_data_spec("deep/d.toml,size=64")
     assert dict(source.keys) == {"preset": "unit", "size": "64", "mean": "0.5:1:2"}
     assert [file.name for file in source.files] == [str(Path("deep/../images/a.JPG"))]
-    (folder / "deep/d.toml").write_text('path = "../npz"\n[inputs]\n"x:0" = "image/encoded"\n')
+    (folder_of_kinds / "deep/d.toml").write_text('path = "../npz"\n[inputs]\n"x:0" = "image/encoded"\n')
     assert dict(parse_data_spec("deep/d.toml").input_keys) == {"x:0": "image/encoded"}
 
 
@@ -79,9 +79,9 @@ def test_descriptions(folder) -> None:
         ("\xff", "cannot be read"),
     ],
 )
-def test_invalid_descriptions(folder, text: str, message: str) -> None:
+def test_invalid_descriptions(folder_of_kinds, text: str, message: str) -> None:
     """Errors of a description are reported; it names only files."""
-    (folder / "d.toml").write_bytes(text.encode("latin-1"))
+    (folder_of_kinds / "d.toml").write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=message):
         parse_data_spec("d.toml")
 
@@ -105,27 +105,27 @@ def test_invalid_descriptions(folder, text: str, message: str) -> None:
         ("random:3,size=3", "of kind random, which has no key 'size'"),
     ],
 )
-def test_invalid_specs(folder, spec: str, message: str) -> None:
+def test_invalid_specs(folder_of_kinds, spec: str, message: str) -> None:
     """Errors of a spec are reported before a model is run."""
     with pytest.raises(DataError, match=message):
         parse_data_spec(spec)
 
 
-def test_selected_files_of_a_folder(folder) -> None:
+def test_selected_files_of_a_folder(folder_of_kinds) -> None:
     """Other files are listed by suffix. kind= selects files."""
     assert parse_data_spec("both,kind=npy").files[0].name == "both/b.npy"
     assert parse_data_spec("both,kind=npy").ignored == ("files with .npz (1)",)
-    (folder / "images/.hidden.png").touch()
-    (folder / "images/notes").touch()
+    (folder_of_kinds / "images/.hidden.png").touch()
+    (folder_of_kinds / "images/notes").touch()
     source = parse_data_spec("images")
     assert ([file.name for file in source.files], source.ignored) == (["images/a.JPG"], ("files with no suffix (1)",))
-    (folder / "records").mkdir()
-    (folder / "records/part-0").touch()
+    (folder_of_kinds / "records").mkdir()
+    (folder_of_kinds / "records/part-0").touch()
     assert parse_data_spec("records,kind=tfrecord").files[0].name == "records/part-0"
     assert parse_data_spec("none/a.csv,kind=parquet").kind == "parquet"
 
 
-def test_inputs_of_a_spec(folder) -> None:
+def test_inputs_of_a_spec(folder_of_kinds) -> None:
     """A key of the file feeds the assigned input. An unknown input is an error."""
     np.savez("named.npz", images=np.ones((2, 3), np.float32))
     batches = open_data("named.npz,inputs.x=images", [X])
@@ -136,22 +136,22 @@ def test_inputs_of_a_spec(folder) -> None:
         open_data("named.npz,inputs.x=nix", [X])
 
 
-def test_links_and_devices(folder) -> None:
+def test_links_and_devices(folder_of_kinds) -> None:
     """A link inside a folder is followed, a link out of it is an error, pipes are skipped."""
-    (folder / "images/link.png").symlink_to("a.JPG")
-    os.mkfifo(folder / "images/pipe.png")
+    (folder_of_kinds / "images/link.png").symlink_to("a.JPG")
+    os.mkfifo(folder_of_kinds / "images/pipe.png")
     assert [file.name for file in parse_data_spec("images").files] == ["images/a.JPG", "images/link.png"]
-    (folder / "images/out.png").symlink_to("/etc/passwd")
+    (folder_of_kinds / "images/out.png").symlink_to("/etc/passwd")
     with pytest.raises(DataError, match=r"out.png is a link out of the folder. Copy the file into the folder"):
         parse_data_spec("images")
-    (folder / "away").symlink_to("images")
-    (folder / "images/out.png").unlink()
+    (folder_of_kinds / "away").symlink_to("images")
+    (folder_of_kinds / "images/out.png").unlink()
     assert len(parse_data_spec("away").files) == 2
     with pytest.raises(DataError, match="does not exist"):
         parse_data_spec("images/pipe.png")
 
 
-def test_too_many_files(folder, monkeypatch) -> None:
+def test_too_many_files(folder_of_kinds, monkeypatch) -> None:
     """A folder with too many files is rejected."""
     monkeypatch.setattr(data_files, "MAX_FILES", 2)
     with pytest.raises(DataError, match=r"tfrecord has more than 2 files"):

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
-from graphquant.formats import onnx as format_
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.ir import Model, Op, Output, TensorRef, check_invariants
 
@@ -20,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture
-def model_of() -> Callable[[str], Model]:
+def load_text() -> Callable[[str], Model]:
     """Return a function that loads a model written in onnx's text form."""
 
     def make(text: str) -> Model:
@@ -55,17 +53,3 @@ def identity_at() -> Callable[..., TensorRef]:
         return inserted
 
     return insert
-
-
-@pytest.fixture
-def run() -> Callable[..., list[Array]]:
-    """Return a function that checks a message or the emitted model, and runs it in onnxruntime."""
-
-    def execute(model: Any, feeds: dict[str, Array]) -> list[Array]:
-        message = format_.emit(model) if isinstance(model, Model) else model
-        onnx.checker.check_model(message, full_check=True)
-        session = onnxruntime.InferenceSession(message.SerializeToString(), providers=["CPUExecutionProvider"])
-        results: list[Array] = session.run(None, feeds)
-        return results
-
-    return execute

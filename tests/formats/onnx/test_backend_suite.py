@@ -151,7 +151,7 @@ def _read_input(file: Path, info: Any) -> Any:
     return numpy_helper.to_array(onnx.TensorProto.FromString(file.read_bytes()))
 
 
-def generated_cases() -> Iterator[Case]:
+def case_generator_models() -> Iterator[Case]:
     """Yield the models of onnx's case generator."""
     with warnings.catch_warnings(action="ignore"):
         from onnx.backend.test.case.node import collect_testcases
@@ -201,7 +201,7 @@ def quantize_case(case: Case, rules: str) -> Any:
     return format_.emit(result.model) if result.inserted else None
 
 
-def checker_error(message: Any, source: Any) -> str:
+def new_checker_error(message: Any, source: Any) -> str:
     """Return the error that onnx's checker raises for `message` but not for `source`, "" if there is none."""
     try:
         onnx.checker.check_model(message, full_check=True)
@@ -244,7 +244,7 @@ def case_outcome(case: Case, rules: str, expected: list[Any]) -> str:  # noqa: P
         return "rejected: " + REASON.sub("...", str(error).partition(". ")[0])
     if message is None:
         return "no rule matches"
-    problem = checker_error(message, case.message)
+    problem = new_checker_error(message, case.message)
     if problem:
         return f"invalid model: {problem}"
     try:
@@ -265,7 +265,7 @@ def test_backend_suite_is_quantized(tmp_path: Path, capsys: pytest.CaptureFixtur
     everything.write_text(EVERYTHING)
     tables = {"onnxruntime": OutcomeTable(), "weight_only": OutcomeTable(), "everything": OutcomeTable()}
     total = ran = 0
-    for case in itertools.chain(stored_cases(), generated_cases()):
+    for case in itertools.chain(stored_cases(), case_generator_models()):
         total += 1
         expected = float_outputs(case)
         if expected is None:

@@ -179,7 +179,7 @@ def _rules(folder: Path, dtype: str, per: str) -> str:
     return str(path)
 
 
-def _compare(case: Case, rules: str) -> str:
+def compare_case(case: Case, rules: str) -> str:
     """Assert that the results agree, and return the engine, or "" if there was nothing to quantize.
 
     The output of each site has the same bits. The op's result may differ in the last digits, because the order of sums
@@ -235,7 +235,7 @@ def test_every_op_of_the_table(tmp_path: Path, dtype: str, monkeypatch: pytest.M
         rules = _rules(tmp_path, dtype, per)
         for name in table:
             for case in cases[name][per == "block" :]:  # blocks are for weights
-                ran.setdefault(_compare(case, rules), set()).add(name)
+                ran.setdefault(compare_case(case, rules), set()).add(name)
     assert ran.pop("onnxruntime") | ran["onnx.reference"] == set(table)
     assert ran.pop("onnx.reference") == REFERENCE_ONLY_OPS
     assert ran == {"": {"Clip", "Pad", "Resize", "Upsample"}}  # their floats are one number each, and have no blocks

@@ -23,9 +23,9 @@ g (float[N,2] x) => (float[2] y) <float[2] w = {1, 2}> {
 }"""
 
 
-def test_upgrade_gives_the_same_outputs(model_of: Any) -> None:
+def test_upgrade_gives_the_same_outputs(load_text: Any) -> None:
     """Attributes become inputs, names and initializers stay, and the IR version suits the opset."""
-    model = model_of(OLD)
+    model = load_text(OLD)
     result = format_.upgrade_opset(model, 13)
     check_invariants(result, "upgrade")
     assert (model.opset, result.opset, result.source.message.ir_version) == (11, 13, 7)
@@ -37,11 +37,11 @@ def test_upgrade_gives_the_same_outputs(model_of: Any) -> None:
     assert format_.upgrade_opset(result, 10) is result
 
 
-def test_upgrade_keeps_functions_weights_and_metadata(model_of: Any) -> None:
+def test_upgrade_keeps_functions_weights_and_metadata(load_text: Any) -> None:
     """Functions, weights in their order and metadata, which onnx's converter drops, are restored."""
     text = OLD.replace('["" : 11]', '["" : 11, "f" : 1]').replace("y = Relu(s)", "y = f.fn(s)")
     text += ' <domain: "f", opset_import: ["" : 11]> fn (a) => (b) { b = Neg(a) }'
-    model = model_of(text)
+    model = load_text(text)
     message = model.source.message
     message.metadata_props.add(key="note", value="kept")
     result = format_.upgrade_opset(model, 13)
@@ -50,10 +50,10 @@ def test_upgrade_keeps_functions_weights_and_metadata(model_of: Any) -> None:
     np.testing.assert_array_equal(format_.create_runner(result).run({"x": np.ones((1, 2), np.float32)})["y"], [-2, -3])
 
 
-def test_unknown_opset_is_rejected(model_of: Any) -> None:
+def test_unknown_opset_is_rejected(load_text: Any) -> None:
     """An opset that onnx does not know is an error with advice."""
     with pytest.raises(ModelError, match=r"from opset 11 to 999: .*one scale per tensor instead of per channel"):
-        format_.upgrade_opset(model_of(OLD), 999)
+        format_.upgrade_opset(load_text(OLD), 999)
 
 
 @real

@@ -28,7 +28,7 @@ from graphquant.formats.onnx import external_data, file_writer, session
 FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
 
 
-def write_model(folder: Path, *, external: bool) -> Path:
+def write_branched_model(folder: Path, *, external: bool) -> Path:
     """Write a model with a MatMul in the main graph and in both branches of an If, and a weight in a Constant node."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal((64, 64)).astype(np.float32) for name in ("w", "k", "a", "b")}
@@ -92,7 +92,7 @@ def test_external_weights_compute_the_same(
     external: bool, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All large tensors, also in bodies and Constant nodes, go to one file; the model computes the same."""
-    source = write_model(tmp_path, external=external)
+    source = write_branched_model(tmp_path, external=external)
     result = gq.insert(source, rules=rules)
     result.save(tmp_path / "inside.onnx")
     assert not weight_files(tmp_path / "inside.onnx")
@@ -115,7 +115,7 @@ def test_external_weights_compute_the_same(
 
 def test_external_weights_are_deterministic_and_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same input gives the same two files; the float bias is in the second one, aligned."""
-    source = write_model(tmp_path, external=True)
+    source = write_branched_model(tmp_path, external=True)
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     saved_files = []
     for name in ("one", "two"):
@@ -138,7 +138,7 @@ def test_external_weights_are_deterministic_and_aligned(tmp_path: Path, monkeypa
 
 def test_replacing_a_model_removes_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replacing a model deletes its weights and unreferenced ones; files with similar names stay."""
-    source = write_model(tmp_path, external=True)
+    source = write_branched_model(tmp_path, external=True)
     folder, path = tmp_path / "made", tmp_path / "made/q.onnx"
     folder.mkdir()
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
@@ -161,7 +161,7 @@ def test_replacing_a_model_removes_its_weights(tmp_path: Path, monkeypatch: pyte
 
 def test_weights_of_copied_models_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a replaced model in the same folder keeps its weights, whatever its name, even if truncated."""
-    source = write_model(tmp_path, external=True)
+    source = write_branched_model(tmp_path, external=True)
     path, copies = tmp_path / "q.onnx", [tmp_path / name for name in ("kept.onnx", "q.onnx.bak", "best.pb", "v1")]
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     eight, four = (gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4"))
@@ -191,7 +191,7 @@ def test_weights_of_copied_models_stay(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_external_data_is_copied_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """External data is copied completely or not at all, before the model is written."""
-    result = gq.insert(write_model(tmp_path, external=True), rules="weight_only")
+    result = gq.insert(write_branched_model(tmp_path, external=True), rules="weight_only")
     path = tmp_path / "made/q.onnx"
     path.parent.mkdir()
     listings: list[list[str]] = []
@@ -218,7 +218,7 @@ def test_external_data_is_copied_without_hard_links(tmp_path: Path, monkeypatch:
 
 def test_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk is full, the previous files stay, and no partial file remains."""
-    source = write_model(tmp_path, external=True)
+    source = write_branched_model(tmp_path, external=True)
     result = gq.insert(source, rules="weight_only")
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     result.save(tmp_path / "q.onnx")
@@ -278,7 +278,7 @@ for line in sys.stdin:  # which result is first, and at which step, or after how
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 def test_kill_while_replacing_leaves_a_complete_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a kill at any step, the old or new model is complete, and the next save cleans up."""
-    source, path = write_model(tmp_path, external=True), tmp_path / "made/q.onnx"
+    source, path = write_branched_model(tmp_path, external=True), tmp_path / "made/q.onnx"
     path.parent.mkdir()
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     results = [gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4")]
@@ -325,7 +325,7 @@ def test_oversized_file_is_rejected(tmp_path: Path) -> None:
 
 def test_large_external_weights_are_memory_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above a size, onnxruntime does not copy the weights, and computes the same."""
-    path = write_model(tmp_path, external=True)
+    path = write_branched_model(tmp_path, external=True)
     key, sessions = "session.disable_prepacking", []
     for threshold in (session.MEMORY_MAPPED_BYTES, 1):
         monkeypatch.setattr(session, "MEMORY_MAPPED_BYTES", threshold)
@@ -377,7 +377,7 @@ def test_saving_needs_the_memory_of_one_weight(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("unknown", [b"", b"\xf2\x3f\x02hi"])
 def test_deferred_weights_are_filled_byte_identically(unknown: bytes, tmp_path: Path) -> None:
     """A message whose weights were deferred and filled in equals the source byte for byte."""
-    path = write_model(tmp_path, external=False)
+    path = write_branched_model(tmp_path, external=False)
     source = onnx.load(path)
     source.graph.initializer[0].doc_string, source.doc_string = "of a weight", "of the model"
     source.metadata_props.add(key="a", value="b")

@@ -46,9 +46,9 @@ def observe_values(model: Model, *tensors: tuple[str, str], **feeds: Any) -> lis
     return [[value.tolist() for value in values_by_tensor[ref]] for ref in refs]
 
 
-def test_observe_main_graph(model_of: Any, identity_at: Any) -> None:
+def test_observe_main_graph(load_text: Any, identity_at: Any) -> None:
     """Inputs, constants, inner values and outputs are observed, also in an edited model, once per feed."""
-    model = model_of(HEAD + "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { a = Add(x, w)  y = Neg(a) }")
+    model = load_text(HEAD + "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { a = Add(x, w)  y = Neg(a) }")
     identity_at(model, TensorRef("", "y"), [Use("", "@y", 0)])
     names = [("", "x"), ("", "w"), ("", "a"), ("", "y"), ("", "y/quant")]
     assert observe_values(model, *names, x=X) == [[[-3, 4]], [[1, 2]], [[-2, 6]], [[2, -6]], [[2, -6]]]
@@ -81,7 +81,7 @@ NESTED = (
         (False, True, [[], [], [], [[3, -4]]]),
     ],
 )
-def test_observe_branches(c: bool, d: bool, expected: list[Any], model_of: Any) -> None:
+def test_observe_branches(c: bool, d: bool, expected: list[Any], load_text: Any) -> None:
     """Tensors of branches, nested ones too, have values only if their branch is taken."""
     names = [
         ("y/then_branch", "a"),
@@ -89,7 +89,7 @@ def test_observe_branches(c: bool, d: bool, expected: list[Any], model_of: Any) 
         ("y/then_branch/p/else_branch", "r"),
         ("y/else_branch", "q"),
     ]
-    assert observe_values(model_of(NESTED), *names, x=X, c=c, d=d) == expected
+    assert observe_values(load_text(NESTED), *names, x=X, c=c, d=d) == expected
 
 
 LOOP = (
@@ -109,10 +109,10 @@ LOOP = (
 )
 
 
-def test_observe_loop(model_of: Any) -> None:
+def test_observe_loop(load_text: Any) -> None:
     """Tensors in a loop have one value per iteration, even if their shape changes; in branches, when reached."""
     names = [("y/body", "s"), ("y/body", "d"), ("y/body/p/then_branch", "f"), ("y/body/p/else_branch", "h"), ("", "y")]
-    values = observe_values(model_of(LOOP), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
+    values = observe_values(load_text(LOOP), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
     assert values == [
         [[1], [1, 2], [1, 2, 2, 4]],
         [[2], [2, 4], [2, 4, 4, 8]],
@@ -120,13 +120,13 @@ def test_observe_loop(model_of: Any) -> None:
         [[2, 4], [2, 4, 4, 8]],
         [[1, 2, 2, 4, 2, 4, 4, 8]],
     ]
-    nothing = observe_values(model_of(LOOP), *names[:4], n=np.int64(0), c=True, x=np.array([1], np.float32))
+    nothing = observe_values(load_text(LOOP), *names[:4], n=np.int64(0), c=True, x=np.array([1], np.float32))
     assert nothing == [[], [], [], []]
 
 
-def test_observe_loops_in_loops_and_branches(model_of: Any) -> None:
+def test_observe_loops_in_loops_and_branches(load_text: Any) -> None:
     """A loop in a branch in a loop gives the values of all iterations in order; scan outputs stay correct."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[1] x) => (float[1] y) <int64 n = {2}, bool yes = {1}, int64 one = {1}> {
         y = Loop(n, yes, x) <body = b (int64 i, bool k, float[1] s) => (bool k2, float[1] s2) {
@@ -151,9 +151,9 @@ def test_observe_loops_in_loops_and_branches(model_of: Any) -> None:
     assert values == [[[-2], [-4]], [[4]], [[4], [4]], [[4]]]
 
 
-def test_observe_scan(model_of: Any) -> None:
+def test_observe_scan(load_text: Any) -> None:
     """Tensors in a scan have one value per iteration; the axes and directions of its outputs are extended."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[1] x, float[3,1] rows) => (float[1] y, float[1,3] all) {
         y, all = Scan <num_scan_inputs = 1, scan_output_axes = [1],
@@ -171,7 +171,7 @@ def test_observe_scan(model_of: Any) -> None:
 
 
 @pytest.mark.parametrize("opset", [8, 9, 11, 12, 13])
-def test_observe_loop_of_old_opsets(opset: int, model_of: Any) -> None:
+def test_observe_loop_of_old_opsets(opset: int, load_text: Any) -> None:
     """Without carried sequences, tensors in loops and branches are observed alike, also of changing shape."""
     text = LOOP.replace("17", str(opset))
     if opset < 11:
@@ -180,7 +180,7 @@ def test_observe_loop_of_old_opsets(opset: int, model_of: Any) -> None:
             "even = Equal(zero, i)", "a = Cast<to = 1>(zero) b = Cast<to = 1>(i) odd = Less(a, b) even = Not(odd)"
         )
     names = [("y/body", "s"), ("y/body/p/then_branch", "f"), ("y/body/p/else_branch", "h"), ("", "y")]
-    values = observe_values(model_of(text), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
+    values = observe_values(load_text(text), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
     assert values == [
         [[1], [1, 2], [1, 2, 2, 4]],
         [[-2]],
@@ -205,19 +205,19 @@ SCAN = (
 
 
 @pytest.mark.parametrize("opset", [10, 11, 17])
-def test_observe_branch_in_scan(opset: int, model_of: Any) -> None:
+def test_observe_branch_in_scan(opset: int, load_text: Any) -> None:
     """A branch in a scan is observed in each iteration, and scan outputs keep axis and direction."""
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     names = [("y/body", "m"), ("y/body/f/then_branch", "n"), ("y/body/f/else_branch", "p"), ("", "y")]
-    model = model_of(SCAN.replace("17", str(opset)))
+    model = load_text(SCAN.replace("17", str(opset)))
     rows = [[4, 25], [1, 16], [0, 9]]
     assert observe_values(model, *names, x=x, c=True) == [rows, (-np.array(rows)).tolist(), [], [(x * x).tolist()]]
     assert observe_values(model, *names, x=x, c=False) == [rows, [], rows, [(x * x).tolist()]]
 
 
-def test_observe_loop_in_scan(model_of: Any) -> None:
+def test_observe_loop_in_scan(load_text: Any) -> None:
     """A loop in a scan is observed in each iteration of both; the scan keeps its state."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[1] a, float[3,1] x) => (float[1] s, float[3,1] y) <int64 n = {2}, bool yes = {1}> {
         s, y = Scan <num_scan_inputs = 1, body = b (float[1] t, float[1] e) => (float[1] t2, float[1] f) {
@@ -235,9 +235,9 @@ def test_observe_loop_in_scan(model_of: Any) -> None:
     assert values == [[[2], [6], [12]], [[1], [2], [4], [6], [9], [12]], [[1], [2], [3]], [[12]]]
 
 
-def test_observe_sequence_map(model_of: Any) -> None:
+def test_observe_sequence_map(load_text: Any) -> None:
     """Tensors in the body of SequenceMap have one value per element, whatever its shape."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[2] a, float[3] b) => (float[5] y) {
         s = SequenceConstruct(a, b)
@@ -249,9 +249,9 @@ def test_observe_sequence_map(model_of: Any) -> None:
     assert values == [[[-3, 4], [1, 1, 1]], [[3, -4], [-1, -1, -1]]]
 
 
-def test_observe_functions(model_of: Any) -> None:
+def test_observe_functions(load_text: Any) -> None:
     """A tensor in a function has one value per call: from the graph, a branch, or another function."""
-    model = model_of(
+    model = load_text(
         """<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
         g (bool c, float[2] x) => (float[2] y, float[2] z) {
             y = f.inner <k = 2.0> (x)
@@ -272,9 +272,9 @@ def test_observe_functions(model_of: Any) -> None:
     assert observe_values(model, *names, c=False, x=X) == [[[-6, 8]], [], [], [[3, -4]]]
 
 
-def test_observe_bfloat16(model_of: Any) -> None:
+def test_observe_bfloat16(load_text: Any) -> None:
     """bfloat16, which onnxruntime does not return, is observed as float32, in bodies too."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (bool c, float[2] x) => (float[2] y, float[2] z) {
         h = Cast <to = 16> (x)
@@ -286,10 +286,10 @@ def test_observe_bfloat16(model_of: Any) -> None:
     assert observe_values(model, ("", "h"), ("z/then_branch", "i"), c=True, x=X) == [[[-3, 4]], [[-3, 4]]]
 
 
-def test_unobservable_tensors_have_a_reason(model_of: Any) -> None:
+def test_unobservable_tensors_have_a_reason(load_text: Any) -> None:
     """An unobservable tensor is an error that states the tensor, the reason and advice."""
     # The output of the body has no declared rank, so the position of its new axis is unknown.
-    model = model_of(SCAN.replace("(float[2] f)", "(float[] f)"))
+    model = load_text(SCAN.replace("(float[2] f)", "(float[] f)"))
     tensor = TensorRef("y/body/f/then_branch", "n")
     runner = format_.create_runner(model)
     reason = "it is inside a Scan that collects along an axis of a tensor of unknown rank"
@@ -303,10 +303,10 @@ def test_unobservable_tensors_have_a_reason(model_of: Any) -> None:
     "watched",
     [("c", "r", "y"), ("r", "f"), ("a", "y"), ("c", "a"), ("x", "f"), ("x", "c", "r", "s", "a", "p", "f", "y")],
 )
-def test_values_do_not_depend_on_other_observed_tensors(watched: tuple[str, ...], model_of: Any) -> None:
+def test_values_do_not_depend_on_other_observed_tensors(watched: tuple[str, ...], load_text: Any) -> None:
     """Tensors divided among calls have the same bits as in one call, although onnxruntime fuses unwatched ops."""
     rng = np.random.default_rng(3)
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[1,16,9,9] x, float[16,16,3,3] w, float[16] b, float[16,5] v, float[5] d) => (float[1,5] y) {
         c = Conv <pads = [1, 1, 1, 1]> (x, w, b)  r = Relu(c)  s = Conv <pads = [1, 1, 1, 1]> (r, w, b)
@@ -327,9 +327,9 @@ def test_values_do_not_depend_on_other_observed_tensors(watched: tuple[str, ...]
             np.testing.assert_array_equal(group_values[ref][0], all_values[ref][0])
 
 
-def test_observed_values_are_freed_between_runs(model_of: Any) -> None:
+def test_observed_values_are_freed_between_runs(load_text: Any) -> None:
     """Values that the caller drops are freed before the next run."""
-    model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    model = load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
     ref = TensorRef("", "y")
     observations = format_.create_runner(model).observe([ref], [{"x": X}, {"x": X}])
     reference = weakref.ref(next(observations)[ref][0])

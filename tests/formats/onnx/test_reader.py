@@ -31,7 +31,7 @@ def test_import_is_cheap() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_names(model_of: Any) -> None:
+def test_names(load_text: Any) -> None:
     """Unnamed nodes get the name of their first output; duplicate names get that, then a suffix `_k`."""
     model = model_from_message(
         helper.make_model(
@@ -74,9 +74,9 @@ KINDS = (
 )
 
 
-def test_kinds_roles_axes(model_of: Any) -> None:
+def test_kinds_roles_axes(load_text: Any) -> None:
     """Kind and channel axis follow from type, attributes and the shapes of weights."""
-    main = model_of(KINDS.replace('["" : 17]', '["" : 17, "custom" : 1, "com.microsoft" : 1]')).main
+    main = load_text(KINDS.replace('["" : 17]', '["" : 17, "custom" : 1, "com.microsoft" : 1]')).main
     ops = {op.name: (op.kind, op.channel_axis) for op in main.ops() if op.source is not None and main.slots(op.name)}
     assert ops == {
         "conv": ("conv", 0),
@@ -96,9 +96,9 @@ def test_kinds_roles_axes(model_of: Any) -> None:
     assert main.op("mm").outputs == (Output("mm", "float32", (None, 5)),)
 
 
-def test_attrs_are_decoded_when_read(model_of: Any) -> None:
+def test_attrs_are_decoded_when_read(load_text: Any) -> None:
     """Attributes come as numbers, text, lists and arrays; bodies do not."""
-    main = model_of(
+    main = load_text(
         HEAD + "g (float[1,4,8,8] x) => (float[1,4,7,7] y)"
         ' { y = MaxPool <kernel_shape = [2, 2], auto_pad = "VALID", storage_order = 0> (x) }'
     ).main
@@ -117,9 +117,9 @@ def test_attrs_are_decoded_when_read(model_of: Any) -> None:
         ('value_strings = ["a", "b"]', np.array(["a", "b"], object)),
     ],
 )
-def test_constant_nodes(attribute: str, value: np.ndarray[Any, Any], model_of: Any) -> None:
+def test_constant_nodes(attribute: str, value: np.ndarray[Any, Any], load_text: Any) -> None:
     """Each form of a Constant node has its value."""
-    main = model_of(HEAD + f"g (float[2] x) => (float[2] x2) {{ c = Constant <{attribute}> ()  x2 = Neg(x) }}").main
+    main = load_text(HEAD + f"g (float[2] x) => (float[2] x2) {{ c = Constant <{attribute}> ()  x2 = Neg(x) }}").main
     op = main.op("c")
     assert op.kind == "constant"
     decoded = op.read_value()
@@ -143,9 +143,9 @@ def test_sparse_initializer() -> None:
         np.testing.assert_array_equal(op.read_value(), [[0, 5], [0, 7]])
 
 
-def test_bodies_and_captures(model_of: Any) -> None:
+def test_bodies_and_captures(load_text: Any) -> None:
     """Bodies are graphs named after their op, outer values are captures, and names of nested bodies nest."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}> {
         y = If(c) <
@@ -172,9 +172,9 @@ def test_bodies_and_captures(model_of: Any) -> None:
     assert model.graphs["y/then_branch/p/then_branch"].op("s").outputs[0] == Output("s", "float32", (2,))
 
 
-def test_loop_carried_values_are_no_parameters(model_of: Any) -> None:
+def test_loop_carried_values_are_no_parameters(load_text: Any) -> None:
     """A weight that a loop carries may change, so the body's input is no parameter; a captured one is."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (int64 n, bool c, float[2] x) => (float[2] y) <float[2] w = {1, 2}> {
         y, z = Loop(n, c, x, w) <body = b (int64 i, bool k, float[2] s, float[2] v)
@@ -190,9 +190,9 @@ def test_loop_carried_values_are_no_parameters(model_of: Any) -> None:
     assert model.graphs["y/body"].source_of(Use("y/body", "s2", 1)) == TensorRef("", "w")
 
 
-def test_function_calls_pass_parameters(model_of: Any) -> None:
+def test_function_calls_pass_parameters(load_text: Any) -> None:
     """A function is a graph, and its argument is a parameter if its callers pass one."""
-    model = model_of("""<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
+    model = load_text("""<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
     g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = f.fn(x, w) }
     <domain: "f", opset_import: ["" : 17]> fn (a, b) => (c) { c = Mul(a, b) }""")
     assert (model.main.op("y").kind, model.main.op("y").calls[0].graph) == ("call", "f:fn")
@@ -213,9 +213,9 @@ g (bool p, float[2,3] x, float[OTHER] z) => (float[] y, float[] v) <float[3,4] w
 
 
 @pytest.mark.parametrize(("other", "rows"), [("2,3", 2), ("5,3", None), ("7,2,3", "all")])
-def test_function_values_have_the_types_of_their_calls(model_of: Any, other: str, rows: Any) -> None:
+def test_function_values_have_the_types_of_their_calls(load_text: Any, other: str, rows: Any) -> None:
     """A function and its bodies have the types and sizes on which all calls agree."""
-    model = model_of(CALLED_FUNCTION.replace("OTHER", other))
+    model = load_text(CALLED_FUNCTION.replace("OTHER", other))
     shapes = {name: None if rows == "all" else (rows, columns) for name, columns in (("a", 3), ("m", 4))}
     for name, shape in {**shapes, "b": (3, 4)}.items():
         output = model.graphs["f:fn"].op(name).outputs[0]
@@ -226,17 +226,17 @@ def test_function_values_have_the_types_of_their_calls(model_of: Any, other: str
         assert (output.dtype, output.shape) == ("float32", shapes["m"])
 
 
-def test_calls_with_other_types(model_of: Any) -> None:
+def test_calls_with_other_types(load_text: Any) -> None:
     """A value that is float in one call and integer in another has no type."""
-    model = model_of("""<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
+    model = load_text("""<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
     g (float[2] x, int64[2] i) => (float[2] y, int64[2] j) { y = f.fn(x) j = f.fn(i) }
     <domain: "f", opset_import: ["" : 17]> fn (a) => (c) { c = Add(a, a) }""")
     assert [model.graphs["f:fn"].op(name).outputs[0].dtype for name in "ac"] == [None, None]
 
 
-def test_chain_of_constants_is_evaluated(model_of: Any) -> None:
+def test_chain_of_constants_is_evaluated(load_text: Any) -> None:
     """A weight that passes through Slice, Transpose and Squeeze has a value."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[2] x) => (float[2] y)
     <float[1,2,3] w = {1, 2, 3, 4, 5, 6}, int64[1] a = {1}, int64[1] b = {2}, int64[1] zero = {0}> {
@@ -250,9 +250,9 @@ def test_chain_of_constants_is_evaluated(model_of: Any) -> None:
     np.testing.assert_array_equal(Parameters(model).value(TensorRef("", "u")), [2, 5])
 
 
-def test_bomb_of_constants_is_refused(model_of: Any) -> None:
+def test_bomb_of_constants_is_refused(load_text: Any) -> None:
     """A small constant that expands beyond memory has no value."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[2] x) => (float[2] y)
     <float[1] w = {1}, int64[2] big = {1000000, 1000000}> { e = Expand(w, big)  y = Neg(x) }"""
@@ -278,9 +278,9 @@ def test_inconsistent_models_are_rejected(text: str, message: str) -> None:
         model_from_message(onnx.parser.parse_model(HEAD + text))
 
 
-def test_unsorted_nodes_are_read(model_of: Any) -> None:
+def test_unsorted_nodes_are_read(load_text: Any) -> None:
     """Nodes out of order are no error, as onnxruntime takes them too."""
-    model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(a)  a = Abs(x) }")
+    model = load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(a)  a = Abs(x) }")
     assert model.main.slots("y") == [TensorRef("", "a")]
     assert format_.emit(model) == model.source.message
 
@@ -409,7 +409,7 @@ def write_external_model(folder: Path, location: str, **entries: str) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder_of_floats(tmp_path: Path) -> Path:
     """Return a folder with a file of four floats in it and another outside."""
     home = tmp_path / "home"
     (home / "data").mkdir(parents=True)
@@ -419,16 +419,16 @@ def folder(tmp_path: Path) -> Path:
     return home
 
 
-def test_external_data_is_read_and_run(folder: Path) -> None:
+def test_external_data_is_read_and_run(folder_of_floats: Path) -> None:
     """External data is a memory map; sessions, upgrades and copies of the model in other folders find it."""
-    model = format_.load(write_external_model(folder, "data/w.bin", offset="8", length="8"))
+    model = format_.load(write_external_model(folder_of_floats, "data/w.bin", offset="8", length="8"))
     value = model.main.op("w").read_value()
     assert isinstance(value, np.memmap)
     np.testing.assert_array_equal(value, [3, 4])
     x = {"x": np.array([1, 1], np.float32)}
     np.testing.assert_array_equal(format_.create_runner(model).run(x)["y"], [4, 5])
     np.testing.assert_array_equal(format_.create_runner(format_.upgrade_opset(model, 13)).run(x)["y"], [4, 5])
-    output_folder = folder.parent / "other"
+    output_folder = folder_of_floats.parent / "other"
     output_folder.mkdir()
     format_.save(model, output_folder / "n.onnx")
     assert sorted(path.name for path in output_folder.rglob("*")) == ["data", "n.onnx", "w.bin"]
@@ -453,7 +453,7 @@ def test_external_shapes_are_known_to_inference(name: str, tmp_path: Path) -> No
             ]
 
 
-def test_missing_external_shapes_are_left_out(folder: Path) -> None:
+def test_missing_external_shapes_are_left_out(folder_of_floats: Path) -> None:
     """A shape whose file is missing or elsewhere is unknown, and the model loads."""
     text = HEAD + """g (float[4] x) => (float[2,2] y) <int64[2] s = {2, 2}> { y = Reshape(x, s) }"""
     for location in ("none.bin", "../secret.bin"):
@@ -462,19 +462,19 @@ def test_missing_external_shapes_are_left_out(folder: Path) -> None:
         shape.ClearField("int64_data")
         shape.data_location = onnx.TensorProto.EXTERNAL
         shape.external_data.add(key="location", value=location)
-        (folder / "n.onnx").write_bytes(message.SerializeToString())
-        assert format_.load(folder / "n.onnx").main.op("y").outputs[0].shape == (None, None)
+        (folder_of_floats / "n.onnx").write_bytes(message.SerializeToString())
+        assert format_.load(folder_of_floats / "n.onnx").main.op("y").outputs[0].shape == (None, None)
 
 
-def test_external_data_is_not_overwritten(folder: Path) -> None:
+def test_external_data_is_not_overwritten(folder_of_floats: Path) -> None:
     """A file with other data at the location of the link is an error, and nothing is written."""
-    model = format_.load(write_external_model(folder, "data/w.bin"))
-    (folder.parent / "other/data").mkdir(parents=True)
-    (folder.parent / "other/data/w.bin").write_bytes(b"mine")
+    model = format_.load(write_external_model(folder_of_floats, "data/w.bin"))
+    (folder_of_floats.parent / "other/data").mkdir(parents=True)
+    (folder_of_floats.parent / "other/data/w.bin").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"w\.bin already exists"):
-        format_.save(model, folder.parent / "other/n.onnx")
-    assert (folder.parent / "other/data/w.bin").read_bytes() == b"mine"
-    assert not (folder.parent / "other/n.onnx").exists()
+        format_.save(model, folder_of_floats.parent / "other/n.onnx")
+    assert (folder_of_floats.parent / "other/data/w.bin").read_bytes() == b"mine"
+    assert not (folder_of_floats.parent / "other/n.onnx").exists()
 
 
 @pytest.mark.parametrize(
@@ -494,9 +494,9 @@ def test_external_data_is_not_overwritten(folder: Path) -> None:
         ("data/w.bin", {"offset": "x"}, "not a number"),
     ],
 )
-def test_unsuitable_external_data(location: str, entries: dict[str, str], message: str, folder: Path) -> None:
+def test_unsuitable_external_data(location: str, entries: dict[str, str], message: str, folder_of_floats: Path) -> None:
     """External data that is outside the folder, missing, or of another length is an error that names the tensor."""
-    model = format_.load(write_external_model(folder, location, **entries))
+    model = format_.load(write_external_model(folder_of_floats, location, **entries))
     with pytest.raises(ModelError, match=message) as caught:
         model.main.op("w").read_value()
     assert "'w'" in str(caught.value)
@@ -527,9 +527,9 @@ def test_links_out_of_the_folder_need_the_option(tmp_path: Path) -> None:
     np.testing.assert_array_equal(format_.create_runner(format_.load(tmp_path / "out/n.onnx")).run(x)["y"], [4, 5])
 
 
-def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, model_of: Any) -> None:
+def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, load_text: Any) -> None:
     """A missing folder is an error that names the path, and no file remains."""
-    model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    model = load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
     with pytest.raises(UsageError, match=r"missing/m.onnx cannot be written: No such file"):
         format_.save(model, tmp_path / "missing/m.onnx")
     (tmp_path / "m.onnx").mkdir()
@@ -606,9 +606,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(completed.stdout) < 200_000
 
 
-def test_values_of_a_shape_are_still_found(model_of: Any) -> None:
+def test_values_of_a_shape_are_still_found(load_text: Any) -> None:
     """A Reshape to a shape that ops compute keeps its static sizes."""
-    model = model_of(
+    model = load_text(
         HEAD
         + "g (float[2,3,4] x) => (float[?,?] y) <int64 zero = {0}, int64[1] rest = {-1}, int64[1] ax = {0}> {"
         + " s = Shape(x)\n b = Gather(s, zero)\n u = Unsqueeze(b, ax)\n c = Concat <axis = 0> (u, rest)\n"

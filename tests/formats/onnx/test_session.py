@@ -25,9 +25,9 @@ HEAD = '<ir_version: 8, opset_import: ["" : 17]> '
 X = np.array([-3, 4], np.float32)
 
 
-def test_run(model_of: Any) -> None:
+def test_run(load_text: Any) -> None:
     """A runner lists the inputs that must be fed, and returns the outputs by name; defaults need no feed."""
-    model = model_of(
+    model = load_text(
         HEAD
         + """g (float[N] x, float[2] w) => (float[N] y, float[N] z) <float[2] w = {1, 2}> {
         y = Add(x, w)
@@ -42,11 +42,11 @@ def test_run(model_of: Any) -> None:
     assert runner.run({"x": X, "w": X})["y"].tolist() == [-6, 8]
 
 
-def test_failures_are_model_errors(model_of: Any) -> None:
+def test_failures_are_model_errors(load_text: Any) -> None:
     """A model that onnxruntime rejects, or an unsuitable feed, is an error with its first line and the shapes."""
     with pytest.raises(ModelError, match=r"onnxruntime rejects the model: .*Nonsense"):
-        format_.create_runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Nonsense(x) }")).run({"x": X})
-    runner = format_.create_runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }"))
+        format_.create_runner(load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Nonsense(x) }")).run({"x": X})
+    runner = format_.create_runner(load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }"))
     with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs x float32\[3\]: "):
         runner.run({"x": np.zeros(3, np.float32)})
     with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs none: "):

@@ -49,7 +49,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.onnx")):
 """
 
 
-def write_model(text: str, path: Path) -> Path:
+def write_untyped_model(text: str, path: Path) -> Path:
     """Write a model, whose values may have no types, to a file."""
     onnx.save(
         onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20, "own": 1, "ai.onnx.ml": 4]> g {text}'), path
@@ -60,7 +60,7 @@ def write_model(text: str, path: Path) -> Path:
 def test_crashing_nodes_do_not_end_the_process(tmp_path: Path) -> None:
     """Each model loads in a process that would crash or hang if onnx saw its node."""
     for number, text in enumerate(CRASHING_MODELS):
-        write_model(text, tmp_path / f"{number:02}.onnx")
+        write_untyped_model(text, tmp_path / f"{number:02}.onnx")
     child = subprocess.run(
         [sys.executable, "-c", LOAD_SCRIPT, str(tmp_path)],
         capture_output=True,
@@ -89,7 +89,7 @@ def test_crashing_nodes_do_not_end_the_process(tmp_path: Path) -> None:
 )
 def test_valid_nodes_have_types(text: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     """The same ops in valid models have the types that onnx infers."""
-    model = gq.load(write_model(text, tmp_path / "m.onnx"))
+    model = gq.load(write_untyped_model(text, tmp_path / "m.onnx"))
     output = model.main.op("y").outputs[0]
     assert (output.dtype, output.shape) == ("float32", shape)
 
@@ -114,7 +114,7 @@ def test_many_long_vectors(tmp_path: Path) -> None:
       rest = Constant<value_ints = [3, 4]>() all = Concat<axis = 0>(n, rest) r = Reshape(x, all)
       b = Constant<value_floats = [1.0, 2.0, 3.0, 4.0]>() y = Add(r, b)
     }"""
-    assert gq.load(write_model(text, tmp_path / "m.onnx")).main.op("y").outputs[0].shape == (2, 3, 4)
+    assert gq.load(write_untyped_model(text, tmp_path / "m.onnx")).main.op("y").outputs[0].shape == (2, 3, 4)
 
 
 RUNTIME_TYPED_MODELS = [
@@ -142,5 +142,5 @@ def test_onnxruntime_infers_missing_types(text: str, tmp_path: Path) -> None:
 def test_rejected_nodes_have_no_types(tmp_path: Path) -> None:
     """An op that onnxruntime does not know leaves its own output, and nothing else, without a type."""
     text = "(float[2, 3] x) => (float[2, 3] y) { a = own.Unknown(x) b = Relu(x) y = Add(a, b) }"
-    model = gq.load(write_model(text, tmp_path / "m.onnx"))
+    model = gq.load(write_untyped_model(text, tmp_path / "m.onnx"))
     assert [model.main.op(name).outputs[0].shape for name in ("a", "b")] == [None, (2, 3)]

@@ -50,7 +50,7 @@ def default_text(value: opdefs.AttrDefault) -> str:
     return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
-def line(spec: opdefs.OpSpec) -> str:
+def table_line(spec: opdefs.OpSpec) -> str:
     """Return the table line of an operation."""
     words = [spec.name]
     words += ["!"] if spec.is_stateful else []
@@ -60,11 +60,11 @@ def line(spec: opdefs.OpSpec) -> str:
     return " ".join(words)
 
 
-def main() -> None:
+def write_table() -> None:
     """Write the table."""
-    lines = [line(opdefs._parse_op_def(op_def)) for op_def in registered_op_defs()]
+    lines = [table_line(opdefs._parse_op_def(op_def)) for op_def in registered_op_defs()]
     TARGET.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write_table()

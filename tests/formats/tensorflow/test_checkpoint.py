@@ -1,16 +1,14 @@
 """Checkpoints are read exactly, and damaged or hostile ones raise ModelError."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import google_crc32c
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.data_files import encode_varint, mask_crc
+from support.processes import run_python
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import checkpoint as module
@@ -26,21 +24,6 @@ NUMBERS = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "bool": 10, "qint
 NUMBERS |= {"complex64": 8, "float16": 19, "int4": 29, "string": 7, "resource": 20, "int64": 9}
 
 
-def varint(value: int) -> bytes:
-    """A base-128 number."""
-    out = b""
-    while value > 0x7F:
-        out += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return out + bytes([value])
-
-
-def masked(data: bytes) -> int:
-    """Return the checksum as files store it."""
-    crc = google_crc32c.value(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
 def block(entries: list[tuple[bytes, bytes]], *, shared: bool = True) -> bytes:
     """Return the contents of a block with one restart."""
     out, last = b"", b""
@@ -49,31 +32,33 @@ def block(entries: list[tuple[bytes, bytes]], *, shared: bool = True) -> bytes:
             next((at for at, (a, b) in enumerate(zip(last, key, strict=False)) if a != b), min(len(last), len(key)))
             * shared
         )
-        out += varint(common) + varint(len(key) - common) + varint(len(value)) + key[common:] + value
+        out += (
+            encode_varint(common) + encode_varint(len(key) - common) + encode_varint(len(value)) + key[common:] + value
+        )
         last = key
     return out + bytes(4) + (1).to_bytes(4, "little")
 
 
 def stored(contents: bytes, kind: int = 0) -> bytes:
     """Return a block with its trailer."""
-    return contents + bytes([kind]) + masked(contents + bytes([kind])).to_bytes(4, "little")
+    return contents + bytes([kind]) + mask_crc(contents + bytes([kind])).to_bytes(4, "little")
 
 
 def table_file(blocks: list[tuple[bytes, int]]) -> bytes:
     """Return a table of data blocks (contents and compression), with an empty metadata block."""
     out, handles = b"", []
     for contents, kind in [*blocks, (block([]), 0)]:
-        handles.append(varint(len(out)) + varint(len(contents)))
+        handles.append(encode_varint(len(out)) + encode_varint(len(contents)))
         out += stored(contents, kind)
     index = block([(b"k%d" % number, handle) for number, handle in enumerate(handles[:-1])])
-    footer = handles[-1] + varint(len(out)) + varint(len(index))
+    footer = handles[-1] + encode_varint(len(out)) + encode_varint(len(index))
     return out + stored(index) + footer.ljust(40, b"\0") + 0xDB4775248B80FB57.to_bytes(8, "little")
 
 
 def entry(name: str, dims: tuple[int, ...], start: int, data: bytes, /, shard: int = 0, **more: object) -> bytes:
     """Return a variable's entry, serialized; keywords override fields."""
     message = proto.BundleEntryProto(dtype=NUMBERS[name], shard_id=shard, offset=start, size=len(data))
-    message.crc32c = masked(data)
+    message.crc32c = mask_crc(data)
     for size in dims:
         message.shape.dim.add(size=size)
     for field, value in more.items():
@@ -86,7 +71,7 @@ def header(**fields: object) -> bytes:
     return proto.to_binary(proto.BundleHeaderProto(**{"num_shards": 1, **fields}))
 
 
-def write(folder: Path, entries: dict[bytes, bytes], *shards: bytes, **head: object) -> Path:
+def write_checkpoint(folder: Path, entries: dict[bytes, bytes], *shards: bytes, **head: object) -> Path:
     """Write a checkpoint and return its prefix."""
     prefix = folder / "model"
     contents = block(sorted({b"": header(num_shards=len(shards), **head), **entries}.items()))
@@ -111,7 +96,7 @@ ARRAYS = [
 def test_values_are_read_with_dtype_and_shape(tmp_path, array):
     """Every numeric type round-trips."""
     data = array.tobytes()
-    prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 3, data)}, b"abc" + data)
+    prefix = write_checkpoint(tmp_path, {b"v": entry(array.dtype.name, array.shape, 3, data)}, b"abc" + data)
     opened = Checkpoint(prefix)
     assert list(opened.names) == ["v"]
     value = opened.read("v")
@@ -123,7 +108,7 @@ def test_values_are_read_with_dtype_and_shape(tmp_path, array):
 
 def test_quantized_types_are_read_as_integers(tmp_path):
     """Quantized variables are read as integers."""
-    opened = Checkpoint(write(tmp_path, {b"q": entry("qint8", (2,), 0, b"\xff\x02")}, b"\xff\x02"))
+    opened = Checkpoint(write_checkpoint(tmp_path, {b"q": entry("qint8", (2,), 0, b"\xff\x02")}, b"\xff\x02"))
     assert opened.read("q").dtype == np.int8
     assert opened.read("q").tolist() == [-1, 2]
 
@@ -133,14 +118,14 @@ def test_big_endian_values_are_byte_swapped(tmp_path, array):
     """A checkpoint of a big-endian machine gives the same values."""
     width = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
     data = np.frombuffer(array.tobytes(), f"<u{width}").astype(f">u{width}").tobytes()
-    prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 0, data)}, data, endianness=1)
+    prefix = write_checkpoint(tmp_path, {b"v": entry(array.dtype.name, array.shape, 0, data)}, data, endianness=1)
     assert Checkpoint(prefix).read("v").tobytes() == array.tobytes()
 
 
 def test_shards_and_blocks(tmp_path):
     """Variables may be in several data files, and the index may have several blocks."""
     entries = {b"a/%03d" % number: entry("uint8", (1,), 0, bytes([number]), shard=number) for number in range(3)}
-    prefix = write(tmp_path, entries, b"\0", b"\1", b"\2")
+    prefix = write_checkpoint(tmp_path, entries, b"\0", b"\1", b"\2")
     index = [block([(b"", header(num_shards=3))]), *(block([table_entry]) for table_entry in entries.items())]
     Path(f"{prefix}.index").write_bytes(table_file([(contents, 0) for contents in index]))
     opened = Checkpoint(prefix)
@@ -168,9 +153,9 @@ def test_snappy_blocks_are_decompressed(tmp_path):
         literal(contents[start + 15 : -3]),
         bytes([2 << 2]) + contents[-3:],  # a literal with its length in the tag
     ]
-    prefix = write(tmp_path, {}, b"\7")
+    prefix = write_checkpoint(tmp_path, {}, b"\7")
     index = Path(f"{prefix}.index")
-    index.write_bytes(table_file([(varint(len(contents)) + b"".join(elements), 1)]))
+    index.write_bytes(table_file([(encode_varint(len(contents)) + b"".join(elements), 1)]))
     assert Checkpoint(prefix).read("a" * 16).tolist() == [7]
 
 
@@ -179,7 +164,7 @@ def test_snappy_blocks_are_decompressed(tmp_path):
     [
         b"",
         b"\x05\x00a",  # too short
-        varint(1 << 40) + b"\x00a",  # an impossible size
+        encode_varint(1 << 40) + b"\x00a",  # an impossible size
         b"\x05\x10a",  # a literal that is cut off
         b"\x04\x01\x01",  # copies from before the start
         b"\x05\x00a\x01\x00",  # copies from a distance of 0
@@ -189,7 +174,7 @@ def test_snappy_blocks_are_decompressed(tmp_path):
 )
 def test_bad_snappy_is_refused(tmp_path, data):
     """Hostile compressed blocks neither exhaust memory nor crash."""
-    prefix = write(tmp_path, {}, b"")
+    prefix = write_checkpoint(tmp_path, {}, b"")
     Path(f"{prefix}.index").write_bytes(table_file([(data, 1)]))
     with pytest.raises(ModelError, match="not a readable checkpoint index"):
         Checkpoint(prefix)
@@ -221,7 +206,7 @@ def partitioned(folder: Path, slices: list[tuple[int, int]], values: list[np.nda
         key = module._slice_key("w", [(start, length), (0, -1)])
         entries[key] = entry("float32", value.shape, len(data), value.tobytes())
         data += value.tobytes()
-    return write(folder, {b"w": proto.to_binary(full_entry), **entries}, data)
+    return write_checkpoint(folder, {b"w": proto.to_binary(full_entry), **entries}, data)
 
 
 def test_slices_are_assembled(tmp_path):
@@ -274,7 +259,7 @@ def test_encoded_numbers_sort_like_numbers(values):
 def prefix(tmp_path):
     """A small checkpoint of one variable, `v` = [1, 2, 3]."""
     data = np.array([1, 2, 3], np.float32).tobytes()
-    return write(tmp_path, {b"v": entry("float32", (3,), 0, data)}, data)
+    return write_checkpoint(tmp_path, {b"v": entry("float32", (3,), 0, data)}, data)
 
 
 def test_flipped_byte_in_the_data_is_noticed(prefix):
@@ -343,7 +328,7 @@ def test_unknown_variable(prefix):
 def test_hostile_entries_are_refused(tmp_path, dtype, shape, more, match):
     """Every claim of an entry is checked before use."""
     data = bytes(12)
-    opened = Checkpoint(write(tmp_path, {b"v": entry(dtype, shape, 0, data, **more)}, data))
+    opened = Checkpoint(write_checkpoint(tmp_path, {b"v": entry(dtype, shape, 0, data, **more)}, data))
     with pytest.raises(ModelError, match=match):
         opened.read("v")
 
@@ -374,8 +359,8 @@ def test_hostile_indexes_are_refused(tmp_path, contents, match):
 def test_keys_cannot_exhaust_memory():
     """Prefix compression lets a small file claim huge keys; a limit stops it early."""
     long = b"a" * (1 << 20)
-    entries = b"\0" + varint(len(long)) + b"\0" + long
-    entries += b"".join(varint(len(long) + number) + b"\1\0b" for number in range(500))
+    entries = b"\0" + encode_varint(len(long)) + b"\0" + long
+    entries += b"".join(encode_varint(len(long) + number) + b"\1\0b" for number in range(500))
     data = table_file([(entries + bytes(4) + b"\1\0\0\0", 0)])
     with pytest.raises(ModelError, match="keys"):
         module.read_table(data, source="x")
@@ -388,7 +373,7 @@ def test_unknown_compression_is_refused(tmp_path):
         Checkpoint(tmp_path / "model")
 
 
-def read_all(prefix: Path) -> None:
+def read_checkpoint(prefix: Path) -> None:
     """Read everything in a checkpoint; only ModelError may be raised."""
     try:
         opened = Checkpoint(prefix)
@@ -404,7 +389,7 @@ def read_all(prefix: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory):
+def written_checkpoint(tmp_path_factory):
     """A checkpoint with a plain and a partitioned variable, and a string in place of the object graph."""
     folder = tmp_path_factory.mktemp("fuzz")
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -420,7 +405,7 @@ def fuzzed(tmp_path_factory):
 edits = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=6)
 
 
-def edited(data: bytes, changes: list[tuple[int, int]]) -> bytes:
+def replace_bytes(data: bytes, changes: list[tuple[int, int]]) -> bytes:
     """Return the data with some bytes replaced."""
     out = bytearray(data)
     for at, byte in changes:
@@ -431,29 +416,29 @@ def edited(data: bytes, changes: list[tuple[int, int]]) -> bytes:
 @given(changes=edits)
 @settings(max_examples=200, deadline=None)
 @example(changes=[(-9, 255)])
-def test_fuzzed_index_file(fuzzed, changes):
+def test_fuzzed_index_file(written_checkpoint, changes):
     """Damage anywhere in the index is refused, mostly by checksums."""
-    prefix, contents = fuzzed
-    Path(f"{prefix}.index").write_bytes(edited(table_file([(contents, 0)]), changes))
-    read_all(prefix)
+    prefix, contents = written_checkpoint
+    Path(f"{prefix}.index").write_bytes(replace_bytes(table_file([(contents, 0)]), changes))
+    read_checkpoint(prefix)
 
 
 @given(changes=edits)
 @settings(max_examples=500, deadline=None)
-def test_fuzzed_index_with_good_checksums(fuzzed, changes):
+def test_fuzzed_index_with_good_checksums(written_checkpoint, changes):
     """Damage with valid checksums is refused: keys, entries, shapes, offsets."""
-    prefix, contents = fuzzed
-    Path(f"{prefix}.index").write_bytes(table_file([(edited(contents, changes), 0)]))
-    read_all(prefix)
+    prefix, contents = written_checkpoint
+    Path(f"{prefix}.index").write_bytes(table_file([(replace_bytes(contents, changes), 0)]))
+    read_checkpoint(prefix)
 
 
 @given(data=st.binary(max_size=120))
 @settings(max_examples=200, deadline=None)
-def test_random_index(fuzzed, data):
+def test_random_index(written_checkpoint, data):
     """Random bytes are refused."""
-    prefix, _ = fuzzed
+    prefix, _ = written_checkpoint
     Path(f"{prefix}.index").write_bytes(data)
-    read_all(prefix)
+    read_checkpoint(prefix)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -470,9 +455,9 @@ def object_graph(*variables: tuple[str, str]) -> bytes:
 def string_entry(text: bytes) -> tuple[bytes, bytes]:
     """Data and entry of a scalar string."""
     length = len(text).to_bytes(4, "little")
-    cksum = masked(length).to_bytes(4, "little")
-    data = varint(len(text)) + cksum + text
-    return data, entry("string", (), 0, data, crc32c=masked(length + cksum + text))
+    cksum = mask_crc(length).to_bytes(4, "little")
+    data = encode_varint(len(text)) + cksum + text
+    return data, entry("string", (), 0, data, crc32c=mask_crc(length + cksum + text))
 
 
 def named(folder: Path, *keys: str, graph: bytes = b"") -> Checkpoint:
@@ -481,7 +466,7 @@ def named(folder: Path, *keys: str, graph: bytes = b"") -> Checkpoint:
     if graph:
         data, entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = string_entry(graph)
     entries |= {key.encode(): entry("uint8", (0,), 0, b"") for key in keys}
-    return Checkpoint(write(folder, entries, data))
+    return Checkpoint(write_checkpoint(folder, entries, data))
 
 
 def handles(graph, *names: str, op: str = "VarHandleOp", **shared: str) -> None:
@@ -665,31 +650,19 @@ with tf1.Graph().as_default(), tf1.Session() as session:
 """
 
 
-def run(code: str, *arguments: str) -> str:
-    """Run Python code in a separate process and return the last line of its output."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, check=False
-    )
-    if "No module named 'tensorflow'" in process.stderr:
-        pytest.skip("TensorFlow is not installed")
-    assert process.returncode == 0, process.stderr
-    return process.stdout.strip()
-
-
 @pytest.mark.slow
 @needs_models
 def test_real_values_equal_those_of_tensorflow():
     """The keyword spotter's checkpoint equals TensorFlow's values, byte for byte."""
-    assert run(COMPARE, str(KWS / "variables" / "variables")) == "142"
+    assert run_python(COMPARE, str(KWS / "variables" / "variables")) == "142"
 
 
 @pytest.mark.slow
 def test_written_values_equal_those_of_tensorflow(tmp_path):
     """New checkpoints of TensorFlow: dtypes, equal names, strings, partitioned variables."""
-    run(WRITE, str(tmp_path))
-    assert run(COMPARE, str(tmp_path / "tf2/variables/variables")) == "8"
-    assert run(COMPARE, str(tmp_path / "tf1/variables/variables")) == "2"
+    run_python(WRITE, str(tmp_path))
+    assert run_python(COMPARE, str(tmp_path / "tf2/variables/variables")) == "8"
+    assert run_python(COMPARE, str(tmp_path / "tf1/variables/variables")) == "2"
     saved = proto.parse_binary((tmp_path / "tf2/saved_model.pb").read_bytes(), proto.SavedModel())
     keys = resolve_variables(saved.meta_graphs, Checkpoint(tmp_path / "tf2/variables/variables"))
     suffix = "/.ATTRIBUTES/VARIABLE_VALUE"

@@ -33,7 +33,7 @@ node { name: "u" op: "Neg" input: "y" attr { key: "T" value { type: DT_FLOAT } }
 """
 
 
-def insert(model: Model, use: Use, name: str = "", *, in_frame: bool = False) -> TensorRef:
+def insert_fake_quant(model: Model, use: Use, name: str = "", *, in_frame: bool = False) -> TensorRef:
     """Quantize the input of `use` to 8 bits over [-1, 3] for this use only; return the quantized tensor."""
     graph = model.graphs[use.graph]
     tensor = graph.source_of(use)
@@ -46,14 +46,14 @@ def insert(model: Model, use: Use, name: str = "", *, in_frame: bool = False) ->
     return quantized
 
 
-def small(tmp_path: Path, text: str = TEXT) -> Model:
+def copy_of_text_graph(tmp_path: Path, text: str = TEXT) -> Model:
     """Return a loaded copy of a GraphDef in text form."""
     path = tmp_path / "small.pbtxt"
     path.write_text(text)
     return load(path).copy()
 
 
-def node(message: object, name: str) -> object:
+def node_of_name(message: object, name: str) -> object:
     """The node of that name."""
     return next(node for node in message.node if node.name == name)
 
@@ -69,23 +69,23 @@ def test_empty_plan(path: Path) -> None:
 
 def test_insert(tmp_path: Path) -> None:
     """One use of a tensor is rerouted to a FakeQuant with constants, rule and device; other nodes are unchanged."""
-    model = small(tmp_path)
-    insert(model, Use("", "z", 1))
+    model = copy_of_text_graph(tmp_path)
+    insert_fake_quant(model, Use("", "z", 1))
     check_invariants(model, "edit")
     message = emit(model)
     source = model.source.message
     assert [new_node.name for new_node in message.node] == ["x", "y", "z", "u", "y/quant/min", "y/quant/max", "y/quant"]
-    assert [node(message, name) == node(source, name) for name in "xyzu"] == [True, True, False, True]
-    assert list(node(message, "z").input) == ["y", "y/quant", "^x"]
-    quant = node(message, "y/quant")
+    assert [node_of_name(message, name) == node_of_name(source, name) for name in "xyzu"] == [True, True, False, True]
+    assert list(node_of_name(message, "z").input) == ["y", "y/quant", "^x"]
+    quant = node_of_name(message, "y/quant")
     assert list(quant.input) == ["y", "y/quant/min", "y/quant/max"]
     assert (quant.op, quant.attr["num_bits"].i, quant.attr["narrow_range"].b) == ("FakeQuantWithMinMaxVars", 8, False)
     assert quant.attr[RULE_ATTR].s == b"test"
-    assert [node(message, name).device for name in ("y/quant", "y/quant/min", "y/quant/max")] == ["/cpu:1"] * 3
+    assert [node_of_name(message, name).device for name in ("y/quant", "y/quant/min", "y/quant/max")] == ["/cpu:1"] * 3
     (tmp_path / "again.pb").write_bytes(proto.to_binary(message))
     again = load(tmp_path / "again.pb").main
     assert [op.name for op in again.ops() if op.rule == "test"] == ["y/quant/min", "y/quant/max", "y/quant"]
-    high = node(message, "y/quant/max").attr["value"].tensor
+    high = node_of_name(message, "y/quant/max").attr["value"].tensor
     assert high.dtype == proto.DataType["DT_FLOAT"]
     assert len(high.tensor_content) == 4
     assert np.frombuffer(high.tensor_content, "<f4")[0] == pytest.approx(3, abs=0.02)
@@ -93,14 +93,14 @@ def test_insert(tmp_path: Path) -> None:
 
 def test_in_frame(tmp_path: Path) -> None:
     """In a frame the new constants wait for the quantized tensor."""
-    model = small(tmp_path)
-    insert(model, Use("", "z", 0), in_frame=True)
-    assert list(node(emit(model), "y/quant/min").input) == ["^y"]
+    model = copy_of_text_graph(tmp_path)
+    insert_fake_quant(model, Use("", "z", 0), in_frame=True)
+    assert list(node_of_name(emit(model), "y/quant/min").input) == ["^y"]
 
 
 def test_replace_and_remove(tmp_path: Path) -> None:
     """A replaced op keeps its position; removing an op also removes its control edges."""
-    model = small(tmp_path)
+    model = copy_of_text_graph(tmp_path)
     graph = model.main
     graph.replace_op(replace(graph.op("u"), source=None, type="Identity", kind="identity", attrs={}))
     graph.replace_op(replace(graph.op("y"), attrs={**graph.op("y").attrs, "alpha": 0.5, "shapes": [(1, None), None]}))
@@ -108,18 +108,18 @@ def test_replace_and_remove(tmp_path: Path) -> None:
     graph.connect_inputs("u", [], control_sources=[gate.op])
     message = emit(model)
     assert [emitted_node.name for emitted_node in message.node] == ["x", "y", "z", "u", "gate"]
-    assert (node(message, "u").op, list(node(message, "u").input)) == ("Identity", ["y", "^gate"])
-    assert node(message, "u").attr["T"].type == proto.DataType["DT_FLOAT"]
-    assert node(message, "y").attr["alpha"].f == 0.5
-    shapes = node(message, "y").attr["shapes"].list.shape
+    assert (node_of_name(message, "u").op, list(node_of_name(message, "u").input)) == ("Identity", ["y", "^gate"])
+    assert node_of_name(message, "u").attr["T"].type == proto.DataType["DT_FLOAT"]
+    assert node_of_name(message, "y").attr["alpha"].f == 0.5
+    shapes = node_of_name(message, "y").attr["shapes"].list.shape
     assert [dim.size for dim in shapes[0].dim] == [1, -1]
     assert shapes[1].unknown_rank
-    model = small(tmp_path, TEXT + 'node { name: "late" op: "NoOp" input: "^u" }')
+    model = copy_of_text_graph(tmp_path, TEXT + 'node { name: "late" op: "NoOp" input: "^u" }')
     model.main.remove_op("@z")
     model.main.remove_op("u")
     message = emit(model)
     assert [emitted_node.name for emitted_node in message.node] == ["x", "y", "z", "late"]
-    assert list(node(message, "late").input) == []
+    assert list(node_of_name(message, "late").input) == []
 
 
 def test_new_constant_value(tmp_path: Path) -> None:
@@ -130,10 +130,10 @@ def test_new_constant_value(tmp_path: Path) -> None:
         ' attr { key: "value" value { tensor { dtype: DT_INT32 tensor_shape { } int_val: 3 } } } }'
         ' node { name: "d" op: "Neg" input: "c" attr { key: "T" value { type: DT_INT32 } } }'
     )
-    model = small(tmp_path, text)
+    model = copy_of_text_graph(tmp_path, text)
     value = np.arange(4, dtype=np.int32).reshape(2, 2)
     model.main.replace_op(replace(model.main.op("c"), read_value=lambda: value))
-    constant_node = node(emit(model), "c")
+    constant_node = node_of_name(emit(model), "c")
     assert constant_node.attr["_class"].s == b"k"
     assert np.frombuffer(constant_node.attr["value"].tensor.tensor_content, "<i4").tolist() == [0, 1, 2, 3]
 
@@ -143,8 +143,8 @@ def test_function_results() -> None:
     model = load(SAMPLES / "digits_cnn_saved_model").copy()
     name = next(name for name in model.reachable_graphs() if "stem/batch_norm" in model.graphs[name])
     graph = model.graphs[name]
-    insert(model, Use(name, "stem/batch_norm", 0))
-    insert(model, Use(name, graph.outputs[0], 0), "result/quant")
+    insert_fake_quant(model, Use(name, "stem/batch_norm", 0))
+    insert_fake_quant(model, Use(name, graph.outputs[0], 0), "result/quant")
     meta = emit(model).meta_graphs[0]
     function = next(function for function in meta.graph_def.library.function if function.signature.name == name)
     nodes = {function_node.name: function_node for function_node in function.node_def}
@@ -165,7 +165,7 @@ def test_signature() -> None:
     copied_signature = model.source.message.meta_graphs[0].signature_def["twin"]
     copied_signature.CopyFrom(model.source.message.meta_graphs[0].signature_def["serving_default"])
     model = model.copy()
-    insert(model, Use("", "@serving_default/probabilities", 0))
+    insert_fake_quant(model, Use("", "@serving_default/probabilities", 0))
     signatures = emit(model).meta_graphs[0].signature_def
     assert signatures["serving_default"].outputs["probabilities"].name == "StatefulPartitionedCall/quant:0"
     assert signatures["twin"].outputs["probabilities"].name == "StatefulPartitionedCall/quant:0"
@@ -184,7 +184,7 @@ def test_unread_result_name(tmp_path: Path) -> None:
         node_def { name: "n" op: "Neg" input: "own:second:0" attr { key: "T" value { type: DT_FLOAT } } }
         ret { key: "b" value: "own:first:0" } } }
     """
-    model = small(tmp_path, text)
+    model = copy_of_text_graph(tmp_path, text)
     graph = model.graphs["f"]
     assert graph.op("own").outputs == (Output("own:first:0"), Output("own:second:0"))
     graph.reroute(TensorRef("f", "own", 0), [Use("f", "@b", 0)], TensorRef("f", "own", 1))

@@ -50,7 +50,7 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
 ]
 
 
-def make(op_type: str, attrs: dict[str, Any]) -> Op:
+def make_tf_op(op_type: str, attrs: dict[str, Any]) -> Op:
     """Return an op of that type."""
     return Op(name="op", kind="other", type=op_type, attrs=attrs)
 
@@ -108,7 +108,7 @@ def test_as_tensorflow_computes(op_type: str, attrs: dict[str, Any], inputs: lis
 )
 def test_not_evaluated(op_type: str, attrs: dict[str, Any], inputs: list[Any]) -> None:
     """Other operations, invalid inputs and results of impossible size have no value and do no harm."""
-    assert evaluate_tf_op(make(op_type, attrs), [np.asarray(value) for value in inputs]) is None
+    assert evaluate_tf_op(make_tf_op(op_type, attrs), [np.asarray(value) for value in inputs]) is None
 
 
 def test_unknown_value_of_a_chain(tmp_path: Path) -> None:

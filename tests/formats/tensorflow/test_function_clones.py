@@ -78,7 +78,7 @@ def test_function_clones_share_scales(shared: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def module_with_clones(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SavedModel with separate functions for the signature, other shapes and training."""
     tf = pytest.importorskip("tensorflow")
     random = np.random.default_rng(0)
@@ -116,21 +116,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> gq.Result:
+def clones_result(module_with_clones: Path, tmp_path_factory: pytest.TempPathFactory) -> gq.Result:
     """The quantized module, saved next to it as "quantized"."""
     data = tmp_path_factory.mktemp("data") / "data.npz"
-    np.savez(data, x=samples(8))
-    inserted = gq.insert(folder, data=str(data), validate=False)
-    inserted.save(folder.parent / "quantized")
+    np.savez(data, x=module_inputs(8))
+    inserted = gq.insert(module_with_clones, data=str(data), validate=False)
+    inserted.save(module_with_clones.parent / "quantized")
     return inserted
 
 
-def samples(count: int) -> Array:
+def module_inputs(count: int) -> Array:
     """Return inputs [count, 8, 8, 3]."""
     return np.random.default_rng(1).normal(0, 1, (count, 8, 8, 3)).astype(np.float32)
 
 
-def by_hand(result: gq.Result, folder: Path, x: Array) -> Array:
+def result_by_hand(result: gq.Result, folder: Path, x: Array) -> Array:
     """Compute the module's result with FakeQuant ops at the plan's sites, by hand."""
     import tensorflow as tf
 
@@ -156,28 +156,28 @@ def by_hand(result: gq.Result, folder: Path, x: Array) -> Array:
 
 
 @pytest.mark.slow
-def test_calls_and_signatures_give_what_is_written_by_hand(result: gq.Result, folder: Path) -> None:
+def test_calls_and_signatures_give_what_is_written_by_hand(clones_result: gq.Result, module_with_clones: Path) -> None:
     """loaded(x) and loaded.signatures equal a hand-written QDQ graph bit for bit."""
     tf = pytest.importorskip("tensorflow")
-    x = samples(2)
-    loaded = tf.saved_model.load(str(folder.parent / "quantized"))
-    expected = by_hand(result, folder, x)
+    x = module_inputs(2)
+    loaded = tf.saved_model.load(str(module_with_clones.parent / "quantized"))
+    expected = result_by_hand(clones_result, module_with_clones, x)
     np.testing.assert_array_equal(loaded(x), expected)
     np.testing.assert_array_equal(loaded.signatures["serving_default"](tf.constant(x))["output_0"], expected)
-    assert np.abs(tf.saved_model.load(str(folder))(x) - expected).max() > 0
+    assert np.abs(tf.saved_model.load(str(module_with_clones))(x) - expected).max() > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
-def test_five_steps_lower_the_loss(result: gq.Result, folder: Path, training: bool) -> None:
+def test_five_steps_lower_the_loss(clones_result: gq.Result, module_with_clones: Path, training: bool) -> None:
     """Five SGD steps through `loaded(x, training)`, with FakeQuant's gradients, lower the loss."""
     tf = pytest.importorskip("tensorflow")
-    assert result.inserted
-    loaded = tf.saved_model.load(str(folder.parent / "quantized"))
-    target = 0.5 * tf.saved_model.load(str(folder))(samples(2))  # within what the ranges let through
+    assert clones_result.inserted
+    loaded = tf.saved_model.load(str(module_with_clones.parent / "quantized"))
+    target = 0.5 * tf.saved_model.load(str(module_with_clones))(module_inputs(2))  # within what the ranges let through
 
     def loss(training: bool) -> Any:
-        return tf.reduce_mean((loaded(samples(2), training) - target) ** 2)
+        return tf.reduce_mean((loaded(module_inputs(2), training) - target) ** 2)
 
     before = float(loss(training=False))  # without dropout, which draws
     for _ in range(5):
@@ -191,11 +191,13 @@ def test_five_steps_lower_the_loss(result: gq.Result, folder: Path, training: bo
 
 
 @pytest.mark.slow
-def test_loaded_model_is_saved_again_and_used_as_a_layer(result: gq.Result, folder: Path, tmp_path: Path) -> None:
+def test_loaded_model_is_saved_again_and_used_as_a_layer(
+    clones_result: gq.Result, module_with_clones: Path, tmp_path: Path
+) -> None:
     """Saved again and loaded as a Keras TFSMLayer, the model gives the same bits."""
     tf = pytest.importorskip("tensorflow")
-    assert result.inserted
-    path, x = folder.parent / "quantized", samples(2)
+    assert clones_result.inserted
+    path, x = module_with_clones.parent / "quantized", module_inputs(2)
     loaded = tf.saved_model.load(str(path))
     tf.saved_model.save(loaded, str(tmp_path / "again"), signatures=loaded.signatures)
     again = tf.saved_model.load(str(tmp_path / "again"))
@@ -205,31 +207,31 @@ def test_loaded_model_is_saved_again_and_used_as_a_layer(result: gq.Result, fold
 
 
 @pytest.mark.slow
-def test_unmatched_ops_get_scales_of_their_own(result: gq.Result, folder: Path) -> None:
+def test_unmatched_ops_get_scales_of_their_own(clones_result: gq.Result, module_with_clones: Path) -> None:
     """A function that convolves other data with the same kernel has only the kernel quantized."""
     tf = pytest.importorskip("tensorflow")
-    sites = [sites.site for sites in result.inserted if "elsewhere" in sites.site.uses[0].graph]
+    sites = [sites.site for sites in clones_result.inserted if "elsewhere" in sites.site.uses[0].graph]
     assert [(site.parameter, use.op, use.slot) for site in sites for use in site.uses] == [(True, "Conv2D", 1)]
-    net, x = tf.saved_model.load(str(folder)), samples(2)
-    (params,) = [insertion.params for insertion in result.inserted if insertion.site == sites[0]]
+    net, x = tf.saved_model.load(str(module_with_clones)), module_inputs(2)
+    (params,) = [insertion.params for insertion in clones_result.inserted if insertion.site == sites[0]]
     limits = tf_ranges.range_for_fake_quant(params)
     low, high = limits.low.astype(np.float32), limits.high.astype(np.float32)
     kernel = tf.quantization.fake_quant_with_min_max_vars_per_channel(net.k, low, high, 8, narrow_range=params.narrow)
     expected = tf.nn.conv2d(tf.nn.relu(100.0 * x), kernel, 1, "SAME")
-    loaded = tf.saved_model.load(str(folder.parent / "quantized"))
+    loaded = tf.saved_model.load(str(module_with_clones.parent / "quantized"))
     np.testing.assert_allclose(loaded.elsewhere(x), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_function_that_is_no_clone_stays_float(result: gq.Result) -> None:
+def test_a_function_that_is_no_clone_stays_float(clones_result: gq.Result) -> None:
     """A saved function with its own weights is not edited, and inspect lists it."""
-    unmatched = summarize_model(result.model).float_clone_ops
+    unmatched = summarize_model(clones_result.model).float_clone_ops
     elsewhere = unmatched[0].graph
     assert [(clone.op, clone.kind, clone.reason) for clone in unmatched] == [
         ("Conv2D", "conv", f"its input {elsewhere}/before/Relu:0 is float"),
         ("matmul", "matmul", "no op that runs computes the same on the same variables"),
     ]
-    assert not any("other" in use.graph for insertion in result.inserted for use in insertion.site.uses)
+    assert not any("other" in use.graph for insertion in clones_result.inserted for use in insertion.site.uses)
 
 
 # -- what else a SavedModel holds ------------------------------------------------------------------

@@ -29,7 +29,7 @@ rng = np.random.default_rng(5)
 IMAGES = rng.normal(size=(8, 8, 8, 1)).astype(np.float32)
 
 
-def network() -> Any:
+def keras_network() -> Any:
     """Return a small convolutional network."""
     keras.utils.set_random_seed(4)
     image = keras.Input((8, 8, 1), name="image")
@@ -40,21 +40,21 @@ def network() -> Any:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, the working folder of the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("name", ["net.keras", "net.h5"])
-def test_file_becomes_a_saved_model(here: Path, cli: Callable[..., Any], name: str) -> None:
+def test_file_becomes_a_saved_model(empty_folder: Path, cli: Callable[..., Any], name: str) -> None:
     """Both kinds of file give a SavedModel with the results of TensorFlow's own ops."""
-    model = network()
+    model = keras_network()
     model.save(name)
     output_text = cli("insert", name, "--rules", "fixed_point").stdout
     assert "4 sites inserted" in output_text
     assert "net.quant" in output_text
-    assert sorted(path.name for path in here.iterdir()) == sorted([name, "net.quant"])
+    assert sorted(path.name for path in empty_folder.iterdir()) == sorted([name, "net.quant"])
 
     def fixed(x: Any, exponent: int) -> Any:
         top = 127 * 2.0**exponent
@@ -71,9 +71,9 @@ def test_file_becomes_a_saved_model(here: Path, cli: Callable[..., Any], name: s
     assert len(loaded.trainable_variables) == 6
 
 
-def test_calibrated_and_applied_later(here: Path, cli: Callable[..., Any]) -> None:
+def test_calibrated_and_applied_later(empty_folder: Path, cli: Callable[..., Any]) -> None:
     """Plans and statistics work across processes: names and digest are reproducible."""
-    network().save("net.keras")
+    keras_network().save("net.keras")
     np.savez("x.npz", image=IMAGES)
     cli("calibrate", "net.keras", "--data", "x.npz", "-o", "stats.gqs")
     Path("plan.json").write_text(cli("plan", "net.keras", "--format", "json").stdout)
@@ -83,59 +83,59 @@ def test_calibrated_and_applied_later(here: Path, cli: Callable[..., Any]) -> No
     tf.function(lambda x: x)(1)  # moves the numbers that tracing gives
     assert gq.load(Path("net.keras")).graphs.keys() == model.graphs.keys()
     assert not [name for name in model.graphs if name.startswith("__inference_")]
-    assert here.joinpath("net.quant").is_dir()
+    assert empty_folder.joinpath("net.quant").is_dir()
 
 
-def test_temporary_folder_lives_as_long_as_the_model(here: Path) -> None:
+def test_temporary_folder_lives_as_long_as_the_model(empty_folder: Path) -> None:
     """The exported files exist exactly as long as the model."""
-    network().save("net.keras")
+    keras_network().save("net.keras")
     model = gq.load("net.keras")
     result = gq.insert(model, rules=["weight_only"])
     folder = Path(model.source.temp_folder.name)
     assert folder.is_dir()
     del model
     result.save("out")
-    assert (here / "out" / "variables" / "variables.index").is_file()
+    assert (empty_folder / "out" / "variables" / "variables.index").is_file()
     del result
     assert not folder.exists()
 
 
-def test_output_is_a_folder(here: Path, cli: Callable[..., Any]) -> None:
+def test_output_is_a_folder(empty_folder: Path, cli: Callable[..., Any]) -> None:
     """A Keras file name as output is refused before any work, because Keras files cannot contain ops."""
-    network().save("net.keras")
+    keras_network().save("net.keras")
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.keras", code=2).stderr
     assert "quant.keras has the suffix of a Keras file" in error_text
     assert "folder name quant; keras.layers.TFSMLayer" in error_text
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.pb", code=2).stderr
     assert "a SavedModel is a folder" in error_text
-    assert [path.name for path in here.iterdir()] == ["net.keras"]
+    assert [path.name for path in empty_folder.iterdir()] == ["net.keras"]
 
 
-def test_without_tensorflow(here: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorflow(empty_folder: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tensorflow the message contains the install command, and the exit code is 4."""
-    network().save("net.keras")
+    keras_network().save("net.keras")
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", code=4).stderr
     assert "net.keras is a Keras file, which Keras reads with TensorFlow" in error_text
     assert "pip install 'graphquant[tensorflow]'" in error_text
     with pytest.raises(MissingDependencyError):
-        gq.load(here / "net.keras")
+        gq.load(empty_folder / "net.keras")
 
 
-def test_other_backend(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_backend(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keras with another backend is refused."""
-    network().save("net.keras")
+    keras_network().save("net.keras")
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
     with pytest.raises(UsageError, match=r"jax.*KERAS_BACKEND=tensorflow"):
-        gq.load(here / "net.keras")
+        gq.load(empty_folder / "net.keras")
     with pytest.raises(UsageError, match="Keras runs on jax"):
-        gq.load(network())
+        gq.load(keras_network())
 
 
 # -- hostile and damaged files ---------------------------------------------------------------------
 
 
-def changed(config: Callable[[Any], Any], source: str = "net.keras", target: str = "bad.keras") -> None:
+def write_other_config(config: Callable[[Any], Any], source: str = "net.keras", target: str = "bad.keras") -> None:
     """Write a copy of a `.keras` file with another configuration."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for name in old.namelist():
@@ -151,10 +151,10 @@ def with_lambda() -> Any:
 
 
 @pytest.mark.parametrize("name", ["evil.keras", "evil.h5"])
-def test_code_is_not_run(here: Path, cli: Callable[..., Any], name: str) -> None:
+def test_code_is_not_run(empty_folder: Path, cli: Callable[..., Any], name: str) -> None:
     """A Lambda layer is refused by name, and its code does not run even if Keras would allow it."""
     with_lambda().save(name)
-    (here / "ran").unlink(missing_ok=True)
+    (empty_folder / "ran").unlink(missing_ok=True)
     keras.config.enable_unsafe_deserialization()
     try:
         error_text = cli("inspect", name, code=3).stderr
@@ -162,7 +162,7 @@ def test_code_is_not_run(here: Path, cli: Callable[..., Any], name: str) -> None
         keras.src.backend.common.global_state.set_global_attribute("safe_mode_saving", None)
     assert f"{name} has the Lambda layer 'evil'" in error_text
     assert "model.export(folder)" in error_text
-    assert not (here / "ran").exists()
+    assert not (empty_folder / "ran").exists()
 
 
 class Bomb:
@@ -172,9 +172,9 @@ class Bomb:
         return (open, ("ran", "w"))
 
 
-def test_pickles_are_not_read(here: Path) -> None:
+def test_pickles_are_not_read(empty_folder: Path) -> None:
     """A pickle in an `.h5` file, or a class that unpickles, is never loaded."""
-    network().save("net.h5")
+    keras_network().save("net.h5")
     with h5py.File("net.h5", "r+") as file:
         config = json.loads(file.attrs["model_config"])
         config["config"]["layers"][1]["config"]["activation"] = {
@@ -183,36 +183,36 @@ def test_pickles_are_not_read(here: Path) -> None:
         }
         file.attrs["model_config"] = json.dumps(config)
     with pytest.raises(ModelError, match="has the lambda layer"):
-        gq.load(here / "net.h5")
-    assert not (here / "ran").exists()
+        gq.load(empty_folder / "net.h5")
+    assert not (empty_folder / "ran").exists()
 
 
-def test_foreign_classes_are_not_imported(here: Path) -> None:
+def test_foreign_classes_are_not_imported(empty_folder: Path) -> None:
     """A module named by a file is not imported."""
-    network().save("net.keras")
+    keras_network().save("net.keras")
     Path("surprise.py").write_text("open('ran', 'w')\n")
 
     def renamed(config: Any) -> Any:
         config["config"]["layers"][1].update(module="surprise", class_name="Layer")
         return config
 
-    changed(renamed)
+    write_other_config(renamed)
     with pytest.raises(ModelError, match="needs the class 'Layer'"):
-        gq.load(here / "bad.keras")
-    assert not (here / "ran").exists()
+        gq.load(empty_folder / "bad.keras")
+    assert not (empty_folder / "ran").exists()
 
     def custom(config: Any) -> Any:
         config["config"]["layers"][1].update(module=None, class_name="Mine", registered_name="Mine")
         return config
 
-    changed(custom)
+    write_other_config(custom)
     with pytest.raises(ModelError, match="needs the class 'Mine'"):
-        gq.load(here / "bad.keras")
+        gq.load(empty_folder / "bad.keras")
 
 
-def test_links_are_not_followed(here: Path) -> None:
+def test_links_are_not_followed(empty_folder: Path) -> None:
     """Weights in another file are refused, in both kinds of file."""
-    model = network()
+    model = keras_network()
     model.save("net.h5")
     model.save("net.keras")
     shutil.copy("net.h5", "linked.h5")
@@ -220,7 +220,7 @@ def test_links_are_not_followed(here: Path) -> None:
         del file["model_weights"]
         file["model_weights"] = h5py.ExternalLink("net.h5", "model_weights")
     with pytest.raises(ModelError, match="'model_weights' is stored in another file"):
-        gq.load(here / "linked.h5")
+        gq.load(empty_folder / "linked.h5")
     Path("secret").write_bytes(bytes(64))
     with h5py.File("model.weights.h5", "w") as file:
         file.create_dataset("layers/conv/vars/0", (16,), "f4", external=[("secret", 0, 64)])
@@ -228,32 +228,32 @@ def test_links_are_not_followed(here: Path) -> None:
         new.writestr("config.json", old.read("config.json"))
         new.write("model.weights.h5")
     with pytest.raises(ModelError, match="'0' is stored in another file"):
-        gq.load(here / "bad.keras")
+        gq.load(empty_folder / "bad.keras")
 
 
-def test_damaged_files(here: Path) -> None:
+def test_damaged_files(empty_folder: Path) -> None:
     """Truncated, empty, foreign and endlessly nested files are refused."""
-    model = network()
+    model = keras_network()
     model.save("net.keras")
     model.save("net.h5")
     model.save_weights("only.weights.h5")
     for name in ("net.keras", "net.h5"):
         intact_bytes = Path(name).read_bytes()
         for size in (0, 100, len(intact_bytes) // 2, len(intact_bytes) - 50):
-            bad = here / f"bad{Path(name).suffix}"
+            bad = empty_folder / f"bad{Path(name).suffix}"
             bad.write_bytes(intact_bytes[:size])
             with pytest.raises(ModelError, match=f"bad{bad.suffix}"):
                 gq.load(bad)
     with pytest.raises(ModelError, match="weights without the layers"):
-        gq.load(here / "only.weights.h5")
+        gq.load(empty_folder / "only.weights.h5")
     with zipfile.ZipFile("bad.keras", "w") as file:
         file.writestr("config.json", "[" * 100_000)
     with pytest.raises(ModelError, match=r"bad\.keras is not a Keras model"):
-        gq.load(here / "bad.keras")
+        gq.load(empty_folder / "bad.keras")
     with zipfile.ZipFile("bad.keras", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("config.json", " " * (1 << 27))
     with pytest.raises(ModelError, match="would unpack to 134217728 bytes"):
-        gq.load(here / "bad.keras")
-    changed(lambda config: {**config, "config": {"layers": [{}]}})
+        gq.load(empty_folder / "bad.keras")
+    write_other_config(lambda config: {**config, "config": {"layers": [{}]}})
     with pytest.raises(ModelError, match="cannot read"):
-        gq.load(here / "bad.keras")
+        gq.load(empty_folder / "bad.keras")

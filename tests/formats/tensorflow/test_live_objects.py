@@ -26,7 +26,7 @@ LABELS = np.array([0, 1, 2, 0])
 KERNEL = rng.normal(size=(6, 3)).astype(np.float32)
 
 
-def by_hand(x: Any) -> Any:
+def quantize_by_hand(x: Any) -> Any:
     """Quantize a tensor like Q8, with TensorFlow's own op."""
     return tf.quantization.fake_quant_with_min_max_vars(x, Q8.min, Q8.max, num_bits=8, narrow_range=True)
 
@@ -38,7 +38,7 @@ def pass_through(x: Any) -> Any:
     )
 
 
-def clipped(x: Any) -> Any:
+def clip_by_v4(x: Any) -> Any:
     """Quantize a tensor like Q8 with V4, whose gradient is 0 outside the range."""
     return tf.quantization.quantize_and_dequantize_v2(
         x, Q8.min, Q8.max, range_given=True, narrow_range=True, round_mode="HALF_TO_EVEN"
@@ -98,7 +98,7 @@ def test_graph_comes_back_as_a_graph() -> None:
     assert quantized_graph.get_tensor_by_name("out:0").shape == [None, 3]
     with v1.Session(graph=quantized_graph) as session:
         out, skip = session.run(["out:0", "skip:0"], {"x:0": X * 10})
-    assert np.array_equal(out, tf.nn.relu(tf.matmul(by_hand(X * 10), KERNEL)).numpy())
+    assert np.array_equal(out, tf.nn.relu(tf.matmul(quantize_by_hand(X * 10), KERNEL)).numpy())
     assert np.array_equal(skip, X * 10)
 
 
@@ -156,7 +156,7 @@ def test_functions_of_a_graph_have_their_new_gradients() -> None:
     inside = large_inputs <= Q8.max
     assert 0 < inside.sum() < large_inputs.size
     assert np.array_equal(values[0], np.where(inside, 3 * KERNEL.sum(1), 0).astype(np.float32))
-    np.testing.assert_allclose(values[1], 3 * (clipped(large_inputs).numpy() @ KERNEL).sum(), rtol=1e-5)
+    np.testing.assert_allclose(values[1], 3 * (clip_by_v4(large_inputs).numpy() @ KERNEL).sum(), rtol=1e-5)
 
 
 def test_loop_of_tensorflow_1_trains() -> None:
@@ -201,7 +201,7 @@ def test_graph_imported_next_to_its_session() -> None:
     assert losses[-1] < losses[0]
     kernel = session.run("kernel/Read/ReadVariableOp:0")
     assert not np.allclose(kernel, KERNEL)
-    np.testing.assert_allclose(session.run(shared, fed), by_hand(X).numpy() @ kernel, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(session.run(shared, fed), quantize_by_hand(X).numpy() @ kernel, rtol=1e-5, atol=1e-5)
 
 
 def test_training_graph() -> None:
@@ -313,7 +313,7 @@ class Net(tf.Module):
 PAIR = {"one": tf.constant(X), "two": tf.constant(X[::-1] * 3)}
 
 
-def quantized(concrete: Any, family: str | None = None) -> Any:
+def quantize_products(concrete: Any, family: str | None = None) -> Any:
     """Return the function with Q8 before each matrix product."""
     model = gq.load(concrete)
     assert gq.insert_quant_op(model, "z:0", "product", gq.FixedPoint(8, -4, family=family)) == 1
@@ -326,8 +326,8 @@ def test_function_comes_back_as_a_callable(flag: bool) -> None:
     net, reference = Net(), Net()
     concrete = net.concrete()
     before = concrete(PAIR, tf.constant(flag), gain=3.0)
-    quantized_function = quantized(concrete)
-    reference.quantize = by_hand
+    quantized_function = quantize_products(concrete)
+    reference.quantize = quantize_by_hand
     expected = reference.concrete()(PAIR, tf.constant(flag), gain=3.0)
     outputs = quantized_function(PAIR, tf.constant(flag), gain=3.0)
     tf.nest.assert_same_structure(outputs, expected)
@@ -348,10 +348,10 @@ def test_function_comes_back_as_a_callable(flag: bool) -> None:
 def test_variables_are_shared() -> None:
     """The callable reads and trains the user's variables."""
     net = Net()
-    quantized_function = quantized(net.concrete())
+    quantized_function = quantize_products(net.concrete())
     net.bias.assign([10.0, 20.0, 30.0])
     outputs = quantized_function(PAIR, tf.constant(True), gain=3.0)["one"]
-    np.testing.assert_allclose(outputs, by_hand(X).numpy() @ KERNEL + [10, 20, 30], rtol=1e-5)
+    np.testing.assert_allclose(outputs, quantize_by_hand(X).numpy() @ KERNEL + [10, 20, 30], rtol=1e-5)
     net.bias.assign(np.zeros(3))
     losses = []
     for _ in range(5):
@@ -370,12 +370,12 @@ def test_variables_are_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "written"), [("quantize-and-dequantize-v2", pass_through), ("quantize-and-dequantize-v4", clipped)]
+    ("family", "written"), [("quantize-and-dequantize-v2", pass_through), ("quantize-and-dequantize-v4", clip_by_v4)]
 )
 def test_gradients(family: str, written: Any) -> None:
     """V2 passes gradients through, V4 clips them, like code with the op added."""
     net, reference = Net(), Net()
-    quantized_function = quantized(net.concrete(), family)
+    quantized_function = quantize_products(net.concrete(), family)
     reference.quantize = written
     wide = {"one": tf.constant(X), "two": tf.constant(X * 20)}
     slopes = []
@@ -400,7 +400,7 @@ def test_custom_gradients() -> None:
 
     inner = tf.function(lambda z: steep(tf.matmul(z, KERNEL, name="product")))
     concrete = tf.function(lambda x: inner(x) * 1.0).get_concrete_function(tf.TensorSpec([None, 6]))
-    quantized_function = quantized(concrete)
+    quantized_function = quantize_products(concrete)
     x = tf.constant(X)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -412,11 +412,11 @@ def test_two_traces_of_one_function_do_not_mix() -> None:
     """Two modules of one class, or two results of one callable, have their own variables and ops."""
     nets = [Net(), Net()]
     nets[1].kernel.assign(KERNEL * 2)
-    quantized_functions = [quantized(net.concrete()) for net in nets]
-    again = quantized(nets[0].concrete(), "quantize-and-dequantize-v2")
+    quantized_functions = [quantize_products(net.concrete()) for net in nets]
+    again = quantize_products(nets[0].concrete(), "quantize-and-dequantize-v2")
     for factor, quantized_function in ((1, quantized_functions[0]), (2, quantized_functions[1]), (1, again)):
         outputs = quantized_function(PAIR, tf.constant(True), gain=3.0)["one"]
-        np.testing.assert_allclose(outputs, by_hand(X).numpy() @ KERNEL * factor, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(outputs, quantize_by_hand(X).numpy() @ KERNEL * factor, rtol=1e-5, atol=1e-5)
 
 
 def test_same_code_gives_the_same_model() -> None:
@@ -437,11 +437,13 @@ def test_calibrated_with_present_values() -> None:
     concrete = net.concrete()
     with tf.Graph().as_default() as graph:
         stats = gq.calibrate(concrete, data="random:4", rules=["tflite"])
-        quantized_function = quantized(concrete)
+        quantized_function = quantize_products(concrete)
         assert not graph.get_operations()
     assert stats.samples == 4
     np.testing.assert_allclose(
-        quantized_function(PAIR, tf.constant(True), gain=3.0)["one"], by_hand(X).numpy() @ KERNEL * 4, rtol=1e-5
+        quantized_function(PAIR, tf.constant(True), gain=3.0)["one"],
+        quantize_by_hand(X).numpy() @ KERNEL * 4,
+        rtol=1e-5,
     )
     weight = gq.insert(net.concrete(), rules=["weight_only"]).inserted[0]
     np.testing.assert_allclose(weight.params.scale, np.abs(KERNEL).max(0) * 4 / 127, rtol=1e-6)
@@ -459,7 +461,7 @@ def test_tf_function() -> None:
     double(X)
     model = gq.load(double)
     gq.insert_quant_op(model, "x:0", "product", Q8)
-    assert np.array_equal(gq.to_tf(model)(tf.constant(X)), tf.matmul(by_hand(X), KERNEL))
+    assert np.array_equal(gq.to_tf(model)(tf.constant(X)), tf.matmul(quantize_by_hand(X), KERNEL))
     double(X[:2])
     with pytest.raises(UsageError, match="traced for 2 kinds of inputs"):
         gq.load(double)
@@ -470,7 +472,7 @@ def test_tf_function() -> None:
 def test_saved_and_loaded_again(tmp_path: Any) -> None:
     """The callable can be saved, and a loaded signature can be quantized again."""
     net = Net()
-    quantized_function = quantized(net.concrete())
+    quantized_function = quantize_products(net.concrete())
     keeper = tf.Module()
     keeper.net, keeper.run = net, quantized_function
     tf.saved_model.save(keeper, str(tmp_path / "kept"))
@@ -485,8 +487,8 @@ def test_saved_and_loaded_again(tmp_path: Any) -> None:
     keeper.serve = serve
     tf.saved_model.save(keeper, str(tmp_path / "served"), signatures=serve)
     served = tf.saved_model.load(str(tmp_path / "served"))
-    again = quantized(served.signatures["serving_default"])
-    np.testing.assert_array_equal(again(x=tf.constant(X))["logits"], net.layer(by_hand(X)))
+    again = quantize_products(served.signatures["serving_default"])
+    np.testing.assert_array_equal(again(x=tf.constant(X))["logits"], net.layer(quantize_by_hand(X)))
 
 
 def test_function_with_a_lookup_table(tmp_path: Any) -> None:
@@ -501,7 +503,7 @@ def test_function_with_a_lookup_table(tmp_path: Any) -> None:
     model = gq.load(concrete)
     gq.insert_quant_op(model, "x:0", "product", Q8)
     outputs = gq.to_tf(model)(tf.constant("b"), tf.constant(X))
-    assert np.array_equal(outputs, tf.matmul(by_hand(X), KERNEL) * 2)
+    assert np.array_equal(outputs, tf.matmul(quantize_by_hand(X), KERNEL) * 2)
     np.savez(tmp_path / "data.npz", word=["a"] * 4, x=X)
     with pytest.raises(ModelError, match="captured something"):
         gq.calibrate(concrete, data=str(tmp_path / "data.npz"), rules=["tflite"])
@@ -607,7 +609,7 @@ def test_keras_structures() -> None:
     quantized_function = gq.to_tf(gq.insert(model, rules=["fixed_point"]))
     outputs = quantized_function({"one": tf.constant(X), "two": tf.constant(X)})
     kernel = tf.quantization.fake_quant_with_min_max_vars(shared.kernel, -127 / 64, 127 / 64, 8, narrow_range=True)
-    expected = tf.matmul(by_hand(X), kernel)
+    expected = tf.matmul(quantize_by_hand(X), kernel)
     assert np.array_equal(outputs["both"][1], expected)
     assert np.array_equal(outputs["sum"], expected * 2)
 

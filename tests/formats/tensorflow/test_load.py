@@ -44,7 +44,7 @@ versions { producer: 1200 }
 """
 
 
-def small(tmp_path: Path, text: str = SMALL) -> Model:
+def load_text_graph(tmp_path: Path, text: str = SMALL) -> Model:
     """Load a GraphDef in text form."""
     path = tmp_path / "small.pb"
     path.write_text(text)
@@ -65,7 +65,7 @@ def weighted(model: Model) -> Iterator[tuple[Use, TensorRef]]:
 
 def test_small_graph(tmp_path: Path) -> None:
     """A GraphDef becomes ops with kinds, roles, names, dtypes, shapes and control edges, also from text."""
-    model = small(tmp_path)
+    model = load_text_graph(tmp_path)
     check_invariants(model, "load")
     main = model.main
     assert [op.name for op in main.ops()] == ["x", "w", "w/read", "y", "gate", "halves", "axis", "sum", "@sum"]
@@ -86,7 +86,7 @@ def test_small_graph(tmp_path: Path) -> None:
 
 def test_last_value_repeats(tmp_path: Path) -> None:
     """A constant with fewer values than elements repeats the last one, and is a parameter through Identity."""
-    parameters = Parameters(small(tmp_path))
+    parameters = Parameters(load_text_graph(tmp_path))
     assert parameters.value(TensorRef("", "w/read")).tolist() == [[1, 2, 2], [2, 2, 2]]
     assert not parameters.is_parameter(TensorRef("", "y"))
 
@@ -97,7 +97,7 @@ def test_transposed_weight(tmp_path: Path) -> None:
         'node { name: "join" op: "ConcatV2" input: "halves" input: "halves:1" input: "axis"'
         ' attr { key: "N" value { i: 2 } } attr { key: "T" value { type: DT_FLOAT } } }'
     )
-    model = small(tmp_path, text)
+    model = load_text_graph(tmp_path, text)
     assert model.main.op("y").channel_axis == 0
     assert model.main.op("join").roles == ("input", "input", "axis")
 
@@ -116,7 +116,7 @@ def test_transposed_weight(tmp_path: Path) -> None:
 def test_damaged(tmp_path: Path, text: str, message: str) -> None:
     """A damaged graph is refused with file and reason."""
     with pytest.raises(ModelError) as caught:
-        small(tmp_path, text)
+        load_text_graph(tmp_path, text)
     assert message in str(caught.value)
     assert "small.pb" in str(caught.value)
 
@@ -137,13 +137,16 @@ def test_hostile_constant(tmp_path: Path) -> None:
         "dim { size: 2 } dim { size: 3 } } float_val", "dim { size: 4000000 } dim { size: 900000 } } float_val"
     )
     with pytest.raises(ModelError, match="claims 3600000000000 elements"):
-        Parameters(small(tmp_path, claims)).value(TensorRef("", "w"))
+        Parameters(load_text_graph(tmp_path, claims)).value(TensorRef("", "w"))
 
 
 def test_unknown_operation(tmp_path: Path) -> None:
     """A custom operation without a definition has the outputs that are read."""
-    model = small(tmp_path, SMALL + 'node { name: "own" op: "MyOwn" input: "y" } node { name: "z" op: "Identity" '
-                  'input: "own:1" attr { key: "T" value { type: DT_FLOAT } } }')  # fmt: skip
+    text = (
+        'node { name: "own" op: "MyOwn" input: "y" } '
+        'node { name: "z" op: "Identity" input: "own:1" attr { key: "T" value { type: DT_FLOAT } } }'
+    )
+    model = load_text_graph(tmp_path, SMALL + text)
     assert [output.name for output in model.main.op("own").outputs] == ["own:0", "own:1"]
     assert model.main.op("own").outputs[1].dtype is None
 
@@ -271,7 +274,7 @@ def test_saved_model_file_or_folder() -> None:
     assert load(folder).digest == load(folder / "saved_model.pb").digest
 
 
-def fuzzed(data: bytes, seed: int) -> bytes:
+def corrupt(data: bytes, seed: int) -> bytes:
     """Return `data` with some bytes changed, cut or doubled."""
     chance = random.Random(seed)  # noqa: S311  # not for secrets
     mutable = bytearray(data)
@@ -300,7 +303,7 @@ def attempt(action: Callable[[], Any]) -> str:
     return ""
 
 
-def read_all(model: Model) -> None:
+def read_values(model: Model) -> None:
     """Read all lazy values of a model."""
     parameters = Parameters(model)
     for graph in model.graphs.values():
@@ -321,7 +324,7 @@ def test_fuzzed(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.pb"
     loaded = 0
     for seed in range(150):
-        path.write_bytes(fuzzed(data, seed))
+        path.write_bytes(corrupt(data, seed))
         message = attempt(partial(load, path))
         if message:
             assert "model.pb" in message
@@ -329,7 +332,7 @@ def test_fuzzed(tmp_path: Path, name: str) -> None:
         loaded += 1
         model = load(path)
         check_invariants(model, "load")
-        read_all(model)
+        read_values(model)
         assert proto.to_binary(emit(model)) == proto.to_binary(model.source.message)
     assert 0 < loaded < 150
 
@@ -356,7 +359,7 @@ versions { producer: 1200 }
 
 def test_function_as_operation(tmp_path: Path) -> None:
     """A node whose type is a function's name calls it; unreachable functions have no influence."""
-    model = small(tmp_path, CALLED)
+    model = load_text_graph(tmp_path, CALLED)
     check_invariants(model, "load")
     assert model.main.op("call").kind == "call"
     assert model.main.op("call").calls == (Call("", "layer", 0),)
@@ -382,7 +385,7 @@ def test_function_as_operation(tmp_path: Path) -> None:
 def test_damaged_function(tmp_path: Path, text: str, message: str) -> None:
     """A damaged function is refused with its name."""
     with pytest.raises(ModelError) as caught:
-        small(tmp_path, text)
+        load_text_graph(tmp_path, text)
     assert message in str(caught.value)
 
 
@@ -395,7 +398,7 @@ def test_missing_function(tmp_path: Path) -> None:
         1,
     )
     with pytest.raises(ModelError, match="calls 'gone', which is not in the model"):
-        small(tmp_path, text)
+        load_text_graph(tmp_path, text)
 
 
 def test_endless_recursion(tmp_path: Path) -> None:
@@ -404,6 +407,6 @@ def test_endless_recursion(tmp_path: Path) -> None:
         'op: "MatMul" input: "a" input: "read:output:0"', 'op: "layer" input: "a" input: "read:output:0"'
     )
     text = text.replace("mm:product:0", "mm:y:0")
-    model = small(tmp_path, text)
+    model = load_text_graph(tmp_path, text)
     assert model.reachable_graphs() == ["", "layer"]
     assert not Parameters(model).is_parameter(TensorRef("layer", "mm"))

@@ -14,7 +14,7 @@ MODELS = HERE.parents[2].parent / "shared" / "models"
 TABLE = opdefs.builtin_table()
 
 
-def node(op: str, **attrs: object):
+def node_with_attrs(op: str, **attrs: object):
     """Return a node with these attributes: a DataType name, a number, or a list of DataType names each."""
     message = proto.NodeDef(name="n", op=op)
     for name, value in attrs.items():
@@ -32,7 +32,7 @@ def op_def(**fields: object):
     return proto.OpDef(name="Mine", **fields)
 
 
-def spec(name):
+def known_spec(name):
     """Return a known operation."""
     known = TABLE.find_spec(name)
     assert known is not None
@@ -72,44 +72,47 @@ def test_every_line_parses():
 
 def test_arguments_of_operations():
     """Some operations with arguments of every kind."""
-    assert spec("MatMul").outputs == (ArgSpec("product", type_attr="T"),)
-    assert spec("ConcatV2").inputs == (
+    assert known_spec("MatMul").outputs == (ArgSpec("product", type_attr="T"),)
+    assert known_spec("ConcatV2").inputs == (
         ArgSpec("values", type_attr="T", number_attr="N"),
         ArgSpec("axis", type_attr="Tidx"),
     )
-    assert spec("IdentityN").outputs == (ArgSpec("output", type_list_attr="T"),)
-    assert spec("VarHandleOp").outputs == (ArgSpec("resource", "resource"),)
-    assert spec("Assign").inputs[0] == ArgSpec("ref", type_attr="T", is_ref=True)
-    assert spec("NoOp").outputs == ()
+    assert known_spec("IdentityN").outputs == (ArgSpec("output", type_list_attr="T"),)
+    assert known_spec("VarHandleOp").outputs == (ArgSpec("resource", "resource"),)
+    assert known_spec("Assign").inputs[0] == ArgSpec("ref", type_attr="T", is_ref=True)
+    assert known_spec("NoOp").outputs == ()
 
 
 def test_unknown_operation():
     """An unregistered operation has no known arguments."""
     assert TABLE.find_spec("Nope") is None
     with pytest.raises(ModelError, match="unknown operation, 'Nope'"):
-        opdefs.output_ports(node("Nope"), TABLE)
+        opdefs.output_ports(node_with_attrs("Nope"), TABLE)
 
 
 def test_state():
     """Stateful operations are known."""
-    assert spec("VarHandleOp").is_stateful
-    assert not spec("MatMul").is_stateful
+    assert known_spec("VarHandleOp").is_stateful
+    assert not known_spec("MatMul").is_stateful
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (node("MatMul", T="DT_BFLOAT16"), [("product", 0, "bfloat16")]),
-        (node("Split", T="DT_HALF", num_split=2), [("output", 0, "float16"), ("output", 1, "float16")]),
-        (node("IdentityN", T=["DT_FLOAT", "DT_STRING"]), [("output", 0, "float32"), ("output", 1, "string")]),
-        (node("IdentityN", T=[]), []),
-        (node("VarHandleOp"), [("resource", 0, "resource")]),
-        (node("VariableV2", dtype="DT_FLOAT"), [("ref", 0, "float32")]),
-        (node("Identity", T="DT_FLOAT_REF"), [("output", 0, "float32")]),
-        (node("Shape"), [("output", 0, "int32")]),  # out_type has a default
-        (node("Shape", out_type="DT_INT64"), [("output", 0, "int64")]),
+        (node_with_attrs("MatMul", T="DT_BFLOAT16"), [("product", 0, "bfloat16")]),
+        (node_with_attrs("Split", T="DT_HALF", num_split=2), [("output", 0, "float16"), ("output", 1, "float16")]),
         (
-            node("QuantizeV2", T="DT_QINT8"),
+            node_with_attrs("IdentityN", T=["DT_FLOAT", "DT_STRING"]),
+            [("output", 0, "float32"), ("output", 1, "string")],
+        ),
+        (node_with_attrs("IdentityN", T=[]), []),
+        (node_with_attrs("VarHandleOp"), [("resource", 0, "resource")]),
+        (node_with_attrs("VariableV2", dtype="DT_FLOAT"), [("ref", 0, "float32")]),
+        (node_with_attrs("Identity", T="DT_FLOAT_REF"), [("output", 0, "float32")]),
+        (node_with_attrs("Shape"), [("output", 0, "int32")]),  # out_type has a default
+        (node_with_attrs("Shape", out_type="DT_INT64"), [("output", 0, "int64")]),
+        (
+            node_with_attrs("QuantizeV2", T="DT_QINT8"),
             [("output", 0, "qint8"), ("output_min", 0, "float32"), ("output_max", 0, "float32")],
         ),
     ],
@@ -123,21 +126,21 @@ def test_output_ports(message, expected):
 
 def test_input_ports():
     """Inputs are expanded like outputs."""
-    ports = input_ports(node("ConcatV2", N=2, T="DT_FLOAT"), TABLE)
+    ports = input_ports(node_with_attrs("ConcatV2", N=2, T="DT_FLOAT"), TABLE)
     assert ports == [("values", 0, "float32"), ("values", 1, "float32"), ("axis", 0, "int32")]
 
 
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        (node("Split", T="DT_FLOAT", num_split=1 << 62), "more than 65536"),
-        (node("Split", T="DT_FLOAT", num_split=65_537), "more than 65536"),
-        (node("Split", T="DT_FLOAT", num_split=-1), "negative"),
-        (node("Split", T="DT_FLOAT"), "attribute 'num_split'"),
-        (node("Split", T="DT_FLOAT", num_split="DT_FLOAT"), "attribute 'num_split'"),
-        (node("MatMul"), "attribute 'T'"),
-        (node("MatMul", T="DT_INVALID"), "unknown type 0"),
-        (node("IdentityN", T=["DT_INVALID"]), "unknown type 0"),
+        (node_with_attrs("Split", T="DT_FLOAT", num_split=1 << 62), "more than 65536"),
+        (node_with_attrs("Split", T="DT_FLOAT", num_split=65_537), "more than 65536"),
+        (node_with_attrs("Split", T="DT_FLOAT", num_split=-1), "negative"),
+        (node_with_attrs("Split", T="DT_FLOAT"), "attribute 'num_split'"),
+        (node_with_attrs("Split", T="DT_FLOAT", num_split="DT_FLOAT"), "attribute 'num_split'"),
+        (node_with_attrs("MatMul"), "attribute 'T'"),
+        (node_with_attrs("MatMul", T="DT_INVALID"), "unknown type 0"),
+        (node_with_attrs("IdentityN", T=["DT_INVALID"]), "unknown type 0"),
     ],
 )
 def test_absurd_attributes_are_refused(message, match):
@@ -155,7 +158,7 @@ def test_extend_adds_operations_and_changes_nothing():
     mine.attr[0].default_value.type = proto.DataType["DT_UINT8"]
     mine.attr[1].default_value.i = 2
     table = TABLE.with_op_defs([mine, proto.OpDef(name="MatMul")])
-    assert opdefs.output_ports(node("Mine"), table) == [("y", 0, "uint8"), ("y", 1, "uint8")]
+    assert opdefs.output_ports(node_with_attrs("Mine"), table) == [("y", 0, "uint8"), ("y", 1, "uint8")]
     assert table.find_spec("MatMul") == TABLE.find_spec("MatMul")
     assert "Mine" in table
     assert "Mine" not in TABLE
@@ -173,7 +176,7 @@ def test_bad_definition_is_refused():
     odd.output_arg.add(name="y", type=1, number_attr="N")
     odd.attr.add(name="N").default_value.type = 1
     with pytest.raises(ModelError, match="attribute 'N'"):
-        opdefs.output_ports(node("Mine"), TABLE.with_op_defs([odd]))
+        opdefs.output_ports(node_with_attrs("Mine"), TABLE.with_op_defs([odd]))
 
 
 @pytest.mark.skipif(not MODELS.exists(), reason="the shared models are not here")

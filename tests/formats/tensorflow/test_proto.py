@@ -1,14 +1,12 @@
 """The declared messages equal TensorFlow's own, and real models round-trip unchanged."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.processes import run_python
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import proto
@@ -22,14 +20,6 @@ real_models = pytest.mark.parametrize(
     ("path", "message_class"),
     [pytest.param(KWS, proto.SavedModel, id="kws"), pytest.param(MTCNN, proto.GraphDef, id="mtcnn")],
 )
-
-
-def run(code: str) -> str:
-    """Run Python code in a separate process and return its output."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
 
 
 def describe_field(field: FieldDescriptor) -> tuple[object, ...]:
@@ -124,7 +114,7 @@ def test_bytes_equal_those_of_tensorflow_in_either_import_order(tensorflow_first
             "print('equal')",
         ]
     )
-    assert run(code).strip() == "equal"
+    assert run_python(code).strip() == "equal"
 
 
 def test_tensorflow_is_not_imported():
@@ -134,7 +124,7 @@ def test_tensorflow_is_not_imported():
         " opdefs.builtin_table().find_spec('Add');"
         "print([name for name in sys.modules if name.split('.')[0] in ('tensorflow', 'keras')])"
     )
-    assert run(code).strip() == "[]"
+    assert run_python(code).strip() == "[]"
 
 
 @needs_models
@@ -183,7 +173,7 @@ def test_any_that_does_not_hold_its_type_is_refused():
         proto.to_text(graph)
 
 
-def nested(depth: int) -> bytes:
+def nested_type(depth: int) -> bytes:
     """A FullTypeDef inside a FullTypeDef inside ..."""
     data = b""
     for _ in range(depth):
@@ -199,7 +189,7 @@ def nested(depth: int) -> bytes:
 def test_deep_nesting_is_refused(depth):
     """Deep nesting neither overflows the stack nor takes long."""
     with pytest.raises(ModelError, match=r"a\.pb is not a readable tensorflow\.FullTypeDef"):
-        proto.parse_binary(nested(depth), proto.message_class("FullTypeDef")(), source="a.pb")
+        proto.parse_binary(nested_type(depth), proto.message_class("FullTypeDef")(), source="a.pb")
     with pytest.raises(ModelError, match=r"a\.pbtxt is not a tensorflow\.FullTypeDef"):
         proto.parse_text("args {" * depth, proto.message_class("FullTypeDef")(), source="a.pbtxt")
 

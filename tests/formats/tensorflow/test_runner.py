@@ -43,7 +43,7 @@ def tf() -> Any:
     return sys.modules["tensorflow"]
 
 
-def images(name: str, count: int = 20) -> Array:
+def evaluation_images(name: str, count: int = 20) -> Array:
     """Return evaluation images of a sample model."""
     return np.load(SAMPLES / f"{name}_eval.npz")["image"][:count]
 
@@ -59,7 +59,7 @@ def faces() -> dict[str, Array]:
     }
 
 
-def weights(model: Model) -> list[tuple[Use, TensorRef, Array, int]]:
+def known_weights(model: Model) -> list[tuple[Use, TensorRef, Array, int]]:
     """Return weight slots of known value, with tensor, value and channel axis."""
     parameters = Parameters(model)
     weight_tensors = []
@@ -74,7 +74,9 @@ def weights(model: Model) -> list[tuple[Use, TensorRef, Array, int]]:
     return weight_tensors
 
 
-def insert(model: Model, use: Use, lowest: Array, highest: Array, *, axis: int | None = None, shape: Any = None) -> Any:
+def insert_symmetric(
+    model: Model, use: Use, lowest: Array, highest: Array, *, axis: int | None = None, shape: Any = None
+) -> Any:
     """Quantize the input of `use` symmetrically to 8 bits; return the quantized tensor and its params."""
     graph = model.graphs[use.graph]
     tensor = graph.source_of(use)
@@ -90,9 +92,9 @@ def quantized_weights(path: Path) -> tuple[Model, list[tuple[TensorRef, Array, A
     """Return a copy of the model with all weights quantized per channel, and each weight's tensor, value and params."""
     model = load(path).copy()
     weight_params = []
-    for use, _, value, axis in weights(model):
+    for use, _, value, axis in known_weights(model):
         reduced_axes = tuple(i for i in range(value.ndim) if i != axis)
-        tensor, params = insert(
+        tensor, params = insert_symmetric(
             model, use, value.min(reduced_axes), value.max(reduced_axes), axis=axis, shape=value.shape
         )
         weight_params.append((tensor, value, params))
@@ -134,9 +136,9 @@ def test_feeds(tf: Any) -> None:
     with pytest.raises(DataError, match="lacks the model's input 'image'"):
         model_runner.run({})
     with pytest.raises(DataError, match=r"'imago'.*Did you mean 'image"):
-        model_runner.run({"imago": images("digits_cnn")})
+        model_runner.run({"imago": evaluation_images("digits_cnn")})
     with pytest.raises(DataError, match=r"shape \(20, 8, 8\), but the model needs \[any, 8, 8, 1\]"):
-        model_runner.run({"image": images("digits_cnn")[..., 0]})
+        model_runner.run({"image": evaluation_images("digits_cnn")[..., 0]})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_quantized_weights(tf: Any, path: Path) -> None:
     """Per-channel FakeQuant on every weight, in functions, loops and branches, equals TensorFlow's op."""
     model, weight_params = quantized_weights(path)
     name = path.name.split("_")[1].split(".")[0]
-    feeds = {"image": images(f"digits_{name}")}
+    feeds = {"image": evaluation_images(f"digits_{name}")}
     values = observed(model, [tensor for tensor, _, _ in weight_params], feeds)
     reached = 0
     for tensor, value, params in weight_params:
@@ -173,7 +175,7 @@ def test_mtcnn_frames(tf: Any) -> None:
     assert len(weight_params) >= 19
     by_hand = load(MTCNN)
     parameters = Parameters(by_hand)
-    for use, tensor, value, axis in weights(by_hand):
+    for use, tensor, value, axis in known_weights(by_hand):
         reduced_axes = tuple(i for i in range(value.ndim) if i != axis)
         params = choose_qparams(
             Range(value.min(reduced_axes), value.max(reduced_axes)), INT8, symmetric=True, axis=axis
@@ -200,7 +202,7 @@ def test_mtcnn_activations(tf: Any) -> None:
     graph = model.main
     uses = [Use("", op.name, 0) for op in graph.ops() if op.kind == "conv"]
     before = [graph.source_of(use) for use in uses]
-    after = [insert(model, use, np.float64(-2), np.float64(2))[0] for use in uses]
+    after = [insert_symmetric(model, use, np.float64(-2), np.float64(2))[0] for use in uses]
     check_invariants(model, "edit")
     values = observed(model, [*before, *after], faces())
     rounds = set()
@@ -225,7 +227,7 @@ def test_observe_loop(tf: Any) -> None:
     state = TensorRef(body, graph.inputs[3])
     result = graph.source_of(Use(body, graph.outputs[3], 0))
     top, rows = TensorRef("", "probabilities"), TensorRef("", "transpose_1")
-    feeds = [{"image": images("digits_rnn", count)} for count in (3, 7)]
+    feeds = [{"image": evaluation_images("digits_rnn", count)} for count in (3, 7)]
     model_runner = create_runner(model)
     runs = list(model_runner.observe([state, result, top, rows], feeds))
     for run, feed in zip(runs, feeds, strict=True):
@@ -280,7 +282,7 @@ def test_values_do_not_depend_on_other_observed_tensors(tf: Any, suffix: str) ->
         for op in model.graphs[name].ops()
         if op.kind in kinds and op.outputs[0].dtype == "float32"
     ]
-    model_runner, feed = create_runner(model), {"image": images("digits_cnn", 8)}
+    model_runner, feed = create_runner(model), {"image": evaluation_images("digits_cnn", 8)}
     (together,) = model_runner.observe(tensors, [feed])
     for group in (tensors[::3], tensors[1::3], tensors[2::3]):
         (observation,) = model_runner.observe(
@@ -366,7 +368,7 @@ def test_function_as_operation(tf: Any, tmp_path: Path) -> None:
       versions { producer: 1200 }
     """)
     model = load(tmp_path / "m.pbtxt").copy()
-    tensor, params = insert(model, Use("twice", "sum", 1), np.float64(-4), np.float64(4))
+    tensor, params = insert_symmetric(model, Use("twice", "sum", 1), np.float64(-4), np.float64(4))
     x = np.float32([0.3, -1.9])
     first = x + dequantize(quantize(x, params), params)
     second = first + dequantize(quantize(first, params), params)
@@ -381,7 +383,7 @@ def test_observe_functions(tf: Any) -> None:
     frozen, saved = load(SAMPLES / "digits_cnn.pb"), load(SAMPLES / "digits_cnn_saved_model")
     name = next(name for name in saved.reachable_graphs() if "stem/conv" in saved.graphs[name])
     ops = [op.name for op in frozen.main.ops() if op.kind in {"conv", "depthwise_conv", "relu", "batchnorm", "concat"}]
-    feeds = {"image": images("digits_cnn")}
+    feeds = {"image": evaluation_images("digits_cnn")}
     frozen_values = observed(frozen, [TensorRef("", op) for op in ops], feeds)
     saved_values = observed(saved, [TensorRef(name, op) for op in ops], feeds)
     assert len(ops) > 15
@@ -413,7 +415,7 @@ def test_saved_model_loads(tf: Any, tmp_path: Path) -> None:
     """A written SavedModel loads with its signature and gives the results of the runner."""
     model, _ = quantized_weights(SAMPLES / "digits_rnn_saved_model")
     save(model, tmp_path / "quant")
-    x = images("digits_rnn")
+    x = evaluation_images("digits_rnn")
     loaded = tf.saved_model.load(str(tmp_path / "quant"))
     got = loaded.signatures["serving_default"](image=tf.constant(x))["probabilities"].numpy()
     np.testing.assert_allclose(got, create_runner(model).run({"image": x})["probabilities"], rtol=1e-5, atol=1e-6)
@@ -439,7 +441,7 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
     parameters = Parameters(model)
     np.testing.assert_array_equal(parameters.value(model.main.slots("MatMul")[1]), KERNEL)
     np.testing.assert_array_equal(parameters.value(model.main.slots("add")[1]), [1, 2, 3, 4])
-    _, params = insert(model, Use("", "MatMul", 1), np.float64(-1), np.float64(2))
+    _, params = insert_symmetric(model, Use("", "MatMul", 1), np.float64(-1), np.float64(2))
     got = create_runner(model).run({"x": x})["y"]
     expected = np.maximum(x @ dequantize(quantize(KERNEL, params), params) + np.float32([1, 2, 3, 4]), 0)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
@@ -457,7 +459,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, tf: Any, name: s
     model = load(SAMPLES / name)
     ops = [op for op in model.main.ops() if op.roles and op.outputs]
     watched = [TensorRef("", op.name) for op in ops if op.outputs[0].dtype == "float32"]
-    feeds = {"image": images(name.partition(".")[0], 4)}
+    feeds = {"image": evaluation_images(name.partition(".")[0], 4)}
     runs = []
     for threads in (1, 2, 4):
         monkeypatch.setattr(session, "OP_THREADS", threads)

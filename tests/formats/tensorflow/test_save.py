@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
 
 
-def edited(path: Path):
+def model_without_identity(path: Path):
     """Return a loaded model without the Identity of its last output."""
     model = load(path).copy()
     use = Use("", model.main.outputs[0], 0)
@@ -40,7 +40,7 @@ def test_unchanged_bytes(tmp_path: Path, name: str) -> None:
 
 def test_text_and_binary(tmp_path: Path) -> None:
     """The suffix of the output selects text or binary, with the same message."""
-    model = edited(SAMPLES / "digits_cnn.pb")
+    model = model_without_identity(SAMPLES / "digits_cnn.pb")
     save(model, tmp_path / "one.pbtxt")
     save(model, tmp_path / "two.pb")
     text_model, binary_model = load(tmp_path / "one.pbtxt"), load(tmp_path / "two.pb")
@@ -58,7 +58,7 @@ def test_saved_model(tmp_path: Path) -> None:
     files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
     assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == files
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in files)
-    save(edited(folder), out)
+    save(model_without_identity(folder), out)
     assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == files - {Path("fingerprint.pb")}
     assert load(out).main.slots("@serving_default/probabilities")[0].op == "same"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -68,7 +68,7 @@ def test_in_place(tmp_path: Path) -> None:
     """A SavedModel can be overwritten with itself."""
     out = tmp_path / "model"
     shutil.copytree(SAMPLES / "digits_rnn_saved_model", out)
-    save(edited(out), out)
+    save(model_without_identity(out), out)
     assert load(out).main.slots("@serving_default/probabilities")[0].op == "same"
     assert load(out).source.checkpoint().checkpoint is not None
 
@@ -95,7 +95,7 @@ def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # The package's attribute of that name is the function.
     monkeypatch.setattr(sys.modules["graphquant.formats.tensorflow.save"], "atomic_file", refuse)
     with pytest.raises(UsageError, match="No space left"):
-        save(edited(SAMPLES / "digits_cnn_saved_model"), tmp_path / "out")
+        save(model_without_identity(SAMPLES / "digits_cnn_saved_model"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -85,7 +85,7 @@ def descend(tf: Any, loss: Callable[[], Any], variables: list[Any], rate: float)
 
 
 @pytest.fixture(scope="module")
-def kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
+def quantized_kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
     """The quantized keyword spotter, and its folder."""
     if not KWS.is_dir():
         pytest.skip("the shared models are not here")
@@ -147,9 +147,9 @@ def kws_by_hand(tf: Any, result: gq.Result, x: Array) -> Any:
     return np.asarray(y)
 
 
-def test_kws_in_the_tf1_loader(tf: Any, kws: tuple[gq.Result, Path]) -> None:
+def test_kws_in_the_tf1_loader(tf: Any, quantized_kws: tuple[gq.Result, Path]) -> None:
     """The signature equals the hand-written net bit for bit."""
-    result, path = kws
+    result, path = quantized_kws
     x, _ = spoken()
     v1 = tf.compat.v1
     config = v1.ConfigProto()
@@ -160,14 +160,14 @@ def test_kws_in_the_tf1_loader(tf: Any, kws: tuple[gq.Result, Path]) -> None:
     np.testing.assert_array_equal(got, kws_by_hand(tf, result, x))
 
 
-def test_kws_trains_and_is_saved_again(tf: Any, kws: tuple[gq.Result, Path], tmp_path: Path) -> None:
+def test_kws_trains_and_is_saved_again(tf: Any, quantized_kws: tuple[gq.Result, Path], tmp_path: Path) -> None:
     """Five SGD steps through signature and `__call__`, then saving and use as a layer.
 
     They are loaded by `load_partial`, which does without the optimizer.
     """
     from tensorflow.python.saved_model.load import load_partial
 
-    result, path = kws
+    result, path = quantized_kws
     names = [
         child.local_name for child in result.model.source.message.meta_graphs[0].object_graph_def.nodes[0].children
     ]

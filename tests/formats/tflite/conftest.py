@@ -81,7 +81,7 @@ CHILDREN: dict[str, Any] = {
 
 
 @pytest.fixture
-def build() -> Callable[[dict[str, Any]], bytes]:
+def build_tflite() -> Callable[[dict[str, Any]], bytes]:
     """A function that makes the bytes of a TFLite file."""
     return lambda model: Writer().build(model)
 
@@ -97,7 +97,7 @@ def code(name: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def sample() -> dict[str, Any]:
+def full_tflite_model() -> dict[str, Any]:
     """A model with every supported feature: int8 per channel and int4 constants, a loop, a custom op, a variable."""
     scales = np.array([0.5, 0.25], np.float32)
     main = {

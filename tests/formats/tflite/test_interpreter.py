@@ -33,7 +33,7 @@ TABLES = {
 }
 
 
-def numbers(cls: type) -> list[str]:
+def enum_names(cls: type) -> list[str]:
     """Return the names of an enum of generated code, in the order of their values."""
     names_by_number = {value: name for name, value in vars(cls).items() if isinstance(value, int)}
     assert sorted(names_by_number) == list(range(len(names_by_number)))
@@ -49,12 +49,12 @@ def test_schema_equals_that_of_tensorflow():
             method = getattr(cls, "".join(word.capitalize() for word in field.split("_")))
             offsets = re.findall(r"self\._tab\.Offset\((\d+)\)", inspect.getsource(method))
             assert offsets == [str(4 + 2 * number)], (name, field)
-    assert [name.lower() for name in numbers(generated.TensorType)] == list(ops.TYPES)
-    assert numbers(generated.BuiltinOperator) == list(ops.BUILTINS)
-    assert len(numbers(generated.QuantizationDetails)) == len(ops.DETAILS)
+    assert [name.lower() for name in enum_names(generated.TensorType)] == list(ops.TYPES)
+    assert enum_names(generated.BuiltinOperator) == list(ops.BUILTINS)
+    assert len(enum_names(generated.QuantizationDetails)) == len(ops.DETAILS)
 
 
-def compare(data: bytes) -> dict[str, int]:
+def compare_tensors(data: bytes) -> dict[str, int]:
     """Compare each tensor of each subgraph with the interpreter's report; return the counts."""
     import tensorflow as tf
 
@@ -85,14 +85,14 @@ def compare(data: bytes) -> dict[str, int]:
             counts["tensors"] += 1
             counts["quantized"] += bool(our_params["scales"])
             counts["per channel"] += len(our_params["scales"]) > 1
-        counts["constants"] += constants(interpreter, model, number, graph)
+        counts["constants"] += compare_constants(interpreter, model, number, graph)
     assert [op["op_name"] for op in interpreter._get_ops_details()] == [
         op.type for op in model.main.ops() if op.kind not in {"input", "output", "constant"} and op.type != "Variable"
     ]
     return counts
 
 
-def constants(interpreter: Any, model: Any, number: int, graph: str) -> int:
+def compare_constants(interpreter: Any, model: Any, number: int, graph: str) -> int:
     """Compare the values of a graph's constants."""
     count = 0
     for op in model.graphs[graph].ops():
@@ -107,19 +107,19 @@ def constants(interpreter: Any, model: Any, number: int, graph: str) -> int:
 def test_reference_files(shared, name):
     """The available files, with their reference int8 model."""
     pytest.importorskip("tensorflow")
-    counts = compare((shared / f"kws/{name}.tflite").read_bytes())
+    counts = compare_tensors((shared / f"kws/{name}.tflite").read_bytes())
     assert counts["tensors"] == (35 if name == "kws_int8" else counts["tensors"])
     print(name, counts)  # noqa: T201  # shown by pytest -rP
 
 
-def images() -> Any:
+def sample_images() -> Any:
     """Representative samples."""
     dice = np.random.default_rng(3)
     for _ in range(4):
         yield [dice.normal(size=(1, 8, 8, 3)).astype(np.float32)]
 
 
-def network() -> Any:
+def small_network() -> Any:
     """A small net with a convolution, a depthwise one, a sum and a dense layer, and its converter settings."""
     import tensorflow as tf
 
@@ -169,7 +169,7 @@ def full(made: Any) -> None:
     """Full int8."""
     import tensorflow as tf
 
-    made.representative_dataset = images
+    made.representative_dataset = sample_images
     made.inference_input_type = made.inference_output_type = tf.int8
 
 
@@ -177,7 +177,7 @@ def wide(made: Any) -> None:
     """16-bit activations with 8-bit weights."""
     import tensorflow as tf
 
-    made.representative_dataset = images
+    made.representative_dataset = sample_images
     made.target_spec.supported_ops = [tf.lite.OpsSet.EXPERIMENTAL_TFLITE_BUILTINS_ACTIVATIONS_INT16_WEIGHTS_INT8]
 
 
@@ -195,10 +195,10 @@ def nothing(_made: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "how", "quantized", "per_channel"),
     [
-        (network, full, 10, 4),
-        (network, wide, 10, 4),
-        (network, half, 0, 0),
-        (network, nothing, 1, 0),
+        (small_network, full, 10, 4),
+        (small_network, wide, 10, 4),
+        (small_network, half, 0, 0),
+        (small_network, nothing, 1, 0),
         (sequence, nothing, 2, 0),
         (branches, None, 0, 0),
     ],
@@ -210,7 +210,7 @@ def test_converted_files(make: Callable[[], Any], how: Any, quantized: int, per_
     if how is not None:
         converted.optimizations = [tf.lite.Optimize.DEFAULT]
         how(converted)
-    counts = compare(converted.convert())
+    counts = compare_tensors(converted.convert())
     print(make.__name__, how and how.__name__, counts)  # noqa: T201  # shown by pytest -rP
     assert counts["quantized"] >= quantized
     assert counts["per channel"] >= per_channel

@@ -23,9 +23,9 @@ def places_far_data(data: bytes) -> bytes:
     return data[:at] + struct.pack("<Q", len(data)) + data[at + 8 :] + np.array([1.5, -2], np.float32).tobytes()
 
 
-def test_all_parts_of_a_model_are_read(build, sample):
+def test_all_parts_of_a_model_are_read(build_tflite, full_tflite_model):
     """Ops are named after their first output; constants, variables, custom ops and other graphs are loaded."""
-    model = parse_tflite(places_far_data(build(sample)))
+    model = parse_tflite(places_far_data(build_tflite(full_tflite_model)))
     check_invariants(model, "the test")
     main = model.main
     kinds = [(op.name, op.kind, op.type) for op in main.ops()]
@@ -51,9 +51,9 @@ def test_all_parts_of_a_model_are_read(build, sample):
     assert main.op("x").outputs[0].shape == (None, 2)
 
 
-def test_constants_are_read_lazily(build, sample):
+def test_constants_are_read_lazily(build_tflite, full_tflite_model):
     """Int8, packed int4, and data after the FlatBuffer as in files over 2 GB."""
-    main = parse_tflite(places_far_data(build(sample))).main
+    main = parse_tflite(places_far_data(build_tflite(full_tflite_model))).main
     values = {op.name: op.read_value for op in main.ops() if op.kind == "constant"}
     np.testing.assert_array_equal(values["w"](), np.array([[1, 2], [3, -4]], np.int8))
     assert values["four"]().astype(int).tolist() == [-1, 1, 7]
@@ -61,9 +61,9 @@ def test_constants_are_read_lazily(build, sample):
     assert main.op("state").read_value is None
 
 
-def test_scales_belong_to_tensors(build, sample):
+def test_scales_belong_to_tensors(build_tflite, full_tflite_model):
     """The summary lists every tensor with its scale and zero point, in the order of the file."""
-    summary = summarize_model(parse_tflite(places_far_data(build(sample))))
+    summary = summarize_model(parse_tflite(places_far_data(build_tflite(full_tflite_model))))
     assert [tensor.stored.index for tensor in summary.tensors] == [0, 1, 2, 3, 4, 5, 6, 0]
     x, w = summary.tensors[:2]
     assert (x.output.dtype, x.stored.scale.tolist(), x.stored.zero_point.tolist()) == (
@@ -81,10 +81,10 @@ def test_scales_belong_to_tensors(build, sample):
     assert [(covered.op, covered.quantized) for covered in summary.coverage] == [("y", True)]
 
 
-def test_inspect_shows_the_tensors(build, sample, tmp_path, cli):
+def test_inspect_shows_the_tensors(build_tflite, full_tflite_model, tmp_path, cli):
     """Text, JSON and DOT contain scales and zero points; JSON uses the interpreter's terms."""
     path = tmp_path / "model.tflite"
-    path.write_bytes(places_far_data(build(sample)))
+    path.write_bytes(places_far_data(build_tflite(full_tflite_model)))
     text = cli("inspect", path).stdout
     assert "7 tensors\n" in text
     assert "1 tensor in body" in text
@@ -109,10 +109,10 @@ def test_inspect_shows_the_tensors(build, sample, tmp_path, cli):
     assert 'int8 scale 0.1 zp -3"' in cli("inspect", path, "--format", "dot").stdout
 
 
-def test_a_file_is_not_rewritten(build, sample, tmp_path, cli):
+def test_a_file_is_not_rewritten(build_tflite, full_tflite_model, tmp_path, cli):
     """Insert and plan explain that TFLite files are read only, with an alternative."""
     path = tmp_path / "model.tflite"
-    path.write_bytes(places_far_data(build(sample)))
+    path.write_bytes(places_far_data(build_tflite(full_tflite_model)))
     for command in (["insert", path, "-o", tmp_path / "out.tflite"], ["plan", path]):
         assert "model.tflite is a TFLite model" in cli(*command, code=2).stderr
     assert not (tmp_path / "out.tflite").exists()
@@ -136,18 +136,22 @@ def test_a_file_is_not_rewritten(build, sample, tmp_path, cli):
         (lambda m: m.update(subgraphs=[]), "no graph"),
     ],
 )
-def test_inconsistent_files_are_refused(build, sample, change, message):
+def test_inconsistent_files_are_refused(build_tflite, full_tflite_model, change, message):
     """Each inconsistency has its message."""
-    change(sample)
+    change(full_tflite_model)
     with pytest.raises(ModelError, match=r"Export|cannot read") as error:
-        parse_tflite(build(sample) if "1099511627776" in message else places_far_data(build(sample)))
+        parse_tflite(
+            build_tflite(full_tflite_model)
+            if "1099511627776" in message
+            else places_far_data(build_tflite(full_tflite_model))
+        )
     assert message in str(error.value)
 
 
-def test_a_constant_of_the_wrong_size_is_refused_when_read(build, sample):
+def test_a_constant_of_the_wrong_size_is_refused_when_read(build_tflite, full_tflite_model):
     """Sizes in a file do not determine how much is read."""
-    sample["subgraphs"][0]["tensors"][1]["shape"] = np.array([1 << 30, 1 << 30], np.int32)
-    model = parse_tflite(places_far_data(build(sample)))
+    full_tflite_model["subgraphs"][0]["tensors"][1]["shape"] = np.array([1 << 30, 1 << 30], np.int32)
+    model = parse_tflite(places_far_data(build_tflite(full_tflite_model)))
     with pytest.raises(ModelError, match="has 4 bytes, not"):
         model.main.op("w").read_value()
 
@@ -164,13 +168,13 @@ def test_no_tflite_model(tmp_path):
             gq.load(tmp_path / "x.tflite")
 
 
-def test_endlessly_shared_tables_are_refused(build, sample):
+def test_endlessly_shared_tables_are_refused(build_tflite, full_tflite_model):
     """A small file whose thousands of graphs share one large graph is refused quickly."""
-    body = sample["subgraphs"][1]
+    body = full_tflite_model["subgraphs"][1]
     body["tensors"] = [{"name": f"tensor {number}"} for number in range(500)]
-    sample["subgraphs"] = [sample["subgraphs"][0], *[body] * 5000]
-    sample["buffers"][3] = {}
-    data = build(sample)
+    full_tflite_model["subgraphs"] = [full_tflite_model["subgraphs"][0], *[body] * 5000]
+    full_tflite_model["buffers"][3] = {}
+    data = build_tflite(full_tflite_model)
     assert len(data) < 60_000
     with pytest.raises(ModelError, match="refer to each other"):
         parse_tflite(data)
@@ -193,9 +197,9 @@ def look(model: gq.Model) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damaged_files_never_end_in_a_traceback(build, sample, seed):
+def test_damaged_files_never_end_in_a_traceback(build_tflite, full_tflite_model, seed):
     """Truncated files, flipped bits and overwritten numbers give a model or a ModelError."""
-    intact_bytes = places_far_data(build(sample))
+    intact_bytes = places_far_data(build_tflite(full_tflite_model))
     dice = random.Random(seed)  # noqa: S311  # it only breaks files
     for _ in range(800):
         data = bytearray(intact_bytes)

@@ -71,7 +71,7 @@ FLOATS = {
 }
 
 
-def constants():
+def net_constants():
     """Every weight and number that a net may name; the same in each run."""
     rng = np.random.default_rng(0)
     yield "var", np.linspace(0.5, 2, 16, dtype=np.float32)
@@ -84,12 +84,12 @@ def constants():
         yield name, np.array(number, np.float32)
 
 
-def build(inputs, text, folder):
+def write_net(inputs, text, folder):
     """Writes the net whose ops `text` names, with what it reads, and data for it; its outputs are what nobody reads."""
     message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> g ({inputs}) => () {{ {text} }}')
     graph = message.graph
     read = {name for node in graph.node for name in node.input}
-    for name, value in constants():
+    for name, value in net_constants():
         if name in read:
             graph.initializer.append(onnx.numpy_helper.from_array(value, name))
     ends = [name for node in graph.node for name in node.output if name and name not in read]
@@ -114,16 +114,16 @@ def build(inputs, text, folder):
 @pytest.fixture
 def built(tmp_path):
     """Writes the net whose ops a text names; gives its path."""
-    return lambda inputs, text: build(inputs, text, tmp_path)
+    return lambda inputs, text: write_net(inputs, text, tmp_path)
 
 
 @pytest.fixture
-def quantized(tmp_path):
+def quantize_net(tmp_path):
     """Quantizes such a net by a rule file; gives the result and the path of what was written."""
 
     def make(rules, inputs, text):
         options = {"rules": [rules], "data": str(tmp_path / "data.npz"), "validate": False, "allow_empty": True}
-        result = gq.insert(build(inputs, text, tmp_path), **options)
+        result = gq.insert(write_net(inputs, text, tmp_path), **options)
         result.save(tmp_path / "quant.onnx")
         return result, tmp_path / "quant.onnx"
 
@@ -131,22 +131,22 @@ def quantized(tmp_path):
 
 
 @pytest.fixture
-def scales(quantized):
+def scales(quantize_net):
     """Quantizes such a net; gives type, axis, scale and zero point of each tensor, by its name and its first reader."""
 
     def make(rules, inputs, text):
-        result, _ = quantized(rules, inputs, text)
+        result, _ = quantize_net(rules, inputs, text)
         return {(done.site.tensor.op, done.site.uses[0].op): done.params for done in result.inserted}
 
     return make
 
 
 @pytest.fixture
-def placed(quantized):
+def placed(quantize_net):
     """Holds what a rule file quantizes for whom, and what `check` finds to run on integers, to what is expected."""
 
     def hold(backend, inputs, text, found, runs):
-        result, path = quantized(backend, inputs, text)
+        result, path = quantize_net(backend, inputs, text)
         assert places(result) == found
         report = gq.check(path, backend=backend)
         assert " ".join(verdict.op for verdict in report.verdicts if verdict.status != "float") == runs

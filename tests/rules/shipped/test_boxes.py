@@ -35,7 +35,7 @@ BINS = """{0} h = Conv(r, edges) s = Reshape(h, bins) t = Transpose<perm = [0, 2
 RULES = ("onnxruntime", "openvino", "tensorrt", "tflite")
 
 
-def write(text, folder):
+def write_box_net(text, folder):
     """Writes the net and data for it; gives the samples."""
     head = '<ir_version: 8, opset_import: ["": 17]> g (float[1,16,8,8] x) => (float y)'
     message = onnx.parser.parse_model(f"{head} {{ {text} }}")
@@ -75,7 +75,7 @@ def write(text, folder):
 
 def errors(rules, text, folder):
     """The answers, what quantization moves them by, and the ops that read something quantized."""
-    samples = write(text, folder)
+    samples = write_box_net(text, folder)
     result = gq.insert(folder / "net.onnx", rules=[rules], data=str(folder / "data.npz"), validate=False)
     result.save(folder / "quant.onnx")
     runs = [

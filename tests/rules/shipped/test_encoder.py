@@ -7,6 +7,7 @@ import onnx
 import onnx.parser
 import pytest
 from encoder_model import PLACES, draw_words, write_encoder
+from support.measurements import sqnr_db
 from support.onnx_models import run_onnx
 
 import graphquant as gq
@@ -32,7 +33,7 @@ def test_encoder(rules, tmp_path):
     result.save(tmp_path / "quant.onnx")
     feeds = draw_words(np.random.default_rng(1), 8)
     (exact,), (found,) = (run_onnx(path, feeds, "ORT_DISABLE_ALL") for path in (path, tmp_path / "quant.onnx"))
-    assert 10 * np.log10((exact**2).sum() / ((exact - found) ** 2).sum()) > LEAST[rules]
+    assert sqnr_db(exact, found) > LEAST[rules]
     read = {(done.site.tensor.op, use.op) for done in result.inserted for use in done.site.uses}
     for k in (0, 1):
         assert (f"sm{k}", f"p{k}") not in read
@@ -75,7 +76,7 @@ def test_causal_masks(rules, far, tmp_path):
     (exact,), (found,) = (
         run_onnx(path, feeds, "ORT_DISABLE_ALL") for path in (tmp_path / "net.onnx", tmp_path / "quant.onnx")
     )
-    assert 10 * np.log10((exact**2).sum() / ((exact - found) ** 2).sum()) > 27
+    assert sqnr_db(exact, found) > 27
 
 
 def test_openvino_runs_the_encoder(tmp_path):
@@ -92,4 +93,4 @@ def test_openvino_runs_the_encoder(tmp_path):
     assert sum(count for (kind, _), count in ran.items() if kind == "MVN") == 3
     feeds = draw_words(np.random.default_rng(1), 8)
     (exact,), found = run_onnx(path, feeds, "ORT_DISABLE_ALL"), compiled(feeds)[0]
-    assert 10 * np.log10((exact**2).sum() / ((exact - found) ** 2).sum()) > LEAST["openvino"] - 1
+    assert sqnr_db(exact, found) > LEAST["openvino"] - 1

@@ -5,6 +5,7 @@ import onnx
 import onnx.parser
 import onnxruntime
 import pytest
+from support.measurements import sqnr_db
 
 import graphquant as gq
 from graphquant.rules import shipped_rule_files
@@ -62,7 +63,7 @@ NUMBERS = {
 }
 
 
-def network(name, folder):
+def write_network(name, folder):
     """Writes the net called `name` and data for it; gives the paths of both."""
     if name == "transformer":
         text = "".join(part.format(k=k, x=x) for k, x in enumerate(("x", "x0")) for part in (NORM, LAYER))
@@ -88,15 +89,10 @@ def network(name, folder):
     return folder / "net.onnx", folder / "data.npz"
 
 
-def answers(path, samples):
+def outputs_per_sample(path, samples):
     """What onnxruntime computes."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return np.stack([session.run(None, {"x": sample[None]})[0] for sample in samples])
-
-
-def sqnr(exact, found):
-    """Signal to quantization noise, in dB."""
-    return 10 * np.log10((exact**2).sum() / ((exact - found) ** 2).sum())
 
 
 LEAST = {
@@ -114,10 +110,13 @@ LEAST = {
 @pytest.mark.parametrize("rules", LEAST)
 def test_networks(rules, number, name, tmp_path):
     """Every matrix product runs on integers, recurrent ops do not, and the answers stay near."""
-    path, data = network(name, tmp_path)
+    path, data = write_network(name, tmp_path)
     gq.insert(path, rules=[rules], data=str(data), validate=False).save(tmp_path / "quant.onnx")
     samples = np.random.default_rng(1).normal(size=(4, 16, 32)).astype(np.float32)
-    assert sqnr(answers(path, samples), answers(tmp_path / "quant.onnx", samples)) > LEAST[rules][number]
+    assert (
+        sqnr_db(outputs_per_sample(path, samples), outputs_per_sample(tmp_path / "quant.onnx", samples))
+        > LEAST[rules][number]
+    )
     if rules == "generic":
         return
     report = gq.check(tmp_path / "quant.onnx", backend=rules)
@@ -142,7 +141,7 @@ def test_networks(rules, number, name, tmp_path):
 )
 def test_variants_of_onnxruntime(changes, types, tmp_path):
     """What the file says of ARM and of x86 without VNNI is a change of its schemes, and all stays in its place."""
-    path, data = network("transformer", tmp_path)
+    path, data = write_network("transformer", tmp_path)
     text = shipped_rule_files()["onnxruntime"].read_text("utf-8")
     for old, new in changes.items():
         assert old in text
@@ -154,4 +153,4 @@ def test_variants_of_onnxruntime(changes, types, tmp_path):
     assert [done.site.uses for done in changed.inserted] == [done.site.uses for done in plain.inserted]
     assert {done.params.type.name for done in changed.inserted} <= types
     samples = np.random.default_rng(1).normal(size=(4, 16, 32)).astype(np.float32)
-    assert sqnr(answers(path, samples), answers(tmp_path / "quant.onnx", samples)) > 25
+    assert sqnr_db(outputs_per_sample(path, samples), outputs_per_sample(tmp_path / "quant.onnx", samples)) > 25

@@ -378,11 +378,11 @@ def test_placement(case, backend, placed):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_openvino_runs(case, quantized):
+def test_openvino_runs(case, quantize_net):
     """OpenVINO itself loads each net, and runs its convolutions and matrix products on integers."""
     openvino = pytest.importorskip("openvino")
     inputs, text, *_ = CASES[case]
-    _, path = quantized("openvino", inputs, text)
+    _, path = quantize_net("openvino", inputs, text)
     core, asked = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32"}
     compiled = core.compile_model(core.read_model(path), "CPU", asked)
     told = [op.get_rt_info() for op in compiled.get_runtime_model().get_ordered_ops()]
@@ -477,10 +477,10 @@ def test_qnn_shared_bias(scales):
     assert not np.allclose(found["b", "c"].scale, found["b", "d"].scale)
 
 
-def test_qnn_relu_stays_where_a_tie_moves_its_zero_point(quantized):
+def test_qnn_relu_stays_where_a_tie_moves_its_zero_point(quantize_net):
     """Behind a Relu that shares its scale with values below 0 the zero point is above 0, and the Relu is there."""
     text = "c = Conv(x, w) r = Relu(c) j = Concat<axis = 1>(r, x2) e = Conv(j, joint)"
-    result, path = quantized("qnn", IMAGE, text)
+    result, path = quantize_net("qnn", IMAGE, text)
     by_name = {done.site.tensor.op: done.params for done in result.inserted}
     assert by_name["r"].zero_point > 0
     for name in ("x2", "j"):
@@ -492,9 +492,9 @@ def test_qnn_relu_stays_where_a_tie_moves_its_zero_point(quantized):
     assert {verdict.status for verdict in report.verdicts} == {"int8"}
 
 
-def test_qnn16_fixed_ranges(quantized):
+def test_qnn16_fixed_ranges(quantize_net):
     """A 16-bit Sigmoid has scale 1/65536 and zero point 0 behind it, a Tanh 1/32768 and 32768."""
-    result, path = quantized("qnn16", IMAGE, "s = Sigmoid(x) t = Tanh(s)")
+    result, path = quantize_net("qnn16", IMAGE, "s = Sigmoid(x) t = Tanh(s)")
     found = {done.site.tensor.op: done.params for done in result.inserted}
     assert (found["s"].scale, found["s"].zero_point) == (np.float32(1 / 65536), 0)
     assert (found["t"].scale, found["t"].zero_point) == (np.float32(1 / 32768), 32768)

@@ -33,7 +33,9 @@ TEXT = """<ir_version: 8, opset_import: ["": {opset}]> g (int64[n] ids, float[n,
 WEIGHTS = {"table": (100, 96), "w1": (96, 80), "w2": (80, 7), "bias": (7,), "filter": (40, 3, 8, 8), "w3": (40, 7)}
 
 
-def model(folder: Path, opset: int, act: str = "Tanh", last: str = "Mul") -> tuple[Path, dict[str, np.ndarray]]:
+def write_table_net(
+    folder: Path, opset: int, act: str = "Tanh", last: str = "Mul"
+) -> tuple[Path, dict[str, np.ndarray]]:
     """A net of a table, matrix products and a convolution, and a feed."""
     message = onnx.parser.parse_model(TEXT.format(opset=opset, act=act, last=last))
     rng = np.random.default_rng(0)
@@ -48,7 +50,7 @@ def model(folder: Path, opset: int, act: str = "Tanh", last: str = "Mul") -> tup
     }
 
 
-def run(path: Path, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, Counter[str]]:
+def run_and_count_ops(path: Path, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, Counter[str]]:
     """The output, and how many ops of each type onnxruntime runs."""
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(path.with_suffix(".optimized.onnx"))
@@ -66,13 +68,13 @@ def run(path: Path, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, Counter[s
 )
 def test_matrix_products_are_fused(tmp_path: Path, rules: list[str], opset: int, needed: int, closest: float) -> None:
     """Every matrix product becomes MatMulNBits, the convolution keeps its DequantizeLinear, the output stays close."""
-    path, feeds = model(tmp_path, opset)
+    path, feeds = write_table_net(tmp_path, opset)
     result = gq.insert(path, rules=rules)
     saved = result.save(tmp_path / "quant.onnx")
     onnx.checker.check_model(onnx.load(saved), full_check=True)
     assert gq.load(saved).opset == max(opset, needed)
-    want, before = run(path, feeds)
-    have, after = run(saved, feeds)
+    want, before = run_and_count_ops(path, feeds)
+    have, after = run_and_count_ops(saved, feeds)
     assert before["MatMulNBits"] == 0
     assert (after["MatMulNBits"], after["MatMul"], after["Gemm"]) == (3, 0, 0)
     assert after["DequantizeLinear"] == 1
@@ -82,15 +84,15 @@ def test_matrix_products_are_fused(tmp_path: Path, rules: list[str], opset: int,
 
 def test_what_onnxruntime_does_not_fuse(tmp_path: Path) -> None:
     """A Relu behind a product or the sum of two is fused first, and their weights are unpacked in each run."""
-    path, feeds = model(tmp_path, 21, act="Relu", last="Add")
+    path, feeds = write_table_net(tmp_path, 21, act="Relu", last="Add")
     saved = gq.insert(path, rules=["weight_only_int4"]).save(tmp_path / "quant.onnx")
-    _, after = run(saved, feeds)
+    _, after = run_and_count_ops(saved, feeds)
     assert (after["MatMulNBits"], after["MatMul"], after["Gemm"]) == (1, 1, 1)
 
 
 def test_blocks_lie_along_what_is_summed_over(tmp_path: Path) -> None:
     """Of a MatMul or Gemm along K, whichever way the weight lies; of a table along its rows."""
-    path, _ = model(tmp_path, 21)
+    path, _ = write_table_net(tmp_path, 21)
     message = onnx.load(path)
     gemm = next(node for node in message.graph.node if node.op_type == "Gemm")
     gemm.attribute.append(onnx.helper.make_attribute("transB", 1))
@@ -114,7 +116,7 @@ def test_blocks_lie_along_what_is_summed_over(tmp_path: Path) -> None:
 
 def test_each_block_is_scaled_by_itself(tmp_path: Path) -> None:
     """The written table is what numpy makes of each 32 values of a row and their own extremes."""
-    path, feeds = model(tmp_path, 21)
+    path, feeds = write_table_net(tmp_path, 21)
     result = gq.insert(path, rules=["tables_int4"])
     (done,) = result.inserted
     table = next(t for t in onnx.load(path).graph.initializer if t.name == "table")
@@ -132,7 +134,7 @@ def test_each_block_is_scaled_by_itself(tmp_path: Path) -> None:
 
 def test_blocks_in_a_plan_file_and_in_inspect(tmp_path: Path) -> None:
     """A plan with blocks goes through JSON and gives the same file; inspect shows how many blocks of what size."""
-    path, _ = model(tmp_path, 13)
+    path, _ = write_table_net(tmp_path, 13)
     plan = gq.plan(path, rules=["weight_only_int4"])
     again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
     assert again == plan

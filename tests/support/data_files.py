@@ -1,42 +1,36 @@
-"""Writers of each kind of calibration data, independent of graphquant's readers."""
+"""Write each kind of calibration data, and check feeds, independently of graphquant's readers."""
 
 from __future__ import annotations
 
 import gzip
 import struct
-import sys
 import wave
 from typing import TYPE_CHECKING
 
 import google_crc32c
 import numpy as np
 import onnx
-import pytest
 from PIL import Image
+
+from graphquant.formats import InputSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture
-def stored():
-    """Return this module with its writers."""
-    return sys.modules[__name__]
-
-
-def masked(data: bytes) -> bytes:
-    """Return the masked checksum of a TFRecord."""
+def mask_crc(data: bytes) -> int:
+    """Return the masked checksum that TFRecord files and checkpoints store."""
     crc = google_crc32c.value(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def framed(record: bytes) -> bytes:
+def frame_record(record: bytes) -> bytes:
     """Return a record with its TFRecord framing."""
     length = struct.pack("<Q", len(record))
-    return length + masked(length) + record + masked(record)
+    return length + struct.pack("<I", mask_crc(length)) + record + struct.pack("<I", mask_crc(record))
 
 
-def varint(number: int) -> bytes:
+def encode_varint(number: int) -> bytes:
     """Encode a number as in a protocol buffer."""
     number &= (1 << 64) - 1
     out = bytearray()
@@ -46,33 +40,35 @@ def varint(number: int) -> bytes:
     return bytes([*out, number])
 
 
-def message(number: int, content: bytes) -> bytes:
+def encode_field(number: int, content: bytes) -> bytes:
     """Encode a bytes field of a protocol buffer."""
-    return varint(number << 3 | 2) + varint(len(content)) + content
+    return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
 
 
-def example(**features) -> bytes:
+def encode_example(**features) -> bytes:
     """Encode a tf.train.Example with bytes, float arrays and integer arrays by name."""
     entries = b""
     for name, value in features.items():
         if isinstance(value, bytes):
-            feature = message(1, message(1, value))
+            feature = encode_field(1, encode_field(1, value))
         elif np.asarray(value).dtype.kind == "f":
-            feature = message(2, message(1, np.asarray(value, "<f4").tobytes()))
+            feature = encode_field(2, encode_field(1, np.asarray(value, "<f4").tobytes()))
         else:
-            feature = message(3, message(1, b"".join(varint(int(one)) for one in np.asarray(value).ravel())))
-        entries += message(1, message(1, name.encode()) + message(2, feature))
-    return message(1, entries)
+            feature = encode_field(
+                3, encode_field(1, b"".join(encode_varint(int(one)) for one in np.asarray(value).ravel()))
+            )
+        entries += encode_field(1, encode_field(1, name.encode()) + encode_field(2, feature))
+    return encode_field(1, entries)
 
 
-def tfrecord(path: Path, examples: list[bytes]) -> Path:
+def write_tfrecord(path: Path, examples: list[bytes]) -> Path:
     """Write a TFRecord file, compressed if its name ends in .gz."""
-    content = b"".join(map(framed, examples))
+    content = b"".join(map(frame_record, examples))
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
 
 
-def onnx_set(folder: Path, *arrays, name: str = "") -> Path:
+def write_onnx_set(folder: Path, *arrays, name: str = "") -> Path:
     """Write a folder with one TensorProto per array."""
     folder.mkdir(parents=True)
     for index, array in enumerate(arrays):
@@ -81,7 +77,7 @@ def onnx_set(folder: Path, *arrays, name: str = "") -> Path:
     return folder
 
 
-def wav(path: Path, values, rate: int = 16000, width: int = 2) -> Path:
+def write_wav(path: Path, values, rate: int = 16000, width: int = 2) -> Path:
     """Write a PCM wav file of integers, (time,) or (time, channels)."""
     array = np.asarray(values)
     with wave.open(str(path), "wb") as file:
@@ -96,17 +92,22 @@ def wav(path: Path, values, rate: int = 16000, width: int = 2) -> Path:
     return path
 
 
-def png(path: Path, pixels) -> Path:
+def write_png(path: Path, pixels) -> Path:
     """Write an image, uint8 (height, width) or (height, width, channels)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.asarray(pixels, np.uint8).squeeze()).save(path)
     return path
 
 
-def same(feed, **expected) -> None:
+def assert_feed(feed, **expected) -> None:
     """Assert that a feed has exactly these arrays, including dtypes and shapes."""
     assert sorted(feed) == sorted(expected)
     for name, values in expected.items():
         assert feed[name].dtype == values.dtype
         assert feed[name].shape == values.shape
         np.testing.assert_array_equal(feed[name], values)
+
+
+def float_input(*shape: int | None, dtype: str = "float32", name: str = "x") -> InputSpec:
+    """Return an input of a shape, float32 unless said otherwise."""
+    return InputSpec(name=name, dtype=dtype, shape=shape)
