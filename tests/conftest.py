@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 from support.cli import run_cli
 
+from graphquant.formats import format_module
 from graphquant.utils.tf_determinism import disable_onednn
 
 if TYPE_CHECKING:
@@ -87,6 +89,15 @@ def unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
 def samples() -> Path:
     """Return the folder of sample models."""
     return ROOT / "sample_models"
+
+
+@pytest.fixture(scope="session")
+def tf() -> Any:
+    """Return TensorFlow, imported as graphquant's runner imports it."""
+    pytest.importorskip("tensorflow")
+    tensorflow_format = format_module("tensorflow")
+    tensorflow_format.create_runner(tensorflow_format.load(ROOT / "sample_models" / "digits_cnn.pb"))
+    return sys.modules["tensorflow"]
 
 
 @pytest.fixture

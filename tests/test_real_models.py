@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from reference import fake_quant
-from support.measurements import print_measurement
+from support.measurements import print_measurement, sqnr_db
 
 import graphquant as gq
 from graphquant import formats
@@ -55,12 +55,6 @@ def run_model(model: gq.Model, feeds: list[dict[str, Array]]) -> dict[str, Array
     runner = formats.format_module(model.format).create_runner(model)
     runs = [runner.run(feed) for feed in feeds]
     return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
-
-
-def sqnr_db(before: Array, after: Array) -> float:
-    """Return the signal-to-quantization-noise ratio in dB."""
-    noise = np.square(after.astype(np.float64) - before).sum()
-    return float(10 * np.log10(np.square(before.astype(np.float64)).sum() / noise)) if noise else np.inf
 
 
 # -- KWS -------------------------------------------------------------------------------------------

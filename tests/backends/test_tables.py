@@ -253,7 +253,7 @@ def test_tensorrt_small_op_notes(text, note, tmp_path):
 
 def test_plans_for_these_backends_only():
     """A plan is for ONNX Runtime unless all its rule files are named after other backends."""
-    assert OTHER_ONNX_BACKENDS == {name for name in BACKENDS if not name.startswith("onnxruntime")}
+    assert {name for name in BACKENDS if not name.startswith("onnxruntime")} == OTHER_ONNX_BACKENDS
     plan = Plan(format="onnx", model="", prepared="", rules=())
     cases = {(): True, ("qnn16",): False, ("my.toml", "qnn"): True, ("rules/openvino.toml", "qnn"): False}
     assert {rules: replace(plan, rules=rules).for_onnxruntime for rules in cases} == cases

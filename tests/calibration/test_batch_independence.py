@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -402,15 +401,6 @@ def test_sample_models(name: str, independent: bool) -> None:
         assert_batch_independent(model)
     else:
         assert not is_joined(model)
-
-
-@pytest.fixture(scope="module")
-def tf() -> Any:
-    """TensorFlow, imported like the runner does."""
-    pytest.importorskip("tensorflow")
-    tensorflow_format = formats.format_module("tensorflow")
-    tensorflow_format.create_runner(tensorflow_format.load(SAMPLES / "digits_cnn.pb"))
-    return sys.modules["tensorflow"]
 
 
 def tf_model(tf: Any, folder: Path, shape: Any, body: Callable[[Any, Any], Any]) -> Model:

@@ -37,12 +37,6 @@ X = rng.normal(size=(5, 3)).astype(np.float32)
 WEIGHT, TARGET = rng.normal(size=(3, 3)).astype(np.float32), rng.normal(size=(5, 3)).astype(np.float32)
 
 
-@pytest.fixture
-def tf():
-    """Return the tensorflow package."""
-    return pytest.importorskip("tensorflow")
-
-
 def save_product_model(tf, path, kind="plain"):
     """Write a SavedModel of one matrix product: in nested functions, a branch, a loop."""
 

@@ -14,8 +14,9 @@ def print_measurement(text: str) -> None:
 
 
 def sqnr_db(exact: Array, actual: Array) -> float:
-    """Return the ratio of signal to quantization noise in dB."""
-    return float(10 * np.log10(np.square(exact).sum() / np.square(actual - exact).sum()))
+    """Return the ratio of signal to quantization noise in dB, infinite without noise."""
+    noise = np.square(actual.astype(np.float64) - exact).sum()
+    return float(10 * np.log10(np.square(exact.astype(np.float64)).sum() / noise)) if noise else np.inf
 
 
 def float_bits(values: Array) -> Array:

@@ -35,14 +35,6 @@ KERNEL = np.linspace(-1.01, 1.93, 12, dtype=np.float32).reshape(3, 4)  # no valu
 Array = np.ndarray[Any, Any]
 
 
-@pytest.fixture(scope="module")
-def tf() -> Any:
-    """TensorFlow, imported like the runner does."""
-    pytest.importorskip("tensorflow")
-    create_runner(load(SAMPLES / "digits_cnn.pb"))
-    return sys.modules["tensorflow"]
-
-
 def evaluation_images(name: str, count: int = 20) -> Array:
     """Return evaluation images of a sample model."""
     return np.load(SAMPLES / f"{name}_eval.npz")["image"][:count]

@@ -28,7 +28,7 @@ KWS = Path(__file__).parents[4] / "shared" / "models" / "kws"
 
 
 @pytest.fixture(scope="module")
-def tf() -> Any:
+def unoptimized_tf() -> Any:
     """TensorFlow without graph optimizations, because fused ops round differently."""
     tensorflow = pytest.importorskip("tensorflow")
     before = tensorflow.config.optimizer.get_experimental_options()
@@ -147,20 +147,22 @@ def kws_by_hand(tf: Any, result: gq.Result, x: Array) -> Any:
     return np.asarray(y)
 
 
-def test_kws_in_the_tf1_loader(tf: Any, quantized_kws: tuple[gq.Result, Path]) -> None:
+def test_kws_in_the_tf1_loader(unoptimized_tf: Any, quantized_kws: tuple[gq.Result, Path]) -> None:
     """The signature equals the hand-written net bit for bit."""
     result, path = quantized_kws
     x, _ = spoken()
-    v1 = tf.compat.v1
+    v1 = unoptimized_tf.compat.v1
     config = v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
-    with v1.Session(graph=tf.Graph(), config=config) as session:
+    with v1.Session(graph=unoptimized_tf.Graph(), config=config) as session:
         signature = v1.saved_model.load(session, ["serve"], str(path)).signature_def["serving_default"]
         got = session.run(signature.outputs["dense"].name, {signature.inputs["input_1"].name: x})
-    np.testing.assert_array_equal(got, kws_by_hand(tf, result, x))
+    np.testing.assert_array_equal(got, kws_by_hand(unoptimized_tf, result, x))
 
 
-def test_kws_trains_and_is_saved_again(tf: Any, quantized_kws: tuple[gq.Result, Path], tmp_path: Path) -> None:
+def test_kws_trains_and_is_saved_again(
+    unoptimized_tf: Any, quantized_kws: tuple[gq.Result, Path], tmp_path: Path
+) -> None:
     """Five SGD steps through signature and `__call__`, then saving and use as a layer.
 
     They are loaded by `load_partial`, which does without the optimizer.
@@ -174,12 +176,12 @@ def test_kws_trains_and_is_saved_again(tf: Any, quantized_kws: tuple[gq.Result, 
     loaded = load_partial(str(path), [f"root.{name}" for name in names if name != "optimizer"])
     signatures, call = loaded["root.signatures"], loaded["root.__call__"]
     x, labels = spoken()
-    start = np.asarray(signatures["serving_default"](input_1=tf.constant(x))["dense"])
-    np.testing.assert_array_equal(start, kws_by_hand(tf, result, x))
+    start = np.asarray(signatures["serving_default"](input_1=unoptimized_tf.constant(x))["dense"])
+    np.testing.assert_array_equal(start, kws_by_hand(unoptimized_tf, result, x))
     np.testing.assert_array_equal(call(x, training=False), start)
 
     def through_signature() -> Any:
-        return signatures["serving_default"](input_1=tf.constant(x))["dense"]
+        return signatures["serving_default"](input_1=unoptimized_tf.constant(x))["dense"]
 
     def through_call() -> Any:
         return call(x, training=False)
@@ -189,18 +191,22 @@ def test_kws_trains_and_is_saved_again(tf: Any, quantized_kws: tuple[gq.Result, 
     for function in (through_signature, through_call):
 
         def loss(function: Callable[[], Any] = function) -> Any:
-            return -tf.reduce_mean(tf.math.log(tf.gather(function(), labels, axis=1, batch_dims=1) + 1e-7))
+            return -unoptimized_tf.reduce_mean(
+                unoptimized_tf.math.log(unoptimized_tf.gather(function(), labels, axis=1, batch_dims=1) + 1e-7)
+            )
 
-        losses = descend(tf, loss, variables, 1e-4)
+        losses = descend(unoptimized_tf, loss, variables, 1e-4)
         assert losses[-1] < losses[0], function.__name__
-    after = np.asarray(signatures["serving_default"](input_1=tf.constant(x))["dense"])
+    after = np.asarray(signatures["serving_default"](input_1=unoptimized_tf.constant(x))["dense"])
     assert np.abs(after - start).max() > 0
-    module = tf.Module()
+    module = unoptimized_tf.Module()
     module.layers = [loaded[f"root.{name}"] for name in names if name.startswith("layer_with_weights")]
-    tf.saved_model.save(module, str(tmp_path / "again"), signatures=signatures)
-    again = tf.saved_model.load(str(tmp_path / "again"))
-    np.testing.assert_array_equal(again.signatures["serving_default"](input_1=tf.constant(x))["dense"], after)
-    layer = tf.keras.layers.TFSMLayer(str(tmp_path / "again"), call_endpoint="serving_default")
+    unoptimized_tf.saved_model.save(module, str(tmp_path / "again"), signatures=signatures)
+    again = unoptimized_tf.saved_model.load(str(tmp_path / "again"))
+    np.testing.assert_array_equal(
+        again.signatures["serving_default"](input_1=unoptimized_tf.constant(x))["dense"], after
+    )
+    layer = unoptimized_tf.keras.layers.TFSMLayer(str(tmp_path / "again"), call_endpoint="serving_default")
     np.testing.assert_array_equal(layer(x)["dense"], after)
 
 
@@ -208,7 +214,7 @@ def test_kws_trains_and_is_saved_again(tf: Any, quantized_kws: tuple[gq.Result, 
 
 
 @pytest.fixture(scope="module")
-def gate(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
+def gate(unoptimized_tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
     """A Keras 3 model with a branch in a tf.function, exported, quantized and saved."""
     import keras
 
@@ -219,10 +225,14 @@ def gate(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, 
             self.a = self.add_weight(shape=(shape[-1], 6), name="a")
             self.b = self.add_weight(shape=(shape[-1], 6), name="b")
 
-        @tf.function  # type: ignore[untyped-decorator]
+        @unoptimized_tf.function  # type: ignore[untyped-decorator]
         def inner(self, x: Any) -> Any:
-            positive = tf.reduce_mean(x) > 0.1
-            return tf.cond(positive, lambda: tf.nn.relu(tf.matmul(x, self.a)), lambda: tf.matmul(x, self.b))
+            positive = unoptimized_tf.reduce_mean(x) > 0.1
+            return unoptimized_tf.cond(
+                positive,
+                lambda: unoptimized_tf.nn.relu(unoptimized_tf.matmul(x, self.a)),
+                lambda: unoptimized_tf.matmul(x, self.b),
+            )
 
         def call(self, x: Any) -> Any:
             return self.inner(x)
@@ -284,49 +294,51 @@ def gate_by_hand(tf: Any, result: gq.Result, loaded: Any, x: Array) -> tuple[Arr
     return np.asarray(hand.quantized(y, "@identity") if ("@identity", 0) in hand.by_use else y), branch
 
 
-def test_keras_export_answers_as_written_by_hand(tf: Any, gate: tuple[gq.Result, Path]) -> None:
+def test_keras_export_answers_as_written_by_hand(unoptimized_tf: Any, gate: tuple[gq.Result, Path]) -> None:
     """`serve` and the signature equal the hand-written model bit for bit, in both branches."""
     result, path = gate
-    loaded = tf.saved_model.load(str(path))
+    loaded = unoptimized_tf.saved_model.load(str(path))
     assert summarize_model(result.model).float_clone_ops == ()
     branches = []
     for x in (pictures(4), 0.05 * pictures(4)):
-        expected, branch = gate_by_hand(tf, result, loaded, x)
+        expected, branch = gate_by_hand(unoptimized_tf, result, loaded, x)
         branches.append(branch)
         np.testing.assert_array_equal(loaded.serve(x), expected)
         ((name, _),) = loaded.signatures["serving_default"].structured_input_signature[1].items()
         np.testing.assert_array_equal(
-            loaded.signatures["serving_default"](**{name: tf.constant(x)})["output_0"], expected
+            loaded.signatures["serving_default"](**{name: unoptimized_tf.constant(x)})["output_0"], expected
         )
     assert branches == ["true", "false"]
 
 
-def test_keras_export_trains_and_is_saved_again(tf: Any, gate: tuple[gq.Result, Path], tmp_path: Path) -> None:
+def test_keras_export_trains_and_is_saved_again(
+    unoptimized_tf: Any, gate: tuple[gq.Result, Path], tmp_path: Path
+) -> None:
     """Five SGD steps through `serve` lower the loss in both branches; then saving and use as a layer."""
     _, path = gate
-    loaded = tf.saved_model.load(str(path))
+    loaded = unoptimized_tf.saved_model.load(str(path))
     for x in (pictures(4), 0.05 * pictures(4)):
         target = 0.5 * loaded.serve(x)
 
         def loss(x: Array = x, target: Any = target) -> Any:
-            return tf.reduce_mean((loaded.serve(x) - target) ** 2)
+            return unoptimized_tf.reduce_mean((loaded.serve(x) - target) ** 2)
 
         variables = [
             variable
             for variable in loaded.trainable_variables
             if variable.name[:6] != ("gate/b" if x.mean() > 0.5 else "gate/a")
         ]
-        losses = descend(tf, loss, variables, 0.02)
+        losses = descend(unoptimized_tf, loss, variables, 0.02)
         assert losses[-1] < losses[0]
     x = pictures(4)
-    tf.saved_model.save(loaded, str(tmp_path / "again"), signatures=loaded.signatures)
-    again = tf.saved_model.load(str(tmp_path / "again"))
+    unoptimized_tf.saved_model.save(loaded, str(tmp_path / "again"), signatures=loaded.signatures)
+    again = unoptimized_tf.saved_model.load(str(tmp_path / "again"))
     np.testing.assert_array_equal(again.serve(x), loaded.serve(x))
-    layer = tf.keras.layers.TFSMLayer(str(tmp_path / "again"), call_endpoint="serve")
+    layer = unoptimized_tf.keras.layers.TFSMLayer(str(tmp_path / "again"), call_endpoint="serve")
     np.testing.assert_array_equal(layer(x), loaded.serve(x))
 
 
-def test_keras_export_frozen(tf: Any, gate: tuple[gq.Result, Path]) -> None:
+def test_keras_export_frozen(unoptimized_tf: Any, gate: tuple[gq.Result, Path]) -> None:
     """The frozen graph gives the same results, and ops have their names in the layers."""
     result, _ = gate
     frozen = gq.freeze(result.source)
@@ -342,18 +354,18 @@ def test_keras_export_frozen(tf: Any, gate: tuple[gq.Result, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def old(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def old(unoptimized_tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a TensorFlow 1 net, as "saved_model" and as "net.meta" with its checkpoint, and data."""
     folder = tmp_path_factory.mktemp("old")
-    v1, random = tf.compat.v1, np.random.default_rng(0)
-    with v1.Session(graph=tf.Graph()) as session, session.graph.as_default():
+    v1, random = unoptimized_tf.compat.v1, np.random.default_rng(0)
+    with v1.Session(graph=unoptimized_tf.Graph()) as session, session.graph.as_default():
         x = v1.placeholder("float32", [None, 8, 8, 3], name="image")
         kernel = random.normal(0, 0.3, (3, 3, 3, 4)).astype(np.float32)
         kernel = v1.get_variable("conv/kernel", initializer=kernel, use_resource=False)
         weight = random.normal(0, 0.3, (4, 2)).astype(np.float32)
         weight = v1.get_variable("dense/kernel", initializer=weight, use_resource=True)
-        y = tf.nn.relu(tf.nn.conv2d(x, kernel, 1, "SAME", name="conv/Conv2D"), name="relu")
-        y = tf.matmul(tf.reduce_mean(y, [1, 2], name="mean"), weight, name="logits")
+        y = unoptimized_tf.nn.relu(unoptimized_tf.nn.conv2d(x, kernel, 1, "SAME", name="conv/Conv2D"), name="relu")
+        y = unoptimized_tf.matmul(unoptimized_tf.reduce_mean(y, [1, 2], name="mean"), weight, name="logits")
         session.run(v1.global_variables_initializer())
         builder = v1.saved_model.builder.SavedModelBuilder(str(folder / "saved_model"))
         signature = v1.saved_model.predict_signature_def({"image": x}, {"logits": y})
@@ -376,12 +388,12 @@ def old_by_hand(tf: Any, result: gq.Result, values: dict[str, Array], x: Array) 
 
 
 @pytest.mark.parametrize("form", ["saved_model", "net.meta"])
-def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -> None:
+def test_tf1_models_still_train(unoptimized_tf: Any, old: Path, tmp_path: Path, form: str) -> None:
     """TensorFlow 1 models: loading, results equal to hand-written ones, five SGD steps, saving, loading again.
 
     The steps go through the graph itself, by `tf.gradients` of the signature's output.
     """
-    v1 = tf.compat.v1
+    v1 = unoptimized_tf.compat.v1
     result = gq.insert(old / form, data=str(old / "data.npz"), validate=False)
     path = result.save(tmp_path / form)
     config = v1.ConfigProto()
@@ -396,8 +408,8 @@ def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -
     x, target, losses = pictures(4), np.zeros((4, 2), np.float32), []
     checkpoint, keys = result.source.source.checkpoint()
     values = {name: checkpoint.read(keys[name]) for name in ("conv/kernel", "dense/kernel")}
-    expected = old_by_hand(tf, result, values, x)
-    with v1.Session(graph=tf.Graph(), config=config) as session, session.graph.as_default():
+    expected = old_by_hand(unoptimized_tf, result, values, x)
+    with v1.Session(graph=unoptimized_tf.Graph(), config=config) as session, session.graph.as_default():
         load(session, path)
         logits = session.graph.get_tensor_by_name("logits:0")
         (end,) = [insertion.output for insertion in result.inserted if insertion.site.tensor.op == "logits"]
@@ -406,8 +418,8 @@ def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -
         assert [variable.op.name for variable in variables] == ["conv/kernel", "dense/kernel"]
         np.testing.assert_array_equal(session.run(answer, {"image:0": x}), expected)
         assert np.abs(session.run(logits, {"image:0": x}) - expected).max() > 0
-        loss = tf.reduce_mean((answer - target) ** 2)
-        gradients = tf.gradients(loss, variables)
+        loss = unoptimized_tf.reduce_mean((answer - target) ** 2)
+        gradients = unoptimized_tf.gradients(loss, variables)
         step = [
             v1.assign_sub(variable, 0.05 * gradient) for variable, gradient in zip(variables, gradients, strict=True)
         ]
@@ -428,11 +440,11 @@ def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -
         else:
             v1.train.Saver().save(session, str(again / "net"))
             again /= "net.meta"
-    with v1.Session(graph=tf.Graph(), config=config) as session, session.graph.as_default():
+    with v1.Session(graph=unoptimized_tf.Graph(), config=config) as session, session.graph.as_default():
         load(session, again)
         np.testing.assert_array_equal(session.run(f"{end.op}:0", {"image:0": x}), after)
     if form == "saved_model":
-        layer = tf.keras.layers.TFSMLayer(str(again), call_endpoint="serving_default")
+        layer = unoptimized_tf.keras.layers.TFSMLayer(str(again), call_endpoint="serving_default")
         np.testing.assert_array_equal(layer(x)["logits"], after)
 
 
@@ -475,36 +487,38 @@ quantize = "input"
 
 
 @pytest.mark.parametrize("family", ["quantize-and-dequantize-v2", "quantize-and-dequantize-v4"])
-def test_gradients_through_the_loaded_model(tf: Any, tmp_path: Path, family: str) -> None:
+def test_gradients_through_the_loaded_model(unoptimized_tf: Any, tmp_path: Path, family: str) -> None:
     """V2 passes gradients through, V4 only within the range; five steps lower the loss."""
 
-    class Dense(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
+    class Dense(unoptimized_tf.Module):  # type: ignore[misc]  # TensorFlow has no types
         def __init__(self) -> None:
             super().__init__()
-            self.w = tf.Variable(np.random.default_rng(2).normal(0, 0.3, (5, 3)).astype(np.float32), name="w")
+            self.w = unoptimized_tf.Variable(
+                np.random.default_rng(2).normal(0, 0.3, (5, 3)).astype(np.float32), name="w"
+            )
 
-        @tf.function(input_signature=[tf.TensorSpec([None, 5])])  # type: ignore[untyped-decorator]
+        @unoptimized_tf.function(input_signature=[unoptimized_tf.TensorSpec([None, 5])])  # type: ignore[untyped-decorator]
         def __call__(self, x: Any) -> Any:
             return x @ self.w
 
     module = Dense()
-    tf.saved_model.save(module, str(tmp_path / "net"), signatures=module.__call__)
+    unoptimized_tf.saved_model.save(module, str(tmp_path / "net"), signatures=module.__call__)
     (tmp_path / "rules.toml").write_text(CLIPPED)
     result = gq.insert(tmp_path / "net", rules=[str(tmp_path / "rules.toml")], family=family)
-    loaded = tf.saved_model.load(str(result.save(tmp_path / "quantized")))
-    x = tf.constant(np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5))
+    loaded = unoptimized_tf.saved_model.load(str(result.save(tmp_path / "quantized")))
+    x = unoptimized_tf.constant(np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5))
     largest = float(np.abs(module.w.numpy()).max())
-    call = tf.quantization.quantize_and_dequantize_v2
+    call = unoptimized_tf.quantization.quantize_and_dequantize_v2
     quantized_x = call(x, -0.5, 0.5, range_given=True)
     quantized_w = call(module.w, -largest, largest, range_given=True)
-    with tf.GradientTape() as tape:
+    with unoptimized_tf.GradientTape() as tape:
         tape.watch(x)
         y = loaded(x)
-    seed = tf.constant(np.random.default_rng(3).normal(size=(4, 3)).astype(np.float32))
+    seed = unoptimized_tf.constant(np.random.default_rng(3).normal(size=(4, 3)).astype(np.float32))
     by_x, by_w = tape.gradient(y, [x, loaded.w], seed)
     np.testing.assert_allclose(y, quantized_x @ quantized_w, rtol=1e-6, atol=1e-6)
     inside = (np.abs(x) <= 0.5).astype(np.float32) if family.endswith("v4") else 1.0
-    np.testing.assert_allclose(by_x, (seed @ tf.transpose(quantized_w)) * inside, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(by_w, tf.transpose(quantized_x) @ seed, rtol=1e-6, atol=1e-6)
-    losses = descend(tf, lambda: tf.reduce_mean((loaded(x) - 0.1) ** 2), [loaded.w], 0.1)
+    np.testing.assert_allclose(by_x, (seed @ unoptimized_tf.transpose(quantized_w)) * inside, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(by_w, unoptimized_tf.transpose(quantized_x) @ seed, rtol=1e-6, atol=1e-6)
+    losses = descend(unoptimized_tf, lambda: unoptimized_tf.reduce_mean((loaded(x) - 0.1) ** 2), [loaded.w], 0.1)
     assert losses[-1] < losses[0]
