@@ -10,8 +10,8 @@ from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.backends import BrokenRule, Verdict, backend_of_rule_file, check_quantized_model
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import BOUNDARY_KINDS, QUANTIZATION_KINDS, STORED_KINDS, Model, Parameters, TensorRef, Use
-from graphquant.ir.op_matching import is_inserted, unquantized_source
+from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, Parameters, TensorRef, Use
+from graphquant.ir.op_matching import is_inserted, unclipped_source, unquantized_source
 from graphquant.numerics import QParams
 from graphquant.quantize import TIED_INPUT_NOT_QUANTIZED, Plan, Solution, clip_limits, explain_scale, solve_scales
 from graphquant.quantize.rewrite import rewrite
@@ -191,15 +191,14 @@ def explain_quantized(model: Model, name: str) -> tuple[Explanation, ...]:
 
     def tensor_names(tensor: TensorRef) -> tuple[str, ...]:
         """Names of a tensor: its own, and that of the quantized float tensor."""
-        is_quantized = model.op(tensor).kind in QUANTIZATION_KINDS
-        quantized_names = matcher.labels(unquantized_source(model, tensor)) if is_quantized else ()
-        return (*matcher.labels(tensor), *quantized_names)
+        source = unquantized_source(model, tensor)
+        return matcher.labels(tensor) if source == tensor else (*matcher.labels(tensor), *matcher.labels(source))
 
     explanations = []
     for tensor, use, requested_op in uses_by_name(matcher, name, tensor_names):
         if is_inserted(model.graphs[use.graph].op(use.op)):
             continue  # its consumers are explained instead
-        reading_op = quantization_ops.get((tensor.graph, tensor.op))
+        reading_op = quantization_ops.get(unclipped_source(model, tensor)[:2])
         source = unquantized_source(model, tensor)
         winner, outcome, reasons = "", FLOAT_OUTCOME, tuple[str, ...]()
         if reading_op is not None:

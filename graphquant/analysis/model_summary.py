@@ -24,6 +24,7 @@ from graphquant.ir import (
     Use,
     follow_to_end,
 )
+from graphquant.ir.op_matching import is_barrier
 from graphquant.qdq import family_of
 
 if TYPE_CHECKING:
@@ -202,7 +203,8 @@ def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
     def moved_input(current: TensorRef) -> TensorRef | None:
         home = graph.graphs[current.graph]
         op = home.op(current.op)
-        return home.source_of(Use(current.graph, current.op, op.main_slot)) if op.kind in COPYING_KINDS else None
+        is_copy = op.kind in COPYING_KINDS or is_barrier(home, op)
+        return home.source_of(Use(current.graph, current.op, op.main_slot)) if is_copy else None
 
     source = follow_to_end(tensor, moved_input, MAX_MOVEMENT_OPS)
     return graph.graphs[source.graph].op(source.op)

@@ -18,7 +18,6 @@ from graphquant.analysis.validation import Bounds, Validation, count_quantized_m
 from graphquant.api.calibrate import calibrate_command_line, check_samples, resolve_stats, run_calibration
 from graphquant.api.models import as_model, save
 from graphquant.api.plan import prepare_and_plan
-from graphquant.backends import backend_of_rule_file
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats, sites_needing_data
 from graphquant.calibration.holdout import CalibrationData, open_required_labels
 from graphquant.errors import EmptyResultError, NeedsDataError, UsageError
@@ -337,11 +336,9 @@ def _make_result(
         validation = validate_model(source, built.model, holdout, objective.bounds, progress)
         if trace is not None:
             validation = attach_sensitivity(validation, trace, built.model, built.insertions)
-    backends = {backend_of_rule_file(name) for name in plan.rules}
-    other_backend = bool(backends) and backends.isdisjoint({"", "onnxruntime"})
-    unjudged_reason = (
-        require_usable(source, built.model, validation, other_backend=other_backend) if built.insertions else ""
-    )
+    unjudged_reason = ""
+    if built.insertions:
+        unjudged_reason = require_usable(source, built.model, validation, other_backend=not plan.for_onnxruntime)
     return Result(
         model=built.model if built.insertions else source,
         source=source,

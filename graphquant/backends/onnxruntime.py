@@ -38,6 +38,7 @@ from graphquant.ir import (
     TensorRef,
     Use,
 )
+from graphquant.ir.op_matching import is_barrier
 from graphquant.quantize import clip_limits, saturates_like_clip
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class _RuntimeJudge:
 
     def _needs_verdict(self, graph: Graph, op: Op) -> bool:
         """Return whether an op gets a verdict: an integer op, or an op other than a quantization that uses floats."""
-        if op.kind in UNJUDGED_KINDS:
+        if op.kind in UNJUDGED_KINDS or is_barrier(graph, op):
             return False
         if _integer_kernel(self.model, graph, op):
             return True
@@ -311,8 +312,14 @@ class _FloatOp:
         return {
             slot: source
             for slot, tensor in self.slots
-            if tensor.graph == self.graph.name and (source := self.graph.op(tensor.op)).kind == "dequantize"
+            if tensor.graph == self.graph.name and (source := self.producer(tensor)).kind == "dequantize"
         }
+
+    def producer(self, tensor: TensorRef) -> Op:
+        """Return the op that computes a tensor of this graph, or the op before it if it is a barrier."""
+        op, model = self.graph.op(tensor.op), self.judge.optimized.model
+        source = self.graph.slots(op.name)[0] if is_barrier(self.graph, op) else None
+        return op if source is None else model.op(source)
 
     @cached_property
     def dtypes(self) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from graphquant.backends.findings import NOT_QUANTIZED, UNJUDGED_KINDS, BrokenRule, Verdict, make_verdict
 from graphquant.ir import FLOAT_TYPES, TRANSPARENT_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir.op_matching import is_barrier
 from graphquant.numerics import IntType, QParams
 from graphquant.qdq import read_qparams
 
@@ -71,7 +72,7 @@ class QuantizationReader:
         for _ in range(MAX_TRANSPARENT_OPS):
             graph = self.model.graphs[tensor.graph]
             input_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
-            if graph.op(tensor.op).kind not in TRANSPARENT_KINDS or input_tensor is None:
+            if input_tensor is None or not is_transparent(graph, graph.op(tensor.op)):
                 break
             tensor = input_tensor
         return tensor
@@ -92,7 +93,7 @@ class QuantizationReader:
             next_uses = []
             for use in pending:
                 reader = self.model.graphs[use.graph].op(use.op)
-                if reader.kind in TRANSPARENT_KINDS:
+                if is_transparent(self.model.graphs[use.graph], reader):
                     next_uses += self.model.graphs[use.graph].consumers(TensorRef(use.graph, use.op))
                 else:
                     yield use, reader
@@ -118,6 +119,11 @@ class QuantizationReader:
             op_params = read_qparams(home_graph, home_graph.op(name), self.parameters)
             self._params[key] = op_params if isinstance(op_params, QParams) else None
         return self._params[key]
+
+
+def is_transparent(graph: Graph, op: Op) -> bool:
+    """Return whether an op copies its input, as Identity, Dropout and a barrier do."""
+    return op.kind in TRANSPARENT_KINDS or is_barrier(graph, op)
 
 
 def same_quantization(first: QParams | None, second: QParams | None) -> bool:
@@ -208,7 +214,8 @@ class _TablePredictor:
         tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
         dtypes = {output.dtype for output in (*map(graph.output, tensors), *op.outputs)}
         all_parameters = bool(tensors) and all(map(self.quantizations.parameters.is_parameter, tensors))
-        return op.kind not in UNJUDGED_KINDS and not dtypes.isdisjoint(FLOAT_TYPES) and not all_parameters
+        is_unjudged = op.kind in UNJUDGED_KINDS or is_barrier(graph, op) or all_parameters
+        return not is_unjudged and not dtypes.isdisjoint(FLOAT_TYPES)
 
     def _fused_tail(self, graph: Graph, op: Op) -> Op:
         """Return the last of the ops that are fused with `op`."""

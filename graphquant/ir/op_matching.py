@@ -60,6 +60,12 @@ def is_inserted(op: Op) -> bool:
     return op.kind in QUANTIZATION_KINDS or (bool(op.anchor) and op.kind in INSERTED_HELPER_KINDS)
 
 
+def is_barrier(graph: Graph, op: Op) -> bool:
+    """Return True for a Clip without limits. `rewrite` adds it to keep optimizations away from a float op."""
+    operands = [tensor for tensor in graph.slots(op.name) if tensor is not None]
+    return op.type == "Clip" and len(operands) == 1 and op.attrs.keys().isdisjoint({"min", "max"})
+
+
 def unquantized_source(model: Model, tensor: TensorRef, *, only_helpers: bool = False) -> TensorRef:
     """Return `tensor` before it is quantized and dequantized, or `tensor` itself if it is not.
 

@@ -91,6 +91,10 @@ class Site:
         return FAMILIES[self.scheme.family or ""]
 
 
+OTHER_ONNX_BACKENDS = frozenset({"openvino", "qnn", "tensorrt", "vitis_ai"})
+"""Names of rule files for backends that run ONNX models without the optimizer of ONNX Runtime."""
+
+
 class SkipCode(StrEnum):
     """Machine-readable reason of a skip. The `reason` of the skip has the details."""
 
@@ -158,6 +162,12 @@ class Plan(HtmlRepresentation):
     unused: tuple[str, ...] = ()
     digest: str = ""
     algorithms: tuple[str, ...] = ()
+
+    @property
+    def for_onnxruntime(self) -> bool:
+        """True unless all rule files are for other backends of ONNX models by their names, as `qnn16` is."""
+        targets = {Path(rules).stem.rstrip("0123456789") for rules in self.rules}
+        return not targets or not targets <= OTHER_ONNX_BACKENDS
 
     def __post_init__(self) -> None:
         """Check the fields of an edited plan by themselves."""

@@ -11,13 +11,19 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir import (
+    DATA_MOVEMENT_KINDS,
+    QUANTIZATION_KINDS,
+    TRANSPARENT_KINDS,
     Graph,
     Model,
+    Op,
     Parameters,
     Shape,
     TensorRef,
     Use,
     check_invariants,
+    follow,
+    follow_to_end,
     fully_known_shape,
     paused_gc,
     unique_name,
@@ -33,6 +39,7 @@ from graphquant.numerics import (
     quantize,
 )
 from graphquant.qdq import QDQSite
+from graphquant.qdq.family import new_op
 from graphquant.quantize.plan import Plan, Site, check_plan
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
@@ -129,6 +136,8 @@ def rewrite(
             InsertedPair(site=site, params=params[index], outputs=outputs, folded=lowering.read_value is not None)
         )
     remove_unread_ops(changed, (pair.site.tensor for pair in inserted if pair.folded))
+    if plan.format == "onnx" and plan.for_onnxruntime:
+        _add_barriers(changed)
     check_invariants(changed, "rewrite")
     return changed, inserted
 
@@ -285,6 +294,70 @@ def _exceeds_type(value: Array, params: QParams, view: tuple[int, ...] | None) -
         np.array_equal(quantize(piece, slab_params), quantize(piece, replace(slab_params, type=wide, narrow=False)))
         for piece, slab_params in pieces
     )
+
+
+# ONNX Runtime from 1.22 on quantizes the float weight, per tensor, of a Conv, ConvTranspose or Gemm between a
+# DequantizeLinear and a QuantizeLinear, also if the plan keeps it in float. It moves pairs past ops that move values,
+# and joins a MatMul and an Add to a Gemm. It neither removes a Clip nor moves pairs past it, even one without limits.
+
+JOINED_KINDS = {"Conv": {"add", "mul", "batchnorm"}, "ConvTranspose": set[str](), "Gemm": {"add"}, "MatMul": {"add"}}
+"""Op types whose weight may be quantized, with the kinds that are joined with them if they read a constant."""
+
+MOVED_KINDS = DATA_MOVEMENT_KINDS | TRANSPARENT_KINDS
+ACTIVATION_KINDS = frozenset({"relu", "relu6", "clip"})
+
+
+def _add_barriers(model: Model) -> None:
+    """Add a Clip without limits before each float op whose weight ONNX Runtime would quantize."""
+    parameters = Parameters(model)
+
+    def source(tensor: TensorRef) -> TensorRef | None:
+        return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
+
+    def source_before_moves(tensor: TensorRef) -> TensorRef | None:
+        return source(tensor) if model.op(tensor).kind in MOVED_KINDS | {"pad"} else None
+
+    for graph in model.graphs.values():
+        barriers: dict[TensorRef, TensorRef] = {}
+        for op in [op for op in graph.ops() if op.type in JOINED_KINDS and not op.domain]:
+            data, weight = graph.slots(op.name)[:2]
+            if data is None or weight is None or not parameters.is_parameter(weight):
+                continue
+            origin = follow_to_end(data, source_before_moves)
+            is_float = all(model.op(tensor).kind not in QUANTIZATION_KINDS for tensor in follow(weight, source))
+            quantize_op = _find_quantize_op(graph, op.name, parameters) if is_float else None
+            rule = model.op(origin).rule or (quantize_op.rule if quantize_op is not None else "")
+            if model.op(origin).kind != "dequantize" or quantize_op is None or not rule:
+                continue  # the source model has both quantizations
+            if data not in barriers:
+                output = graph.output(data)
+                fields = {"kind": "clip", "type": "Clip", "rule": rule, "anchor": model.op(origin).anchor or str(data)}
+                barrier = new_op(graph, f"{op.name}/barrier", output.dtype, output.shape, **fields)
+                barriers[data] = graph.add_op(barrier, [data])
+            model.graphs[data.graph].reroute(data, [Use(graph.name, op.name, 0)], barriers[data])
+
+
+def _find_quantize_op(graph: Graph, name: str, parameters: Parameters) -> Op | None:
+    """Return the QuantizeLinear that ONNX Runtime finds after a float op; otherwise None."""
+    op_type = graph.op(name).type
+    is_gemm, joined_kinds = op_type != "MatMul", JOINED_KINDS[op_type]
+    for _ in range(len(graph)):
+        uses = [use for uses in graph.consumers_by_port(name).values() for use in uses]
+        readers = [graph.graphs[use.graph].op(use.op) for use in uses]
+        if readers and all(reader.kind == "quantize" for reader in readers):
+            return readers[0] if is_gemm else None
+        if len(readers) != 1 or uses[0].graph != graph.name:
+            break
+        reader = readers[0]
+        others = [tensor for tensor in graph.slots(reader.name) if tensor is not None and tensor.op != name]
+        if reader.kind in joined_kinds and all(map(parameters.is_parameter, others)):
+            is_gemm = True
+        elif reader.kind in MOVED_KINDS | ACTIVATION_KINDS:
+            joined_kinds = set()
+        else:
+            break
+        name = reader.name
+    return None
 
 
 class _InsertedOpNames:
