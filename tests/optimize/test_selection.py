@@ -191,10 +191,10 @@ def test_costs_of_selections():
 def test_lighter_selections():
     """Groups with at most 5% of the sum of errors get the rules' candidate again."""
     groups = [
-        make_group([], 2.0, 1.0, is_float=False),
-        make_group([], 0.05, 0.0, is_float=False),
-        make_group([], 0.051, 0.0, is_float=False),
-        make_group(["a"], 0.049, 0.0, is_float=False),
+        make_group([], 8.0, 4.0, is_float=False),
+        make_group([], 0.2, 0.0, is_float=False),
+        make_group([], 0.21, 0.0, is_float=False),
+        make_group(["a"], 0.19, 0.0, is_float=False),
     ]
     assert lighter_selection(groups, (1, 1, 1, 1)) == (1, 0, 1, 0)
     assert lighter_selection(groups, (1, 0, 0, 0)) == (1, 0, 0, 0)
@@ -229,11 +229,14 @@ def test_greedy_ops_that_do_not_help():
 def test_greedy_ops_are_returned():
     """Of ops that are not needed, the most expensive ones are returned, and of equal ones the first by name."""
     # Cheap ops gain most for their cost and are chosen first. The last one makes some of them unnecessary.
-    groups = [make_group([name], 1e-3) for name in "abcd"] + [make_group(["e"], 10e-3)]
+    groups = [make_group([name], 1) for name in "abcd"] + [make_group(["e"], 10)]
     costs = make_costs(a=1.0, b=1.0, c=2.0 - 1e-9, d=1.0, e=20.0)
-    assert _greedy_high_ops(groups, costs, 3.5e-3) == {key("e"), key("d")}
-    assert _greedy_high_ops(groups, costs, 4e-3) == {key("e")}
-    assert _greedy_high_ops(groups, costs, 2.5e-3) == {key("e"), key("d"), key("b")}
+    assert _greedy_high_ops(groups, costs, 3) == {key("e"), key("d")}
+    assert _greedy_high_ops(groups, costs, 4) == {key("e")}
+    assert _greedy_high_ops(groups, costs, 2.5) == {key("e"), key("d"), key("b")}
+    # Two ops of one group: its error counts once if both are returned.
+    groups = [make_group(["a", "b"], 1), make_group(["e"], 10)]
+    assert _greedy_high_ops(groups, make_costs(a=1.0, b=1.0, e=21.0), 1.5) == {key("e")}
 
 
 def scripted_search(groups, costs, met, *, target_sqnr=None, sqnr=20.0):
@@ -266,7 +269,7 @@ def test_everything_in_float_is_the_last_resort():
     """Groups in steps of 3.3 dB are tried up to the aim, eight times, and then everything in float."""
     groups = [make_group([f"op{index:02}"], 10 ** (-index / 2)) for index in range(MAX_EXHAUSTIVE_OPS)]
     costs = {op: 1.0 for group in groups for op in group.ops}
-    _, measured = scripted_search(groups, costs, lambda _: False)
+    _, measured = scripted_search(groups, costs, lambda _: False, sqnr=lambda chosen: 20.0 + sum(chosen))
     assert len(measured) == 1 + 6 + 1  # two of the eight aims have a selection that was measured already
     assert measured[-1] == (1,) * len(groups)
     result, measured = scripted_search(groups, costs, lambda chosen: sum(chosen) == len(groups))
@@ -341,6 +344,14 @@ def test_bisection_of_the_aim():
             groups, costs, lambda chosen, needed=needed: sum(chosen) >= needed, target_sqnr=30.0, sqnr=20.0
         )
         assert [sum(chosen) for chosen in measured] == counts
+
+
+def test_aims_that_differ_little_are_not_bisected():
+    """Aims that differ by 0.3 dB have no aim between them that is worth a plan."""
+    groups = [make_group([f"op{index:02}"], 1 / 32) for index in range(32)]
+    costs = {op: 1.0 for group in groups for op in group.ops}
+    _, measured = scripted_search(groups, costs, lambda chosen: sum(chosen) > 1, target_sqnr=30.0, sqnr=40.0)
+    assert [[*np.flatnonzero(chosen)] for chosen in measured] == [[], [0, 1, 2], [1, 2], [2], [1]]
 
 
 def test_cheaper_plans_end_after_six_misses():
