@@ -170,7 +170,7 @@ def judge(message: Any, data: str, rules: list[str], folder: Path) -> tuple[int,
     path = result.save(folder / "quantized.onnx")
     written = onnx.load(path)
     for graph in (written.graph, *written.functions):
-        for node in truth.nodes(graph):
+        for node in truth.all_nodes(graph):
             node.name = node.name or node.output[0]
     onnx.save(written, path)
     verdicts = check_quantized_model(gq.load(path), "onnxruntime").verdicts

@@ -137,7 +137,7 @@ def worst_sqnr(expected: list[list[np.ndarray]], found: list[list[np.ndarray]]) 
 def int8(model: Path) -> tuple[int, int]:
     """Ops that onnxruntime runs on integers, and those that it could."""
     message = truth.optimized(model)
-    for number, node in enumerate(truth.nodes(message.graph)):
+    for number, node in enumerate(truth.all_nodes(message.graph)):
         node.name = str(number)
     floats = _float_ops(message.graph)
     kinds = truth.runs_as(message)

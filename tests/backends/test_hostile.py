@@ -35,7 +35,7 @@ def test_mutated_models(start, tmp_path):
     ends = {"told": 0, "refused": 0}
     for seed in range(start, start + 100):
         rng = random.Random(seed)  # noqa: S311  # not a secret
-        message = oracle.build(rng.choice(NAMES))[0]
+        message = oracle.build_case(rng.choice(NAMES))[0]
         message = oracle.inside_if(message) if rng.random() < 0.3 else message
         fuzz.mutate_message(rng, message, rng.choice((1, 2, 4, 8)))
         (tmp_path / "model.onnx").write_bytes(fuzz.serialize(message))
@@ -56,6 +56,6 @@ def test_mutated_models(start, tmp_path):
 
 def test_reports_are_reproducible(tmp_path):
     """Reports of a model are equal each time it is loaded."""
-    onnx.save(oracle.build("silu")[0], tmp_path / "model.onnx")
+    onnx.save(oracle.build_case("silu")[0], tmp_path / "model.onnx")
     first, second = (check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime") for _ in range(2))
     assert first == second

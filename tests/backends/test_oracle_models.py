@@ -105,7 +105,7 @@ def test_models_of_onnxruntime_quantizer(name, options, tmp_path):
     written = tmp_path / "quantized.onnx"
     quantize_static(tmp_path / "float.onnx", written, Random(message), quant_format=QuantFormat.QDQ, **options)
     message = oracle.onnx.load(written)
-    for node in oracle.truth.nodes(message.graph):
+    for node in oracle.truth.all_nodes(message.graph):
         node.name = node.name or node.output[0]
     oracle.onnx.save(message, written)
     verdicts = ask_onnxruntime(oracle.gq.load(written))

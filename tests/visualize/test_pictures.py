@@ -133,7 +133,7 @@ def test_non_finite_numbers_are_omitted(quantized_drawing: Drawing) -> None:
     assert None in exported["ends"]
 
 
-@pytest.mark.parametrize("drawing_fixture", ["hostile", "quantized"])
+@pytest.mark.parametrize("drawing_fixture", ["hostile_drawing", "quantized_drawing"])
 def test_svg_is_well_formed(drawing_fixture: str, request: pytest.FixtureRequest) -> None:
     """The SVG is XML with an element per box, wire and annotation, and has no script."""
     drawing = request.getfixturevalue(drawing_fixture)
@@ -148,7 +148,7 @@ def test_svg_is_well_formed(drawing_fixture: str, request: pytest.FixtureRequest
     assert not list(root.iter(f"{name}script"))
 
 
-@pytest.mark.parametrize("drawing_fixture", ["hostile", "quantized"])
+@pytest.mark.parametrize("drawing_fixture", ["hostile_drawing", "quantized_drawing"])
 def test_graphml_is_read_by_networkx(drawing_fixture: str, request: pytest.FixtureRequest) -> None:
     """NetworkX reads the nodes and edges with types and quantization."""
     drawing = request.getfixturevalue(drawing_fixture)

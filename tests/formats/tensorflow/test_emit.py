@@ -210,17 +210,17 @@ def test_same_bytes_every_time() -> None:
 import hashlib, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_emit import insert, load, emit, proto, Use
+from test_emit import insert_fake_quant, load, emit, proto, Use
 model = load(Path({str(SAMPLES / "digits_rnn_saved_model")!r})).copy()
 for name in model.reachable_graphs():
     for op in list(model.graphs[name].ops()):
         if "weight" in op.roles:
-            insert(model, Use(name, op.name, 0))
+            insert_fake_quant(model, Use(name, op.name, 0))
 message = emit(model)
 print(hashlib.sha256(proto.to_binary(message) + proto.to_text(message).encode()).hexdigest())
 """
     digests = set()
-    for seed in ("0", "1", "2"):
+    for seed in ("0", "4321"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
         digests.add(process.stdout)
