@@ -104,6 +104,10 @@ def _float_source(model: Model, graph: Graph, op: Op) -> TensorRef | None:
         if len(home.consumers(float_tensor)) != 1 or len(data_inputs) != 1:
             break
         float_tensor = data_inputs[0]
+    if float_tensor is not None and model.op(float_tensor).kind == "cast":
+        operand, dtype = model.graphs[float_tensor.graph].slots(float_tensor.op)[0], op.outputs[0].dtype
+        if operand is not None and model.output(operand).dtype == dtype != model.output(float_tensor).dtype:
+            return operand
     return float_tensor
 
 
@@ -207,14 +211,14 @@ def _remove_reshape_pair(model: Model, edits: RecordedEdits, float_tensor: Tenso
 def _remove_quantize_chain(model: Model, edits: RecordedEdits, tensors: list[TensorRef]) -> None:
     """Remove the ops that produced the tensors of a removed op, unless something else reads them."""
     constants = list(tensors)
-    for tensor in tensors:
+    for tensor in dict.fromkeys(tensors):  # an invalid op may read one tensor in two slots
         current: TensorRef | None = tensor
-        while current is not None and model.op(current).kind in {"quantize", *CLAMPING_KINDS}:
+        while current is not None and model.op(current).kind in {"quantize", "cast", *CLAMPING_KINDS}:
             graph = model.graphs[current.graph]
             if graph.nx.adj[current.op]:
                 break
             operands = [operand for operand in graph.slots(current.op) if operand is not None]
             edits.remove(graph, current.op)
             constants = [operand for operand in constants if operand != current] + operands
-            current = next((operand for operand in operands if model.op(operand).kind in CLAMPING_KINDS), None)
+            current = next((source for source in operands if model.op(source).kind in {"cast", *CLAMPING_KINDS}), None)
     remove_unread_ops(model, constants, frozenset({"constant"}), edits)
