@@ -165,14 +165,19 @@ def bin_edges(sketch: Sketch) -> tuple[Array, Array]:
     return np.minimum(*ends), np.maximum(*ends)
 
 
+MAX_BUFFERED_VALUES = 1 << 11  # Values per tensor that are stored as they are, because a table needs more memory.
+ARRAY_OVERHEAD = 32  # values that take as much memory as the header of an array
+
+
 class HistogramBuilder:
     """Counts values by the leading part of their bit pattern, in a table whose entries never overflow."""
 
     def __init__(self, bits: int) -> None:
         """Create an empty histogram; `bits` are the mantissa bits of its bins."""
         self.bits = bits
-        self._table = histogram_kernel.new_histogram_table(bits)
-        self._free_capacity = histogram_kernel.TABLE_CAPACITY
+        self._table: Array | None = None
+        self._buffer: list[Array] = []
+        self._free_buffer = MAX_BUFFERED_VALUES
         self._spilled: list[tuple[Array, Array, Array]] = []
 
     def add(self, values: Array) -> tuple[float, float, bool]:
@@ -191,26 +196,44 @@ class HistogramBuilder:
         lows, highs, finite = zip(*results, strict=True)
         return min(lows), max(highs), all(finite)
 
-    def kernel_job(self, values: Array) -> tuple[Array, int, Array]:
+    def kernel_job(self, values: Array) -> KernelJob:
         """Return the kernel arguments that count `values`, at most `TABLE_CAPACITY`. The kernel must then be called."""
+        if self._table is None and values.size <= self._free_buffer:
+            self._free_buffer -= values.size + ARRAY_OVERHEAD
+            self._buffer.append(values.copy())
+            return values, 0, None
+        table = self._count_buffer()
         if values.size > self._free_capacity:
             # Full entries are few, since a full bin has a large share of all values.
-            spilled = histogram_kernel.unpack_entries(self._table, histogram_kernel.FULL_ENTRY, clear=True)
+            spilled = histogram_kernel.unpack_entries(table, histogram_kernel.FULL_ENTRY, clear=True)
             if spilled[0].size:
                 self._spilled = [merge_bins([*self._spilled, spilled])]
             self._free_capacity = histogram_kernel.TABLE_CAPACITY
         self._free_capacity -= values.size
-        return values, MANTISSA_BITS - self.bits, self._table
+        return values, MANTISSA_BITS - self.bits, table
+
+    def _count_buffer(self) -> Array:
+        """Move the buffered values to a table, and return it."""
+        if self._table is None:
+            self._table = histogram_kernel.new_histogram_table(self.bits)
+            self._free_capacity = histogram_kernel.TABLE_CAPACITY
+            buffer, self._buffer, self._free_buffer = self._buffer, [], MAX_BUFFERED_VALUES
+            self.add(np.concatenate([*buffer, np.zeros(0, np.float32)]))
+        return self._table
 
     def discard_nonfinite(self) -> None:
         """Clear the bins of values that are not finite, which the kernel counts too."""
+        if self._table is None:  # they are discarded when the buffer is counted
+            return
         for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
             self._table[code << self.bits : code + 1 << self.bits] = 0
 
     def bins(self) -> tuple[Array, Array, Array]:
         """Return the bins with values, uint32 (K,), ascending, their counts, int64 (K,), and sums, uint64 (K,)."""
-        parts = [*self._spilled, histogram_kernel.unpack_entries(self._table)]
-        return parts[0] if len(parts) == 1 else merge_bins(parts)
+        entries = histogram_kernel.unpack_entries(self._count_buffer())  # this may spill
+        bins = merge_bins([*self._spilled, entries]) if self._spilled else entries
+        self._table, self._spilled = None, [bins]
+        return bins
 
 
 SUBNORMAL_EXPONENT = 1074  # every float64 is an integer multiple of 2**-1074, the smallest denormal

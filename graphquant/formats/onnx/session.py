@@ -70,6 +70,8 @@ SESSION_PER_THREAD_BYTES = 1 << 24
 """Maximum size of a model for which each observing thread has a session of its own. The values of two runs that share a
 session are interleaved in its memory, which fragments it."""
 
+MAX_COPIED_TENSORS = 1 << 12  # Maximum number of watched tensors for which there are such sessions.
+
 _FATAL_LOG_LEVEL = 4  # errors are raised with the same text
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
 """If two sessions take turns, threads that spin while waiting for the next run take CPU time from the other session."""
@@ -135,6 +137,7 @@ class OnnxRunner:
         if all(spec.shape is not None and None not in spec.shape for spec in self.inputs) and not any(
             tensor.graph for tensor in tensors
         ):
+            self._full_watch = None
             self._full_watch = self._create_watch(tensors)  # `observe` reuses it
             static_counts = self._full_watch.static_element_counts(feed)
             if static_counts is not None:
@@ -174,13 +177,18 @@ class OnnxRunner:
             UnobservableTensorError: A tensor is `unobservable`.
             ModelError: onnxruntime rejects the model, or a run failed.
         """
-        watch_session, self._full_watch = self._full_watch, None
         if other_tensors:
-            watch_session = self._watch_by_flag({*tensors, *other_tensors})
-        elif watch_session is None or watch_session.probes.keys() != set(tensors):
-            watch_session = self._create_watch(tensors)
+            self._full_watch, watch_session = None, self._watch_by_flag({*tensors, *other_tensors})
+        else:
+            if self._full_watch is None or self._full_watch.probes.keys() != set(tensors):
+                self._full_watch = None  # free the previous session first
+                self._full_watch = self._create_watch(tensors)
+            watch_session = self._full_watch
+            if on_result is not None:  # After other calls, such as tests of batches, the same session is used again.
+                self._full_watch = None
         run = watch_session.run_function(tensors)
-        if on_result is not None and self._model_bytes <= SESSION_PER_THREAD_BYTES:
+        is_small = self._model_bytes <= SESSION_PER_THREAD_BYTES and len(watch_session.probes) <= MAX_COPIED_TENSORS
+        if on_result is not None and is_small:
             copies = [self._create_watch(list(watch_session.probes)) for _ in range(max_in_flight - 1)]
             run = _run_per_thread([run, *(copy.run_function(tensors) for copy in copies)])
         yield from prefetch(run, feeds, max_in_flight, on_result)
