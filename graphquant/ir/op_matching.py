@@ -15,8 +15,8 @@ from graphquant.ir.kinds import QUANTIZATION_KINDS, STORED_KINDS
 from graphquant.ir.traversal import follow_to_end
 from graphquant.ir.types import Op, OpKey, TensorRef, Use
 
-INSERTED_HELPER_KINDS = frozenset({"reshape", "max", "min", "clip"})
-"""Kinds that are inserted with Q/DQ ops, to merge channel axes and to limit values to a narrow range."""
+INSERTED_HELPER_KINDS = frozenset({"cast", "reshape", "max", "min", "clip"})
+"""Kinds that are inserted with Q/DQ ops: to widen float16, merge channel axes, and limit values to a narrow range."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

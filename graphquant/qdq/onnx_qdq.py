@@ -33,6 +33,8 @@ from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, add_constan
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Op, Parameters, TensorRef
 
+ONNX_FLOAT32 = 1  # TensorProto.FLOAT, the target type of a Cast
+
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
 """Opsets of 8-bit types and of int32 biases."""
 
@@ -107,10 +109,14 @@ class OnnxFamily(QDQFamily):
         if site.read_value is not None:
             source = graph.add_op(_new_integer_constant(graph, site, site.read_value, integer_dtype))
         else:
-            data = _add_clip(graph, site)
+            data, step = site.tensor, scale
+            if dtype == "float16":  # onnxruntime before 1.30 truncates float16 tensors instead of rounding them
+                cast = {"kind": "cast", "type": "Cast", "attrs": {"to": ONNX_FLOAT32}, "rule": site.rule}
+                data = graph.add_op(new_op(graph, f"{site.name}/float32", "float32", tensor_shape, **cast), [data])
+                step = _add_site_constant(graph, site, "scale_float32", scales.astype(np.float32))
             fields |= {"kind": "quantize", "type": "QuantizeLinear"}
             op = new_op(graph, site.name, integer_dtype.name, tensor_shape, **fields)
-            source = graph.add_op(op, [data, scale, zero_point])
+            source = graph.add_op(op, [_add_clip(graph, site, data), step, zero_point])
         fields |= {"kind": "dequantize", "type": "DequantizeLinear"}
         op = new_op(graph, f"{site.name}/dequant", dtype, tensor_shape, **fields)
         return graph.add_op(op, [source, scale, zero_point])
@@ -261,13 +267,13 @@ def _new_integer_constant(
     )
 
 
-def _add_clip(graph: Graph, site: QDQSite) -> TensorRef:
-    """Add Max and Min, which limit values to those of the type if its container has more.
+def _add_clip(graph: Graph, site: QDQSite, result: TensorRef) -> TensorRef:
+    """Add Max and Min, which limit the values of `result` to those of the type if its container has more.
 
     onnxruntime's QuantizeLinear to 4 bits per channel wraps around for values of 2**31 steps. Therefore a weight that
     stays float is always limited on both sides.
     """
-    params, result = site.static_params, site.tensor
+    params = site.static_params
     if isinstance(params.type, FloatType) or not site.needs_clip:
         return result
     output, shape = graph.output(result), tuple(size or 0 for size in site.shape or ())

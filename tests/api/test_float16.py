@@ -80,15 +80,18 @@ def test_activations_stay_float(float16_path):
     assert {skip.code for skip in result.skips if Use("", "c", 0) in skip.uses} == {SkipCode.SCHEME}
 
 
-def test_requantized_weights_are_equal(float16_path, tmp_path):
-    """Stored weights are dequantized to float16, and quantized again to the same values."""
-    first = gq.insert(float16_path, rules="weight_only")
+@pytest.mark.parametrize("float_weights", [False, True])
+def test_requantized_weights_are_equal(float16_path, tmp_path, float_weights):
+    """Stored weights are dequantized to float16, and quantized again to the same values; float weights are found."""
+    first = gq.insert(float16_path, rules="weight_only", float_weights=float_weights)
     saved = first.save(tmp_path / "once.onnx")
     assert gq.insert(saved, rules="weight_only").inserted == ()
-    again = gq.insert(saved, rules="weight_only", requantize=True)
+    again = gq.insert(saved, rules="weight_only", requantize=True, float_weights=float_weights)
     assert [new.site.tensor for new in again.inserted] == [old.site.tensor for old in first.inserted]
     for old, new in zip(first.inserted, again.inserted, strict=True):
         assert np.array_equal(old.params.scale, new.params.scale)
+    if float_weights:
+        assert onnx_format.emit(gq.strip(saved).model).graph == onnx.load(float16_path).graph
 
 
 @pytest.mark.parametrize("scale", [1e-6, 7e4])
