@@ -15,6 +15,7 @@ from graphquant.optimize.selection import (
     MAX_REFINE_PLANS,
     PlanQuality,
     _greedy_high_ops,
+    allocate_weight_bits,
     cheaper_selections,
     choose_selection,
     high_precision_ops,
@@ -411,6 +412,44 @@ def test_near_misses():
             sqnr=lambda chosen, miss=miss: 31.0 if sum(chosen) >= 4 else 30.0 - miss,
         )
         assert ["".join(map(str, chosen)) for chosen in measured] == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("sizes_and_errors", "chosen"),
+    [
+        # Each step is taken as soon as its bytes fit.
+        ([(10, 9.0), (20, 4.0), (40, 0.0)], {19: 0, 20: 1, 39: 1, 40: 2}),
+        # The second candidate is above the line between the others and is left out.
+        ([(10, 9.0), (20, 8.0), (30, 0.0)], {20: 0, 29: 0, 30: 2}),
+        # More bytes for a larger error or the same one are never worth it.
+        ([(10, 1.0), (20, 5.0)], {100: 0}),
+        ([(10, 1.0), (20, 1.0)], {100: 0}),
+        # The smallest candidate comes first, and is chosen even if it does not fit.
+        ([(20, 1.0), (10, 2.0)], {5: 1, 19: 1, 20: 0}),
+    ],
+)
+def test_weight_bits_of_one_group(sizes_and_errors, chosen):
+    """Steps along the convex hull of size and error, as far as the bytes allow."""
+    candidates = tuple(Candidate(name=f"{size}", size=size, error=error) for size, error in sizes_and_errors)
+    group = ScaleGroup(sites=(0,), ops=frozenset(), candidates=candidates)
+    assert {size: allocate_weight_bits([group], size)[0] for size in chosen} == chosen
+
+
+def test_weight_bits_of_several_groups():
+    """The largest error reduction per byte comes first; a step that does not fit makes room for smaller ones."""
+    groups = [
+        ScaleGroup(
+            sites=(0,),
+            ops=frozenset(),
+            candidates=(
+                Candidate(name="small", size=10, error=error),
+                Candidate(name="large", size=10 + extra, error=0.0),
+            ),
+        )
+        for error, extra in ((8.0, 4), (30.0, 10), (2.0, 2))
+    ]
+    for size, chosen in ((30, (0, 0, 0)), (33, (0, 0, 1)), (36, (1, 0, 1)), (41, (0, 1, 0)), (44, (1, 1, 0))):
+        assert allocate_weight_bits(groups, size) == chosen
 
 
 def test_limits():

@@ -264,6 +264,14 @@ def test_branches_that_a_product_can_scale(tmp_path: Path, monkeypatch: pytest.M
         skipped_target("smoothquant", group.name, group.obstacle)
         for group in collect_static_statistics(shared.model, shared.plan).groups
     )
+    # Here u produces the channels of the sum that it also reads, so that no product before it can scale it.
+    assert branches(make_state(tmp_path, NORM + "a = MatMul (l, u) y = Add (a, l)")) == []
+    # An op that is no matrix product reads the tensor too.
+    statistics = collect_static_statistics(state.model, state.plan)
+    group = next(group for group in statistics.groups if group.start.op == "l")
+    group.weight_uses[group.start].append(Use("", "y", 1))
+    group.constants.append(group.constants[-1]._replace(use=Use("", "y", 1)))
+    assert smoothquant._scalable_groups(statistics, group) == []
     for constant, kinds in (("FRAME_KINDS", {"layernorm"}), ("MATRIX_PRODUCT_KINDS", {"gemm"})):
         with monkeypatch.context() as patch:
             patch.setattr(smoothquant, constant, frozenset(kinds))
@@ -298,7 +306,10 @@ def test_other_sites_of_the_tensor_may_be_tied(tmp_path: Path) -> None:
     """A site of other uses of the same tensor does not concern the products."""
     state = make_state(tmp_path, BRANCHED)
     site = next(site for site in state.plan.sites if site.tensor.op == "l")
-    residual = replace(site, uses=(Use("", "y", 1),), tie=(Use("", "z", 0),))
-    statistics = collect_static_statistics(state.model, replace(state.plan, sites=(*state.plan.sites, residual)))
-    uses = [Use("", "a", 1), Use("", "c", 1)]
-    assert smoothquant._has_own_scale(statistics, TensorRef("", "l"), uses)
+    for tied_use, is_own in ((Use("", "y", 1), True), (Use("", "c", 0), False)):
+        own = replace(site, uses=tuple(use for use in site.uses if use != tied_use))
+        tied = replace(site, uses=(tied_use,), tie=(Use("", "z", 0),))
+        sites = (own if entry is site else entry for entry in state.plan.sites)
+        statistics = collect_static_statistics(state.model, replace(state.plan, sites=(*sites, tied)))
+        uses = [Use("", "a", 1), Use("", "c", 1)]
+        assert smoothquant._has_own_scale(statistics, TensorRef("", "l"), uses) == is_own
