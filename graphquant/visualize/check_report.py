@@ -14,13 +14,13 @@ from graphquant import __version__
 from graphquant.backends import LINT_CODES, CheckReport, Verdict
 from graphquant.errors import escape_unprintable
 from graphquant.utils.text import format_shape, join_limited
-from graphquant.visualize.tables import NameTable, group_values, join_names, plain_line, pluralize
+from graphquant.visualize.tables import Column, Table, group_values, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
     from graphquant.analysis import Explanation, ExplanationReport
-    from graphquant.backends.findings import FindingLevel
+    from graphquant.backends.findings import BrokenRule, FindingLevel
     from graphquant.backends.lint import LintCode
-    from graphquant.calibration.data.check import DataReport
+    from graphquant.calibration.data.check import DataReport, InputSummary
 
 CHECK_NAMES_SHOWN = 6  # number of op names in a line; the remaining ops are counted
 
@@ -65,16 +65,21 @@ def _verdict_sections(report: CheckReport) -> list[RenderableType]:
     if report.runs_as:
         sections.append(Text("  " + ", ".join(f"{count} {kind}" for kind, count in report.runs_as.items())))
     broken_rules = [(verdict, verdict.broken_rule) for verdict in report.verdicts if verdict.broken_rule is not None]
-    table = NameTable("float op", "type", "reason", "remedy")
-    for verdict, broken_rule in broken_rules:
-        if broken_rule.rule not in NAME_ONLY_RULES:
-            table.add_row(verdict.location, verdict.type, broken_rule.message, broken_rule.fix)
-    sections += [table] if table.row_count else []
+    table = Table(FLOAT_OP_COLUMNS, [pair for pair in broken_rules if pair[1].rule not in NAME_ONLY_RULES])
+    sections += [table] if table.rows else []
     for rule, prefix in NAME_ONLY_RULES.items():
         pairs = ((verdict.type, verdict.location) for verdict, broken in broken_rules if broken.rule == rule)
         for kind, names in sorted(group_values(pairs).items()):
             sections.append(plain_line(f"  {prefix} {kind}: {join_names(names, CHECK_NAMES_SHOWN)}", "dim"))
     return sections
+
+
+FLOAT_OP_COLUMNS: tuple[Column[tuple[Verdict, BrokenRule]], ...] = (
+    Column("float op", lambda pair: pair[0].location),
+    Column("type", lambda pair: pair[0].type),
+    Column("reason", lambda pair: pair[1].message),
+    Column("remedy", lambda pair: pair[1].fix),
+)
 
 
 def check_notices(report: CheckReport) -> list[Notice]:
@@ -101,18 +106,26 @@ IGNORED_SHOWN = 8
 
 def data_check_view(report: DataReport) -> RenderableType:
     """Render the table of inputs, ignored names, and findings."""
-    table = NameTable("input", "dtype", "in the model", "in the data", "low", "high", "mean", "NaN, inf")
-    for entry in report.inputs:
-        shapes = ("any" if shape is None else format_shape(shape) for shape in (entry.shape, entry.data_shape))
-        values = ("" if value is None else f"{value:.4g}" for value in (entry.low, entry.high, entry.mean))
-        table.add_row(entry.name, entry.dtype, *shapes, *values, f"{entry.nan}, {entry.inf}")
-    sections: list[RenderableType] = [table]
+    sections: list[RenderableType] = [Table(INPUT_COLUMNS, report.inputs)]
     if report.ignored:
         sections.append(plain_line(f"No input uses: {join_limited(report.ignored, IGNORED_SHOWN)}", "dim"))
     sections += [plain_line(finding.message, "yellow") for finding in report.findings]
     finding_text = pluralize(len(report.findings), "finding") if report.findings else "no findings"
     sections.append(plain_line(f"{pluralize(report.samples, 'sample')}, {finding_text}.", "bold"))
     return Group(*sections)
+
+
+INPUT_COLUMNS: tuple[Column[InputSummary], ...] = (
+    Column("input", lambda entry: entry.name),
+    Column("dtype", lambda entry: entry.dtype),
+    Column("in the model", lambda entry: "any" if entry.shape is None else format_shape(entry.shape)),
+    Column("in the data", lambda entry: "any" if entry.data_shape is None else format_shape(entry.data_shape)),
+    Column("low", lambda entry: entry.low, "{:.4g}".format, number=True),
+    Column("high", lambda entry: entry.high, "{:.4g}".format, number=True),
+    Column("mean", lambda entry: entry.mean, "{:.4g}".format, number=True),
+    Column("NaN", lambda entry: entry.nan, number=True),
+    Column("inf", lambda entry: entry.inf, number=True),
+)
 
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -14,7 +14,7 @@ from rich.text import Text
 from graphquant.calibration.data.check import FEW_SAMPLES, DataFinding
 from graphquant.errors import escape_unprintable
 from graphquant.utils.text import join_limited, percent
-from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
+from graphquant.visualize.tables import Column, Table, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
     from graphquant.analysis import Comparison, Differences, OutputFigures, SiteFigures
@@ -25,22 +25,24 @@ if TYPE_CHECKING:
 
 def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
     """Render the output metrics and the `top` quantized tensors with the largest errors of their own."""
-    sections: list[RenderableType] = [*data_warnings(comparison.data_findings), _output_table(comparison)]
+    sections = data_warnings(comparison.data_findings)
+    sections.append(Table(OUTPUT_COLUMNS, comparison.outputs))
     sections += [
         plain_line(f"{output.name}: {output.problem}", "bold red") for output in comparison.outputs if output.problem
     ]
     reason = f"nothing to compare: it was empty for all {pluralize(comparison.samples, 'sample')}"
     sections += [plain_line(f"{output.name}: {reason}", "yellow") for output in comparison.outputs if output.empty]
     if comparison.sites:
-        sections += ["", _site_table(comparison.sites[:top])]
+        sections += ["", Table(SITE_COLUMNS, comparison.sites[:top], note=lambda site: site.note)]
         omitted_count = len(comparison.sites) - top
         if omitted_count > 0:
             sections.append(Text(f"{omitted_count} more with smaller errors; --top 0 shows all.", style="dim"))
     if comparison.random:
         sections.append(Text("The data is RANDOM: the metrics do not apply to real data.", style="bold red"))
-    has_no_sqnr = comparison.sqnr == -math.inf
-    worst = "the worst output has no SQNR" if has_no_sqnr else f"worst output {_decibel_text(comparison.sqnr)} dB"
-    summary = [worst] if comparison.sqnr is not None else []
+    summary = []
+    if comparison.sqnr is not None:
+        worst = f"worst output {_decibel_text(comparison.sqnr)} dB"
+        summary = ["the worst output has no SQNR" if comparison.sqnr == -math.inf else worst]
     summary += [f"{_percent_text(comparison.agreement)} agree"] if comparison.agreement is not None else []
     figures = ", ".join(summary) or ("Nothing compared" if comparison.all_empty else "Compared")
     sections += uncertainty_lines(comparison)
@@ -53,39 +55,38 @@ def data_warnings(findings: Iterable[DataFinding]) -> list[RenderableType]:
     return [plain_line(f"warning: {finding.message}", "bold yellow") for finding in findings]
 
 
-def _output_table(comparison: Comparison) -> NameTable:
-    with_accuracy = any(output.accuracy for output in comparison.outputs)
-    columns = ["output", "SQNR dB", "cosine", "max diff", "agree", *(["accuracy"] if with_accuracy else [])]
-    table = NameTable(*columns, right=columns)
-    for output in comparison.outputs:
-        name = output.name if output.name == output.quantized_name else f"{output.name} = {output.quantized_name}"
-        cells = [name, _decibel_text(output.sqnr), "" if output.cosine is None else f"{output.cosine:.6f}"]
-        cells.append("" if output.empty else f"{output.max_error:.4g}")
-        cells.append("" if output.agreement is None else _percent_text(output.agreement))
-        if with_accuracy:
-            cells.append("" if output.accuracy is None else " to ".join(map(_percent_text, output.accuracy)))
-        table.add_row(*cells)
-    return table
-
-
-def _site_table(sites: tuple[SiteFigures, ...]) -> NameTable:
-    has_sensitivity = any(site.sensitivity is not None for site in sites)
-    columns = ["its own dB", "so far dB", *(["at outputs dB"] if has_sensitivity else [])]
-    table = NameTable("quantized tensor", "rule", *columns, right=columns)
-    for site in sites:
-        errors = [site.local, site.accumulated, *([site.sensitivity] if has_sensitivity else [])]
-        table.add_row(site.tensor, site.rule, *map(_decibel_text, errors), note=site.note)
-    return table
-
-
-def _decibel_text(value: float | None) -> str:
-    if value is None:
-        return ""
+def _decibel_text(value: float) -> str:
     return {math.inf: "equal", -math.inf: "none"}.get(value, f"{value:.2f}")
 
 
-def _percent_text(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.2f}%"
+def _percent_text(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+def _output_name(output: OutputFigures) -> str:
+    return output.name if output.name == output.quantized_name else f"{output.name} = {output.quantized_name}"
+
+
+def _accuracy(output: OutputFigures, side: int) -> float | None:
+    return None if output.accuracy is None else output.accuracy[side]
+
+
+OUTPUT_COLUMNS: tuple[Column[OutputFigures], ...] = (
+    Column("output", _output_name),
+    Column("SQNR", lambda output: output.sqnr, _decibel_text, unit="dB", number=True),
+    Column("cosine", lambda output: output.cosine, "{:.6f}".format, number=True),
+    Column("max diff", lambda output: None if output.empty else output.max_error, "{:.4g}".format, number=True),
+    Column("agree", lambda output: output.agreement, _percent_text, number=True),
+    Column("float accuracy", lambda output: _accuracy(output, 0), _percent_text, number=True, optional=True),
+    Column("accuracy", lambda output: _accuracy(output, 1), _percent_text, number=True, optional=True),
+)
+SITE_COLUMNS: tuple[Column[SiteFigures], ...] = (
+    Column("quantized tensor", lambda site: site.tensor),
+    Column("rule", lambda site: site.rule),
+    Column("its own", lambda site: site.local, _decibel_text, unit="dB", number=True),
+    Column("so far", lambda site: site.accumulated, _decibel_text, unit="dB", number=True),
+    Column("at outputs", lambda site: site.sensitivity, _decibel_text, unit="dB", number=True, optional=True),
+)
 
 
 CHANGE_SIGNS = {"op-added": "+", "site-added": "+", "op-removed": "-", "site-removed": "-"}  # `~` for changes

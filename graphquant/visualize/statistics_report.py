@@ -5,9 +5,9 @@ The page works from disk without scripts. With a model, the viewer shows the sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -21,18 +21,26 @@ from graphquant.visualize.histograms import (
     histogram_svg,
     histogram_thumbnail,
 )
-from graphquant.visualize.tables import NameTable, group_values, join_names, plain_line, pluralize
+from graphquant.visualize.tables import (
+    COLUMN_GAP,
+    Column,
+    Table,
+    group_values,
+    html_text,
+    join_names,
+    plain_line,
+    pluralize,
+)
 from graphquant.visualize.text import incomplete_stats
 from graphquant.visualize.viewer_data import page_head, viewer_file
 
 if TYPE_CHECKING:
     from graphquant.analysis.range_report import RangeReport, TensorRange
-    from graphquant.observers import QuantizationCost
+    from graphquant.observers import Sketch
 
 
 STATS_NAME_WIDTH, MIN_HISTOGRAM_WIDTH = 20, 16  # minimum widths of the name and histogram columns
 MAX_HISTOGRAM_WIDTH = 44  # maximum width of a histogram
-STATS_COLUMN_GAP = 2
 MAX_NOTES = 12  # maximum number of notes to print; the JSON data has all of them
 EXACT_SQNR = 140.0  # decibels from which on the result counts as exact: the precision of float32
 
@@ -73,10 +81,9 @@ def share_text(fraction: float) -> str:
     return f"{100 * fraction:.{2 if fraction < 0.1 else 3}g}%"  # noqa: PLR2004  # from here on, two digits are whole percentages
 
 
-def value_range_text(tensor_range: TensorRange) -> str:
+def value_range_text(sketch: Sketch) -> str:
     """Return the smallest and the largest observed value."""
-    sketch = tensor_range.sketch
-    return "" if sketch is None or sketch.empty else f"[{sketch.low.min():.4g}, {sketch.high.max():.4g}]"
+    return "" if sketch.empty else f"[{sketch.low.min():.4g}, {sketch.high.max():.4g}]"
 
 
 def stats_heading(report: RangeReport) -> str:
@@ -89,32 +96,38 @@ def stats_heading(report: RangeReport) -> str:
     return f"{report.model}: {pluralize(len(report.tensor_ranges), 'tensor')} with statistics of {path}, {coverage}"
 
 
-def _sqnr_text(cost: QuantizationCost) -> str:
-    """Return the estimated SQNR in dB to one decimal; "exact" if nothing is lost."""
-    return "exact" if cost.sqnr > EXACT_SQNR else f"{cost.sqnr:.1f}"
+def _decibel_text(sqnr: float) -> str:
+    """Return the estimated SQNR to one decimal; "exact" if nothing is lost."""
+    return "exact" if sqnr > EXACT_SQNR else f"{sqnr:.1f}"
 
 
-STATS_COLUMNS: dict[str, Callable[[TensorRange], str]] = {
-    "seen": value_range_text,
-    "values": lambda entry: f"{entry.sketch.count:,}" if entry.sketch else "",
-    "NaN": lambda entry: str(entry.sketch.nan) if entry.sketch else "",
-    "inf": lambda entry: str(entry.sketch.inf) if entry.sketch else "",
-}
+TENSOR: Column[TensorRange] = Column("tensor", lambda entry: entry.tensor)
+SEEN: Column[TensorRange] = Column("seen", lambda entry: entry.sketch, value_range_text)
+STATS_COLUMNS: tuple[Column[TensorRange], ...] = (
+    SEEN,
+    Column("values", lambda entry: entry.sketch and entry.sketch.count, "{:,}".format, number=True),
+    Column("NaN", lambda entry: (entry.sketch and entry.sketch.nan) or None, number=True),
+    Column("inf", lambda entry: (entry.sketch and entry.sketch.inf) or None, number=True),
+)
 """Columns of the page, and of the terminal without a model."""
 
-RANGE_COLUMNS: dict[str, Callable[[TensorRange], str]] = {
-    "SQNR": lambda entry: _sqnr_text(entry.cost) if entry.cost else "",
-    "clipped": lambda entry: (
-        f"{share_text(entry.cost.clipped_below)}, {share_text(entry.cost.clipped_above)}" if entry.cost else ""
+RANGE_COLUMNS: tuple[Column[TensorRange], ...] = (
+    Column("SQNR", lambda entry: entry.cost and entry.cost.sqnr, _decibel_text, number=True),
+    Column(
+        "clipped",
+        lambda entry: entry.cost,
+        lambda cost: f"{share_text(cost.clipped_below)}, {share_text(cost.clipped_above)}",
     ),
-    "range": lambda entry: (
-        f"[{entry.params.range.low.min():.4g}, {entry.params.range.high.max():.4g}]" if entry.params else ""
+    Column(
+        "range",
+        lambda entry: entry.params and entry.params.range,
+        lambda ends: f"[{ends.low.min():.4g}, {ends.high.max():.4g}]",
     ),
-    "method": lambda entry: f"{entry.method}: {entry.auto_method}" if entry.auto_method else entry.method,
-    "seen": value_range_text,
-    "type": lambda entry: entry.params.type.name if entry.params else "",
-    "rule": lambda entry: escape_unprintable(entry.rule),
-}
+    Column("method", lambda entry: f"{entry.method}: {entry.auto_method}" if entry.auto_method else entry.method),
+    SEEN,
+    Column("type", lambda entry: entry.params and entry.params.type.name),
+    Column("rule", lambda entry: entry.rule),
+)
 """Columns with a model, the most important first."""
 
 
@@ -123,37 +136,31 @@ class _RangeTable:
     """Table that drops columns from the right until names and histograms fit."""
 
     ranges: Sequence[TensorRange]
-    columns: Mapping[str, Callable[[TensorRange], str]]
+    columns: Sequence[Column[TensorRange]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = [escape_unprintable(str(entry.tensor)) for entry in self.ranges]
-        longest = max(map(len, [*names, "tensor"]))
-        room = options.max_width - min(longest, STATS_NAME_WIDTH) - MIN_HISTOGRAM_WIDTH - STATS_COLUMN_GAP
-        fitting: dict[str, list[str]] = {}
-        omitted: list[str] = []
-        used = 0
-        for title, text_of in self.columns.items():
-            cells = [text_of(entry) for entry in self.ranges]
-            if title in {"NaN", "inf"}:
-                cells = ["" if cell == "0" else cell for cell in cells]
-            width = max(map(len, (*cells, title))) + STATS_COLUMN_GAP
-            if omitted or used + width > room:
-                omitted.append(title)
-            else:
-                used += width
-                fitting[title] = cells
-        width = options.max_width - used - STATS_COLUMN_GAP - min(longest, options.max_width // 3)
+        longest, *widths = (self._width(column) for column in (TENSOR, *self.columns))
+        room = options.max_width - min(longest, STATS_NAME_WIDTH) - MIN_HISTOGRAM_WIDTH - COLUMN_GAP
+        ends = [*accumulate(width + COLUMN_GAP for width in widths)]
+        count = sum(end <= room for end in ends)
+        width = (
+            options.max_width - (ends[count - 1] if count else 0) - COLUMN_GAP - min(longest, options.max_width // 3)
+        )
         width = max(MIN_HISTOGRAM_WIDTH, min(MAX_HISTOGRAM_WIDTH, width))
-        table = NameTable("tensor", "histogram", *fitting, right=("SQNR", "NaN", "inf"))
-        for row, entry in enumerate(self.ranges):
-            histogram = Text("")
-            if entry.sketch is not None:
-                bars = histogram_line(entry.sketch, entry.params, width, ascii_only=options.ascii_only)
-                histogram = Text.assemble((bars[0], "red"), bars[1], (bars[2], "red"))
-            table.add_row(names[row], histogram, *(cells[row] for cells in fitting.values()))
-        yield table
-        if omitted:
-            yield plain_line(f"For more columns ({', '.join(omitted)}) widen the terminal.", style="dim")
+
+        def draw_bars(entry: TensorRange) -> Text | None:
+            if entry.sketch is None:
+                return None
+            bars = histogram_line(entry.sketch, entry.params, width, ascii_only=options.ascii_only)
+            return Text.assemble((bars[0], "red"), bars[1], (bars[2], "red"))
+
+        histogram: Column[TensorRange] = Column("histogram", draw_bars, lambda bars: bars)
+        yield Table((TENSOR, histogram, *self.columns[:count]), self.ranges)
+        if omitted := ", ".join(column.name for column in self.columns[count:]):
+            yield plain_line(f"For more columns ({omitted}) widen the terminal.", style="dim")
+
+    def _width(self, column: Column[TensorRange]) -> int:
+        return max(len(escape_unprintable(str(text))) for text in (column.heading, *map(column.cell, self.ranges)))
 
 
 STATS_LEGEND = (
@@ -170,8 +177,8 @@ def _stats_lines(report: RangeReport) -> Iterator[str]:
     title = str(report.path or "statistics")
     style = f"\n{viewer_file('statistics.css')}{HISTOGRAM_STYLE}"
     yield page_head(f"{title}: statistics", style) + "<body>"
-    yield f"<h1>{_stats_text(title)}</h1>"
-    yield f"<p>{_stats_text(stats_heading(report))}.</p>"
+    yield f"<h1>{html_text(title)}</h1>"
+    yield f"<p>{html_text(stats_heading(report))}.</p>"
     stats = report.stats
     if stats.random:
         yield '<p class="warn">The data is RANDOM: use the statistics for tests only.</p>'
@@ -186,29 +193,29 @@ def _stats_lines(report: RangeReport) -> Iterator[str]:
 
 
 def _stats_table(report: RangeReport) -> Iterator[str]:
-    classes = {"tensor": "name", "histogram": "", "seen": "", "values": "right", "NaN": "right", "inf": "right"}
-    yield '<div class="scroll"><table><thead><tr>'
-    yield "".join(f'<th class="{kind}">{title}</th>' for title, kind in classes.items())
-    yield "</tr></thead><tbody>"
-    for number, entry in enumerate(report.tensor_ranges):
-        link = f'<a href="#t{number}">{_stats_text(str(entry.tensor))}</a>'
-        thumbnail = histogram_thumbnail(entry.sketch) if entry.sketch else ""
-        cells = [link, thumbnail, *(_stats_text(text_of(entry)) for text_of in STATS_COLUMNS.values())]
-        columns = (f'<td class="{kind}">{cell}</td>' for cell, kind in zip(cells, classes.values(), strict=True))
-        yield f"<tr>{''.join(columns)}</tr>"
-    yield "</tbody></table></div>"
+    numbers = {entry.tensor: number for number, entry in enumerate(report.tensor_ranges)}
+    histogram: Column[TensorRange] = Column("histogram", lambda entry: entry.sketch)
+    special = {
+        "tensor": lambda row: (
+            f'<td class="name"><a href="#t{numbers[row.tensor]}">{html_text(str(row.tensor))}</a></td>'
+        ),
+        "histogram": lambda row: f"<td>{histogram_thumbnail(row.sketch) if row.sketch else ''}</td>",
+    }
+    yield '<div class="scroll"><table>'
+    yield from Table((TENSOR, histogram, *STATS_COLUMNS), report.tensor_ranges).html_lines(special)
+    yield "</table></div>"
 
 
 def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
-    yield f'<section id="t{number}"><h2>{_stats_text(str(tensor_range.tensor))}</h2>'
+    yield f'<section id="t{number}"><h2>{html_text(str(tensor_range.tensor))}</h2>'
     sketch = tensor_range.sketch
     if sketch is not None:
-        ends = value_range_text(tensor_range)
+        ends = value_range_text(sketch)
         facts = [f"{sketch.count:,} values" + (f" in {ends}" if ends else ", none finite")]
         facts += [f"{count:,} {label}" for count, label in ((sketch.nan, "NaN"), (sketch.inf, "infinite")) if count]
-        yield f"<p>{_stats_text('; '.join(facts))}.</p>"
+        yield f"<p>{html_text('; '.join(facts))}.</p>"
     if tensor_range.note:
-        yield f'<p class="warn">{_stats_text(tensor_range.note)}</p>'
+        yield f'<p class="warn">{html_text(tensor_range.note)}</p>'
     if sketch is not None and sketch.low.ndim:
         yield channel_ranges_svg(sketch)
     elif sketch is not None and sketch.counts.size:
@@ -216,7 +223,3 @@ def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
     elif sketch is not None:
         yield '<p class="soft">No histogram was stored.</p>'
     yield "</section>"
-
-
-def _stats_text(text: str) -> str:
-    return escape(escape_unprintable(text))

@@ -1,12 +1,16 @@
-"""Building blocks of terminal output: consoles, lines, and tables whose first column is a name."""
+"""Tables in text, Markdown, HTML and CSV from one list of columns; consoles and lines of terminal output."""
 
 from __future__ import annotations
 
+import csv
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from html import escape
 from io import StringIO
-from typing import IO, TYPE_CHECKING, TypeVar
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -21,12 +25,17 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+Row = TypeVar("Row")
+CellMarkup = Mapping[str, Callable[[Row], str]]
+"""Functions that return the markup of a row's cell, by the name of the column."""
 
 NAMES_SHOWN = 3  # names in a cell; the remaining ones are counted
 UNFOLDED_WIDTH = 10_000  # width for output that is not a terminal: one line per site, for grep and diff
 COLUMN_GAP = 2  # spaces between columns
 MIN_NAME_WIDTH = 16  # minimum width of a column of names; below it, names get lines of their own
 CELL_INDENT = 4  # indentation of cells on a line of their own
+MAX_MARKDOWN_LENGTH = 600  # maximum number of characters of a Markdown cell
+NO_MARKUP: Mapping[str, Callable[[Any], str]] = MappingProxyType({})
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
@@ -56,7 +65,9 @@ def plain_line(text: str, style: str = "") -> Text:
 
 
 def format_value_range(values: Array, single_format: str, span_format: str = "") -> str:
-    """Format a single value with `single_format`, or the lowest and highest with `span_format`."""
+    """Format a single value with `single_format`, or the lowest and highest with `span_format`; "" without values."""
+    if not values.size:
+        return ""
     low, high = np.min(values).item(), np.max(values).item()
     span_format = span_format or single_format
     return format(low, single_format) if low == high else f"{low:{span_format}}..{high:{span_format}}"
@@ -81,62 +92,146 @@ def group_values(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
     return groups
 
 
-class NameTable:
-    """Table of names and their cells.
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """A column of a table in text, Markdown, HTML and CSV. A cell is empty if its value is None."""
 
-    A row that fits is one line. Names are never folded, so that they can be copied and searched.
-    """
-
-    def __init__(self, *columns: str, right: Collection[str] = ()) -> None:
-        """Create a table. `columns` are the titles, the name's first; columns in `right` are right-aligned."""
-        self._columns = columns
-        self._right = [title in right for title in columns[1:]]
-        self._rows: list[tuple[str, list[Text], str, str]] = []
-
-    def add_row(self, name: str, *cells: str | Text, style: str = "", note: str = "") -> None:
-        """Add a name and its cells; a note is printed on a line below."""
-        texts = [Text(escape_unprintable(cell)) if isinstance(cell, str) else cell for cell in cells]
-        self._rows.append((escape_unprintable(name), texts, style, escape_unprintable(note)))
+    name: str
+    value: Callable[[Row], Any]
+    form: Callable[[Any], str | Text] = str  # text of a value
+    unit: str = ""  # unit of all values, for the heading
+    number: bool = False  # numbers are right-aligned, are sort keys in HTML, and stay unrounded in CSV
+    optional: bool = False  # a table omits the column if all of its cells are empty
 
     @property
-    def row_count(self) -> int:
-        """Number of rows."""
-        return len(self._rows)
+    def heading(self) -> str:
+        """Name and unit."""
+        return f"{self.name} {self.unit}".rstrip()
+
+    def cell(self, row: Row) -> str | Text:
+        """Return the text of a cell."""
+        value = self.value(row)
+        return "" if value is None else self.form(value)
+
+    def csv_cell(self, row: Row) -> Any:
+        """Return a number as it is, or escaped text."""
+        return self.value(row) if self.number else escape_unprintable(str(self.cell(row)))
+
+    def markdown_cell(self, row: Row) -> str:
+        """Return a cell as Markdown."""
+        return escape_markdown(str(self.cell(row)))
+
+    def html_cell(self, row: Row) -> str:
+        """Return a cell as HTML, with the value of a number as its sort key."""
+        value, text = self.value(row), html_text(str(self.cell(row)))
+        if not self.number:
+            return f"<td>{text}</td>"
+        sort_key = "" if value is None else f"{value:.6g}"
+        return f'<td class="n" data-v="{sort_key}">{text}</td>'
+
+    def html_head(self) -> str:
+        """Return the heading as HTML."""
+        kind = ' class="n"' if self.number else ""
+        return f"<th{kind}>{html_text(self.heading)}</th>"
+
+
+def html_text(text: str) -> str:
+    """Escape text for HTML; lines stay lines."""
+    return escape("\n".join(map(escape_unprintable, text.split("\n"))))
+
+
+def escape_markdown(text: str) -> str:
+    """Escape text so that it has no markup, mention or end of a cell, and shorten it."""
+    visible = escape_unprintable(text.replace("\n", " "))
+    visible = visible if len(visible) <= MAX_MARKDOWN_LENGTH else f"{visible[:MAX_MARKDOWN_LENGTH]}..."
+    return "".join(f"&#{ord(char)};" if char in "&<>|*_`[]\\~#@!:$" else char for char in visible)
+
+
+def _padded(column: Column[Any], cell: Text, width: int) -> Text:
+    """Return a cell padded to the width, with a gap before it."""
+    gap, spaces = " " * COLUMN_GAP, " " * (width - cell.cell_len)
+    return Text.assemble(gap, spaces, cell) if column.number else Text.assemble(gap, cell, spaces)
+
+
+class Table(Generic[Row]):
+    """Rows and the columns that show them; the first column is a name.
+
+    In a terminal, a row that fits is one line. Names are never folded, so that they can be copied and searched. A style
+    applies to a whole row, and a note is printed below it.
+    """
+
+    def __init__(
+        self,
+        columns: Iterable[Column[Row]],
+        rows: Iterable[Row],
+        *,
+        style: Callable[[Row], str] = lambda _: "",
+        note: Callable[[Row], str] = lambda _: "",
+    ) -> None:
+        self.rows = list(rows)
+        self.columns = [
+            column
+            for column in columns
+            if not column.optional or any(column.value(row) is not None for row in self.rows)
+        ]
+        self._style, self._note = style, note
+
+    def csv_text(self) -> str:
+        """Return CSV with numbers instead of formatted text."""
+        file = StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(column.heading for column in self.columns)
+        writer.writerows([column.csv_cell(row) for column in self.columns] for row in self.rows)
+        return file.getvalue()
+
+    def markdown_lines(self, special: CellMarkup[Row] = NO_MARKUP) -> list[str]:
+        """Return two lines of headings, then a line for each row. `special` replaces cells of the columns it names."""
+        cells = [special.get(column.name, column.markdown_cell) for column in self.columns]
+        lines = [[escape_markdown(column.heading) for column in self.columns]]
+        lines.append(["---:" if column.number else "---" for column in self.columns])
+        lines += [[cell(row) for cell in cells] for row in self.rows]
+        return [f"| {' | '.join(line)} |" for line in lines]
+
+    def html_lines(
+        self,
+        special: CellMarkup[Row] = NO_MARKUP,
+        head: Callable[[Column[Row]], str] = Column.html_head,
+        attributes: Callable[[Row], str] = lambda _: "",
+    ) -> Iterator[str]:
+        """Yield the head and the body of an HTML table. `special` replaces cells of the columns it names."""
+        cells = [special.get(column.name, column.html_cell) for column in self.columns]
+        yield f"<thead><tr>{''.join(map(head, self.columns))}</tr></thead><tbody>"
+        for row in self.rows:
+            yield f"<tr{attributes(row)}>{''.join(cell(row) for cell in cells)}</tr>"
+        yield "</tbody>"
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        heads = [Text(title) for title in self._columns[1:]]
-        rows = [(self._columns[0], heads, "bold", ""), *self._rows]
-        longest = max(Text(name).cell_len for name, *_ in rows)
-        widths = [max(cell.cell_len for cell in column) for column in zip(*(row[1] for row in rows), strict=True)]
+        heads = [Text(column.heading) for column in self.columns]
+        rows = [(heads, "bold", "")]
+        for row in self.rows:
+            texts = (column.cell(row) for column in self.columns)
+            cells = [Text(escape_unprintable(text)) if isinstance(text, str) else text for text in texts]
+            rows.append((cells, self._style(row), escape_unprintable(self._note(row))))
+        longest, *widths = (
+            max(cell.cell_len for cell in column) for column in zip(*(cells for cells, *_ in rows), strict=True)
+        )
         cells_width = sum(widths) + COLUMN_GAP * len(widths)
         name_width = min(longest, options.max_width - cells_width)
-        for name, cells, style, note in rows:
-            padded = [
-                self._padded(cell, column_number, width)
-                for column_number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ]
+        for (name, *cells), style, note in rows:
+            padded = map(_padded, self.columns[1:], cells, widths)
             line = Text.assemble(*padded, style=style)
             line.rstrip()
+            unfolded = Text(name.plain, style, no_wrap=True, overflow="ignore")
             if name_width >= min(longest, MIN_NAME_WIDTH):
-                overflows = Text(name).cell_len > name_width
-                yield from [_unfolded_name(name, style)] if overflows else []
-                label = Text(" " * name_width if overflows else name + " " * (name_width - Text(name).cell_len))
+                overflows = name.cell_len > name_width
+                yield from [unfolded] if overflows else []
+                label = " " * name_width if overflows else name.plain + " " * (name_width - name.cell_len)
                 yield Text.assemble(label, line, style=style)
             else:
                 if cells_width + CELL_INDENT > options.max_width:
                     line = Text(" " * COLUMN_GAP, style).join([cell for cell in cells if cell])
                 else:
                     line = line[COLUMN_GAP:]
-                yield _unfolded_name(name, style)
+                yield unfolded
                 yield from [Padding(line, (0, 0, 0, CELL_INDENT))] if line.plain.strip() else []
             yield from [Padding(Text(note, "dim"), (0, 0, 0, COLUMN_GAP))] if note else []
-
-    def _padded(self, cell: Text, column_number: int, width: int) -> Text:
-        """Return a cell padded to the width, with a gap before it."""
-        gap, spaces = Text(" " * COLUMN_GAP), Text(" " * (width - cell.cell_len))
-        return Text.assemble(gap, spaces, cell) if self._right[column_number] else Text.assemble(gap, cell, spaces)
-
-
-def _unfolded_name(name: str, style: str) -> Text:
-    """Return a name that may be longer than the line."""
-    return Text(name, style, no_wrap=True, overflow="ignore")

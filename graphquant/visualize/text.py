@@ -6,9 +6,10 @@ Tables are readable at 80 columns without color, and mark every omission.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
@@ -19,25 +20,35 @@ from graphquant.numerics import DynamicQParams, QParams
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.text import format_shape
 from graphquant.visualize.compare_report import data_warnings, search_view, validation_view
-from graphquant.visualize.tables import NameTable, format_value_range, group_values, join_names, plain_line, pluralize
+from graphquant.visualize.tables import (
+    Column,
+    Row,
+    Table,
+    format_value_range,
+    group_values,
+    join_names,
+    plain_line,
+    pluralize,
+)
 
 if TYPE_CHECKING:
-    from graphquant.analysis.conversion_report import ConversionReport
-    from graphquant.analysis.model_summary import ModelSummary
+    from graphquant.analysis.conversion_report import ConversionReport, ConvertedTensor
+    from graphquant.analysis.model_summary import ModelSummary, QuantizationOp, StoredScaleTensor
     from graphquant.api import Result
     from graphquant.calibration import Stats
+    from graphquant.ir import StoredQuantization
+    from graphquant.numerics import Array
     from graphquant.optimize import AlgorithmResult
     from graphquant.quantize import Plan, RangeTransfer, Site, Skip
+    from graphquant.quantize.rewrite import InsertedPair
 
 
 CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
-PARAM_COLUMNS = ("dtype", "scale", "zero", "range")  # columns that `_param_cells` fills
 
 
 def plan_view(plan: Plan) -> RenderableType:
     """Render a plan: preparation steps, a table of sites for each rule, skips, unused rules."""
-    rows = [(site, (join_names([str(use) for use in site.uses]), scheme_text(site))) for site in plan.sites]
-    sections = [*_preparation_lines(plan), *_rule_tables(rows, "read by", "scheme"), *_skip_lines(plan.skips)]
+    sections = [*_preparation_lines(plan), *_rule_tables(plan.sites, PLAN_COLUMNS), *_skip_lines(plan.skips)]
     if plan.algorithms:
         message = f"Optimization algorithms, applied where data shows a gain: {', '.join(plan.algorithms)}"
         sections.append(plain_line(message))
@@ -49,8 +60,8 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def result_view(result: Result, output: Path | None) -> RenderableType:
     """Render a result: a table with scale, zero point and range of each site for each rule."""
-    rows = [(insertion.site, _param_cells(insertion.params)) for insertion in result.inserted]
-    sections = [*_preparation_lines(result.plan), *_rule_tables(rows, *PARAM_COLUMNS), *_skip_lines(result.skips)]
+    sections = _preparation_lines(result.plan)
+    sections += [*_rule_tables(result.inserted, RESULT_COLUMNS, attrgetter("site")), *_skip_lines(result.skips)]
     sections += _algorithm_lines(result.algorithm_results)
     sections += _limited_lines("changed", result.changes) + _limited_lines("conflict", result.conflicts)
     if result.tflite_ranges is not None:
@@ -136,23 +147,30 @@ def incomplete_stats(stats: Stats) -> list[RenderableType]:
 
 def conversion_view(conversion: ConversionReport) -> RenderableType:
     """Render planned and actual parameters of each tensor in TFLite, and float ops."""
-    table = NameTable("tensor", "index", "scale", "zero", "runtime", "verdict")
-    for line in conversion.tensors:
-        planned, runtime = (
-            "" if params is None else format_value_range(params[0], ".6g", ".4g")
-            for params in (line.planned, line.runtime)
-        )
-        zeros = "" if line.planned is None else format_value_range(line.planned[1], "d")
-        zeros += "" if line.runtime is None else f" ({format_value_range(line.runtime[1], 'd')})"
-        index = "" if line.index is None else str(line.index)
-        table.add_row(str(line.tensor), index, planned, zeros, runtime, line.problem or "equal")
     float_ops = [f"float: {float_op.op} ({float_op.type}): {float_op.reason}" for float_op in conversion.float_ops]
     matching = sum(not line.problem for line in conversion.tensors)
     message = f"{matching} of {pluralize(len(conversion.tensors), 'planned tensor')} match the plan,"
     message += f" {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float."
     heading = plain_line("Conversion: planned parameters and those of TFLite", style="bold")
     float_lines = [plain_line(line, style="yellow") for line in float_ops]
+    table = Table(CONVERSION_COLUMNS, conversion.tensors)
     return Group(heading, table, *float_lines, plain_line(message, style="bold"))
+
+
+def _zero_points_text(line: ConvertedTensor) -> str:
+    """Return the planned zero point, with that of the runtime in parentheses."""
+    zeros = "" if line.planned is None else format_value_range(line.planned[1], "d")
+    return zeros + ("" if line.runtime is None else f" ({format_value_range(line.runtime[1], 'd')})")
+
+
+CONVERSION_COLUMNS: tuple[Column[ConvertedTensor], ...] = (
+    Column("tensor", lambda line: line.tensor),
+    Column("index", lambda line: line.index, number=True),
+    Column("scale", lambda line: line.planned, lambda params: _scale_text(params[0])),
+    Column("zero", _zero_points_text),
+    Column("runtime", lambda line: line.runtime, lambda params: _scale_text(params[0])),
+    Column("verdict", lambda line: line.problem or "equal"),
+)
 
 
 def _tflite_ranges(ranges: RangeTransfer) -> list[RenderableType]:
@@ -186,15 +204,8 @@ def summary_view(summary: ModelSummary) -> RenderableType:
         message = f"  {pluralize(len(clone_graphs), 'saved function')} skipped: {join_names(clone_graphs)}"
         clone = summary.float_clone_ops[0]
         lines += [plain_line(message, style="yellow"), plain_line(f"    {clone.op}: {clone.reason}", style="dim")]
-    tables: dict[str, NameTable] = {}
-    for reading in summary.quantization_ops:
-        table = tables.setdefault(reading.type, NameTable("tensor", *PARAM_COLUMNS))
-        values = ("?", "at run time", "", "") if reading.params is None else _param_cells(reading.params)
-        if reading.learned:
-            values = (*values[:3], f"{values[3]} learned".strip())
-        table.add_row(str(reading.tensor), *values)
-    for kind, table in tables.items():
-        lines += [plain_line(f"{table.row_count} {kind}", style="bold"), table]
+    for kind, ops_ in group_values((reading.type, reading) for reading in summary.quantization_ops).items():
+        lines += [plain_line(f"{len(ops_)} {kind}", style="bold"), Table(QUANTIZATION_COLUMNS, ops_)]
     lines += _stored_tables(summary)
     lines += _coverage_lines(summary)
     return Group(*lines)
@@ -202,38 +213,23 @@ def summary_view(summary: ModelSummary) -> RenderableType:
 
 def _stored_tables(summary: ModelSummary) -> list[RenderableType]:
     """Render a table for each graph of tensors that store their own scales."""
-    tables: dict[str, NameTable] = {}
-    for stored_tensor in summary.tensors:
-        table = tables.setdefault(stored_tensor.tensor.graph, NameTable("tensor", "index", *PARAM_COLUMNS, "shape"))
-        stored, output = stored_tensor.stored, stored_tensor.output
-        shape = stored.sizes if output.shape is None else output.shape
-        table.add_row(
-            output.name,
-            str(stored.index),
-            (output.dtype or "?") + (f"[{stored.scale.size}] axis {stored.axis}" if stored.scale.size > 1 else ""),
-            format_value_range(stored.scale, ".6g", ".4g") if stored.scale.size else stored.details,
-            format_value_range(stored.zero_point, "d") if stored.zero_point.size else "",
-            f"[{stored.low.min():.4g}, {stored.high.max():.4g}]" if stored.low.size and stored.high.size else "",
-            format_shape(shape),
-        )
     lines: list[RenderableType] = []
-    for graph, table in tables.items():
-        graph_text = f" in {graph}" if graph else ""
-        lines += [plain_line(f"{pluralize(table.row_count, 'tensor')}{graph_text}", style="bold"), table]
+    for graph, tensors in group_values((tensor.tensor.graph, tensor) for tensor in summary.tensors).items():
+        heading = f"{pluralize(len(tensors), 'tensor')}{f' in {graph}' if graph else ''}"
+        lines += [plain_line(heading, style="bold"), Table(STORED_COLUMNS, tensors)]
     return lines
 
 
-def _rule_tables(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[RenderableType]:
+def _rule_tables(
+    rows: Iterable[Row], columns: Sequence[Column[Row]], site_of: Callable[[Any], Site] = lambda site: site
+) -> list[RenderableType]:
     """Return a table for each rule under its name and reason, in order of first use."""
     sections: list[RenderableType] = []
-    for rule, rule_rows in group_values((site.rule, (site, cells)) for site, cells in rows).items():
-        table = NameTable("tensor", *columns)
-        for site, cells in rule_rows:
-            table.add_row(str(site.tensor), *cells)
-        heading = plain_line(f"{table.row_count} by rule {rule}", style="bold")
-        reason = " ".join(rule_rows[0][0].why.split())
+    for rule, rule_rows in group_values((site_of(row).rule, row) for row in rows).items():
+        heading = plain_line(f"{len(rule_rows)} by rule {rule}", style="bold")
+        reason = " ".join(site_of(rule_rows[0]).why.split())
         heading.append(f": {escape_unprintable(reason)}" if reason else "", style="not bold")
-        sections += [heading, table, ""]
+        sections += [heading, Table(columns, rule_rows), ""]
     return sections
 
 
@@ -294,17 +290,73 @@ def scheme_text(site: Site) -> str:
     return f"{scheme.type.name} {scheme.zero}{granularity}, {range_text}"
 
 
-def _param_cells(params: QParams | DynamicQParams) -> tuple[str, str, str, str]:
+def _scale_text(scale: Array) -> str:
+    """Return the scale, or the smallest and the largest one."""
+    return format_value_range(scale, ".6g", ".4g")
+
+
+def _dtype_text(params: QParams | DynamicQParams) -> str:
     if isinstance(params, DynamicQParams):
-        return params.type.name, "dynamic", "", ""
-    dtype = params.type.name + (f"[{params.scale.size}]" if params.axis is not None else "")
-    dtype += f" by {params.block}" if params.block is not None else ""
-    zero_point = format_value_range(params.zero_point, "d")
+        return params.type.name
+    channels = f"[{params.scale.size}]" if params.axis is not None else ""
+    return params.type.name + channels + (f" by {params.block}" if params.block is not None else "")
+
+
+def _range_text(params: QParams) -> str:
     low, high = float(params.range.low.min()), float(params.range.high.max())
     # Files do not record whether the lowest integer, such as -128, is excluded.
     symmetric = low < 0 and not params.zero_point.any()
-    range_text = f"±{high:.4g}" if symmetric else f"[{low:.4g}, {high:.4g}]"
-    return dtype, format_value_range(params.scale, ".6g", ".4g"), zero_point, range_text
+    return f"±{high:.4g}" if symmetric else f"[{low:.4g}, {high:.4g}]"
+
+
+def _static_params(row: InsertedPair | QuantizationOp) -> QParams | None:
+    return row.params if isinstance(row.params, QParams) else None
+
+
+PARAM_COLUMNS: tuple[Column[Any], ...] = (
+    Column("dtype", lambda row: "?" if row.params is None else _dtype_text(row.params)),
+    Column(
+        "scale",
+        lambda row: _static_params(row) or ("dynamic" if row.params else "at run time"),
+        lambda params: params if isinstance(params, str) else _scale_text(params.scale),
+    ),
+    Column("zero", _static_params, lambda params: format_value_range(params.zero_point, "d")),
+    Column("range", _static_params, _range_text),
+)
+"""Columns of rows that have `params`, which are None or dynamic if they are computed at run time."""
+
+PLAN_COLUMNS: tuple[Column[Site], ...] = (
+    Column("tensor", lambda site: site.tensor),
+    Column("read by", lambda site: join_names(list(map(str, site.uses)))),
+    Column("scheme", scheme_text),
+)
+RESULT_COLUMNS: tuple[Column[InsertedPair], ...] = (Column("tensor", lambda pair: pair.site.tensor), *PARAM_COLUMNS)
+QUANTIZATION_COLUMNS: tuple[Column[QuantizationOp], ...] = (
+    Column("tensor", lambda op: op.tensor),
+    *PARAM_COLUMNS,
+    Column("learned", lambda op: "learned" if op.learned else None, optional=True),
+)
+
+
+def _stored_dtype_text(tensor: StoredScaleTensor) -> str:
+    stored = tensor.stored
+    channels = f"[{stored.scale.size}] axis {stored.axis}" if stored.scale.size > 1 else ""
+    return (tensor.output.dtype or "?") + channels
+
+
+def _stored_range_text(stored: StoredQuantization) -> str:
+    return f"[{stored.low.min():.4g}, {stored.high.max():.4g}]" if stored.low.size and stored.high.size else ""
+
+
+STORED_COLUMNS: tuple[Column[StoredScaleTensor], ...] = (
+    Column("tensor", lambda tensor: tensor.output.name),
+    Column("index", lambda tensor: tensor.stored.index, number=True),
+    Column("dtype", _stored_dtype_text),
+    Column("scale", lambda tensor: _scale_text(tensor.stored.scale) or tensor.stored.details),
+    Column("zero", lambda tensor: tensor.stored.zero_point, lambda zeros: format_value_range(zeros, "d")),
+    Column("range", lambda tensor: tensor.stored, _stored_range_text),
+    Column("shape", lambda tensor: tensor.output.shape or tensor.stored.sizes, format_shape),
+)
 
 
 def _tensor_signature(model: Model, name: str, is_output: bool) -> str:

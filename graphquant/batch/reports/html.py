@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from html import escape
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -28,9 +27,9 @@ from graphquant.batch.reports.text import (
     report_summary,
     status_text,
 )
-from graphquant.errors import GraphQuantError, UsageError, escape_unprintable
+from graphquant.errors import GraphQuantError, UsageError
 from graphquant.utils.atomic_files import atomic_file
-from graphquant.visualize.tables import group_values
+from graphquant.visualize.tables import Column, Table, group_values, html_text
 from graphquant.visualize.viewer_data import page_head
 
 if TYPE_CHECKING:
@@ -45,27 +44,23 @@ def report_page(report: BatchReport, graphs: Mapping[str, str] | None = None) ->
 
 def _report_lines(report: BatchReport, graphs: Mapping[str, str]) -> Iterator[str]:
     script, style = _report_file("report.js"), _report_file("report.css")
+    style = style.replace("NUMBERS", str(sum(column.number for column in REPORT_COLUMNS)))
     yield page_head("graphquant batch", style, script) + "<body>"
     yield from _page_header(report)
-    yield '<table id="models"><thead><tr>'
-    for column in REPORT_COLUMNS:
-        attributes = ' class="n"' if column.value is not None else ""
-        attributes += f' title="{_html_text(INT8_NOTE)}"' if column.title == "int8" else ""
-        yield f'<th{attributes} aria-sort="none"><button type="button">{column.title}</button></th>'
-    yield "<th>graph</th>\n</tr></thead><tbody>"
     changes = group_values((change.name, change) for change in report.changes)
-    for outcome in report.outcomes:
-        yield _model_row(outcome, changes.pop(outcome.name, []), graphs.get(outcome.name))
-    yield "</tbody></table>"
-    for change in chain.from_iterable(changes.values()):
-        yield f'<p class="bad">{_html_text(change.name)}: {_html_text(change.message)}</p>'
+    yield '<table id="models">'
+    yield from _table_lines(report, changes, graphs)
+    yield "</table>"
+    names = {outcome.name for outcome in report.outcomes}
+    for change in chain.from_iterable(changes[name] for name in changes if name not in names):
+        yield f'<p class="bad">{html_text(change.name)}: {html_text(change.message)}</p>'
     yield f"<script>{script}</script></body></html>"
 
 
 def _page_header(report: BatchReport) -> Iterator[str]:
     started = datetime.fromtimestamp(report.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    yield f"<header><h1>graphquant batch</h1><p>{_html_text(report_summary(report))}</p>"
-    yield f'<p class="soft">graphquant {_html_text(report.version)}, {started}</p>'
+    yield f"<header><h1>graphquant batch</h1><p>{html_text(report_summary(report))}</p>"
+    yield f'<p class="soft">graphquant {html_text(report.version)}, {started}</p>'
     yield '<form id="controls">'
     yield '<input id="query" type="search" placeholder="filter by name" aria-label="filter by name">'
     yield '<select id="status" aria-label="status"><option value="">every status</option>'
@@ -78,39 +73,50 @@ def _page_header(report: BatchReport) -> Iterator[str]:
     yield '</select><output id="shown"></output><button type="button" id="theme">light or dark</button></form></header>'
 
 
-def _model_row(outcome: Outcome, changes: list[OutcomeChange], graph: str | None) -> str:
-    passed = outcome.passed and all(change.level == "note" for change in changes)
-    status_class = "soft" if outcome.status == "skipped" else "good" if passed else "bad"
-    status = "regressed" if outcome.passed and not passed else status_text(outcome)
-    special = {
-        "model": f'<td class="name" data-v="{_html_text(outcome.name)}">{_name_cell(outcome, changes)}</td>',
-        "status": f'<td data-v="{status}"><span class="{status_class}">{status}</span></td>',
-        "int8": _number_cell(outcome.int8_share, _int8_bar(outcome)),
-    }
-    cells = [
-        special.get(column.title) or _number_cell(column.value and column.value(outcome), column.text(outcome))
-        for column in REPORT_COLUMNS
-    ]
-    cells.append(f'<td><a href="{_html_text(graph)}">graph</a></td>' if graph is not None else "<td></td>")
-    changed = ' data-changed="1"' if changes else ""
-    return f'<tr data-status="{outcome.status}"{changed}>{"".join(cells)}</tr>'
+def _table_lines(
+    report: BatchReport, changes: Mapping[str, list[OutcomeChange]], graphs: Mapping[str, str]
+) -> Iterator[str]:
+    def head(column: Column[Outcome]) -> str:
+        if column.name == "graph":
+            return "<th>graph</th>"
+        attributes = ' class="n"' if column.number else ""
+        attributes += f' title="{html_text(INT8_NOTE)}"' if column.name == "int8" else ""
+        return f'<th{attributes} aria-sort="none"><button type="button">{column.name}</button></th>'
+
+    def status_cell(outcome: Outcome) -> str:
+        passed = outcome.passed and all(change.level == "note" for change in changes.get(outcome.name, ()))
+        status_class = "soft" if outcome.status == "skipped" else "good" if passed else "bad"
+        status = "regressed" if outcome.passed and not passed else status_text(outcome)
+        return f'<td data-v="{status}"><span class="{status_class}">{status}</span></td>'
+
+    def name_cell(outcome: Outcome) -> str:
+        details = _name_details(outcome, changes.get(outcome.name, []))
+        return f'<td class="name" data-v="{html_text(outcome.name)}">{details}</td>'
+
+    def graph_cell(outcome: Outcome) -> str:
+        graph = graphs.get(outcome.name)
+        return "<td></td>" if graph is None else f'<td><a href="{html_text(graph)}">graph</a></td>'
+
+    def attributes(outcome: Outcome) -> str:
+        return f' data-status="{outcome.status}"' + (' data-changed="1"' if outcome.name in changes else "")
+
+    special = {"model": name_cell, "status": status_cell, "int8": _int8_cell, "graph": graph_cell}
+    graph: Column[Outcome] = Column("graph", lambda outcome: graphs.get(outcome.name))
+    yield from Table((*REPORT_COLUMNS, graph), report.outcomes).html_lines(special, head, attributes)
 
 
-def _number_cell(value: float | None, text: str) -> str:
-    return f'<td class="n" data-v="{"" if value is None else f"{value:.6g}"}">{text}</td>'
-
-
-def _int8_bar(outcome: Outcome) -> str:
+def _int8_cell(outcome: Outcome) -> str:
     if outcome.int8_ops is None or outcome.int8_share is None:
-        return ""
+        return '<td class="n" data-v=""></td>'
     int8_ops, all_ops = outcome.int8_ops
     width = round(60 * outcome.int8_share, 1)
     band, bar = '<rect class="band" width="60" height="8"/>', f'<rect width="{width}" height="8"/>'
     drawn = f'<svg width="60" height="8" aria-hidden="true">{band}{bar}</svg>'
-    return f'<span title="{int8_ops} of {all_ops} ops">{percent_text(outcome.int8_share)} {drawn}</span>'
+    share = f'<span title="{int8_ops} of {all_ops} ops">{percent_text(outcome.int8_share)} {drawn}</span>'
+    return f'<td class="n" data-v="{outcome.int8_share:.6g}">{share}</td>'
 
 
-def _name_cell(outcome: Outcome, changes: list[OutcomeChange]) -> str:
+def _name_details(outcome: Outcome, changes: list[OutcomeChange]) -> str:
     digests = outcome.digests
     rows = {
         "model": outcome.model,
@@ -123,18 +129,12 @@ def _name_cell(outcome: Outcome, changes: list[OutcomeChange]) -> str:
         },
     }
     table = "".join(
-        f"<tr><th>{_html_text(label)}</th><td>{_html_text(detail)}</td></tr>"
-        for label, detail in rows.items()
-        if detail
+        f"<tr><th>{html_text(label)}</th><td>{html_text(detail)}</td></tr>" for label, detail in rows.items() if detail
     )
     messages = [("bad", reason) for reason in failure_reasons(outcome)]
     messages += [("soft" if change.level == "note" else "bad", change.message) for change in changes]
-    paragraphs = "".join(f'<p class="{style}">{_html_text(message)}</p>' for style, message in messages)
-    return f"<details><summary>{_html_text(outcome.name)}</summary><table>{table}</table></details>{paragraphs}"
-
-
-def _html_text(text: str) -> str:
-    return escape("\n".join(map(escape_unprintable, text.split("\n"))))
+    paragraphs = "".join(f'<p class="{style}">{html_text(message)}</p>' for style, message in messages)
+    return f"<details><summary>{html_text(outcome.name)}</summary><table>{table}</table></details>{paragraphs}"
 
 
 def _report_file(name: str) -> str:

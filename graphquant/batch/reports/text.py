@@ -5,12 +5,9 @@ docs/ci.md explains the codes of the notices.
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from io import StringIO
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
@@ -20,7 +17,7 @@ from graphquant.backends import LINT_CODES
 from graphquant.backends.lint import LintCode
 from graphquant.errors import escape_unprintable
 from graphquant.visualize.check_report import Notice
-from graphquant.visualize.tables import NameTable, group_values, plain_line, pluralize
+from graphquant.visualize.tables import Column, Table, escape_markdown, group_values, plain_line, pluralize
 
 if TYPE_CHECKING:
     from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics, Status
@@ -73,13 +70,21 @@ def percent_text(share: float | None) -> str:
     return f"{min(percents, 99) if share < 1 else percents} %"
 
 
+EXACT_SORT_KEY = 10_000.0  # sort key of an exact output, above any SQNR
+
+
+def sqnr_text(sqnr: float) -> str:
+    """Return an SQNR, or "exact" if nothing differs."""
+    return "exact" if sqnr == EXACT_SORT_KEY else f"{sqnr:.1f} dB"
+
+
 def metrics_sqnr_text(metrics: OutcomeMetrics | None) -> str:
     """Return the SQNR, or "exact" if nothing differs."""
     if metrics is None:
         return ""
     if metrics.sqnr is None:
         return "exact" if metrics.exact else ""
-    return f"{metrics.sqnr:.1f} dB"
+    return sqnr_text(metrics.sqnr)
 
 
 def duration_text(count: float) -> str:
@@ -124,15 +129,6 @@ def report_summary(report: BatchReport) -> str:
     return f"{pluralize(len(report.outcomes), 'model')}{shard}: {', '.join(phrases)}; {duration_text(report.seconds)}."
 
 
-@dataclass(frozen=True, slots=True)
-class ReportColumn:
-    """A column of the table in every report format."""
-
-    title: str
-    text: Callable[[Outcome], str]  # text of a cell
-    value: Callable[[Outcome], float | None] | None = None  # sort key of a column of numbers, None for a column of text
-
-
 def _sites(outcome: Outcome) -> int | None:
     return None if outcome.size_after is None else outcome.sites
 
@@ -143,47 +139,34 @@ def _sqnr(outcome: Outcome) -> float | None:
     return EXACT_SORT_KEY if outcome.metrics.exact else outcome.metrics.sqnr
 
 
-EXACT_SORT_KEY = 10_000.0  # sort key of an exact output, above any SQNR
-
-REPORT_COLUMNS = (
-    ReportColumn("model", lambda outcome: outcome.name),
-    ReportColumn("status", status_text),
-    ReportColumn("before", lambda outcome: bytes_text(outcome.size_before), lambda outcome: outcome.size_before),
-    ReportColumn("size", lambda outcome: bytes_text(outcome.size_after), lambda outcome: outcome.size_after),
-    ReportColumn("%", lambda outcome: percent_text(size_ratio(outcome)), size_ratio),
-    ReportColumn("sites", lambda outcome: "" if _sites(outcome) is None else str(outcome.sites), _sites),
-    ReportColumn("int8", lambda outcome: percent_text(outcome.int8_share), lambda outcome: outcome.int8_share),
-    ReportColumn("SQNR", lambda outcome: metrics_sqnr_text(outcome.metrics), _sqnr),
-    ReportColumn(
-        "time",
-        lambda outcome: duration_text(outcome.seconds) if outcome.seconds else "",
-        lambda outcome: outcome.seconds or None,
-    ),
+REPORT_COLUMNS: tuple[Column[Outcome], ...] = (
+    Column("model", lambda outcome: outcome.name),
+    Column("status", status_text),
+    Column("before", lambda outcome: outcome.size_before, bytes_text, number=True),
+    Column("size", lambda outcome: outcome.size_after, bytes_text, number=True),
+    Column("%", size_ratio, percent_text, number=True),
+    Column("sites", _sites, number=True),
+    Column("int8", lambda outcome: outcome.int8_share, percent_text, number=True),
+    Column("SQNR", _sqnr, sqnr_text, number=True),
+    Column("time", lambda outcome: outcome.seconds or None, duration_text, number=True),
 )
 """Columns of the terminal, Markdown, HTML and CSV reports. A new column is one more line."""
 
 
 def report_csv(report: BatchReport) -> str:
     """Return the table as CSV, with numbers instead of formatted text."""
-    file = StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(column.title for column in REPORT_COLUMNS)
-    for outcome in report.outcomes:
-        writer.writerow(
-            escape_unprintable(column.text(outcome)) if column.value is None else column.value(outcome)
-            for column in REPORT_COLUMNS
-        )
-    return file.getvalue()
+    return Table(REPORT_COLUMNS, report.outcomes).csv_text()
 
 
 def batch_report_view(report: BatchReport) -> RenderableType:
     """Render the table, reasons, changes, and a summary."""
-    numbers = [column.title for column in REPORT_COLUMNS if column.value is not None]
-    table = NameTable(*(column.title for column in REPORT_COLUMNS), right=numbers)
-    for outcome in report.outcomes:
-        cells = [column.text(outcome) for column in REPORT_COLUMNS]
-        table.add_row(*cells, style="" if outcome.passed or outcome.status == "skipped" else "red")
-    sections: list[RenderableType] = [table] if report.outcomes else []
+
+    def row_style(outcome: Outcome) -> str:
+        return "" if outcome.passed or outcome.status == "skipped" else "red"
+
+    sections: list[RenderableType] = []
+    if report.outcomes:
+        sections.append(Table(REPORT_COLUMNS, report.outcomes, style=row_style))
     if any(outcome.int8_share is not None for outcome in report.outcomes):
         sections.append(plain_line(INT8_NOTE, style="dim"))
     for outcome in report.outcomes:
@@ -255,44 +238,29 @@ def _outcome_notices(outcome: Outcome) -> Iterator[Notice]:
 
 
 MAX_MARKDOWN_BYTES = 900_000  # maximum size in bytes; GitHub accepts a summary of 1 MiB
-MAX_REASON_LENGTH = 600  # maximum number of characters of a reason
 
 
 def report_markdown(report: BatchReport) -> str:
     """Return the Markdown, failures first. Rows above the size limit of a step summary are counted."""
     passed = report.passed and all(change.level != "error" for change in report.changes)
-    heading = [f"### {'✅' if passed else '❌'} graphquant batch", "", _escape_markdown(report_summary(report)), ""]
-    titles = " | ".join(column.title for column in REPORT_COLUMNS)
-    rules = " | ".join("---" if column.value is None else "---:" for column in REPORT_COLUMNS)
-    table = [f"| {titles} |", f"| {rules} |"]
+    heading = [f"### {'✅' if passed else '❌'} graphquant batch", "", escape_markdown(report_summary(report)), ""]
     problems = _truncate_lines([*_problem_items(report)], MAX_MARKDOWN_BYTES // 2)
-    rows = []
-    for outcome in sorted(report.outcomes, key=lambda outcome: outcome.passed):
-        cells = [_escape_markdown(column.text(outcome)) for column in REPORT_COLUMNS]
-        if not outcome.passed:
-            cells[1] = f"**{cells[1]}**"
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*heading, *problems, "", *table, *_truncate_lines(rows, MAX_MARKDOWN_BYTES // 2)]) + "\n"
+    table = Table(REPORT_COLUMNS, sorted(report.outcomes, key=lambda outcome: outcome.passed))
+    lines = table.markdown_lines({"status": lambda row: status_text(row) if row.passed else f"**{status_text(row)}**"})
+    return "\n".join([*heading, *problems, "", *_truncate_lines(lines, MAX_MARKDOWN_BYTES // 2)]) + "\n"
 
 
 def _problem_items(report: BatchReport) -> Iterator[str]:
     for outcome in report.outcomes:
         for reason in failure_reasons(outcome):
-            yield f"- **{_escape_markdown(outcome.name)}** {status_text(outcome)}: {_escape_markdown(reason)}"
+            yield f"- **{escape_markdown(outcome.name)}** {status_text(outcome)}: {escape_markdown(reason)}"
     for change in report.changes:
         if change.level != "note":
             word = "differs" if change.kind == "digest" else "regressed"
-            yield f"- **{_escape_markdown(change.name)}** {word}: {_escape_markdown(change.message)}"
+            yield f"- **{escape_markdown(change.name)}** {word}: {escape_markdown(change.message)}"
     for change in report.changes:
         if change.level == "note":
-            yield f"- {_escape_markdown(change.name)}: {_escape_markdown(change.message)}"
-
-
-def _escape_markdown(text: str) -> str:
-    """Escape text so that it has no markup, mention or end of a cell."""
-    visible = escape_unprintable(text.replace("\n", " "))
-    visible = visible if len(visible) <= MAX_REASON_LENGTH else f"{visible[:MAX_REASON_LENGTH]}..."
-    return "".join(f"&#{ord(char)};" if char in "&<>|*_`[]\\~#@!:$" else char for char in visible)
+            yield f"- {escape_markdown(change.name)}: {escape_markdown(change.message)}"
 
 
 def _truncate_lines(lines: list[str], room: int) -> list[str]:
