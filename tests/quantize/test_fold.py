@@ -371,7 +371,7 @@ def test_multiply_add_of_keras_is_folded(tmp_path, monkeypatch, operands, bias):
     spelled_out(monkeypatch, *operands)
     model = tensorflow(tmp_path, bias=bias)
     folded, (step,) = prepare(model, FOLD)
-    assert (step.target, step.detail) == ("n", "folded into c")
+    assert (step.step, step.target, step.detail.split()[-1]) == ("fold-batchnorm", "n", "c")
     parameters = Parameters(folded)
     assert parameters.value(TensorRef("", "c/weight_folded")).reshape(-1).tolist() == [6.0, 120.0]
     assert parameters.value(TensorRef("", "c/bias_folded")).tolist() == ([19.0, 74.0] if bias else [-11.0, -46.0])
@@ -436,7 +436,7 @@ def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
     model = load_image_net(tmp_path, text, random_constants(**STATS, f=(4, 1, 1), t=(4, 1, 1)))
     folded, (step,) = prepare(model, FOLD)
     message = onnx_format.emit(folded)
-    assert step.detail == "folded into c"
+    assert (step.step, step.target, step.detail.split()[-1]) == ("fold-batchnorm", "n", "c")
     assert [node.op_type for node in message.graph.node] == ["BatchNormalization", "Relu"]
     feeds = {"x": RNG.normal(size=(1, 4, 5, 5)).astype(np.float32)}
     np.testing.assert_allclose(

@@ -20,11 +20,11 @@ def test_identity_and_dropout_are_removed(tmp_path):
     }"""
     model = load_onnx(tmp_path, f"g {text}")
     prepared, steps = prepare(model, DROP_STEPS)
-    assert [(step.step, step.target, step.detail) for step in steps] == [
-        ("drop-identity", "a", "its readers read x:0"),
-        ("drop-identity", "c", "its readers read b:0"),
-        ("drop-identity", "e", "its readers read d:0"),
-        ("drop-dropout", "b", "its readers read x:0"),
+    assert [(step.step, step.target, step.detail.split()[-1]) for step in steps] == [
+        ("drop-identity", "a", "x:0"),
+        ("drop-identity", "c", "b:0"),
+        ("drop-identity", "e", "d:0"),
+        ("drop-dropout", "b", "x:0"),
     ]
     message = onnx_format.emit(prepared)
     assert [(node.op_type, list(node.input)) for node in message.graph.node] == [
