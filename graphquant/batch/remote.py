@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, is_remote
-from graphquant.errors import GraphQuantError, MissingDependencyError, ModelError, UsageError, did_you_mean
+from graphquant.calibration.data.files import error_reason, is_remote, missing_remote_package
+from graphquant.errors import GraphQuantError, ModelError, UsageError, did_you_mean
 from graphquant.formats import SUFFIXES
 from graphquant.formats.model_files import (
     companion_file_names,
@@ -163,12 +163,6 @@ def _remove_old_weights(system: Any, path: str, names: Collection[str], folder: 
         system.rm_file(f"{parent}/{name}")
 
 
-def _missing_package(address: str, error: ImportError) -> MissingDependencyError:
-    return MissingDependencyError(
-        f"{address} needs fsspec, or its package for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
-    )
-
-
 @contextmanager
 def _remote_file_system(address: str, error_class: type[GraphQuantError], action: str) -> Iterator[tuple[Any, str]]:
     """Yield the file system of an address and the path in it; raise errors of the service as `error_class`."""
@@ -179,11 +173,10 @@ def _remote_file_system(address: str, error_class: type[GraphQuantError], action
     except GraphQuantError:
         raise
     except ImportError as error:
-        raise _missing_package(address, error) from error
+        raise missing_remote_package(address, error) from error
     except Exception as error:  # services raise unrelated exception classes
-        reason = str(error).strip().rstrip(".") or type(error).__name__
         raise error_class(
-            f"{address} cannot be {action}: {reason}. Check that it exists and that you have access."
+            f"{address} cannot be {action}: {error_reason(error)}. Check that it exists and that you have access."
         ) from error
 
 
@@ -234,14 +227,8 @@ def _open_folder(path: str, base: str) -> _ModelFolder:
     """Return the folder in which `path` is resolved: `base`, or an fsspec file system."""
     if not is_remote(path):
         return _ModelFolder(base)
-    try:
-        import fsspec
-
-        return _ModelFolder("", fsspec.core.url_to_fs(path)[0])
-    except ImportError as error:
-        raise _missing_package(path, error) from error
-    except (ValueError, TypeError) as error:  # a file system that needs arguments raises a TypeError
-        raise UsageError(f"{path} cannot be opened: {error}. Give a path, or an address that fsspec knows.") from error
+    with _remote_file_system(path, UsageError, "opened") as (system, _):
+        return _ModelFolder("", system)
 
 
 def is_model_folder(name: str, base: str) -> bool:
@@ -263,8 +250,13 @@ def find_models(pattern: str, base: str) -> tuple[list[str], bool]:
     folder = _open_folder(pattern, base)
     try:
         return _match_pattern(folder, pattern)
-    except OSError as error:
-        raise UsageError(f"{pattern} cannot be searched: {error.strerror or error}. Give another path.") from error
+    except GraphQuantError:
+        raise
+    except Exception as error:
+        if folder.system is None and not isinstance(error, OSError):
+            raise
+        reason = getattr(error, "strerror", None) or error_reason(error)
+        raise UsageError(f"{pattern} cannot be searched: {reason}. Give another path.") from error
 
 
 def suffix_of(name: str) -> str:

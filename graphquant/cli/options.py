@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -171,10 +172,15 @@ def _show_usage_error(error: click.UsageError, file: Any = None) -> None:
 
 def _report_os_error(error: OSError) -> click.exceptions.Exit:
     """Report an error of the operating system that no reader or writer handled, such as a full standard output."""
-    name = f"{error.filename} cannot be used" if error.filename else "The result cannot be written to standard output"
-    message = _terminal_message(UsageError(f"{name}: {error.strerror}. Use another path, or free some space."))
-    click.echo(f"error: {message}", err=True)
-    if not error.filename and sys.stdout is sys.__stdout__:
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own_modules = [name for name in modules if name.startswith("graphquant.")]
+    # Only commands print. An error in another package comes from a file or a service whose name it lacks.
+    is_output = not error.filename and own_modules[-1].startswith("graphquant.cli.")
+    name = f"{error.filename or 'A file or a service'} cannot be used"
+    name = "The result cannot be written to standard output" if is_output else name
+    message = f"{name}: {error.strerror or error}. Use another path, or free some space."
+    click.echo(f"error: {_terminal_message(UsageError(message))}", err=True)
+    if is_output and sys.stdout is sys.__stdout__:
         # Buffered output would fail again when the interpreter flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return click.exceptions.Exit(UsageError.exit_code)

@@ -109,6 +109,7 @@ class QDQFamily(ABC):
         op_types: The op types that it reads back.
         stores_integer_weights: It can store a weight as integers.
         has_zero_points: 0.0 can be another integer than 0.
+        has_channel_ranges: A range per channel can be given.
         supports_learned_range: Gradients reach the range, so that it can be learned.
         argument_names: The `FamilyArguments` of its ops.
     """
@@ -118,6 +119,7 @@ class QDQFamily(ABC):
     op_types: frozenset[str]
     stores_integer_weights: bool = False
     has_zero_points: bool = True
+    has_channel_ranges: bool = True
     supports_learned_range: bool = False
     argument_names: frozenset[str] = frozenset()
 

@@ -289,6 +289,7 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
         self.op_types = frozenset({self.op_type, *first_version})
         self.is_v3, self.is_v4 = (self.op_type.endswith(suffix) for suffix in ("V3", "V4"))
         self.argument_names = frozenset({"input_min", "input_max"} if self.is_v4 else ())
+        self.has_channel_ranges = self.is_v3
 
     def add_unmerged_ops(self, graph: Graph, site: QDQSite) -> TensorRef:
         """Add the op with the constants of its range, and of its bits for V3."""

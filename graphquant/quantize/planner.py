@@ -34,6 +34,7 @@ from graphquant.ir import (
     paused_gc,
     reduction_axis,
 )
+from graphquant.numerics import IntType
 from graphquant.qdq import FAMILIES, QDQFamily
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 from graphquant.rules import (
@@ -350,8 +351,9 @@ class _PlanBuilder:
         exclusion = self._exclusion(match)
         if exclusion is not None:
             self._add_skip(match, *exclusion)
-        elif match.rule.scheme is not None and self._add_to_site(match, match.rule.scheme, ()):
-            return match.rule.scheme
+        elif match.rule.scheme is not None:
+            scheme = _adapt_to_family(match.rule.scheme, FAMILIES[self.options.family])
+            return scheme if self._add_to_site(match, scheme, ()) else None
         return None
 
     def _propagate_schemes(self, queue: list[tuple[Use, Scheme]]) -> None:
@@ -523,6 +525,15 @@ class _PlanBuilder:
         key = (match.tensor, match.rule.rule.name, reason)
         pending = _PendingSite(first_match=match, uses=[], reason=reason, code=code)
         self._skips.setdefault(key, pending).uses.append(match.use)
+
+
+def _adapt_to_family(scheme: Scheme, family: QDQFamily) -> Scheme:
+    """Return the scheme without zero points and scales per channel that a family, not named by it, lacks."""
+    if scheme.family is None and not family.has_zero_points and isinstance(scheme.type, IntType):
+        scheme = replace(scheme, zero="symmetric", dtype=None, bits=scheme.type.bits, signed=True)
+        if scheme.per == "channel" and scheme.range != "dynamic" and not family.has_channel_ranges:
+            scheme = replace(scheme, per="tensor", axis=None)
+    return scheme
 
 
 def _no_axis_reason(scheme: Scheme, use: Use) -> str:

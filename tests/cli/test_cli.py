@@ -532,7 +532,7 @@ def test_errors_without_a_file_name(cli: Callable[..., Any], samples: Path, monk
     def fail(*_arguments: object, **_options: object) -> None:
         raise OSError("connection lost")
 
-    monkeypatch.setattr("graphquant.api.plan.make_plan", fail)
+    monkeypatch.setattr(sys.modules["graphquant.api.plan"], "make_plan", fail)
     message = cli("plan", samples / "digits_cnn.onnx", code=2).stderr
     assert "connection lost" in message
     assert "standard output" not in message

@@ -13,7 +13,8 @@ from graphquant.api import explain
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
-from graphquant.quantize import SiteSelection, make_plan
+from graphquant.numerics import IntType
+from graphquant.quantize import SiteSelection, SkipCode, make_plan
 from graphquant.rules import load_ruleset
 
 SCHEMES = """
@@ -59,6 +60,11 @@ def skip_reasons(plan):
 def reasons(plan):
     """Reason of each skip by tensor."""
     return {f"{skip.tensor} -> {' '.join(map(str, skip.uses))}": skip.reason for skip in plan.skips}
+
+
+def skip_codes(plan):
+    """Code and rule of each skip by tensor."""
+    return {f"{skip.tensor} -> {' '.join(map(str, skip.uses))}": (skip.code, skip.rule) for skip in plan.skips}
 
 
 FAN = "g (float[2] x) => (float[2] y, float[2] z, float[2] v) { y = Tanh(x)\nz = Relu(x)\nv = Neg(x) }"
@@ -161,11 +167,10 @@ def test_include_and_exclude(tmp_path):
     plan = make_rule_plan(tmp_path, FAN, rules, exclude=("/^[zv]$/",))
     assert skip_reasons(plan) == ["x:0 q -> y[0]", "y:0 q -> @y[0]"]
     assert reasons(plan)["x:0 -> z[0] v[0]"] == "--exclude '/^[zv]$/'"
-    assert (
-        reasons(make_rule_plan(tmp_path, FAN, rules, include=("y",)))["z:0 -> @z[0]"]
-        == "--include matches neither it nor its consumer"
-    )
-    with pytest.raises(UsageError, match=r"--exclude 'nothing\*' matches no op or tensor"):
+    included = make_rule_plan(tmp_path, FAN, rules, include=("y",))
+    assert skip_codes(included)["z:0 -> @z[0]"] == (SkipCode.SELECTION, "all")
+    assert "--include" in reasons(included)["z:0 -> @z[0]"]
+    with pytest.raises(UsageError, match=r"--exclude 'nothing\*'"):
         make_rule_plan(tmp_path, FAN, rules, exclude=("nothing*",))
 
 
@@ -207,8 +212,7 @@ def test_arithmetic_of_weights_stays_float(tmp_path):
     rules = rule_for_all("all", consumer='{ kind = "mul|matmul" }')
     plan = make_rule_plan(tmp_path, text, rules)
     assert skip_reasons(plan) == ["x:0 q -> y[0]", "ws:0 q -> y[1]"]
-    why = "its consumer computes a weight from weights, and that weight is quantized where it is used"
-    assert reasons(plan) == {"w:0 -> ws[0]": why, "s:0 -> ws[1]": why}
+    assert skip_codes(plan) == dict.fromkeys(("w:0 -> ws[0]", "s:0 -> ws[1]"), (SkipCode.WEIGHT, "all"))
     plan = make_rule_plan(tmp_path, text, rule_for_all("named", producer='{ name = "w" }') + rules)
     assert "w:0 q -> ws[0]" in skip_reasons(plan)
 
@@ -217,9 +221,10 @@ def test_a_tie_to_nothing_is_skipped(tmp_path):
     """Where nothing that feeds the chain is quantized, each link says so; so does one without float input."""
     plan = make_rule_plan(tmp_path, TIED, PASS)
     assert skip_reasons(plan) == []
-    assert reasons(plan)["c:0 -> d[0]"] == "the rule ties it to its producer's input, which is not quantized"
+    links = ("a:0 -> b[0]", "b:0 -> c[0]", "c:0 -> d[0]", "d:0 -> z[0]")
+    assert skip_codes(plan) == dict.fromkeys(links, (SkipCode.TIE, "pass"))
     plan = make_rule_plan(tmp_path, FAN, rule_for_all("x", "same-as-input", '{ name = "x" }'))
-    assert list(reasons(plan).values()) == ["the rule ties it to its producer's input, but the producer has none"]
+    assert list(skip_codes(plan).values()) == [(SkipCode.TIE, "x")]
 
 
 def test_tie_without_effect_goes_to_the_next_rule(tmp_path):
@@ -228,8 +233,9 @@ def test_tie_without_effect_goes_to_the_next_rule(tmp_path):
     assert skip_reasons(plan) == ["y:0 q -> c[1]", "b:0 q -> c[0]", "c:0 q -> d[0] = c[0] c[1]", "d:0 q -> z[0] = d[0]"]
     assert [site.rule for site in plan.sites] == ["in", "in", "pass", "pass"]
     assert reasons(plan) == {"a:0 -> b[0]": "the rule ties it to its producer's input, which is not quantized"}
+    assert skip_codes(plan) == {"a:0 -> b[0]": (SkipCode.TIE, "pass")}
     skipped_plan = make_rule_plan(tmp_path, TIED, PASS + rule_for_all("no", "float", consumer='{ kind = "relu" }'))
-    assert reasons(skipped_plan)["d:0 -> z[0]"] == "rule 'no' keeps it in float"
+    assert skip_codes(skipped_plan)["d:0 -> z[0]"] == (SkipCode.RULE, "no")
     plan = make_rule_plan(tmp_path, TIED, PASS + rule_for_all("out", consumer='{ kind = "relu" }'))
     assert skip_reasons(plan) == ["d:0 q -> z[0]"]
 
@@ -371,3 +377,51 @@ def test_op_names_mean_all_outputs(tmp_path):
     assert tensors <= {str(site.tensor) for site in gq.plan(loaded).sites}
     assert not tensors & {str(site.tensor) for site in gq.plan(loaded, exclude="halves").sites}
     assert tensors <= {str(use.tensor) for use in explain(loaded, "halves").uses}
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_families_without_zero_points_get_the_same_sites(samples, version):
+    """A family for schemes that name none quantizes the same uses; zero points and axes that it lacks are replaced."""
+    family = f"quantize-and-dequantize-v{version}"
+    for rules in ("tflite", "onnxruntime", "qnn16"):
+        expected = gq.plan(samples / "digits_cnn.pb", rules=rules)
+        plan = gq.plan(samples / "digits_cnn.pb", rules=rules, family=family)
+        assert [(site.tensor, site.uses) for site in plan.sites] == [
+            (site.tensor, site.uses) for site in expected.sites
+        ]
+        assert {(site.scheme.family, site.scheme.zero, site.scheme.type.signed) for site in plan.sites} == {
+            (family, "symmetric", True)
+        }
+        assert [site.scheme.type.bits for site in plan.sites] == [site.scheme.type.bits for site in expected.sites]
+        axes = {site.axis for site in plan.sites}
+        assert axes == ({site.axis for site in expected.sites} if version == 3 else {None})
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+@pytest.mark.parametrize("value_range", ["observed", "given", "dynamic", "learned"])
+def test_families_without_zero_points_take_every_range(samples, version, value_range):
+    """The source of the range stays. Dynamic ranges exist per channel, and others per channel only in V3."""
+    rules = f"""
+[scheme.weight]
+per = "channel"
+range = "{value_range}"
+[scheme.activation]
+dtype = "uint8"
+zero = "asymmetric"
+range = "{value_range}"
+[[rule]]
+name = "weight"
+producer = {{ kind = "parameter" }}
+consumer = {{ kind = "conv", input = "weight" }}
+quantize = "weight"
+[[rule]]
+name = "input"
+consumer = {{ kind = "conv", input = "input" }}
+quantize = "activation"
+"""
+    plan = gq.plan(samples / "digits_cnn.pb", rules=rules, family=f"quantize-and-dequantize-v{version}")
+    schemes = {site.parameter: (site.scheme, site.axis) for site in plan.sites}
+    assert {scheme.range for scheme, _ in schemes.values()} == {value_range}
+    assert (schemes[True][1] is not None) == (version == 3 or value_range == "dynamic")
+    assert (schemes[False][0].zero, schemes[False][0].type) == ("symmetric", IntType(8, signed=True))
+    assert not [skip for skip in plan.skips if skip.code == SkipCode.SCHEME]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import itertools
 import os
+import re
 import struct
 import tokenize
 import zipfile
@@ -130,12 +132,21 @@ def _sort_limited(location: str, names: Iterator[str]) -> list[str]:
     return sorted(collected)
 
 
+def missing_remote_package(address: str, error: ImportError) -> MissingDependencyError:
+    """Return the error about fsspec, or its package for a service, which is not installed."""
+    if error.name == "fsspec":
+        return MissingDependencyError(f"{address} needs the package fsspec. Install it: {DATA_EXTRA_INSTALL}")
+    scheme = re.findall(r"([^/:]+)://", address)[-1]  # of zip://*::https://host/a.zip the second
+    extra = "http" if scheme == "https" else scheme
+    known_extras = importlib.metadata.metadata("fsspec").get_all("Provides-Extra", [])
+    command = f": pip install 'fsspec[{extra}]'" if extra in known_extras else ""
+    return MissingDependencyError(f"{address} needs another package: {error_reason(error)}. Install it{command or '.'}")
+
+
 def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
     try:
         import fsspec
-    except ImportError as error:
-        raise MissingDependencyError(f"{path} needs the package fsspec. Install it: {DATA_EXTRA_INSTALL}") from error
-    try:
+
         filesystem, root = fsspec.core.url_to_fs(path)
         if filesystem.isfile(root):
             return [DataFile(root, filesystem)], False
@@ -146,11 +157,7 @@ def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
         )
         names = _sort_limited(path, visible)
     except ImportError as error:
-        scheme = path.partition("://")[0]
-        raise MissingDependencyError(
-            f"{path} needs another package: {error}. Install it: pip install"
-            f" 'fsspec[{'http' if scheme == 'https' else scheme}]'"
-        ) from error
+        raise missing_remote_package(path, error) from error
     except DataError:
         raise
     except Exception as error:
