@@ -1,0 +1,328 @@
+"""Biases that move: their values, constants, sites and scales, and what keeps them in place."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import graphquant as gq
+from graphquant.ir import TensorRef, Use
+from graphquant.optimize.algorithm import WeightEdits
+from graphquant.optimize.bias_correction import BiasStore, _correction_stages, _restrict_to_rounded_ops
+from graphquant.optimize.weighted_ops import OutputAxes, find_weighted_ops
+from graphquant.quantize import solve_scales
+
+RULES = """
+[scheme.weight]
+dtype = "int8"
+per = "channel"
+observe = "absmax"
+[scheme.tensor]
+dtype = "int8"
+observe = "absmax"
+[scheme.activation]
+dtype = "uint8"
+observe = "minmax"
+[scheme.bias]
+dtype = "int32"
+PER
+observe = "bias"
+[[rule]]
+name = "weight"
+producer = { kind = "parameter" }
+consumer = { kind = "conv|matmul|gemm", input = "weight" }
+quantize = "WEIGHT"
+[[rule]]
+name = "input"
+consumer = { kind = "conv|matmul|gemm", input = "input" }
+quantize = "activation"
+[[rule]]
+name = "bias"
+producer = { kind = "parameter" }
+consumer = { kind = "conv|gemm", input = "bias" }
+quantize = "bias"
+"""
+PER_CHANNEL = RULES.replace("PER", 'per = "channel"').replace("WEIGHT", "weight")
+PER_TENSOR = RULES.replace("PER", "").replace("WEIGHT", "tensor")
+FLOAT_BIAS = PER_CHANNEL[: PER_CHANNEL.index('[[rule]]\nname = "bias"')]
+WEIGHTS = {name: np.array([[127.0, 1.0], [63.5, 63.5]]) for name in ("w", "v")}
+B = np.array([1.0, -2.0])
+
+
+def make_edits(tmp_path, body, rules, scales=None, **values):
+    """Return the weight edits of a net of two matrix products whose inputs all have the scale 0.5."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 13]> g (float[N,2] x) => (float[N,2] y) {{ {body} }}'
+    )
+    for name, value in {**WEIGHTS, "b": B, **values}.items():
+        if any(name in node.input for node in model.graph.node):
+            dtype = np.float32 if value.dtype == np.float64 else value.dtype
+            model.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(dtype), name))
+    onnx.save(model, tmp_path / "net.onnx")
+    loaded, plan = gq.load(tmp_path / "net.onnx"), gq.plan(tmp_path / "net.onnx", rules=[rules])
+    data = {"x", "a", "c", "r"}
+    given = dict.fromkeys(data, 0.5) | (scales or {})
+    sites = tuple(
+        replace(site, scale=(given[site.tensor.op],), zero_point=(0,)) if site.tensor.op in given else site
+        for site in plan.sites
+    )
+    solution = solve_scales(loaded, replace(plan, sites=sites), {})
+    assert {site.tensor.op for index, site in enumerate(sites) if index in solution.params} >= {"x"}
+    return WeightEdits(prepared_model=loaded, model=loaded, solution=solution)
+
+
+def open_store(edits):
+    """Return the store, and the weighted ops by name."""
+    return BiasStore(edits), {weighted.op.name: weighted for weighted in find_weighted_ops(edits.model, edits.solution)}
+
+
+def read_bias(store, op, slot=2):
+    """Return the name of a bias and its values."""
+    tensor = store.model.main.source_of(Use("", op, slot))
+    return tensor.op, store.model.op(tensor).read_value().tolist()
+
+
+def bias_sites(store):
+    """Return the sites of biases: tensor, uses, scale and axis."""
+    return [
+        (
+            site.tensor.op,
+            [use.op for use in site.uses],
+            np.asarray(store.solution.params[index].scale).tolist(),
+            store.solution.params[index].axis,
+        )
+        for index, site in enumerate(store.solution.plan.sites)
+        if site.scheme.name == "bias"
+    ]
+
+
+ONE = "y = Gemm (x, w, b)"
+TWO = "a = Gemm (x, w, b) y = Gemm (a, v, b)"
+WITHOUT = "a = Gemm (x, w, b) y = Gemm (a, v)"
+ADDED = "a = MatMul (x, w) y = Add (a, b)"
+SHIFT = np.array([0.25, -4.0])
+
+
+@pytest.mark.parametrize("rules", [PER_CHANNEL, FLOAT_BIAS])
+def test_a_bias_moves_by_all_shifts(tmp_path, rules):
+    """The second shift of an op's own bias adds to the first, and the source keeps its bias."""
+    edits = make_edits(tmp_path, ONE, rules)
+    store, ops = open_store(edits)
+    sites = bias_sites(store)
+    assert store.move_bias(ops["y"], SHIFT) == ""
+    assert read_bias(store, "y") == ("b", [1.25, -6.0])
+    assert store.describe_change(ops["y"]) == "its bias moved by up to 4"
+    assert store.move_bias(ops["y"], np.array([1.0, 1.0])) == ""
+    assert read_bias(store, "y") == ("b", [2.25, -5.0])
+    assert store.describe_change(ops["y"]) == "its bias moved by up to 3"
+    assert edits.model.main.op("b").read_value().tolist() == [1.0, -2.0]
+    assert store.solution is edits.solution
+    assert bias_sites(store) == sites == ([("b", ["y"], [0.5, 0.25], 0)] if rules is PER_CHANNEL else [])
+
+
+def test_a_bias_that_another_op_adds(tmp_path):
+    """The op's output has neither the bias nor earlier shifts, so the last shift replaces those before."""
+    store, ops = open_store(make_edits(tmp_path, ADDED, FLOAT_BIAS))
+    for shift in (SHIFT, np.array([1.0, 1.0])):
+        assert store.move_bias(ops["a"], shift) == ""
+        assert read_bias(store, "y", 1) == ("b", (B + shift).tolist())
+    assert store.describe_change(ops["a"]) == "its bias moved by up to 1"
+
+
+def test_biases_with_one_number(tmp_path):
+    """One number for all channels becomes one per channel, in a constant of its own."""
+    store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS, b=np.array([3.0])))
+    assert store.move_bias(ops["y"], SHIFT) == ""
+    assert read_bias(store, "y") == ("y/bias_corrected", [3.25, -1.0])
+    store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS, b=np.array([[3.0, 4.0]])))
+    assert store.move_bias(ops["y"], SHIFT) == ""
+    assert read_bias(store, "y") == ("b", [[3.25, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("axes", "value", "reason"),
+    [
+        (OutputAxes(2, 1), B, ""),
+        (OutputAxes(2, 1), B.astype(np.float16), "its bias is not one number per channel"),
+        (OutputAxes(2, 1), np.array([[1.0], [2.0]]), "its bias has another size"),
+        (OutputAxes(3, 1), B, "its bias is not one number per channel"),
+        (None, B, "its bias is not one number per channel"),
+    ],
+)
+def test_biases_of_other_shapes(tmp_path, axes, value, reason):
+    """A bias that another op adds needs one float32, or one per channel of the last axis."""
+    store, ops = open_store(make_edits(tmp_path, ADDED, FLOAT_BIAS))
+    bias = store._original_model.main.op("b")
+    if value is not B:
+        dtype = np.float32 if value.ndim > 1 else value.dtype
+        store._original_model.main.replace_op(replace(bias, read_value=lambda: value.astype(dtype)))
+    assert store.move_bias(replace(ops["a"], axes=axes), SHIFT) == reason
+
+
+def test_an_own_bias_lies_along_any_axis(tmp_path):
+    """The bias that an op itself reads is one number per channel, wherever its channels are."""
+    store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS))
+    for axes in (OutputAxes(3, 1), None):
+        assert store.move_bias(replace(ops["y"], axes=axes), SHIFT) == ""
+
+
+def test_no_bias_can_be_added(tmp_path):
+    """An op without a place for a bias keeps its reason, and has not moved."""
+    store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS))
+    weighted = replace(ops["y"], bias=None, no_bias_reason="because")
+    assert store.move_bias(weighted, SHIFT) == "because"
+    assert store.describe_change(weighted) == "its bias moved by up to 0"
+
+
+@pytest.mark.parametrize("rules", [PER_CHANNEL, PER_TENSOR])
+def test_integer_biases_stay_in_range(tmp_path, rules):
+    """A shift beyond the last integer is refused and changes nothing; one up to it is applied."""
+    edits = make_edits(tmp_path, ONE, rules, b=np.array([0.0, 0.0]))
+    store, ops = open_store(edits)
+    step = 0.25 if rules is PER_CHANNEL else 0.5
+    for shift, is_moved in ((2.0**31 * step, False), (np.inf, False), (-(2.0**31) * step, False), (1.0, True)):
+        reason = store.move_bias(ops["y"], np.array([0.0, shift]))
+        assert (reason == "") == is_moved
+        assert read_bias(store, "y") == ("b", [0.0, 1.0 if is_moved else 0.0])
+    assert store.move_bias(ops["y"], np.array([0.0, (2.0**31 - 128) * step - 1.0])) == ""
+    assert read_bias(store, "y")[1][1] == (2.0**31 - 128) * step
+
+
+def test_narrow_biases_are_not_corrected(tmp_path):
+    """The steps of a bias with fewer than 32 bits are as large as the correction."""
+    rules = PER_CHANNEL.replace(
+        'dtype = "int32"\nper = "channel"\nobserve = "bias"', 'dtype = "int16"\nobserve = "absmax"'
+    )
+    store, ops = open_store(make_edits(tmp_path, ONE, rules))
+    assert store.move_bias(ops["y"], SHIFT) == "its bias has 16 bits, whose steps are as large as the correction"
+    assert read_bias(store, "y") == ("b", [1.0, -2.0])
+
+
+@pytest.mark.parametrize("first", ["a", "y"])
+def test_a_shared_bias_is_split(tmp_path, first):
+    """Each op gets a constant and a site of its own, in any order; the last one has no other reader to leave it to."""
+    store, ops = open_store(make_edits(tmp_path, TWO, PER_TENSOR))
+    assert bias_sites(store) == [("b", ["a", "y"], 0.5, None)]
+    other = "y" if first == "a" else "a"
+    assert store.move_bias(ops[first], SHIFT) == ""
+    assert read_bias(store, first) == (f"{first}/bias_corrected", [1.25, -6.0])
+    assert read_bias(store, other) == ("b", [1.0, -2.0])
+    split = (f"{first}/bias_corrected", [first], 0.5, None)
+    assert bias_sites(store) == [("b", [other], 0.5, None), split]
+    assert store.move_bias(ops[other], -SHIFT) == ""
+    assert read_bias(store, first) == (f"{first}/bias_corrected", [1.25, -6.0])
+    assert read_bias(store, other) == (f"{other}/bias_corrected", [0.75, 2.0])
+    assert bias_sites(store) == [(f"{other}/bias_corrected", [other], 0.5, None), split]
+
+
+@pytest.mark.parametrize(
+    ("rules", "scale", "axis"), [(PER_CHANNEL, [0.5, 0.25], 0), (PER_TENSOR, 0.5, None), (FLOAT_BIAS, None, None)]
+)
+def test_a_missing_bias_is_added(tmp_path, rules, scale, axis):
+    """An op without a bias gets one, with an integer site if other biases have one, and the scale of its product."""
+    store, ops = open_store(make_edits(tmp_path, WITHOUT, rules))
+    sites = [] if scale is None else [("b", ["a"], scale, axis)]
+    assert bias_sites(store) == sites
+    assert store.move_bias(ops["y"], SHIFT) == ""
+    assert read_bias(store, "y") == ("y/bias_corrected", [0.25, -4.0])
+    assert store.move_bias(ops["y"], np.array([1.0, 1.0])) == ""
+    assert read_bias(store, "y") == ("y/bias_corrected", [1.25, -3.0])
+    assert bias_sites(store) == sites + [("y/bias_corrected", ["y"], scale, axis)] * len(sites)
+    if sites:
+        added = store.solution.plan.sites[-1]
+        assert (added.graph, added.uses, added.parameter, added.rule) == ("", (Use("", "y", 2),), True, "bias")
+        assert added.scheme == next(site.scheme for site in store.solution.plan.sites if site.tensor.op == "b")
+        params = store.solution.params[len(store.solution.plan.sites) - 1]
+        assert (params.type.name, np.asarray(params.zero_point).any()) == ("int32", False)
+        # From now on its range is that of the type.
+        assert "32-bit" in store.move_bias(ops["y"], np.full(2, 2.0**32))
+        assert read_bias(store, "y") == ("y/bias_corrected", [1.25, -3.0])
+
+
+def with_params(edits, name, **changes):
+    """Return the edits with other params of a tensor, or none."""
+    index = next(index for index, site in enumerate(edits.solution.plan.sites) if site.tensor.op == name)
+    params = {**edits.solution.params}
+    params[index] = replace(params[index], **changes)
+    if not changes:
+        del params[index]
+    return replace(edits, solution=replace(edits.solution, params=params))
+
+
+def test_added_biases_that_stay_float(tmp_path):
+    """No site is added if an operand has no scale, the value does not fit, or the scale is no normal float32."""
+    edits = make_edits(tmp_path, WITHOUT, PER_TENSOR)
+    tiny = np.finfo(np.float32).tiny
+    for changed, shift, added in (
+        (edits, 2.0**31 * 0.5, 0),
+        (edits, -(2.0**31) * 0.5, 0),
+        (edits, (2.0**31 - 128) * 0.5, 1),
+        (with_params(edits, "a"), 1.0, 0),
+        (with_params(edits, "a", scale=np.float32(tiny)), 0.0, 1),
+        (with_params(edits, "a", scale=np.float32(tiny / 2)), 0.0, 0),
+    ):
+        store, ops = open_store(changed)
+        assert store.move_bias(ops["y"], np.array([shift, 0.0])) == ""
+        assert len(bias_sites(store)) == 1 + added
+        assert read_bias(store, "y") == ("y/bias_corrected", [shift, 0.0])
+
+
+@pytest.mark.parametrize(("rules", "axis"), [(PER_CHANNEL, None), (PER_TENSOR, 0)])
+def test_added_biases_are_like_the_others(tmp_path, rules, axis):
+    """A bias per channel needs another one per channel, and one per tensor needs one per tensor."""
+    edits = make_edits(tmp_path, WITHOUT, rules)
+    sites = tuple(replace(site, axis=axis) if site.tensor.op == "b" else site for site in edits.solution.plan.sites)
+    solution = replace(edits.solution, plan=replace(edits.solution.plan, sites=sites))
+    store, ops = open_store(replace(edits, solution=solution))
+    assert store.move_bias(ops["y"], SHIFT) == ""
+    assert [entry[0] for entry in bias_sites(store)] == ["b"]
+
+
+CHAIN = "a = Gemm (x, w, b) c = Gemm (a, v, b) r = Relu (c) d = Gemm (r, w, b) y = Gemm (d, v, b)"
+
+
+@pytest.mark.parametrize(
+    ("body", "stages"),
+    [
+        (ONE, ["y"]),
+        (TWO, ["a", "y"]),
+        (CHAIN, ["c", "y"]),
+        ("a = Gemm (x, w, b) c = Gemm (a, v, b) y = Gemm (c, v, b)", ["c", "y"]),
+        ("a = Gemm (x, w, b) c = Gemm (x, v, b) y = Add (a, c)", ["ac"]),
+        ("a = Gemm (x, w, b) c = Gemm (x, v, b) d = Add (a, c) y = Gemm (d, w, b)", ["ac", "y"]),
+    ],
+)
+def test_stages(tmp_path, body, stages):
+    """The ops of one level halfway through the graph are corrected again, then the last ops."""
+    edits = make_edits(tmp_path, body, FLOAT_BIAS)
+    weighted_ops = list(find_weighted_ops(edits.model, edits.solution))
+    chosen = [[weighted.op.name for weighted in stage] for stage in _correction_stages(edits.model, weighted_ops)]
+    assert chosen == [list(stage) for stage in stages]
+    assert list(_correction_stages(edits.model, [])) == []
+
+
+def test_sites_of_rounded_ops(tmp_path):
+    """Only the sites that duplicated ops read remain, without ties. Edited weights are read from their constants."""
+    edits = make_edits(tmp_path, CHAIN, PER_TENSOR)
+    tied = tuple(replace(site, tie=(Use("", "d", 0),), clone_of=Use("", "d", 0)) for site in edits.solution.plan.sites)
+    solution = replace(edits.solution, plan=replace(edits.solution.plan, sites=tied))
+    constant = TensorRef("body", "c/rounded/weight")
+    plan, params = _restrict_to_rounded_ops(
+        solution, {("", "a"): "a/rounded", ("", "c"): "c/rounded"}, {Use("", "c", 1): constant}
+    )
+    assert {str(site.tensor): ([f"{use.op}[{use.slot}]" for use in site.uses], site.graph) for site in plan.sites} == {
+        "x:0": (["a/rounded[0]"], ""),
+        "w:0": (["a/rounded[1]"], ""),
+        "b:0": (["a/rounded[2]", "c/rounded[2]"], ""),
+        "a:0": (["c/rounded[0]"], ""),
+        "body/c/rounded/weight:0": (["c/rounded[1]"], "body"),
+    }
+    assert not any(site.tie or site.clone_of for site in plan.sites)
+    by_tensor = {site.tensor: index for index, site in enumerate(tied)}
+    originals = [by_tensor.get(site.tensor, by_tensor[TensorRef("", "v")]) for site in plan.sites]
+    assert [params[index] for index in range(len(plan.sites))] == [solution.params[index] for index in originals]
+    assert plan.skips == ()
+    fewer = replace(solution, params={index: solution.params[index] for index in originals[:1]})
+    assert len(_restrict_to_rounded_ops(fewer, {("", "a"): "a/rounded"}, {})[0].sites) == 1
