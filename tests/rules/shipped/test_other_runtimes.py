@@ -196,7 +196,7 @@ CASES = {
         "f = Transpose<perm = [0, 1, 3, 2]>(x) g = Unsqueeze(f, one) h = Squeeze(g, one) c = Conv(h, w)",
         ("c>@c w>c x>f", "f g h c"),
         ("w>c x>f", "f g h c"),
-        ("c>@c f>g h>c w>c x>f", "f c"),
+        ("c>@c f>g g>h h>c w>c x>f", "f c"),
     ),
     "max-pool": (
         IMAGE,
