@@ -131,11 +131,7 @@ def _sums_of_squares(expected: Array, actual: Array, *, batched: bool) -> tuple[
 
 
 def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dict[str, str]:
-    """Match each input of the other model with an input of the first by name, or else in order.
-
-    Raises:
-        UsageError: The models take different inputs.
-    """
+    """Match each input of the other model with an input of the first by name, or else in order."""
     name_by_alias = {name: spec.name for spec in reversed(first) for name in (*spec.aliases, spec.name)}
     name_by_alias.update((spec.name, spec.name) for spec in first)
     matches = {
@@ -154,11 +150,7 @@ def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dic
 
 
 def match_outputs(first: Sequence[str], second: Sequence[str], explicit: Mapping[str, str]) -> dict[str, str]:
-    """Match each output of the first model with one of the other: as given, by name, and the rest in order.
-
-    Raises:
-        UsageError: A given name does not exist, or unmatched outputs are left.
-    """
+    """Match each output of the first model with one of the other: as given, by name, and the rest in order."""
     for names, requested, ordinal in ((first, explicit.keys(), "first"), (second, explicit.values(), "second")):
         for name in requested:
             if name not in names:

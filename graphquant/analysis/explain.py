@@ -124,10 +124,7 @@ def _outcome_without_plan(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> 
 
 
 def uses_by_name(
-    matcher: RuleMatcher,
-    name: str,
-    tensor_names: Callable[[TensorRef], tuple[str, ...]],
-    source: Model | None = None,
+    matcher: RuleMatcher, name: str, tensor_names: Callable[[TensorRef], tuple[str, ...]], source: Model | None = None
 ) -> Iterator[tuple[TensorRef, Use, tuple[str, str]]]:
     """Uses of the tensor or op `name`, each with the requested op, which produces or reads it.
 
@@ -136,9 +133,6 @@ def uses_by_name(
         name: A name, a glob, or a regex between slashes.
         tensor_names: Names of a tensor.
         source: The model before preparation, if that differs.
-
-    Raises:
-        UsageError: No float tensor or op has this name.
     """
     no_match = True
     for tensor, uses in matcher.tensors():

@@ -141,11 +141,7 @@ def sketches_of_fixed_ranges(
 def model_range_report(
     summary: ModelSummary, stats: Stats, path: Path | None = None, *, compare_methods: bool = False
 ) -> RangeReport:
-    """Report the quantization ops of a model for the tensors of the same name.
-
-    Raises:
-        DataError: No tensor has the same name.
-    """
+    """Report the quantization ops of a model for the tensors of the same name."""
     tensor_ranges = []
     for quantization_op in summary.quantization_ops:
         if quantization_op.tensor not in stats.targets:

@@ -48,11 +48,7 @@ class Bounds:
     max_accuracy_drop: float | None = None  # maximum loss of accuracy of each output, as a share of rows, 0 to 1
 
     def __post_init__(self) -> None:
-        """Reject bounds that are NaN or infinite, which every or no model would meet.
-
-        Raises:
-            UsageError: A bound is not finite.
-        """
+        """Reject bounds that are NaN or infinite, which every or no model would meet."""
         for bound in filter(None, (self.min_sqnr, self.min_agreement, self.max_accuracy_drop)):
             if not math.isfinite(bound):
                 raise UsageError(f"The bound {bound} is not a finite number. Use a finite number.")
@@ -398,10 +394,7 @@ def _compare_on_samples(
 
 
 def count_quantized_macs(
-    source: Model,
-    quantized: Model,
-    sites: ComparedSites | None = None,
-    sizes: Mapping[TensorRef, int] | None = None,
+    source: Model, quantized: Model, sites: ComparedSites | None = None, sizes: Mapping[TensorRef, int] | None = None
 ) -> tuple[int, int]:
     """Return the multiply-adds per sample with quantized inputs, and all; zeros if `sizes` lacks unknown sizes."""
     if sizes is None and unsized_tensors(source):

@@ -246,9 +246,7 @@ def _open_data(prepared: Model, plan: Plan, stats: Stats | None, settings: Inser
 def _make_objective(prepared: Model, data: CalibrationData, settings: InsertOptions) -> Objective:
     """Return the cost to minimize and the bounds. Missing data is reported now, before calibration takes its time."""
     bounds = Bounds(
-        min_sqnr=settings.min_sqnr,
-        min_agreement=settings.min_agreement,
-        max_accuracy_drop=settings.max_accuracy_drop,
+        min_sqnr=settings.min_sqnr, min_agreement=settings.min_agreement, max_accuracy_drop=settings.max_accuracy_drop
     )
     if settings.optimize == "latency" and data.spec is None:
         raise UsageError("Optimizing latency runs the model on samples. Pass data.")
@@ -297,13 +295,7 @@ def _collect_stats(
     if data.calibration is None:
         raise NeedsDataError(_needs_data_message(source, unranged_sites, transfer))
     return run_calibration(
-        prepared,
-        targets,
-        data.calibration,
-        None,
-        progress,
-        model_digest=source.digest,
-        max_memory=settings.max_memory,
+        prepared, targets, data.calibration, None, progress, model_digest=source.digest, max_memory=settings.max_memory
     )
 
 

@@ -421,10 +421,7 @@ _VITIS_AI_COMMON = (
 VITIS_AI_TABLE = RequirementTable(
     name="Vitis AI",
     rows={
-        **dict.fromkeys(
-            PRODUCT_KINDS,
-            (*_VITIS_AI_COMMON, _require_quantized_bias, _require_weighted_shift),
-        ),
+        **dict.fromkeys(PRODUCT_KINDS, (*_VITIS_AI_COMMON, _require_quantized_bias, _require_weighted_shift)),
         "add": (*_VITIS_AI_COMMON, _require_add_shift),
         "mul": (*_VITIS_AI_COMMON, _require_mul_shift),
         **dict.fromkeys(("relu", "relu6", "leaky_relu", "prelu", "clip"), _VITIS_AI_COMMON),
@@ -434,10 +431,7 @@ VITIS_AI_TABLE = RequirementTable(
         ),
     },
     fuses=dict.fromkeys(
-        (
-            *PRODUCT_KINDS,
-            *("add", "max_pool", "avg_pool", "global_avg_pool"),
-        ),
+        (*PRODUCT_KINDS, *("add", "max_pool", "avg_pool", "global_avg_pool")),
         frozenset({"relu", "relu6", "leaky_relu", "prelu"}),
     ),
 )

@@ -79,11 +79,7 @@ def attestation_path(output: str) -> Path:
 
 
 def write_attestation(entry: Entry, outcome: Outcome) -> None:
-    """Write the attestation of an output next to it, atomically.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+    """Write the attestation of an output next to it, atomically."""
     path = attestation_path(outcome.output)
     text = json.dumps(attestation(entry, outcome), indent=2, sort_keys=True) + "\n"
     try:
@@ -94,11 +90,7 @@ def write_attestation(entry: Entry, outcome: Outcome) -> None:
 
 
 def attested_digests(path: Path) -> dict[str, str]:
-    """Return the hex SHA-256 of the files in an attestation.
-
-    Raises:
-        UsageError: It cannot be read, or is no attestation.
-    """
+    """Return the hex SHA-256 of the files in an attestation."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_ATTESTATION_BYTES + 1)

@@ -58,9 +58,6 @@ def run_on_cluster(
 
     The cluster at `address`, "tcp://host:8786", decides on parallelism: one entry per worker thread. With fewer entries
     than threads, calibration of each entry is sharded; merged statistics are exact. `worker` must be picklable.
-
-    Raises:
-        UsageError: The scheduler is missing or lost, or has no workers.
     """
     if not entries:
         return

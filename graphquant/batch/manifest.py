@@ -345,11 +345,7 @@ class BatchRequest:
 
 
 def find_manifest() -> Path:
-    """Return the manifest of the current folder.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the manifest of the current folder."""
     manifest, project = Path(MANIFEST_NAME), Path(PROJECT_FILE)
     if manifest.is_file():
         return manifest

@@ -337,9 +337,6 @@ def select_shard(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry
 
     The largest models are dealt first, each to the shard with the fewest bytes so far. Machines with the same models
     deal the same way. `shard` is the number of the shard, from 1, and the number of shards.
-
-    Raises:
-        UsageError: There is no such shard.
     """
     number, total = shard
     if not 1 <= number <= total:

@@ -323,11 +323,7 @@ def batch_report_json(report: BatchReport) -> dict[str, Any]:
 
 
 def parse_json(kind: type, data: Any, source: str) -> Any:
-    """Parse the JSON data of an outcome or a report.
-
-    Raises:
-        UsageError: The data is invalid, or of another schema version.
-    """
+    """Parse the JSON data of an outcome or a report."""
     if isinstance(data, dict) and kind is BatchReport and data.get("schema") != REPORT_SCHEMA_VERSION:
         raise UsageError(
             f"{source} has schema {data.get('schema')!r}, and this graphquant reads"
@@ -344,11 +340,7 @@ def parse_json(kind: type, data: Any, source: str) -> Any:
 
 
 def read_report(path: Path) -> BatchReport:
-    """Read a report from a JSON file.
-
-    Raises:
-        UsageError: It cannot be read, or is invalid.
-    """
+    """Read a report from a JSON file."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_REPORT_BYTES + 1)

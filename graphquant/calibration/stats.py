@@ -189,9 +189,6 @@ def select_stats(
     """Select the statistics of `targets`, which a plan of the model needs, under the names that `targets` uses.
 
     `command` is the command line that collects suitable statistics, for error messages.
-
-    Raises:
-        DataError: The statistics belong to another model, have no samples, or lack a target.
     """
     if stats.model_digest != model_digest:
         raise DataError(f"The statistics are of another model, or the model has changed. Calibrate again:\n  {command}")
@@ -373,11 +370,7 @@ def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Ske
 
 
 def load_stats(path: Path) -> Stats:
-    """Read the statistics file at `path`.
-
-    Raises:
-        DataError: The file is missing, damaged, or not a statistics file.
-    """
+    """Read the statistics file at `path`."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = archive.getinfo(HEADER_MEMBER).file_size if HEADER_MEMBER in archive.namelist() else 0

@@ -88,11 +88,7 @@ class ReportOptions:
     verify: bool
 
     def check_options(self, names: Sequence[str]) -> None:
-        """Reject invalid combinations, before any work is done.
-
-        Raises:
-            UsageError: Two options exclude each other, or a report cannot be written.
-        """
+        """Reject invalid combinations, before any work is done."""
         from graphquant.batch.reports import check_report_path
 
         if self.compare is None and self.sqnr_step is not None:
@@ -116,11 +112,7 @@ class ReportOptions:
                 )
 
     def check_entries(self, entries: Sequence[Entry]) -> None:
-        """Reject reports that would overwrite a model, and attestations of remote outputs.
-
-        Raises:
-            UsageError: A report is a model or an output, or an output with an attestation is remote.
-        """
+        """Reject reports that would overwrite a model, and attestations of remote outputs."""
         from graphquant.calibration.data.files import is_remote
 
         model_paths = {Path(path).resolve(): path for entry in entries for path in (entry.model, entry.output)}
@@ -233,12 +225,7 @@ def report_options(command: CommandFunction) -> CommandFunction:
 )
 @click.option("--max-memory", metavar="SIZE", help="Stop models whose worker uses more memory, such as 4GB.")
 @click.option(
-    "--retries",
-    type=click.IntRange(min=0),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Attempts after a crash.",
+    "--retries", type=click.IntRange(min=0), default=1, show_default=True, metavar="N", help="Attempts after a crash."
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @FORCE

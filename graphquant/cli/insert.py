@@ -108,14 +108,7 @@ def _check_outputs(
 
 
 def _write_and_print(
-    result: Result,
-    target: Path,
-    *,
-    to_tflite: bool,
-    report: Path | None,
-    html: Path | None,
-    dry_run: bool,
-    force: bool,
+    result: Result, target: Path, *, to_tflite: bool, report: Path | None, html: Path | None, dry_run: bool, force: bool
 ) -> None:
     """Write the model, the report and the page, and print the result."""
     from graphquant.visualize import text

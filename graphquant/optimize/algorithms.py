@@ -276,9 +276,6 @@ def choose_algorithms(rule_algorithms: Sequence[str], requested: Sequence[str]) 
     """Return the algorithms of the rules with the changes that a caller requests, in the order in which they run.
 
     `requested` are names to add, or with a leading "not " to remove.
-
-    Raises:
-        UsageError: An algorithm does not exist.
     """
     for name in requested:
         algorithm = name.removeprefix(NEGATION)

@@ -179,9 +179,7 @@ class SearchTrace:
         in_float = {tensor: None for tensor, name in candidates.items() if name == FLOAT_CANDIDATE}
         changed = {tensor: name for tensor, name in candidates.items() if name != FLOAT_CANDIDATE}
         return replace(
-            self,
-            float_tensors={**self.float_tensors, **in_float},
-            changed_tensors={**self.changed_tensors, **changed},
+            self, float_tensors={**self.float_tensors, **in_float}, changed_tensors={**self.changed_tensors, **changed}
         )
 
 
@@ -419,11 +417,7 @@ class _SearchStages:
             else:
                 costs = mac_costs(self.prepared, measure_tensor_sizes(self.prepared, search_set.samples()))
         result = search_cheapest_plan(
-            groups,
-            costs,
-            measure,
-            target_sqnr=bounds.min_sqnr,
-            progress=stage_progress(self.progress, "searching"),
+            groups, costs, measure, target_sqnr=bounds.min_sqnr, progress=stage_progress(self.progress, "searching")
         )
         changed = drafts.changed_candidates(result.selection)
         best = max((validations[selection] for selection in quantizing), key=_worst_confirmed_sqnr)

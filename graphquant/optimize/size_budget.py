@@ -161,9 +161,6 @@ def parse_size_budget(budget: str, float_size: int) -> int:
     Args:
         budget: Bytes, as "2MB", or a share of the float model's size, as "25%".
         float_size: Size of the float model in bytes.
-
-    Raises:
-        UsageError: The text is no size.
     """
     percent = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", budget)
     if percent:

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, QDQFamily] = {
     family.name: family
-    for family in (
-        OnnxFamily(),
-        FakeQuantFamily(),
-        *(QuantizeAndDequantizeFamily(version) for version in (2, 3, 4)),
-    )
+    for family in (OnnxFamily(), FakeQuantFamily(), *(QuantizeAndDequantizeFamily(version) for version in (2, 3, 4)))
 }
 
 

@@ -176,10 +176,7 @@ class FakeQuantFamily(TensorFlowFamily):
         params = site.static_params
         op_range = params.op_range or tf_ranges.range_for_fake_quant(params)
         low, high = op_range.low.astype(np.float32), op_range.high.astype(np.float32)
-        attrs: dict[str, Any] = {
-            "num_bits": params.type.bits,
-            "narrow_range": params.narrow and params.type.signed,
-        }
+        attrs: dict[str, Any] = {"num_bits": params.type.bits, "narrow_range": params.narrow and params.type.signed}
         if site.args.form == "args":
             attrs |= {"min": float(low), "max": float(high)}
             return self.add_qdq_op(graph, site, "FakeQuantWithMinMaxArgs", attrs, {})

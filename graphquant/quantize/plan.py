@@ -254,11 +254,7 @@ def _reference_to_json(reference: TensorRef | Use) -> dict[str, Any]:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read the plan in the JSON file at `path`.
-
-    Raises:
-        UsageError: The file cannot be read or has mistakes. The error lists all of them.
-    """
+    """Read the plan in the JSON file at `path`."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_PLAN_BYTES + 1)  # a device has no size, and no end
@@ -275,11 +271,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_from_json(data: Any, source_name: str = "plan") -> Plan:
-    """Return the plan in `data`, as `plan_to_json` writes it.
-
-    Raises:
-        UsageError: `data` has mistakes. The error lists all of them, each with its JSON path.
-    """
+    """Return the plan in `data`, as `plan_to_json` writes it."""
     schema_version = data.get("schema") if isinstance(data, dict) else None
     if type(schema_version) is not int or schema_version != PLAN_SCHEMA_VERSION:
         raise UsageError(
@@ -393,10 +385,6 @@ def check_plan(model: Model, plan: Plan) -> None:
     Args:
         model: The prepared model that the plan names.
         plan: The plan.
-
-    Raises:
-        UsageError: Sites refer to tensors, uses or graphs that the model lacks, or ask for schemes that their tensors
-            cannot have. The error lists all of them.
     """
     parameters = Parameters(model)
     claimed_uses: set[Use] = set()

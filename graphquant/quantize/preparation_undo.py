@@ -133,9 +133,6 @@ def original_weights(
     Args:
         step: A step of a plan.
         read_constant: Returns the value of a constant of the graph after the step by name, or None.
-
-    Raises:
-        ModelError: The record is damaged.
     """
     weights = {}
     for record in step.undo.get("removed", ()):
@@ -281,10 +278,7 @@ def _tensor_record(tensor: TensorRef | None) -> dict[str, Any] | None:
 
 
 def remove_unread_ops(
-    model: Model,
-    tensors: Iterable[TensorRef],
-    kinds: frozenset[str] | None = None,
-    edits: RecordedEdits | None = None,
+    model: Model, tensors: Iterable[TensorRef], kinds: frozenset[str] | None = None, edits: RecordedEdits | None = None
 ) -> None:
     """Remove constants, and ops computed from constants only, that nothing reads or waits for any more.
 

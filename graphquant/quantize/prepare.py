@@ -281,8 +281,7 @@ PREPARATION_STEPS: dict[str, Preparation] = {
         find_skipped=skipped_constant_nodes,
     ),
     INFERENCE_BATCHNORM_STEP: Preparation(
-        purpose="an output must depend on its own sample only, not on the rest of the batch",
-        apply=inference_batchnorm,
+        purpose="an output must depend on its own sample only, not on the rest of the batch", apply=inference_batchnorm
     ),
     DROP_IDENTITY_STEP: Preparation(
         purpose="an op that changes nothing prevents fusions in the runtime",

@@ -93,11 +93,7 @@ def _without_large_values(message: Any) -> Any:
 
 
 def restore_value(message: Any, path: FieldPath, data: bytes) -> None:
-    """Put a large value back.
-
-    Raises:
-        ModelError: The path does not exist.
-    """
+    """Put a large value back."""
     try:
         holder = message
         field = holder.DESCRIPTOR.fields_by_number[path[0]]
@@ -277,9 +273,6 @@ def restore_source(record: bytes, written: Any, message_type: Any) -> tuple[Any,
 
     Returns:
         The message, and True if `written` is unchanged since the record was made, apart from large values.
-
-    Raises:
-        ModelError: The record is damaged, or a weight that it needs is no longer in the model.
     """
     unpacker = zlib.decompressobj()
     try:

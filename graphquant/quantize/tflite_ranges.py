@@ -231,11 +231,7 @@ class RangeTransfer:
 
 
 def read_name_map(path: Path) -> dict[str, str]:
-    """Read a TOML file of names: a tensor of the model on the left, one of the TFLite file on the right.
-
-    Raises:
-        UsageError: The file cannot be read or is not a table of names.
-    """
+    """Read a TOML file of names: a tensor of the model on the left, one of the TFLite file on the right."""
     hint = 'Write lines like "block1/Relu:0" = "model/block1/Relu".'
     try:
         if path.stat().st_size > MAX_NAME_MAP_BYTES:
@@ -262,9 +258,6 @@ def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[s
         plan: The plan.
         source: The TFLite model.
         name_map: Names of planned tensors, each with the name of the tensor in the file that provides its scale.
-
-    Raises:
-        UsageError: A name does not exist, or no planned tensor is in the file.
     """
     entries = _quantized_entries(source)
     mapped = _map_names(plan, entries, name_map)

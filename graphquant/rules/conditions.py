@@ -27,14 +27,7 @@ from graphquant.ir import (
     matrix_rows,
     output_channels,
 )
-from graphquant.rules.pattern_syntax import (
-    ANY_OP,
-    ANY_OPERAND,
-    ChainLink,
-    PatternOp,
-    expand_spellings,
-    parse_chain,
-)
+from graphquant.rules.pattern_syntax import ANY_OP, ANY_OPERAND, ChainLink, PatternOp, expand_spellings, parse_chain
 
 if TYPE_CHECKING:
     from graphquant.rules.rule import Selector
@@ -307,9 +300,6 @@ class _PatternSearch:
         """Return the tensor for each name of the pattern if its last op is that of `root`, None without a match.
 
         Only operands that fit by themselves are tried, so that the search backtracks only if a name occurs twice.
-
-        Raises:
-            UsageError: The search takes more than `MAX_STEPS`.
         """
         stack: list[tuple[tuple[tuple[str, TensorRef], ...], dict[str, TensorRef]]] = [(((self._root.name, root),), {})]
         steps = 0

@@ -185,11 +185,7 @@ def _shipped_folder() -> Path:
 
 
 def find_rule_file(name_or_path: str) -> Path:
-    """Return the rule file for a shipped name, or for a path that ends in `.toml`.
-
-    Raises:
-        UsageError: There is no such file.
-    """
+    """Return the rule file for a shipped name, or for a path that ends in `.toml`."""
     shipped, path, name = shipped_rule_files(), Path(name_or_path), name_or_path
     if name.endswith(RULE_FILE_SUFFIX):
         if "\0" not in name and path.exists():

@@ -130,11 +130,7 @@ def all_consumer_names(model: Model) -> Iterator[str]:
 
 
 def check_name_selectors(model: Model, ruleset: RuleSet, tensors: Callable[[], TensorConsumers]) -> None:
-    """Check that each name selector of a rule that is not optional matches one of the `tensors` that rules apply to.
-
-    Raises:
-        UsageError: A selector matches nothing, or the two selectors of a rule never meet.
-    """
+    """Check that each name selector of a rule that is not optional matches one of the `tensors` that rules apply to."""
     required = [rule for rule in ruleset.rules if not rule.rule.optional]
     for side, names_of in (("producer", all_producer_names), ("consumer", all_consumer_names)):
         selected = [(rule, pattern) for rule in required if (pattern := getattr(rule.rule, side).name) is not None]

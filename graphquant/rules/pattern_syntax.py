@@ -47,11 +47,7 @@ class PatternOp:
 
 @lru_cache(maxsize=1024)
 def parse_chain(text: str) -> tuple[ChainLink, ...]:
-    """Parse `conv > batchnorm? > relu|relu6?` into links, producer first.
-
-    Raises:
-        ValueError: The text is no chain, or every link is optional.
-    """
+    """Parse `conv > batchnorm? > relu|relu6?` into links, producer first."""
     link_texts = text.split(">")
     if len(link_texts) > MAX_CHAIN_LINKS:
         raise ValueError(f"a chain of {len(link_texts)} links is too long; the limit is {MAX_CHAIN_LINKS}")
@@ -69,11 +65,7 @@ def parse_chain(text: str) -> tuple[ChainLink, ...]:
 
 @lru_cache(maxsize=1024)
 def compile_regex(text: str) -> Any:
-    """Compile `text` as an RE2 regular expression, which never backtracks: a search takes time linear in the name.
-
-    Raises:
-        ValueError: RE2 does not support `text`; it has no look-around and no backreferences.
-    """
+    """Compile `text` as an RE2 regular expression, which never backtracks: a search takes time linear in the name."""
     import re2
 
     options = re2.Options()
@@ -86,12 +78,7 @@ def compile_regex(text: str) -> Any:
 
 
 def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:
-    """Parse a pattern's lines into ops. Names that no line defines are inputs of the pattern.
-
-    Raises:
-        ValueError: There is no line, a line does not read `name = kind(operand, ...)`, a name is defined twice or used
-            before its line, or an op is not connected to the last one.
-    """
+    """Parse a pattern's lines into ops. Names that no line defines are inputs of the pattern."""
     if not lines:
         raise ValueError("a pattern has at least one op")
     ops: dict[str, PatternOp] = {}
@@ -140,11 +127,7 @@ SPELLINGS: dict[str, int | None] = {
 
 @lru_cache(maxsize=1024)
 def expand_spellings(ops: tuple[PatternOp, ...]) -> tuple[tuple[PatternOp, ...], ...]:
-    """Return every spelling of a pattern, without the functions in `SPELLINGS`.
-
-    Raises:
-        ValueError: A function has the wrong number of operands, or there are too many spellings.
-    """
+    """Return every spelling of a pattern, without the functions in `SPELLINGS`."""
     choices = [_spellings_of(op) for op in ops]
     if (count := math.prod(map(len, choices))) > MAX_PATTERN_VARIANTS:
         raise ValueError(f"the pattern has {count} spellings; the limit is {MAX_PATTERN_VARIANTS}")

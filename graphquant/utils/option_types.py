@@ -21,9 +21,6 @@ def parse_share(value: Any) -> float:
     """Return a share from 0 to 1, given as a number or as a percentage such as "99%".
 
     Numbers above 1 are rejected, because 99 may be a percentage or a mistake, and 0.99% is a valid bound too.
-
-    Raises:
-        ValueError: The value is not such a share.
     """
     text = str(value).strip()
     percent = text.endswith("%")
@@ -40,22 +37,14 @@ def parse_share(value: Any) -> float:
 
 
 def parse_finite(value: float) -> float:
-    """Return `value` if it is finite, because a comparison with NaN or infinity never fails or always does.
-
-    Raises:
-        ValueError: The value is NaN or infinite.
-    """
+    """Return `value` if it is finite, because a comparison with NaN or infinity never fails or always does."""
     if not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
     return value
 
 
 def parse_bytes(value: Any) -> int:
-    """Return a number of bytes, given as a number or as a size such as "512MB".
-
-    Raises:
-        ValueError: The value is not a size.
-    """
+    """Return a number of bytes, given as a number or as a size such as "512MB"."""
     try:
         return parse_size(str(value))
     except UsageError as error:
@@ -63,11 +52,7 @@ def parse_bytes(value: Any) -> int:
 
 
 def parse_names(value: Any) -> tuple[str, ...]:
-    """Return one name or several as a tuple. A string is one name, not a sequence of letters.
-
-    Raises:
-        ValueError: The value is neither.
-    """
+    """Return one name or several as a tuple. A string is one name, not a sequence of letters."""
     names = [value] if isinstance(value, str | Path) else value
     if not isinstance(names, Iterable):
         raise ValueError(f"{escape_unprintable(repr(value))} is neither a name nor a list of names")  # noqa: TRY004

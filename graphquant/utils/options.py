@@ -153,15 +153,11 @@ class InsertOptions(PlanOptions):
         help="Calibrate on all samples and do not validate the quantized model.",
     )
     min_sqnr: Decibels | None = option(
-        None,
-        "Minimum SQNR of each output. A bound starts a search for the cheapest plan that meets it.",
-        metavar="DB",
+        None, "Minimum SQNR of each output. A bound starts a search for the cheapest plan that meets it.", metavar="DB"
     )
     min_agreement: Share | None = option(None, "Minimum top-1 agreement of each output: 0.99 or 99%.", metavar="SHARE")
     max_accuracy_drop: Share | None = option(
-        None,
-        "Maximum loss of accuracy of each output: 0.005 or 0.5%. The data needs labels.",
-        metavar="SHARE",
+        None, "Maximum loss of accuracy of each output: 0.005 or 0.5%. The data needs labels.", metavar="SHARE"
     )
     min_quantized: Share | None = option(
         None,
@@ -181,9 +177,7 @@ class InsertOptions(PlanOptions):
         metavar="SIZE",
     )
     runtime: Runtime | None = option(
-        None,
-        '"tflite" to minimize the latency of a TFLite file. Default: the runtime of the format.',
-        python_only=True,
+        None, '"tflite" to minimize the latency of a TFLite file. Default: the runtime of the format.', python_only=True
     )
 
 
@@ -192,9 +186,7 @@ class CalibrateOptions(ReadOptions):
     """Options of `calibrate`."""
 
     rules: Names = option(
-        (),
-        "Rule files whose observers need statistics. Default: the rules of the model's format.",
-        metavar="NAME|FILE",
+        (), "Rule files whose observers need statistics. Default: the rules of the model's format.", metavar="NAME|FILE"
     )
     everything: bool = option(False, "Observe each float tensor, so that the statistics serve any rules.", flag="--all")
     full: bool = option(
@@ -246,18 +238,13 @@ class ExplainOptions(ReadOptions):
     """Options of `explain`."""
 
     rules: Names = option(
-        (),
-        "Rule files. The first matching rule wins. Default: the rules of the model's format.",
-        metavar="NAME|FILE",
+        (), "Rule files. The first matching rule wins. Default: the rules of the model's format.", metavar="NAME|FILE"
     )
     plan: ObjectOrPath | None = option(None, "Explain this plan instead of rules.", metavar="FILE", path=True)
     data: str | None = option(None, "Calibration data, to explain the scales that insert would choose.", metavar="SPEC")
     stats: ObjectOrPath | None = option(None, "Statistics from calibrate, instead of data.", metavar="FILE", path=True)
     backend: str | None = option(
-        None,
-        "Backend that will run the model. Default: the backend of the rules.",
-        metavar="BACKEND",
-        flag="--for",
+        None, "Backend that will run the model. Default: the backend of the rules.", metavar="BACKEND", flag="--for"
     )
 
 
@@ -288,11 +275,7 @@ class OptionField:
         return self.form.flag or f"--{self.name.replace('_', '-')}"
 
     def parse(self, value: Any) -> Any:
-        """Return the validated value.
-
-        Raises:
-            UsageError: The value is invalid.
-        """
+        """Return the validated value."""
         from pydantic import TypeAdapter, ValidationError
 
         try:

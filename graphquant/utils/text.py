@@ -40,11 +40,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size into bytes: "512MB", "2GB", "1.5 GiB", "300000000".
-
-    Raises:
-        UsageError: `text` is not a size.
-    """
+    """Parse a size into bytes: "512MB", "2GB", "1.5 GiB", "300000000"."""
     matched = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]I?|)B?\s*", text, re.IGNORECASE)
     size = int(float(matched[1]) * SIZE_UNITS[matched[2].upper()]) if matched else 0
     if not size:

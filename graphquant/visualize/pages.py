@@ -93,11 +93,7 @@ SITES_LISTED = 10  # number of quantized tensors to list for a comparison
 
 
 def notebook_html(value: object) -> str:
-    """Return HTML of a model, plan, result or comparison, which works without a network.
-
-    Raises:
-        TypeError: The value has another type.
-    """
+    """Return HTML of a model, plan, result or comparison, which works without a network."""
     match value:
         case Model():
             summary = _preformatted(summary_view(summarize_model(value)), lines=SUMMARY_LINES)

@@ -70,11 +70,7 @@ REPORTS: Mapping[str, Callable[[BatchReport], str]] = {
 
 
 def check_report_path(path: Path) -> None:
-    """Reject an invalid report path before any work is done.
-
-    Raises:
-        UsageError: The suffix is unknown, or the folder is missing or read-only.
-    """
+    """Reject an invalid report path before any work is done."""
     from graphquant.api import models
 
     if path.suffix not in REPORTS:
@@ -86,11 +82,7 @@ def check_report_path(path: Path) -> None:
 
 
 def write_report(path: Path, report: BatchReport, progress: Progress | None = None) -> None:
-    """Write a report in the format of the path's suffix, atomically; an HTML page with the graphs of its models.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+    """Write a report in the format of the path's suffix, atomically; an HTML page with the graphs of its models."""
     if path.suffix == ".html":
         text = report_page(report, draw_graphs(report, path, progress))
     else:

@@ -218,11 +218,7 @@ def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | 
 
 
 def check_model_data(dataset: Dataset, runner: Runner) -> tuple[DataFinding, ...]:
-    """Check the first samples, and the response of the float model to a few of them; return the warnings.
-
-    Raises:
-        DataError: The data cannot be right.
-    """
+    """Check the first samples, and the response of the float model to a few of them; return the warnings."""
     if dataset.random:  # every report says so
         return ()
     uses = find_input_uses(runner.model, runner.inputs)

@@ -358,9 +358,6 @@ def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> Ou
        Identity.
     3. An output of a body whose name belongs to an input or an outer value takes the name of the tensor it reads.
     4. The value that had the output's name before gets a new one.
-
-    Raises:
-        ModelError: The main graph's output is one of its inputs, so both would need the same name.
     """
     renames = OutputRenames()
     free_name = partial(renames.free_name, graph)

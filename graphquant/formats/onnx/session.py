@@ -315,9 +315,6 @@ def create_session(
         profile: Prefix of the file to which the time of each op is written.
         optimized: File to which the optimized model is written, before the steps that only change layouts.
         extra_options: Further configuration entries of the session.
-
-    Raises:
-        ModelError: onnxruntime rejects the model.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_LOG_LEVEL

@@ -94,10 +94,6 @@ class Checkpoint:
         """Return a variable's value as a read-only array.
 
         Quantized types are returned as the integers that store them, bfloat16 and smaller types as types of ml_dtypes.
-
-        Raises:
-            ModelError: There is no variable of that name, it holds strings or handles, its data file is missing or
-                too short, or its checksum does not match.
         """
         if name not in self.names:
             raise ModelError(f"{self._index_name} has no variable {name!r}.{did_you_mean(name, self.names)}")
@@ -107,11 +103,7 @@ class Checkpoint:
         return value
 
     def object_graph(self) -> Any | None:
-        """Return the graph of Python objects (`TrackableObjectGraph`) of a TF2 checkpoint, None for TF1.
-
-        Raises:
-            ModelError: The graph is damaged.
-        """
+        """Return the graph of Python objects (`TrackableObjectGraph`) of a TF2 checkpoint, None for TF1."""
         if _OBJECT_GRAPH_KEY not in self.names:
             return None
         entry = self._parse_entry(_OBJECT_GRAPH_KEY, self.names[_OBJECT_GRAPH_KEY])
@@ -271,9 +263,6 @@ def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_g
             they may be links to those of another model.
         values: Numeric values by their new keys.
         object_graph: The object graph that replaces the present one, None to preserve that.
-
-    Raises:
-        ModelError: The checkpoint is damaged, or its numbers are big-endian.
     """
     index_path = _index_path(prefix)
     entries = read_table(index_path.read_bytes(), source=str(index_path)) if index_path.is_file() else {}
@@ -350,11 +339,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the base-128 number at `position` and the position after it.
-
-    Raises:
-        ModelError: The data ends inside the number, or the number does not fit in 64 bits.
-    """
+    """Return the base-128 number at `position` and the position after it."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         if position + index >= len(data):
@@ -369,11 +354,7 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def read_table(data: bytes, *, source: str) -> dict[bytes, bytes]:
-    """Return all keys and values of a table, in the order of the keys; `source` names the file in errors.
-
-    Raises:
-        ModelError: The data is not such a table, or is damaged.
-    """
+    """Return all keys and values of a table, in the order of the keys; `source` names the file in errors."""
     try:
         return dict(_iter_entries(data))
     except ModelError as error:

@@ -55,12 +55,7 @@ _KERAS_ERRORS: Final = (
 
 
 def trace_keras_model(tensorflow: Any, keras: Any, model: Any) -> Any:
-    """Return the ConcreteFunction of a Keras model in memory, traced as Keras exports it: inference, any batch size.
-
-    Raises:
-        ModelError: Keras cannot trace the model.
-        UsageError: Keras does not run on TensorFlow, or the model was never built.
-    """
+    """Return the ConcreteFunction of a Keras model in memory, traced as Keras exports it: inference, any batch size."""
     _require_tensorflow_backend(keras)
     from keras.src.export.export_utils import get_input_signature
 

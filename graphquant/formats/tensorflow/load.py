@@ -35,11 +35,7 @@ _NON_RESULT_DTYPES: Final = frozenset({"string", "resource", "variant"})
 
 
 def build_model(source: TensorFlowSource, path: Path) -> Model:
-    """Build the model of a source, for `path`.
-
-    Raises:
-        ModelError: It is damaged, or not supported.
-    """
+    """Build the model of a source, for `path`."""
     try:
         with paused_gc():
             return _ModelLoader(source, path).load()

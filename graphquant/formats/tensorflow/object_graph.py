@@ -28,11 +28,7 @@ VARIABLE_VALUE: Final = "VARIABLE_VALUE"  # the attribute of an object with the 
 
 
 def add_saved_functions(model: Model, saved_objects: Any, variables: CheckpointVariables) -> None:
-    """Add a graph that calls the functions of `saved_objects`, a SavedObjectGraph, if there are any.
-
-    Raises:
-        ModelError: A function of the model has the name of that graph.
-    """
+    """Add a graph that calls the functions of `saved_objects`, a SavedObjectGraph, if there are any."""
     function_names = [name for name in sorted(saved_objects.concrete_functions) if name in model.graphs]
     if not function_names:
         return

@@ -99,9 +99,6 @@ def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
     Returns:
         For each port the argument's name, the port's index within the argument (in a function, a port is called
         `node:argument:index`), and its dtype's numpy-like name; a reference has the dtype of what it refers to.
-
-    Raises:
-        ModelError: The operation is unknown, or an attribute that its ports depend on is missing or impossible.
     """
     spec = table.find_spec(node.op)
     if spec is None:

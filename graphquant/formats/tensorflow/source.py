@@ -125,11 +125,7 @@ class TensorFlowSource:
 
 
 def read_source(path: Path, *, allow_links: bool = False) -> TensorFlowSource:
-    """Read the model at `path`; with `allow_links`, files may be links out of its folder.
-
-    Raises:
-        ModelError: There is no model, or it is damaged.
-    """
+    """Read the model at `path`; with `allow_links`, files may be links out of its folder."""
     file = path
     if path.is_dir():
         existing = [path / name for name in SAVED_MODEL_FILES if (path / name).is_file()]
@@ -152,13 +148,7 @@ def read_source(path: Path, *, allow_links: bool = False) -> TensorFlowSource:
     index = min(serving, key=lambda index: len(tags[index]), default=0)
     digest = hashlib.sha256(data).hexdigest()
     source = TensorFlowSource(
-        message=message,
-        file=file,
-        digest=digest,
-        index=index,
-        text=text,
-        folder=folder,
-        allow_links=allow_links,
+        message=message, file=file, digest=digest, index=index, text=text, folder=folder, allow_links=allow_links
     )
     source.require_links_inside()
     return source

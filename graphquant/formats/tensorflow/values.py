@@ -154,11 +154,7 @@ def storage_dtype(name: str) -> np.dtype[Any] | None:
 
 
 def decode_tensor(message: Any, description: str) -> Array:
-    """Return the value of a TensorProto, read-only; strings as an object array of bytes.
-
-    Raises:
-        ModelError: It is damaged, consists of handles, or is far larger than its stored values.
-    """
+    """Return the value of a TensorProto, read-only; strings as an object array of bytes."""
     subject = f"{description[:1].upper()}{description[1:]}"
 
     def damaged(problem: str) -> ModelError:

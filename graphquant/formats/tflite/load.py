@@ -44,11 +44,7 @@ _MIN_READ_BUDGET: Final = 1 << 16
 
 
 def load(path: Path, *, allow_links: bool = False) -> Model:  # noqa: ARG001  # the protocol's signature
-    """Load the model at `path`. Its constants are memory-mapped and read on request.
-
-    Raises:
-        ModelError: The file is not a TFLite model, or is inconsistent.
-    """
+    """Load the model at `path`. Its constants are memory-mapped and read on request."""
     try:
         with path.open("rb") as file:
             empty = not file.seek(0, 2)
@@ -62,11 +58,7 @@ def load(path: Path, *, allow_links: bool = False) -> Model:  # noqa: ARG001  # 
 
 
 def parse_tflite(data: bytes | mmap.mmap, path: Path | None = None) -> Model:
-    """Load the model in `data`.
-
-    Raises:
-        ModelError: It is not a TFLite model, or is inconsistent.
-    """
+    """Load the model in `data`."""
     view = memoryview(data)
     if not view:
         raise ModelError("The file is empty. Export or copy the model again.")
