@@ -1,0 +1,734 @@
+"""The stages of a search by themselves, with times, errors and validations that are given."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from graphquant.analysis import Comparison, SiteFigures
+from graphquant.analysis.comparison import OutputFigures
+from graphquant.analysis.validation import Bounds, Validation
+from graphquant.errors import UsageError
+from graphquant.ir import TensorRef, Use
+from graphquant.optimize import search
+from graphquant.optimize.candidates import FLOAT_CANDIDATE, RULE_CANDIDATE, Candidate, ScaleGroup
+from graphquant.optimize.latency import FloatSitesResult, TimeRatio
+from graphquant.optimize.search import (
+    BOUNDS_NOT_MET,
+    CONFIRMATION_PAIRS,
+    FLOAT_IS_FASTER,
+    GAIN_TOO_SMALL,
+    GAIN_UNCERTAIN,
+    MAX_BISECTIONS,
+    MAX_RELATIVE_TIME,
+    OUTCOME_PAIRS,
+    Objective,
+    SearchTrace,
+    _SearchStages,
+    attach_sensitivity,
+    search_plan,
+)
+from graphquant.optimize.size_budget import SizedPlan
+from graphquant.quantize import Plan, Site
+from graphquant.rules import Scheme
+
+ACTIVATION = Scheme(name="act", dtype="uint8", family="onnx-qdq")
+NAMES = "abcd"
+
+
+def make_plan(names=NAMES, **changes):
+    """Return a plan with a site for each name, which op y reads."""
+    sites = tuple(
+        Site(tensor=TensorRef("", name), uses=(Use("", "y", slot),), graph="", scheme=ACTIVATION)
+        for slot, name in enumerate(names)
+    )
+    return Plan(format="onnx", model="", prepared="", rules=(), sites=sites, **changes)
+
+
+def make_trace(plan=None, **fields):
+    """Return the trace of a search that is to find the lowest latency."""
+    return SearchTrace(minimize="latency", plan=plan or make_plan(), **fields)
+
+
+def make_stages(build=None, progress=None, search_set=None, **objective):
+    """Return the stages for an objective."""
+    return _SearchStages(
+        source=SimpleNamespace(size=4000),
+        prepared="prepared",
+        build=build or (lambda plan: SimpleNamespace(model=SimpleNamespace(plan=plan), insertions=plan.sites)),
+        objective=Objective(**objective),
+        search_set=search_set,
+        progress=progress,
+    )
+
+
+def tensors(mapping):
+    """Return a mapping by tensor as one by name."""
+    return {tensor.op: value for tensor, value in mapping.items()}
+
+
+def make_validation(*sqnrs, bounds=None, lower=None):
+    """Return the validation of a model whose outputs have these SQNRs."""
+    outputs = tuple(
+        OutputFigures(
+            name=str(index),
+            quantized_name=str(index),
+            sqnr=sqnr,
+            cosine=1.0,
+            max_error=1.0,
+            agreement=None,
+            rows=0,
+            values=10,
+            accuracy=None,
+            problem="",
+            sqnr_lower_bound=lower,
+        )
+        for index, sqnr in enumerate(sqnrs)
+    )
+    comparison = Comparison(samples=100, random=False, outputs=outputs, sites=(), labels="")
+    return Validation(comparison=comparison, reuses_samples=False, bounds=bounds or Bounds(min_sqnr=30))
+
+
+def time_ratio(median, high=None):
+    """Return a ratio of two times."""
+    return TimeRatio(median=median, low=median, high=high or median, first_seconds=median, second_seconds=1.0)
+
+
+# -- the trace ----------------------------------------------------------------------------------
+
+
+def test_samples_of_their_own():
+    """Plans are measured on samples of their own for bounds and for a size budget, not for latency alone."""
+    assert not Objective(minimize="latency").uses_search_set
+    assert Objective(bounds=Bounds(min_sqnr=1)).uses_search_set
+    assert Objective(size_budget="1MB").uses_search_set
+
+
+def test_verdicts_of_a_trace():
+    """Without a validation there are no bounds to miss. Failures and caveats are those of the validation."""
+    assert make_trace().bounds_met
+    assert make_trace().confirmed
+    for validation in (make_validation(40.0, lower=35.0), make_validation(40.0, lower=20.0), make_validation(20.0)):
+        trace = make_trace(search_validation=validation)
+        assert (trace.failures, trace.caveats) == (validation.failures, validation.caveats)
+        assert trace.bounds_met == (not validation.failures and not validation.caveats)
+        assert trace.confirmed == validation.confirmed
+    assert [bool(v.failures) for v in (make_validation(40.0, lower=20.0), make_validation(20.0))] == [False, True]
+    assert make_trace(plan=make_plan(""), runtime="onnxruntime").all_float
+    assert not make_trace(plan=make_plan("")).all_float
+    assert not make_trace(runtime="onnxruntime").all_float
+
+
+def test_candidates_of_a_trace():
+    """Candidates of further tensors are added to those of earlier stages."""
+    a, b, c = (TensorRef("", name) for name in "abc")
+    trace = make_trace(float_tensors={a: 12.0}, changed_tensors={b: "8-bit weights"})
+    added = trace.with_candidates({b: FLOAT_CANDIDATE, c: "mse range"})
+    assert added.float_tensors == {a: 12.0, b: None}
+    assert added.changed_tensors == {b: "8-bit weights", c: "mse range"}
+
+
+@pytest.mark.parametrize(
+    ("lower", "sqnrs", "worst"),
+    [(None, (40.0, 20.0), 20.0), (None, (None, 50.0), 50.0), (15.0, (40.0,), 15.0), (None, (), -1)],
+)
+def test_worst_output(lower, sqnrs, worst):
+    """The worst output counts with the SQNR that is confirmed, if there is one."""
+    assert search._worst_confirmed_sqnr(make_validation(*sqnrs, lower=lower)) == worst
+
+
+def test_no_comparison():
+    """A model that cannot be measured is worse than all others."""
+    validation = Validation(comparison=None, reuses_samples=False, bounds=Bounds())
+    assert search._worst_confirmed_sqnr(validation) == -1
+    assert [search._error_to_db(error) for error in (0.0, 1e-3)] == [None, pytest.approx(30)]
+
+
+# -- weight bit widths --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Let the constants of a model have the size of its plan, and offer the sizes in the list that is returned."""
+    offered, limits = [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000], []
+
+    class Chooser:
+        """Choose the largest plan within a limit, or the smallest of all."""
+
+        weights, estimated = frozenset([Use("", "y", 1)]), (TensorRef("", "a"),)
+
+        def __init__(self, *_):
+            pass
+
+        def best_plan_within(self, limit, _):
+            """Return the plan."""
+            limits.append(limit)
+            size = max((size for size in offered if size <= limit), default=min(offered))
+            return SizedPlan(SimpleNamespace(size=size), size, {TensorRef("", "w"): "4-bit weights"})
+
+    monkeypatch.setattr(search, "WeightBitsChooser", Chooser)
+    monkeypatch.setattr(search, "families_with_float_weights", lambda plan: getattr(plan, "float_families", ()))
+    monkeypatch.setattr(
+        search, "make_candidate_plans", lambda _model, _plan, *, small: {"4-bit weights": 1} if small else {}
+    )
+    monkeypatch.setattr(search, "model_constant_bytes", lambda model: model.size)
+    return offered, limits
+
+
+def minimize_size(monkeypatch, passing, plan=None, **changes):
+    """Return the trace of the least size with which `passing` is true of a model's size, and the reported progress."""
+    reported = []
+    monkeypatch.setattr(_SearchStages, "_validate", lambda _, model: SimpleNamespace(confirmed=passing(model.size)))
+    stages = make_stages(
+        lambda plan: SimpleNamespace(model=SimpleNamespace(size=plan.size)),
+        lambda *numbers: reported.append(numbers),
+        **{"minimize": "size", "bounds": Bounds(min_sqnr=30), "search_set": "samples"} | changes,
+    )
+    trace = make_trace(plan or SimpleNamespace(size=1000))
+    return trace, stages.choose_weight_bits(trace), reported
+
+
+def test_the_smallest_size_within_bounds(sizes, monkeypatch):
+    """The size is bisected between the largest that failed and the smallest that passed."""
+    _, limits = sizes
+    before, trace, reported = minimize_size(monkeypatch, lambda size: size >= 430)
+    assert limits == [-math.inf, 550, 300, 400, 450, 475, 487.5]
+    assert reported == [("searching", number, MAX_BISECTIONS) for number in range(1, 8)]
+    assert (trace.size, trace.plan.size, trace.max_size, trace.float_size) == (500, 500, None, 4000)
+    assert trace.sized_weights == {Use("", "y", 1)}
+    assert trace.estimated_weights == (TensorRef("", "a"),)
+    assert tensors(trace.changed_tensors) == {"w": "4-bit weights"}
+    assert before.size is None
+
+
+def test_the_smallest_size_of_all(sizes, monkeypatch):
+    """If the smallest plan meets the bounds, no other one is tried."""
+    _, limits = sizes
+    _, trace, reported = minimize_size(monkeypatch, lambda _: True)
+    assert (limits, trace.size, reported) == ([-math.inf], 100, [("searching", 1, MAX_BISECTIONS)])
+
+
+def test_no_smaller_size(sizes, monkeypatch):
+    """The plan of the rules stays if none is smaller, if it fails itself, or if nothing else can be chosen."""
+    offered, limits = sizes
+    for changes in ({"minimize": "macs"}, {"bounds": Bounds()}, {"search_set": None}):
+        before, after, _ = minimize_size(monkeypatch, lambda _: True, **changes)
+        assert after is before
+    before, after, _ = minimize_size(monkeypatch, lambda _: False)
+    assert after is before
+    before, after, _ = minimize_size(monkeypatch, lambda _: True, SimpleNamespace(size=1000, float_families=("x",)))
+    assert after is before
+    assert limits == []
+    offered[:] = [1000]
+    before, after, reported = minimize_size(monkeypatch, lambda _: True)
+    assert after is before
+    assert (limits, reported) == ([-math.inf], [])
+    offered[:] = [900]
+    before, after, _ = minimize_size(monkeypatch, lambda size: size > 900)
+    assert after is before
+    monkeypatch.setattr(search, "make_candidate_plans", lambda *_, **__: {})
+    limits.clear()
+    before, after, _ = minimize_size(monkeypatch, lambda _: True)
+    assert after is before
+    assert limits == []
+
+
+def test_an_interrupted_size(sizes, monkeypatch):
+    """Ctrl-C keeps the smallest plan so far."""
+    _, limits = sizes
+
+    def passing(size):
+        if len(limits) == 4:
+            raise KeyboardInterrupt
+        return size >= 430
+
+    _, trace, _ = minimize_size(monkeypatch, passing)
+    assert trace.size == 500
+
+
+def test_size_budgets(sizes):
+    """The best plan within the budget is chosen. A budget that cannot be met or does nothing is a usage error."""
+    _, limits = sizes
+    trace = make_stages(size_budget="25%").choose_weight_bits(make_trace(SimpleNamespace(size=1000)))
+    assert limits == [1000]
+    assert (trace.size, trace.max_size) == (1000, 1000)
+    assert make_stages(size_budget="100").choose_weight_bits(trace).size == 100
+    with pytest.raises(UsageError, match="--size-budget 100 or more"):
+        make_stages(size_budget="99").choose_weight_bits(trace)
+    with pytest.raises(UsageError, match="fake-quant keeps float weights"):
+        make_stages(size_budget="25%").choose_weight_bits(
+            make_trace(SimpleNamespace(size=1, float_families=("fake-quant",)))
+        )
+
+
+def test_a_validation_needs_samples():
+    """A stage that validates without samples is a mistake of the caller."""
+    with pytest.raises(ValueError, match="search samples"):
+        make_stages()._validate("model")
+
+
+# -- latency ------------------------------------------------------------------------------------
+
+
+class Timer:
+    """A timer with given ratios of the time of plans."""
+
+    runtime, samples, as_tflite, feeds = "onnxruntime", 7, False, ()
+
+    def __init__(self, ratio=None, high=None):
+        self.ratio, self.high, self.calls = ratio, high, []
+
+    def make_run(self, model):
+        """Return the model as its own run."""
+        return model
+
+    def time_ratio(self, first, second):
+        """Note the two models."""
+        self.calls.append(("once", first, second))
+        return time_ratio(1.5)
+
+    def median_ratio(self, first, second, pairs):
+        """Return the ratio."""
+        self.calls.append((pairs, first, second))
+        return time_ratio(self.ratio, self.high)
+
+
+def test_a_gain_is_confirmed():
+    """A plan stays if it takes at most 95% of the time of float, and surely less than all of it."""
+    rules_ratio = time_ratio(0.9)
+    trace = make_trace(rules_ratio=rules_ratio, timed_plans=3, runtime="onnxruntime")
+    stages, timer = make_stages(), Timer(MAX_RELATIVE_TIME, 0.99)
+    confirmed = stages.confirm_gain(trace, timer, "quantized")
+    assert timer.calls == [(OUTCOME_PAIRS, "quantized", stages.source)]
+    assert confirmed == replace(trace, outcome_ratio=time_ratio(MAX_RELATIVE_TIME, 0.99), timed_plans=4)
+    unmeasured = make_trace()
+    assert stages.confirm_gain(unmeasured, timer, "quantized") is unmeasured
+
+
+@pytest.mark.parametrize(
+    ("ratio", "high", "reason"),
+    [
+        (0.95, 1.0, GAIN_UNCERTAIN),
+        (0.951, 0.96, GAIN_TOO_SMALL),
+        (0.99, 1.1, GAIN_TOO_SMALL),
+        (1.0, 1.1, FLOAT_IS_FASTER),
+        (1.2, 1.3, FLOAT_IS_FASTER),
+    ],
+)
+def test_a_gain_that_is_none(ratio, high, reason):
+    """All sites become float, with the reason, and nothing is said of the rejected plan."""
+    trace = make_trace(
+        rules_ratio=time_ratio(0.9),
+        timed_plans=3,
+        plans=5,
+        cost=0.5,
+        runs_per_site=2.0,
+        search_validation=make_validation(40.0),
+        site_errors={0: 1e-3},
+        changed_tensors={TensorRef("", "a"): "mse range"},
+        runtime="onnxruntime",
+    )
+    rejected = make_stages().confirm_gain(trace, Timer(ratio, high), "quantized")
+    assert rejected.plan.sites == ()
+    assert [skip.tensor.op for skip in rejected.plan.skips] == [*NAMES]
+    assert {skip.rule for skip in rejected.plan.skips} == {"latency"}
+    assert all(skip.reason.startswith(reason) for skip in rejected.plan.skips)
+    assert (rejected.float_reason, rejected.outcome_ratio) == (reason, time_ratio(ratio, high))
+    assert tensors(rejected.float_tensors) == dict.fromkeys(NAMES)
+    assert (rejected.plans, rejected.cost, rejected.runs_per_site, rejected.timed_plans) == (0, 0.0, 0.0, 4)
+    assert (rejected.search_validation, rejected.site_errors, rejected.changed_tensors) == (None, {}, {})
+    assert rejected.all_float
+
+
+@pytest.mark.parametrize(("validation", "reason"), [(None, FLOAT_IS_FASTER), (make_validation(1.0), BOUNDS_NOT_MET)])
+def test_nothing_is_left_to_confirm(validation, reason):
+    """A plan without sites is not timed. The reason is the bounds, if there are any."""
+    timer, ratio = Timer(), time_ratio(0.9)
+    trace = make_trace(make_plan(""), rules_ratio=ratio, search_validation=validation, timed_plans=3)
+    confirmed = make_stages().confirm_gain(trace, timer, "quantized")
+    assert confirmed == replace(trace, outcome_ratio=ratio, float_reason=reason)
+    assert timer.calls == []
+
+
+class Profiler:
+    """A profiler whose ops cost given seconds."""
+
+    available, quantized_sites, costs = True, (0, 1), {("", "y"): 1.0}
+
+    def __init__(self, *_):
+        pass
+
+    def profile(self, sites):
+        """Return no profile."""
+        raise NotImplementedError
+
+    def float_costs(self):
+        """Return the costs."""
+        return self.costs
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(0.99, (1, 3)), (1.0, ())])
+def test_the_fastest_sites(ratio, kept, monkeypatch):
+    """Sites that are faster in float stay so if new sessions confirm the gain. Algorithms do not change times."""
+    asked = []
+
+    def minimize(groups, profile, compare, *, progress):
+        asked.extend([groups, compare((0,), ()), progress])
+        return FloatSitesResult((1, 3), 5, interrupted=True)
+
+    monkeypatch.setattr(search, "PlanProfiler", Profiler)
+    monkeypatch.setattr(search, "make_latency_groups", lambda *arguments: arguments)
+    monkeypatch.setattr(search, "minimize_latency", minimize)
+    built = []
+
+    def build(plan):
+        built.append(plan)
+        names = "".join(site.tensor.op for site in plan.sites)
+        return SimpleNamespace(model=names, insertions=plan.sites)
+
+    timer, plan = Timer(ratio), make_plan(algorithms=("bias-correction",))
+    stages = make_stages(build)
+    trace, costs = stages.choose_fastest_sites(make_trace(plan), timer)
+    assert asked == [("prepared", plan, (0, 1)), time_ratio(1.5), None]
+    assert timer.calls == [
+        ("once", "abcd", stages.source),
+        ("once", "bcd", "abcd"),
+        (CONFIRMATION_PAIRS, "ac", "abcd"),
+    ]
+    assert all(plan.algorithms == () for plan in built)
+    assert costs == Profiler.costs
+    assert [site.tensor.op for site in trace.plan.sites] == [name for i, name in enumerate(NAMES) if i not in kept]
+    assert trace.plan.algorithms == ("bias-correction",)
+    assert tensors(trace.float_tensors) == {NAMES[index]: None for index in kept}
+    assert (trace.rules_ratio, trace.timed_plans, trace.interrupted) == (time_ratio(1.5), 6, True)
+    assert (trace.runtime, trace.timed_samples) == ("onnxruntime", 7)
+
+
+def test_sites_that_cannot_be_profiled(monkeypatch):
+    """Nothing is timed without quantized tensors. Without times of ops, only the plan of the rules is."""
+    monkeypatch.setattr(search, "PlanProfiler", Profiler)
+    empty = make_stages(lambda _: SimpleNamespace(model="empty", insertions=()))
+    timer = Timer()
+    trace, costs = empty.choose_fastest_sites(make_trace(), timer)
+    assert (trace.rules_ratio, trace.timed_plans, trace.runtime, costs) == (None, 0, "onnxruntime", None)
+    assert timer.calls == []
+    for name, value in (("as_tflite", True), ("available", False)):
+        monkeypatch.setattr(Timer if name == "as_tflite" else Profiler, name, value)
+        trace, costs = make_stages().choose_fastest_sites(make_trace(), Timer())
+        assert (trace.rules_ratio, trace.timed_plans, costs) == (time_ratio(1.5), 1, None)
+        monkeypatch.undo()
+        monkeypatch.setattr(search, "PlanProfiler", Profiler)
+
+
+# -- bounds -------------------------------------------------------------------------------------
+
+
+ERRORS = {
+    0: {RULE_CANDIDATE: 1e-2, "mse range": 2e-3},
+    1: {RULE_CANDIDATE: 1e-3},
+    2: {RULE_CANDIDATE: 1e-5},
+    3: {RULE_CANDIDATE: 1.0},
+}
+
+
+class Trials:
+    """Given errors of the candidates of each site: the sum of all of them is the error of a plan."""
+
+    interrupted, measured_sites = False, frozenset({0, 1, 2})
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def measure_candidates(self, plan, rules_build, build):
+        """Return the errors, and a plan with another scheme."""
+        other = replace(ACTIVATION, name="mse")
+        return ERRORS, {"mse range": replace(plan, sites=tuple(replace(site, scheme=other) for site in plan.sites))}
+
+    def runs_per_site(self, errors):
+        """Return a number."""
+        return 3.0
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """Let each site be a group that one op reads, and return the arguments of functions."""
+    asked = {}
+
+    def make_groups(_model, plan, indices, errors, fixed):
+        asked["fixed"] = fixed
+        assert indices == sorted(errors)
+        groups = []
+        for index in indices:
+            candidates = [Candidate(name=name, error=error) for name, error in errors[index].items()]
+            candidates.append(Candidate(name=FLOAT_CANDIDATE, error=0.0, high_precision=True))
+            ops = frozenset([("", plan.sites[index].tensor.op)])
+            groups.append(ScaleGroup(sites=(index,), ops=ops, candidates=tuple(candidates)))
+        return groups
+
+    def costs(name):
+        def of(*arguments):
+            asked[name] = arguments
+            return {("", "a"): 1.0, ("", "b"): 10.0, ("", "c"): 1.0, ("", "d"): 1.0}
+
+        return of
+
+    monkeypatch.setattr(search, "CandidateTrials", Trials)
+    monkeypatch.setattr(search, "make_scale_groups", make_groups)
+    monkeypatch.setattr(search, "mac_costs", costs("macs"))
+    monkeypatch.setattr(search, "byte_costs", costs("bytes"))
+    monkeypatch.setattr(search, "measure_tensor_sizes", lambda *arguments: ("sizes", *arguments))
+    return asked
+
+
+class SearchSet:
+    """Twenty samples."""
+
+    def samples(self):
+        """Return them."""
+        return SimpleNamespace(count=20)
+
+
+def model_error(plan):
+    """Return the error of a plan."""
+    return 1e-9 + sum(
+        ERRORS["abcd".index(site.tensor.op)]["mse range" if site.scheme.name == "mse" else RULE_CANDIDATE]
+        for site in plan.sites
+    )
+
+
+def meet_bounds(monkeypatch, bound, trace=None, costs=None, **changes):
+    """Return the trace of the search for a bound in dB, and the plans that were validated."""
+    validated = []
+
+    def validate(_, model):
+        validated.append(model.plan)
+        sqnr = -10 * math.log10(model_error(model.plan))
+        return make_validation(sqnr, bounds=Bounds(min_sqnr=bound), lower=sqnr)
+
+    monkeypatch.setattr(_SearchStages, "_validate", validate)
+    search_set = SearchSet()
+    stages = make_stages(search_set=search_set, **{"bounds": Bounds(min_sqnr=bound)} | changes)
+    return stages.meet_bounds(trace or make_trace(), search_set, costs), validated
+
+
+def test_the_cheapest_candidates(trials, monkeypatch):
+    """A site takes another range before it is float; the reasons and sensitivities are those of the changed sites."""
+    trace, validated = meet_bounds(monkeypatch, 25.0)
+    assert [(site.tensor.op, site.scheme.name, site.rule) for site in trace.plan.sites] == [
+        ("a", "mse", "search"),
+        ("b", "act", ""),
+        ("c", "act", ""),
+    ]
+    assert trace.plan.sites[0].why == (
+        "the search chose mse range for 25 dB; quantized alone by the rules, it leaves 20.0 dB at the outputs, and 27.0"
+        " dB with this candidate"
+    )
+    (skip,) = trace.plan.skips
+    assert (skip.tensor.op, skip.rule) == ("d", "search")
+    assert skip.reason == (
+        "the search keeps it float for 25 dB; quantized alone by the rules, it leaves -0.0 dB at the outputs"
+    )
+    assert tensors(trace.float_tensors) == {"d": pytest.approx(0)}
+    assert tensors(trace.changed_tensors) == {"a": "mse range"}
+    assert trace.site_errors == {0: 2e-3, 1: 1e-3, 2: 1e-5}
+    assert trace.cost == pytest.approx(1 / 13)
+    assert trace.plans == len(validated)
+    assert trace.runs_per_site == 3.0 + 2 * len(validated) * 20 / 4
+    assert trace.search_validation.comparison.outputs[0].sqnr == pytest.approx(-10 * math.log10(3.01e-3), abs=1e-4)
+    assert trace.missed_bounds == ()
+    assert not trace.interrupted
+    assert trials.keys() == {"fixed", "macs"}
+    assert trials["macs"][0] == "prepared"
+    assert trials["macs"][1][:2] == ("sizes", "prepared")
+    assert trials["fixed"] == []
+
+
+def test_costs_of_the_objective(trials, monkeypatch):
+    """The cost is bytes for size, given seconds for latency, and otherwise multiply-adds."""
+    meet_bounds(monkeypatch, 25.0, minimize="size")
+    assert trials.keys() == {"fixed", "bytes"}
+    trials.clear()
+    costs = {("", "a"): 3.0, ("", "b"): 1.0, ("", "c"): 1.0, ("", "d"): 2.0}
+    trace, _ = meet_bounds(monkeypatch, 25.0, costs=costs, minimize="latency")
+    assert trials.keys() == {"fixed"}
+    assert trace.cost == pytest.approx(2 / 7)
+    trace, _ = meet_bounds(monkeypatch, 35.0, costs=costs)
+    assert tensors(trace.changed_tensors) == {}
+    assert sorted(tensors(trace.float_tensors)) == ["a", "b", "d"]
+    assert tensors(trace.float_tensors) == {"a": pytest.approx(20), "b": pytest.approx(30), "d": pytest.approx(0)}
+    assert trace.site_errors == {0: 1e-5}
+
+
+def test_sized_weights_are_fixed(trials, monkeypatch):
+    """Weights whose bit width was chosen keep it."""
+    trace = make_trace(sized_weights=frozenset([Use("", "y", 2)]), float_tensors={TensorRef("", "z"): 1.0})
+    trace, _ = meet_bounds(monkeypatch, 25.0, trace)
+    assert trials["fixed"] == [2]
+    assert tensors(trace.float_tensors) == {"z": 1.0, "d": pytest.approx(0)}
+
+
+def test_the_rules_meet_the_bounds(trials, monkeypatch):
+    """Nothing is searched if the plan of the rules meets the bounds, or quantizes nothing."""
+    for bound, names in ((-5.0, NAMES), (99.0, "")):
+        trace, validated = meet_bounds(monkeypatch, bound, make_trace(make_plan(names), timed_plans=2))
+        assert trace.plan.sites == make_plan(names).sites
+        assert (trace.plans, trace.timed_plans, len(validated)) == (1, 2, 1)
+        assert trace.search_validation is not None
+        assert trials == {}
+
+
+def test_interrupted_trials(trials, monkeypatch):
+    """Ctrl-C in the sensitivity analysis keeps the plan of the rules."""
+    monkeypatch.setattr(Trials, "interrupted", True)
+    trace, validated = meet_bounds(monkeypatch, 25.0)
+    assert (trace.interrupted, trace.runs_per_site, trace.plans, len(validated)) == (True, 3.0, 1, 1)
+    assert len(trace.plan.sites) == 4
+
+
+def test_bounds_that_only_float_meets(trials, monkeypatch):
+    """If nothing quantized meets the bounds, the trace has the misses of the best plan that quantizes something."""
+    trace, validated = meet_bounds(monkeypatch, 60.0)
+    assert trace.plan.sites == ()
+    assert len(trace.plan.skips) == 4
+    best = max((plan for plan in validated if plan.sites), key=lambda plan: -model_error(plan))
+    sqnr = -10 * math.log10(model_error(best))
+    assert trace.missed_bounds == make_validation(sqnr, bounds=Bounds(min_sqnr=60.0), lower=sqnr).failures
+    assert trace.site_errors == {}
+    assert trace.cost == 1.0
+
+
+def test_bounds_that_cannot_be_measured(trials, monkeypatch):
+    """A bound that applies to no output is a usage error."""
+    monkeypatch.setattr(
+        _SearchStages, "_validate", lambda *_: SimpleNamespace(unmeasurable_bounds=("no labels", "no classes"))
+    )
+    with pytest.raises(UsageError, match="no labels; no classes"):
+        make_stages(search_set="samples", bounds=Bounds(min_sqnr=1)).meet_bounds(make_trace(), SearchSet(), None)
+
+
+def test_a_model_that_cannot_be_compared(trials, monkeypatch):
+    """Without a comparison nothing is searched."""
+    validation = Validation(comparison=None, problem="broken", reuses_samples=False, bounds=Bounds(min_sqnr=1))
+    monkeypatch.setattr(_SearchStages, "_validate", lambda *_: validation)
+    trace = make_stages(search_set="samples", bounds=Bounds(min_sqnr=1)).meet_bounds(make_trace(), SearchSet(), None)
+    assert (trace.search_validation, trace.plans, trials) == (validation, 1, {})
+
+
+# -- the whole search ---------------------------------------------------------------------------
+
+
+class Data:
+    """Samples of a search."""
+
+    dataset = "dataset"
+
+    def __init__(self):
+        self.asked = []
+
+    def search_set(self, *, has_bounds):
+        """Return the samples."""
+        self.asked.append(has_bounds)
+        return "samples"
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    """Replace the stages by ones that record their call in the trace's number of plans, and return the calls."""
+    calls = []
+
+    def note(name, change):
+        def stage(_, trace, *arguments):
+            calls.append((name, *arguments))
+            return change(trace)
+
+        monkeypatch.setattr(_SearchStages, name, stage)
+
+    note("choose_weight_bits", lambda trace: trace)
+    note("choose_fastest_sites", lambda trace: (replace(trace, runtime="rt"), {("", "a"): 1.0}))
+    note("meet_bounds", lambda trace: replace(trace, plans=2))
+    note("confirm_gain", lambda trace: trace)
+    monkeypatch.setattr(
+        search, "LatencyTimer", SimpleNamespace(for_data=lambda *arguments, as_tflite: (*arguments, as_tflite))
+    )
+    return calls, note
+
+
+def run_search(objective, plan=None):
+    """Return the result of a search, the plans that were built, and what was asked of the data."""
+    built, data = [], Data()
+
+    def build(plan):
+        built.append(plan)
+        return SimpleNamespace(model="model")
+
+    model, trace = search_plan("source", "prepared", plan or make_plan(), build, objective, data)
+    return model, trace, built, data.asked
+
+
+def test_stages_of_each_objective(stages):
+    """Bounds and budgets need samples, latency a timer, and the other stages do not run."""
+    calls, _ = stages
+    plan = make_plan()
+    _, trace, built, asked = run_search(Objective(), plan)
+    assert (trace, built, asked) == (None, [plan], [])
+    assert calls == [("choose_weight_bits",)]
+    calls.clear()
+    _, trace, built, asked = run_search(Objective(bounds=Bounds(min_sqnr=1)), plan)
+    assert (trace.plans, len(built), asked) == (2, 1, [True])
+    assert calls == [("choose_weight_bits",), ("meet_bounds", "samples", None)]
+    calls.clear()
+    _, trace, built, asked = run_search(Objective(size_budget="1MB"), plan)
+    assert (trace, asked) == (None, [False])
+    assert calls == [("choose_weight_bits",)]
+    calls.clear()
+    timer = ("source", "dataset", True)
+    _, trace, built, asked = run_search(Objective(minimize="latency", as_tflite=True), plan)
+    assert (trace.runtime, len(built), asked) == ("rt", 1, [])
+    assert calls == [("choose_weight_bits",), ("choose_fastest_sites", timer), ("confirm_gain", timer, "model")]
+    calls.clear()
+    run_search(Objective(minimize="latency", as_tflite=True, bounds=Bounds(min_sqnr=1)), plan)
+    assert calls[2] == ("meet_bounds", "samples", {("", "a"): 1.0})
+    calls.clear()
+    run_search(Objective(bounds=Bounds(min_sqnr=1)), make_plan(""))
+    assert calls == [("choose_weight_bits",)]
+
+
+def test_a_rejected_plan_is_built_again(stages):
+    """The model of a plan that is no faster than float is replaced by that of the plan in float."""
+    _, note = stages
+    note("confirm_gain", lambda trace: replace(trace, plan=make_plan("")))
+    _, trace, built, _ = run_search(Objective(minimize="latency"))
+    assert [len(plan.sites) for plan in built] == [4, 0]
+    assert trace.plan.sites == ()
+
+
+# -- sensitivities ------------------------------------------------------------------------------
+
+
+def test_sensitivities_of_ops(monkeypatch):
+    """Each op that quantizes a tensor gets the error of all, and tensors without an error have none."""
+    plan = make_plan("abc")
+    figures = tuple(
+        SiteFigures(graph="", op=name, tensor=name, rule="", parameter=False, local=1.0, accumulated=1.0)
+        for name in ("qb", "qa", "qa2", "qc")
+    )
+    pairs = [
+        SimpleNamespace(site=site, outputs=outputs)
+        for site, outputs in zip(plan.sites, (("qa", "qa2"), ("qb",), ("qc",)), strict=True)
+    ]
+    monkeypatch.setattr(search, "quantizing_op", lambda model, output: ("", output))
+    validation = make_validation(30.0)
+    comparison = replace(validation.comparison, sites=figures)
+    validation = replace(validation, comparison=comparison)
+    trace = make_trace(plan, site_errors={0: 1e-2, 1: 1e-1})
+    attached = attach_sensitivity(validation, trace, "model", pairs)
+    assert [(site.op, site.sensitivity) for site in attached.comparison.sites] == [
+        ("qb", pytest.approx(10)),
+        ("qa", pytest.approx(20)),
+        ("qa2", pytest.approx(20)),
+        ("qc", None),
+    ]
+    assert attach_sensitivity(validation, make_trace(plan), "model", pairs) is validation
+    unmeasured = replace(validation, comparison=None)
+    assert attach_sensitivity(unmeasured, trace, "model", pairs) is unmeasured
