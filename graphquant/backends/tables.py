@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 
 CONVOLUTION_KINDS = ("conv", "depthwise_conv", "conv_transpose")
 PRODUCT_KINDS = (*CONVOLUTION_KINDS, "matmul", "gemm")
+
+
+def _table_backend(table: RequirementTable, **fields: Any) -> Backend:
+    """Return the backend of a table; `fuses` is that of the table by default."""
+    return Backend(**{"predict": partial(predict_from_table, table=table), "fuses": table.fuses, **fields})
+
 
 # -- TensorRT ---------------------------------------------------------------------------------------
 
@@ -146,14 +152,13 @@ TENSORRT_TABLE = RequirementTable(
     },
 )
 
-TENSORRT = Backend(
+TENSORRT = _table_backend(
+    TENSORRT_TABLE,
     name="tensorrt",
     description="TensorRT's explicit quantization",
-    predict=partial(predict_from_table, table=TENSORRT_TABLE),
     symmetric=True,
     ties_concat=True,
     bias_type="float",
-    fuses=TENSORRT_TABLE.fuses,
 )
 
 
@@ -218,12 +223,11 @@ QNN_TABLE = RequirementTable(
     passthrough_kinds=QNN_PASSTHROUGH_KINDS,
 )
 
-QNN = Backend(
+QNN = _table_backend(
+    QNN_TABLE,
     name="qnn",
     description="Qualcomm's HTP through QNN",
-    predict=partial(predict_from_table, table=QNN_TABLE),
     ties_concat=True,
-    fuses=QNN_TABLE.fuses,
 )
 
 
@@ -332,12 +336,13 @@ OPENVINO_TABLE = RequirementTable(
     passthrough_if={"resize": _is_nearest_resize},
 )
 
-OPENVINO = Backend(
+OPENVINO = _table_backend(
+    OPENVINO_TABLE,
     name="openvino",
     description="OpenVINO's CPU plugin",
-    predict=partial(predict_from_table, table=OPENVINO_TABLE),
     ties_concat=True,
     bias_type="float",
+    fuses={},
 )
 
 
@@ -436,12 +441,11 @@ VITIS_AI_TABLE = RequirementTable(
     ),
 )
 
-VITIS_AI = Backend(
+VITIS_AI = _table_backend(
+    VITIS_AI_TABLE,
     name="vitis_ai",
     description="AMD's Vitis AI, power-of-two scales",
-    predict=partial(predict_from_table, table=VITIS_AI_TABLE),
     symmetric=True,
     ties_concat=True,
     bias_type="int8",
-    fuses=VITIS_AI_TABLE.fuses,
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.qdq.family import FamilyArguments, FamilyRequest, QDQFamily, QDQSite, RangeSource, RoundingMode
 from graphquant.qdq.onnx_qdq import OnnxFamily
-from graphquant.qdq.tensorflow_qdq import FakeQuantFamily, QuantizeAndDequantizeFamily
+from graphquant.qdq.tensorflow_qdq import LEARNED_ATTR, FakeQuantFamily, QuantizeAndDequantizeFamily
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Op, Parameters

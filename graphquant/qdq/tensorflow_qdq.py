@@ -18,7 +18,7 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir import DataType, Graph, Op, Parameters, TensorRef, fully_known_shape
-from graphquant.numerics import Array, DynamicQParams, IntType, QParams, Range, qparams_from_scale, tf_ranges
+from graphquant.numerics import Array, DynamicQParams, IntType, QParams, Range, tf_ranges
 from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, RoundingMode, add_constant, new_op
 
 LEARNED_ATTR = "_graphquant_learned"
@@ -243,18 +243,16 @@ class FakeQuantFamily(TensorFlowFamily):
         else:
             limits = _constant_limits(graph, op, parameters, frozenset({"float32"}))
         bits, narrow = int(op.numeric_attr("num_bits", 8)), bool(op.attrs.get("narrow_range", False))
-        if limits is None or not tf_ranges.FAKE_QUANT_MIN_BITS <= bits <= tf_ranges.FAKE_QUANT_MAX_BITS:
+        if limits is None:
             return None
-        nudged = tf_ranges.nudge_range(*limits, num_bits=bits, narrow_range=narrow)
-        if not (np.isfinite(nudged.scale).all() and (nudged.scale > 0).all()):
-            return None
-        dtype = IntType(bits, signed=True)
-        qmin, _ = dtype.limits(narrow=narrow)
         # The op itself often has no static shape in a file; a weight that it reads has one.
         data = next(iter(graph.slots(op.name)), None)
         shape = graph.output(TensorRef(graph.name, op.name)).shape or (data and parameters.shape(data))
-        axis = None if nudged.scale.ndim == 0 else (len(shape) - 1 if shape else 0)
-        return qparams_from_scale(nudged.scale, nudged.zero_point - narrow + qmin, dtype, narrow=narrow, axis=axis)
+        axis = None if np.broadcast(*limits).ndim == 0 else (len(shape) - 1 if shape else 0)
+        try:
+            return tf_ranges.fake_quant_params(Range(*limits), IntType(bits, signed=True), narrow=narrow, axis=axis)
+        except UsageError:  # the kernels reject the bits or the range
+            return None
 
     def rounding_mode_of(self, _op: Op) -> RoundingMode:
         """Return "half-up", the only rounding of FakeQuant."""

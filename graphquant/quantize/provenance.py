@@ -263,13 +263,12 @@ def make_record(source: Any, written: Any) -> bytes:
     return zlib.compress(b"".join([*sections, *blobs]), 9)
 
 
-def restore_source(record: bytes, written: Any, message_type: Any) -> tuple[Any, bool]:
+def restore_source(record: bytes, written: Any) -> tuple[Any, bool]:
     """Restore the source message from a record.
 
     Args:
         record: The result of `make_record`.
         written: The message of the model that contains the record, without the metadata.
-        message_type: The type of the message.
 
     Returns:
         The message, and True if `written` is unchanged since the record was made, apart from large values.
@@ -284,7 +283,7 @@ def restore_source(record: bytes, written: Any, message_type: Any) -> tuple[Any,
                 f"The provenance record has schema {header['schema']!r}; this version reads {RECORD_SCHEMA}."
             )
         start = 8 + size
-        message = message_type.FromString(data[start : start + int(header["bare"])])
+        message = type(written).FromString(data[start : start + int(header["bare"])])
         blobs = data[start + int(header["bare"]) :]
         written_values = {large_value.key: large_value.data for large_value in large_values(written)}
         offset = 0

@@ -32,15 +32,15 @@ def test_round_trip() -> None:
         source = message_of_constants(there, weight, gone, small, fields=fields)
         written = message_of_constants(small, scaled, there, fields=fields)
         record = make_record(source, written)
-        restored, same = restore_source(record, written, ModelProto)
+        restored, same = restore_source(record, written)
         assert restored == source
         assert same
         assert len(zlib.decompress(record)) < source.ByteSize() + (900 if not fields else 1200)
         written.graph.name = "another"
-        assert restore_source(record, written, ModelProto)[1] is False
+        assert restore_source(record, written)[1] is False
         written.graph.initializer.pop()
         with pytest.raises(ModelError, match="the float model is missing"):
-            restore_source(record, written, ModelProto)
+            restore_source(record, written)
 
 
 def forge_record(record: bytes, **changes: object) -> bytes:
@@ -70,7 +70,7 @@ def test_damaged_records(changes: dict[str, object]) -> None:
     source = message_of_constants(np.arange(99, dtype=np.float32))
     record = forge_record(make_record(source, source), **changes)
     with pytest.raises(ModelError):
-        restore_source(record, source, ModelProto)
+        restore_source(record, source)
     for data in (b"", b"junk", record[:40], zlib.compress(b"\xff" * 9)):
         with pytest.raises(ModelError):
-            restore_source(data, source, ModelProto)
+            restore_source(data, source)

@@ -251,6 +251,6 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
         raise ModelError(
             f"The record in the model is not valid base64 ({error}). Start from the float model."
         ) from error
-    message, unchanged = restore_source(data, clean_message, ModelProto)
+    message, unchanged = restore_source(data, clean_message)
     require_valid_text(message)
     return model_from_message(message, path=model.path, folder=model.source.folder), unchanged

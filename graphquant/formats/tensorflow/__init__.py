@@ -84,7 +84,7 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
     edited = type(model.source.message)()
     edited.CopyFrom(model.source.message)
     clear_metadata(model.source.graph_def(edited))
-    message, unchanged = restore_source(record, edited, type(edited))
+    message, unchanged = restore_source(record, edited)
     digest = hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
     source = replace(model.source, message=message, digest=digest)
     return build_model(source, model.path or source.file), unchanged

@@ -22,9 +22,7 @@ from graphquant.formats.tensorflow.object_graph import get_shared_name
 from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS
 from graphquant.formats.tensorflow.values import Array, ConstValue, encode_attr, encode_shape, set_constant, type_number
 from graphquant.ir import DataType, Model, unique_name
-
-LEARNED_ATTR: Final = "_graphquant_learned"
-"""The attribute that marks such a variable. Its value is True if gradients reach the variable."""
+from graphquant.qdq import LEARNED_ATTR
 
 INITIALIZER_OP: Final = "init_learned_ranges"  # the operation of a frozen graph that assigns all initial values
 
