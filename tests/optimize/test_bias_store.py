@@ -1,6 +1,7 @@
 """Biases that move: their values, constants, sites and scales, and what keeps them in place."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -9,6 +10,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.ir import TensorRef, Use
+from graphquant.optimize import bias_correction
 from graphquant.optimize.algorithm import WeightEdits
 from graphquant.optimize.bias_correction import BiasStore, _correction_stages, _restrict_to_rounded_ops
 from graphquant.optimize.weighted_ops import OutputAxes, find_weighted_ops
@@ -131,6 +133,28 @@ def test_a_bias_that_another_op_adds(tmp_path):
     assert store.describe_change(ops["a"]) == "its bias moved by up to 1"
 
 
+def test_small_shifts_are_described(tmp_path):
+    """The change is the largest shift of a channel, also below 1."""
+    store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS))
+    assert store.move_bias(ops["y"], np.array([-0.25, 0.125])) == ""
+    assert store.describe_change(ops["y"]) == "its bias moved by up to 0.25"
+
+
+def test_biases_that_stay(tmp_path):
+    """A variable, a value that is not known and one that would not be finite stay as they are."""
+    store, ops = open_store(make_edits(tmp_path, WITHOUT, FLOAT_BIAS))
+    assert "32-bit" in store.move_bias(ops["a"], np.array([np.inf, 0.0]))
+    assert read_bias(store, "a") == ("b", [1.0, -2.0])
+    assert not store.is_variable(ops["a"])
+    store._parameters = SimpleNamespace(is_variable=lambda tensor: tensor.op == "b", value=lambda _: None)
+    assert [store.is_variable(weighted) for weighted in (ops["a"], ops["y"], replace(ops["a"], bias=None))] == [
+        True,
+        False,
+        False,
+    ]
+    assert store.move_bias(ops["a"], SHIFT) == "its bias is not one number per channel"
+
+
 def test_biases_with_one_number(tmp_path):
     """One number for all channels becomes one per channel, in a constant of its own."""
     store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS, b=np.array([3.0])))
@@ -203,7 +227,11 @@ def test_narrow_biases_are_not_corrected(tmp_path):
 @pytest.mark.parametrize("first", ["a", "y"])
 def test_a_shared_bias_is_split(tmp_path, first):
     """Each op gets a constant and a site of its own, in any order; the last one has no other reader to leave it to."""
-    store, ops = open_store(make_edits(tmp_path, TWO, PER_TENSOR))
+    edits = make_edits(tmp_path, TWO, PER_TENSOR)
+    tied = {"graph": "body", "tie": (Use("", "a", 0),), "clone_of": Use("", "a", 0)}
+    sites = tuple(replace(site, **tied) if site.tensor.op == "b" else site for site in edits.solution.plan.sites)
+    solution = replace(edits.solution, plan=replace(edits.solution.plan, sites=sites))
+    store, ops = open_store(replace(edits, solution=solution))
     assert bias_sites(store) == [("b", ["a", "y"], 0.5, None)]
     other = "y" if first == "a" else "a"
     assert store.move_bias(ops[first], SHIFT) == ""
@@ -215,6 +243,8 @@ def test_a_shared_bias_is_split(tmp_path, first):
     assert read_bias(store, first) == (f"{first}/bias_corrected", [1.25, -6.0])
     assert read_bias(store, other) == (f"{other}/bias_corrected", [0.75, 2.0])
     assert bias_sites(store) == [(f"{other}/bias_corrected", [other], 0.5, None), split]
+    moved = [site for site in store.solution.plan.sites if site.scheme.name == "bias"]
+    assert [(site.graph, site.tie, site.clone_of) for site in moved] == [("", (), None)] * 2
 
 
 @pytest.mark.parametrize(
@@ -227,8 +257,8 @@ def test_a_missing_bias_is_added(tmp_path, rules, scale, axis):
     assert bias_sites(store) == sites
     assert store.move_bias(ops["y"], SHIFT) == ""
     assert read_bias(store, "y") == ("y/bias_corrected", [0.25, -4.0])
-    assert store.move_bias(ops["y"], np.array([1.0, 1.0])) == ""
-    assert read_bias(store, "y") == ("y/bias_corrected", [1.25, -3.0])
+    assert store.move_bias(ops["y"], np.array([1001.0, 1.0])) == ""
+    assert read_bias(store, "y") == ("y/bias_corrected", [1001.25, -3.0])
     assert bias_sites(store) == sites + [("y/bias_corrected", ["y"], scale, axis)] * len(sites)
     if sites:
         added = store.solution.plan.sites[-1]
@@ -238,7 +268,18 @@ def test_a_missing_bias_is_added(tmp_path, rules, scale, axis):
         assert (params.type.name, np.asarray(params.zero_point).any()) == ("int32", False)
         # From now on its range is that of the type.
         assert "32-bit" in store.move_bias(ops["y"], np.full(2, 2.0**32))
-        assert read_bias(store, "y") == ("y/bias_corrected", [1.25, -3.0])
+        assert read_bias(store, "y") == ("y/bias_corrected", [1001.25, -3.0])
+
+
+@pytest.mark.parametrize(("kinds", "sources"), [((), []), (("gemm",), ["y"])])
+def test_constants_in_loops(tmp_path, kinds, sources, monkeypatch):
+    """In a graph with frames, a new constant waits for its op, so that it is in the op's frame."""
+    monkeypatch.setattr(bias_correction, "FRAME_KINDS", frozenset(kinds))
+    store, ops = open_store(make_edits(tmp_path, WITHOUT, PER_TENSOR))
+    assert store.move_bias(ops["y"], SHIFT) == ""
+    op = store.model.main.op("y/bias_corrected")
+    assert (op.kind, op.type, op.rule) == ("constant", "Const", "correction")
+    assert store.model.main.control_inputs("y/bias_corrected") == sources
 
 
 def with_params(edits, name, **changes):
@@ -249,6 +290,21 @@ def with_params(edits, name, **changes):
     if not changes:
         del params[index]
     return replace(edits, solution=replace(edits.solution, params=params))
+
+
+def test_biases_keep_their_own_range(tmp_path):
+    """A bias that moved to another constant is still limited by its own scale, and one without a scale by none."""
+    body = "a = Gemm (x, w, b) y = Gemm (a, v, e)"
+    edits = make_edits(tmp_path, body, PER_TENSOR, b=np.array([1.0]), e=np.array([1.0, 2.0]))
+    store, ops = open_store(with_params(edits, "b", scale=np.float32(2.0**-28)))
+    assert store.move_bias(ops["a"], SHIFT) == ""
+    assert read_bias(store, "a") == ("a/bias_corrected", [1.25, -3.0])
+    assert "32-bit" in store.move_bias(ops["a"], np.array([100.0, 0.0]))
+    store, ops = open_store(with_params(make_edits(tmp_path, TWO, PER_TENSOR), "b"))
+    count = len(store.solution.params)
+    for name in "ay":
+        assert store.move_bias(ops[name], np.array([2.0**40, 0.0])) == ""
+    assert len(store.solution.params) == count
 
 
 def test_added_biases_that_stay_float(tmp_path):
