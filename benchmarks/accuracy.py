@@ -1,4 +1,4 @@
-"""How near default int8 models stay to their float models, beside those of onnxruntime and NNCF.
+"""Difference of default int8 models from their float models, beside those of ONNX Runtime and NNCF.
 
 Run: python benchmarks/accuracy.py --nncf PYTHON
 PYTHON is an interpreter that has NNCF. TensorFlow and tf2onnx are wanted; on two cores it takes about ten minutes.
@@ -76,7 +76,7 @@ COLUMNS = ("model", "SQNR dB", "agree", "in int8", *(tool.removeprefix("onnxrunt
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """What was found for one model.
+    """Figures of one model.
 
     Attributes:
         name: What tables call it.
@@ -181,7 +181,7 @@ def examine(case: Case, nncf: str | None, folder: Path) -> Row:
 
 
 def beside(row: Row, model: Path, data: Path, held_out: Path, nncf: str | None, folder: Path) -> None:
-    """What the other tools make of it."""
+    """Results of the other tools."""
     for tool in (*THEIRS, *(["NNCF"] if nncf else [])):
         out = folder / f"{tool}.onnx"
         told = quantize(tool, model, data, out, nncf)
@@ -216,7 +216,7 @@ def in_float(result: gq.Result, made: Path, data: Path) -> tuple[float, Counter[
 
 
 def searched(model: Path, data: Path, held_out: Path, folder: Path) -> list[str]:
-    """What `--min-sqnr 20` takes."""
+    """Result of `--min-sqnr 20`."""
     result = gq.insert(model, data=str(data), min_sqnr=WANTED)
     made = result.save(folder / f"searched{''.join(model.suffixes)}", force=True)
     figure = worst(gq.compare(model, made, str(held_out), sites=False))
@@ -291,7 +291,7 @@ def main() -> int:
 
 
 def wants_keywords(options: argparse.Namespace) -> bool:
-    """Whether the labelled samples are there and asked for."""
+    """Return True if the labelled samples exist and are requested."""
     return options.models.is_dir() and (not options.only or "keyword_net" in options.only)
 
 

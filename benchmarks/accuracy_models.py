@@ -103,7 +103,7 @@ class Net:
         return self.op("BatchNormalization", x, *(self.constant(number) for number in numbers))
 
     def run(self, outputs: list[str], feeds: Arrays) -> list[np.ndarray]:
-        """What some tensors are for `feeds`."""
+        """Return the values of some tensors for `feeds`."""
         message = self.model(*outputs)
         session = onnxruntime.InferenceSession(message.SerializeToString(), providers=["CPUExecutionProvider"])
         return list(session.run(None, feeds))
@@ -292,4 +292,4 @@ SEEDED: dict[str, Callable[[], Made]] = {
     "super_resolution": super_resolution,
     "ssd": detector,
 }
-"""What makes each net, by name; the LSTM and another transformer are those of `peers.py`."""
+"""Functions that create each net, by name; the LSTM and another transformer are those of `peers.py`."""

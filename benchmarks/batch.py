@@ -1,4 +1,4 @@
-"""What a batch costs beside the work on its models, and what a second worker and a second run are worth.
+"""Overhead of a batch over the work on its models, and the gain of a second worker and a second run.
 
 Run: python benchmarks/batch.py [PAIRS]
 Overhead and the second run are of onnx's small test models, each with its weights quantized. One worker and two run in
@@ -87,7 +87,7 @@ def copies(model: Path, folder: Path, **given: object) -> list[Entry]:
 
 
 def speed_up(name: str, asked: Sequence[Entry], room: Path, pairs: int) -> float:
-    """What two workers do in the time in which one does one model: the median of pairs of runs."""
+    """Models of two workers in the time of one worker's model: the median of pairs of runs."""
     ratios = []
     for _ in range(pairs):
         one, two = (Run(asked, room / "kept", jobs) for jobs in (1, 2))

@@ -1,4 +1,4 @@
-"""What calibration costs beside the plain forward passes, and what its ranges are worth, with peers in the same run.
+"""Time of calibration relative to plain forward passes, and the quality of its ranges, with peers in the same run.
 
 Run with `python benchmarks/calibration.py` (about ten minutes). `--models FOLDER` holds the face detector and the
 keyword net, `--nncf PYTHON` is an interpreter that has NNCF, `--quick` takes fewer samples and no repeats.

@@ -1,4 +1,4 @@
-"""What `calibration.py` compares: `python calibration_contestants.py KIND MODEL DATA` runs one and tells what it took.
+"""Tools that `calibration.py` compares: `python calibration_contestants.py KIND MODEL DATA` runs one, with its cost.
 
 Imports, and reading and planning the model, come before the clock starts; sessions, data and everything else after.
 """

@@ -1,4 +1,4 @@
-"""What ranges are worth: SQNR of models that graphquant, onnxruntime and NNCF quantized, for `calibration.py`."""
+"""SQNR of models that graphquant, ONNX Runtime and NNCF quantized, for `calibration.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `compare` takes beside one forward pass of both models over the same samples, model by model.
+"""Time of `compare` relative to one forward pass of both models over the same samples, model by model.
 
 Run: python benchmarks/comparing.py [--models DIR] [--repeat 5]
 DIR has the models that tests use if they are there. A pass and a comparison take turns; of each the fastest counts, for

@@ -1,4 +1,4 @@
-"""What each correction is worth: SQNR in dB on samples that neither calibration nor correction saw.
+"""Gain of each correction: SQNR in dB on samples that neither calibration nor correction saw.
 
 Run: python benchmarks/corrections.py [--only NAME] [--draws N] [--keep FOLDER]
 
@@ -221,7 +221,7 @@ def outputs(model: Path, data: Path) -> list[list[np.ndarray]]:
 
 
 def gains(found: Figures, name: str) -> dict[str, list[float]]:
-    """What a correction gains in dB, draw by draw, for each kind of weights that it is looked at with."""
+    """Return the gain of a correction in dB, draw by draw, for each kind of weights."""
     kinds = [kind for kind, names in WAYS.items() if name in names]
     pairs = {
         kind: zip(found[f"{kind}, {name}"], found[kind], strict=True)
@@ -232,7 +232,7 @@ def gains(found: Figures, name: str) -> dict[str, list[float]]:
 
 
 def verdict(name: str, found: dict[str, Figures]) -> tuple[str, bool]:
-    """What is told of a correction, given the figures of each model, and whether it holds."""
+    """Return the statement on a correction for the figures of each model, and True if it holds."""
     by_model = {model: gains(figures, name) for model, figures in found.items()}
     medians = {
         model: max(statistics.median(one) for one in kinds.values())

@@ -1,4 +1,4 @@
-"""What `insert --optimize latency` makes of models, beside float, the default, and onnxruntime's own tool.
+"""Models of `insert --optimize latency` beside float, the default, and ONNX Runtime's own tool.
 
 Run: python benchmarks/latency.py [--models FOLDER] [--only NAME]... [--keep FOLDER] [--out FILE.md]
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 SECONDS, PAIRS = 1.5, 5
 
 NARROW = {"every op": None, "products": ["Conv", "MatMul", "Gemm"]}
-"""What onnxruntime's tool is told to quantize."""
+"""Op types that ONNX Runtime's tool quantizes."""
 
 KINDS = ("default", "optimized", "onnxruntime")
 
@@ -66,7 +66,7 @@ NONE = "—"
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """What was found for one model in one runtime.
+    """Figures of one model in one runtime.
 
     Attributes:
         name: What the table calls it.
@@ -107,7 +107,7 @@ class Row:
 
 
 def timed(one: Start, other: Start) -> TimeRatio:
-    """How long one takes as a share of the other: the middle pair of new sessions, with the least and the most."""
+    """Return the ratio of two times: the middle pair of new sessions, with the smallest and the largest."""
     pairs = sorted(
         (measure_time_ratio(one(), other(), seconds=SECONDS / PAIRS) for _ in range(PAIRS)),
         key=lambda each: each.median,

@@ -1,4 +1,4 @@
-"""How many ops `graphquant check --for onnxruntime` traces right, on models that graphquant quantized.
+"""Share of ops that `graphquant check --for onnxruntime` traces right, on models that graphquant quantized.
 
 Run: python benchmarks/oracle.py [--rules NAME] [--models FOLDER] [NAME...]
 Each model is quantized with random data, judged, and loaded by onnxruntime. The ops of its optimized model, found by
@@ -144,7 +144,7 @@ def _filled(message: Any, values: dict[str, Any]) -> Any:
 
 
 def models(folder: Path | None) -> dict[str, tuple[Callable[[], Any], str]]:
-    """What makes each model, and the data it is calibrated with, by name."""
+    """Return functions that create each model and its calibration data, by name."""
     files = sorted(path for path in (ROOT / "sample_models").glob("*.onnx") if ".quant" not in path.suffixes)
     files += sorted(folder.rglob("*.onnx")) if folder is not None and folder.is_dir() else []
     found: dict[str, tuple[Callable[[], Any], str]] = {

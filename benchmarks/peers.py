@@ -1,4 +1,4 @@
-"""What graphquant's models are worth beside those of onnxruntime and NNCF: accuracy, latency, ops in int8, time.
+"""Accuracy, latency, ops in int8 and time of graphquant's models beside those of ONNX Runtime and NNCF.
 
 Run: python benchmarks/peers.py --nncf PYTHON
 PYTHON is an interpreter that has NNCF. onnxruntime's preprocessing wants sympy. On two cores it takes about an hour.
@@ -62,7 +62,7 @@ COMPUTE = {
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """What was found for one tool and one architecture.
+    """Figures of one tool and one architecture.
 
     Attributes:
         sqnr: dB by draw.
@@ -146,7 +146,7 @@ def int8(model: Path) -> tuple[int, int]:
 
 
 def _moves(kind: str) -> bool:
-    """Whether it only moves integers."""
+    """Return True if the op only moves integers."""
     return " on " in kind and kind.partition(" ")[0] not in COMPUTE
 
 

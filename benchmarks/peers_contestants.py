@@ -1,4 +1,4 @@
-"""What `peers.py` compares: `python peers_contestants.py TOOL MODEL DATA OUT` quantizes and tells what it took.
+"""Tools that `peers.py` compares: `python peers_contestants.py TOOL MODEL DATA OUT` quantizes and prints its cost.
 
 TOOL is graphquant, NNCF, or onnxruntime and a method. Imports come before the clock. "seconds" are those from the
 float model's file to the quantized one's, "outside" those of them that were not spent in the passes over data: the
@@ -99,7 +99,7 @@ def onnxruntime_static(model: Path, data: Path, out: Path, clock: Clock, method:
 
 
 def _symbolic(model: Path) -> bool:
-    """Whether onnxruntime's symbolic shape inference is there and can follow the model."""
+    """Return True if ONNX Runtime's symbolic shape inference exists and supports the model."""
     if importlib.util.find_spec("sympy") is None:
         return False
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference

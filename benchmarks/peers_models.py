@@ -135,7 +135,7 @@ REAL: dict[str, Callable[[Path, Path], Real]] = {
     "silero_vad": _silero_vad,
     "keyword_net": _keyword_net,
 }
-"""What makes the trained models, of the folder of such and one for files between, by name."""
+"""Functions that create the trained models from their folder and one for temporary files, by name."""
 
 
 def _read(path: Path | str) -> Arrays:

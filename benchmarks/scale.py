@@ -1,4 +1,4 @@
-"""How the time per op grows with the size of a model, beside onnxruntime's quantize_static at the sizes it can bear.
+"""Time per op by size of the model, beside ONNX Runtime's quantize_static at the sizes that it supports.
 
 Run with `python benchmarks/scale.py` (about six minutes; `--quick` leaves out 100,000 ops and the larger peers). Chains
 of Conv and Relu, and residual nets, go through load, match and plan, solve and rewrite, emit and save; the statistics

@@ -71,7 +71,7 @@ class Every:
         self.sites = self.tried = 0
 
     def __call__(self, groups: Any, costs: Any, measure: Any, **options: Any) -> Any:
-        """What the search finds."""
+        """Result of the search."""
         found = search_cheapest_plan(groups, costs, measure, **options)
         if not groups:
             return found

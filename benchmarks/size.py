@@ -1,4 +1,4 @@
-"""What a model of 6 GB with external data costs in memory, command by command, and whether its weights come out right.
+"""Memory that each command needs for a model of 6 GB with external data, and a check of its weights.
 
 Run: python benchmarks/size.py [--gigabytes 6] [--folder DIR] [--keep]
 It needs about 8 GB of disk for 6 GB, which it gives back, and some minutes. Each command is a process of its own, with
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Where a weight is in the file, and how large its values are."""
+    """Position of a weight in the file, and the size of its values."""
 
     shape: tuple[int, ...]
     offset: int
@@ -109,7 +109,7 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Weight]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a process took: seconds, and bytes at its peak."""
+    """Seconds of a process, and its peak of memory in bytes."""
 
     seconds: float
     anonymous: int
@@ -132,7 +132,7 @@ def measured(arguments: Sequence[str]) -> Cost:
 
 
 def worst(folder: Path, weights: dict[str, Weight], out: Path) -> tuple[float, int]:
-    """How far weights of the result are from the source's, in steps of their scale, and how many values were looked at.
+    """Compare weights of the result with the source's, in steps of their scale, and count the compared values.
 
     Raises:
         SystemExit: A weight is not there, or its scale is not its channel's largest magnitude by 127.

@@ -1,4 +1,4 @@
-"""How long `graphquant --help` takes beside `python -c "import click"`, in pairs, one after the other.
+"""Time of `graphquant --help` relative to `python -c "import click"`, in pairs, one after the other.
 
 Run: python benchmarks/startup.py [PAIRS]
 Measured on two cores, Python 3.11: see the printed medians; the help may take at most twice the time of the import.
@@ -10,7 +10,7 @@ import sys
 import time
 
 LIMIT = 2.0
-"""How many times as long as the import the help may take."""
+"""Largest allowed ratio of the help's time to the import's."""
 
 COMMANDS = {"import click": ["-c", "import click"], "graphquant --help": ["-m", "graphquant", "--help"]}
 

@@ -1,4 +1,4 @@
-"""How long the viewer's page takes to make, to open and to move about in, by the size of the model.
+"""Time to create, open and move about in the viewer's page, by the size of the model.
 
 Run with `python benchmarks/viewer.py` (some minutes; needs a Chromium and playwright). Quantized residual nets and nets
 of 25 towers, are drawn and opened in headless Chromium, which draws in software. Each figure is the median of three
@@ -118,7 +118,7 @@ def layout_seconds(drawing: Drawing) -> float:
 
 
 def opened(browser: Any, path: Path) -> dict[str, float]:
-    """What the browser takes for one page."""
+    """Cost of one page in the browser."""
     page = browser.new_page(viewport={"width": 1300, "height": 820})
     page.goto(path.as_uri())
     while not page.evaluate("performance.getEntriesByName('drawn').length"):
@@ -182,7 +182,7 @@ def open_in_netron(browser: Any, program: str, model: Path) -> float:
 
 
 def processor_seconds(session: Any) -> float:
-    """What all processes of the browser have taken so far."""
+    """Return the cost of all processes of the browser so far."""
     return sum(one["cpuTime"] for one in session.send("SystemInfo.getProcessInfo")["processInfo"])
 
 

@@ -1,4 +1,4 @@
-"""Which quantized activation loses most, and how that is told."""
+"""SQNR of each quantized activation, and the warning for the lowest."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What can be said of all samples from some."""
+"""Confidence intervals for all samples, from some of them."""
 
 from __future__ import annotations
 

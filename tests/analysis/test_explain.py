@@ -1,4 +1,4 @@
-"""Why a tensor is quantized as it is."""
+"""Explanations of the quantization of tensors."""
 
 import json
 

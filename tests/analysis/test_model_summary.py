@@ -1,4 +1,4 @@
-"""What is in a model: its quantization ops with their numbers, and what stays float."""
+"""Content of a model: its quantization ops with their numbers, and the tensors that stay float."""
 
 import onnx
 import onnx.parser

@@ -1,4 +1,4 @@
-"""Which ranges tensors are given by statistics, and what they cost."""
+"""Ranges that tensors get from statistics, and their cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_ranges_are_those_that_insert_gives(samples: Path, sample_stats: Sta
 
 
 def test_auto_reports_its_method(samples: Path, sample_stats: Stats) -> None:
-    """Where `auto` is called minmax or mse, that method has the same scale; widened clips less than mse."""
+    """If `auto` is called minmax or mse, that method has the same scale. A widened range clips less than mse."""
     picks = api.inspect_stats(sample_stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
     assert {tensor_range.auto_method for tensor_range in picks} == {"minmax", "mse", "mse, widened"}
     for tensor_range in picks:

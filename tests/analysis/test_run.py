@@ -59,7 +59,7 @@ def test_several_runs_are_added_at_once() -> None:
 def test_float_model_runs_unobserved_once(
     samples: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it gives the same while its tensors are shown, no further run of its own is made, and figures stay."""
+    """A model with equal outputs while it is observed is not run again, and figures stay the same."""
     data = samples / f"digits_{'rnn' if name == 'digits_rnn' else 'cnn'}_calib.npz"
     path = gq.insert(samples / f"{name}.onnx", data=str(data), samples=8).save(tmp_path / "quant.onnx")
     runs: list[OnnxRunner] = []

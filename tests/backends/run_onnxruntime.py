@@ -34,13 +34,13 @@ ZERO_POINTS = {
 """The slot of the zero point of the output; 4 for the other QLinear ops, that of the data itself for all else."""
 
 MERGED = "_new_reshape"
-"""How the names of Reshapes end that onnxruntime makes of two."""
+"""Suffix of the name of a Reshape that ONNX Runtime makes of two."""
 
 COPY = re.compile(r"_token_[0-9]+\Z")
-"""What onnxruntime puts behind the name of an op that it made again."""
+"""Suffix that ONNX Runtime adds to the name of an op that it creates again."""
 
 FUSED = "/MatMulAddFusion"
-"""What the name of a Gemm made of MatMul and Add ends in."""
+"""Suffix of the name of a Gemm that is made of MatMul and Add."""
 
 
 def name_ops(message: Any) -> None:

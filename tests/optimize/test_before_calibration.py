@@ -1,4 +1,4 @@
-"""What is corrected before calibration: what it gains, when it is left out, and that the source comes back."""
+"""Algorithms that run before calibration: their gain, the cases without them, and the way back to the source."""
 
 import math
 from dataclasses import replace
@@ -84,7 +84,7 @@ def unseen_outputs(model):
 
 
 def insert_and_measure(tmp_path, path, rules, *correct, **options):
-    """What insert made, and its SQNR."""
+    """Return the result of `insert`, and its SQNR."""
     result = gq.insert(path, rules=[rules], data=str(tmp_path / "data.npz"), algorithms=correct, **options)
     result.save(tmp_path / "out.onnx", force=True)
     expected, actual = unseen_outputs(result.source), unseen_outputs(gq.load(tmp_path / "out.onnx"))

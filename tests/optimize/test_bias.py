@@ -77,7 +77,7 @@ def mean(path_or_model, images=IMAGES):
 
 
 def insert_and_reload(tmp_path, path, name="out.onnx", **options):
-    """What insert made, written and read back."""
+    """Return the result of `insert`, written and read back."""
     result = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), **options)
     return result, gq.load(result.save(tmp_path / name, force=True))
 
@@ -266,7 +266,7 @@ def test_rounding_and_bias_together(tmp_path, name):
 
 
 def test_rounding_of_weights_alone_sees_the_data(samples) -> None:
-    """Where no activation wants a range, data is still for corrections; the check has samples that they did not see."""
+    """Without an activation that needs a range, data still serves corrections. Validation has samples of its own."""
     options = {"rules": "weight_only_int4", "data": str(samples / "digits_cnn_calib.npz")}
     plain = gq.insert(samples / "digits_cnn.onnx", **options)
     rounded = gq.insert(samples / "digits_cnn.onnx", **options, algorithms="adaround")

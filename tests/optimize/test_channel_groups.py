@@ -99,7 +99,7 @@ def scale_all_groups(source, seed=5):
 
 
 def have_same_outputs(model, changed, feeds):
-    """Whether two models give the same bits, and there is something to give."""
+    """Return True if two models have outputs, with equal bits."""
     runners = [formats.format_module(model.format).create_runner(candidate) for candidate in (model, changed)]
     first, second = (runner.run(feeds) for runner in runners)
     assert first

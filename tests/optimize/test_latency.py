@@ -45,7 +45,7 @@ class Chain:
         ]
 
     def profile(self, float_sites: tuple[int, ...]) -> LatencyProfile:
-        """Where the time goes."""
+        """Return the time of each op."""
         low = [not {index, index + 1} & set(float_sites) for index in range(len(self.times[1]))]
         ops = {("", f"op{index}"): self.times[0 if entry else 1][index] for index, entry in enumerate(low)}
         neighbors = [{low[max(index - 1, 0)], low[min(index, len(low) - 1)]} for index in range(len(self.groups))]
@@ -68,12 +68,12 @@ class Chain:
         )
 
     def best_float_sites(self) -> tuple[int, ...]:
-        """What is left in the end."""
+        """Return the sites that the fastest plan keeps in float."""
         return minimize_latency(self.groups, self.profile, self.compare).float_sites
 
 
 def test_what_is_slower_is_left() -> None:
-    """What ops that take longer on integers have between them is left; what others need stays."""
+    """Tensors between ops that are slower on integers become float, and tensors that other ops need stay."""
     assert Chain([1, 1, 9, 9, 1, 1], [5, 5, 2, 2, 5, 5]).best_float_sites() == (3,)
     assert Chain([1, 1, 1], [5, 5, 5]).best_float_sites() == ()
     assert Chain([5, 5, 5], [1, 1, 1]).best_float_sites() == (0, 1, 2, 3)
@@ -211,7 +211,7 @@ def test_float_where_it_is_faster(
 
 @pytest.mark.usefixtures("by_pairs")
 def test_quantized_where_that_is_faster(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the rules make stays where nothing is faster; a saved plan gives the same bytes."""
+    """If nothing is faster, the plan of the rules stays. A saved plan gives the same bytes."""
     ratios(monkeypatch, lambda first_run, second_run: 1 - 0.01 * (quantize_runs(first_run) - quantize_runs(second_run)))
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(model, data=data, optimize="latency")
@@ -248,7 +248,7 @@ def test_with_a_bound(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_hardly_faster(
     bound: tuple[str, ...], samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
-    """Where the gain is small nobody is told that float is faster, or of a search or a check without a result."""
+    """After a small gain, no message says that float is faster, or mentions a search or check without a result."""
     ratios(
         monkeypatch, lambda first_run, second_run: 1 - 0.0015 * (quantize_runs(first_run) - quantize_runs(second_run))
     )
@@ -264,7 +264,7 @@ def test_what_is_hardly_faster(
 
 
 def test_nothing_to_time(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
-    """Where nothing is quantized anyway, that is why nothing was timed."""
+    """If there is nothing to quantize, that is the reason why latency was not measured."""
     options = ("--data", samples / "digits_cnn_calib.npz", "--optimize", "latency", "--exclude", "*", "--allow-empty")
     output = cli("insert", samples / "digits_cnn.onnx", *options, "-o", tmp_path / "o.onnx").stdout
     assert "Latency was not measured: there is nothing to quantize." in output
@@ -286,7 +286,7 @@ class Machine:
         self.runs: list[str] = []
 
     def clock(self) -> float:
-        """What it shows."""
+        """Return the time."""
         return self.now
 
     def taking(self, name: str, times: Iterator[float]) -> Callable[[], None]:
@@ -314,7 +314,7 @@ def busy(seconds: float, every: int) -> Iterator[float]:
 
 
 def test_the_ratio_is_that_of_the_shortest_runs() -> None:
-    """What interrupts single runs does not count, and the interval holds the ratio."""
+    """Interruptions of single runs do not count, and the interval contains the ratio."""
     machine = Machine()
     measured_ratio = measure_time_ratio(
         machine.taking("one", busy(0.002, 5)), machine.taking("other", steady(0.001)), seconds=1, clock=machine.clock

@@ -45,7 +45,7 @@ def uneven(tmp_path: Path) -> tuple[Path, str]:
 
 
 def test_sensitivity_of_scaled_weights(uneven: tuple[Path, str]) -> None:
-    """Where channels were scaled first, what a weight adds is its rounding, not its scale."""
+    """If channels were scaled first, the error of a weight is its rounding, not its scale."""
     model, data = uneven
     result = gq.insert(model, data=data, algorithms=("smoothquant",), min_sqnr=41.0, allow_empty=True)
     assert "smoothquant" in [entry.algorithm for entry in result.algorithm_results if entry.applied]
@@ -100,7 +100,7 @@ def test_no_products_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_bound_that_nothing_can_be_held_to(tmp_path: Path) -> None:
-    """Where no output holds floats, a bound on SQNR is refused; the usual one asks nothing."""
+    """Without a float output, a bound on SQNR is an error, and the default bound requires nothing."""
     text = HEAD + "g (float[1, 3, 8, 8] x) => (int64[1, 1, 6, 6] z) { y = Conv (x, w) z = ArgMax <axis = 1> (y) }"
     model = onnx.parser.parse_model(text)
     rng = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def test_a_bound_that_nothing_can_be_held_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["0", "99", "-1", "abc"])
 def test_a_file_cannot_ask_for_another_weight(tmp_path: Path, place: str) -> None:
-    """What a message says while it is being made is nothing that a file can say: to onnxruntime that is a mistake."""
+    """A model in memory may have contents that no file can have. For ONNX Runtime that is an error."""
     text = HEAD + "g (float[1, 3, 8, 8] x) => (float[1, 64, 6, 6] y) { y = Conv (x, w) }"
     model = onnx.parser.parse_model(text)
     rng = np.random.default_rng(0)

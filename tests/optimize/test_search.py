@@ -140,7 +140,7 @@ def _prepared(samples: Path) -> Any:
 
 
 def test_the_search_ends_with_the_cheapest_that_meets() -> None:
-    """Where errors add up as estimated, the cheapest plan that meets the bound is found, in few measurements."""
+    """If errors add up as estimated, few measurements find the cheapest plan that meets the bound."""
     rng = np.random.default_rng(3)
     some, costs = draw_groups(rng, 9, 12)
     measured = []
@@ -216,7 +216,7 @@ def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[...
 
 
 def test_what_meets_its_bound_is_left_as_it_is(samples: Path) -> None:
-    """Where the rules' plan meets the bound there is nothing to search for."""
+    """If the rules' plan meets the bound, there is nothing to search for."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     result = gq.insert(model, data=data, min_sqnr=30, min_agreement=0.9)
     assert result.search.float_tensors == {}
@@ -290,7 +290,7 @@ def test_interrupted_while_measuring(samples: Path) -> None:
 
 
 def test_with_statistics(samples: Path, tmp_path: Path) -> None:
-    """Where ranges come from statistics, the search looks at data that is not in them, but for what the check keeps."""
+    """With ranges from statistics, the search uses other data than the statistics and the hold-out."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     gq.calibrate(model, data=data, samples=40).save(tmp_path / "stats.gqs")
     result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=60)
@@ -305,7 +305,7 @@ def test_with_statistics(samples: Path, tmp_path: Path) -> None:
 
 
 def test_statistics_of_all_samples(samples: Path, tmp_path: Path) -> None:
-    """Where there are only samples that gave the ranges, the search looks at them, and is not sure for that."""
+    """If all samples gave the ranges, the search uses them, and its result is not confirmed."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     gq.calibrate(model, data=data).save(tmp_path / "stats.gqs")
     result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=20)

@@ -1,4 +1,4 @@
-"""What tensors cost the outputs, in the check behind a search."""
+"""Sensitivities of tensors in the validation after a search."""
 
 from __future__ import annotations
 

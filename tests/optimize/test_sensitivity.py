@@ -1,4 +1,4 @@
-"""What each quantization adds alone at the outputs, by switches in one model."""
+"""Error that each quantization alone adds at the outputs, measured with switches in one model."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Images(CalibrationDataReader):
 
 @pytest.fixture(scope="module")
 def made_by_onnxruntime(tmp_path_factory):
-    """What onnxruntime's own tool makes of a sample model, by its form."""
+    """Return a sample model as ONNX Runtime's own tool quantizes it, by its form."""
     folder, source = tmp_path_factory.mktemp("tool"), MODELS / "digits_cnn.onnx"
     logging.disable(logging.WARNING)  # it asks for a preparation that this model does not need
     for form in (QuantFormat.QDQ, QuantFormat.QOperator):
@@ -72,7 +72,7 @@ def made_by_onnxruntime(tmp_path_factory):
 @pytest.mark.parametrize("rules", ["onnxruntime", "generic", "tensorrt", "fixed_point", "weight_only"])
 @pytest.mark.parametrize("form", ["QDQ", "QOperator"])
 def test_static_models_of_onnxruntime_stay(form, rules, made_by_onnxruntime, tmp_path):
-    """What its tool quantized with data is written again byte for byte."""
+    """A model that its tool quantized with data is written again byte for byte."""
     path = made_by_onnxruntime / f"{form}.onnx"
     result = gq.insert(path, rules=rules, data=IMAGES, samples=2)
     assert result.inserted == ()
@@ -253,7 +253,7 @@ def test_integer_ops_cannot_be_removed(made_by_onnxruntime):
 
 @pytest.mark.parametrize("name", ["digits_cnn.onnx", "digits_rnn.onnx", "digits_nested.onnx", "digits_cnn.pb"])
 def test_own_pairs_are_placed_again(name, tmp_path):
-    """What graphquant inserted is taken out and comes back at the same places; weights are what their integers say."""
+    """Inserted ops are removed and come back at the same places. Weights are the values of their integers."""
     first = gq.insert(MODELS / name, rules="fixed_point")
     path = first.save(tmp_path / f"once{Path(name).suffix}")
     again = gq.insert(path, rules="fixed_point", requantize=True)

@@ -121,7 +121,7 @@ def test_large_constants_are_stored_by_reference(tmp_path):
     ids=["output", "function"],
 )
 def test_nodes_that_stay(tmp_path, text, functions, reasons):
-    """What makes an output stays and that is said; functions have no initializers."""
+    """A node that names an output stays, with a reason. Functions have no initializers."""
     model = load_with_functions(tmp_path, text, functions=functions)
     assert prepare(model, NODES) == (model, ())
     assert [skipped.reason for skipped in find_skipped_steps(model, NODES)] == reasons

@@ -276,7 +276,7 @@ def test_tensorflow(tmp_path, op, shape, bias):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_end_of_a_tensorflow_graph_keeps_its_name(tmp_path, monkeypatch, bias):
-    """What ends the graph is fetched by its name, so an Identity takes the BatchNorm's."""
+    """The last op of the graph is fetched by its name, so an Identity takes the BatchNorm's name."""
     monkeypatch.setitem(globals(), "TF", "\n".join(line for line in TF.splitlines() if '"Relu"' not in line))
     folded, _ = prepare(tensorflow(tmp_path, bias=bias), FOLD)
     nodes = {node.name: node for node in tf_emit(folded).node}
@@ -321,7 +321,7 @@ def test_training_mode_is_rewritten_on_request(tmp_path):
 
 
 def test_training_mode_without_moving_statistics_is_skipped(tmp_path):
-    """What has no moving mean and variance cannot be rewritten, and that is said."""
+    """A BatchNorm without moving mean and variance cannot be rewritten, and a skip has that reason."""
     model = tensorflow(tmp_path, train="true", moving=False)
     assert prepare(model, INFERENCE) == (model, ())
     for requested in ((), INFERENCE):
@@ -429,7 +429,7 @@ def test_a_mul_and_an_add_behind_a_convolution_of_onnx(tmp_path, op, shape):
 
 
 def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
-    """Where no convolution can, as in nets made with Caffe."""
+    """A BatchNorm without a convolution before it, as in nets made with Caffe, takes up a Mul and an Add."""
     text = (
         "g (Y x) => (Y y) { c = BatchNormalization (x, s, o, m, v)\n d = Mul (c, f)\n n = Add (d, t)\n y = Relu (n) }"
     )

@@ -101,7 +101,7 @@ def test_bodies_read_on(tmp_path):
     ],
 )
 def test_forwarding_ops_that_stay(tmp_path, text, opset, step, reason):
-    """What makes an output, whose mask is read, or what trains is left, and the plan says why."""
+    """Ops that name an output, have a mask that is read, or train stay, and the plan has the reason."""
     model = load_onnx(tmp_path, f"g {text}", opset=opset)
     assert prepare(model, DROP_STEPS) == (model, ())
     (skipped,) = find_skipped_steps(model, DROP_STEPS)
@@ -140,7 +140,7 @@ def test_a_plan_names_them_and_a_file_before_leaves_them(tmp_path):
 
 
 def test_statistics_of_the_source_serve_the_prepared_model(tmp_path):
-    """What was observed with Identity and Dropout in place is found again behind where they were."""
+    """Statistics that were observed with Identity and Dropout in place are used without these ops."""
     text = """(float[2,16] x) => (float[2,8] y) <float[16,8] w = {VALUES}> {
         a = Identity (x)  b = Dropout (a)  r = Relu (b)  c = Identity (r)  m = MatMul (c, w)  y = Relu (m)
     }""".replace("VALUES", ", ".join(str(k / 64) for k in range(128)))

@@ -124,7 +124,7 @@ def test_golden():
 
 
 def test_there_and_back(tmp_path):
-    """What was written is read back as the same plan, two schemes of one name included."""
+    """A written plan is read back as the same plan, with two schemes of one name as well."""
     assert plan_from_json(plain()) == PLAN
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_to_json(PLAN)))

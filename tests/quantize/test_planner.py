@@ -118,7 +118,7 @@ def test_channels_biases_and_order(tmp_path):
 
 
 def test_reasons_to_skip(tmp_path):
-    """What a rule requires and cannot have is a skip with its reason."""
+    """A rule that cannot be followed is a skip with its reason."""
     text = """
 g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
 <float s = {0.5}, uint8 p = {3}>
@@ -204,7 +204,7 @@ def test_ties_follow_chains(tmp_path):
 
 
 def test_arithmetic_of_weights_stays_float(tmp_path):
-    """What makes a weight of weights reads them as they are, or the weight would be rounded twice; a name insists."""
+    """Ops that compute a weight from weights read them in float, to round the weight only once. A name insists."""
     text = (
         "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1, 2, 3, 4}, float[2] s = {1, 2}>"
         " { ws = Mul(w, s)\ny = MatMul(x, ws) }"
@@ -218,7 +218,7 @@ def test_arithmetic_of_weights_stays_float(tmp_path):
 
 
 def test_a_tie_to_nothing_is_skipped(tmp_path):
-    """Where nothing that feeds the chain is quantized, each link says so; so does one without float input."""
+    """If nothing that feeds the chain is quantized, each link is a skip, and so is one without float input."""
     plan = make_rule_plan(tmp_path, TIED, PASS)
     assert skip_reasons(plan) == []
     links = ("a:0 -> b[0]", "b:0 -> c[0]", "c:0 -> d[0]", "d:0 -> z[0]")
@@ -228,7 +228,7 @@ def test_a_tie_to_nothing_is_skipped(tmp_path):
 
 
 def test_tie_without_effect_goes_to_the_next_rule(tmp_path):
-    """Where nothing feeds a tie the next rule that holds has the use, and ties behind that follow it."""
+    """If nothing feeds a tie, the next matching rule gets the use, and later ties follow it."""
     plan = make_rule_plan(tmp_path, TIED, PASS + rule_for_all("in", consumer='{ kind = "concat" }'))
     assert skip_reasons(plan) == ["y:0 q -> c[1]", "b:0 q -> c[0]", "c:0 q -> d[0] = c[0] c[1]", "d:0 q -> z[0] = d[0]"]
     assert [site.rule for site in plan.sites] == ["in", "in", "pass", "pass"]

@@ -53,7 +53,7 @@ def loaded(folder, text, constants):
 
 @st.composite
 def edits(draw, count):
-    """What a user wrote into some sites of a plan."""
+    """Generate the values that a user wrote into some sites of a plan."""
     site_edits = st.sampled_from([{"scale": (0.25,)}, {"scale": (2.0,)}, {"range": (-1.0, 3.0)}])
     return draw(st.dictionaries(st.integers(0, count - 1), site_edits, max_size=2))
 

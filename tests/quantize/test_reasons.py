@@ -1,4 +1,4 @@
-"""Why each scale is what it is, and what is told where rules cannot all have what they want."""
+"""Reasons for each scale, and conflicts between the requirements of rules."""
 
 import json
 from dataclasses import replace
@@ -85,7 +85,7 @@ def solve_and_explain(model, plan, **ends):
 
 
 def test_each_scale_is_explained(tied_net):
-    """Where a range comes from, what ties it, what was raised, and the scale that came of it."""
+    """The sentences have the origin of a range, its ties, what was raised, and the resulting scale."""
     plan = gq.plan(tied_net, rules="rules.toml")
     solution, reasons = solve_and_explain(tied_net, plan, x=(0.1, 0.2), y=(0.0, 0.9))
     assert reasons == {
@@ -176,7 +176,7 @@ def test_explanation_without_data(tied_net):
 
 
 def test_explanation_of_edited_plans_and_clones(tied_net):
-    """What an edited plan gives, and what is a copy, is said."""
+    """The sentences name values of an edited plan, and copies."""
     plan = gq.plan(tied_net, rules="rules.toml")
     site = plan.sites[0]
     cases = [

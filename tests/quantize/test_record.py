@@ -23,7 +23,7 @@ def message_of_constants(*values: np.ndarray, fields: bool = False) -> ModelProt
 
 
 def test_round_trip() -> None:
-    """What is there, what was scaled, what is gone and what is small all come back; so do lists of floats."""
+    """Present, scaled, removed and small constants all come back, and so do lists of floats."""
     random = np.random.default_rng(0)
     there, weight, gone = (random.normal(size=(8, 40)).astype(np.float32) for _ in range(3))
     small = np.arange(3, dtype=np.float32)

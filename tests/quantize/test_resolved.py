@@ -79,14 +79,14 @@ class Case:
         return dequantize(quantize(values, params), params).astype(np.float64)
 
     def run(self, level=OFF, path=None):
-        """What onnxruntime computes."""
+        """Return the outputs of ONNX Runtime."""
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = level
         session = onnxruntime.InferenceSession(str(path or self.path), options, providers=["CPUExecutionProvider"])
         return session.run(None, self.feeds)
 
     def choices(self, name):
-        """What is said of a tensor's scale, of all its copies."""
+        """Return the notes on the scale of a tensor and of all its copies."""
         pairs = zip(self.result.inserted, self.result.scale_reasons, strict=True)
         return [reason for pair, reasons in pairs if pair.site.tensor.op == name for reason in reasons]
 
@@ -102,7 +102,7 @@ def conv_nchw(x, w, b):
 
 
 def steps_between(first, second, params):
-    """How many steps two results differ by: the most, and the share of values that differ at all."""
+    """Return the largest difference of two results in steps, and the share of values that differ."""
     step_distance = np.rint(np.abs(first.astype(np.float64) - second) / float(params.scale))
     return step_distance.max(), (step_distance > 0).mean()
 
@@ -169,7 +169,7 @@ def test_without_the_solver_that_bias_is_lost(tmp_path):
 
 
 def test_weight_scale_of_the_plan_is_not_changed(tmp_path):
-    """Where a plan gives the weight's scale, an int32 bias that does not fit stays float, and both are named."""
+    """If a plan gives the weight's scale, an int32 bias that does not fit stays float, and a change names both."""
     case = Case(tmp_path, f"({IN}) => ({OUT} y) {{ y = Conv(x, w, b) }}", "qnn", {"x": X}, w=small_channel(), b=B)
     data = plan_to_json(gq.plan(tmp_path / "model.onnx", rules="qnn"))
     for site in data["sites"]:
@@ -320,7 +320,7 @@ def test_a_tie_that_breaks_a_relu(tmp_path, backend):
 
 
 def onnxruntime_value(case, name):
-    """What a tensor inside the written model is."""
+    """Return the value of a tensor inside the written model."""
     model = onnx.load(case.path)
     node = next(node for node in model.graph.node if node.name == name)
     model.graph.output.append(onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, None))

@@ -53,7 +53,7 @@ class Case:
         return [(np.concatenate(values), steps[name]) for name, values in sorted(outputs.items())]
 
     def note(self, name):
-        """What is said of a tensor."""
+        """Return the notes on a tensor."""
         return self.result.site_notes.get(TensorRef("", name), "")
 
     def rounded(self, name, values, consumer):
@@ -74,7 +74,7 @@ class Case:
 
 
 def is_near(actual, expected, step):
-    """Whether two results differ by a step at most: the reference is not rounded to steps, and the runtime is."""
+    """Check that two results differ by at most a step: the runtime rounds to steps, and the reference does not."""
     return np.abs(actual - expected).max() <= 1.01 * step
 
 

@@ -73,7 +73,7 @@ def test_exactly_the_planned_uses_are_rerouted(tmp_path):
 
 
 def test_sites_without_params_are_ignored(tmp_path):
-    """What the solver skipped is not inserted, and does not count for names."""
+    """Sites that the solver skipped are not inserted, and do not count for names."""
     model = load_onnx(tmp_path, FAN)
     _, pairs = rewrite(model, make_plan(site_for_uses("x", ("y", 0)), site_for_uses("x", ("z", 0))), {1: scale(0.5)})
     assert [str(item.output) for item in pairs] == ["x/quant/dequant:0"]
@@ -225,7 +225,7 @@ def test_one_op_equals_the_reference_bit_for_bit(tmp_path, x, step, zero, bits, 
 
 
 def test_narrow_activations_per_channel(tmp_path):
-    """What the type leaves out of its container is clipped, for each channel by itself."""
+    """Integers of the container that the type does not have are clipped, for each channel by itself."""
     model = load_onnx(tmp_path, "g (float[N,3] x) => (float[N,3] y) { y = Identity(x) }")
     params = qparams_from_scale(np.array([0.5, 1.0, 2.0], np.float32), np.zeros(3, np.int32), INT8, narrow=True, axis=1)
     rewritten, _ = rewrite(model, make_plan(site_for_uses("x", ("y", 0), scheme=CHANNEL, axis=1)), {0: params})
@@ -376,7 +376,7 @@ def frame(tmp_path):
 
 
 def test_constants_in_tf1_frames_wait_for_the_tensor(tmp_path):
-    """Where a graph has frames, the constants of a FakeQuant have a control input from what is quantized."""
+    """In a graph with frames, the constants of a FakeQuant have a control input from the quantized tensor."""
     scheme = replace(SCHEME, family="fake-quant", narrow=True)
     rewritten, (pairs,) = rewrite(
         frame(tmp_path),

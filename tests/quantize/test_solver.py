@@ -68,12 +68,12 @@ def test_denormal_weights_are_treated_as_zeros(tmp_path):
 
 
 def weight_changes(tmp_path, *sites, weight=WEIGHT, opset=13):
-    """What is said of the weights of a Gemm with these sites."""
+    """Return the changes that the solver reports for the weights of a Gemm with these sites."""
     return list(map(str, solve_scales(gemm(tmp_path, weight, opset=opset), make_plan(*sites), {}).changes))
 
 
 def test_weights_outside_a_fixed_range_are_reported(tmp_path):
-    """How many values of a weight the range that a rule fixes clips, beyond half a step; none where all fit."""
+    """Values of a weight beyond a rule's fixed range by more than half a step are counted. Without any, nothing is."""
     fixed = replace(W, scheme=replace(INT8, observe=FIXED), axis=None, rule="mine")  # up to 127 / 16 = 7.9375
     message = "w:0: 1 of 6 values lies outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and is clipped"
     assert weight_changes(tmp_path, fixed) == [message]

@@ -69,7 +69,7 @@ def test_exact_scales(planned):
 
 
 def test_missing_ranges_are_reported(samples):
-    """Where the file has not all of the plan's activations, the message counts both and names the way to the rest."""
+    """If the file lacks activations of the plan, the message counts both and has the way to the rest."""
     with pytest.raises(gq.GraphQuantError) as error:
         gq.insert(samples / "digits_cnn.pb", rules="tflite", ranges=tflite(("stem/relu", 0.5, -128)))
     assert "for 1 tensors of the plan" in str(error.value)
@@ -105,7 +105,7 @@ def test_constants_and_foreign_parts_are_no_match(planned):
 
 
 def test_conflicting_names_match_nothing(planned):
-    """Where two tensors of the file claim one of the model and differ, it gets neither."""
+    """If two tensors of the file claim one of the model and differ, it gets neither."""
     double = ("stem/batch_norm;stem/conv;stem/relu", 0.25, -128)
     source = tflite(("stem/relu:0", 0.5, -128), double, ("max_pool", 1, 0))
     _, transfer = transfer_ranges(*planned, source, {})
@@ -142,7 +142,7 @@ def test_name_map(planned, tmp_path):
 
 
 def test_an_edited_plan_wins(planned):
-    """What a plan gives itself is not overwritten."""
+    """Values that a plan gives itself are not overwritten."""
     model, rule_plan = planned
     sites = tuple(
         replace(planned_site, range=(0.0, 1.0)) if planned_site.tensor.op == "stem/relu" else planned_site

@@ -183,7 +183,7 @@ def test_rounded_weights_are_restored_approximately(tmp_path):
     "damage", [{"factor": None}, {"shape": [7]}, {"split": [9]}, {"steps": {"dtype": "<i1", "data": "AAAA"}}]
 )
 def test_a_damaged_record(tmp_path, damage):
-    """What cannot be read is refused with the step's name, and nothing is unpacked beyond the weight's size."""
+    """Unreadable undo data is an error with the step's name, and nothing larger than the weight is unpacked."""
     model = gq.load(source(tmp_path))
     prepared, steps = prepare(model, tuple(PREPARATION_STEPS))
     step = folding_step(steps)

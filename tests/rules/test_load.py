@@ -46,7 +46,7 @@ def write_rule_files(tmp_path, monkeypatch):
 
 
 def rule_error_text(*names):
-    """What loading says."""
+    """Return the error text of loading these files."""
     with pytest.raises(RuleError) as caught:
         load_ruleset(names)
     return str(caught.value)
@@ -157,7 +157,7 @@ def test_unknown_names(write_rule_files, name, says):
 
 
 def test_unreadable_files(write_rule_files, monkeypatch):
-    """What is no rule file at all is a mistake in line 1, or where it begins."""
+    """A file that is no rule file at all is a mistake in line 1, or where it begins."""
     Path("folder.toml").mkdir()
     os.mkfifo("pipe.toml")
     assert rule_error_text("folder.toml") == "folder.toml:1: this is a folder. Name a rule file in it."

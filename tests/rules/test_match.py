@@ -39,7 +39,7 @@ def rules_of(tmp_path, *texts):
 
 
 def claimed_uses(model, rules):
-    """What is claimed, as "tensor > use" with the rule's name."""
+    """Return the claimed uses as "tensor > use" with the rule's name."""
     return [(f"{match.tensor} > {match.use}", match.rule.rule.name) for match in RuleMatcher(model, rules).matches()]
 
 
@@ -369,7 +369,7 @@ def test_patterns_on_consumers(tmp_path):
 
 
 def test_operand_order_is_backtracked(tmp_path):
-    """Which operand is which may show only further on."""
+    """The order of operands may only be known from later ops."""
     text = """
 g (float[2] x, float[2] w) => (float[2] y)
 {

@@ -1,4 +1,4 @@
-"""What a rule file with every kind of mistake is answered."""
+"""Messages for a rule file with every kind of mistake."""
 
 from pathlib import Path
 

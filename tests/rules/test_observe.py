@@ -12,7 +12,7 @@ from graphquant.rules import ObserverConfig, rule_file_schema
 
 
 def test_explicit_and_default_arguments() -> None:
-    """What is given wins; what has a default may be left out; numbers come as floats."""
+    """Given values win, values with a default may be missing, and numbers become floats."""
     assert ObserverConfig(name="percentile").arguments == {"percentile": 99.999}
     assert ObserverConfig(name="percentile", percentile=99).arguments == {"percentile": 99.0}
     assert ObserverConfig(name="fixed", low=0, high=1).arguments == {"low": 0.0, "high": 1.0}

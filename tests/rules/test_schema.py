@@ -50,7 +50,7 @@ def test_shipped_rules_are_valid(validator, name):
     ],
 )
 def test_valid(validator, text):
-    """What the loader takes, the schema takes."""
+    """The schema accepts everything that the loader accepts."""
     assert [error.message for error in validator.iter_errors(tomllib.loads(text))] == []
 
 
@@ -98,7 +98,7 @@ def test_valid(validator, text):
     ],
 )
 def test_invalid(validator, text):
-    """What a schema can see of the loader's mistakes, this one sees."""
+    """The schema rejects every mistake of the loader that a schema can express."""
     assert not validator.is_valid(tomllib.loads(text))
 
 

@@ -85,7 +85,7 @@ def test_a_table_stands_where_its_own_header_is():
     [(("rule", 1, "name"), 18), (("scheme", "a.b", "observe", "low", "x", 9, "q"), 12), (("pattern", "p"), 1), ((), 1)],
 )
 def test_nearest_falls_back_to_the_table_around(path, line):
-    """What has no line of its own gets that of the innermost table around it."""
+    """A value without a line of its own gets the line of the innermost table around it."""
     assert nearest_line(LINES, path) == line
 
 

@@ -62,7 +62,7 @@ def test_selectors_are_keys():
     ],
 )
 def test_contradictions_are_refused(make):
-    """What cannot hold is refused when it is made."""
+    """Contradictory fields are an error at creation."""
     with pytest.raises(ValidationError):
         make()
 

@@ -90,7 +90,7 @@ def test_failing_services(memory, tmp_path, monkeypatch) -> None:
     upload(memory, tmp_path)
 
     class OwnError(Exception):
-        """What only this service raises."""
+        """An error that only this service raises."""
 
     def fails(*_arguments, **_options):
         raise OwnError("token expired")

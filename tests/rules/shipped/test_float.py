@@ -1,4 +1,4 @@
-"""What rule files leave float inside of LayerNorm and GELU as single ops, in the forms that exporters write."""
+"""Rule files keep LayerNorm and GELU as single ops float inside, in the forms that exporters write."""
 
 from pathlib import Path
 

@@ -90,7 +90,7 @@ def write_network(name, folder):
 
 
 def outputs_per_sample(path, samples):
-    """What onnxruntime computes."""
+    """Return the outputs of ONNX Runtime for each sample."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return np.stack([session.run(None, {"x": sample[None]})[0] for sample in samples])
 
@@ -140,7 +140,7 @@ def test_networks(rules, number, name, tmp_path):
     ],
 )
 def test_variants_of_onnxruntime(changes, types, tmp_path):
-    """What the file says of ARM and of x86 without VNNI is a change of its schemes, and all stays in its place."""
+    """The file's advice for ARM and for x86 without VNNI changes only schemes, and no placement."""
     path, data = write_network("transformer", tmp_path)
     text = shipped_rule_files()["onnxruntime"].read_text("utf-8")
     for old, new in changes.items():

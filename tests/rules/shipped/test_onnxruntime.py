@@ -1,4 +1,4 @@
-"""What onnxruntime makes of the models that its own rule file plans for."""
+"""ONNX Runtime's execution of models that its own rule file quantized."""
 
 import numpy as np
 import onnx

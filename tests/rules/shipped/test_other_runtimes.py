@@ -1,4 +1,4 @@
-"""Where the rules of QNN, OpenVINO and Vitis AI put quantizations in small nets, and OpenVINO running them."""
+"""Placement by the rules of QNN, OpenVINO and Vitis AI in small nets, and OpenVINO running them."""
 
 from collections import Counter
 from pathlib import Path
@@ -463,7 +463,7 @@ def test_types(rules, scales):
 
 
 def test_qnn_smallest_range(scales):
-    """What is almost constant gets a range of 1e-4."""
+    """An almost constant tensor gets a range of 1e-4."""
     found = scales("qnn", IMAGE, "y = Mul(x, tiny) z = Add(y, x2)")
     assert found["y", "z"].scale == np.float32(1e-4 / 255)
 

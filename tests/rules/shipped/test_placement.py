@@ -1,4 +1,4 @@
-"""Where onnxruntime's rules put quantizations in small nets, and what `check` foretells of the result."""
+"""Placement by ONNX Runtime's rules in small nets, and the verdicts of `check` on the result."""
 
 import pytest
 from nets import HEADS, IMAGE, NORM, ROWS

@@ -1,4 +1,4 @@
-"""Where the TensorRT rules put quantizations in small nets, one for each rule of its placement, each exclusion too."""
+"""Placement by the TensorRT rules in small nets: one for each rule and each exclusion."""
 
 import pytest
 from nets import GELU, HEADS, IMAGE, MASKED, NORM, ROWS

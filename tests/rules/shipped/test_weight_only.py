@@ -1,4 +1,4 @@
-"""What onnxruntime makes of weights in blocks: matrix products that read packed integers."""
+"""ONNX Runtime runs weights in blocks as matrix products that read packed integers."""
 
 import json
 import re
