@@ -26,7 +26,7 @@ for number, arguments in enumerate(ast.literal_eval(sys.argv[1])):
 
 
 def written(folder: Path, seed: int, *calls: list[object]) -> dict[str, str]:
-    """What graphquant writes into `folder`, and says, with this hash seed: a digest of each file."""
+    """Return a digest of each file that graphquant writes into `folder` with this hash seed, its output included."""
     folder.mkdir()
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, repr([[str(word) for word in call] for call in calls])],
@@ -67,11 +67,6 @@ def test_calibrated_model_with_bodies(samples: Path, tmp_path: Path) -> None:
     assert_equal(tmp_path, *calls(samples / "digits_rnn.onnx", "--data", samples / "digits_rnn_calib.npz"))
 
 
-def test_saved_model_with_functions(samples: Path, tmp_path: Path) -> None:
-    """The same for a SavedModel with fixed-point ranges."""
-    assert_equal(tmp_path, *calls(samples / "digits_rnn_saved_model", "--rules", "fixed_point"))
-
-
 def test_statistics(samples: Path, tmp_path: Path) -> None:
     """A statistics file, and what inspect makes of it: table, JSON data and page."""
     model = samples / "digits_cnn.onnx"
@@ -97,5 +92,5 @@ def test_calibrated_models(samples: Path, tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORFLOW)
 def test_fixed_point_tensorflow_models(samples: Path, tmp_path: Path, name: str) -> None:
-    """The same for TensorFlow models with fixed-point ranges."""
+    """The same for TensorFlow models with fixed-point ranges: a quick test of their bytes is in test_emit.py."""
     assert_equal(tmp_path, *calls(samples / name, "--rules", "fixed_point"))

@@ -69,7 +69,7 @@ def stored_types(path: Path) -> dict[str, int]:
 
 
 def test_within_a_budget(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
-    """What the file holds is what is told, and fits; fewer bytes lose more; weights say why they have fewer bits."""
+    """The file has the reported size within the budget. Fewer bytes lose more, and weights have their reason."""
     model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
     errors_seen = []
     for budget in ("19%", "24%", "30%"):
@@ -145,7 +145,7 @@ def test_a_weight_of_which_nothing_is_known(
 
 @pytest.mark.parametrize("much", [0.3, 3.0])
 def test_sizes_that_are_not_those_of_the_file(samples: Path, monkeypatch: pytest.MonkeyPatch, much: float) -> None:
-    """What fits is found where a way takes more bytes than it is thought to, and only what does not fit is refused."""
+    """A fitting plan is found although a candidate is larger than estimated. Only an impossible budget is an error."""
     size = size_budget._weight_bytes
     monkeypatch.setattr(size_budget, "_weight_bytes", lambda *given: int(size(*given) * (1 if given[3] else much)))
     model = samples / "digits_cnn.onnx"
@@ -225,6 +225,7 @@ def test_a_budget_and_latency_are_not_had_together(samples: Path) -> None:
         gq.insert(samples / "digits_cnn.onnx", **options)
 
 
+@pytest.mark.slow
 def test_the_fewest_bytes_that_meet_a_bound(samples: Path) -> None:
     """With a bound, the least size has weights of 4 bits as far as it allows, and what measures says that it is met."""
     model, options = samples / "digits_cnn.onnx", {"data": str(samples / "digits_cnn_eval.npz"), "optimize": "size"}

@@ -326,7 +326,11 @@ def constant_op(name: str, value: Array) -> Op:
     )
 
 
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [path if path.parent.name == "sample_models" else pytest.param(path, marks=pytest.mark.slow) for path in MODELS],
+    ids=lambda path: path.name,
+)
 def test_identity_behind_every_float_tensor(path: Path, identity_at: Any) -> None:
     """Real models with an Identity after each float tensor, in bodies too, are valid and compute the same.
 

@@ -22,11 +22,18 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
+tf: Any = None
+keras: Any = None
 
 rng = np.random.default_rng(5)
 IMAGES = rng.normal(size=(8, 8, 8, 1)).astype(np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def import_keras() -> None:
+    """Import Keras before the first test. At the top of the module, every collection would wait for it."""
+    global tf, keras
+    tf, keras = pytest.importorskip("tensorflow"), pytest.importorskip("keras")
 
 
 def keras_network() -> Any:
