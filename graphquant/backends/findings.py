@@ -23,17 +23,11 @@ FindingLevel = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, slots=True)
 class BrokenRule:
-    """Rule of a backend that keeps an op in float.
+    """Rule of a backend that keeps an op in float."""
 
-    Attributes:
-        rule: Short identifier, for example "no-quantized-output".
-        message: Description of the problem.
-        fix: Advice.
-    """
-
-    rule: str
-    message: str
-    fix: str
+    rule: str  # short identifier, for example "no-quantized-output"
+    message: str  # description of the problem
+    fix: str  # advice
 
 
 NOT_QUANTIZED = BrokenRule(
@@ -58,25 +52,15 @@ class RejectedModelError(ModelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Execution of one op by a backend, predicted or as the backend itself decided.
+    """Execution of one op by a backend, predicted or as the backend itself decided."""
 
-    Attributes:
-        graph: Graph of the op, "" for the main graph.
-        op: Name of the op.
-        type: Type of the op.
-        status: The status.
-        runs_as: The op that does its work, for example "QLinearConv"; "" if it is removed.
-        broken_rule: The first rule that the op breaks; None unless it stays float.
-        note: Reason why low precision is probably slower, "" for most ops.
-    """
-
-    graph: str
-    op: str
-    type: str
-    status: RunStatus
-    runs_as: str
-    broken_rule: BrokenRule | None = None
-    note: str = ""
+    graph: str  # graph of the op, "" for the main graph
+    op: str  # name of the op
+    type: str  # type of the op
+    status: RunStatus  # the status
+    runs_as: str  # the op that does its work, for example "QLinearConv"; "" if it is removed
+    broken_rule: BrokenRule | None = None  # the first rule that the op breaks; None unless it stays float
+    note: str = ""  # reason why low precision is probably slower, "" for most ops
 
     @property
     def location(self) -> str:
@@ -110,21 +94,13 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """A likely mistake in a quantized model.
+    """A likely mistake in a quantized model."""
 
-    Attributes:
-        code: Key of `LINT_CODES`.
-        graph: Graph of the op.
-        op: The affected op.
-        message: Description of the problem.
-        fix: Advice.
-    """
-
-    code: str
-    graph: str
-    op: str
-    message: str
-    fix: str
+    code: str  # key of `LINT_CODES`
+    graph: str  # graph of the op
+    op: str  # the affected op
+    message: str  # description of the problem
+    fix: str  # advice
 
     @property
     def location(self) -> str:
@@ -134,22 +110,15 @@ class LintFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """Result of `check` for one model.
+    """Result of `check` for one model."""
 
-    Attributes:
-        path: Path of the model, "" for a model in memory.
-        backend: The requested backend, "" if only the lint ran.
-        quantization_ops: Number of quantization ops in the model.
-        verdicts: One per op that computes on floats, in the order of the model; none without a
-            backend, or if it cannot load the model.
-        findings: Findings by code, then in the order of the model.
-    """
-
-    path: str
-    backend: str
-    quantization_ops: int
+    path: str  # path of the model, "" for a model in memory
+    backend: str  # the requested backend, "" if only the lint ran
+    quantization_ops: int  # number of quantization ops in the model
+    # One per op that computes on floats, in the order of the model; none without a backend, or if it cannot load the
+    # model.
     verdicts: tuple[Verdict, ...]
-    findings: tuple[LintFinding, ...]
+    findings: tuple[LintFinding, ...]  # findings by code, then in the order of the model
 
     @property
     def counts(self) -> dict[str, int]:

@@ -75,20 +75,14 @@ BOUNDS_NOT_MET = "the fastest plan does not meet the bounds"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Cost to minimize, and limits that the plan must keep.
+    """Cost to minimize, and limits that the plan must keep."""
 
-    Attributes:
-        minimize: "macs" for float multiply-adds, "size" for bytes of weights, or "latency" on this machine.
-        bounds: Bounds on the outputs.
-        size_budget: Maximum bytes of all constants, as "2MB", or their share of the float model's, as "25%"; None
-            for no limit.
-        as_tflite: True to time models as TFLite files.
-    """
-
+    # "macs" for float multiply-adds, "size" for bytes of weights, or "latency" on this machine.
     minimize: Literal["macs", "size", "latency"] = "macs"
-    bounds: Bounds = field(default_factory=Bounds)
+    bounds: Bounds = field(default_factory=Bounds)  # bounds on the outputs
+    # Maximum bytes of all constants, as "2MB", or their share of the float model's, as "25%"; None for no limit.
     size_budget: str | None = None
-    as_tflite: bool = False
+    as_tflite: bool = False  # True to time models as TFLite files
 
     @property
     def uses_search_set(self) -> bool:
@@ -98,55 +92,33 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTrace:
-    """Result of a search. Fields of stages that did not run have their defaults.
+    """Result of a search. Fields of stages that did not run have their defaults."""
 
-    Attributes:
-        minimize: The minimized cost; see `Objective`.
-        plan: The chosen plan. Changed sites and skips state the reason.
-        float_tensors: Tensors that stay float, with the SQNR in dB that each alone would cause if it was measured.
-        changed_tensors: Tensors that differ from the rules, with their candidate.
-        interrupted: True if Ctrl-C ended the search early.
-        plans: Number of validated plans.
-        cost: Cost of the float ops as a share of all ops in float.
-        runs_per_site: Number of runs per site, for sensitivities and for validations.
-        search_validation: Validation of the plan on the search samples; None without bounds.
-        site_errors: Error that each site adds at the outputs, as a share of their power, by index in `plan`; omitted if
-            it is unknown.
-        size: Bytes of all constants; None if no bit widths were chosen.
-        max_size: Maximum of `size`; None if it was minimized.
-        float_size: Bytes of the constants of the float model.
-        sized_weights: First use of each weight whose bit width was chosen.
-        estimated_weights: Weights whose error was estimated from the bit width alone.
-        runtime: Runtime of the timed models; "" if latency was not measured.
-        timed_samples: Number of samples per timed run.
-        timed_plans: Number of timed plans.
-        rules_ratio: Time of the plan of the rules relative to float.
-        outcome_ratio: Time of the quantized model relative to float.
-        float_reason: Reason why nothing is quantized, or "".
-        missed_bounds: If the chosen plan quantizes nothing, the bounds that the best other plan misses.
-    """
-
-    minimize: str
-    plan: Plan
+    minimize: str  # the minimized cost; see `Objective`
+    plan: Plan  # The chosen plan. Changed sites and skips state the reason.
+    # Tensors that stay float, with the SQNR in dB that each alone would cause if it was measured.
     float_tensors: Mapping[TensorRef, float | None] = field(default_factory=dict)
+    # Tensors that differ from the rules, with their candidate.
     changed_tensors: Mapping[TensorRef, str] = field(default_factory=dict)
-    interrupted: bool = False
-    plans: int = 0
-    cost: float = 0.0
-    runs_per_site: float = 0.0
-    search_validation: Validation | None = None
+    interrupted: bool = False  # True if Ctrl-C ended the search early
+    plans: int = 0  # number of validated plans
+    cost: float = 0.0  # cost of the float ops as a share of all ops in float
+    runs_per_site: float = 0.0  # number of runs per site, for sensitivities and for validations
+    search_validation: Validation | None = None  # validation of the plan on the search samples; None without bounds
+    # Error that each site adds at the outputs, as a share of their power, by index in `plan`; omitted if it is unknown.
     site_errors: Mapping[int, float] = field(default_factory=dict)
-    size: int | None = None
-    max_size: int | None = None
-    float_size: int = 0
-    sized_weights: frozenset[Use] = frozenset()
-    estimated_weights: tuple[TensorRef, ...] = ()
-    runtime: str = ""
-    timed_samples: int = 0
-    timed_plans: int = 0
-    rules_ratio: TimeRatio | None = None
-    outcome_ratio: TimeRatio | None = None
-    float_reason: str = ""
+    size: int | None = None  # bytes of all constants; None if no bit widths were chosen
+    max_size: int | None = None  # maximum of `size`; None if it was minimized
+    float_size: int = 0  # bytes of the constants of the float model
+    sized_weights: frozenset[Use] = frozenset()  # first use of each weight whose bit width was chosen
+    estimated_weights: tuple[TensorRef, ...] = ()  # weights whose error was estimated from the bit width alone
+    runtime: str = ""  # runtime of the timed models; "" if latency was not measured
+    timed_samples: int = 0  # number of samples per timed run
+    timed_plans: int = 0  # number of timed plans
+    rules_ratio: TimeRatio | None = None  # time of the plan of the rules relative to float
+    outcome_ratio: TimeRatio | None = None  # time of the quantized model relative to float
+    float_reason: str = ""  # reason why nothing is quantized, or ""
+    # If the chosen plan quantizes nothing, the bounds that the best other plan misses.
     missed_bounds: tuple[str, ...] = ()
 
     @property

@@ -203,17 +203,12 @@ def _is_integer_sum_or_scale(matcher: RuleMatcher, tensor: TensorRef) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteSelection:
-    """Options of the caller, in addition to the rules.
+    """Options of the caller, in addition to the rules."""
 
-    Attributes:
-        family: QDQ family for schemes that name none.
-        include: If not empty, quantize only uses whose consumer or tensor matches one of these patterns.
-        exclude: Leave uses in float whose consumer or tensor matches one of these patterns.
-    """
-
-    family: str
+    family: str  # QDQ family for schemes that name none
+    # If not empty, quantize only uses whose consumer or tensor matches one of these patterns.
     include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()  # leave uses in float whose consumer or tensor matches one of these patterns
 
 
 @paused_gc()

@@ -327,19 +327,14 @@ def node_bodies(node: Any) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class OutputRenames:
-    """Renames that keep the names of one graph's outputs.
+    """Renames that keep the names of one graph's outputs."""
 
-    Attributes:
-        renamed_tensors: New names of values.
-        identity_copies: Identity nodes to add: output value to (node name, tensor read).
-        output_names: New names for outputs of bodies and functions, by position; there the order counts, not the name.
-        issued_names: The names that `free_name` returned.
-    """
-
-    renamed_tensors: dict[TensorRef, str] = field(default_factory=dict)
+    renamed_tensors: dict[TensorRef, str] = field(default_factory=dict)  # new names of values
+    # Identity nodes to add: output value to (node name, tensor read).
     identity_copies: dict[str, tuple[str, TensorRef]] = field(default_factory=dict)
+    # New names for outputs of bodies and functions, by position; there the order counts, not the name.
     output_names: dict[int, str] = field(default_factory=dict)
-    issued_names: set[str] = field(default_factory=set)
+    issued_names: set[str] = field(default_factory=set)  # the names that `free_name` returned
 
     def free_name(self, graph: Graph, base: str) -> str:
         """Return a name that is free in the graph and that was not returned before."""

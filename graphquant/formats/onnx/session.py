@@ -237,17 +237,11 @@ def create_runner(model: Model) -> OnnxRunner:
 
 @dataclass(frozen=True, slots=True)
 class _WatchSession:
-    """A session that returns watched tensors.
+    """A session that returns watched tensors."""
 
-    Attributes:
-        session: The session, None if no tensor needs one.
-        probes: Source of each tensor's values.
-        flags: All flag inputs.
-    """
-
-    session: Any
-    probes: Mapping[TensorRef, Probe]
-    flags: Sequence[str]
+    session: Any  # the session, None if no tensor needs one
+    probes: Mapping[TensorRef, Probe]  # source of each tensor's values
+    flags: Sequence[str]  # all flag inputs
 
     def static_element_counts(self, feed: Feeds) -> dict[TensorRef, int] | None:
         """Return the elements of each tensor in one run, None if onnxruntime does not know all shapes."""

@@ -101,19 +101,12 @@ class _FlatBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _FlatTable:
-    """A table; its fields are accessed by their names in the schema.
+    """A table; its fields are accessed by their names in the schema."""
 
-    Attributes:
-        buffer: The file.
-        start: The position of the table.
-        field_offsets: The offset of each field from `start`, 0 for an absent field.
-        fields: The numbers of the fields.
-    """
-
-    buffer: _FlatBuffer
-    start: int
-    field_offsets: tuple[int, ...]
-    fields: Mapping[str, int]
+    buffer: _FlatBuffer  # the file
+    start: int  # the position of the table
+    field_offsets: tuple[int, ...]  # the offset of each field from `start`, 0 for an absent field
+    fields: Mapping[str, int]  # the numbers of the fields
 
     def number(self, field: str, struct_format: str) -> Any:
         """Return a number, 0 if the field is absent; `struct_format` is a format of the `struct` module."""
