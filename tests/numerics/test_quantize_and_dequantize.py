@@ -133,6 +133,21 @@ def test_worked_ranges() -> None:
     assert (narrow.low, narrow.high) == (-10, 10)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_scale_range_equals_the_reference(dtype: type, signed: bool, narrow: bool) -> None:
+    """The scale of a range is that of the reference, which TensorFlow's kernels confirm, bit for bit."""
+    rng = np.random.default_rng(0)
+    edges = np.array([0.0, -0.0, 1e-45, -1e-40, 1e-38, -1e-38, 3e38, -3e38, 1.0, -1.0, np.inf, -np.inf], dtype)
+    ends = np.concatenate([edges, (rng.normal(size=60) * 10.0 ** rng.uniform(-6, 6, 60)).astype(dtype)])
+    low, high = (side.ravel() for side in np.meshgrid(ends, ends))
+    for num_bits in (1, 2, 5, 8, 16, 24):
+        scale = tf_ranges.scale_range(low, high, num_bits=num_bits, signed=signed, narrow=narrow)
+        expected = qad.adjust_range(low, high, num_bits=num_bits, signed=signed, narrow=narrow).scale
+        np.testing.assert_array_equal(scale.view(np.uint8), expected.view(np.uint8))
+
+
 def test_rounding_and_zero() -> None:
     """Half a step rounds up or to even, 0.0 keeps its sign, and narrow has no effect on unsigned integers."""
     x = np.array([7.5, -7.5, 6.5, -0.0, 0.0], np.float32)

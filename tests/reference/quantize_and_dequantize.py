@@ -16,7 +16,7 @@ from reference import eigen
 
 from graphquant.errors import UsageError
 from graphquant.numerics import IntType, broadcast_along_axis
-from graphquant.numerics.tf_ranges import WHOLE_TENSOR_AXIS, check_kernel_bits, flush_denormals, scale_range
+from graphquant.numerics.tf_ranges import WHOLE_TENSOR_AXIS, check_kernel_bits, flush_denormals
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -43,8 +43,11 @@ class ScaledRange:
 
 
 def adjust_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> ScaledRange:
-    """Compute the scale of a range and the ends of the adjusted range; see `scale_range` for the arguments."""
-    scale = scale_range(low, high, num_bits=num_bits, signed=signed, narrow=narrow)
+    """Compute the scale of a range and the ends of the adjusted range; see `scale_range` for the arguments.
+
+    The scale is computed here too: this module is the reference for `scale_range`.
+    """
+    check_kernel_bits(num_bits, signed=signed)
     flushed_low, flushed_high = flush_denormals(np.asarray(low)), flush_denormals(np.asarray(high))
     float_type = flushed_low.dtype.type
     qmin, qmax = (float_type(end) for end in IntType(num_bits, signed).limits(narrow=narrow))
@@ -53,6 +56,7 @@ def adjust_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bo
         from_low = flush_denormals(np.where(qmin * flushed_low > 0, qmin / flushed_low, largest))
         from_high = flush_denormals(np.where(qmax * flushed_high > 0, qmax / flushed_high, largest))
         by_low = from_low < from_high
+        scale = flush_denormals(np.where(by_low, flushed_low / qmin, flushed_high / qmax))
         return ScaledRange(
             inverse_scale=np.where(by_low, from_low, from_high),
             scale=scale,
