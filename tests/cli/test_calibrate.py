@@ -88,17 +88,17 @@ def test_shard_without_a_block(cli: Callable[..., Any], calibration_folder: Path
     cli("insert", "digits_cnn.onnx", "--stats", "both.gqs", "--dry-run")
 
 
-def test_memory_limit_keeps_statistics_equal(cli: Callable[..., Any], calibration_folder: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("digits_cnn", marks=pytest.mark.slow), "digits_rnn"])
+def test_memory_limit_keeps_statistics_equal(cli: Callable[..., Any], calibration_folder: Path, name: str) -> None:
     """Observed in many passes, tensors have the same statistics, bit for bit."""
-    for name in ("digits_cnn", "digits_rnn"):
-        model = (f"{name}.onnx", "--data", f"{name}_calib.npz", "--samples", 20)
-        for size in ("1GB", "200KB", "1"):
-            cli("calibrate", *model, "-o", f"{name}{size}.gqs", "--max-memory", size, "--all")
-        files = {Path(f"{name}{size}.gqs").read_bytes() for size in ("1GB", "200KB", "1")}
-        assert len(files) == 1
-        cli("insert", *model, "--max-memory", "1", "-o", "small.onnx", "--force")
-        cli("insert", *model, "-o", "large.onnx", "--force")
-        assert Path("small.onnx").read_bytes() == Path("large.onnx").read_bytes()
+    model = (f"{name}.onnx", "--data", f"{name}_calib.npz", "--samples", 20)
+    for size in ("1GB", "200KB", "1"):
+        cli("calibrate", *model, "-o", f"{name}{size}.gqs", "--max-memory", size, "--all")
+    files = {Path(f"{name}{size}.gqs").read_bytes() for size in ("1GB", "200KB", "1")}
+    assert len(files) == 1
+    cli("insert", *model, "--max-memory", "1", "-o", "small.onnx", "--force")
+    cli("insert", *model, "-o", "large.onnx", "--force")
+    assert Path("small.onnx").read_bytes() == Path("large.onnx").read_bytes()
 
 
 @pytest.mark.parametrize("size", ["lots", "0", "-1MB", "5 parsecs", "1e3"])
@@ -109,28 +109,28 @@ def test_invalid_sizes(cli: Callable[..., Any], calibration_folder: Path, size: 
     assert repr(size) in result.stderr
 
 
-def test_all_serves_any_rules(cli: Callable[..., Any], calibration_folder: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("digits_cnn", marks=pytest.mark.slow), "digits_cnn_bn"])
+def test_all_serves_any_rules(cli: Callable[..., Any], calibration_folder: Path, name: str) -> None:
     """One pass over everything serves rule files that prepare the model differently."""
-    for name in ("digits_cnn", "digits_cnn_bn"):
-        cli("calibrate", f"{name}.onnx", "--data", "digits_cnn_calib.npz", "--all", "-o", f"{name}.gqs")
-        for rules in ("onnxruntime", "tflite", "tensorrt"):
-            options = [
-                "--rules",
-                rules,
-                "--method",
-                "minmax",
-                "--no-validate",
-                "--force",
-                "--report",
-            ]  # auto picks among steps
-            cli("insert", f"{name}.onnx", "--stats", f"{name}.gqs", *options, "stats.json")
-            cli("insert", f"{name}.onnx", "--data", "digits_cnn_calib.npz", *options, "data.json")
-            stats_sites, data_sites = (
-                json.loads(Path(f"{source}.json").read_text())["sites"] for source in ("stats", "data")
-            )
-            assert [site["tensor"] for site in stats_sites] == [site["tensor"] for site in data_sites]
-            for site, data_site in zip(stats_sites, data_sites, strict=True):
-                np.testing.assert_allclose(site["scale"], data_site["scale"], rtol=1e-4)
+    cli("calibrate", f"{name}.onnx", "--data", "digits_cnn_calib.npz", "--all", "-o", f"{name}.gqs")
+    for rules in ("onnxruntime", "tflite", "tensorrt"):
+        options = [
+            "--rules",
+            rules,
+            "--method",
+            "minmax",
+            "--no-validate",
+            "--force",
+            "--report",
+        ]  # auto picks among steps
+        cli("insert", f"{name}.onnx", "--stats", f"{name}.gqs", *options, "stats.json")
+        cli("insert", f"{name}.onnx", "--data", "digits_cnn_calib.npz", *options, "data.json")
+        stats_sites, data_sites = (
+            json.loads(Path(f"{source}.json").read_text())["sites"] for source in ("stats", "data")
+        )
+        assert [site["tensor"] for site in stats_sites] == [site["tensor"] for site in data_sites]
+        for site, data_site in zip(stats_sites, data_sites, strict=True):
+            np.testing.assert_allclose(site["scale"], data_site["scale"], rtol=1e-4)
 
 
 def test_statistics_that_do_not_serve(cli: Callable[..., Any], calibration_folder: Path) -> None:
@@ -263,7 +263,7 @@ def interrupted(blocks: int, *arguments: object, times: int = 1) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-@pytest.mark.parametrize("more", [[], ["--all", "--shard", "1/2"], ["--force"]])
+@pytest.mark.parametrize("more", [["--force"], ["--all", "--shard", "1/2"]])
 def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], calibration_folder: Path, more: list[str]) -> None:
     """Ctrl-C stops after the block, and the printed command leads to the bytes of an uninterrupted run."""
     command = ["calibrate", "digits_rnn.onnx", "--data", "digits_rnn_calib.npz", *more]
