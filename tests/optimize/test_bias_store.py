@@ -12,8 +12,8 @@ import graphquant as gq
 from graphquant.ir import TensorRef, Use
 from graphquant.optimize import bias_correction
 from graphquant.optimize.algorithm import WeightEdits
-from graphquant.optimize.bias_correction import BiasStore, _correction_stages, _restrict_to_rounded_ops
-from graphquant.optimize.weighted_ops import OutputAxes, find_weighted_ops
+from graphquant.optimize.bias_correction import BiasStore, _correct_bias, _correction_stages, _restrict_to_rounded_ops
+from graphquant.optimize.weighted_ops import NOT_OBSERVED, OutputAxes, find_weighted_ops
 from graphquant.quantize import solve_scales
 
 RULES = """
@@ -42,6 +42,7 @@ consumer = { kind = "conv|matmul|gemm", input = "input" }
 quantize = "activation"
 [[rule]]
 name = "bias"
+why = "a reason"
 producer = { kind = "parameter" }
 consumer = { kind = "conv|gemm", input = "bias" }
 quantize = "bias"
@@ -262,8 +263,9 @@ def test_a_missing_bias_is_added(tmp_path, rules, scale, axis):
     assert bias_sites(store) == sites + [("y/bias_corrected", ["y"], scale, axis)] * len(sites)
     if sites:
         added = store.solution.plan.sites[-1]
-        assert (added.graph, added.uses, added.parameter, added.rule) == ("", (Use("", "y", 2),), True, "bias")
-        assert added.scheme == next(site.scheme for site in store.solution.plan.sites if site.tensor.op == "b")
+        assert (added.graph, added.uses, added.parameter, added.axis) == ("", (Use("", "y", 2),), True, axis)
+        example = next(site for site in store.solution.plan.sites if site.tensor.op == "b")
+        assert (added.scheme, added.rule, added.why) == (example.scheme, "bias", "a reason")
         params = store.solution.params[len(store.solution.plan.sites) - 1]
         assert (params.type.name, np.asarray(params.zero_point).any()) == ("int32", False)
         # From now on its range is that of the type.
@@ -309,13 +311,14 @@ def test_biases_keep_their_own_range(tmp_path):
 
 def test_added_biases_that_stay_float(tmp_path):
     """No site is added if an operand has no scale, the value does not fit, or the scale is no normal float32."""
-    edits = make_edits(tmp_path, WITHOUT, PER_TENSOR)
-    tiny = np.finfo(np.float32).tiny
+    edits, channel_edits = (make_edits(tmp_path, WITHOUT, rules) for rules in (PER_TENSOR, PER_CHANNEL))
+    blocks, tiny = np.ones((2, 2), np.float32), np.finfo(np.float32).tiny
     for changed, shift, added in (
         (edits, 2.0**31 * 0.5, 0),
         (edits, -(2.0**31) * 0.5, 0),
         (edits, (2.0**31 - 128) * 0.5, 1),
         (with_params(edits, "a"), 1.0, 0),
+        (with_params(channel_edits, "v", scale=blocks, zero_point=blocks.astype(np.int32), axis=0, block=1), 1.0, 0),
         (with_params(edits, "a", scale=np.float32(tiny)), 0.0, 1),
         (with_params(edits, "a", scale=np.float32(tiny / 2)), 0.0, 0),
     ):
@@ -325,15 +328,30 @@ def test_added_biases_that_stay_float(tmp_path):
         assert read_bias(store, "y") == ("y/bias_corrected", [shift, 0.0])
 
 
-@pytest.mark.parametrize(("rules", "axis"), [(PER_CHANNEL, None), (PER_TENSOR, 0)])
-def test_added_biases_are_like_the_others(tmp_path, rules, axis):
-    """A bias per channel needs another one per channel, and one per tensor needs one per tensor."""
+@pytest.mark.parametrize(
+    ("rules", "changes"),
+    [(PER_CHANNEL, {"axis": None}), (PER_TENSOR, {"axis": 0}), (PER_TENSOR, {"parameter": False})],
+)
+def test_added_biases_are_like_the_others(tmp_path, rules, changes):
+    """A bias per channel needs another bias per channel, and one per tensor needs one per tensor."""
     edits = make_edits(tmp_path, WITHOUT, rules)
-    sites = tuple(replace(site, axis=axis) if site.tensor.op == "b" else site for site in edits.solution.plan.sites)
+    sites = tuple(replace(site, **changes) if site.tensor.op == "b" else site for site in edits.solution.plan.sites)
     solution = replace(edits.solution, plan=replace(edits.solution.plan, sites=sites))
     store, ops = open_store(replace(edits, solution=solution))
     assert store.move_bias(ops["y"], SHIFT) == ""
     assert [entry[0] for entry in bias_sites(store)] == ["b"]
+
+
+def test_means_of_two_samples(tmp_path):
+    """A mean of one sample has no known noise, so that a bias needs two. The shift is the error, not its opposite."""
+    store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS))
+    output = TensorRef("", "y")
+    for rows, expected in ((0, None), (1, None), (2, [3.0, -4.0])):
+        float_means = {output: np.tile([4.0, 1.0], (rows, 1))} if rows else {}
+        reason = _correct_bias(store, ops["y"], float_means, {output: np.tile([2.0, 3.0], (rows, 1))})
+        assert reason == ("" if expected else NOT_OBSERVED)
+        assert read_bias(store, "y") == ("b", expected or [1.0, -2.0])
+    assert _correct_bias(store, ops["y"], {output: np.ones((2, 2))}, {}) == NOT_OBSERVED
 
 
 CHAIN = "a = Gemm (x, w, b) c = Gemm (a, v, b) r = Relu (c) d = Gemm (r, w, b) y = Gemm (d, v, b)"
