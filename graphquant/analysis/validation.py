@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
@@ -33,6 +33,8 @@ CONCENTRATED_ERROR_DIVISOR = 8  # an error is concentrated if fewer than one in 
 SITE_SAMPLES = 4  # number of samples on which each quantized tensor is measured
 
 CONFIDENCE = "with 95% confidence"
+
+OPTIMIZER_LOSS = 6.0  # loss of SQNR in dB by the optimizations of a runtime that is reported: twice the error
 
 NO_SQNR = "no output contains floats, so there is no SQNR"
 NO_AGREEMENT = "no output contains class scores or integers, so there is no agreement"
@@ -78,6 +80,8 @@ class Validation:
     quantized_macs: int = 0  # multiply-adds per sample of ops whose inputs are all quantized
     total_macs: int = 0  # multiply-adds per sample of all ops with known sizes
     calibrated_on_other_data: bool = False  # True if the statistics are from other data
+    # SQNR in dB of the outputs that the optimizations of ONNX Runtime make worse, without them, if a bound is missed.
+    unoptimized_sqnr: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def quantized_share(self) -> float | None:
@@ -118,6 +122,11 @@ class Validation:
             *_sqnr_failures(comparison, bounds, requested=bool(self.bounds)),
             *_agreement_failures(comparison, bounds),
             *_accuracy_failures(comparison, bounds),
+            *(
+                f"the graph optimizations of onnxruntime change output {name!r}, which has {sqnr:.2f} dB without them;"
+                " run the model with ORT_DISABLE_ALL, or change the quantized types, such as float8 to int8"
+                for name, sqnr in self.unoptimized_sqnr.items()
+            ),
         )
 
     @property
@@ -264,7 +273,8 @@ def validate_model(
         batches = replace(batches, count=holdout.dataset.count)
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
         sites = match_sites(source, quantized) if include_sites else None
-        comparison = _compare_on_samples(source, quantized, sites, runner, batches, labels, progress)
+        quantized_runner = formats.format_module(quantized.format).create_runner(quantized)
+        comparison = _compare_on_samples(source, quantized_runner, sites, runner, batches, labels, progress)
         quantized_macs, total_macs = (
             (0, 0)
             if sites is None
@@ -278,7 +288,7 @@ def validate_model(
             reuses_samples=holdout.reuses_samples,
             bounds=bounds,
         )
-    return Validation(
+    validation = Validation(
         comparison=comparison,
         reuses_samples=holdout.reuses_samples,
         bounds=bounds,
@@ -286,6 +296,18 @@ def validate_model(
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
     )
+    if sites is None or quantized.format != "onnx" or not validation.failures:
+        return validation
+    from graphquant.formats.onnx import create_runner  # imported when needed, because onnxruntime is slow to import
+
+    unoptimized_runner = create_runner(quantized, optimizes=False)
+    unoptimized = _compare_on_samples(source, unoptimized_runner, None, runner, batches, labels, progress)
+    unoptimized_sqnr = {
+        before.name: before.sqnr
+        for before, after in zip(unoptimized.outputs, comparison.outputs, strict=True)
+        if before.sqnr is not None and after.sqnr is not None and before.sqnr > after.sqnr + OPTIMIZER_LOSS
+    }
+    return replace(validation, unoptimized_sqnr=unoptimized_sqnr)
 
 
 def _can_run(model: Model, dataset: Dataset) -> bool:
@@ -370,7 +392,7 @@ def _broken_outputs_message(outputs: Sequence[OutputFigures], comparison: Compar
 
 def _compare_on_samples(
     source: Model,
-    quantized: Model,
+    quantized_runner: Runner,
     sites: ComparedSites | None,
     runner: Runner,
     batches: Dataset,
@@ -381,7 +403,7 @@ def _compare_on_samples(
     footprint = measure_footprint(runner, batches)
     return compare_runners(
         runner,
-        formats.format_module(quantized.format).create_runner(quantized),
+        quantized_runner,
         batches,
         load=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
         sites=sites,

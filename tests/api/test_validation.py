@@ -12,6 +12,7 @@ import onnx
 import onnx.parser
 import pytest
 from support.cli import invoke_cli
+from support.rule_files import rule_text, write_rules
 
 import graphquant as gq
 from graphquant.analysis.validation import Bounds
@@ -19,6 +20,7 @@ from graphquant.calibration.data import open_data
 from graphquant.calibration.holdout import split_holdout
 from graphquant.errors import EmptyResultError, UsageError
 from graphquant.formats import format_module
+from graphquant.formats.onnx import session
 from graphquant.visualize.compare_report import validation_view
 
 if TYPE_CHECKING:
@@ -441,3 +443,37 @@ def test_a_model_of_texts_needs_no_data(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["": 13]> g (string[2] x) => (string[N] y) { y = StringNormalizer (x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "texts.onnx")
     assert gq.insert(tmp_path / "texts.onnx", data="random:4", allow_empty=True).inserted == ()
+
+
+@pytest.mark.parametrize(("dtype", "is_changed"), [("float8_e4m3fn", True), ("int2", False)])
+def test_optimizations_that_change_the_result(tmp_path: Path, dtype: str, is_changed: bool) -> None:
+    """A bad result is measured without the optimizations of onnxruntime, which removes a Relu before float8."""
+    text = TEXT.replace("13]", "19]").replace("y = MatMul(x, w)", "a = MatMul(x, v) r = Relu(a) y = MatMul(r, w)")
+    model, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
+    for name, shape in (("v", (8, 8)), ("w", (8, 4))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
+    onnx.save(model, tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(20, 8)).astype(np.float32))
+    scheme = f'[scheme.low]\ndtype = "{dtype}"\nobserve = "minmax"\n'
+    rules = write_rules(tmp_path, scheme + rule_text(producer='{ kind = "relu" }', quantize="low"))
+    validation = gq.insert(tmp_path / "net.onnx", data=str(tmp_path / "data.npz"), rules=rules).validation
+    (output,) = validation.comparison.outputs
+    assert output.sqnr < 10
+    assert len(validation.failures) == 1 + is_changed
+    assert list(validation.unoptimized_sqnr) == ["y"] * is_changed
+    assert all(sqnr > output.sqnr + 10 for sqnr in validation.unoptimized_sqnr.values())
+
+
+def test_good_results_are_measured_once(labelled_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that meets the bound is not measured without optimizations, which takes time."""
+    levels = []
+    create_session = session.create_session
+    monkeypatch.setattr(
+        session,
+        "create_session",
+        lambda *args, **kw: levels.append(kw.get("optimizes", True)) or create_session(*args, **kw),
+    )
+    for rules, level in (("weight_only", [True]), (str(labelled_net / "ruined.toml"), [False, True])):
+        levels.clear()
+        gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz"), rules=[rules])
+        assert sorted(set(levels)) == level

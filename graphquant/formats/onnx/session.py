@@ -88,9 +88,9 @@ class OnnxRunner:
         outputs: Names of the graph's outputs that are tensors.
     """
 
-    def __init__(self, model: Model) -> None:
-        """Raise ModelError if the model cannot be emitted."""
-        self.model = model
+    def __init__(self, model: Model, *, optimizes: bool = True) -> None:
+        """Raise ModelError if the model cannot be emitted. Without `optimizes`, the model runs as it is written."""
+        self.model, self._optimizes = model, optimizes
         self._emission = emit_message(model, defer_weights=True)
         read_names = _read_weight_names(model, self._emission)
         self._external_weights = take_session_weights(self._emission.message, self._emission.deferred, read_names)
@@ -218,7 +218,8 @@ class OnnxRunner:
     def _open_session(self, message: Any, *, watched: bool = False) -> Any:
         """Return a session for a variant of the model; all sessions share the weights that are not in the message."""
         data, external = serialize_for_session(message, self._external_weights)
-        return create_session(data, self.model.source.folder, external, self._weights, watched=watched)
+        folder = self.model.source.folder
+        return create_session(data, folder, external, self._weights, watched=watched, optimizes=self._optimizes)
 
     @cached_property
     def _weights(self) -> dict[str, Array]:
@@ -226,13 +227,13 @@ class OnnxRunner:
         return {name: value() for name, value in self._external_weights.items()}
 
 
-def create_runner(model: Model) -> OnnxRunner:
+def create_runner(model: Model, *, optimizes: bool = True) -> OnnxRunner:
     """Return a runner for the model. It creates its onnxruntime session at the first run.
 
     Raises:
         ModelError: The model cannot be emitted.
     """
-    return OnnxRunner(model)
+    return OnnxRunner(model, optimizes=optimizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,7 @@ def create_session(
     profile: Path | None = None,
     extra_options: Mapping[str, str] | None = None,
     optimized: Path | None = None,
+    optimizes: bool = True,
 ) -> Any:
     """Return an onnxruntime session for a ModelProto.
 
@@ -309,6 +311,7 @@ def create_session(
         profile: Prefix of the file to which the time of each op is written.
         optimized: File to which the optimized model is written, before the steps that only change layouts.
         extra_options: Further configuration entries of the session.
+        optimizes: False to run the graph as it is.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_LOG_LEVEL
@@ -322,6 +325,8 @@ def create_session(
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    if not optimizes:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     for key, value in (extra_options or {}).items():
         options.add_session_config_entry(key, value)
     if external_bytes >= MEMORY_MAPPED_BYTES and not timed:
