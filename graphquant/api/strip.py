@@ -151,9 +151,9 @@ def _rounded_weight_names(original: Model, stripped: StripResult) -> set[str]:
     stripped_parameters, original_parameters = Parameters(stripped.model), Parameters(original)
     rounded_names = set()
     for tensor, params in stripped.weights:
-        graph = original.graphs.get(tensor.graph)
-        original_value = original_parameters.value(tensor) if graph is not None and tensor.op in graph else None
-        stripped_value = stripped_parameters.value(tensor)
+        if not all(tensor.op in model.graphs.get(tensor.graph, ()) for model in (original, stripped.model)):
+            continue
+        original_value, stripped_value = original_parameters.value(tensor), stripped_parameters.value(tensor)
         if original_value is None or stripped_value is None or original_value.shape != stripped_value.shape:
             continue
         # The stored integers do not show that the range was narrow, so both variants are tried.

@@ -162,7 +162,7 @@ def test_op_by_op(samples: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_a_graph_that_was_changed_since(samples: Path, tmp_path: Path) -> None:
-    """What somebody else did to the quantized model is kept: ops are taken out one by one then, and strip says so."""
+    """Changes that others made to the quantized model are kept: ops are then removed one by one, and strip says so."""
     path = insert_without_data(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
     model = onnx.load(path)
     last = model.graph.output[0].name
@@ -175,6 +175,17 @@ def test_a_graph_that_was_changed_since(samples: Path, tmp_path: Path) -> None:
     assert "negate" in stripped.model.main
     counts = gq.diff(samples / "digits_cnn.onnx", stripped.model).counts
     assert counts.keys().isdisjoint({"weight", "site-added", "scale", "attribute"})
+
+
+def test_weights_of_removed_ops(samples: Path, tmp_path: Path) -> None:
+    """A weight is no rounded weight if its op was removed with the quantization op that read the op's result."""
+    path = insert_without_data(samples, "digits_cnn.onnx", tmp_path)
+    message = onnx.load(path)
+    dequantize = [node for node in message.graph.node if node.op_type == "DequantizeLinear"][-1]
+    del dequantize.input[0]
+    onnx.save(message, path)
+    proof = api.prove_stripped(api.strip(path), samples / "digits_cnn.onnx")
+    assert not proof.holds
 
 
 def test_weights_that_were_trained_since(samples: Path, tmp_path: Path) -> None:

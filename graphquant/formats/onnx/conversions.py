@@ -69,9 +69,10 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     if any(True for _ in external_tensors(light)):
         raise fail("external data inside its functions, or of one name in two bodies, is not converted")
     try:
+        checker.check_model(light)  # attributes of a wrong type crash the converter
         converted = version_converter.convert_version(light, opset)
     except CONVERTER_ERRORS as error:
-        raise fail(f"onnx's converter reports: {first_line(error)}") from error
+        raise fail(f"onnx reports: {first_line(error)}") from error
     for field in ("functions", "training_info"):
         if not getattr(converted, field):
             getattr(converted, field).extend(getattr(source, field))

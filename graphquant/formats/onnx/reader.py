@@ -108,8 +108,9 @@ _PARSE_ERRORS = (
     text_format.ParseError,
     json_format.ParseError,
     parser.ParseError,
+    LookupError,  # the parser of the text form raises the exceptions of C++ for malformed numbers
+    RuntimeError,
     ValueError,
-    RecursionError,
 )
 
 

@@ -56,6 +56,12 @@ def test_unknown_opset_is_rejected(load_text: Any) -> None:
         format_.upgrade_opset(load_text(OLD), 999)
 
 
+def test_attribute_of_another_type_is_rejected(load_text: Any) -> None:
+    """A single integer in place of a list, which crashes onnx's converter, is an error."""
+    with pytest.raises(ModelError, match="axes"):
+        format_.upgrade_opset(load_text(OLD.replace("axes = [0]", "axes = 0")), 13)
+
+
 @real
 @pytest.mark.parametrize("opset", [13, 17, 21])
 def test_upgrade_of_the_face_detector(opset: int) -> None:

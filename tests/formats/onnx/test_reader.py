@@ -342,6 +342,8 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
         ("latin.textproto", b"\xe9"),
         ("garbage.textproto", b"graph {"),
         ("garbage.onnxtxt", b"<"),
+        ("float.onnxtxt", b'<ir_version: 8, opset_import: ["" : 13]> g () => () <float[1] w = {0.07e}> {}'),
+        ("integer.onnxtxt", b"<ir_version: 99999999999999999999> g () => () {}"),
         ("deep.onnxtxt", b"<ir_version: 8> g () => () {" + b"y = If(c)<t = g () => () {" * 100_000),
         ("deep.textproto", b"graph { node { attribute { g { " * 20_000),
     ],
