@@ -11,6 +11,7 @@ from graphquant import formats
 from graphquant.errors import UsageError
 from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
+from graphquant.utils.atomic_files import remove_stale_files
 
 
 def default_output(path: Path) -> Path:
@@ -59,7 +60,7 @@ def check_model_output(path: Path, source: Path | None, model_format: str, *, fo
 
 
 def check_output(path: Path, source: Path | None = None, *, force: bool = False, folder: bool = False) -> None:
-    """Reject an output that cannot or must not be written.
+    """Reject an output that cannot or must not be written, and remove what killed processes left of it.
 
     Args:
         path: The output.
@@ -70,6 +71,7 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
     Raises:
         UsageError: The parent folder is missing or read-only, the output exists, or it is the source.
     """
+    remove_stale_files([path])
     if source is not None and path.exists() and source.exists() and path.samefile(source):
         raise UsageError(f"{path} is the source model, which is never overwritten. Use another output with -o.")
     if source is not None and source.is_dir() and source.resolve() in path.resolve().parents:

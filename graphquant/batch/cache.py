@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Self
+from typing import Self
 
 from graphquant.batch.cache_key import canonical_output, file_digest
 from graphquant.batch.types import Entry, Outcome, outcome_json, parse_json
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import UsageError
 from graphquant.formats.model_files import replacing_model
-from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
+from graphquant.utils.atomic_files import atomic_file, lock_file, make_staging_folder, replace_folder
 from graphquant.utils.text import parse_size
 
 
@@ -32,19 +32,6 @@ def journal_path(folder: Path, entries: Sequence[Entry]) -> Path:
     outputs = sorted(canonical_output(entry.output) for entry in entries)
     encoded = json.dumps(outputs).encode(errors="surrogatepass")
     return folder / "batches" / f"{hashlib.sha256(encoded).hexdigest()[:32]}.jsonl"
-
-
-def _lock_journal(file: IO[bytes]) -> bool:
-    """Lock a journal until it is closed; return False if another process has the lock."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no fcntl; there, two runs of a batch both do the work
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class Journal:
@@ -72,7 +59,7 @@ class Journal:
                 f"{path}, the journal of finished outputs, cannot be written: {error.strerror}. Give another"
                 " folder with --cache-dir."
             ) from error
-        if not _lock_journal(self._file):
+        if not lock_file(self._file):
             self._file.close()
             raise UsageError("This batch is already running. Wait for the other run, or stop it.")
         if resume:
@@ -221,7 +208,7 @@ class OutcomeCache:
                 path.unlink(missing_ok=True)
         for path in (self.folder / "batches").glob("*.jsonl"):
             with suppress(OSError), path.open("ab") as file:
-                if path.stat().st_mtime < time.time() - age and _lock_journal(file):
+                if path.stat().st_mtime < time.time() - age and lock_file(file):
                     path.unlink()
         return len(stored) - len(retained), freed_bytes
 

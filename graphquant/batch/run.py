@@ -29,10 +29,10 @@ from graphquant.batch.cache_key import (
 from graphquant.batch.remote import remote_exists, remote_fingerprint
 from graphquant.batch.types import BatchReport, Entry, Outcome
 from graphquant.batch.work import apply_gates, failed_outcome
-from graphquant.batch.workers import remove_stale_files
 from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
+from graphquant.utils.atomic_files import remove_stale_files
 
 Execute = Callable[[Sequence[Entry]], Iterator[Outcome]]
 

@@ -164,20 +164,21 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     from graphquant.api import models
     from graphquant.formats import detect_format
     from graphquant.formats.model_files import model_files
-    from graphquant.utils.atomic_files import flush_to_disk
+    from graphquant.utils.atomic_files import flush_to_disk, lock_output
 
     model, output = Path(entry.model), Path(entry.output)
     format_name = detect_format(model)
     output.parent.mkdir(parents=True, exist_ok=True)
     models.check_model_output(output, model, format_name, force=True)
-    result = api.insert(
-        api.load(model, allow_links=entry.allow_links),
-        **{name: getattr(entry, name) for name in ENTRY_OPTIONS},
-        **{name: getattr(entry.gates, name) for name in METRIC_GATES},
-        max_memory=max_memory,
-        progress=progress,
-    )
-    result.save(output, force=True)
+    with lock_output(output):
+        result = api.insert(
+            api.load(model, allow_links=entry.allow_links),
+            **{name: getattr(entry, name) for name in ENTRY_OPTIONS},
+            **{name: getattr(entry.gates, name) for name in METRIC_GATES},
+            max_memory=max_memory,
+            progress=progress,
+        )
+        result.save(output, force=True)
     before = sum(file.stat().st_size for file in model_files(model, allow_links=entry.allow_links))
     files = model_files(output)
     flush_to_disk(files)  # the journal may list them only once they are on the disk

@@ -1,4 +1,4 @@
-"""Worker processes, and the removal of files that killed ones left behind.
+"""Worker processes.
 
 A worker processes one model after the other. One that hangs or takes too much memory is killed, and one that dies is
 replaced. Only the model that it was processing fails.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
-import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -27,42 +25,11 @@ import psutil
 from graphquant.batch.types import Entry, Outcome
 from graphquant.batch.work import failed_outcome
 from graphquant.errors import UsageError, escape_unprintable
+from graphquant.utils.atomic_files import remove_stale_files
 from graphquant.utils.tf_determinism import disable_onednn
 
 WorkFunction = Callable[..., Outcome]
 ProgressCallback = Callable[[Entry, str, int, int], None]
-
-
-_PARTIAL_FILE = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[0-9a-f]{8}\.part")
-"""Name of an unfinished file of `atomic_files`."""
-
-_STAGING_FOLDER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[a-z0-9_]{8}")
-"""Name of a folder in which a SavedModel is prepared."""
-
-
-def remove_stale_files(outputs: Iterable[str]) -> None:
-    """Remove unfinished files of dead processes; restore a folder whose replacement was interrupted."""
-    names_by_folder: dict[Path, set[str]] = {}
-    for output in outputs:
-        names_by_folder.setdefault(Path(output).parent, set()).add(Path(output).name)
-    for folder, names in names_by_folder.items():
-        with suppress(OSError):  # the folder is missing or read-only
-            for path in list(folder.iterdir()):
-                _remove_if_stale(path, names)
-
-
-def _remove_if_stale(path: Path, names: set[str]) -> None:
-    partial, staging = _PARTIAL_FILE.fullmatch(path.name), _STAGING_FOLDER.fullmatch(path.name)
-    match = partial or staging
-    if match is None or psutil.pid_exists(int(match["process"])):
-        return
-    if partial and {partial["name"], partial["name"].rpartition(".")[0]} & names:
-        path.unlink()
-    elif staging and staging["name"] in names and path.is_dir() and not path.is_symlink():
-        output = path.with_name(staging["name"])
-        if (path / "old").exists() and not output.exists():
-            (path / "old").replace(output)
-        shutil.rmtree(path, ignore_errors=True)
 
 
 BYTES_PER_WORKER = 2 << 30  # free memory per worker for the default number of workers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.cli.options import FORCE, INTERRUPTED, collect_options, options_of, parse_shard
-from graphquant.cli.output import print_view, progress_bar
+from graphquant.cli.output import lock_output_of_command, print_view, progress_bar
 from graphquant.errors import DataError, UsageError
 from graphquant.utils.options import CalibrateOptions
 
@@ -51,6 +51,7 @@ def calibrate_command(
             raise UsageError("--merge needs two or more statistics files and -o, and no other options.")
         check_output(output, force=force)
         _check_stats_name(output)
+        lock_output_of_command(output)
         _save_and_print_stats(api.merge_stats(paths), output)
         return
     if len(paths) > 1:
@@ -137,6 +138,7 @@ def _load_partial_stats(model: Path, output: Path, *, force: bool) -> Stats | No
     from graphquant.calibration import load_stats
 
     check_output(output, model, force=force or output.is_file())
+    lock_output_of_command(output)
     if force or not output.exists():
         return None
     try:

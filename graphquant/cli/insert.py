@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.cli.options import FORCE, HTML, collect_options, options_of
-from graphquant.cli.output import print_view, progress_bar, write_drawing_page, write_text_or_json
+from graphquant.cli.output import (
+    lock_output_of_command,
+    print_view,
+    progress_bar,
+    write_drawing_page,
+    write_text_or_json,
+)
 from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import InsertOptions, ReadOptions
 
@@ -51,6 +57,8 @@ def insert_command(
 
     target = output or default_output(model)
     to_tflite = _check_outputs(model, target, report, html, dry_run=dry_run, force=force)
+    if not dry_run:
+        lock_output_of_command(target)
     source = api.load(model, allow_links=settings.allow_links)
     if to_tflite:
         from graphquant.api.convert import freeze
@@ -185,6 +193,7 @@ def strip_command(
         raise UsageError("There is no output for the float model. Use -o OUT, or only --check ORIGINAL.")
     if output is not None:
         check_model_output(output, model, detect_format(model), force=force)
+        lock_output_of_command(output)
     stripped = api.strip(api.load(model, allow_links=allow_links), everything=everything)
     original_model = None if original is None else api.load(original, allow_links=allow_links)
     proof = None if original_model is None else api.prove_stripped(stripped, original_model)

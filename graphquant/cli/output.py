@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.errors import UsageError, escape_unprintable
-from graphquant.utils.atomic_files import atomic_file
+from graphquant.utils.atomic_files import atomic_file, lock_output
 
 if TYPE_CHECKING:
     from graphquant.batch.types import Entry, Outcome
     from graphquant.calibration import Stats
     from graphquant.utils import Progress
     from graphquant.visualize.drawing import Drawing
+
+
+def lock_output_of_command(output: Path) -> None:
+    """Keep other processes from writing the output until the current command ends."""
+    click.get_current_context().with_resource(lock_output(output))
 
 
 def write_or_print(content: Any, output: Path | None) -> None:

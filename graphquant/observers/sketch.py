@@ -177,7 +177,7 @@ class HistogramBuilder:
         self.bits = bits
         self._table: Array | None = None
         self._buffer: list[Array] = []
-        self._free_buffer = MAX_BUFFERED_VALUES
+        self._free_buffer, self._free_capacity = MAX_BUFFERED_VALUES, 0
         self._spilled: list[tuple[Array, Array, Array]] = []
 
     def add(self, values: Array) -> tuple[float, float, bool]:

@@ -1,16 +1,32 @@
-"""Atomic writes: a file or folder appears complete under its name, or the name does not change."""
+"""Atomic writes: a file or folder appears complete under its name, or the name does not change.
+
+One process at a time writes an output. What a killed process left of it is removed before the next one starts.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from graphquant.errors import UsageError
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Linux constants: paths are relative to the current folder, and `renameat2` exchanges two paths."""
+
+_PARTIAL_FILE = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[0-9a-f]{8}\.part")
+"""Name of an unfinished file of `atomic_file`."""
+
+_STAGING_FOLDER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[a-z0-9_]{8}")
+"""Name of a folder of `make_staging_folder`."""
+
+_LOCK_FILE = re.compile(r"\.(?P<name>.+)\.lock")
+"""Name of the file of `lock_output`."""
 
 
 @contextmanager
@@ -31,6 +47,10 @@ def atomic_file(path: Path, final_path: Callable[[], Path] | None = None) -> Ite
         with temporary.open("xb") as file:
             yield file
         temporary.replace(path if final_path is None else final_path())
+    except OSError as error:
+        if error.filename is None:  # an error while writing lacks it
+            error.filename = str(path)
+        raise
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -99,3 +119,70 @@ def flush_to_disk(paths: Iterable[Path]) -> None:
                 os.fsync(opened_folder)
             finally:
                 os.close(opened_folder)
+
+
+def remove_stale_files(outputs: Iterable[str | Path]) -> None:
+    """Remove unfinished files of dead processes; restore a folder whose replacement was interrupted."""
+    names_by_folder: dict[Path, set[str]] = {}
+    for output in outputs:
+        names_by_folder.setdefault(Path(output).parent, set()).add(Path(output).name)
+    for folder, names in names_by_folder.items():
+        with suppress(OSError):  # the folder is missing or read-only
+            for path in list(folder.glob(".*")):
+                _remove_if_stale(path, names)
+
+
+def _remove_if_stale(path: Path, names: set[str]) -> None:
+    import psutil
+
+    lock = _LOCK_FILE.fullmatch(path.name)
+    if lock and lock["name"] in names:
+        with suppress(UsageError), lock_output(path.with_name(lock["name"])):
+            return
+    partial, staging = _PARTIAL_FILE.fullmatch(path.name), _STAGING_FOLDER.fullmatch(path.name)
+    match = partial or staging
+    if match is None or psutil.pid_exists(int(match["process"])):
+        return
+    if partial and {partial["name"], partial["name"].rpartition(".")[0]} & names:
+        path.unlink()
+    elif staging and staging["name"] in names and path.is_dir() and not path.is_symlink():
+        output = path.with_name(staging["name"])
+        if (path / "old").exists() and not output.exists():
+            (path / "old").replace(output)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def lock_output(path: Path) -> Iterator[None]:
+    """Keep other processes that call this from writing `path`. The lock ends with the process.
+
+    Raises:
+        UsageError: Another process has the lock.
+        OSError: The lock file cannot be created.
+    """
+    lock_path = path.with_name(f".{path.name}.lock")
+    while True:
+        with lock_path.open("ab") as file:
+            if not lock_file(file):
+                raise UsageError(f"Another process is writing {path}. Wait until it ends, or use another output.")
+            if not os.fstat(file.fileno()).st_nlink:  # the process that had the lock has removed the file
+                continue
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # Windows removes no open file
+                    lock_path.unlink()
+            return
+
+
+def lock_file(file: IO[bytes]) -> bool:
+    """Lock an open file until it is closed; return False if another process has the lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no fcntl; there, two processes both do the work
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

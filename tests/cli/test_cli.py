@@ -7,6 +7,7 @@ import os
 import pty
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ from graphquant.errors import (
     RuleError,
     UsageError,
 )
+from graphquant.utils.atomic_files import lock_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -380,7 +382,7 @@ def test_each_ending_has_its_exit_code(
 
 
 def test_missing_tensorflow_ends_with_4(cnn_folder: Path) -> None:
-    """Where TensorFlow cannot be imported, calibration of its models gives the line that installs it."""
+    """Without TensorFlow, calibration of its models prints the command that installs it."""
     script = (
         "import sys; sys.modules['tensorflow'] = None; from graphquant.cli import main;"
         " main(['insert', 'digits_cnn.pb', '--data', 'digits_cnn_calib.npz'])"
@@ -412,6 +414,52 @@ def test_interrupt_exits_with_130_and_writes_no_file(cnn_folder: Path, model: st
     result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, cwd=cnn_folder)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
     assert sorted(cnn_folder.rglob("*")) == before
+
+
+def test_interrupt_during_imports(tmp_path: Path) -> None:
+    """Ctrl-C before the command has started gives exit code 130 and one line, as later."""
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-m", "graphquant", "--version"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [
+        (["insert", "digits_cnn.onnx", "--rules", "weight_only"], "out.onnx"),
+        (["insert", "digits_cnn_saved_model", "--rules", "weight_only"], "out"),
+        (["calibrate", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz"], "out.gqs"),
+    ],
+)
+def test_leftovers_of_a_killed_run(cnn_folder: Path, arguments: list[str], output: str) -> None:
+    """A run that is killed while it writes leaves hidden files, which the next run to the same output removes."""
+    script = (
+        "import os, signal, pathlib, sys; from graphquant.cli import main\n"
+        "pathlib.Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "main(sys.argv[1:])"
+    )
+    before = {path.name for path in cnn_folder.iterdir()}
+    command = [sys.executable, "-c", script, *arguments, "-o", output]
+    assert subprocess.run(command, check=False, cwd=cnn_folder).returncode == -signal.SIGKILL
+    leftovers = {path.name for path in cnn_folder.iterdir()} - before
+    assert len(leftovers) == 2
+    assert all(name.startswith(f".{output}.") for name in leftovers)
+    result = program(*arguments, "-o", output, cwd=cnn_folder)
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in cnn_folder.iterdir()} - before == {output}
+
+
+@pytest.mark.parametrize("verb", ["insert", "calibrate", "strip"])
+def test_two_runs_with_one_output(cli: Callable[..., Any], cnn_folder: Path, verb: str) -> None:
+    """A second run to the same output is refused while the first one runs, and its file is not touched."""
+    output = cnn_folder / ("out.gqs" if verb == "calibrate" else "out.onnx")
+    data = ("--data", cnn_folder / "digits_cnn_calib.npz") if verb != "strip" else ()
+    with lock_output(output):
+        message = cli(verb, cnn_folder / "digits_cnn.onnx", *data, "-o", output, "--force", code=2).stderr
+    assert str(output) in message
+    assert not output.exists()
 
 
 def test_usage_errors_end_with_2(cnn_folder: Path) -> None:

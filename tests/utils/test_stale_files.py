@@ -1,11 +1,13 @@
-"""Removal of partial files of killed processes."""
+"""Removal of partial files of killed processes, and the lock of an output."""
 
 import os
 import subprocess
 import sys
 
-from graphquant.batch.workers import remove_stale_files
-from graphquant.utils.atomic_files import atomic_file, make_staging_folder
+import pytest
+
+from graphquant.errors import UsageError
+from graphquant.utils.atomic_files import atomic_file, lock_output, make_staging_folder, remove_stale_files
 
 
 def exited_process_id():
@@ -74,3 +76,50 @@ def test_partial_files_of_another_process_are_removed(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
     remove_stale_files([str(tmp_path / "a.quant")])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_of_an_output(tmp_path):
+    """One process has the lock, other outputs are free, and nothing is left."""
+    with lock_output(tmp_path / "a.onnx"):
+        with lock_output(tmp_path / "b.onnx"):
+            pass
+        with pytest.raises(UsageError), lock_output(tmp_path / "a.onnx"):
+            pass
+        remove_stale_files([tmp_path / "a.onnx"])
+        assert [path.name for path in tmp_path.iterdir()] == [".a.onnx.lock"]
+    with lock_output(tmp_path / "a.onnx"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_of_a_killed_process(tmp_path):
+    """The lock ends with its process. The next run removes its file."""
+    script = (
+        "import sys; from pathlib import Path; from graphquant.utils.atomic_files import lock_output\n"
+        "with lock_output(Path(sys.argv[1])): print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "a.onnx")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(UsageError), lock_output(tmp_path / "a.onnx"):
+            pass
+        process.kill()
+    assert [path.name for path in tmp_path.iterdir()] == [".a.onnx.lock"]
+    remove_stale_files([tmp_path / "a.onnx"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_that_ends_while_another_process_opens_it(tmp_path, monkeypatch):
+    """The lock of a file that was removed in the meantime counts for nothing, so a new file is locked."""
+    path, links = tmp_path / "a.onnx", []
+
+    def unlink_first(descriptor, fstat=os.fstat):
+        if not links:
+            (tmp_path / ".a.onnx.lock").unlink()
+        links.append(fstat(descriptor).st_nlink)
+        return fstat(descriptor)
+
+    monkeypatch.setattr("graphquant.utils.atomic_files.os.fstat", unlink_first)
+    with lock_output(path), pytest.raises(UsageError), lock_output(path):
+        pass
+    assert links == [0, 1]
