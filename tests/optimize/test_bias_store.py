@@ -9,10 +9,18 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
+from graphquant.formats import onnx as onnx_format
 from graphquant.ir import TensorRef, Use
 from graphquant.optimize import bias_correction
-from graphquant.optimize.algorithm import WeightEdits
-from graphquant.optimize.bias_correction import BiasStore, _correct_bias, _correction_stages, _restrict_to_rounded_ops
+from graphquant.optimize.algorithm import AlgorithmData, WeightEdits
+from graphquant.optimize.bias_correction import (
+    BiasStore,
+    _correct_bias,
+    _correction_stages,
+    _restrict_to_rounded_ops,
+    apply_bias_correction,
+    shrink_mean,
+)
 from graphquant.optimize.weighted_ops import NOT_OBSERVED, OutputAxes, find_weighted_ops
 from graphquant.quantize import solve_scales
 
@@ -400,3 +408,58 @@ def test_sites_of_rounded_ops(tmp_path):
     assert plan.skips == ()
     fewer = replace(solution, params={index: solution.params[index] for index in originals[:1]})
     assert len(_restrict_to_rounded_ops(fewer, {("", "a"): "a/rounded"}, {})[0].sites) == 1
+
+
+def round_to(value, scale, low, high):
+    """Return the values on the grid of a scale."""
+    return np.clip(np.rint(value / scale), low, high) * scale
+
+
+def make_samples(rows):
+    """Return samples of these rows, (samples, N, 2)."""
+    feeds = [{"x": entry.astype(np.float32)} for entry in rows]
+    return AlgorithmData(feeds=feeds, validation_feeds=feeds, create_runner=onnx_format.create_runner)
+
+
+@pytest.mark.parametrize("has_edited_weight", [False, True])
+def test_biases_restore_the_means(tmp_path, has_edited_weight):
+    """Each bias moves by the error that rounding the op's operands causes, then by that of the quantized model.
+
+    A weight that another algorithm changed is rounded from its new values, and the error is still that of the old ones.
+    """
+    rng = np.random.default_rng(7)
+    weights = {name: rng.uniform(0.1, 1.0, size=(2, 2)).astype(np.float32) for name in "wv"}
+    body = "a = Gemm (x, w, b) y = Gemm (a, v, e)"
+    biases = {"b": np.array([0.3, 0.2]), "e": np.array([0.1, 0.4])}
+    edits = make_edits(tmp_path, body, FLOAT_BIAS, **weights, **biases)
+    rows = rng.uniform(0, 8, size=(6, 40, 2))
+    sources = {**weights}
+    if has_edited_weight:
+        sources["w"] = weights["w"] + np.float32(0.02)
+        model = edits.model.copy()
+        model.main.replace_op(replace(model.main.op("w"), read_value=lambda: sources["w"]))
+        edits = replace(edits, model=model, edited_weights={Use("", "a", 1): sources["w"]})
+    corrected = apply_bias_correction(edits, make_samples(rows))
+
+    by_name = {site.tensor.op: edits.solution.params.get(index) for index, site in enumerate(edits.solution.plan.sites)}
+    rounded = {
+        name: round_to(value.astype(np.float64), by_name[name].scale.astype(np.float64), -128, 127)
+        for name, value in sources.items()
+    }
+
+    def product(x, name):
+        return round_to(x, 0.5, 0, 255) @ rounded[name]
+
+    float_a = rows @ weights["w"].astype(np.float64) + biases["b"]
+    float_y = float_a @ weights["v"].astype(np.float64) + biases["e"]
+    moved = {
+        "b": biases["b"] + shrink_mean((float_a - product(rows, "w") - biases["b"]).mean(1)),
+        "e": biases["e"] + shrink_mean((float_y - product(float_a, "v") - biases["e"]).mean(1)),
+    }
+    moved["b"] = moved["b"] + shrink_mean((float_a - product(rows, "w") - moved["b"]).mean(1))
+    quantized_a = product(rows, "w") + moved["b"].astype(np.float32)
+    moved["e"] = moved["e"] + shrink_mean((float_y - product(quantized_a, "v") - moved["e"]).mean(1))
+    for name, expected in moved.items():
+        assert corrected.model.main.op(name).read_value() == pytest.approx(expected, abs=2e-3)
+        assert np.abs(expected - biases[name]).max() > 1e-2
+    assert [(entry.target, entry.applied) for entry in corrected.results] == [("a", True), ("y", True)]
