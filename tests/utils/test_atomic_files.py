@@ -68,11 +68,12 @@ def test_path_always_exists_while_replaced(tmp_path):
 def test_killed_at_any_moment(tmp_path):
     """A process that is killed while it replaces folders leaves a complete folder."""
     text = (
-        "import sys; from pathlib import Path; from graphquant.whole import room_beside, take_place\n"
+        "import sys; from pathlib import Path\n"
+        "from graphquant.utils.atomic_files import make_staging_folder, replace_folder\n"
         "path = Path(sys.argv[1])\n"
         "while True:\n"
-        "    room = room_beside(path); new = room / 'new'; new.mkdir(); (new / 'saved_model.pb').write_text('whole')\n"
-        "    take_place(new, path, room); print(flush=True)\n"
+        "    room = make_staging_folder(path); new = room / 'new'; new.mkdir()\n"
+        "    (new / 'saved_model.pb').write_text('whole'); replace_folder(new, path, room); print(flush=True)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     path = folder_with_file(tmp_path / "net", "whole")
@@ -80,7 +81,7 @@ def test_killed_at_any_moment(tmp_path):
         command = [sys.executable, "-c", text, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
             for _ in range(rounds * 7):
-                process.stdout.readline()
+                assert process.stdout.readline()
             process.kill()
         assert Path(path, "saved_model.pb").read_text("utf-8") == "whole"
 
