@@ -398,9 +398,7 @@ def reference_runner(float_model: Model, sites: ComparedSites | None, runner: Ru
 def with_sensitivity(comparison: Comparison, sqnr_of: Callable[[str, str], float | None]) -> Comparison:
     """Return the comparison with the sensitivity of each quantized tensor, the most sensitive first.
 
-    Args:
-        comparison: The comparison.
-        sqnr_of: Returns the SQNR in dB of the worst output if only this op, given by graph and name, quantizes.
+    `sqnr_of` returns the SQNR in dB of the worst output if only one op, given by graph and name, quantizes.
     """
     sites = [replace(site, sensitivity=sqnr_of(site.graph, site.op)) for site in comparison.sites]
     sites.sort(key=lambda site: math.inf if site.sensitivity is None else site.sensitivity)

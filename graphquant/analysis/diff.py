@@ -79,11 +79,6 @@ class Differences:
 def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Differences:
     """Compare two models of one format.
 
-    Args:
-        first: The first model.
-        second: The second model.
-        quantization: True to compare quantization too.
-
     Raises:
         ModelError: A weight cannot be read.
         UsageError: The models have different formats.

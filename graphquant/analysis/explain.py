@@ -73,12 +73,7 @@ def explain_uses(
 ) -> tuple[Explanation, ...]:
     """Explain every use of the tensor `name`, or of the inputs and outputs of the op `name`.
 
-    Args:
-        matcher: The rules matched with the prepared model.
-        plan: Their plan.
-        name: The name.
-        solution: Its scales, which are explained too; None without scales.
-        source: The model before preparation, if that differs.
+    `solution` has scales to explain too, and `source` is the model before preparation, if that differs.
 
     Raises:
         UsageError: No float tensor or op has this name.
@@ -128,11 +123,7 @@ def uses_by_name(
 ) -> Iterator[tuple[TensorRef, Use, tuple[str, str]]]:
     """Uses of the tensor or op `name`, each with the requested op, which produces or reads it.
 
-    Args:
-        matcher: Matcher that knows the tensors of the model.
-        name: A name, a glob, or a regex between slashes.
-        tensor_names: Names of a tensor.
-        source: The model before preparation, if that differs.
+    `name` is a name, a glob, or a regex between slashes; `source` is the model before preparation, if that differs.
     """
     no_match = True
     for tensor, uses in matcher.tensors():
@@ -260,12 +251,8 @@ def predict_verdicts(
 ) -> tuple[Verdict, ...]:
     """Predict the execution of the requested ops in `backend`.
 
-    Args:
-        model: A quantized model, or the prepared model of `plan`.
-        backend: A key of `BACKENDS`, or "tensorflow".
-        explanations: The explanations of the request.
-        plan: The plan to apply to the model.
-        solution: Its scales; placeholders if missing.
+    `backend` is a key of `BACKENDS` or "tensorflow". A `plan` is applied to the model, with placeholders for missing
+    scales.
 
     Raises:
         UsageError: The backend does not exist or does not support the model's format.

@@ -79,14 +79,8 @@ def plan_range_report(
 ) -> RangeReport:
     """Report the ranges of the sites of a plan.
 
-    Args:
-        plan: The plan.
-        solution: Its scales.
-        sketches: Sketches by the plan's tensor names.
-        stats: The statistics.
-        path: Their file.
-        model: Name of the plan's model.
-        compare_methods: True to compute the ranges of other observers, about 50 ms per tensor.
+    `sketches` are by the plan's tensor names. `compare_methods` computes the ranges of other observers too, about 50 ms
+    per tensor.
     """
     unranged_sites = set(map(id, sites_needing_data(plan)))
     tensor_ranges = []
@@ -111,11 +105,7 @@ def sketches_of_fixed_ranges(
 ) -> dict[TensorRef, Sketch]:
     """Sketches of tensors whose range comes from a fixed scale.
 
-    Args:
-        stats: The statistics.
-        prepared: The model that the plan names.
-        plan: The plan.
-        known_fingerprints: Fingerprints known otherwise; see `preserved_fingerprints`.
+    For `known_fingerprints`, see `preserved_fingerprints`.
     """
     calibrated_tensors = {site.tensor for site in sites_needing_data(plan)}
     live = set(prepared.reachable_graphs())

@@ -127,12 +127,7 @@ class ComparedSites:
 
 
 def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
-    """Match the quantizations of `quantized_model` with the float model. Weights are measured at once.
-
-    Args:
-        float_model: The float model in any format.
-        quantized_model: The quantized model.
-    """
+    """Match the quantizations of `quantized_model` with the float model. Weights are measured at once."""
     prepared, op_pairs = float_model, None
     if float_model.format == quantized_model.format:
         prepared = prepare_like(float_model, quantized_model)

@@ -255,13 +255,7 @@ def validate_model(
 ) -> Validation:
     """Compare a quantized model with its float model on a hold-out; on few samples if there is no bound.
 
-    Args:
-        source: The float model.
-        quantized: The quantized model.
-        holdout: The samples, with labels if their data has some.
-        bounds: The requested bounds.
-        progress: Progress callback.
-        include_sites: If True, also measure quantized tensors and count multiply-adds.
+    `include_sites` also measures quantized tensors and counts multiply-adds.
 
     Raises:
         DataError: A sample does not fit the model.
@@ -431,11 +425,7 @@ def measure_tensor_sizes(
 ) -> dict[TensorRef, int]:
     """Measure on the first sample the element counts that multiply-adds depend on and shapes do not give.
 
-    Args:
-        model: The model.
-        batches: The samples.
-        runner: Runner of the model; created if needed.
-        labels: Key of the labels in `batches`, or "".
+    The `runner` of the model is created if needed. `labels` is the key of the labels in `batches`, or "".
     """
     tensors_to_measure = unsized_tensors(model)
     if not tensors_to_measure:

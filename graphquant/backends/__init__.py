@@ -36,10 +36,7 @@ def backend_of_rule_file(name: str) -> str:
 def check_quantized_model(model: Model, backend: str | None = None, stats: Stats | None = None) -> CheckReport:
     """Predict the execution of each op of `model` by a backend, and report likely mistakes in the model.
 
-    Args:
-        model: The model.
-        backend: A key of `BACKENDS`, or None.
-        stats: Calibration statistics of the model before it was quantized, if available.
+    `stats` are those of the model before it was quantized, if available.
 
     Raises:
         DataError: The statistics contain none of the quantized tensors.

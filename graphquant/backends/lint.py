@@ -107,11 +107,7 @@ def lint_model(
 ) -> tuple[tuple[Verdict, ...], tuple[LintFinding, ...]]:
     """Return the verdicts of a backend, and the findings by code and then in the order of the model.
 
-    Args:
-        model: The model.
-        backend: The requested backend.
-        predict: Function that returns the verdicts of the backend; none without a backend.
-        stats: Calibration statistics of the model before it was quantized, if available.
+    `predict` returns the verdicts of the backend. `stats` are those of the model before it was quantized, if available.
 
     Raises:
         DataError: The statistics contain none of the quantized tensors.

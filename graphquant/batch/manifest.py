@@ -378,10 +378,6 @@ def _tool_table(data: dict[str, Any]) -> Any:
 def read_manifest(path: Path, overrides: dict[str, Any]) -> BatchRequest:
     """Read a manifest, with the mistakes in its keys and values.
 
-    Args:
-        path: The manifest.
-        overrides: Settings of the command line.
-
     Raises:
         ManifestError: It is not TOML, or has no entries.
         UsageError: It does not exist.

@@ -62,12 +62,8 @@ def run_batch(
 ) -> BatchReport:
     """Process the entries that are not finished. Ctrl-C ends the batch; remaining entries are skipped.
 
-    Args:
-        entries: Models with unique names and outputs.
-        options: Options of the run.
-        execute: Processes entries and yields their outcomes in any order.
-        on_outcome: Called with each outcome once it is on the disk.
-        on_warning: Called with problems that do not belong to a model.
+    Entries have unique names and outputs; `execute` yields outcomes in any order. `on_outcome` receives each outcome
+    once it is on the disk, `on_warning` problems that do not belong to a model.
 
     Raises:
         UsageError: The batch runs already, or the cache folder cannot be used.

@@ -87,13 +87,9 @@ def run_workers(
 ) -> Iterator[Outcome]:
     """Yield the outcome of each entry as it arrives. Closing the generator ends all workers.
 
-    Args:
-        entries: The entries.
-        worker: Picklable function of an entry and of `progress`.
-        limits: Limits of the workers.
-        on_progress: Called with the entry, the stage, and completed and total steps; the stage is "" at the start.
-        pool: Workers of an earlier call with the same `worker`; idle ones remain in it afterwards.
-        halt: Pipe that ends all workers when its other end is closed, which another thread may do.
+    `worker` is picklable. `on_progress` receives the entry, the stage ("" at the start), and completed and total steps.
+    `pool` has workers of an earlier call with the same `worker`; idle ones remain in it. `halt` ends all workers when
+    its other end is closed, which another thread may do.
     """
     pending = deque(_Attempt(entry, 1) for entry in entries)
     workers: list[_WorkerProcess] = [] if pool is None else pool

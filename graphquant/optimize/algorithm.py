@@ -123,11 +123,7 @@ def apply_validated(
 ) -> StateT:
     """Apply algorithms in order, and undo each one that does not bring the outputs closer to the float model.
 
-    Args:
-        state: Model before the algorithms. It is not modified.
-        algorithms: Name, function and required standard errors of each algorithm.
-        solve_state: Solve the scales of a state.
-        samples: Samples to fit to and to validate with.
+    Each algorithm has a name, a function and required standard errors. The model of `state` is not modified.
 
     Raises:
         ModelError: The model cannot be run.
@@ -189,10 +185,8 @@ def _squared_error(expected: Array, actual: Array | None) -> float:
 def rejection_reason(before: Array, after: Array, min_standard_errors: float = MIN_GAIN_STANDARD_ERRORS) -> str:
     """Return the reason to reject an algorithm, or "".
 
-    Args:
-        before: Squared error of each output relative to its power before the algorithm, float64 (samples, outputs).
-        after: The same after the algorithm.
-        min_standard_errors: Standard errors by which the mean error reduction of some output must exceed 0.
+    `before` and `after` are the squared error of each output relative to its power, float64 (samples, outputs). The
+    mean error reduction of some output must exceed 0 by `min_standard_errors`.
     """
     gains = np.sqrt(before) - np.sqrt(after)
     standard_error = gains.std(0, ddof=1) / np.sqrt(len(gains))

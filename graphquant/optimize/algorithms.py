@@ -144,11 +144,8 @@ def run_precalibration_algorithms(
 ) -> PreCalibrationState:
     """Run the algorithms of a plan that change the model before calibration.
 
-    Args:
-        prepared: The prepared model. It is not modified.
-        plan: The plan.
-        calibration_data: The calibration samples, or None without data.
-        has_stats: True if statistics provide the ranges. They describe the unchanged model.
+    The model is not modified. `has_stats` is true if statistics, which describe the unchanged model, provide the
+    ranges.
 
     Raises:
         DataError: A sample cannot be read.

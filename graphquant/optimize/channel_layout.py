@@ -92,13 +92,8 @@ def propagate_layout(
 ) -> ChannelLayout | None:
     """Propagate a channel layout through an op that moves or averages values; None if unknown.
 
-    Args:
-        op: The op.
-        layout: Layout on the known side.
-        shapes: Shapes of its input and its output.
-        values: Known values of its other inputs.
-        channels: Number of channels.
-        forward: True if the known side is the input.
+    `layout` is on the input if `forward`, else on the output. `shapes` are those of input and output, `values` the
+    known values of the other inputs.
     """
     match op.kind:
         case "clip":

@@ -289,13 +289,8 @@ def measure_time_ratio(
     """Time two functions in alternating slices of a few runs; the order alternates too.
 
     The clock counts processor time, so other programs do not lengthen the runs of one thread. Other load of the machine
-    in a round affects both functions, so ratios are more reliable than times.
-
-    Args:
-        first_run: Function to time.
-        second_run: Function to compare with.
-        seconds: Time limit, unless the ratio is known precisely before.
-        clock: Clock in seconds.
+    in a round affects both functions, so ratios are more reliable than times. The limit of `seconds` applies unless the
+    ratio is known precisely before.
     """
     runs = []
     for run in (first_run, second_run):

@@ -208,12 +208,8 @@ def search_cheapest_plan(
 ) -> SelectionResult:
     """Search the cheapest selection that meets a bound.
 
-    Args:
-        groups: The groups with the error of each candidate.
-        costs: Cost of each op in high precision.
-        measure: Build and measure the plan of a selection.
-        target_sqnr: Bound on the SQNR in dB; None for other bounds.
-        progress: Callback with the number of measured plans and its maximum.
+    `costs` are those of each op in high precision. `measure` builds and measures a plan; `progress` receives the number
+    of measured plans and its maximum.
     """
     return _PlanSearch(groups, costs, measure, progress).run(target_sqnr)
 

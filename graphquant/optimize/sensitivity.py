@@ -69,11 +69,7 @@ def insert_switches(
 ) -> SwitchedModel:
     """Insert switches for some quantizations, keep those in `on`, and bypass all others.
 
-    Args:
-        model: The quantized model.
-        switch_points: Its quantizations.
-        by_input: Indices of those that get a switch; they must be `find_switchable`.
-        on: Indices of those that stay.
+    Quantizations at the indices `by_input`, which must be `find_switchable`, get a switch.
     """
     changed, inputs = model.copy(), {}
     replacements: dict[TensorRef, TensorRef] = {}

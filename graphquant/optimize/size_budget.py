@@ -158,9 +158,7 @@ def _element_bits(dtype: str) -> int:
 def parse_size_budget(budget: str, float_size: int) -> int:
     """Return a size budget in bytes.
 
-    Args:
-        budget: Bytes, as "2MB", or a share of the float model's size, as "25%".
-        float_size: Size of the float model in bytes.
+    It is "2MB", or a share of the float model's size in bytes, as "25%".
     """
     percent = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", budget)
     if percent:

@@ -380,12 +380,7 @@ def _with_full_references(raw: Any) -> Any:
 
 
 def check_plan(model: Model, plan: Plan) -> None:
-    """Check that every site of `plan` can be applied to `model`. Edited plans are checked before anything else.
-
-    Args:
-        model: The prepared model that the plan names.
-        plan: The plan.
-    """
+    """Check that every site of `plan` can be applied to `model`. Edited plans are checked before anything else."""
     parameters = Parameters(model)
     claimed_uses: set[Use] = set()
     own_uses = {use for site in plan.sites if site.clone_of is None for use in site.uses}

@@ -217,12 +217,7 @@ def make_plan(
 ) -> Plan:
     """Make the plan of `ruleset` for `model`.
 
-    Args:
-        model: The prepared model.
-        ruleset: The rules. The first match wins.
-        options: Options of the caller.
-        steps: The preparation steps that were applied.
-        source: The model before preparation, if that differs.
+    The first matching rule wins. `source` is the model before preparation, if that differs.
 
     Raises:
         UsageError: A name selector, include or exclude pattern matches nothing.

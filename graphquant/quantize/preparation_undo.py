@@ -130,9 +130,7 @@ def original_weights(
 ) -> dict[tuple[str, str], tuple[Array, bool]]:
     """Return the weights that a step replaced, by graph and op, each with True if it is exact.
 
-    Args:
-        step: A step of a plan.
-        read_constant: Returns the value of a constant of the graph after the step by name, or None.
+    `read_constant` returns the value of a constant of the graph after the step by name, or None.
     """
     weights = {}
     for record in step.undo.get("removed", ()):
@@ -282,13 +280,8 @@ def remove_unread_ops(
 ) -> None:
     """Remove constants, and ops computed from constants only, that nothing reads or waits for any more.
 
-    An argument that an ONNX function no longer reads is removed from its calls.
-
-    Args:
-        model: The model, changed in place.
-        tensors: Parameters that may have lost their last reader.
-        kinds: If given, remove only ops of these kinds.
-        edits: Records the changes.
+    An argument that an ONNX function no longer reads is removed from its calls. `tensors` may have lost their last
+    reader; with `kinds`, only ops of these kinds are removed.
     """
     pending = list(dict.fromkeys(tensors))
     callers = model.callers() if any(tensor.graph for tensor in pending) and model.traits.removable_arguments else {}

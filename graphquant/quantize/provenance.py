@@ -158,10 +158,7 @@ ChannelBlocks = tuple[int, int, int]  # a weight's values as (before, channels, 
 def fit_channel_factors(weight: bytes, scaled: bytes, sizes: tuple[int, ...]) -> tuple[ChannelBlocks, bytes] | None:
     """Return the data that restores `weight` from `scaled`, None if they do not differ by a factor per channel.
 
-    Args:
-        weight: float32 values.
-        scaled: As many values.
-        sizes: The weight's shape.
+    Both are float32 values, and `sizes` is the weight's shape.
     """
     if math.prod(sizes) * 4 != len(weight) or len(weight) != len(scaled):
         return None

@@ -92,12 +92,8 @@ def rewrite(
 ) -> tuple[Model, list[InsertedPair]]:
     """Return a copy of `model` in which every site of `plan` with params is quantized and dequantized.
 
-    Args:
-        model: The prepared model that the plan names.
-        plan: The sites.
-        params: Scale and zero point by site position.
-        float_weights: Keep weights in float with a whole Q/DQ pair instead of storing integers.
-        integer_cache: Cache of quantized weights; None to quantize a weight again on each access.
+    `params` are by site position. `float_weights` keeps weights in float with a whole Q/DQ pair instead of storing
+    integers. Without an `integer_cache`, a weight is quantized again on each access.
 
     Raises:
         UsageError: The plan does not fit the model.
@@ -149,11 +145,6 @@ def _insert_site(model: Model, site: Site, lowering: QDQSite) -> tuple[TensorRef
     there. A backend runs an op on integers only if the DequantizeLinear, with its constants, is in the op's own graph,
     and if the quantized tensor has no float consumers. onnxruntime rejects a product with float values whose integer
     weight is in another graph.
-
-    Args:
-        model: The model, changed in place.
-        site: The site.
-        lowering: The ops that its family makes.
     """
     lower = site.family.add_ops
     home = model.graphs[site.graph]

@@ -424,11 +424,7 @@ OUTPUT_LIMITS = {"sigmoid": "[0, 1]", "softmax": "[0, 1]", "hard_sigmoid": "[0, 
 def explain_scale(model: Model, plan: Plan, index: int, solution: Solution | None = None) -> tuple[str, ...]:
     """Explain one site of a plan, or of a solution's own plan.
 
-    Args:
-        model: The prepared model.
-        plan: The plan.
-        index: The site's position.
-        solution: The solution; without it, only the facts in the plan are explained.
+    Without a solution, only the facts in the plan are explained.
     """
     site = plan.sites[index]
     if solution is not None and index in solution.skips:

@@ -55,12 +55,8 @@ MAX_PASSTHROUGH_OPS = 64  # pass-through ops that a tensor is followed through
 def match_tensor_names(model: Model, activations: Mapping[str, Output], names: Collection[str]) -> dict[TensorRef, str]:
     """Return the tensors of `model` that a TFLite file knows, with their names there.
 
-    Tensors with conflicting names are omitted.
-
-    Args:
-        model: The model.
-        activations: The file's tensors to match, by name.
-        names: The names of all tensors of the file.
+    Tensors with conflicting names are omitted. `activations` are the file's tensors to match, and `names` those of all
+    its tensors.
     """
     refs_by_spelling: dict[str, list[TensorRef]] = {}
     ranks: dict[TensorRef, int] = {}
@@ -251,13 +247,8 @@ def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[s
     """Return `plan` with the scales of a TFLite file for tensors of the same name, and a report.
 
     Scales and ranges in the plan itself are kept. A scale is taken as it is if the site's scheme has the same type and
-    allows the zero point. Otherwise the range that it represents is taken.
-
-    Args:
-        model: The prepared model that the plan names.
-        plan: The plan.
-        source: The TFLite model.
-        name_map: Names of planned tensors, each with the name of the tensor in the file that provides its scale.
+    allows the zero point. Otherwise the range that it represents is taken. `name_map` has the names of planned tensors,
+    each with the name of the tensor in the file that provides its scale.
     """
     entries = _quantized_entries(source)
     mapped = _map_names(plan, entries, name_map)
