@@ -161,6 +161,9 @@ def test_shrunk_keeps_what_chance_does_not_explain():
     """A mean that is the same in all samples stays whole; one within its standard error is dropped."""
     rows = np.array([[2.0, 1.0], [2.0, -1.0], [2.0, 0.5], [2.0, -0.4]])
     assert shrink_mean(rows).tolist() == [2.0, 0.0]
+    # The squared standard error of 1 is a quarter of the squared mean.
+    assert shrink_mean(np.array([[1.0, 0.0, 1.0], [3.0, 0.0, -1.0]])).tolist() == [1.5, 0.0, 0.0]
+    assert shrink_mean(np.array([[1.0], [2.0], [6.0]])) == pytest.approx(3 * (1 - 7 / 27))
 
 
 @given(st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=12))
