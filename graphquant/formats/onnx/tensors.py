@@ -71,6 +71,15 @@ def type_and_shape(proto: Any) -> tuple[str | None, Shape | None]:
     return DTYPE_NAMES.get(tensor.elem_type), sizes
 
 
+def element_type(tensor: Any) -> str:
+    """Return the dtype of a TensorProto; raise ModelError if it is unknown."""
+    if tensor.data_type not in DTYPE_NAMES:
+        raise ModelError(
+            f"The tensor {tensor.name!r} has the unknown element type {tensor.data_type}. Export the model again."
+        )
+    return DTYPE_NAMES[tensor.data_type]
+
+
 def tensor_shape(tensor: Any) -> Shape:
     """Return the shape of a TensorProto; raise ModelError if a size is negative."""
     sizes = tuple(tensor.dims)
@@ -114,7 +123,7 @@ def stored_bytes(dtype: str, count: int) -> int:
 
 def tensor_bytes(tensor: Any) -> int:
     """Return the number of bytes of a TensorProto's value, from its shape."""
-    return stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims))
+    return stored_bytes(element_type(tensor), math.prod(tensor.dims))
 
 
 def external_location(tensor: Any) -> str:
@@ -128,18 +137,15 @@ def tensor_value(tensor: Any, folder: Path | None) -> Array:
     Raises a ModelError if the size of the data does not match dtype and shape, or the external file is unsuitable.
     """
     tensor_shape(tensor)
-    if tensor.data_type not in DTYPE_NAMES:
-        raise ModelError(
-            f"The tensor {tensor.name!r} has the unknown element type {tensor.data_type}. Export the model again."
-        )
+    dtype = element_type(tensor)
     if is_external(tensor):
         return _external_array(tensor, folder)
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise ModelError(
-            f"The data of tensor {tensor.name!r} does not fit its shape {list(tensor.dims)} of "
-            f"{DTYPE_NAMES[tensor.data_type]} ({first_line(error)}). The file is damaged: export the model again."
+            f"The data of tensor {tensor.name!r} does not fit its shape {list(tensor.dims)} of {dtype} "
+            f"({first_line(error)}). The file is damaged: export the model again."
         ) from error
 
 

@@ -308,6 +308,17 @@ def test_wrong_length_when_read(shape: list[int]) -> None:
         model.main.op("w").read_value()
 
 
+def test_unknown_element_type(tmp_path: Path) -> None:
+    """The size of external data of an unknown type is an error when a session is opened."""
+    message = model_with_raw_initializer([2], b"")
+    message.graph.initializer[0].CopyFrom(TensorProto(name="w", data_type=99, dims=[2], data_location="EXTERNAL"))
+    message.graph.initializer[0].external_data.add(key="location", value="weights.bin")
+    (tmp_path / "weights.bin").write_bytes(bytes(8))
+    onnx.save(message, tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match="'w' has the unknown element type 99"):
+        format_.create_runner(format_.load(tmp_path / "m.onnx")).run({})
+
+
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     """A name that is not UTF-8 is an error anywhere in the model."""
     graph = helper.make_graph(
