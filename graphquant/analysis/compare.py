@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     ObservedTensors = Mapping[TensorRef, list[Array]]
 
-
 # Inputs and outputs of the two models are matched by name, then by order.
 
 CLASS_SCORE_AXES = 2  # number of axes of class scores: samples and classes, or classes alone without a batch axis

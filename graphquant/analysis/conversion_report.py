@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from graphquant.formats.tensorflow.tflite_converter import RuntimeTensor
     from graphquant.quantize.rewrite import InsertedPair
 
-
 SCALE_TOLERANCE = 1e-6  # relative tolerance for scales that are not powers of two: the range passed through float32
 
 

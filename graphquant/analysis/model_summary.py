@@ -30,7 +30,6 @@ from graphquant.qdq import family_of
 if TYPE_CHECKING:
     from graphquant.numerics import DynamicQParams, QParams
 
-
 MULTIPLYING_KINDS = MAC_KINDS | {"einsum"}  # kinds that dominate the multiplications of a model
 
 COPYING_KINDS = DATA_MOVEMENT_KINDS | TRANSPARENT_KINDS | {"pad", "reduce_max"}

@@ -21,7 +21,6 @@ from graphquant.quantize import parse_step_names, prepare
 
 ObservedTensors = Mapping[TensorRef, Sequence[Array]]
 
-
 VALUE_PRESERVING_STEPS = ("initializer-inputs", "fold-batchnorm")
 """Preparation steps that change values only by rounding."""
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Runner
 
-
 DEFAULT_MIN_SQNR = 20.0  # SQNR in dB that each output should reach if no bound is set; 8 bits usually give 25 to 45
 
 MAX_UNBOUNDED_SAMPLES = 32

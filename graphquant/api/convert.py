@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
     from graphquant.quantize import Site
 
-
 CONVERTIBLE_BITS = 8
 """The only bit width that the converter supports: others silently become wrong int16 convolutions, or fail."""
 

@@ -20,7 +20,6 @@ from graphquant.ir import QUANTIZATION_KINDS, Model
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
 
-
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (ONNXRUNTIME, ONNXRUNTIME_ARM, TENSORRT, QNN, OPENVINO, VITIS_AI)
 }

@@ -30,7 +30,6 @@ from graphquant.quantize import MIN_SHARED_STEPS, clip_limits, saturates_like_cl
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
 
-
 PredictVerdicts = Callable[[Model], tuple[Verdict, ...]]
 
 
@@ -71,7 +70,6 @@ BIAS_SCALE_TOLERANCE = 0.01  # maximum relative error of the scale of a bias
 
 INT32_BITS = 32
 INT32_MAX = (1 << (INT32_BITS - 1)) - 1
-
 
 Problem = tuple[str, str, str]
 """Code, message and fix of a finding."""

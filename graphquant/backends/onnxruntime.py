@@ -45,11 +45,9 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx import OptimizedModel
     from graphquant.numerics import QParams
 
-
 Condition = Callable[["_FloatOp"], BrokenRule | None]
 
 ResultT = TypeVar("ResultT")
-
 
 INTEGER_OP_TYPES = frozenset(
     {

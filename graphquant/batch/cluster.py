@@ -36,14 +36,12 @@ if TYPE_CHECKING:
     from graphquant.calibration import Stats
     from graphquant.utils import Progress
 
-
 try:
     from distributed import Client, WorkerPlugin, as_completed, get_worker
 except ImportError as _missing:
     raise MissingDependencyError(
         "A cluster needs dask.distributed. Install it: pip install 'graphquant[dask]'"
     ) from _missing
-
 
 SCHEDULER_TIMEOUT = "10s"  # timeout for the answer of the scheduler
 

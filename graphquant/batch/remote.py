@@ -30,7 +30,6 @@ from graphquant.formats.model_files import (
 if TYPE_CHECKING:
     from graphquant.batch.types import Entry, Outcome
 
-
 MAX_REFERENCE_BYTES = 1 << 30
 """Maximum bytes of models next to an output that are downloaded to look for references to its old weights."""
 

@@ -36,7 +36,6 @@ from graphquant.utils.atomic_files import remove_stale_files
 
 Execute = Callable[[Sequence[Entry]], Iterator[Outcome]]
 
-
 OUTPUT_STATUSES = ("done", "gate")  # statuses of processed entries that have an output
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
     from graphquant.utils import Progress
 
-
 SQNR_DECIMALS = 2  # Decimals of the stored SQNR. Rounding of TensorFlow's oneDNN kernels depends on memory alignment
 
 

@@ -31,7 +31,6 @@ from graphquant.utils.tf_determinism import disable_onednn
 WorkFunction = Callable[..., Outcome]
 ProgressCallback = Callable[[Entry, str, int, int], None]
 
-
 BYTES_PER_WORKER = 2 << 30  # free memory per worker for the default number of workers
 MEMORY_POLL_SECONDS = 0.05  # Seconds between two polls of memory. A worker may exceed its limit for that long
 WORKER_POLL_SECONDS = 1.0  # seconds between two polls for dead workers; most of them also close their pipes

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from graphquant.formats import Feeds, Runner
     from graphquant.numerics import Array
 
-
 PROBE_SCALES = (1, -1, 4, 0.25)
 """Factors of the samples that are compared, as far as they are floats. Samples of one data set may have one maximum,
 with which a range or a branch that depends on the whole batch would not show."""

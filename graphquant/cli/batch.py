@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from graphquant.batch.run import BatchOptions, Execute
     from graphquant.batch.types import BatchReport, Entry, Outcome
 
-
 CommandFunction = TypeVar("CommandFunction", bound="Callable[..., Any]")
 
 OMITTED_OPTIONS = ("plan", "validate", "max_memory")

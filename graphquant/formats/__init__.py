@@ -21,7 +21,6 @@ from graphquant.errors import ModelError
 if TYPE_CHECKING:
     from graphquant.ir import Model, Shape, TensorRef
 
-
 FeedT = TypeVar("FeedT")
 ResultT = TypeVar("ResultT")
 

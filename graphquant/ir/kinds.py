@@ -138,8 +138,7 @@ DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {
 }
 """Kinds whose output values are input values."""
 
-CONCATENATING_KINDS = frozenset({"concat", "pack"})
-"""Kinds whose output contains all of their inputs."""
+CONCATENATING_KINDS = frozenset({"concat", "pack"})  # kinds whose output contains all of their inputs
 
 QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
 """Kinds that are quantization. Their inputs and outputs are not quantized again."""

@@ -111,7 +111,6 @@ MAX_OUTLIERS: Final = 3  # number of samples that must not decide alone; at most
 NEGLIGIBLE_ERROR: Final = 1e-20  # squared error, as a share of an output's power, that counts as zero
 SampleOutputs = list[dict[str, "Array"]]  # outputs of a model by name, one dictionary per sample
 
-
 StateT = TypeVar("StateT", WeightEdits, PreCalibrationState)
 
 

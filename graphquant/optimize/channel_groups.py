@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 Joined = list[tuple[TensorRef, ChannelLayout]] | str
 
-
 HOMOGENEOUS_KINDS: Final = frozenset(
     {"relu", "leaky_relu", "identity", "dropout", "max_pool", "avg_pool", "global_avg_pool"}
 )

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Op, Shape
     from graphquant.numerics import Array
 
-
 MATRIX_RANK = 2
 
 

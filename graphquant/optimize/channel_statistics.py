@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from graphquant.optimize.channel_layout import ChannelLayout
     from graphquant.quantize import Plan, Site
 
-
 # The next part predicts the rounding noise at the weighted ops of a group as a function of its channel scales.
 
 STEP_VARIANCE_DIVISOR: Final = 12  # a uniform rounding error has a twelfth of the squared step as its power

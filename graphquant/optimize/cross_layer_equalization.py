@@ -26,7 +26,6 @@ from graphquant.optimize.channel_statistics import ChannelStatistics, GroupWeigh
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
-
 CROSS_LAYER_EQUALIZATION: Final = "cross-layer-equalization"
 
 MAX_ROUNDS: Final = 20  # maximum number of rounds

@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
 
-
 FloatSites = tuple[int, ...]
 TimedRun = Callable[[], object]
 Clock = Callable[[], float]
-
 
 MAX_TIMED_PLANS = 16  # maximum number of timed plans
 MAX_TIME_RATIO = 0.995  # time of a plan relative to the previous one, below which it is accepted

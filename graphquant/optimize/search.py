@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
 
-
 Selection = tuple[int, ...]
 
 SEARCH_RULE, LATENCY_RULE = "search", "latency"

@@ -15,9 +15,7 @@ from graphquant.optimize.candidates import FLOAT_GROUP_COST, Candidate, ScaleGro
 if TYPE_CHECKING:
     from graphquant.ir import OpKey
 
-
 Selection = tuple[int, ...]
-
 
 # This part solves the selection for one target sum of errors. The search below varies the target.
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from graphquant.formats import Feeds
     from graphquant.numerics import Array
 
-
 # Switches make the analysis fast: one session serves many quantizations, each enabled by a boolean input of the model.
 
 SWITCH_PREFIX = "graphquant/switch"  # prefix of the names of switch inputs; the index of the quantization follows

@@ -39,7 +39,6 @@ from graphquant.quantize.rewrite import FRAME_KINDS
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
-
 SMOOTHQUANT: Final = "smoothquant"
 
 STRENGTHS: Final = tuple(step / 10 for step in range(11))

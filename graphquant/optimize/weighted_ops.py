@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from graphquant.optimize.algorithm import AlgorithmData
     from graphquant.quantize import Solution
 
-
 # Channel means are computed inside the graph, so that only (samples, C) values are copied out.
 
 AXES_INPUT_OPSET: Final = 18  # first opset whose ReduceMean reads its axes as an input

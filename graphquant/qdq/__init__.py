@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Graph, Op, Parameters
     from graphquant.numerics import DynamicQParams, QParams
 
-
 FAMILIES: dict[str, QDQFamily] = {
     family.name: family
     for family in (OnnxFamily(), FakeQuantFamily(), *(QuantizeAndDequantizeFamily(version) for version in (2, 3, 4)))

@@ -44,17 +44,14 @@ OPSET_ACTIVATIONS = 11
 OPSET_FLOAT8, OPSET_BLOCKS = 19, 21
 """Opset 19 also has float16 tensors, opset 21 float16 tensors of 4 and 16 bits."""
 
-OPSET_4_AND_16_BITS = 21
-"""First opset with 4 and 16 bits in the default domain."""
+OPSET_4_AND_16_BITS = 21  # first opset with 4 and 16 bits in the default domain
 
-OPSET_WITHOUT_KERNELS = 28
-"""First opset whose QuantizeLinear and DequantizeLinear no onnxruntime up to 1.32 implements."""
+OPSET_WITHOUT_KERNELS = 28  # first opset whose QuantizeLinear and DequantizeLinear no onnxruntime up to 1.32 implements
 
 MICROSOFT_DOMAIN = "com.microsoft"
 """onnxruntime's domain, which has 4, 8 and 16 bits in models of any opset, but neither blocks nor float8."""
 
-OPSET_BROADCAST = 8
-"""First opset whose Max and Min broadcast, which clipping needs for widths without a container."""
+OPSET_BROADCAST = 8  # first opset whose Max and Min broadcast, which clipping needs for widths without a container
 
 TYPES_OF_4_BITS = frozenset({"int4", "uint4"})
 """Below `OPSET_4_AND_16_BITS`, initializers can have these types, but Constants cannot."""

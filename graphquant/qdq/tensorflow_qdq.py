@@ -21,8 +21,7 @@ from graphquant.ir import DataType, Graph, Op, Parameters, TensorRef, fully_know
 from graphquant.numerics import Array, DynamicQParams, IntType, QParams, Range, tf_ranges
 from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, RoundingMode, add_constant, new_op
 
-LEARNED_ATTR = "_graphquant_learned"
-"""Attribute of the variables of learned ranges; True if gradients reach them."""
+LEARNED_ATTR = "_graphquant_learned"  # attribute of the variables of learned ranges; True if gradients reach them
 
 
 def _control_sources(graph: Graph, site: QDQSite) -> tuple[str, ...]:
@@ -265,8 +264,7 @@ def _is_valid_range(low: Array, high: Array) -> bool:
 
 TF_ROUND_MODE_NAMES: dict[RoundingMode, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
 
-KERNEL_FLOAT_TYPES = frozenset({"float32", "float64"})
-"""The types that have a CPU kernel of QuantizeAndDequantize."""
+KERNEL_FLOAT_TYPES = frozenset({"float32", "float64"})  # the types that have a CPU kernel of QuantizeAndDequantize
 
 MAX_READABLE_BITS = 62
 

@@ -15,7 +15,6 @@ from graphquant.quantize.preparation_undo import RecordedEdits, ScaledWeight, Sk
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
-
 # Find BatchNorms that the preceding convolution or matrix product can absorb, by the structure of the graph.
 #
 # Keras 3 writes a BatchNorm out: after constant folding it is a Mul and an Add with one value per channel each. Nets

@@ -51,7 +51,6 @@ from graphquant.rules import (
 if TYPE_CHECKING:
     from graphquant.quantize.preparation_undo import Step
 
-
 # Sites in function clones: saved functions that compute the same as the graphs that run.
 
 PASSTHROUGH_CONTROL_KINDS = frozenset(
@@ -124,7 +123,6 @@ def _can_clone_site(
 # Detect tensors that are quantized already, so that nothing is quantized twice.
 
 ALREADY_QUANTIZED = "it is quantized already"
-
 
 MAX_LIMITING_OPS = 2  # longest run of limiting ops (Relu, Clip) that is followed to a quantization op
 

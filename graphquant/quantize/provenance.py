@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
     from graphquant.numerics import Array
 
-
 # Find large values in any protocol buffer message.
 
 MAX_INLINE_BYTES = 128  # size in bytes up to which a value stays inline: a reference to it would be as long

@@ -46,8 +46,7 @@ from graphquant.quantize.preparation_undo import remove_unread_ops
 FRAME_KINDS = frozenset({"enter", "switch"})
 """Kinds that occur only in TF1 loop and cond frames. A constant without inputs would be outside of the frame."""
 
-MAX_RUN_TIME_BITS = 16
-"""Widest type that ops can quantize to at run time. Wider types are for constants."""
+MAX_RUN_TIME_BITS = 16  # Widest type that ops can quantize to at run time. Wider types are for constants.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,6 @@ from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, IntType
 if TYPE_CHECKING:
     from graphquant.quantize.plan import Plan, Site
 
-
 # Match names in a TFLite file to tensors of a model.
 #
 # The converter names a tensor after all ops that it fused into one, in no fixed order, and after some that only shared

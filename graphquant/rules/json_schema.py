@@ -14,8 +14,7 @@ from graphquant.rules.rule import CONSUMER_CONDITIONS, Pattern, Rule, RuleFile, 
 from graphquant.rules.scheme import SCHEME_DTYPES, ObserverConfig, Scheme
 from graphquant.rules.toml_document import DocumentKind, describe_table_schema, table_keys
 
-RULE_FILE_VERSION = 2
-"""Version of the rule file format. It increases when a valid rule file becomes invalid."""
+RULE_FILE_VERSION = 2  # Version of the rule file format. It increases when a valid rule file becomes invalid.
 
 RULE_FILE_KIND = DocumentKind(
     noun="rule file",

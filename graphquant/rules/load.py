@@ -32,13 +32,11 @@ from graphquant.rules.toml_lines import KeyPath, nearest_line
 
 # One-line rules, `PRODUCER > CONSUMER: BITS, EXPONENT`: the fixed-point recipe in place of a file name.
 
-INLINE_ARROW = " > "
-"""The separator that distinguishes such a rule from a file name."""
+INLINE_ARROW = " > "  # the separator that distinguishes such a rule from a file name
 
 _INLINE_RULE = re.compile(
     r"\s*(?P<producer>.+?)\s+>\s+(?P<consumer>.+?)\s*:\s*(?P<bits>\d{1,3})\s*,\s*(?P<exponent>-?\d{1,4})\s*"
 )
-
 
 # Mistakes in the data of a rule file that concern several of its values.
 

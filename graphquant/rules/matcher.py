@@ -29,14 +29,11 @@ from graphquant.rules.pattern_syntax import PatternOp, compile_regex, parse_chai
 if TYPE_CHECKING:
     from graphquant.rules.rule import BoundRule, RuleSet, Selector
 
-
 TensorConsumers = Iterable[tuple[TensorRef, list[Use]]]
-
 
 # Find the longest of the branches that an op joins.
 
-MAX_ANCESTORS = 256
-"""Ops above each branch that are examined to find the common ancestor."""
+MAX_ANCESTORS = 256  # ops above each branch that are examined to find the common ancestor
 
 
 def branch_lengths(neighbors: OpNeighbors, ends: list[TensorRef]) -> list[int]:

@@ -227,8 +227,7 @@ ALGORITHM_NAMES = (
 )
 """Optimization algorithms before and after calibration; `graphquant.optimize.algorithms` describes each."""
 
-NEGATION = "not "
-"""Prefix of a step that a rule file switches off, whatever later files request."""
+NEGATION = "not "  # prefix of a step that a rule file switches off, whatever later files request
 
 
 def _step_choices(names: tuple[str, ...]) -> Any:

@@ -17,13 +17,11 @@ from graphquant.qdq import FAMILIES, FamilyArguments, FamilyRequest, RangeSource
 if TYPE_CHECKING:
     from graphquant.ir import Shape
 
-
 # Field types that rule files share.
 
 FORBID_EXTRA = ConfigDict(extra="forbid")
 
-_MAX_TEXT = 500
-"""Longest text of a selector or of a pattern's line, which also bounds the cost of a regular expression."""
+_MAX_TEXT = 500  # longest text of a selector or of a pattern's line, which also bounds the cost of a regular expression
 
 ShortText = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
 NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
@@ -80,7 +78,6 @@ _OBSERVER_ARGUMENTS = {
     name: argument for observer in OBSERVERS.values() for name, argument in observer.arguments.items()
 }
 
-
 if TYPE_CHECKING:
 
     class ObserverConfig(_ObserverConfig):
@@ -116,7 +113,6 @@ else:
             ),
         ]
     )
-
 
 SCHEME_DTYPES = (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33)), *FLOAT8_NAMES)
 """Data types of a scheme."""

@@ -18,12 +18,9 @@ from graphquant.rules.toml_lines import MAX_NESTING, KeyLines, KeyPath, NestingE
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+MAX_BYTES = 1 << 20  # Largest file. Shipped files have a few thousand bytes.
 
-MAX_BYTES = 1 << 20
-"""Largest file. Shipped files have a few thousand bytes."""
-
-MAX_MISTAKES = 100
-"""Mistakes of one file that are listed in one error."""
+MAX_MISTAKES = 100  # mistakes of one file that are listed in one error
 
 
 def read_document(path: Path, kind: DocumentKind) -> bytes:

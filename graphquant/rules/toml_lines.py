@@ -12,8 +12,7 @@ from typing import NamedTuple
 KeyPath = tuple[str | int, ...]
 """Keys and array positions from the top of the document, `("rule", 2, "consumer", "kind")`."""
 
-MAX_NESTING = 16
-"""Deepest nesting of keys, arrays and inline tables. No real file needs half of that."""
+MAX_NESTING = 16  # Deepest nesting of keys, arrays and inline tables. No real file needs half of that.
 
 _TOKEN = re.compile(
     r"""

@@ -25,8 +25,7 @@ _PARTIAL_FILE = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[0-9a-f]{8}\.
 _STAGING_FOLDER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[a-z0-9_]{8}")
 """Name of a folder of `make_staging_folder`."""
 
-_LOCK_FILE = re.compile(r"\.(?P<name>.+)\.lock")
-"""Name of the file of `lock_output`."""
+_LOCK_FILE = re.compile(r"\.(?P<name>.+)\.lock")  # name of the file of `lock_output`
 
 
 @contextmanager

@@ -127,7 +127,6 @@ INPUT_COLUMNS: tuple[Column[InputSummary], ...] = (
     Column("inf", lambda entry: entry.inf, number=True),
 )
 
-
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 _LONE_SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # Surrogates that represent no byte of a file name

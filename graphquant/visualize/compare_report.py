@@ -88,7 +88,6 @@ SITE_COLUMNS: tuple[Column[SiteFigures], ...] = (
     Column("at outputs", lambda site: site.sensitivity, _decibel_text, unit="dB", number=True, optional=True),
 )
 
-
 CHANGE_SIGNS = {"op-added": "+", "site-added": "+", "op-removed": "-", "site-removed": "-"}  # `~` for changes
 CHANGE_STYLES = {"+": "green", "-": "red", "~": "yellow"}
 

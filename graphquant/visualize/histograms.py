@@ -17,7 +17,6 @@ from graphquant.observers import Distribution, Sketch, distribution_of
 if TYPE_CHECKING:
     from graphquant.numerics import Array, QParams
 
-
 # Far beyond the knee of the axis, each power of ten takes half the length from zero to the knee.
 AXIS_BEND = 0.5 / math.log(10)
 LINEAR_SHARE = 0.999  # share of the magnitudes on the linear part of the axis if there is no range

@@ -19,7 +19,6 @@ from graphquant.visualize.drawing import Box, BoxGroup, Drawing, DrawnConstant, 
 if TYPE_CHECKING:
     from graphquant.analysis import Differences, ModelChange
 
-
 FIRST, SECOND = 1, 2  # bits of the sides; a part on both sides has their sum
 
 _SIDES_BY_BITS = ((), (FIRST,), (SECOND,), (FIRST, SECOND))

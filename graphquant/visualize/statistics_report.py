@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from graphquant.analysis.range_report import RangeReport, TensorRange
     from graphquant.observers import Sketch
 
-
 STATS_NAME_WIDTH, MIN_HISTOGRAM_WIDTH = 20, 16  # minimum widths of the name and histogram columns
 MAX_HISTOGRAM_WIDTH = 44  # maximum width of a histogram
 MAX_NOTES = 12  # maximum number of notes to print; the JSON data has all of them

@@ -22,7 +22,6 @@ from graphquant.errors import escape_unprintable
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
-
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 Row = TypeVar("Row")

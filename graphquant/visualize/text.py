@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan, RangeTransfer, Site, Skip
     from graphquant.quantize.rewrite import InsertedPair
 
-
 CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
 
 

@@ -22,7 +22,6 @@ from graphquant.visualize.tables import Column, Table, escape_markdown, group_va
 if TYPE_CHECKING:
     from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics, Status
 
-
 STATUS_LABELS: dict[Status, str] = {
     "done": "done",
     "unchanged": "unchanged",

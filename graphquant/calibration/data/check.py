@@ -26,37 +26,28 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
     from graphquant.numerics import Array
 
-FEW_SAMPLES = 32
-"""Below this number of samples, ranges depend on the choice of samples."""
+FEW_SAMPLES = 32  # below this number of samples, ranges depend on the choice of samples
 
-MIN_UNSCALED_PIXEL = 128
-"""A maximum from here to 255, without negative values, looks like pixels that were not scaled."""
+MIN_UNSCALED_PIXEL = 128  # a maximum from here to 255, without negative values, looks like pixels that were not scaled
 
 MAX_PIXEL = 255
 
-CHECKED_SAMPLES = 32
-"""Number of samples that `check_model_data` reads."""
+CHECKED_SAMPLES = 32  # number of samples that `check_model_data` reads
 
-RUN_SAMPLES = 8
-"""Number of samples on which `check_model_data` runs the model."""
+RUN_SAMPLES = 8  # number of samples on which `check_model_data` runs the model
 
 MAX_BATCHNORM_RATIO = 10
 """Largest plausible ratio of a standard deviation and the one that a batch normalization has stored in training."""
 
-MAX_BIAS_RATIO = 20
-"""Ratio of a response and the bias above which pixels are unscaled. Trained layers have 0.5 to 10."""
+MAX_BIAS_RATIO = 20  # Ratio of a response and the bias above which pixels are unscaled. Trained layers have 0.5 to 10.
 
-MIN_BIAS_RATIO = 0.05
-"""Ratio of a response and the bias below which an input has almost no influence."""
+MIN_BIAS_RATIO = 0.05  # ratio of a response and the bias below which an input has almost no influence
 
-MIN_TABLE_ROWS = 16
-"""Number of rows from which a table is an embedding, and zeros and ones are no indices of it."""
+MIN_TABLE_ROWS = 16  # number of rows from which a table is an embedding, and zeros and ones are no indices of it
 
-LIMIT_DISTANCE = 1e-6
-"""Largest distance from 0 or 1 of a saturated probability."""
+LIMIT_DISTANCE = 1e-6  # largest distance from 0 or 1 of a saturated probability
 
-MAX_DISTINCT = 64
-"""Number of different samples that are remembered, so that memory does not grow."""
+MAX_DISTINCT = 64  # number of different samples that are remembered, so that memory does not grow
 
 LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})
 """Keys that no input is expected to take."""
@@ -64,8 +55,7 @@ LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "p
 COLOUR_CHANNELS = 3
 IMAGE_AXES = 4
 
-LAYOUT_CHECK_SAMPLES = 32
-"""Number of samples whose neighboring values are compared."""
+LAYOUT_CHECK_SAMPLES = 32  # number of samples whose neighboring values are compared
 
 SWAPPED_LAYOUT_RATIO = 0.8
 """Neighbors in the other layout must differ by less than this ratio before a swapped layout is reported."""
@@ -377,8 +367,7 @@ def _layer_message(layer: InputLayer, ratio: float) -> str:
     )
 
 
-ERROR_KINDS = frozenset({"all-nan", "index"})
-"""Kinds of findings that no model can use."""
+ERROR_KINDS = frozenset({"all-nan", "index"})  # kinds of findings that no model can use
 
 
 def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
-
 Shape = tuple[int | None, ...]
 
 Item = TypeVar("Item")

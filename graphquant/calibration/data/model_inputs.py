@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
-MAX_VISITED_OPS = 500
-"""Number of ops after which the search for the first layer of an input ends."""
+MAX_VISITED_OPS = 500  # number of ops after which the search for the first layer of an input ends
 
 PASSING_KINDS = RESHAPING_KINDS | {"identity"}
 """Kinds that may stand between a weighted op and the addition of its bias."""

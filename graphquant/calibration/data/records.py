@@ -236,7 +236,6 @@ def _build_descriptor_pool() -> descriptor_pool.DescriptorPool:
 
 Example: Final[Any] = message_factory.GetMessageClass(_build_descriptor_pool().FindMessageTypeByName("data.Example"))
 
-
 # -- TFRecord --------------------------------------------------------------------------------------
 
 MAX_RECORD_BYTES = 1 << 28  # maximum size of a record; a compressed record may claim any size

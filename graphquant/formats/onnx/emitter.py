@@ -43,14 +43,12 @@ from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
 
 VERSION_KEY = "graphquant.version"
 
-FREE_INITIALIZERS_IR_VERSION = 4
-"""First IR version whose initializers need not be graph inputs."""
+FREE_INITIALIZERS_IR_VERSION = 4  # first IR version whose initializers need not be graph inputs
 
 DTYPE_IR_VERSIONS = {"float8_e4m3fn": 9, "float8_e5m2": 9, "int4": 10, "uint4": 10}
 """First IR version of newer constant types."""
 
-DEFAULT_OPSET = 13
-"""Opset of the default domain for a model that had no op of it."""
+DEFAULT_OPSET = 13  # opset of the default domain for a model that had no op of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

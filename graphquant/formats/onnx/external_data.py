@@ -35,7 +35,6 @@ from graphquant.ir import Op
 if TYPE_CHECKING:
     from graphquant.formats.model_files import HashingWriter
 
-
 EXTERNAL_MIN_BYTES = 1 << 10
 """Minimum size of a tensor that is stored externally. Smaller tensors may be shapes and stay in the message."""
 

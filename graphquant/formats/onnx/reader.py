@@ -95,11 +95,9 @@ def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array]
         return None
 
 
-MAX_MESSAGE_BYTES = (1 << 31) - 1
-"""Maximum size of a protocol buffer."""
+MAX_MESSAGE_BYTES = (1 << 31) - 1  # maximum size of a protocol buffer
 
-MAX_BRACKET_DEPTH = 1000
-"""Maximum nesting depth of brackets in onnx's text form."""
+MAX_BRACKET_DEPTH = 1000  # maximum nesting depth of brackets in onnx's text form
 
 _BRACKETS = re.compile(rb"[{}()<>\[\]]")
 

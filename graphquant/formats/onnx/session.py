@@ -39,10 +39,8 @@ from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 if TYPE_CHECKING:
     from graphquant.formats.onnx.shape_inference import TypeAndShape
 
-
 ObservedValues = dict[TensorRef, list["Array"]]
 OpKey = tuple[str, str]
-
 
 Array = np.ndarray[Any, Any]
 
@@ -519,8 +517,7 @@ MIN_PROFILED_RUNS = 5
 MAX_PROFILER_OVERHEAD, MIN_OP_SECONDS = 5e-6, 0.5e-6
 """Maximum overhead of the profiler per op, and time of an op that does nothing without it, in seconds."""
 
-TENSOR_TYPE = re.compile(r"tensor\((\w+)\)")
-"""A type of onnxruntime that is a tensor's."""
+TENSOR_TYPE = re.compile(r"tensor\((\w+)\)")  # a type of onnxruntime that is a tensor's
 
 NODE_NUMBER = re.compile("@([0-9]{1,9})@")
 """Number of a node, its name during profiling. Names of fused nodes contain those of their parts."""
@@ -531,8 +528,7 @@ STATUS_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
 GENERATED_SUFFIX = re.compile(r"(_nchwc|_q|_dq|_q_to_dq)$")
 """Suffix that onnxruntime adds to the name of a tensor to name an op after it."""
 
-CONTAINER_OPS = frozenset({"Loop", "If", "Scan"})
-"""Types whose time is that of the ops inside, which are reported too."""
+CONTAINER_OPS = frozenset({"Loop", "If", "Scan"})  # types whose time is that of the ops inside, which are reported too
 
 CONVERSION_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 

@@ -41,7 +41,6 @@ from graphquant.formats.onnx.tensors import (
 if TYPE_CHECKING:
     from graphquant.ir import Shape
 
-
 HIDDEN_DOMAIN = "graphquant.hidden"
 
 MAX_VECTOR_ELEMENTS = 1 << 20

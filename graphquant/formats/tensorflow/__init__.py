@@ -24,7 +24,6 @@ from graphquant.quantize import RECORD_KEY, restore_source
 if TYPE_CHECKING:
     from graphquant.ir import Model
 
-
 DEFAULT_RULES = "tflite"
 DEFAULT_FAMILY = "fake-quant"
 

@@ -27,7 +27,6 @@ from graphquant.formats.tensorflow.values import encode_shape, storage_dtype, ty
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 _OBJECT_GRAPH_KEY: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _HEADER_KEY: Final = b""
 _SLICE_PREFIX: Final = b"\0"  # the first byte of a key made of name and slice; no name starts with it

@@ -27,7 +27,6 @@ from graphquant.formats.tensorflow.source import read_source
 if TYPE_CHECKING:
     from graphquant.ir import Model
 
-
 MAX_CONFIG_BYTES: Final = 1 << 26
 MAX_EXPANSION: Final = 100  # Keras stores zip members uncompressed. A larger expansion indicates an attack on memory.
 _CONFIG_FILE: Final = "config.json"

@@ -22,7 +22,6 @@ from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef
 if TYPE_CHECKING:
     from graphquant.formats.tensorflow.checkpoint import Checkpoint
 
-
 SAVED_GRAPH: Final = "@saved"  # the graph that calls the saved functions. No function's name contains "@".
 VARIABLE_VALUE: Final = "VARIABLE_VALUE"  # the attribute of an object with the variable's value
 

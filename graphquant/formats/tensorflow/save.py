@@ -37,7 +37,6 @@ from graphquant.utils.atomic_files import atomic_file, make_staging_folder, repl
 if TYPE_CHECKING:
     from graphquant.ir import Model
 
-
 _VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
 
 _FINGERPRINT_FILE: Final = "fingerprint.pb"

@@ -25,7 +25,6 @@ from graphquant.utils.tf_determinism import disable_onednn
 if TYPE_CHECKING:
     from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource
 
-
 # Copy a model so that queues record the values of tensors inside functions and TF1 frames.
 #
 # Such a tensor cannot be fetched: a function's body has no tensors of the main graph, and a tensor in a frame has no

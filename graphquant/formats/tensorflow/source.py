@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
 
-
 SAVED_MODEL_FILES: Final = ("saved_model.pb", "saved_model.pbtxt")
 
 
@@ -201,14 +200,11 @@ def _has_nodes(message: Any) -> bool:
     return bool(nodes) and all(node.name and node.op for node in nodes)
 
 
-RULE_ATTR: Final = "_graphquant_rule"
-"""The attribute of an inserted node that names its rule."""
+RULE_ATTR: Final = "_graphquant_rule"  # the attribute of an inserted node that names its rule
 
-ANCHOR_ATTR: Final = "_graphquant_anchor"
-"""The attribute of an inserted node that names the tensor it was inserted for."""
+ANCHOR_ATTR: Final = "_graphquant_anchor"  # the attribute of an inserted node that names the tensor it was inserted for
 
-_METADATA_PREFIX: Final = "_graphquant_model_"
-"""The prefix of attributes with metadata of the whole model."""
+_METADATA_PREFIX: Final = "_graphquant_model_"  # the prefix of attributes with metadata of the whole model
 
 
 def write_metadata(message: Any, model: Model) -> None:

@@ -249,7 +249,6 @@ _ENCODERS: Final[tuple[tuple[Any, str, Callable[[Any], Any]], ...]] = (
     (tuple | None, "shape", encode_shape),
 )
 
-
 Arrays = list[Array]
 
 MAX_ELEMENTS: Final = 1 << 26

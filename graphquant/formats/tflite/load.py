@@ -29,18 +29,15 @@ from graphquant.ir import Call, Graph, Model, Op, Output, StoredQuantization, Te
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
-
 _NON_NUMERIC_DTYPES: Final = frozenset({"string", "resource", "variant"})
 _PACKED_DTYPES: Final = {"int4": (4, ml_dtypes.int4), "uint4": (4, ml_dtypes.uint4), "int2": (2, ml_dtypes.int2)}
 
-_MAX_SUBGRAPHS: Final = 10_000
-"""Limit on the subgraphs of a file, above that of any real model."""
+_MAX_SUBGRAPHS: Final = 10_000  # limit on the subgraphs of a file, above that of any real model
 
 _MAX_READS_PER_BYTE: Final = 4
 """The average number of times that each byte of a file may be read as part of a table or vector."""
 
-_MIN_READ_BUDGET: Final = 1 << 16
-"""Bytes that may be read from any file, however small."""
+_MIN_READ_BUDGET: Final = 1 << 16  # bytes that may be read from any file, however small
 
 
 def load(path: Path, *, allow_links: bool = False) -> Model:  # noqa: ARG001  # the protocol's signature

@@ -12,8 +12,7 @@ from graphquant.ir import OpInfo
 # https://github.com/tensorflow/tensorflow/blob/master/tensorflow/compiler/mlir/lite/schema/schema.fbs : names and
 # numbers define the format and never change; a test compares them with those in TensorFlow.
 
-IDENTIFIER: Final = b"TFL3"
-"""Follows the first four bytes of each file."""
+IDENTIFIER: Final = b"TFL3"  # follows the first four bytes of each file
 
 
 def _number_fields(names: str) -> Mapping[str, int]:
@@ -38,14 +37,12 @@ _TYPES: Final = (
     "float32 float16 int32 uint8 int64 string bool int16 complex64 int8 float64 complex128 uint64 resource variant"
     " uint32 uint16 int4 bfloat16 int2 uint4"
 )
-TYPES: Final = tuple(_TYPES.split())
-"""numpy-like dtype names by TensorType."""
+TYPES: Final = tuple(_TYPES.split())  # numpy-like dtype names by TensorType
 
 DETAILS: Final = ("", "custom", "blockwise")
 """Forms of quantization other than one scale per tensor or channel, by QuantizationDetails."""
 
-CUSTOM: Final = "CUSTOM"
-"""The op whose name is in its operator code."""
+CUSTOM: Final = "CUSTOM"  # the op whose name is in its operator code
 
 _BUILTINS: Final = (
     "ADD AVERAGE_POOL_2D CONCATENATION CONV_2D DEPTHWISE_CONV_2D DEPTH_TO_SPACE DEQUANTIZE EMBEDDING_LOOKUP FLOOR"
@@ -75,9 +72,7 @@ _BUILTINS: Final = (
     " STABLEHLO_RNG_BIT_GENERATOR REDUCE_WINDOW STABLEHLO_COMPOSITE STABLEHLO_SHIFT_LEFT STABLEHLO_CBRT"
     " STABLEHLO_CASE"
 )
-BUILTINS: Final = tuple(_BUILTINS.split())
-"""Names of the built-in ops by BuiltinOperator."""
-
+BUILTINS: Final = tuple(_BUILTINS.split())  # names of the built-in ops by BuiltinOperator
 
 _SAME_NAMES: Final = (
     "SUB MUL DIV POW RELU RELU6 LEAKY_RELU ELU GELU HARD_SWISH TANH SOFTMAX LOG_SOFTMAX EXP LOG SQRT RSQRT NEG"
