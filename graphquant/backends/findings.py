@@ -85,6 +85,7 @@ class Backend:
     # function that returns the verdicts; raises `RejectedModelError` if the backend cannot load the model
     predict: Callable[[Model], tuple[Verdict, ...]]
     symmetric: bool = False  # whether activations must be symmetric, so that a symmetric Relu is not a mistake
+    per_tensor_kinds: frozenset[str] = frozenset()  # kinds whose weight has one scale
     ties_concat: bool = False  # whether all inputs and the output of a Concat need one scale
     # type of a bias: "int32" (with scale input times weight), "int8" or "float"
     bias_type: Literal["int32", "int8", "float"] = "int32"

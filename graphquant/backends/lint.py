@@ -25,7 +25,7 @@ from graphquant.ir import (
     channel_axis,
 )
 from graphquant.numerics import SMALLEST_SCALE, Array, IntType, QParams
-from graphquant.quantize import MIN_SHARED_STEPS, clip_limits, saturates_like_clip
+from graphquant.quantize import MIN_SHARED_STEPS, clip_limits, power_of_two_position, saturates_like_clip
 
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
@@ -86,6 +86,16 @@ class LintContext:
     backend: Backend | None
     verdicts: VerdictsByOp  # verdicts of the backend, by graph and op
     joined_verdicts: VerdictsByOp  # verdicts of the backend if no Q/DQ pair separated ops that it could fuse
+
+    @cached_property
+    def channel_scaled_kinds(self) -> frozenset[str]:
+        """Kinds of ops with a weight that has a scale for each channel."""
+        graphs = map(self.quantizations.model.graphs.__getitem__, self.quantizations.model.reachable_graphs())
+        weighted_ops = ((graph, op) for graph in graphs for op in graph.ops() if op.kind in WEIGHTED_KINDS)
+        sides = ((op.kind, side) for graph, op in weighted_ops for side in self.quantizations.inputs(graph, op))
+        return frozenset(
+            kind for kind, side in sides if side.role == "weight" and side.params and side.params.axis is not None
+        )
 
     @cached_property
     def accepts_zero_points(self) -> bool:
@@ -340,8 +350,16 @@ def _check_weight_scales(context: LintContext, graph: Graph, op: Op) -> Iterator
         if params.axis is not None and axis is not None and axis >= 0 and params.axis != axis:
             message = f"its weight {side.source} has scales along axis {params.axis}, but its output channels are axis"
             yield "GQ111", f"{message} {axis}", f"use axis {axis}"
-        elif params.axis is None:
+        elif params.axis is None and not _takes_one_scale(context, op, params):
             yield from _check_narrow_channels(context, op, side, params)
+
+
+def _takes_one_scale(context: LintContext, op: Op, params: QParams) -> bool:
+    """Return whether the target takes one scale for a weight; without a backend, the weights of the model show it."""
+    if context.backend is not None:
+        return op.kind in context.backend.per_tensor_kinds
+    kinds = context.channel_scaled_kinds
+    return power_of_two_position(params) is not None or (bool(kinds) and op.kind not in kinds)
 
 
 def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, params: QParams) -> Iterator[Problem]:

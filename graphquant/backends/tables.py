@@ -228,6 +228,7 @@ QNN = _table_backend(
     name="qnn",
     description="Qualcomm's HTP through QNN",
     ties_concat=True,
+    per_tensor_kinds=frozenset({"matmul", "gemm"}),
 )
 
 
@@ -448,4 +449,5 @@ VITIS_AI = _table_backend(
     symmetric=True,
     ties_concat=True,
     bias_type="int8",
+    per_tensor_kinds=frozenset(PRODUCT_KINDS),
 )

@@ -31,6 +31,8 @@ CONSTANTS = {
     "wflat": np.array([[1, 0, -1, 0], *[[100, -90, 70, 3]] * 3], np.int8).reshape(4, 4, 1, 1),
     "rows": np.array([1, 16, 4]),
     "wm": (np.arange(16) * 15 - 120).astype(np.int8).reshape(4, 4),
+    "wn": np.array([[1, 100, 90, 80], [0, -100, 90, -80]] * 2, np.int8),
+    "half": np.float32(0.5),
     "b": np.linspace(-1, 1, 4, dtype=np.float32),
     "huge": np.array([1, 2, 1e9, 3], np.float32),
     "bi": np.arange(4, dtype=np.int32),
@@ -44,6 +46,8 @@ A, Y, W = qdq_text("x", "a"), qdq_text("r", "y"), "v = DequantizeLinear(w, s, i0
 THREE = "n = Reshape(x, rows)" + qdq_text("n", "a") + "m3 = DequantizeLinear(wm, s, i0) "
 Y0 = qdq_text("r", "y", zero="z0")
 CONV = A + W + "r = Conv(a, v)" + Y
+
+NARROW_PRODUCT = THREE.replace("wm", "wn") + "r = MatMul(a, m3)" + Y
 
 CASES = [
     ("GQ101", None, A + "r = Relu(a)" + Y, "r"),
@@ -79,6 +83,12 @@ CASES = [
     ("", None, A + qdq_text("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, ""),
     ("GQ105", None, A + "v = DequantizeLinear(wflat, s, i0) r = Conv(a, v)" + Y, "r"),
     ("", None, A + "v = DequantizeLinear<axis = 0>(wflat, v0, zz) r = Conv(a, v)" + Y, ""),
+    ("", None, A + "v = DequantizeLinear(wflat, half, i0) r = Conv(a, v)" + Y, ""),
+    ("GQ105", "vitis_ai", A + "v = DequantizeLinear(wflat, s, i0) r = Conv(a, v)" + Y, ""),
+    ("GQ105", "qnn", A + "v = DequantizeLinear(wflat, s, i0) r = Conv(a, v)" + Y, "r"),
+    ("GQ105", None, NARROW_PRODUCT, "r"),
+    ("", "qnn", NARROW_PRODUCT, ""),
+    ("", None, NARROW_PRODUCT + "v = DequantizeLinear<axis = 0>(w, v0, zz) c = Conv(a, v) u = Sqrt(c)", ""),
     ("GQ106", None, qdq_text("x", "a", "zero") + "y = Sqrt(a)", "a_q"),
     ("GQ106", None, qdq_text("x", "a", "denormal") + "y = Sqrt(a)", "a_q"),
     ("", None, qdq_text("x", "a", "tiny") + "y = Sqrt(a)", ""),
