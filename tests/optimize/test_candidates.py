@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,12 @@ import pytest
 
 import graphquant as gq
 from graphquant.api.plan import prepare_and_plan
-from graphquant.optimize.candidates import make_candidate_plans, make_scale_groups
-from graphquant.quantize import check_plan
+from graphquant.ir import TensorRef
+from graphquant.numerics import IntType, qparams_from_scale
+from graphquant.optimize import candidates as candidates_module
+from graphquant.optimize.candidates import RULE_CANDIDATE, CandidateTrials, make_candidate_plans, make_scale_groups
+from graphquant.quantize import Plan, Site, check_plan
+from graphquant.rules import Scheme
 from graphquant.utils.options import PlanOptions
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
@@ -101,3 +107,61 @@ def test_a_split_hands_on_what_it_reads_wherever_its_axis_comes(tmp_path: Path, 
     among = make_scale_groups(model, plan, range(len(plan.sites)), {})
     (mine,) = [group for group in among for index in group.sites if plan.sites[index].tensor.op == "limited"]
     assert {name for _, name in mine.ops} == {"first", "c0", "c1"}
+
+
+def make_pair(scale: float) -> Any:
+    """Return an inserted pair with this scale."""
+    return SimpleNamespace(params=qparams_from_scale(np.float32(scale), np.int32(0), IntType(8, False)))
+
+
+def test_errors_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates whose error is below 95% of the rules' are listed; each further bit divides the error by 4.
+
+    Parameters that were measured already are not measured again, and a site without an error counts as 1.
+    """
+    scheme = Scheme(name="act", dtype="uint8", family="onnx-qdq")
+    sites = tuple(Site(tensor=TensorRef("", name), uses=(), graph="", scheme=scheme) for name in "abcd")
+    plan = Plan(format="onnx", model="", prepared="", rules=(), sites=sites)
+    other = replace(plan, sites=tuple(replace(site, rule="other") for site in sites))
+    monkeypatch.setattr(candidates_module, "insertions_by_site", lambda _plan, insertions: insertions)
+    candidate_plans = {
+        "mse range": other,
+        "minmax range": replace(other, sites=(*sites[:3], other.sites[3])),
+        "16 bits": other,
+    }
+    monkeypatch.setattr(candidates_module, "make_candidate_plans", lambda *_: candidate_plans)
+    rules_pairs = {index: make_pair(0.5) for index in range(4)}
+    # The third site has the same parameters as before.
+    builds = [
+        SimpleNamespace(
+            model="mse", insertions={0: make_pair(0.1), 1: make_pair(0.2), 2: make_pair(0.5), 3: make_pair(0.3)}
+        ),
+        SimpleNamespace(model="minmax", insertions={3: make_pair(0.3)}),
+    ]
+    errors = {
+        "rules": {0: 1e-2, 1: 1e-3, 2: 4.0**-8},
+        "mse": {0: 0.949e-2, 1: 0.951e-3, 3: 0.5},
+    }
+    measured = []
+
+    def measure(_: Any, model: Any, pairs: Any, indices: Any) -> dict[int, float]:
+        measured.append((model, list(indices)))
+        assert pairs.keys() >= set(indices)
+        return errors[model]
+
+    monkeypatch.setattr(CandidateTrials, "measure_errors", measure)
+    trials = object.__new__(CandidateTrials)
+    trials._prepared, trials.interrupted, trials._runs = None, False, 6.0
+    rules_build = SimpleNamespace(model="rules", insertions=rules_pairs)
+    candidate_errors, plans = trials.measure_candidates(plan, rules_build, lambda _: builds.pop(0))
+    assert measured == [("rules", [0, 1, 2, 3]), ("mse", [0, 1, 3])]
+    assert candidate_errors == {
+        0: {RULE_CANDIDATE: 1e-2, "mse range": 0.949e-2, "16 bits": 1e-2 / 4**8},
+        1: {RULE_CANDIDATE: 1e-3, "16 bits": 1e-3 / 4**8},
+        2: {RULE_CANDIDATE: 4.0**-8, "16 bits": 4.0**-16},
+        3: {RULE_CANDIDATE: 1.0, "mse range": 0.5, "16 bits": 4.0**-8},
+    }
+    assert plans is candidate_plans
+    assert trials.measured_sites == {0, 1, 2}
+    assert trials.runs_per_site(candidate_errors) == 1.5
+    assert trials.runs_per_site({}) == 6.0
