@@ -150,11 +150,7 @@ class OutcomeCache:
             self._outcome_path(key).unlink()
 
     def restore(self, outcome: Outcome, output: Path) -> bool:
-        """Write a stored output atomically. Return False if it is incomplete.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write a stored output atomically. Return False if it is incomplete. Raise OSError if it cannot be written."""
         folder, digests = output.parent, {PurePosixPath(name): digest for name, digest in outcome.products.items()}
         if not all(self._file_path(digest).is_file() for digest in digests.values()):
             return False

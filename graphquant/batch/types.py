@@ -103,51 +103,31 @@ PLAIN_OPTIONS = tuple(name for name in ENTRY_OPTIONS if name not in {"rules", "d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem(_Record):
-    """Reason for a missing output.
+    """Reason for a missing output."""
 
-    Attributes:
-        kind: Class name of the error, as "ModelError"; "Timeout", "Crash" or "Memory" if a worker ended.
-        message: Message of the command line, without "error: ".
-        exit_code: Exit code of the command line.
-    """
-
-    kind: str
-    message: str
-    exit_code: int = 1
+    kind: str  # class name of the error, as "ModelError"; "Timeout", "Crash" or "Memory" if a worker ended
+    message: str  # message of the command line, without "error: "
+    exit_code: int = 1  # exit code of the command line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateMiss(_Record):
-    """A missed gate.
+    """A missed gate."""
 
-    Attributes:
-        gate: Name of a field of `Gates`.
-        message: Measured and required value.
-    """
-
-    gate: str
-    message: str
+    gate: str  # name of a field of `Gates`
+    message: str  # measured and required value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFinding(_Record):
-    """A finding of `check`.
+    """A finding of `check`."""
 
-    Attributes:
-        code: Code, such as "GQ101".
-        level: Severity.
-        graph: Graph of the op, "" for the main graph.
-        op: Name of the op.
-        message: The problem.
-        fix: The remedy.
-    """
-
-    code: str
-    level: Level
-    graph: str
-    op: str
-    message: str
-    fix: str
+    code: str  # code, such as "GQ101"
+    level: Level  # severity
+    graph: str  # graph of the op, "" for the main graph
+    op: str  # name of the op
+    message: str  # the problem
+    fix: str  # the remedy
 
     @property
     def site(self) -> str:
@@ -157,95 +137,56 @@ class BatchFinding(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeMetrics(_Record):
-    """Difference between the output and the float model.
+    """Difference between the output and the float model."""
 
-    Attributes:
-        sqnr: SQNR of the worst output in dB; None if nothing differs or no output has floats.
-        exact: True if nothing differs.
-        agreement: Agreement of the worst output, a share; None if no output has one.
-        accuracy: Accuracy of the float and the quantized model, for the output with the largest loss; None without
-            labels.
-        samples: Number of samples.
-        random: True if the samples are random.
-        problem: Reason why an output cannot be compared, else "".
-    """
-
-    sqnr: float | None = None
-    exact: bool = False
-    agreement: float | None = None
+    sqnr: float | None = None  # SQNR of the worst output in dB; None if nothing differs or no output has floats
+    exact: bool = False  # True if nothing differs
+    agreement: float | None = None  # agreement of the worst output, a share; None if no output has one
+    # Accuracy of the float and the quantized model, for the output with the largest loss; None without labels.
     accuracy: tuple[float, float] | None = None
-    samples: int = 0
-    random: bool = False
-    problem: str = ""
+    samples: int = 0  # number of samples
+    random: bool = False  # True if the samples are random
+    problem: str = ""  # reason why an output cannot be compared, else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests(_Record):
-    """Hex SHA-256 of the inputs and of the output; "" if missing.
+    """Hex SHA-256 of the inputs and of the output; "" if missing."""
 
-    Attributes:
-        model: Digest of the model's file, or over its files.
-        rules: Digest of the resolved text of the rule files.
-        data: Digest of the data files and their options, or of the statistics file.
-        output: Digest of the output, like `model`.
-        key: Cache key over everything that the output depends on, options and versions included.
-    """
-
-    model: str = ""
-    rules: str = ""
-    data: str = ""
-    output: str = ""
-    key: str = ""
+    model: str = ""  # digest of the model's file, or over its files
+    rules: str = ""  # digest of the resolved text of the rule files
+    data: str = ""  # digest of the data files and their options, or of the statistics file
+    output: str = ""  # digest of the output, like `model`
+    key: str = ""  # cache key over everything that the output depends on, options and versions included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(_Record):
-    """Result of an entry.
+    """Result of an entry."""
 
-    Attributes:
-        name: Name of the entry.
-        model: Path of the model, as in the entry.
-        output: Path of the output, as in the entry; it exists if `status` is "done", "unchanged" or "gate".
-        status: Status.
-        problem: Reason for a missing output, else None.
-        misses: Missed gates.
-        findings: Findings of `check`, if a gate requires it.
-        digests: Digests of inputs and output.
-        products: Files of the output relative to its folder, with their hex SHA-256.
-        size_before: Bytes of the model, None if unreadable.
-        size_after: Bytes of the output, None without one.
-        sites: Number of quantized sites.
-        skips: Reasons for skips, with their counts.
-        int8_ops: Number of int8 ops, and of all ops that compute, predicted by `check` for the gate's backend or
-            onnxruntime; None without a prediction.
-        quantized_share: Share of multiply-adds whose inputs are all quantized, None if unknown.
-        metrics: Difference from the float model, None if not measured.
-        data_warnings: Likely mistakes in the calibration data.
-        versions: Versions of graphquant and of the packages that it ran on.
-        seconds: Duration; 0 if the output was present or cached.
-        attempts: Number of attempts.
-    """
-
-    name: str
-    model: str
-    output: str
-    status: Status
-    problem: Problem | None = None
-    misses: tuple[GateMiss, ...] = ()
-    findings: tuple[BatchFinding, ...] = ()
-    digests: Digests = field(default_factory=Digests)
+    name: str  # name of the entry
+    model: str  # path of the model, as in the entry
+    output: str  # path of the output, as in the entry; it exists if `status` is "done", "unchanged" or "gate"
+    status: Status  # status
+    problem: Problem | None = None  # reason for a missing output, else None
+    misses: tuple[GateMiss, ...] = ()  # missed gates
+    findings: tuple[BatchFinding, ...] = ()  # findings of `check`, if a gate requires it
+    digests: Digests = field(default_factory=Digests)  # digests of inputs and output
+    # Files of the output relative to its folder, with their hex SHA-256.
     products: dict[str, str] = field(default_factory=dict)
-    size_before: int | None = None
-    size_after: int | None = None
-    sites: int = 0
-    skips: dict[str, int] = field(default_factory=dict)
+    size_before: int | None = None  # bytes of the model, None if unreadable
+    size_after: int | None = None  # bytes of the output, None without one
+    sites: int = 0  # number of quantized sites
+    skips: dict[str, int] = field(default_factory=dict)  # reasons for skips, with their counts
+    # Number of int8 ops, and of all ops that compute, predicted by `check` for the gate's backend or onnxruntime; None
+    # without a prediction.
     int8_ops: tuple[int, int] | None = None
-    quantized_share: float | None = None
-    metrics: OutcomeMetrics | None = None
-    data_warnings: tuple[str, ...] = ()
-    versions: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    attempts: int = 1
+    quantized_share: float | None = None  # share of multiply-adds whose inputs are all quantized, None if unknown
+    metrics: OutcomeMetrics | None = None  # difference from the float model, None if not measured
+    data_warnings: tuple[str, ...] = ()  # likely mistakes in the calibration data
+    versions: dict[str, str] = field(default_factory=dict)  # versions of graphquant and of the packages that it ran on
+    seconds: float = 0.0  # duration; 0 if the output was present or cached
+    attempts: int = 1  # number of attempts
 
     @property
     def passed(self) -> bool:
@@ -260,44 +201,27 @@ class Outcome(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeChange(_Record):
-    """Difference from an earlier report.
+    """Difference from an earlier report."""
 
-    Attributes:
-        name: Name of the entry.
-        kind: Kind of difference; "digest" if a rebuilt output differs.
-        level: "error" for a regression that fails the batch, "warning" for one that does not, "note" for information.
-        message: Earlier and current value.
-    """
-
-    name: str
-    kind: ChangeKind
+    name: str  # name of the entry
+    kind: ChangeKind  # kind of difference; "digest" if a rebuilt output differs
+    # "error" for a regression that fails the batch, "warning" for one that does not, "note" for information.
     level: Level
-    message: str
+    message: str  # earlier and current value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport(_Record):
-    """Outcomes of all entries.
+    """Outcomes of all entries."""
 
-    Attributes:
-        schema: Version of this format.
-        version: Version of graphquant.
-        outcomes: Outcomes in the order of the manifest.
-        shard: Number of the shard, from 1, and number of shards.
-        deal_digest: For a shard, digest by which the models were dealt; equal for all shards of a batch.
-        started: Start time in seconds since 1970.
-        seconds: Duration.
-        changes: Changes since an earlier report, if one was given.
-    """
-
-    schema: Literal[2] = 2
-    version: str
-    outcomes: tuple[Outcome, ...]
-    shard: tuple[int, int] = (1, 1)
-    deal_digest: str = ""
-    started: float = 0.0
-    seconds: float = 0.0
-    changes: tuple[OutcomeChange, ...] = ()
+    schema: Literal[2] = 2  # version of this format
+    version: str  # version of graphquant
+    outcomes: tuple[Outcome, ...]  # outcomes in the order of the manifest
+    shard: tuple[int, int] = (1, 1)  # number of the shard, from 1, and number of shards
+    deal_digest: str = ""  # for a shard, digest by which the models were dealt; equal for all shards of a batch
+    started: float = 0.0  # start time in seconds since 1970
+    seconds: float = 0.0  # duration
+    changes: tuple[OutcomeChange, ...] = ()  # changes since an earlier report, if one was given
 
     @property
     def passed(self) -> bool:

@@ -129,11 +129,7 @@ class ReportOptions:
             )
 
     def read_earlier_report(self) -> BatchReport | None:
-        """Return the report of --compare, or None.
-
-        Raises:
-            UsageError: The file cannot be read, or is not a report.
-        """
+        """Return the report of --compare, or None; raise UsageError if the file cannot be read, or is not a report."""
         from graphquant.batch.types import read_report
 
         return None if self.compare is None else read_report(self.compare)

@@ -58,11 +58,7 @@ class Options:
     """Base of the options models, which validates each value."""
 
     def __post_init__(self) -> None:
-        """Replace each value by its validated form.
-
-        Raises:
-            UsageError: A value is invalid.
-        """
+        """Replace each value by its validated form; raise UsageError if a value is invalid."""
         for entry in option_fields(type(self)):
             value = getattr(self, entry.name)
             # Defaults are valid, and skipping them avoids the import of pydantic.

@@ -60,11 +60,7 @@ def diff_page(first: Model, second: Model, differences: Differences) -> str:
 
 
 def plan_diff_page(model: Model, first: Plan, second: Plan, differences: Differences) -> str:
-    """Draw two plans of `model` in one layout.
-
-    Raises:
-        UsageError: A plan belongs to another model.
-    """
+    """Draw two plans of `model` in one layout; raise UsageError if a plan belongs to another model."""
     before, after = prepare_for_plan(model, first), prepare_for_plan(model, second)
     drawings = plan_drawing(before, first), plan_drawing(after, second)
     return _changes_page(merge_drawings(*drawings, match_ops(before, after), ("plan A", "plan B")), differences)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from graphquant.batch import types
 from graphquant.batch.reports.html import draw_graphs, report_page
 from graphquant.batch.reports.text import (
     ALL_CODES,
@@ -34,7 +32,6 @@ from graphquant.batch.types import (
     outcome_json,
 )
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.rules import field_descriptions
 from graphquant.utils.atomic_files import atomic_file
 from graphquant.visualize.check_report import github_annotations, sarif_log
 from graphquant.visualize.tables import group_values, join_names
@@ -92,24 +89,6 @@ def write_report(path: Path, report: BatchReport, progress: Progress | None = No
             file.write(text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
-
-
-def report_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a report, as in report.schema.json, with the descriptions of the docstrings."""
-    from pydantic import TypeAdapter
-
-    json_schema = TypeAdapter(types.BatchReport).json_schema(mode="serialization")
-    for name, node in {types.BatchReport.__name__: json_schema, **json_schema["$defs"]}.items():
-        table = getattr(types, name)
-        node["description"] = inspect.cleandoc(table.__doc__).partition("\n")[0]
-        descriptions = field_descriptions(table)
-        for key, entry in node["properties"].items():
-            entry.pop("title", None)
-            if key in descriptions:
-                entry["description"] = descriptions[key]
-        node["required"] = list(node["properties"])
-    schema_uri = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": schema_uri, **json_schema, "title": "graphquant batch report"}
 
 
 SQNR_STEP = 0.5  # loss of SQNR in dB that is no regression

@@ -42,11 +42,7 @@ class LiveObject:
     foreign_capture: str = ""
 
     def current_values(self) -> dict[str, Array]:
-        """Return the present values of all initialized variables.
-
-        Raises:
-            ModelError: The session is closed.
-        """
+        """Return the present values of all initialized variables; raise ModelError if the session is closed."""
         if not self.value_tensors:
             return {name: value() for name, value in self.values.items()}
         try:

@@ -12,8 +12,9 @@ import xmlschema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batch_reports import report_without_times
+from support.report_schema import report_schema
 
-from graphquant.batch.reports import REPORTS, as_annotations, check_report_path, html, report_schema, text, write_report
+from graphquant.batch.reports import REPORTS, as_annotations, check_report_path, html, text, write_report
 from graphquant.batch.reports.text import ALL_CODES, BATCH_CODES, batch_report_view, bytes_text, percent_text
 from graphquant.batch.types import (
     BatchReport,
