@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +88,9 @@ def test_all_outputs_empty(
     assert outcome_metrics(result).problem
     with pytest.raises(UsageError, match=r"every output was empty for all \d+ samples"):
         gq.insert(model, data=data, min_sqnr=20)
-    plain = cli("compare", model, out, "--data", data)
-    assert "empty for all 20 samples" in plain.stdout
+    plain = json.loads(cli("compare", model, out, "--data", data, "--format", "json").stdout)
+    assert plain["samples"] == 20
+    assert [(output["values"], output["sqnr"]) for output in plain["outputs"]] == [(0, None)] * len(plain["outputs"])
     bounded = cli("compare", model, out, "--data", data, "--min-sqnr", 20, code=1)
     assert bounded.stderr.startswith("error: Nothing was compared")
 

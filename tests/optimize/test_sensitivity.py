@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,8 +167,12 @@ def test_the_worst_is_first(tmp_path: Path, cli: Callable[..., Any]) -> None:
     np.savez(tmp_path / "data.npz", x=x)
     gq.insert(tmp_path / "net.onnx", rules=str(tmp_path / "rules.toml")).save(tmp_path / "quant.onnx")
     call = (tmp_path / "net.onnx", tmp_path / "quant.onnx", "--data", tmp_path / "data.npz")
-    assert "at outputs dB" not in cli("compare", *call).stdout
-    assert "at outputs dB" in cli("compare", *call, "--sensitivity").stdout
+    plain, measured = (
+        json.loads(cli("compare", *call, *more, "--format", "json").stdout)["sites"] for more in ([], ["--sensitivity"])
+    )
+    assert {site["sensitivity_db"] for site in plain} == {None}
+    assert all(site["sensitivity_db"] is not None for site in measured)
+    assert len(measured) == len(plain) > 0
     first, second = gq.compare(
         tmp_path / "net.onnx", tmp_path / "quant.onnx", str(tmp_path / "data.npz"), sensitivity=True
     ).sites

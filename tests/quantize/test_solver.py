@@ -164,10 +164,10 @@ def test_nan_and_infinity_in_activations(tmp_path):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_with_nan(tmp_path, value):
     """A weight that holds NaN, or a bias that is not finite, has no scale: an error that names it."""
-    with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
+    with pytest.raises(ModelError, match=r"\bw:0\b.* NaN"):
         solve_scales(gemm(tmp_path, np.array([[value, 0, 0], [np.nan, 1, 1]], np.float32)), make_plan(W), {})
     bias = main_graph_site("b", 2, scheme=BIAS, parameter=True)
-    with pytest.raises(ModelError, match=r"The weight b:0 holds NaN or infinity"):
+    with pytest.raises(ModelError, match=r"\bb:0\b.* NaN"):
         solve_scales(gemm(tmp_path, bias=(value, 0.0)), make_plan(replace(X, range=(0.0, 1.0)), W, bias), {})
 
 
@@ -183,7 +183,7 @@ def test_constants_with_infinity_are_skipped(tmp_path):
 def test_explicit_ranges_do_not_hide_nan(tmp_path, given):
     """A range or scale that is given makes no number of a weight's NaN, and leaves one with infinity float."""
     nan, infinite = (np.array([[value, 0, 0], [1, 1, 1]], np.float32) for value in (np.nan, np.inf))
-    with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
+    with pytest.raises(ModelError, match=r"\bw:0\b.* NaN"):
         solve_scales(gemm(tmp_path, nan), make_plan(replace(W, **given)), {})
     solution = solve_scales(gemm(tmp_path, infinite), make_plan(replace(W, **given)), {})
     assert (solution.params, solution.skips[0].code) == ({}, SkipCode.RANGE)
