@@ -185,7 +185,7 @@ class OnnxFamily(QDQFamily):
         axis = int(op.numeric_attr("axis", 1))
         axis = axis + rank if axis < 0 else axis
         fits = scale.ndim == 1 if block <= 0 else scale.ndim == rank and 0 <= axis < rank
-        if fits and shape:
+        if fits and shape is not None:
             counts = [size and -(-size // block) if block > 0 and i == axis else size for i, size in enumerate(shape)]
             counts = counts if block > 0 else counts[axis : axis + 1]
             fits = len(counts) == scale.ndim and all(

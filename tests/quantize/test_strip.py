@@ -275,3 +275,17 @@ def test_provenance_metadata(samples: Path, tmp_path: Path) -> None:
         assert str(tmp_path) not in json.dumps(provenance)
         assert str(samples) not in json.dumps(provenance)
     assert provenance["steps"] == "opset (1), initializer-inputs (33), constant-nodes (2), fold-batchnorm (5)"
+
+
+def test_scales_that_do_not_fit_their_integers(samples: Path, tmp_path: Path) -> None:
+    """A weight whose integers were replaced by a scalar stays quantized, because its scales do not fit it."""
+    path = tmp_path / "q.onnx"
+    gq.insert(samples / "digits_cnn.onnx", rules="weight_only").save(path)
+    message = onnx.load(path)
+    node = next(node for node in message.graph.node if node.op_type == "DequantizeLinear")
+    weight = next(tensor for tensor in message.graph.initializer if tensor.name == node.input[0])
+    weight.CopyFrom(numpy_helper.from_array(np.array(1, np.int8), weight.name))
+    onnx.save(message, path)
+    stripped = gq.strip(path)
+    assert [tensor.op for tensor, _ in stripped.remaining] == [node.name]
+    assert not api.prove_stripped(stripped, samples / "digits_cnn.onnx").holds
