@@ -29,6 +29,7 @@ from graphquant.optimize.search import (
     attach_sensitivity,
     search_plan,
 )
+from graphquant.optimize.selection import MAX_MEASUREMENTS
 from graphquant.optimize.size_budget import SizedPlan
 from graphquant.quantize import Plan, Site
 from graphquant.rules import Scheme
@@ -105,6 +106,15 @@ def test_samples_of_their_own():
     assert Objective(size_budget="1MB").uses_search_set
 
 
+def test_defaults():
+    """Multiply-adds of ONNX models are the default. Fields of stages that did not run are empty."""
+    objective, trace = Objective(), make_trace()
+    assert (objective.minimize, objective.as_tflite) == ("macs", False)
+    assert (trace.plans, trace.cost, trace.runs_per_site, trace.float_size) == (0, 0.0, 0.0, 0)
+    assert (trace.timed_samples, trace.timed_plans, trace.interrupted) == (0, 0, False)
+    assert (MAX_BISECTIONS, CONFIRMATION_PAIRS, OUTCOME_PAIRS, MAX_RELATIVE_TIME) == (7, 3, 5, 0.95)
+
+
 def test_verdicts_of_a_trace():
     """Without a validation there are no bounds to miss. Failures and caveats are those of the validation."""
     assert make_trace().bounds_met
@@ -158,19 +168,24 @@ def sizes(monkeypatch):
 
         weights, estimated = frozenset([Use("", "y", 1)]), (TensorRef("", "a"),)
 
-        def __init__(self, *_):
-            pass
+        def __init__(self, prepared, plan, build, search_set, progress):
+            assert (prepared, plan.size, callable(build)) == ("prepared", 1000, True)
+            assert search_set in {None, "samples"}
+            assert progress is None or callable(progress)
 
         def best_plan_within(self, limit, _):
             """Return the plan."""
             limits.append(limit)
             size = max((size for size in offered if size <= limit), default=min(offered))
-            return SizedPlan(SimpleNamespace(size=size), size, {TensorRef("", "w"): "4-bit weights"})
+            candidates = {TensorRef("", f"w{size}"): "4-bit weights", TensorRef("", f"v{size}"): FLOAT_CANDIDATE}
+            return SizedPlan(SimpleNamespace(size=size), size, candidates)
 
     monkeypatch.setattr(search, "WeightBitsChooser", Chooser)
     monkeypatch.setattr(search, "families_with_float_weights", lambda plan: getattr(plan, "float_families", ()))
     monkeypatch.setattr(
-        search, "make_candidate_plans", lambda _model, _plan, *, small: {"4-bit weights": 1} if small else {}
+        search,
+        "make_candidate_plans",
+        lambda model, _plan, *, small: {"4-bit weights": 1} if small and model == "prepared" else {},
     )
     monkeypatch.setattr(search, "model_constant_bytes", lambda model: model.size)
     return offered, limits
@@ -180,11 +195,13 @@ def minimize_size(monkeypatch, passing, plan=None, **changes):
     """Return the trace of the least size with which `passing` is true of a model's size, and the reported progress."""
     reported = []
     monkeypatch.setattr(_SearchStages, "_validate", lambda _, model: SimpleNamespace(confirmed=passing(model.size)))
-    stages = make_stages(
-        lambda plan: SimpleNamespace(model=SimpleNamespace(size=plan.size)),
-        lambda *numbers: reported.append(numbers),
-        **{"minimize": "size", "bounds": Bounds(min_sqnr=30), "search_set": "samples"} | changes,
-    )
+    defaults = {
+        "minimize": "size",
+        "bounds": Bounds(min_sqnr=30),
+        "search_set": "samples",
+        "progress": lambda *numbers: reported.append(numbers),
+    }
+    stages = make_stages(lambda plan: SimpleNamespace(model=SimpleNamespace(size=plan.size)), **defaults | changes)
     trace = make_trace(plan or SimpleNamespace(size=1000))
     return trace, stages.choose_weight_bits(trace), reported
 
@@ -198,8 +215,12 @@ def test_the_smallest_size_within_bounds(sizes, monkeypatch):
     assert (trace.size, trace.plan.size, trace.max_size, trace.float_size) == (500, 500, None, 4000)
     assert trace.sized_weights == {Use("", "y", 1)}
     assert trace.estimated_weights == (TensorRef("", "a"),)
-    assert tensors(trace.changed_tensors) == {"w": "4-bit weights"}
+    assert tensors(trace.changed_tensors) == {"w500": "4-bit weights"}
+    assert tensors(trace.float_tensors) == {"v500": None}
     assert before.size is None
+    without_progress = minimize_size(monkeypatch, lambda size: size >= 130, progress=None)[1]
+    assert tensors(without_progress.changed_tensors) == {"w200": "4-bit weights"}
+    assert tensors(without_progress.float_tensors) == {"v200": None}
 
 
 def test_the_smallest_size_of_all(sizes, monkeypatch):
@@ -266,6 +287,15 @@ def test_a_validation_needs_samples():
     """A stage that validates without samples is a mistake of the caller."""
     with pytest.raises(ValueError, match="search samples"):
         make_stages()._validate("model")
+
+
+def test_validations_of_a_search(monkeypatch):
+    """Plans are compared with the source on the search samples, without figures of each site."""
+    calls = []
+    monkeypatch.setattr(search, "validate_model", lambda *arguments, **options: calls.append((arguments, options)))
+    stages = make_stages(search_set="samples", bounds=Bounds(min_sqnr=1))
+    stages._validate("model")
+    assert calls == [((stages.source, "model", "samples", Bounds(min_sqnr=1), None), {"include_sites": False})]
 
 
 # -- latency ------------------------------------------------------------------------------------
@@ -356,8 +386,9 @@ class Profiler:
 
     available, quantized_sites, costs = True, (0, 1), {("", "y"): 1.0}
 
-    def __init__(self, *_):
-        pass
+    def __init__(self, prepared, plan, build, feeds):
+        assert (prepared, [site.tensor.op for site in plan.sites]) == ("prepared", [*NAMES])
+        assert (callable(build), feeds) == (True, Timer.feeds)
 
     def profile(self, sites):
         """Return no profile."""
@@ -397,12 +428,26 @@ def test_the_fastest_sites(ratio, kept, monkeypatch):
         (CONFIRMATION_PAIRS, "ac", "abcd"),
     ]
     assert all(plan.algorithms == () for plan in built)
+    assert ["".join(site.tensor.op for site in plan.sites) for plan in built] == ["abcd", "bcd", "ac", "abcd"]
     assert costs == Profiler.costs
     assert [site.tensor.op for site in trace.plan.sites] == [name for i, name in enumerate(NAMES) if i not in kept]
     assert trace.plan.algorithms == ("bias-correction",)
     assert tensors(trace.float_tensors) == {NAMES[index]: None for index in kept}
     assert (trace.rules_ratio, trace.timed_plans, trace.interrupted) == (time_ratio(1.5), 6, True)
     assert (trace.runtime, trace.timed_samples) == ("onnxruntime", 7)
+
+
+def test_no_site_is_faster_in_float(monkeypatch):
+    """Without such sites there is nothing to confirm. An earlier interruption is not forgotten."""
+    monkeypatch.setattr(search, "PlanProfiler", Profiler)
+    monkeypatch.setattr(Profiler, "costs", {})
+    monkeypatch.setattr(search, "make_latency_groups", lambda *_: [])
+    monkeypatch.setattr(search, "minimize_latency", lambda *_, **__: FloatSitesResult((), 5, interrupted=False))
+    timer = Timer()
+    trace, costs = make_stages().choose_fastest_sites(make_trace(interrupted=True), timer)
+    assert [call[0] for call in timer.calls] == ["once"]
+    assert (trace.interrupted, costs) == (True, None)
+    assert trace.plan.sites == make_plan().sites
 
 
 def test_sites_that_cannot_be_profiled(monkeypatch):
@@ -425,10 +470,10 @@ def test_sites_that_cannot_be_profiled(monkeypatch):
 
 
 ERRORS = {
-    0: {RULE_CANDIDATE: 1e-2, "mse range": 2e-3},
-    1: {RULE_CANDIDATE: 1e-3},
-    2: {RULE_CANDIDATE: 1e-5},
     3: {RULE_CANDIDATE: 1.0},
+    0: {RULE_CANDIDATE: 1e-2, "mse range": 2e-3},
+    2: {RULE_CANDIDATE: 1e-5},
+    1: {RULE_CANDIDATE: 1e-3},
 }
 
 
@@ -437,11 +482,14 @@ class Trials:
 
     interrupted, measured_sites = False, frozenset({0, 1, 2})
 
-    def __init__(self, *arguments):
-        self.arguments = arguments
+    def __init__(self, prepared, search_set, progress):
+        assert (prepared, type(search_set)) == ("prepared", SearchSet)
+        assert progress is None or callable(progress)
 
     def measure_candidates(self, plan, rules_build, build):
         """Return the errors, and a plan with another scheme."""
+        assert rules_build.model.plan is plan
+        assert callable(build)
         other = replace(ACTIVATION, name="mse")
         return ERRORS, {"mse range": replace(plan, sites=tuple(replace(site, scheme=other) for site in plan.sites))}
 
@@ -497,14 +545,19 @@ def model_error(plan):
     )
 
 
-def meet_bounds(monkeypatch, bound, trace=None, costs=None, **changes):
-    """Return the trace of the search for a bound in dB, and the plans that were validated."""
+def meet_bounds(monkeypatch, bound, trace=None, costs=None, *, margin=0.0, plans=99, **changes):
+    """Return the trace of the search for a bound in dB, and the plans that were validated.
+
+    `margin` is that of the confidence in dB, and Ctrl-C ends the search after some `plans`.
+    """
     validated = []
 
     def validate(_, model):
+        if len(validated) == plans:
+            raise KeyboardInterrupt
         validated.append(model.plan)
         sqnr = -10 * math.log10(model_error(model.plan))
-        return make_validation(sqnr, bounds=Bounds(min_sqnr=bound), lower=sqnr)
+        return make_validation(sqnr, bounds=Bounds(min_sqnr=bound), lower=sqnr - margin)
 
     monkeypatch.setattr(_SearchStages, "_validate", validate)
     search_set = SearchSet()
@@ -542,6 +595,22 @@ def test_the_cheapest_candidates(trials, monkeypatch):
     assert trials["macs"][0] == "prepared"
     assert trials["macs"][1][:2] == ("sizes", "prepared")
     assert trials["fixed"] == []
+
+
+def test_errors_that_were_not_measured(trials, monkeypatch):
+    """Only measured errors are sensitivities."""
+    monkeypatch.setattr(Trials, "measured_sites", frozenset({0, 2}))
+    assert meet_bounds(monkeypatch, 25.0)[0].site_errors == {0: 2e-3, 2: 1e-5}
+
+
+def test_an_interrupted_search_for_bounds(trials, monkeypatch):
+    """Ctrl-C keeps the best plan so far, and an earlier interruption is not forgotten."""
+    reported = []
+    trace, validated = meet_bounds(monkeypatch, 25.0, plans=1, progress=lambda *numbers: reported.append(numbers))
+    assert (trace.interrupted, trace.plans, len(validated)) == (True, 1, 1)
+    assert reported == [("searching", 1, MAX_MEASUREMENTS)]
+    assert len(trace.plan.sites) == 4
+    assert meet_bounds(monkeypatch, 25.0, make_trace(interrupted=True))[0].interrupted
 
 
 def test_costs_of_the_objective(trials, monkeypatch):
@@ -598,6 +667,15 @@ def test_bounds_that_only_float_meets(trials, monkeypatch):
     assert trace.cost == 1.0
 
 
+def test_bounds_that_only_float_confirms(trials, monkeypatch):
+    """If the best quantized plan meets the bounds without confirming them, its caveats are the misses."""
+    trace, _ = meet_bounds(monkeypatch, 45.0, margin=25.0)
+    assert trace.plan.sites == ()
+    best = make_validation(-10 * math.log10(1e-5 + 1e-9), bounds=Bounds(min_sqnr=45.0), lower=25.0)
+    assert best.failures == ()
+    assert len(trace.missed_bounds) == len(best.caveats) == 1
+
+
 def test_bounds_that_cannot_be_measured(trials, monkeypatch):
     """A bound that applies to no output is a usage error."""
     monkeypatch.setattr(
@@ -638,7 +716,10 @@ def stages(monkeypatch):
     calls = []
 
     def note(name, change):
-        def stage(_, trace, *arguments):
+        def stage(stages, trace, *arguments):
+            assert (stages.source, stages.prepared, stages.progress) == ("source", "prepared", print)
+            assert stages.build("plan").model == "model"
+            assert stages.search_set == ("samples" if stages.objective.uses_search_set else None)
             calls.append((name, *arguments))
             return change(trace)
 
@@ -659,10 +740,11 @@ def run_search(objective, plan=None):
     built, data = [], Data()
 
     def build(plan):
-        built.append(plan)
+        if plan != "plan":  # of the stages
+            built.append(plan)
         return SimpleNamespace(model="model")
 
-    model, trace = search_plan("source", "prepared", plan or make_plan(), build, objective, data)
+    model, trace = search_plan("source", "prepared", plan or make_plan(), build, objective, data, print)
     return model, trace, built, data.asked
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -204,6 +205,8 @@ def test_the_digest_is_the_same_each_time(tmp_path):
     (entry, steps), (second, _) = prepare(model, FOLD), prepare(model, FOLD)
     assert entry.digest == second.digest == prepared_digest(model.digest, steps) != model.digest
     assert prepared_digest(model.digest, ()) == model.digest
+    others = ("another model", steps), (model.digest, (replace(steps[0], target="another op"), *steps[1:]))
+    assert len({entry.digest, *(prepared_digest(*other) for other in others)}) == 3
     assert onnx_format.emit(entry) == onnx_format.emit(second)
 
 
