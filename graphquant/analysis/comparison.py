@@ -120,26 +120,16 @@ def ignore_overflow() -> np.errstate:
 
 
 class ErrorSums:
-    """Float64 sums over all added pairs of values, in squared units.
-
-    Attributes:
-        power: Sum of the squared expected values.
-        actual_power: Sum of the squared actual values.
-        error: Sum of the squared differences.
-        dot: Sum of the products.
-        max_error: Largest absolute difference.
-        count: Number of values.
-        nonfinite: Number of values that are NaN or infinite in only one of the two.
-        broken: Number of these that are finite in the expected array.
-        problem: Reason why the two cannot be compared, or "".
-    """
+    """Float64 sums over all added pairs of values, in squared units."""
 
     __slots__ = ("actual_power", "broken", "count", "dot", "error", "max_error", "nonfinite", "power", "problem")
 
     def __init__(self) -> None:
-        self.power = self.actual_power = self.error = self.dot = self.max_error = 0.0
+        self.power = self.actual_power = self.error = 0.0  # squared expected values, actual values, and differences
+        self.dot = self.max_error = 0.0  # sum of the products, and largest absolute difference
+        # All values, those that are NaN or infinite in only one array, and those of them that are finite as expected.
         self.count = self.nonfinite = self.broken = 0
-        self.problem = ""
+        self.problem = ""  # reason why the two cannot be compared
 
     def add(self, expected: Array, actual: Array, *, full: bool = False) -> None:
         """Add two arrays of one shape; `full` includes the sums for cosine and the largest difference.

@@ -44,23 +44,14 @@ _STARTED = "begun"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Limits of workers.
+    """Limits of workers."""
 
-    Attributes:
-        jobs: Number of concurrent workers.
-        timeout: Seconds per model, None without a limit.
-        memory: Private memory per worker in bytes, None without a limit. Address space would be no measure: frameworks
-            reserve much of it, and memory-mapped weights count.
-        retries: Number of further attempts after a crash, excessive memory, or a failure with remote files.
-
-    Raises:
-        UsageError: Memory is limited, and the system does not report it.
-    """
-
-    jobs: int = 1
-    timeout: float | None = None
+    jobs: int = 1  # number of concurrent workers
+    timeout: float | None = None  # seconds per model, None without a limit
+    # Private memory per worker in bytes, None without a limit. Address space would be no measure: frameworks reserve
+    # much of it, and memory-mapped weights count.
     memory: int | None = None
-    retries: int = 1
+    retries: int = 1  # number of further attempts after a crash, excessive memory, or a failure with remote files
 
     def __post_init__(self) -> None:
         if self.memory is not None and not process_memory(os.getpid()):

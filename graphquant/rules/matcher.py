@@ -180,17 +180,12 @@ class RuleMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleMiss:
-    """A rule that does not match one use.
-
-    Attributes:
-        rule: The rule.
-        reason: The first condition that failed; "" if an earlier rule claimed the use.
-        near: Closeness of the match from 0 to 4. Producer and consumer each count 2 if they match, and 1 if only sizes
-            and similar conditions failed or the rule does not name an op.
-    """
+    """A rule that does not match one use."""
 
     rule: BoundRule
-    reason: str
+    reason: str  # the first condition that failed; "" if an earlier rule claimed the use
+    # Closeness of the match from 0 to 4. Producer and consumer each count 2 if they match, and 1 if only sizes and
+    # similar conditions failed or the rule does not name an op.
     closeness: int = 0
 
 

@@ -285,20 +285,11 @@ class BoundRule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSet:
-    """The rules of all files in the given order. The first rule that matches a use wins.
+    """The rules of all files in the given order. The first rule that matches a use wins."""
 
-    Attributes:
-        files: Names of the files, as the caller named them.
-        descriptions: Description of each file.
-        digest: Hex SHA-256 over the files' contents.
-        prepare: Steps to run before matching, each once. The first file that names a step decides.
-        algorithms: Optimization algorithms to run, likewise.
-        rules: The rules.
-    """
-
-    files: tuple[str, ...]
-    descriptions: tuple[str, ...]
-    digest: str
-    prepare: tuple[str, ...]
-    algorithms: tuple[str, ...] = ()
+    files: tuple[str, ...]  # names of the files, as the caller named them
+    descriptions: tuple[str, ...]  # description of each file
+    digest: str  # hex SHA-256 over the files' contents
+    prepare: tuple[str, ...]  # steps to run before matching, each once; the first file that names a step decides
+    algorithms: tuple[str, ...] = ()  # optimization algorithms to run, likewise
     rules: tuple[BoundRule, ...]

@@ -114,27 +114,17 @@ def document_error(path: Path, kind: DocumentKind, sentence: str, line: int = 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentKind:
-    """A kind of file.
+    """A kind of file."""
 
-    Attributes:
-        noun: Its noun without the article: "rule file".
-        example: An example line with a quoted string.
-        error: The exception for its mistakes.
-        tables: The dataclass of each table, by its dotted path; "" is the file itself.
-        names: The noun phrase for each of these tables: "a scheme".
-        headings: For some tables a sentence about their header, for users who wrote something else.
-        named: Tables that occur several times, each with a name.
-        hidden: Fields that are no keys, by dataclass.
-    """
-
-    noun: str
-    example: str
-    error_class: type[GraphQuantError]
-    tables: Mapping[str, type]
-    table_labels: Mapping[str, str]
+    noun: str  # its noun without the article: "rule file"
+    example: str  # an example line with a quoted string
+    error_class: type[GraphQuantError]  # the exception for its mistakes
+    tables: Mapping[str, type]  # the dataclass of each table, by its dotted path; "" is the file itself
+    table_labels: Mapping[str, str]  # the noun phrase for each of these tables: "a scheme"
+    # For some tables a sentence about their header, for users who wrote something else.
     headings: Mapping[str, str] = field(default_factory=dict)
-    named_tables: frozenset[str] = frozenset()
-    hidden_fields: Mapping[type, str] = field(default_factory=dict)
+    named_tables: frozenset[str] = frozenset()  # tables that occur several times, each with a name
+    hidden_fields: Mapping[type, str] = field(default_factory=dict)  # fields that are no keys, by dataclass
 
     def table_key(self, path: KeyPath) -> str:
         """Return the key in `tables` that `path` leads to."""

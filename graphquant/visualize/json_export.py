@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.json_schema import models_json_schema
 
 from graphquant.analysis.conversion_report import ConversionReport, FloatOp
 from graphquant.analysis.model_summary import OpCoverage, StoredScaleTensor
@@ -691,13 +690,3 @@ RESULTS: dict[str, type[JsonResult]] = {
     "data check": DataCheckResult,
 }
 """Model of each command's JSON. `plan` writes the file that `insert --plan` reads; see `quantize.plan_json`."""
-
-
-def results_schema() -> dict[str, Any]:
-    """Return the JSON Schemas of all results, as in results.schema.json; `$defs` has one for each class."""
-    _, schema = models_json_schema([(model, "serialization") for model in RESULTS.values()], title="graphquant results")
-    for definition in schema["$defs"].values():
-        definition["description"] = definition["description"].partition("\n")[0]
-        for entry in definition["properties"].values():
-            entry.pop("title", None)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

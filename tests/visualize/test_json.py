@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from jsonschema import Draft202012Validator
 from support.cli import command_output
+from support.json_schemas import results_schema
 
 import graphquant as gq
-from graphquant.visualize.json_export import RESULTS, results_schema
+from graphquant.visualize.json_export import RESULTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

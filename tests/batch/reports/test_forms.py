@@ -12,7 +12,7 @@ import xmlschema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batch_reports import report_without_times
-from support.report_schema import report_schema
+from support.json_schemas import report_schema
 
 from graphquant.batch.reports import REPORTS, as_annotations, check_report_path, html, text, write_report
 from graphquant.batch.reports.text import ALL_CODES, BATCH_CODES, batch_report_view, bytes_text, percent_text

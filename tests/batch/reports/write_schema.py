@@ -7,7 +7,7 @@ from pathlib import Path
 if __name__ == "__main__":
     tests = Path(__file__).parents[2]
     sys.path.insert(0, str(tests))
-    from support.report_schema import report_schema
+    from support.json_schemas import report_schema
 
     folder = tests.parent / "graphquant" / "batch" / "reports"
     folder.joinpath("report.schema.json").write_text(json.dumps(report_schema(), indent=2) + "\n", "utf-8")

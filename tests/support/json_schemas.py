@@ -1,12 +1,16 @@
-"""The JSON Schema of batch reports, from which `write_schema.py` writes the shipped file."""
+"""The JSON Schemas of results and batch reports, which the scripts `write_schema.py` write to the shipped files."""
 
 import inspect
 import re
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic.json_schema import models_json_schema
 
 from graphquant.batch import types
+from graphquant.visualize.json_export import RESULTS
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def field_comments(record: type) -> dict[str, str]:
@@ -38,5 +42,14 @@ def report_schema() -> dict[str, Any]:
             if key in comments:
                 entry["description"] = comments[key]
         node["required"] = list(node["properties"])
-    schema_uri = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": schema_uri, **json_schema, "title": "graphquant batch report"}
+    return {"$schema": DRAFT, **json_schema, "title": "graphquant batch report"}
+
+
+def results_schema() -> dict[str, Any]:
+    """Return the JSON Schemas of all results; `$defs` has one for each class."""
+    _, schema = models_json_schema([(model, "serialization") for model in RESULTS.values()], title="graphquant results")
+    for definition in schema["$defs"].values():
+        definition["description"] = definition["description"].partition("\n")[0]
+        for entry in definition["properties"].values():
+            entry.pop("title", None)
+    return {"$schema": DRAFT, **schema}
