@@ -21,15 +21,18 @@ ROUNDING_MODES: tuple[RoundingMode, ...] = get_args(RoundingMode)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyArguments:
-    """Arguments that only the ops of one family have: `{ form = "args" }`."""
+    """Arguments that only the ops of one family have: `{ form = "args" }`.
+
+    Attributes:
+        form: For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op.
+        input_min: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
+        input_max: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    # For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op.
     form: Literal["vars", "args"] | None = None
-    # For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
     input_min: StrictFloat | None = None
-    # For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
     input_max: StrictFloat | None = None
 
     def specified(self) -> tuple[str, ...]:
