@@ -22,6 +22,7 @@ from graphquant.calibration import (
     measure_footprint,
     plan_targets,
     preserved_fingerprints,
+    refuse_growth,
 )
 from graphquant.errors import DataError, MissingDependencyError, ModelError, UsageError
 from graphquant.utils import Progress, stage_progress
@@ -69,6 +70,7 @@ def calibrate(
     if data is None:
         raise UsageError("There is no calibration data. Pass an .npz file, or random:8 for a test.")
     source = as_model(model, allow_links=settings.allow_links)
+    refuse_growth(source, settings.max_memory)
     prepared, resolved_plan = prepare_and_plan(source, PlanOptions(rules=settings.rules), plan)
     if settings.everything:
         prepared, targets = source, all_float_targets(source, finest_histogram_bits(resolved_plan))

@@ -18,7 +18,14 @@ from graphquant.analysis.validation import Bounds, Validation, count_quantized_m
 from graphquant.api.calibrate import calibrate_command_line, check_samples, resolve_stats, run_calibration
 from graphquant.api.models import as_model, save
 from graphquant.api.plan import prepare_and_plan
-from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats, sites_needing_data
+from graphquant.calibration import (
+    Stats,
+    plan_targets,
+    preserved_fingerprints,
+    refuse_growth,
+    select_stats,
+    sites_needing_data,
+)
 from graphquant.calibration.holdout import CalibrationData, open_required_labels
 from graphquant.errors import EmptyResultError, NeedsDataError, UsageError
 from graphquant.ir import QUANTIZATION_KINDS, Model, TensorRef
@@ -167,6 +174,7 @@ def insert(
 
         parse_data_spec(settings.data)
     source = as_model(model, allow_links=settings.allow_links)
+    refuse_growth(source, settings.max_memory)
     prepared, plan = prepare_and_plan(source, settings, settings.plan)
     plan, transfer = _apply_tflite_ranges(prepared, plan, settings)
     stats = None if settings.stats is None else resolve_stats(settings.stats)

@@ -19,14 +19,15 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, uncovered_ranges
-from graphquant.errors import DataError
-from graphquant.ir import LOOP_KINDS, Model, Op, TensorRef
+from graphquant.errors import DataError, ModelError
+from graphquant.ir import LOOP_KINDS, Model, Op, Output, TensorRef
 from graphquant.observers import SketchAccumulator, add_all
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ FILL_THREADS = max(MAX_CONCURRENT_RUNS // 2, 1)
 """Number of threads that fill sketches, each for different tensors. A run takes longer than filling."""
 
 TENSORS_PER_TASK = 8  # number of tensors whose values are added to sketches in one task
+
+BYTES_PER_ELEMENT = 4  # of most activations and weights
 
 GROUPED_ELEMENT_BYTES = 8
 """Bytes per element while one group of tensors is observed: the value itself and the temporaries of its sketch."""
@@ -269,12 +272,47 @@ def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | Non
     for port, output in enumerate(op.outputs):
         if port not in read_ports or op.kind in {"constant", "variable", "output"}:
             continue
-        size = None
-        if output.shape is not None and None not in output.shape[1:]:
-            first_size = (output.shape[0] if output.shape else None) or 1
-            size = first_size * math.prod(axis_size or 0 for axis_size in output.shape[1:])
+        size = _element_count(output)
         element_counts.append(size if output.dtype is None or "float" in output.dtype else 0)
     return element_counts
+
+
+def _element_count(output: Output) -> int | None:
+    """Return the elements per sample of an output, None if an axis other than the first has an unknown size."""
+    if output.shape is None or None in output.shape[1:]:
+        return None
+    return ((output.shape[0] if output.shape else None) or 1) * math.prod(size or 0 for size in output.shape[1:])
+
+
+MAX_TENSOR_BYTES = 1 << 28
+"""Maximum bytes of a tensor that is `MAX_GROWTH` times as large as all weights and inputs of its model."""
+
+MAX_GROWTH = 1000
+
+
+def refuse_growth(model: Model, max_memory: int | None = None) -> None:
+    """Refuse a small model whose tensors would fill memory, such as one that doubles a tensor again and again.
+
+    `max_memory` raises the limit of a tensor. Sizes that depend on the data are not known.
+
+    Raises:
+        ModelError: A tensor is too large.
+    """
+    sizes: dict[TensorRef, int] = {}
+    stored = 0
+    for name in model.reachable_graphs():
+        for op in model.graphs[name].ops():
+            for port, output in enumerate(op.outputs):
+                size = BYTES_PER_ELEMENT * (_element_count(output) or 0)
+                sizes[TensorRef(name, op.name, port)] = size
+                stored += size if op.kind in {"constant", "variable", "input"} else 0
+    tensor, largest = max(sizes.items(), key=itemgetter(1), default=(None, 0))
+    if largest > max(MAX_TENSOR_BYTES, MAX_GROWTH * stored, max_memory or 0):
+        raise ModelError(
+            f"The tensor {tensor} of {model.path or 'the model'} has {largest >> 20:,} MiB, and all weights and inputs"
+            f" have {-(-stored >> 10):,} KiB. If the model is trusted, raise the limit: --max-memory"
+            f" {-(-largest >> 20)}MiB"
+        )
 
 
 def collect_stats(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import mmap
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -84,11 +83,13 @@ def _saved_model_files(path: Path, *, allow_links: bool) -> tuple[Path, ...]:
 
 def may_have_external_data(path: Path) -> bool:
     """Return False if an ONNX model has no external data for certain, without parsing it."""
+    key, rest = b"location", b""  # the key under which an ONNX message names a file
     with path.open("rb") as file:
-        if not path.stat().st_size:
-            return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return data.find(b"location") >= 0  # the key under which an ONNX message names a file
+        while chunk := file.read(1 << 20):
+            if key in rest + chunk:
+                return True
+            rest = chunk[-len(key) :]
+    return False
 
 
 class HashingWriter:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+
+import graphquant as gq
+from graphquant.calibration import refuse_growth
+from graphquant.errors import ModelError
 
 BLOCKS = 12
 CHANNELS, SIZE = 32, 160
@@ -93,3 +98,42 @@ def test_peak_memory(tmp_path: Path) -> None:
     assert much > BLOCKS * 5 * TENSOR
     assert little < budget
     assert (tmp_path / "0.gqs").read_bytes() == (tmp_path / f"{budget}.gqs").read_bytes()
+
+
+def write_doubling_model(path: Path, doublings: int, features: int = 16, *, constant: bool = False) -> Path:
+    """Write a model that repeats its input, or a constant, by one Concat after the other."""
+    names = ["c" if constant else "x", *(f"t{index}" for index in range(doublings))]
+    nodes = [helper.make_node("Concat", [name] * 2, [double], axis=0) for name, double in pairwise(names)]
+    nodes += [
+        helper.make_node("ReduceSum", [names[-1]], ["s"], keepdims=0),
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("Add", ["m", "s"], ["y"]),
+    ]
+    weights = {"w": np.ones((features, 1), np.float32), "c": np.ones((1, features), np.float32)}
+    shapes = {"x": [1, features], "y": [1, 1]}
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    graph = helper.make_graph(
+        nodes, "g", infos[:1], infos[1:], [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_small_model_with_huge_tensors(tmp_path: Path, *, constant: bool) -> None:
+    """A model that would fill memory is refused before it runs; `max_memory` raises the limit."""
+    path = write_doubling_model(tmp_path / "a.onnx", 30, constant=constant)
+    assert path.stat().st_size < 18 << 10
+    with pytest.raises(ModelError, match="t29:0"):
+        gq.insert(path, data="random:8")
+    with pytest.raises(ModelError, match="t29:0"):
+        gq.calibrate(path, data="random:8", max_memory="65535MiB")
+    refuse_growth(gq.load(path), 64 << 30)
+
+
+def test_models_with_large_tensors_are_accepted(tmp_path: Path) -> None:
+    """Tensors below the limit, and tensors that are large like the model's inputs and weights, are accepted."""
+    refuse_growth(gq.load(write_doubling_model(tmp_path / "a.onnx", 22)))
+    refuse_growth(gq.load(write_doubling_model(tmp_path / "b.onnx", 8, 1 << 19)))
+    with pytest.raises(ModelError):
+        refuse_growth(gq.load(write_doubling_model(tmp_path / "c.onnx", 23)))

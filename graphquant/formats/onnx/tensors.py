@@ -267,12 +267,15 @@ def _external_array(tensor: Any, folder: Path | None) -> Array:
             f"states {length}, and the file has {path.stat().st_size}. The file is truncated, or it belongs to another "
             "model: copy it again."
         )
-    if not count:
-        return np.zeros(shape, dtype)
+    data = np.fromfile(path, np.uint8, expected_bytes, offset=offset)
+    if data.size < expected_bytes:  # A file that becomes shorter while it is mapped to memory would end the process.
+        raise ModelError(f"{path} became shorter while it was read. Copy it again, and change no file during a run.")
     if name in SUB_BYTE_BITS:
-        packed = np.memmap(path, np.uint8, "r", offset, (expected_bytes,)).tobytes()
-        return np.asarray(numpy_helper.to_array(TensorProto(data_type=tensor.data_type, dims=shape, raw_data=packed)))
-    return np.memmap(path, dtype, "r", offset, shape)
+        proto = TensorProto(data_type=tensor.data_type, dims=shape, raw_data=data.tobytes())
+        return np.asarray(numpy_helper.to_array(proto))
+    # The type says that the values can be read again, so that they need not stay in memory.
+    values: Array = data.view(dtype).reshape(shape).view(np.memmap)
+    return values
 
 
 _DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,11 +40,9 @@ _MIN_READ_BUDGET: Final = 1 << 16  # bytes that may be read from any file, howev
 
 
 def load(path: Path, *, allow_links: bool = False) -> Model:  # noqa: ARG001  # the protocol's signature
-    """Load the model at `path`. Its constants are memory-mapped and read on request."""
+    """Load the model at `path`. Its constants are decoded on request."""
     try:
-        with path.open("rb") as file:
-            empty = not file.seek(0, 2)
-            data = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = path.read_bytes()  # A file that becomes shorter while it is mapped to memory would end the process.
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}. Give the path of a TFLite model.") from error
     try:
@@ -54,7 +51,7 @@ def load(path: Path, *, allow_links: bool = False) -> Model:  # noqa: ARG001  # 
         raise ModelError(f"{path}: {error}") from error
 
 
-def parse_tflite(data: bytes | mmap.mmap, path: Path | None = None) -> Model:
+def parse_tflite(data: bytes, path: Path | None = None) -> Model:
     """Load the model in `data`."""
     view = memoryview(data)
     if not view:

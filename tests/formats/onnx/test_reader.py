@@ -432,8 +432,26 @@ def folder_of_floats(tmp_path: Path) -> Path:
     return home
 
 
+def test_external_data_that_is_truncated_while_it_is_read(
+    folder_of_floats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that were read stay valid when the file is truncated, and later reads are errors, at any moment."""
+    model = format_.load(write_external_model(folder_of_floats, "data/w.bin", offset="8", length="8"))
+    value, weights = model.main.op("w").read_value(), folder_of_floats / "data/w.bin"
+
+    def truncate_first(path: Path, *arguments: Any, read: Any = np.fromfile, **options: Any) -> Any:
+        weights.write_bytes(b"")
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr("graphquant.formats.onnx.tensors.np.fromfile", truncate_first)
+    for _ in range(2):  # between the check of the size and the read, and before the check
+        with pytest.raises(ModelError, match=r"w\.bin"):
+            model.main.op("w").read_value()
+    np.testing.assert_array_equal(value, [3, 4])
+
+
 def test_external_data_is_read_and_run(folder_of_floats: Path) -> None:
-    """External data is a memory map; sessions, upgrades and copies of the model in other folders find it."""
+    """External data is read when needed; sessions, upgrades and copies of the model in other folders find it."""
     model = format_.load(write_external_model(folder_of_floats, "data/w.bin", offset="8", length="8"))
     value = model.main.op("w").read_value()
     assert isinstance(value, np.memmap)

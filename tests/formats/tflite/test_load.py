@@ -23,6 +23,15 @@ def places_far_data(data: bytes) -> bytes:
     return data[:at] + struct.pack("<Q", len(data)) + data[at + 8 :] + np.array([1.5, -2], np.float32).tobytes()
 
 
+def test_file_that_is_truncated_after_loading(build_tflite, full_tflite_model, tmp_path):
+    """Constants can still be read."""
+    path = tmp_path / "a.tflite"
+    path.write_bytes(places_far_data(build_tflite(full_tflite_model)))
+    model = gq.load(path)
+    path.write_bytes(b"")
+    np.testing.assert_array_equal(model.main.op("far").read_value(), np.array([1.5, -2], np.float32))
+
+
 def test_all_parts_of_a_model_are_read(build_tflite, full_tflite_model):
     """Ops are named after their first output; constants, variables, custom ops and other graphs are loaded."""
     model = parse_tflite(places_far_data(build_tflite(full_tflite_model)))
