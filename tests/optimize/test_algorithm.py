@@ -6,16 +6,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from graphquant.ir import TensorRef
 from graphquant.optimize import algorithm
 from graphquant.optimize.algorithm import (
     MIN_GAIN_STANDARD_ERRORS,
     MIN_TARGETED_GAIN_STANDARD_ERRORS,
     AlgorithmData,
     AlgorithmResult,
+    PreCalibrationState,
     WeightEdits,
     apply_validated,
     rejection_reason,
 )
+from graphquant.quantize import Plan, Site
+from graphquant.rules import Scheme
 
 
 class Runner:
@@ -49,7 +53,8 @@ def run_algorithms(monkeypatch, *errors, samples=8):
             seen.append(round(float(state.solution[0]["y"][0]) - 1, 6))
             result = AlgorithmResult(algorithm=f"{index}", target="op", detail="", applied=error is not None)
             solution = state.solution if error is None else outputs_with_error(error)
-            return replace(state, solution=solution, results=(*state.results, result))
+            other = AlgorithmResult(algorithm=f"{index}", target="other", detail="", applied=False)
+            return replace(state, solution=solution, results=(*state.results, result, other))
 
         return f"{index}", apply, MIN_GAIN_STANDARD_ERRORS
 
@@ -58,7 +63,9 @@ def run_algorithms(monkeypatch, *errors, samples=8):
     algorithms = [make(index, error) for index, error in enumerate(errors)]
     final = apply_validated(state, algorithms, lambda state: state, data)
     assert final.results[0] is earlier
-    return [(entry.algorithm, entry.target, entry.applied) for entry in final.results[1:]], seen, final
+    assert earlier.applied
+    results = [(entry.algorithm, entry.target, entry.applied) for entry in final.results[1:] if entry.target != "other"]
+    return results, seen, final
 
 
 def test_only_what_is_better_is_kept(monkeypatch):
@@ -101,14 +108,50 @@ def test_nothing_is_measured_without_a_change(monkeypatch):
 def test_errors_of_outputs():
     """Squared errors relative to the mean power, infinite for missing outputs and other shapes, for floats alone."""
     expected = [
-        {"y": np.array([3.0, 4.0]), "z": np.array([0.0]), "i": np.array([1])},
-        {"y": np.array([5.0, 0.0]), "z": np.array([0.0])},
+        {"y": np.array([3.0, 4.0]), "z": np.array([0.0]), "first": np.array([1.0]), "integers": np.array([1])},
+        {"y": np.array([5.0, 0.0]), "z": np.array([0.0]), "integers": np.array([1])},
     ]
     actual = [{"y": np.array([3.0, 3.0]), "z": np.array([2.0])}, {"y": np.array([5.0])}]
     edits = SimpleNamespace(quantized_model=lambda: actual)
     data = AlgorithmData(feeds=[], validation_feeds=[None, None], create_runner=Runner)
     errors = algorithm._measure_output_errors(edits, expected, data)
     assert errors.tolist() == [[1 / 25, 4.0], [np.inf, np.inf]]
+    large, actual[:] = {"y": np.full(1, 1e30, np.float32)}, [{"y": np.full(1, 0.9e30, np.float32)}] * 2
+    assert algorithm._measure_output_errors(edits, [large] * 2, data) == pytest.approx(0.01)
+
+
+def test_observed_tensors():
+    """Each tensor that can be observed is observed once, with the feeds of the algorithms."""
+    calls = []
+
+    class Observer:
+        """A runner that cannot observe b."""
+
+        def unobservable(self, tensors):
+            """Return the tensors that cannot be observed."""
+            calls.append(tensors)
+            return [tensor for tensor in tensors if tensor == "b"]
+
+        def observe(self, tensors, feeds, *, max_in_flight):
+            """Return the arguments."""
+            yield tensors, feeds, max_in_flight
+
+    data = AlgorithmData(feeds=["feed"], validation_feeds=[], create_runner=lambda model: Observer())
+    assert list(data.observe("model", ["a", "b", "c", "a"], 2)) == [(["a", "c"], ["feed"], 2)]
+    assert list(data.observe("model", ["a"])) == [(["a"], ["feed"], 1)]
+    assert list(data.observe("model", ["b"])) == []
+    assert calls == [["a", "b", "c"], ["a"], ["b"]]
+
+
+def test_plans_without_inserted_products():
+    """Sites of inserted products are those of the tensors that they multiply."""
+    tensors = [TensorRef("", name) for name in ("a", "b/scaled")]
+    scheme = Scheme(name="act", dtype="uint8", family="onnx-qdq")
+    sites = tuple(Site(tensor=tensor, uses=(), graph="", scheme=scheme) for tensor in tensors)
+    plan = Plan(format="onnx", model="", prepared="", rules=(), sites=sites)
+    state = PreCalibrationState(model=None, plan=plan, factor_products={tensors[1]: TensorRef("", "b")})
+    assert [site.tensor.op for site in state.plan_without_factors(plan).sites] == ["a", "b"]
+    assert replace(state, factor_products={}).plan_without_factors(plan) is plan
 
 
 def tile(gain, samples=16, outputs=1):
@@ -151,3 +194,61 @@ def test_exact_outputs():
     both = np.stack([np.ones(8), np.zeros(8)], axis=1)
     assert rejection_reason(both, np.concatenate([tile(3.0, 8), np.zeros((8, 1))], axis=1)) == ""
     assert "grows" in rejection_reason(both, np.concatenate([tile(3.0, 8), np.full((8, 1), 1e-6)], axis=1))
+
+
+def expected_decision(before, after, least):
+    """Return the decision by the four conditions: the text in the reason, or "" to keep the algorithm."""
+    count = len(before)
+    gains = np.sqrt(before) - np.sqrt(after)
+    mean = gains.sum(0) / count
+    standard_error = np.sqrt(np.square(gains - mean).sum(0) / (count - 1) / count)
+    decibels = 10 * np.log10(before.sum(0) / after.sum(0))
+    if min(decibels) < -0.5 or any(mean + standard_error < 0):
+        return f"by a factor of {10 ** (max(-min(decibels), 0) / 20):.2f}"
+    outliers = 1 if count < 8 else 2 if count < 12 else 3
+    factors = []
+    for old, new in zip(before.T, after.T, strict=True):
+        pairs = sorted(zip(old, new, strict=True), key=lambda pair: pair[0] - pair[1])[:-outliers]
+        old_sum, new_sum = map(sum, zip(*pairs, strict=True))
+        most_gain = 2 * (new < old).sum() - count > 2.5 * count**0.5
+        factors.append(1.0 if most_gain else (new_sum / old_sum) ** 0.5)
+    if max(factors) > 1:
+        return f"without the {outliers} samples that gain most, an output has {max(factors):.2f} times"
+    if not any(mean > least * standard_error):
+        return "more than chance"
+    return "" if max(decibels) >= 0.5 else "0.5 dB"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_decisions(seed):
+    """Many errors of samples and outputs lead to the decision that the conditions require."""
+    rng = np.random.default_rng(seed)
+    decisions = set()
+    for _ in range(100):
+        shape = rng.integers(4, 41), rng.integers(1, 3)
+        before = rng.lognormal(0, rng.choice([0.1, 1.0]), shape)
+        gain = rng.uniform(-0.6, 1.0, shape[1]) + rng.choice([0.2, 1.0, 3.0]) * rng.normal(size=shape)
+        after = before * 10 ** (-gain / 10)
+        least = rng.choice([MIN_GAIN_STANDARD_ERRORS, MIN_TARGETED_GAIN_STANDARD_ERRORS])
+        expected, reason = expected_decision(before, after, least), rejection_reason(before, after, least)
+        assert expected in reason
+        assert bool(expected) == bool(reason)
+        decisions.add(expected[:5])
+    assert decisions >= {"", "by a ", "witho", "more "}
+
+
+def test_limits_of_decisions():
+    """The limits that the documentation of the algorithms gives."""
+    assert (algorithm.MAX_LOSS_STANDARD_ERRORS, algorithm.MAX_LOSS_DB, algorithm.MAX_OUTLIERS) == (1.0, 0.5, 3)
+    assert (MIN_GAIN_STANDARD_ERRORS, MIN_TARGETED_GAIN_STANDARD_ERRORS) == (2.5, 1.0)
+
+
+def test_broken_models_are_not_kept(monkeypatch):
+    """The model of each algorithm is checked, also if nothing was applied."""
+    checked = []
+    state = WeightEdits(prepared_model=None, model="before", solution=None)
+    monkeypatch.setattr(algorithm, "check_invariants", lambda model, name: checked.append((model, name)))
+    feeds = [None] * 3
+    data = AlgorithmData(feeds=feeds, validation_feeds=feeds, create_runner=Runner)
+    apply_validated(state, [("gptq", lambda state, _: replace(state, model="after"), 1.0)], lambda state: state, data)
+    assert checked == [("after", "gptq")]

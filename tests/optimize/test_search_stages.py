@@ -597,6 +597,31 @@ def test_the_cheapest_candidates(trials, monkeypatch):
     assert trials["fixed"] == []
 
 
+def test_sites_of_one_group():
+    """Sites of a group without the chosen candidate keep the rules' one, and errors of 0 have no decibels."""
+    candidates = (
+        Candidate(name=RULE_CANDIDATE, error=1e-2),
+        Candidate(name="mse range", error=0.0),
+        Candidate(name=FLOAT_CANDIDATE, error=0.0, high_precision=True),
+    )
+    group = ScaleGroup(sites=(0, 1), ops=frozenset(), candidates=candidates)
+    plan = make_plan("ab")
+    other = replace(plan, sites=tuple(replace(site, graph="other") for site in plan.sites))
+    errors = {0: {RULE_CANDIDATE: 1e-2, "mse range": 0.0}, 1: {RULE_CANDIDATE: 0.0}}
+    drafts = search._CandidatePlans(plan, {"mse range": other}, [group], errors, Bounds(min_sqnr=30))
+    assert [drafts.changed_candidates((index,)) for index in range(3)] == [
+        {},
+        {0: "mse range"},
+        {0: FLOAT_CANDIDATE, 1: FLOAT_CANDIDATE},
+    ]
+    chosen = "the search chose mse range for 30 dB; quantized alone by the rules, it leaves 20.0 dB at the outputs"
+    assert [(site.graph, site.why) for site in drafts.build_plan((1,)).sites] == [("other", chosen), ("", "")]
+    assert [skip.reason for skip in drafts.build_plan((2,)).skips] == [
+        "the search keeps it float for 30 dB; quantized alone by the rules, it leaves 20.0 dB at the outputs",
+        "the search keeps it float for 30 dB",
+    ]
+
+
 def test_errors_that_were_not_measured(trials, monkeypatch):
     """Only measured errors are sensitivities."""
     monkeypatch.setattr(Trials, "measured_sites", frozenset({0, 2}))
