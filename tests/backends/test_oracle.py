@@ -553,6 +553,7 @@ def test_inside_an_if_branch(name, tmp_path):
     assert len(verdicts) % 2 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("weight")])
 def test_quantized_outside_of_an_if(name, tmp_path):
     """Verdicts are correct in a branch that dequantizes outer values."""
@@ -585,6 +586,7 @@ def inside_loop(message, own):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_inside_a_loop(name, tmp_path):
     """Verdicts are correct in the body of a Loop."""
@@ -593,6 +595,7 @@ def test_inside_a_loop(name, tmp_path):
     assert truth.differences(verdicts, actual) == []
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("blocks")])
 def test_microsoft_domain(name, tmp_path):

@@ -3,12 +3,15 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from graphquant.batch.attestation import verify_outputs
 from graphquant.batch.run import BatchOptions, run_batch
 from graphquant.batch.types import Entry, Gates
 from graphquant.batch.work import quantize_entry
 
 
+@pytest.mark.slow
 def test_verifying_outputs_with_bounds(tmp_path, samples, monkeypatch):
     """Outputs that were searched for with a bound are reproduced. A missed gate is no difference."""
     for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):

@@ -191,6 +191,7 @@ def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
     assert inserted_result.validation.comparison is not None
 
 
+@pytest.mark.slow
 def test_beside_a_bound(samples: Path) -> None:
     """A search for a bound leaves the weights as the budget made them."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
