@@ -118,9 +118,8 @@ class Validation:
         if comparison.all_empty:
             problems.append(_empty_outputs_message(comparison))
         return tuple(problems) or (
-            *_sqnr_failures(comparison, bounds, requested=bool(self.bounds)),
-            *_agreement_failures(comparison, bounds),
-            *_accuracy_failures(comparison, bounds),
+            *self.unmeasurable_bounds,
+            *_missed_bounds(comparison.outputs, bounds),
             *(
                 f"the graph optimizations of onnxruntime change output {name!r}, which has {sqnr:.2f} dB without them;"
                 " run the model with ORT_DISABLE_ALL, or change the quantized types, such as float8 to int8"
@@ -206,41 +205,20 @@ def _empty_outputs_message(comparison: Comparison) -> str:
     return f"nothing was compared, because every output was empty for all {comparison.samples} samples"
 
 
-def _sqnr_failures(comparison: Comparison, bounds: Bounds, *, requested: bool) -> list[str]:
-    if bounds.min_sqnr is None:
-        return []
-    measured = [(output.name, output.sqnr) for output in comparison.outputs if output.sqnr is not None]
-    failures = [
-        f"output {name!r} has {sqnr:.2f} dB, and the bound is {bounds.min_sqnr:g} dB"
-        for name, sqnr in measured
-        if not sqnr >= bounds.min_sqnr
-    ]
-    return failures if measured or not requested else [NO_SQNR]
-
-
-def _agreement_failures(comparison: Comparison, bounds: Bounds) -> list[str]:
-    if bounds.min_agreement is None:
-        return []
-    measured = [(output.name, output.agreement) for output in comparison.outputs if output.agreement is not None]
-    failures = [
-        f"{100 * agreement:.2f}% of output {name!r} agree, and the bound is {100 * bounds.min_agreement:g}%"
-        for name, agreement in measured
-        if agreement < bounds.min_agreement
-    ]
-    return failures if measured else [NO_AGREEMENT]
-
-
-def _accuracy_failures(comparison: Comparison, bounds: Bounds) -> list[str]:
-    if bounds.max_accuracy_drop is None:
-        return []
-    measured = [(output.name, output.accuracy) for output in comparison.outputs if output.accuracy is not None]
-    failures = [
-        f"the accuracy of output {name!r} drops from {100 * float_accuracy:.2f}% to {100 * quantized_accuracy:.2f}%,"
-        f" and the bound is {_points(bounds.max_accuracy_drop)}"
-        for name, (float_accuracy, quantized_accuracy) in measured
-        if float_accuracy - quantized_accuracy > bounds.max_accuracy_drop
-    ]
-    return failures if measured else [NO_ACCURACY]
+def _missed_bounds(outputs: Sequence[OutputFigures], bounds: Bounds) -> Iterator[str]:
+    """Yield a message for each output that misses a bound."""
+    sqnr, agreement, drop = bounds.min_sqnr, bounds.min_agreement, bounds.max_accuracy_drop
+    for output in outputs:
+        if sqnr is not None and output.sqnr is not None and not output.sqnr >= sqnr:
+            yield f"output {output.name!r} has {output.sqnr:.2f} dB, and the bound is {sqnr:g} dB"
+    for output in outputs:
+        if agreement is not None and output.agreement is not None and output.agreement < agreement:
+            share = f"{100 * output.agreement:.2f}% of output {output.name!r} agree"
+            yield f"{share}, and the bound is {100 * agreement:g}%"
+    for output in outputs:
+        if drop is not None and output.accuracy is not None and output.accuracy[0] - output.accuracy[1] > drop:
+            shares = " to ".join(f"{100 * share:.2f}%" for share in output.accuracy)
+            yield f"the accuracy of output {output.name!r} drops from {shares}, and the bound is {_points(drop)}"
 
 
 def validate_model(
