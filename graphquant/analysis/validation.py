@@ -30,11 +30,9 @@ MAX_UNBOUNDED_SAMPLES = 32
 
 CONCENTRATED_ERROR_DIVISOR = 8  # an error is concentrated if fewer than one in this many samples cause half of it
 SITE_SAMPLES = 4  # number of samples on which each quantized tensor is measured
-
 CONFIDENCE = "with 95% confidence"
 
 OPTIMIZER_LOSS = 6.0  # loss of SQNR in dB by the optimizations of a runtime that is reported: twice the error
-
 NO_SQNR = "no output contains floats, so there is no SQNR"
 NO_AGREEMENT = "no output contains class scores or integers, so there is no agreement"
 NO_ACCURACY = "the data has no 'labels' that match an output with one class per row, so there is no accuracy"

@@ -49,12 +49,10 @@ __all__ = [
 ]
 
 RULE_NAME = "insert_quant_op"  # stamped on each new op in place of a rule's name
-
 QUANT_SCOPE = "SlimQuant"
 MIN_BITS, MAX_BITS = 2, 16
 MIN_EXPONENT = -126
 MAX_LISTED_CONSUMERS = 5  # number of consumers that an error lists
-
 _TENSORFLOW_SCOPE = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 
 

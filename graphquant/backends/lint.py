@@ -67,7 +67,6 @@ KNOWN_OUTPUT_RANGES = {"sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "hard_sigmo
 MIN_CHANNEL_STEPS = 4  # minimum number of integers between the smallest and largest value of a weight channel
 MAX_UNUSED_SHARE = 0.25  # share of integers below zero from which the output of a Relu counts as symmetric
 BIAS_SCALE_TOLERANCE = 0.01  # maximum relative error of the scale of a bias
-
 INT32_BITS = 32
 INT32_MAX = (1 << (INT32_BITS - 1)) - 1
 

@@ -72,7 +72,6 @@ OUTPUT_ZERO_POINT_SLOTS = {
 """Slot of the zero point of the output, whose type the output has; 4 for the other QLinear types."""
 
 MAX_MOVEMENTS = 64  # maximum number of ops to look through for the type of a tensor
-
 NO_KERNEL_RULE = "no-kernel"
 
 REJECTION_REMEDIES = {

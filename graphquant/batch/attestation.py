@@ -26,11 +26,9 @@ from graphquant.visualize.tables import join_names
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:graphquant:insert:1"  # build type, which defines the parameters: those of a manifest's entry
-
 BUILDER_ID = "urn:graphquant:batch"
 
 DIGEST_NAME = "graphquantSha256"  # name of digests over several files
-
 ATTESTATION_SUFFIX = ".intoto.json"
 
 MAX_ATTESTATION_BYTES = 64 << 20  # maximum size of an attestation

@@ -44,7 +44,6 @@ except ImportError as _missing:
     ) from _missing
 
 SCHEDULER_TIMEOUT = "10s"  # timeout for the answer of the scheduler
-
 SHUTDOWN_SECONDS, POLL_SECONDS = 10.0, 0.02  # seconds for worker processes to end, and between two polls
 STATS_FILE_NAME = "stats.gqs"  # name of a statistics file in a temporary folder
 

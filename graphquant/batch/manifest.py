@@ -61,7 +61,6 @@ _FILE_OPTIONS = {
 """Options with the path of a file, and the message if it is missing."""
 
 TEMPLATE_KEYS = ("data", *_FILE_OPTIONS, "output")  # keys that may contain placeholders
-
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 

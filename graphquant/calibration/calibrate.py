@@ -49,7 +49,6 @@ FILL_THREADS = max(MAX_CONCURRENT_RUNS // 2, 1)
 """Number of threads that fill sketches, each for different tensors. A run takes longer than filling."""
 
 TENSORS_PER_TASK = 8  # number of tensors whose values are added to sketches in one task
-
 BYTES_PER_ELEMENT = 4  # of most activations and weights
 
 GROUPED_ELEMENT_BYTES = 8

@@ -252,7 +252,6 @@ STORED_NUMBERS = ("count", "nan", "inf", "empty_arrays", "blocks")
 """Numbers of a sketch that the header stores unchanged."""
 
 MAX_STATS_BYTES = 1 << 31  # Maximum number of bytes of all arrays of a file. The header may have a sixteenth of it.
-
 MAX_CHANNELS = 1 << 24
 MEMBER_DATE = (1980, 1, 1, 0, 0, 0)
 

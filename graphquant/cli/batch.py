@@ -128,23 +128,6 @@ class ReportOptions:
                 f"--verify reads local outputs, but {remote_outputs[0]} is remote. Copy it to this machine first."
             )
 
-    def read_earlier_report(self) -> BatchReport | None:
-        """Return the report of --compare, or None; raise UsageError if the file cannot be read, or is not a report."""
-        from graphquant.batch.types import read_report
-
-        return None if self.compare is None else read_report(self.compare)
-
-    def merge_reports(self, names: Sequence[str]) -> BatchReport:
-        """Merge the reports at `names`.
-
-        Raises:
-            UsageError: A report cannot be read, or the reports belong to different batches.
-        """
-        from graphquant.batch.reports import merge_reports
-        from graphquant.batch.types import read_report
-
-        return merge_reports({Path(name): read_report(Path(name)) for name in names})
-
     def publish(
         self, report: BatchReport, earlier_report: BatchReport | None, entries: Sequence[Entry] = ()
     ) -> BatchReport:
@@ -267,7 +250,9 @@ def batch_command(
     from graphquant.batch.attestation import verify_outputs
     from graphquant.batch.cache import OutcomeCache, default_cache_folder, parse_prune_limit
     from graphquant.batch.manifest import has_manifest, load_entries
+    from graphquant.batch.reports import merge_reports
     from graphquant.batch.run import BatchOptions, deal_digest, select_shard
+    from graphquant.batch.types import read_report
 
     folder = cache_dir or default_cache_folder()
     if prune_cache is not None:
@@ -276,9 +261,10 @@ def batch_command(
             _prune_cache(OutcomeCache(folder), prune_cache, reporting)
             return
     reporting.check_options(names)
-    earlier_report = reporting.read_earlier_report()
+    earlier_report = None if reporting.compare is None else read_report(reporting.compare)
     if reporting.merge:
-        _exit_with_report(reporting.publish(reporting.merge_reports(names), earlier_report), merged=True)
+        merged_report = merge_reports({Path(name): read_report(Path(name)) for name in names})
+        _exit_with_report(reporting.publish(merged_report, earlier_report), merged=True)
         return
     shard_position = parse_shard(shard)
     merge_disabled_algorithms(settings)

@@ -22,7 +22,6 @@ OptionsClass = TypeVar("OptionsClass", bound=Options)
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells use it
 LONGEST_LINE = 2_000  # maximum number of characters of an error line, because a name in a model may have millions
-
 OUTPUT = click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 HTML = click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result as an HTML page.")
 FORCE = click.option("--force", is_flag=True, help="Replace existing files.")

@@ -20,7 +20,6 @@ from graphquant.formats import detect_format, refuse_outside_links, walk_saved_m
 MAX_FILES = 100_000  # maximum number of files in the folder of a SavedModel
 MAX_SEARCHED_BYTES = 1 << 33  # maximum total size of the files that are searched for names of weights files
 _MAX_MODEL_BYTES = 1 << 31  # maximum size of a model file, which is a protocol buffer
-
 _CHUNK_BYTES = 1 << 22
 _WEIGHTS_FILE_NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")
 _SUFFIX_LENGTH = len("0123456789abcdef.data")

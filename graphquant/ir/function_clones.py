@@ -28,7 +28,6 @@ MAX_PATH_CHANGES: Final = 4
 """Limit of changes to the path of a function while its callers are collected. A recursive function has no path."""
 
 MAX_WEIGHT_DISTANCE: Final = 4  # limit of ops between a weight and the op that reads it quantized
-
 _CALL_NAME: Final = re.compile(r"\A(Stateful)?PartitionedCall(_\d+)?\Z")
 _UNMATCHED_KINDS: Final = BOUNDARY_KINDS | STORED_KINDS | {"identity", "call", "read_variable"}
 """Kinds that store or forward values. Matching skips them."""

@@ -45,7 +45,6 @@ OPSET_FLOAT8, OPSET_BLOCKS = 19, 21
 """Opset 19 also has float16 tensors, opset 21 float16 tensors of 4 and 16 bits."""
 
 OPSET_4_AND_16_BITS = 21  # first opset with 4 and 16 bits in the default domain
-
 OPSET_WITHOUT_KERNELS = 28  # first opset whose QuantizeLinear and DequantizeLinear no onnxruntime up to 1.32 implements
 
 MICROSOFT_DOMAIN = "com.microsoft"

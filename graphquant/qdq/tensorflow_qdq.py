@@ -265,7 +265,6 @@ def _is_valid_range(low: Array, high: Array) -> bool:
 TF_ROUND_MODE_NAMES: dict[RoundingMode, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
 
 KERNEL_FLOAT_TYPES = frozenset({"float32", "float64"})  # the types that have a CPU kernel of QuantizeAndDequantize
-
 MAX_READABLE_BITS = 62
 
 

@@ -15,9 +15,7 @@ _ALTERNATIVES = re.compile(rf"({_KIND}(?:\|{_KIND})*)(\?)?")
 _LINE = re.compile(rf"(\w+)\s*=\s*({_KIND}(?:\|{_KIND})*)\s*\(([^()]*)\)")
 
 ANY_OPERAND = "_"  # an operand of a pattern that matches any input, a different one each time
-
 ANY_OP = "*"  # selects any op of a pattern
-
 MAX_CHAIN_LINKS = 16  # longest chain, in links
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 MAX_BYTES = 1 << 20  # Largest file. Shipped files have a few thousand bytes.
-
 MAX_MISTAKES = 100  # mistakes of one file that are listed in one error
 
 

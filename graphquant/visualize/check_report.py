@@ -130,7 +130,6 @@ INPUT_COLUMNS: tuple[Column[InputSummary], ...] = (
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 _LONE_SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # Surrogates that represent no byte of a file name
-
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 
 

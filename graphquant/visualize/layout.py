@@ -19,7 +19,6 @@ OP_GAP = 24  # room between two ops of a layer, in drawing units
 FRAME_GAP = 7  # extra room for each frame that begins or ends between two ops of a layer
 TRUNK_WIDTH = 10  # room of a tensor that passes a layer
 LANE_WIDTH = 14  # room between two lanes at the right
-
 MAX_LANES = 12
 
 MAX_SWEEPS = 4  # maximum number of ordering sweeps

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from graphquant.analysis import Differences, ModelChange
 
 FIRST, SECOND = 1, 2  # bits of the sides; a part on both sides has their sum
-
 _SIDES_BY_BITS = ((), (FIRST,), (SECOND,), (FIRST, SECOND))
 
 

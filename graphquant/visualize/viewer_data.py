@@ -35,7 +35,6 @@ VIEWER_BARS = 80  # bars of a histogram
 MAX_SCALES = 2048  # maximum number of scales of one tensor; a weight quantized in blocks has very many
 MAX_SHOWN = 12  # maximum number of attributes of an op, and of numbers in a list
 MAX_ATTR_LENGTH = 60  # maximum number of characters of an attribute
-
 INPUT_STATES = ("", "none", "some", "all")
 
 

@@ -42,16 +42,13 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 SCAN_CHUNK_BYTES = 1 << 17  # approximate bytes per read while an array is checked and hashed
-
 _COPY_CHUNK_BYTES = 1 << 20
 
 MAX_EXPANDED_BYTES = 1 << 28
 """Maximum bytes of the decompressed arrays of a file that expands more than `MAX_EXPANSION` times."""
 
 MAX_EXPANSION = 100  # Decompressed bytes for each byte of a file. Measured data has 1 to 20, and zeros have 1,000.
-
 ZIP_LOCAL_HEADER_BYTES = 30  # size of the fixed part of the local header before each entry of a zip file
-
 ZIP_ENCRYPTED_FLAG = 1
 
 

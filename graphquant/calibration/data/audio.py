@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 MAX_WAV_BYTES = 1 << 28  # maximum size of a wav file: more than two hours of 16-bit mono at 16 kHz
-
 _PCM_FORMAT, _FLOAT_FORMAT, _EXTENSIBLE_FORMAT = 1, 3, 0xFFFE
 _UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # streaming writers cannot fill in the size
 

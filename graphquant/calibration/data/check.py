@@ -27,26 +27,19 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 FEW_SAMPLES = 32  # below this number of samples, ranges depend on the choice of samples
-
 MIN_UNSCALED_PIXEL = 128  # a maximum from here to 255, without negative values, looks like pixels that were not scaled
-
 MAX_PIXEL = 255
 
 CHECKED_SAMPLES = 32  # number of samples that `check_model_data` reads
-
 RUN_SAMPLES = 8  # number of samples on which `check_model_data` runs the model
 
 MAX_BATCHNORM_RATIO = 10
 """Largest plausible ratio of a standard deviation and the one that a batch normalization has stored in training."""
 
 MAX_BIAS_RATIO = 20  # Ratio of a response and the bias above which pixels are unscaled. Trained layers have 0.5 to 10.
-
 MIN_BIAS_RATIO = 0.05  # ratio of a response and the bias below which an input has almost no influence
-
 MIN_TABLE_ROWS = 16  # number of rows from which a table is an embedding, and zeros and ones are no indices of it
-
 LIMIT_DISTANCE = 1e-6  # largest distance from 0 or 1 of a saturated probability
-
 MAX_DISTINCT = 64  # number of different samples that are remembered, so that memory does not grow
 
 LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})

@@ -23,7 +23,6 @@ MAX_FEED_BYTES = 1 << 31
 """Maximum size of one array of one feed. A file that claims more is considered broken or hostile."""
 
 MAX_FILES = 1_000_000  # Maximum number of files in a folder. Calibration needs hundreds.
-
 DATA_EXTRA_INSTALL = "pip install 'graphquant[data]'"
 
 FILE_READ_ERRORS: tuple[type[Exception], ...] = (

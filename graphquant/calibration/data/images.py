@@ -61,7 +61,6 @@ PILLOW_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow readers that may be used. The others start programs or are hardly tested."""
 
 MAX_PIXELS = 1 << 27  # maximum number of pixels of an image, before and after resizing
-
 MIN_CROP = 0.1
 
 

@@ -112,7 +112,6 @@ def _reshape_to_input(label: str, model_input: InputSpec, values: Array) -> Arra
 
 
 ROWS_PER_BATCH = 16  # rows that are decoded at a time
-
 PARQUET_ADVICE = "Check that the Parquet file is complete."
 
 
@@ -239,7 +238,6 @@ Example: Final[Any] = message_factory.GetMessageClass(_build_descriptor_pool().F
 # -- TFRecord --------------------------------------------------------------------------------------
 
 MAX_RECORD_BYTES = 1 << 28  # maximum size of a record; a compressed record may claim any size
-
 _CRC_MASK_DELTA = 0xA282EAD8
 _GZIP_MAGIC = b"\x1f\x8b"
 

@@ -96,9 +96,7 @@ def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array]
 
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1  # maximum size of a protocol buffer
-
 MAX_BRACKET_DEPTH = 1000  # maximum nesting depth of brackets in onnx's text form
-
 _BRACKETS = re.compile(rb"[{}()<>\[\]]")
 
 _PARSE_ERRORS = (

@@ -69,7 +69,6 @@ SESSION_PER_THREAD_BYTES = 1 << 24
 session are interleaved in its memory, which fragments it."""
 
 MAX_COPIED_TENSORS = 1 << 12  # Maximum number of watched tensors for which there are such sessions.
-
 _FATAL_LOG_LEVEL = 4  # errors are raised with the same text
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
 """If two sessions take turns, threads that spin while waiting for the next run take CPU time from the other session."""
@@ -529,7 +528,6 @@ GENERATED_SUFFIX = re.compile(r"(_nchwc|_q|_dq|_q_to_dq)$")
 """Suffix that onnxruntime adds to the name of a tensor to name an op after it."""
 
 CONTAINER_OPS = frozenset({"Loop", "If", "Scan"})  # types whose time is that of the ops inside, which are reported too
-
 CONVERSION_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 

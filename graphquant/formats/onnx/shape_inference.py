@@ -207,7 +207,6 @@ MAX_SCALE_ELEMENTS = 8
 MAX_REVEAL_ROUNDS = 4  # Maximum number of times that hidden nodes are revealed. Each time all types are inferred again.
 MIN_PART_IR_VERSION = 4  # first IR version whose initializers need not be graph inputs, for parts of a model
 MAX_INLINED_NODES = 1 << 18  # maximum number of nodes after inlining the functions, as onnx and onnxruntime do
-
 _VISIBLE_ELEMENTS = {TensorProto.FLOAT: MAX_SCALE_ELEMENTS, **dict.fromkeys(INTEGER_TYPES, MAX_SHAPE_ELEMENTS)}
 
 

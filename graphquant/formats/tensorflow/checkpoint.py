@@ -35,7 +35,6 @@ _READER_VERSION: Final = 1
 _MAX_SHARDS: Final = 100_000  # file names have five digits
 _MAX_RANK: Final = 64  # what numpy can hold
 _MAX_ELEMENTS: Final = 1 << 59  # the same; empty dimensions do not count
-
 _MAGIC: Final = 0xDB4775248B80FB57.to_bytes(8, "little")
 _FOOTER_SIZE: Final = 48
 _TRAILER_SIZE: Final = 5

@@ -25,7 +25,6 @@ from graphquant.ir import DataType, Model, unique_name
 from graphquant.qdq import LEARNED_ATTR
 
 INITIALIZER_OP: Final = "init_learned_ranges"  # the operation of a frozen graph that assigns all initial values
-
 _INVALID_NAME_CHARS: Final = re.compile(r"[^A-Za-z0-9_./-]")
 
 

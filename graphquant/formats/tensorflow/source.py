@@ -197,9 +197,7 @@ def _has_nodes(message: Any) -> bool:
 
 
 RULE_ATTR: Final = "_graphquant_rule"  # the attribute of an inserted node that names its rule
-
 ANCHOR_ATTR: Final = "_graphquant_anchor"  # the attribute of an inserted node that names the tensor it was inserted for
-
 _METADATA_PREFIX: Final = "_graphquant_model_"  # the prefix of attributes with metadata of the whole model
 
 
