@@ -408,7 +408,7 @@ def path_of(case, samples):
     if not path.exists():
         path = samples.parents[1] / "shared" / "models" / case.model
     if not path.exists():
-        pytest.skip("the shared models are not here")
+        pytest.skip("the folder of shared models does not exist")
     return path
 
 

@@ -460,7 +460,7 @@ def test_tf_sample_models(name: str, independent: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.exists(), reason="the shared models are not here")
+@pytest.mark.skipif(not SHARED.exists(), reason="the folder of shared models does not exist")
 @pytest.mark.parametrize(
     ("name", "independent"),
     [

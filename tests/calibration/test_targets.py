@@ -21,7 +21,8 @@ from graphquant.ir import TensorRef, Use
 from graphquant.quantize import Site
 from graphquant.rules import Scheme
 
-MTCNN = Path(__file__).parents[3] / "shared/models/mtcnn.pb"
+ROOT = Path(__file__).parents[2]
+MTCNN = ROOT.parent / "shared/models/mtcnn.pb"
 RELU = TensorRef("", "stem/relu")
 POOL = TensorRef("", "max_pool")
 
@@ -129,11 +130,20 @@ def test_unknown_methods(name: str, near: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MTCNN.exists(), reason="the shared models are not here")
+@pytest.mark.parametrize(
+    "path",
+    [
+        ROOT / "sample_models/digits_rnn.pb",
+        pytest.param(
+            MTCNN, marks=pytest.mark.skipif(not MTCNN.exists(), reason="the folder of shared models does not exist")
+        ),
+    ],
+    ids=["digits_rnn", "mtcnn"],
+)
 @pytest.mark.parametrize("rules", ["onnxruntime", "tflite", "tensorrt"])
-def test_all_float_targets_in_frames(rules: str) -> None:
+def test_all_float_targets_in_frames(rules: str, path: Path) -> None:
     """All tensors that a plan needs data for, including those that enter loops, are float targets."""
-    model = gq.load(MTCNN)
+    model = gq.load(path)
     wanted = plan_targets(model, gq.plan(model, rules=[rules]), full_histograms=True)
     assert len(wanted) > 5
     assert set(wanted) <= set(all_float_targets(model))

@@ -18,7 +18,8 @@ from graphquant.formats.tensorflow.object_graph import resolve_variables
 
 ROOT = Path(__file__).parents[3]
 KWS = ROOT.parent / "shared" / "models" / "kws" / "saved_model"
-needs_models = pytest.mark.skipif(not KWS.exists(), reason="the shared models are not here")
+SAMPLE = ROOT / "sample_models" / "digits_cnn_saved_model"
+needs_models = pytest.mark.skipif(not KWS.exists(), reason="the folder of shared models does not exist")
 
 NUMBERS = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "bool": 10, "qint8": 11, "bfloat16": 14}
 NUMBERS |= {"complex64": 8, "float16": 19, "int4": 29, "string": 7, "resource": 20, "int64": 9}
@@ -581,15 +582,15 @@ def test_damaged_object_graph_is_refused(tmp_path):
             opened.object_graph()
 
 
-@needs_models
-def test_every_variable_of_a_real_model_resolves():
-    """The keyword spotter's 141 variables have the shapes and dtypes of the checkpoint."""
-    saved = proto.parse_binary((KWS / "saved_model.pb").read_bytes(), proto.SavedModel())
-    opened = Checkpoint(KWS / "variables" / "variables")
+@pytest.mark.parametrize(("path", "count"), [(SAMPLE, 33), pytest.param(KWS, 141, marks=needs_models)])
+def test_every_variable_of_a_real_model_resolves(path, count):
+    """The variables of a classifier and of the keyword spotter have the shapes and dtypes of the checkpoint."""
+    saved = proto.parse_binary((path / "saved_model.pb").read_bytes(), proto.SavedModel())
+    opened = Checkpoint(path / "variables" / "variables")
     keys = resolve_variables(saved.meta_graphs, opened)
     variables = [node for node in saved.meta_graphs[0].graph_def.node if node.op == "VarHandleOp"]
-    assert len(variables) == 141
-    assert len({keys[node.name] for node in variables}) == 141
+    assert len(variables) == count
+    assert len({keys[node.name] for node in variables}) == count
     for node in variables:
         shape = tuple(dim.size for dim in node.attr["shape"].shape.dim)
         value = opened.read(keys[node.name])
@@ -651,10 +652,10 @@ with tf1.Graph().as_default(), tf1.Session() as session:
 
 
 @pytest.mark.slow
-@needs_models
-def test_real_values_equal_those_of_tensorflow():
-    """The keyword spotter's checkpoint equals TensorFlow's values, byte for byte."""
-    assert run_python(COMPARE, str(KWS / "variables" / "variables")) == "142"
+@pytest.mark.parametrize(("path", "count"), [(SAMPLE, 34), pytest.param(KWS, 142, marks=needs_models)])
+def test_real_values_equal_those_of_tensorflow(path, count):
+    """The checkpoints of a classifier and of the keyword spotter equal TensorFlow's values, byte for byte."""
+    assert run_python(COMPARE, str(path / "variables" / "variables")) == str(count)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
 MODELS = ROOT.parent / "shared" / "models"
 MTCNN, KWS = MODELS / "mtcnn.pb", MODELS / "kws" / "saved_model"
-needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the shared models are not here")
+needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the folder of shared models does not exist")
 FILES = [*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")]
 sample_models = pytest.mark.parametrize(
     "path", sorted(path for path in FILES if ".quant" not in path.suffixes), ids=lambda p: p.name

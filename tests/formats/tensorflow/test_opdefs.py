@@ -11,6 +11,7 @@ from graphquant.formats.tensorflow.opdefs import ArgSpec
 
 HERE = Path(__file__).parent
 MODELS = HERE.parents[2].parent / "shared" / "models"
+SAMPLES = HERE.parents[2] / "sample_models"
 TABLE = opdefs.builtin_table()
 
 
@@ -179,15 +180,26 @@ def test_bad_definition_is_refused():
         opdefs.output_ports(node_with_attrs("Mine"), TABLE.with_op_defs([odd]))
 
 
-@pytest.mark.skipif(not MODELS.exists(), reason="the shared models are not here")
-def test_every_node_of_real_models_has_as_many_inputs_as_its_operation():
-    """The table agrees with the inputs of real models."""
-    saved = proto.parse_binary((MODELS / "kws/saved_model/saved_model.pb").read_bytes(), proto.SavedModel())
-    kws = saved.meta_graphs[0]
-    mtcnn = proto.parse_binary((MODELS / "mtcnn.pb").read_bytes(), proto.GraphDef())
-    table = TABLE.with_op_defs(kws.meta_info_def.stripped_op_list.op)
-    bodies = [function.node_def for function in kws.graph_def.library.function]
-    for nodes in (kws.graph_def.node, mtcnn.node, *bodies):
+@pytest.mark.parametrize(
+    ("saved_path", "frozen_path"),
+    [
+        (SAMPLES / "digits_cnn_saved_model", SAMPLES / "digits_cnn.pb"),
+        (SAMPLES / "digits_rnn_saved_model", SAMPLES / "digits_rnn.pb"),
+        pytest.param(
+            MODELS / "kws/saved_model",
+            MODELS / "mtcnn.pb",
+            marks=pytest.mark.skipif(not MODELS.exists(), reason="the folder of shared models does not exist"),
+        ),
+    ],
+)
+def test_every_node_of_real_models_has_as_many_inputs_as_its_operation(saved_path, frozen_path):
+    """The table agrees with the inputs of models."""
+    saved_model = proto.parse_binary(saved_path.joinpath("saved_model.pb").read_bytes(), proto.SavedModel())
+    saved = saved_model.meta_graphs[0]
+    frozen = proto.parse_binary(frozen_path.read_bytes(), proto.GraphDef())
+    table = TABLE.with_op_defs(saved.meta_info_def.stripped_op_list.op)
+    bodies = [function.node_def for function in saved.graph_def.library.function]
+    for nodes in (saved.graph_def.node, frozen.node, *bodies):
         for graph_node in nodes:
             data_inputs = [name for name in graph_node.input if not name.startswith("^")]
             assert len(input_ports(graph_node, table)) == len(data_inputs), graph_node.name

@@ -15,10 +15,16 @@ ROOT = Path(__file__).parents[3]
 MODELS = ROOT.parent / "shared" / "models"
 KWS = MODELS / "kws" / "saved_model" / "saved_model.pb"
 MTCNN = MODELS / "mtcnn.pb"
-needs_models = pytest.mark.skipif(not KWS.exists(), reason="the shared models are not here")
+needs_models = pytest.mark.skipif(not KWS.exists(), reason="the folder of shared models does not exist")
+SAVED_MODEL = ROOT / "sample_models/digits_cnn_saved_model/saved_model.pb"
 real_models = pytest.mark.parametrize(
     ("path", "message_class"),
-    [pytest.param(KWS, proto.SavedModel, id="kws"), pytest.param(MTCNN, proto.GraphDef, id="mtcnn")],
+    [
+        pytest.param(SAVED_MODEL, proto.SavedModel, id="digits_cnn_saved_model"),
+        pytest.param(ROOT / "sample_models/digits_rnn.pb", proto.GraphDef, id="digits_rnn"),
+        pytest.param(KWS, proto.SavedModel, id="kws", marks=needs_models),
+        pytest.param(MTCNN, proto.GraphDef, id="mtcnn", marks=needs_models),
+    ],
 )
 
 
@@ -95,9 +101,9 @@ def test_declarations_equal_those_of_tensorflow():
 
 
 @pytest.mark.slow
-@needs_models
+@pytest.mark.parametrize("path", [SAVED_MODEL, pytest.param(KWS, marks=needs_models)], ids=["sample", "kws"])
 @pytest.mark.parametrize("tensorflow_first", [True, False])
-def test_bytes_equal_those_of_tensorflow_in_either_import_order(tensorflow_first):
+def test_bytes_equal_those_of_tensorflow_in_either_import_order(tensorflow_first, path):
     """Both sets of messages work in one process and serialize alike."""
     imports = [
         "from graphquant.formats.tensorflow import proto",
@@ -107,7 +113,7 @@ def test_bytes_equal_those_of_tensorflow_in_either_import_order(tensorflow_first
         [
             *(reversed(imports) if tensorflow_first else imports),
             "from google.protobuf import text_format",
-            f"data = open({str(KWS)!r}, 'rb').read()",
+            f"data = open({str(path)!r}, 'rb').read()",
             "theirs, ours = Theirs.FromString(data), proto.parse_binary(data, proto.SavedModel())",
             "assert theirs.SerializeToString(deterministic=True) == proto.to_binary(ours)",
             "assert text_format.MessageToString(theirs) == proto.to_text(ours)",
@@ -127,7 +133,6 @@ def test_tensorflow_is_not_imported():
     assert run_python(code).strip() == "[]"
 
 
-@needs_models
 @real_models
 def test_real_model_round_trips_in_binary(path, message_class):
     """A real model round-trips, and its serialization is deterministic."""
@@ -139,7 +144,6 @@ def test_real_model_round_trips_in_binary(path, message_class):
     assert proto.to_binary(proto.parse_binary(written, message_class())) == written
 
 
-@needs_models
 @real_models
 def test_real_model_round_trips_in_text(path, message_class):
     """The text form is as complete as the binary form."""

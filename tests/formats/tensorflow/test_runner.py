@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
 MODELS = ROOT.parent / "shared" / "models"
 KWS, MTCNN = MODELS / "kws", MODELS / "mtcnn.pb"
-needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the shared models are not here")
+needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the folder of shared models does not exist")
 INT8 = IntType(8, signed=True)
 KERNEL = np.linspace(-1.01, 1.93, 12, dtype=np.float32).reshape(3, 4)  # no value lies between two steps
 

@@ -88,7 +88,7 @@ def descend(tf: Any, loss: Callable[[], Any], variables: list[Any], rate: float)
 def quantized_kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
     """The quantized keyword spotter, and its folder."""
     if not KWS.is_dir():
-        pytest.skip("the shared models are not here")
+        pytest.skip("the folder of shared models does not exist")
     result = gq.insert(KWS / "saved_model", data=str(KWS / "calib.npz"), validate=False)
     return result, result.save(tmp_path_factory.mktemp("kws") / "kws")
 
