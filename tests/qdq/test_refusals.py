@@ -79,7 +79,7 @@ def test_rules(tmp_path, cli, scheme: str, said: str) -> None:
     with pytest.raises(RuleError) as error:
         gq.insert(path, rules=scheme_rules(tmp_path, scheme, "weight"))
     assert said in str(error.value)
-    assert "r.toml:" in str(error.value)
+    assert "rules.toml:" in str(error.value)
     cli("insert", path, "--rules", scheme_rules(tmp_path, scheme, "weight")[0], "-o", out, code=2)
     assert not out.exists()
 
