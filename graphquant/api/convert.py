@@ -9,7 +9,7 @@ from graphquant.analysis.conversion_report import ConversionReport, compare_conv
 from graphquant.api.insert import Result
 from graphquant.api.models import check_output
 from graphquant.errors import UsageError
-from graphquant.utils.atomic_files import atomic_file
+from graphquant.utils.atomic_files import write_file
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -72,13 +72,8 @@ def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = 
 
     data = run_tflite_converter(result.model)
     report = compare_conversion(result.model, result.inserted, parse_tflite(data), runtime_tensors(data))
-    if path is None:
-        return report
-    try:
-        with atomic_file(Path(path)) as file:
-            file.write(data)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another output with -o.") from error
+    if path is not None:
+        write_file(Path(path), data, "Give another output with -o.")
     return report
 
 

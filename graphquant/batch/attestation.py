@@ -20,7 +20,7 @@ from graphquant.batch.types import ENTRY_OPTIONS, BatchReport, Entry, Outcome, O
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
-from graphquant.utils.atomic_files import atomic_file
+from graphquant.utils.atomic_files import write_file
 from graphquant.visualize.tables import join_names
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
@@ -78,13 +78,8 @@ def attestation_path(output: str) -> Path:
 
 def write_attestation(entry: Entry, outcome: Outcome) -> None:
     """Write the attestation of an output next to it, atomically."""
-    path = attestation_path(outcome.output)
     text = json.dumps(attestation(entry, outcome), indent=2, sort_keys=True) + "\n"
-    try:
-        with atomic_file(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Free space, or remove --attest.") from error
+    write_file(attestation_path(outcome.output), text, "Free space, or remove --attest.")
 
 
 def attested_digests(path: Path) -> dict[str, str]:

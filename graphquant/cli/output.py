@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.errors import UsageError, escape_unprintable
-from graphquant.utils.atomic_files import atomic_file, lock_output
+from graphquant.errors import escape_unprintable
+from graphquant.utils.atomic_files import lock_output, write_file
 
 if TYPE_CHECKING:
     from graphquant.batch.types import Entry, Outcome
@@ -59,12 +59,7 @@ def print_view(view: Any, output: Path | None = None) -> None:
 
 def write_text_or_json(path: Path, content: Any) -> None:
     """Write text, or data as JSON, atomically."""
-    text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
-    try:
-        with atomic_file(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
+    write_file(path, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
 
 
 def write_page(path: Path, page: str) -> None:

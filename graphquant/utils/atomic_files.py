@@ -55,6 +55,15 @@ def atomic_file(path: Path, final_path: Callable[[], Path] | None = None) -> Ite
             temporary.unlink()
 
 
+def write_file(path: Path, content: str | bytes, advice: str = "Use another file.") -> None:
+    """Write a file atomically; raise UsageError, with the advice, if that fails."""
+    try:
+        with atomic_file(path) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}. {advice}") from error
+
+
 def make_staging_folder(path: Path) -> Path:
     """Create a folder next to `path` in which to prepare its replacement. Its name begins with that of `path`.
 

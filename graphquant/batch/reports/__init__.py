@@ -32,7 +32,7 @@ from graphquant.batch.types import (
     outcome_json,
 )
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.utils.atomic_files import atomic_file
+from graphquant.utils.atomic_files import write_file
 from graphquant.visualize.check_report import github_annotations, sarif_log
 from graphquant.visualize.tables import group_values, join_names
 
@@ -84,11 +84,7 @@ def write_report(path: Path, report: BatchReport, progress: Progress | None = No
         text = report_page(report, draw_graphs(report, path, progress))
     else:
         text = REPORTS[path.suffix](report)
-    try:
-        with atomic_file(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
+    write_file(path, text)
 
 
 SQNR_STEP = 0.5  # loss of SQNR in dB that is no regression

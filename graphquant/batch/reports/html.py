@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import chain
@@ -27,8 +28,8 @@ from graphquant.batch.reports.text import (
     report_summary,
     status_text,
 )
-from graphquant.errors import GraphQuantError, UsageError
-from graphquant.utils.atomic_files import atomic_file
+from graphquant.errors import GraphQuantError
+from graphquant.utils.atomic_files import write_file
 from graphquant.visualize.tables import Column, Table, group_values, html_text
 from graphquant.visualize.viewer_data import page_head
 
@@ -183,10 +184,7 @@ def _draw_output(outcome: Outcome, page: Path) -> bool:
         drawing = model_drawing(api.load(Path(outcome.output)))
     except GraphQuantError:
         return False
-    try:
+    with suppress(OSError):  # `write_file` reports it
         page.parent.mkdir(exist_ok=True)
-        with atomic_file(page) as file:
-            file.write(viewer_page(viewer_data(drawing, [])).encode())
-    except OSError as error:
-        raise UsageError(f"{page} cannot be written: {error.strerror}. Write the report to another folder.") from error
+    write_file(page, viewer_page(viewer_data(drawing, [])), "Write the report to another folder.")
     return True
