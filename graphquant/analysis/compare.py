@@ -199,19 +199,9 @@ def compare_runners(
 
     Each model runs as it is for its outputs, and once more with observed tensors, because a runtime may use integer
     kernels only where no tensor is observed. Once the observed float model has given the same outputs, it no longer
-    runs unobserved.
-
-    Args:
-        float_runner: Runner of the float model.
-        quantized_runner: Runner of the quantized model.
-        batches: The data for the inputs of `float_runner`.
-        load: Memory footprint of a run of the float model.
-        sites: Sites to measure; None for the outputs alone.
-        site_runner: Runner of the float model that `sites` refers to; None without sites.
-        outputs: Quantized output by float output; the rest is matched.
-        labels: Key of the labels in `batches`, or "".
-        max_site_samples: Number of samples for sites; None for all.
-        progress: Callback with the number of finished samples and their total.
+    runs unobserved. `sites` is None for the outputs alone; `site_runner` runs the float model that they refer to, on at
+    most `max_site_samples` samples. `outputs` has the quantized output by float output; the rest is matched. `labels`
+    is the key of the labels in `batches`, or "". `load` is the footprint of a run of the float model.
 
     Raises:
         ModelError: A model cannot be run.

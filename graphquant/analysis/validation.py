@@ -291,14 +291,9 @@ def _can_run(model: Model, dataset: Dataset) -> bool:
 def require_usable(source: Model, quantized: Model, validation: Validation | None, *, other_backend: bool) -> str:
     """Return the reason why the quantized model cannot be judged, "" if its runtime accepts it.
 
-    A validation has loaded and run the model already. Otherwise ONNX Runtime loads an ONNX model here.
-
-    Args:
-        source: The float model.
-        quantized: The quantized model.
-        validation: Its validation, or None.
-        other_backend: True if the rules are for a backend other than ONNX Runtime, whose optimizer may reject pairs
-            that the backend accepts. ONNX Runtime then does not decide.
+    A validation has loaded and run the model already. Otherwise ONNX Runtime loads an ONNX model here. `other_backend`
+    is true if the rules are for another backend, which may accept pairs that the optimizer of ONNX Runtime rejects.
+    ONNX Runtime then does not decide.
 
     Raises:
         FindingsError: The runtime cannot load or run the quantized model, or an output has NaN or infinite values that

@@ -351,11 +351,8 @@ def scaled_group_result(algorithm: str, target: str, divisors: Array, detail: st
 def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: Array) -> tuple[Plan, TensorRef]:
     """Insert a product with 1 / `divisors` before a weighted op, and move the site of its input behind the product.
 
-    Args:
-        model: The model. It is modified.
-        plan: Its plan.
-        branch: The tensor as part of a channel group, whose weights are already scaled.
-        divisors: float64 (C,), powers of two.
+    The model is modified. `branch` is the tensor as part of a channel group, whose weights are already scaled;
+    `divisors` are float64 (C,), powers of two.
 
     Returns:
         The plan for the changed model, and the inserted product.

@@ -165,14 +165,7 @@ def search_plan(
 ) -> tuple[BuiltModel, SearchTrace | None]:
     """Search the plan of the lowest cost that keeps the limits of an objective.
 
-    Args:
-        source: The float model.
-        prepared: The prepared model with float weights.
-        plan: The plan of the rules.
-        build: Build the quantized model of a plan.
-        objective: Cost and limits.
-        data: Samples to measure plans on.
-        progress: Progress callback.
+    `build` builds the quantized model of a plan, and `plan` is that of the rules.
 
     Returns:
         The quantized model of the chosen plan, and the trace of the search; None if there was nothing to search.

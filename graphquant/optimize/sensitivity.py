@@ -160,16 +160,9 @@ def measure_sensitivity(
 
     Switch inputs select the quantization within a session. Quantizations that no input can control, as in a function,
     get a session of their own. All are measured on the same samples, spread over the data, so that samples with large
-    errors affect all alike. Ctrl-C ends the analysis with the results so far.
-
-    Args:
-        quantized_model: The quantized model.
-        sites: Its quantizations matched with the float model.
-        batches: The data for the inputs of the float model.
-        inputs: Input of the float model by input of `quantized_model`.
-        batch_independent: True if samples can be batched.
-        only: Quantizations to measure; all by default.
-        progress: Callback with the number of measured quantizations and their total.
+    errors affect all alike. Ctrl-C ends the analysis with the results so far. `sites` are the quantizations matched
+    with the float model, `only` those to measure (all by default), and `inputs` the input of the float model by input
+    of the quantized one. `batch_independent` allows batches of samples.
 
     Raises:
         ModelError: A model cannot be run.
