@@ -30,6 +30,7 @@ MAX_UNBOUNDED_SAMPLES = 32
 
 CONCENTRATED_ERROR_DIVISOR = 8  # an error is concentrated if fewer than one in this many samples cause half of it
 SITE_SAMPLES = 4  # number of samples on which each quantized tensor is measured
+MAX_MEASURED_SITES = 10_000  # Maximum number of quantized tensors that are measured: all are outputs of one session.
 CONFIDENCE = "with 95% confidence"
 
 OPTIMIZER_LOSS = 6.0  # loss of SQNR in dB by the optimizations of a runtime that is reported: twice the error
@@ -243,7 +244,8 @@ def validate_model(
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
         sites = match_sites(source, quantized) if include_sites else None
         quantized_runner = formats.format_module(quantized.format).create_runner(quantized)
-        comparison = _compare_on_samples(source, quantized_runner, sites, runner, batches, labels, progress)
+        measured_sites = sites if sites is not None and len(sites.sites) <= MAX_MEASURED_SITES else None
+        comparison = _compare_on_samples(source, quantized_runner, measured_sites, runner, batches, labels, progress)
         quantized_macs, total_macs = (
             (0, 0)
             if sites is None

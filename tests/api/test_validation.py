@@ -89,6 +89,22 @@ def test_metrics_are_those_of_the_holdout(labelled_net: Path) -> None:
     assert result.validation.failures == ()
 
 
+def test_outputs_of_models_with_many_quantized_tensors(labelled_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit, only the outputs and the multiply-adds are measured, with the same figures."""
+    results = []
+    for limit in (2, 1):
+        monkeypatch.setattr("graphquant.analysis.validation.MAX_MEASURED_SITES", limit)
+        results.append(gq.insert(labelled_net / "net.onnx", data=f"{labelled_net / 'data.npz'}").validation)
+    full, limited = results
+    assert full is not None
+    assert limited is not None
+    assert full.comparison is not None
+    assert limited.comparison is not None
+    assert (len(full.comparison.sites), len(limited.comparison.sites)) == (2, 0)
+    assert limited.comparison.outputs == full.comparison.outputs
+    assert limited.quantized_macs == full.quantized_macs > 0
+
+
 def test_ruined_models_fail_validation(labelled_net: Path) -> None:
     """Below 20 dB the output and the tensor are named, the model is written, and --strict ends with 1."""
     call = (
