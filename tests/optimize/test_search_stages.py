@@ -405,13 +405,14 @@ def test_the_fastest_sites(ratio, kept, monkeypatch):
     asked = []
 
     def minimize(groups, profile, compare, *, progress):
-        asked.extend([groups, compare((0,), ()), progress])
+        asked.extend([groups, compare((0,), ())])
+        progress(1, 2)
         return FloatSitesResult((1, 3), 5, interrupted=True)
 
     monkeypatch.setattr(search, "PlanProfiler", Profiler)
     monkeypatch.setattr(search, "make_latency_groups", lambda *arguments: arguments)
     monkeypatch.setattr(search, "minimize_latency", minimize)
-    built = []
+    built, reported = [], []
 
     def build(plan):
         built.append(plan)
@@ -419,9 +420,10 @@ def test_the_fastest_sites(ratio, kept, monkeypatch):
         return SimpleNamespace(model=names, insertions=plan.sites)
 
     timer, plan = Timer(ratio), make_plan(algorithms=("bias-correction",))
-    stages = make_stages(build)
+    stages = make_stages(build, lambda *numbers: reported.append(numbers))
     trace, costs = stages.choose_fastest_sites(make_trace(plan), timer)
-    assert asked == [("prepared", plan, (0, 1)), time_ratio(1.5), None]
+    assert asked == [("prepared", plan, (0, 1)), time_ratio(1.5)]
+    assert reported == [("timing", 1, 2)]
     assert timer.calls == [
         ("once", "abcd", stages.source),
         ("once", "bcd", "abcd"),
