@@ -16,6 +16,7 @@ from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import (
     CLAMPING_KINDS,
     CONCATENATING_KINDS,
+    DATA_MOVEMENT_KINDS,
     FORWARDING_KINDS,
     QUANTIZATION_KINDS,
     FunctionClones,
@@ -124,7 +125,7 @@ def _can_clone_site(
 
 ALREADY_QUANTIZED = "it is quantized already"
 
-MAX_LIMITING_OPS = 2  # longest run of limiting ops (Relu, Clip) that is followed to a quantization op
+MAX_LIMITING_OPS = 2  # longest run of such ops that is followed to a quantization op
 
 
 def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> str:
@@ -135,8 +136,8 @@ def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) 
         return ALREADY_QUANTIZED
     if consumer.kind == "integer":
         return "its consumer is an integer op"
-    if _only_limits_quantized(matcher, graph, use.op):
-        return "its consumer only limits values that are quantized already"
+    if _only_forwards_quantized(matcher, graph, use.op):
+        return "its consumer only limits or moves values that are quantized already"
     # Larger sums and products are not examined, to bound the cost.
     operands = [operand for operand in graph.slots(use.op) if operand] if len(graph.slots(use.op)) == 2 else []  # noqa: PLR2004
     if consumer.kind == "add":
@@ -170,10 +171,10 @@ def _is_between_reshapes(model: Model, tensor: TensorRef) -> bool:
     return kinds[:3] == ["reshape", "qdq", "reshape"] or kinds == ["reshape", "dequantize", "quantize", "reshape"]
 
 
-def _only_limits_quantized(matcher: RuleMatcher, graph: Graph, op_name: str) -> bool:
-    """Return True if op `op_name` only limits, by constants, a tensor that the op after it quantizes."""
+def _only_forwards_quantized(matcher: RuleMatcher, graph: Graph, op_name: str) -> bool:
+    """Return True if op `op_name` only moves, or limits by constants, a tensor that the op after it quantizes."""
     for _ in range(MAX_LIMITING_OPS):
-        if graph.op(op_name).kind not in CLAMPING_KINDS:
+        if graph.op(op_name).kind not in CLAMPING_KINDS | DATA_MOVEMENT_KINDS:
             return False
         operands = [operand for operand in graph.slots(op_name) if operand]
         readers = graph.consumers_by_port(op_name).get(0, [])

@@ -118,9 +118,16 @@ DYNAMIC = """
         (
             "m = Max(x, low) n = Min(m, high) q = QuantizeLinear(n, s, z) y = DequantizeLinear(q, s, z)",
             {
-                "x > m[0]": "its consumer only limits values that are quantized already",
-                "low > m[1]": "its consumer only limits values that are quantized already",
-                "m > n[0]": "its consumer only limits values that are quantized already",
+                "x > m[0]": "its consumer only limits or moves values that are quantized already",
+                "low > m[1]": "its consumer only limits or moves values that are quantized already",
+                "m > n[0]": "its consumer only limits or moves values that are quantized already",
+            },
+        ),
+        (
+            "m = Transpose(x) n = Reshape(m, shape) q = QuantizeLinear(n, s, z) y = DequantizeLinear(q, s, z)",
+            {
+                "x > m[0]": "its consumer only limits or moves values that are quantized already",
+                "m > n[0]": "its consumer only limits or moves values that are quantized already",
             },
         ),
         (
