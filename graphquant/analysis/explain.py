@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
-from graphquant.backends import BrokenRule, Verdict, backend_of_rule_file, check_quantized_model
+from graphquant.backends import BrokenRule, RejectedModelError, Verdict, backend_of_rule_file, judge_ops
+from graphquant.backends.findings import make_verdict
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, Parameters, TensorRef, Use
@@ -249,7 +251,7 @@ def predict_verdicts(
     plan: Plan | None = None,
     solution: Solution | None = None,
 ) -> tuple[Verdict, ...]:
-    """Predict the execution of the requested ops in `backend`.
+    """Return the execution of the requested ops in `backend`: predicted, or as the installed ONNX Runtime runs them.
 
     `backend` is a key of `BACKENDS` or "tensorflow". A `plan` is applied to the model, with placeholders for missing
     scales.
@@ -258,25 +260,22 @@ def predict_verdicts(
         UsageError: The backend does not exist or does not support the model's format.
     """
     requested_ops = dict.fromkeys(explanation.requested_op for explanation in explanations)
+
+    def judge_as_float(**fields: Any) -> tuple[Verdict, ...]:
+        ops = [(model.graphs[graph], model.graphs[graph].op(name)) for graph, name in requested_ops]
+        ops = [(graph, op) for graph, op in ops if op.kind not in BOUNDARY_KINDS | STORED_KINDS]
+        return tuple(make_verdict(graph, op, "float", op.type, **fields) for graph, op in ops)
+
     if backend == model.format and not model.traits.predictable:
-        return tuple(
-            Verdict(graph=graph, op=name, type=op.type, status="float", runs_as=op.type, note=EMULATED_NOTE)
-            for graph, name in requested_ops
-            if (op := model.graphs[graph].op(name)).kind not in BOUNDARY_KINDS | STORED_KINDS
-        )
+        return judge_as_float(note=EMULATED_NOTE)
     if plan is not None:
         solution = solution or solve_scales(model, _with_placeholder_ranges(model, plan), {})
         model = rewrite(model, solution.plan, solution.params)[0]
-    report = check_quantized_model(model, backend)
-    rejections = [finding for finding in report.findings if finding.code == "GQ109"]
-    if rejections and not report.verdicts:
-        refused = BrokenRule("refused", rejections[0].message, rejections[0].fix)
-        return tuple(
-            Verdict(graph=graph, op=name, type=op.type, status="float", runs_as=op.type, broken_rule=refused)
-            for graph, name in requested_ops
-            if (op := model.graphs[graph].op(name)).kind not in BOUNDARY_KINDS | STORED_KINDS
-        )
-    return tuple(verdict for verdict in report.verdicts if (verdict.graph, verdict.op) in requested_ops)
+    try:
+        verdicts = judge_ops(model, backend)
+    except RejectedModelError as error:
+        return judge_as_float(broken_rule=BrokenRule("refused", str(error), error.fix))
+    return tuple(verdict for verdict in verdicts if (verdict.graph, verdict.op) in requested_ops)
 
 
 def _with_placeholder_ranges(model: Model, plan: Plan) -> Plan:

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from graphquant.analysis.validation import Bounds, Validation, count_quantized_m
 from graphquant.api.calibrate import calibrate_command_line, check_samples, resolve_stats, run_calibration
 from graphquant.api.models import as_model, save
 from graphquant.api.plan import prepare_and_plan
+from graphquant.backends import Verdict, judge_ops
 from graphquant.calibration import (
     Stats,
     plan_targets,
@@ -27,7 +29,7 @@ from graphquant.calibration import (
     sites_needing_data,
 )
 from graphquant.calibration.holdout import CalibrationData, open_required_labels
-from graphquant.errors import EmptyResultError, NeedsDataError, UsageError
+from graphquant.errors import EmptyResultError, ModelError, NeedsDataError, UsageError
 from graphquant.ir import QUANTIZATION_KINDS, Model, TensorRef
 from graphquant.optimize import (
     AlgorithmResult,
@@ -83,6 +85,7 @@ class Result(HtmlRepresentation):
         search: Result of the search, or None without bounds, a size budget or optimized latency.
         validation: Errors of the quantized model on the hold-out, or None without data.
         unjudged_reason: Reason why it is unknown whether the runtime accepts the model, or "".
+        verdicts: How the installed ONNX Runtime runs each op; none if it cannot load the model, and in other formats.
         data_findings: Likely mistakes in the data.
     """
 
@@ -101,6 +104,7 @@ class Result(HtmlRepresentation):
     algorithm_results: tuple[AlgorithmResult, ...] = ()
     validation: Validation | None = None
     unjudged_reason: str = ""
+    verdicts: tuple[Verdict, ...] = ()
     search: SearchTrace | None = None
     data_findings: tuple[DataFinding, ...] = ()
 
@@ -339,8 +343,12 @@ def _make_result(
     unjudged_reason = ""
     if built.insertions:
         unjudged_reason = require_usable(source, built.model, validation, other_backend=not plan.for_onnxruntime)
+    model, verdicts = built.model if built.insertions else source, tuple[Verdict, ...]()
+    if model.traits.predictable:
+        with suppress(ModelError, OSError):  # the report does without it
+            verdicts = judge_ops(model, "onnxruntime")
     return Result(
-        model=built.model if built.insertions else source,
+        model=model,
         source=source,
         plan=plan,
         inserted=tuple(built.insertions),
@@ -360,6 +368,7 @@ def _make_result(
         search=trace,
         validation=validation,
         unjudged_reason=unjudged_reason,
+        verdicts=verdicts,
     )
 
 

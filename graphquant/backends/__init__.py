@@ -42,17 +42,11 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
         ModelError: A weight cannot be read.
         UsageError: The backend is unknown, or it does not run models of this format.
     """
-    chosen_backend = None if backend is None else _find_backend(backend)
+    chosen_backend = None if backend is None else _find_backend(model, backend)
     if not model.traits.rewritable:
         raise UsageError(
             f"{model.path or 'The model'} is a TFLite model with scales in its tensors. `graphquant inspect`"
             " shows them."
-        )
-    if chosen_backend is not None and not model.traits.predictable:
-        raise UsageError(
-            f"{model.path or 'The model'} is a {model.format} model, but {chosen_backend.name} is predicted for ONNX"
-            " models"
-            " only. Remove --for to check only the quantization."
         )
     verdicts, findings = lint_model(model, chosen_backend, partial(_predict_verdicts, chosen_backend), stats)
     return CheckReport(
@@ -64,6 +58,16 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
         verdicts=verdicts,
         findings=findings,
     )
+
+
+def judge_ops(model: Model, backend: str) -> tuple[Verdict, ...]:
+    """Return how a backend runs each op: as the installed ONNX Runtime does, or as the table of the backend predicts.
+
+    Raises:
+        RejectedModelError: The backend cannot load the model.
+        UsageError: The backend is unknown, or it does not run models of this format.
+    """
+    return _predict_verdicts(_find_backend(model, backend), model)
 
 
 def _predict_verdicts(backend: Backend | None, model: Model) -> tuple[Verdict, ...]:
@@ -87,9 +91,14 @@ def _predict_verdicts(backend: Backend | None, model: Model) -> tuple[Verdict, .
     return tuple(by_op[op_key] for op_key in op_keys if op_key in by_op)
 
 
-def _find_backend(name: str) -> Backend:
+def _find_backend(model: Model, name: str) -> Backend:
     if name not in BACKENDS:
         raise UsageError(
             f"The backend {name!r} is unknown. Use one of {', '.join(BACKENDS)}.{did_you_mean(name, BACKENDS)}"
+        )
+    if model.traits.rewritable and not model.traits.predictable:
+        raise UsageError(
+            f"{model.path or 'The model'} is a {model.format} model, but {name} is predicted for ONNX models only."
+            " Remove --for to check only the quantization."
         )
     return BACKENDS[name]

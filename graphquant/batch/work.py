@@ -107,9 +107,6 @@ def _metric_miss(gate: str, bound: float, metrics: OutcomeMetrics) -> str:
     return message
 
 
-DEFAULT_BACKEND = "onnxruntime"  # backend that predicts int8 ops if no gate names one
-
-
 def quantize_entry(entry: Entry, *, max_memory: int | None = None, progress: Progress | None = None) -> Outcome:
     """Quantize a model, write it, and check its gates.
 
@@ -183,7 +180,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     flush_to_disk(files)  # the journal may list them only once they are on the disk
     digests = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]
     written = api.load(output)
-    findings, int8_ops = _lint_output(written, entry.gates.check)
+    findings, int8_ops = _lint_output(result, written, entry.gates.check)
     outcome = Outcome(
         name=entry.name,
         model=entry.model,
@@ -205,17 +202,17 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     return apply_gates(entry, outcome, "done")
 
 
-def _lint_output(model: Model, backend: str | None) -> tuple[tuple[BatchFinding, ...], tuple[int, int] | None]:
+def _lint_output(
+    result: Result, model: Model, backend: str | None
+) -> tuple[tuple[BatchFinding, ...], tuple[int, int] | None]:
     """Return the findings of the check if one is required, and the number of int8 ops and of all ops."""
     from graphquant.backends import LINT_CODES, check_quantized_model
 
-    counted_backend = backend or (DEFAULT_BACKEND if model.traits.predictable else None)
-    report = check_quantized_model(model, counted_backend)
-    int8_ops = (report.counts["int8"], len(report.verdicts)) if report.verdicts else None
-    if backend is None:
-        return (), int8_ops
-    linted = report if backend else check_quantized_model(model)
+    report = None if backend is None else check_quantized_model(model, backend or None)
+    verdicts = report.verdicts if report is not None and backend else result.verdicts
     findings = tuple(
-        BatchFinding(level=LINT_CODES[finding.code].level, **asdict(finding)) for finding in linted.findings
+        BatchFinding(level=LINT_CODES[finding.code].level, **asdict(finding))
+        for finding in (() if report is None else report.findings)
     )
-    return findings, int8_ops
+    int8_ops = sum(verdict.status == "int8" for verdict in verdicts), len(verdicts)
+    return findings, int8_ops if verdicts else None

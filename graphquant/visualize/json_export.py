@@ -667,6 +667,7 @@ class InsertResult(JsonResult):
     activation_sqnr: tuple[ActivationSqnr, ...] = at("result.activation_sqnr")
     search: Search | None = at("result.search")
     validation: ValidationJson | None = at("result.validation")
+    ops: tuple[CheckedOp, ...] = at("result.verdicts")
     data_findings: tuple[DataFinding, ...] = at("result.data_findings")
     skips: tuple[SkipJson, ...] = at("result.skips")
     unused: tuple[str, ...] = at("result.plan.unused")

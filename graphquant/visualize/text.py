@@ -6,6 +6,7 @@ Tables are readable at 80 columns without color, and mark every omission.
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Group, RenderableType
 
 from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
-from graphquant.ir import Model, qualified_op_name
+from graphquant.ir import MAC_KINDS, Model, qualified_op_name
 from graphquant.numerics import DynamicQParams, QParams
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.text import format_shape
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from graphquant.quantize.rewrite import InsertedPair
 
 CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
+FLOAT_OPS_SHOWN = 5  # maximum number of float ops to print
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -77,7 +79,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     sections += _unused_rules_lines(result.plan, shipped=False)
     sections += search_view(result.search)
     if result.inserted:
-        sections += validation_view(result.validation)
+        sections += [*validation_view(result.validation), *_runtime_lines(result)]
     if result.unjudged_reason:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
         sections.append(plain_line(message, style="yellow"))
@@ -91,6 +93,23 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     message += f" (statistics of {result.stats_path})" if result.stats_path else ""
     message += f". Written to {output}" if output else ". Nothing written (dry run)."
     return Group(*sections, plain_line(message, style="bold"))
+
+
+def _runtime_lines(result: Result) -> list[RenderableType]:
+    """Count the ops that the installed onnxruntime runs on integers, and list the first costly ones in float."""
+    verdicts, counts = result.verdicts, Counter(verdict.status for verdict in result.verdicts)
+    if not verdicts or not result.plan.for_onnxruntime:
+        return []
+    message = f"onnxruntime runs {counts['int8']} of {pluralize(len(verdicts), 'op')} on integers"
+    message += f", {counts['fused']} as part of them" if counts["fused"] else ""
+    lines = [
+        f"  in float: {verdict.location}: {verdict.broken_rule.message}"
+        for verdict in verdicts
+        if verdict.broken_rule is not None and result.model.graphs[verdict.graph].op(verdict.op).kind in MAC_KINDS
+    ]
+    if len(lines) > FLOAT_OPS_SHOWN:
+        lines[FLOAT_OPS_SHOWN:] = [f"  in float: {len(lines) - FLOAT_OPS_SHOWN} more; --report lists all ops"]
+    return [plain_line(line) for line in (f"{message}, {counts['float']} in float.", *lines)]
 
 
 def _worst_activation(result: Result) -> list[RenderableType]:
