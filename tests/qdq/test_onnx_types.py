@@ -8,12 +8,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.measurements import float_bits
-from support.onnx_models import run_onnx
+from support.onnx_models import onnx_session, run_onnx
 from support.rule_files import write_rules
 
 from graphquant import api
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import ModelError
+from graphquant.formats.onnx.session import RUNTIME_ERRORS
 from graphquant.numerics import FLOAT8_NAMES, FloatType, IntType, QParams, dequantize, parse_type, quantize
 
 INTEGERS = tuple(f"{sign}int{bits}" for bits, sign in itertools.product((2, 3, 4, 5, 6, 7, 8, 12, 16), ("", "u")))
@@ -66,6 +67,15 @@ def save_sum_model(folder: Path, opset: int) -> Path:
     path = folder / f"model_{opset}.onnx"
     onnx.save(model, path)
     return path
+
+
+def is_loadable(path: Path) -> bool:
+    """Return whether the installed onnxruntime knows the opset and the IR version of a model."""
+    try:
+        onnx_session(path)
+    except RUNTIME_ERRORS:
+        return False
+    return True
 
 
 def weight_rules(folder: Path, dtype: str, per: str, where: str, more: str = "") -> list[str]:
@@ -214,7 +224,10 @@ def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float
     """Models get the lowest opset that has the ops, keep a higher one, and give the same values."""
     for opset, floats in itertools.product((8, 9, 11, 12, 13, 15, 18, 20, 21, 22, 24), (False, True)):
         where = weight_rules(tmp_path, dtype, per, WEIGHT)
-        result = api.insert(save_sum_model(tmp_path, opset), rules=where, float_weights=floats)
+        source = save_sum_model(tmp_path, opset)
+        if opset > 21 and not is_loadable(source):
+            continue
+        result = api.insert(source, rules=where, float_weights=floats)
         path = result.save(tmp_path / "made.onnx", force=True)
         now = {item.domain: item.version for item in onnx.load(path).opset_import}
         assert now[""] == max(opset, float_weights if floats else folded), (opset, floats)
