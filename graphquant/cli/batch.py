@@ -1,90 +1,67 @@
 """The `batch` command: options, reports and workers."""
 
+# ruff: noqa: RUF009  # option() returns a dataclass field, not a shared default
+
 from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import partial, wraps
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from graphquant.cli.options import (
     FORCE,
     INTERRUPTED,
-    merge_disabled_algorithms,
+    collect_options,
     options_of,
-    parse_max_memory,
     parse_shard,
-    require_finite,
 )
 from graphquant.cli.output import batch_progress, print_view, progress_bar
 from graphquant.errors import FindingsError, UsageError, escape_unprintable
-from graphquant.utils.options import InsertOptions
+from graphquant.utils.options import InsertOptions, Options, option
 
 if TYPE_CHECKING:
     from graphquant.batch.cache import OutcomeCache
     from graphquant.batch.run import BatchOptions, Execute
     from graphquant.batch.types import BatchReport, Entry, Outcome
-
-CommandFunction = TypeVar("CommandFunction", bound="Callable[..., Any]")
+    from graphquant.utils.option_types import Bytes, Count, NonNegative, NumberFromZero, Seconds
 
 OMITTED_OPTIONS = ("plan", "validate", "max_memory")
 """Options of `insert` that a batch does not have; `batch.manifest_schema.OMITTED_OPTIONS` gives the reasons."""
 
-REPORT_OPTIONS = [
-    click.option(
-        "--report",
-        "reports",
-        multiple=True,
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Write a report: .json, .xml (JUnit), .sarif, .md, .html or .csv. Repeat it for several.",
-    ),
-    click.option(
-        "--format",
-        "form",
-        type=click.Choice(["text", "json", "github"]),
-        default="text",
-        show_default=True,
-        help="Format of the printed report; github prints annotations for a workflow.",
-    ),
-    click.option(
-        "--compare",
-        type=click.Path(path_type=Path),
-        metavar="REPORT.json",
-        help="Report regressions since an earlier report.",
-    ),
-    click.option("--fail-on", type=click.Choice(["regression"]), help="Exit code 1 if there is a regression."),
-    click.option(
-        "--sqnr-step",
-        type=click.FloatRange(min=0),
-        callback=require_finite,
-        metavar="DB",
-        help="Minimum loss of SQNR that counts as a regression. Default: 0.5.",
-    ),
-    click.option("--merge", is_flag=True, help="Merge the reports of all shards, REPORT.json..."),
-    click.option("--attest", is_flag=True, help="Write an attestation of each output, OUTPUT.intoto.json."),
-    click.option("--verify", is_flag=True, help="Rebuild all outputs in a temporary folder and compare their digests."),
-]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
     """Options about reports."""
 
-    reports: tuple[Path, ...]
-    form: str
-    compare: Path | None
-    fail_on: str | None
-    sqnr_step: float | None
-    merge: bool
-    attest: bool
-    verify: bool
+    reports: tuple[Path, ...] = option(
+        (),
+        "Write a report: .json, .xml (JUnit), .sarif, .md, .html or .csv. Repeat it for several.",
+        metavar="FILE",
+        flag="--report",
+    )
+    form: Literal["text", "json", "github"] = option(
+        "text",
+        "Format of the printed report; github prints annotations for a workflow.",
+        flag="--format",
+        choices=("text", "json", "github"),
+    )
+    compare: Path | None = option(None, "Report regressions since an earlier report.", metavar="REPORT.json", path=True)
+    fail_on: Literal["regression"] | None = option(
+        None, "Exit code 1 if there is a regression.", choices=("regression",)
+    )
+    sqnr_step: NonNegative | None = option(
+        None, "Minimum loss of SQNR that counts as a regression. Default: 0.5.", metavar="DB"
+    )
+    merge: bool = option(False, "Merge the reports of all shards, REPORT.json...")
+    attest: bool = option(False, "Write an attestation of each output, OUTPUT.intoto.json.")
+    verify: bool = option(False, "Rebuild all outputs in a temporary folder and compare their digests.")
 
     def check_options(self, names: Sequence[str]) -> None:
         """Reject invalid combinations, before any work is done."""
@@ -168,19 +145,15 @@ class ReportOptions:
             click.echo(REPORTS[".json"](report) if self.form == "json" else as_annotations(report), nl=False)
 
 
-def report_options(command: CommandFunction) -> CommandFunction:
-    """Add the options about reports to a command, which receives them as one argument, `reporting`."""
-    names = [field.name for field in fields(ReportOptions)]
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(Options):
+    """Options about workers."""
 
-    @wraps(command)
-    def collect_options(**options: Any) -> Any:
-        reporting = ReportOptions(**{name: options.pop(name) for name in names})
-        return command(reporting=reporting, **options)
-
-    decorated: Any = collect_options
-    for option in reversed(REPORT_OPTIONS):
-        decorated = option(decorated)
-    return decorated  # type: ignore[no-any-return]  # click's decorators return the type of their argument
+    scheduler: str | None = option(None, "Run on a dask cluster, tcp://host:8786.", metavar="ADDRESS")
+    jobs: Count | None = option(None, "Number of workers. Default: by cores and memory.", metavar="N", flag="-j --jobs")
+    timeout: Seconds | None = option(None, "Stop models that take longer.", metavar="SECONDS")
+    max_memory: Bytes | None = option(None, "Stop models whose worker uses more memory, such as 4GB.", metavar="SIZE")
+    retries: NumberFromZero = option(1, "Attempts after a crash.", metavar="N")
 
 
 @click.command("batch")
@@ -190,21 +163,7 @@ def report_options(command: CommandFunction) -> CommandFunction:
 @click.option("--max-size", metavar="SIZE", help="Maximum size of an output.")
 @click.option("--check", metavar="BACKEND", help="Require that `check --for BACKEND` has no findings.")
 @click.option("--shard", metavar="I/N", help="Process only part I of N; --merge merges the reports.")
-@click.option("--scheduler", metavar="ADDRESS", help="Run on a dask cluster, tcp://host:8786.")
-@click.option(
-    "-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Number of workers. Default: by cores and memory."
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    callback=require_finite,
-    metavar="SECONDS",
-    help="Stop models that take longer.",
-)
-@click.option("--max-memory", metavar="SIZE", help="Stop models whose worker uses more memory, such as 4GB.")
-@click.option(
-    "--retries", type=click.IntRange(min=0), default=1, show_default=True, metavar="N", help="Attempts after a crash."
-)
+@options_of(WorkerOptions)
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @FORCE
 @click.option("--no-cache", is_flag=True, help="Ignore the cache and do not fill it.")
@@ -216,15 +175,10 @@ def report_options(command: CommandFunction) -> CommandFunction:
 )
 @click.option("--allow-code", is_flag=True, help="Execute the Python code that a MANIFEST names as data.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of manifests for editors.")
-@report_options
+@options_of(ReportOptions)
 def batch_command(
     names: tuple[str, ...],
     shard: str | None,
-    scheduler: str | None,
-    jobs: int | None,
-    timeout: float | None,
-    max_memory: str | None,
-    retries: int,
     resume: bool,
     force: bool,
     no_cache: bool,
@@ -232,7 +186,6 @@ def batch_command(
     prune_cache: str | None,
     allow_code: bool,
     schema: bool,
-    reporting: ReportOptions,
     **settings: Any,
 ) -> None:
     """Quantize the models of a MANIFEST, or MODELs and globs.
@@ -245,7 +198,8 @@ def batch_command(
 
         click.echo(json.dumps(manifest_schema.manifest_schema(), indent=2))
         return
-    if scheduler is not None and jobs is not None:
+    reporting, workers = collect_options(ReportOptions, settings), collect_options(WorkerOptions, settings)
+    if workers.scheduler is not None and workers.jobs is not None:
         raise UsageError("The cluster decides the number of workers. Remove -j or --scheduler.")
     from graphquant.batch.attestation import verify_outputs
     from graphquant.batch.cache import OutcomeCache, default_cache_folder, parse_prune_limit
@@ -267,7 +221,6 @@ def batch_command(
         _exit_with_report(reporting.publish(merged_report, earlier_report), merged=True)
         return
     shard_position = parse_shard(shard)
-    merge_disabled_algorithms(settings)
     given_settings = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in settings.items()
@@ -276,13 +229,12 @@ def batch_command(
     all_entries = load_entries(names, given_settings, allow_code=allow_code)
     shard_entries = select_shard(all_entries, shard_position)
     reporting.check_entries(shard_entries)
-    limit = parse_max_memory(max_memory)
     options = BatchOptions(folder=folder, cache=not no_cache, resume=resume, force=force, shard=shard_position)
     if shard_position[1] > 1:
         options = replace(options, deal_digest=deal_digest(all_entries))
 
     def run(todo: Sequence[Entry], options: BatchOptions) -> BatchReport:
-        return _run_workers(todo, options, scheduler, jobs, timeout, limit, retries)
+        return _run_workers(todo, options, workers)
 
     rebuild_options = replace(options, cache=False, resume=False)
     report = (
@@ -298,23 +250,16 @@ def batch_command(
     _exit_with_report(report)
 
 
-def _run_workers(
-    entries: Sequence[Entry],
-    options: BatchOptions,
-    scheduler: str | None,
-    jobs: int | None,
-    timeout: float | None,
-    limit: int | None,
-    retries: int,
-) -> BatchReport:
+def _run_workers(entries: Sequence[Entry], options: BatchOptions, settings: WorkerOptions) -> BatchReport:
     """Run the batch on this machine, or on the cluster of the scheduler."""
     from graphquant.batch.run import run_batch
     from graphquant.batch.work import quantize_entry
     from graphquant.batch.workers import WorkerLimits, default_jobs, run_workers
     from graphquant.calibration.calibrate import available_memory
 
-    workers = min(jobs or default_jobs(), max(len(entries), 1)) if scheduler is None else 1
-    limits = WorkerLimits(jobs=workers, timeout=timeout, memory=limit, retries=retries)
+    scheduler, limit = settings.scheduler, settings.max_memory
+    workers = min(settings.jobs or default_jobs(), max(len(entries), 1)) if scheduler is None else 1
+    limits = WorkerLimits(jobs=workers, timeout=settings.timeout, memory=limit, retries=settings.retries)
     with _sigterm_as_interrupt(), batch_progress(len(entries)) as bars:
 
         def execute(todo: Any) -> Iterator[Outcome]:

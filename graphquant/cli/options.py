@@ -86,15 +86,12 @@ def _click_options(field: OptionField, *, unset: bool) -> list[Callable[[Command
         ]
     if default == ():
         return [click.option(flag, field.name, multiple=True, metavar=form.metavar, help=text)]
-    kind: Any = str
-    if form.choices:
-        kind = click.Choice(form.choices)
-        initial = None if unset else default
-        return [click.option(flag, field.name, type=kind, default=initial, show_default=not unset, help=text)]
-    kind = FieldType(field)
+    kind: Any = click.Choice(form.choices) if form.choices else FieldType(field)
     if form.path:
         kind = str if unset else click.Path(path_type=Path)
-    return [click.option(flag, field.name, type=kind, metavar=form.metavar, help=text)]
+    details = {"type": kind, "default": None if unset else default, "help": text}
+    details["metavar"] = None if form.choices else form.metavar
+    return [click.option(*flag.split(), field.name, show_default=default is not None and not unset, **details)]
 
 
 class FieldType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type argument
@@ -110,20 +107,6 @@ class FieldType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no 
             return self._field.parse(value)
         except UsageError as error:
             self.fail(str(error).partition(" is invalid: ")[2], param, ctx)
-
-
-def require_finite(_ctx: click.Context, param: click.Parameter, number: float | None) -> float | None:
-    """Reject NaN and infinity, because a comparison with them never fails or always does."""
-    if number is not None and not abs(number) < float("inf"):
-        raise click.BadParameter(f"{number} is not a finite number.", param=param)
-    return number
-
-
-def parse_max_memory(text: str | None) -> int | None:
-    """Return the bytes of --max-memory, or None."""
-    from graphquant.utils.text import parse_size
-
-    return parse_size(text) if text is not None else None
 
 
 def parse_shard(text: str | None) -> tuple[int, int]:
