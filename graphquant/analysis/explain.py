@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
-from graphquant.backends import BrokenRule, RejectedModelError, Verdict, backend_of_rule_file, judge_ops
+from graphquant.backends import BACKENDS, BrokenRule, RejectedModelError, Verdict, judge_ops
 from graphquant.backends.findings import make_verdict
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
@@ -16,6 +16,7 @@ from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, Parameters, Tenso
 from graphquant.ir.op_matching import is_inserted, unclipped_source, unquantized_source
 from graphquant.numerics import QParams
 from graphquant.quantize import TIED_INPUT_NOT_QUANTIZED, Plan, Solution, clip_limits, explain_scale, solve_scales
+from graphquant.quantize.plan import rule_file_target
 from graphquant.quantize.rewrite import rewrite
 from graphquant.quantize.solver_state import format_values
 from graphquant.rules import (
@@ -241,7 +242,7 @@ def backend_of_rules(model: Model, rules: Iterable[str]) -> str:
     if not model.traits.predictable:
         # The framework is a backend without verdicts in `check`, because it treats all ops alike.
         return model.format if model.traits.rewritable else ""
-    return next(filter(None, map(backend_of_rule_file, rules)), "")
+    return next((name for name in map(rule_file_target, rules) if name in BACKENDS), "")
 
 
 def predict_verdicts(

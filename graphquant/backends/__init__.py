@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant.backends.findings import Backend, BrokenRule, CheckReport, LintFinding, RejectedModelError, Verdict
@@ -24,12 +23,6 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (ONNXRUNTIME, ONNXRUNTIME_ARM, TENSORRT, QNN, OPENVINO, VITIS_AI)
 }
 """All backends by name."""
-
-
-def backend_of_rule_file(name: str) -> str:
-    """Backend that a rule file is for, by its name; "" if for none. Digits at the end are a variant, as in `qnn16`."""
-    stem = Path(name).stem.rstrip("0123456789")
-    return stem if stem in BACKENDS else ""
 
 
 def check_quantized_model(model: Model, backend: str | None = None, stats: Stats | None = None) -> CheckReport:

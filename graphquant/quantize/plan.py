@@ -95,6 +95,11 @@ OTHER_ONNX_BACKENDS = frozenset({"openvino", "qnn", "tensorrt", "vitis_ai"})
 """Names of rule files for backends that run ONNX models without the optimizer of ONNX Runtime."""
 
 
+def rule_file_target(name: str) -> str:
+    """Return the name of a rule file without its folder and the digits of a variant: "qnn" for qnn16."""
+    return Path(name).stem.rstrip("0123456789")
+
+
 class SkipCode(StrEnum):
     """Machine-readable reason of a skip. The `reason` of the skip has the details."""
 
@@ -166,8 +171,7 @@ class Plan(HtmlRepresentation):
     @property
     def for_onnxruntime(self) -> bool:
         """True unless all rule files are for other backends of ONNX models by their names, as `qnn16` is."""
-        targets = {Path(rules).stem.rstrip("0123456789") for rules in self.rules}
-        return not targets or not targets <= OTHER_ONNX_BACKENDS
+        return not self.rules or not OTHER_ONNX_BACKENDS.issuperset(map(rule_file_target, self.rules))
 
     def __post_init__(self) -> None:
         """Check the fields of an edited plan by themselves."""

@@ -26,6 +26,7 @@ from graphquant.ir import (
     follow_to_end,
     paused_gc,
 )
+from graphquant.ir.op_matching import is_barrier
 from graphquant.quantize import fold_batchnorm, requantize
 from graphquant.quantize.preparation_undo import (
     RecordedEdits,
@@ -147,7 +148,10 @@ def look_through_dropped_ops(model: Model, tensor: TensorRef, parameters: Parame
 
 
 def _forwarding_ops(model: Model, step: str) -> Iterator[tuple[Graph, Op]]:
-    return ((graph, op) for graph, op in _ops_of_named_values(model, {_DROPPED_TYPES[step]}) if not op.domain)
+    """Return the ops of a step. Barriers are Clips that forward their input, and `rewrite` adds those that it needs."""
+    types = {_DROPPED_TYPES[step], *({"Clip"} if step == DROP_IDENTITY_STEP else ())}
+    ops = ((graph, op) for graph, op in _ops_of_named_values(model, types) if not op.domain)
+    return ((graph, op) for graph, op in ops if op.type != "Clip" or is_barrier(graph, op))
 
 
 def _drop_obstacle(model: Model, graph: Graph, op: Op, parameters: Parameters) -> str | None:

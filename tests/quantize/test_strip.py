@@ -52,6 +52,9 @@ def test_barriers_are_removed(samples: Path, tmp_path: Path) -> None:
     out = result.save(tmp_path / "digits_cnn.onnx")
     assert sum(node.name.endswith("/barrier") for node in emitted_message(out).graph.node) == len(exclude)
     assert len(gq.diff(samples / "digits_cnn.onnx", out).changes) == len(result.inserted)
+    for options, count in ({"exclude": exclude[:1]}, 1), ({}, 0):
+        again = gq.insert(out, data=data, samples=8, requantize=True, **options)
+        assert sum("/barrier" in op.name for op in again.model.main.ops()) == count
     stripped = gq.strip(out)
     assert stripped.exact
     assert emitted_message(stripped.model) == emitted_message(samples / "digits_cnn.onnx")
