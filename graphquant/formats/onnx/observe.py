@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 SEQUENCE_LOOP_OPSET = 13  # first opset whose Loop carries sequences
 SCAN_WITHOUT_BATCH_OPSET = 9  # first opset whose Scan has no batch axis
+WATCH_MARK = "graphquant.seen "  # start of the doc_string of nodes whose output is watched
 SLICE_STEPS_OPSET = 10  # first opset whose Slice has steps, which reverse the values that a Scan collects
 
 
@@ -184,14 +185,14 @@ class BodyLevel:
 class MarkedNode:
     """A node whose first output is to become a graph output."""
 
-    key: str  # text after the prefix in the node's doc_string
+    number: int  # position of the watched tensor, which follows the mark
     node: Any  # the node
     dtype: int  # ONNX element type of that output, 0 if unknown
     levels: tuple[BodyLevel, ...]  # the bodies around it, the innermost first
 
 
-def find_marked_nodes(message: Any, typed_message: Any, prefix: str) -> list[MarkedNode]:
-    """Return the nodes whose doc_string starts with `prefix`, those of outer graphs first.
+def find_marked_nodes(message: Any, typed_message: Any) -> list[MarkedNode]:
+    """Return the nodes with a mark in their doc_string, those of outer graphs first.
 
     `typed_message` has the same nodes as `message`, with types in the graphs' value_info; it may be `message` itself.
     """
@@ -200,11 +201,12 @@ def find_marked_nodes(message: Any, typed_message: Any, prefix: str) -> list[Mar
     for graph, typed_graph, levels in pending:  # grows while bodies are visited
         types: dict[str, int] | None = None
         for node, typed_node in zip(graph.node, typed_graph.node, strict=True):
-            if node.doc_string.startswith(prefix):
+            if node.doc_string.startswith(WATCH_MARK):
                 if types is None:
                     types = {info.name: info.type.tensor_type.elem_type for info in typed_graph.value_info}
-                key = node.doc_string.removeprefix(prefix)
-                marked_nodes.append(MarkedNode(key=key, node=node, dtype=types.get(node.output[0], 0), levels=levels))
+                number = int(node.doc_string.removeprefix(WATCH_MARK))
+                dtype = types.get(node.output[0], 0)
+                marked_nodes.append(MarkedNode(number=number, node=node, dtype=dtype, levels=levels))
             typed_bodies = node_bodies(typed_node)
             for name, body in node_bodies(node).items():
                 level = BodyLevel(graph=graph, node=node, body=body)
@@ -363,8 +365,6 @@ def _split_packed_values(elements: Array, sizes: Array, ranks: Array) -> list[Ar
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-WATCH_MARK = "graphquant.seen "
-
 WatchMode = Literal["values", "values by flag", "sizes"]
 """Watched data: all values in each run, only the values whose flag is set, or the number of elements of each value."""
 
@@ -515,7 +515,7 @@ class _WatchBuilder:
             proto.node.extend(self._watch_nodes(tensor, f"{WATCH_MARK}{number}"))
         if any(self._in_function(tensor) for tensor in tensors):
             self._inline_calls(inliner.inline_local_functions, tensors)
-        marked_nodes = find_marked_nodes(self._message, self._message, WATCH_MARK) if tensors else []
+        marked_nodes = find_marked_nodes(self._message, self._message) if tensors else []
         if any(level.op_type == "SequenceMap" for mark in marked_nodes for level in mark.levels):
             expand = partial(
                 inliner.inline_selected_functions, function_ids=[("", "SequenceMap")], inline_schema_functions=True
@@ -523,8 +523,8 @@ class _WatchBuilder:
             self._inline_calls(expand, tensors)
         types_known = self._mode == "sizes" or all(self._model.output(tensor).dtype for tensor in tensors)
         typed_message = self._message if types_known else infer_types(self._message, self._model.source.folder)
-        marked_nodes = find_marked_nodes(self._message, typed_message, WATCH_MARK) if tensors else []
-        marked_tensors = [(tensors[int(mark.key)], mark) for mark in marked_nodes]
+        marked_nodes = find_marked_nodes(self._message, typed_message) if tensors else []
+        marked_tensors = [(tensors[mark.number], mark) for mark in marked_nodes]
         if self._mode == "values by flag":
             # A flag needs a Loop, whose outputs need a type. Values without a type are always returned.
             return [
