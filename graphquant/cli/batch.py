@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from graphquant.cli.options import (
-    FORCE,
-    INTERRUPTED,
-    collect_options,
-    options_of,
-    parse_shard,
-)
+from graphquant.cli.options import FORCE, INTERRUPTED, PATH, collect_options, options_of, parse_shard
 from graphquant.cli.output import batch_progress, print_view, progress_bar
 from graphquant.errors import FindingsError, UsageError, escape_unprintable
 from graphquant.utils.options import InsertOptions, Options, option
@@ -167,9 +161,7 @@ class WorkerOptions(Options):
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @FORCE
 @click.option("--no-cache", is_flag=True, help="Ignore the cache and do not fill it.")
-@click.option(
-    "--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Default: the cache folder of the user."
-)
+@click.option("--cache-dir", type=PATH, metavar="DIR", help="Default: the cache folder of the user.")
 @click.option(
     "--prune-cache", metavar="SIZE|AGE", help="Limit the cache afterwards to a size, or to an age such as 30d."
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import FORCE, INTERRUPTED, collect_options, options_of, parse_shard
+from graphquant.cli.options import FORCE, INTERRUPTED, PATH, collect_options, options_of, parse_shard
 from graphquant.cli.output import lock_output_of_command, print_view, progress_bar
 from graphquant.errors import DataError, UsageError
 from graphquant.utils.options import CalibrateOptions
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 @click.command("calibrate")
-@click.argument("paths", nargs=-1, required=True, metavar="MODEL", type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, required=True, metavar="MODEL", type=PATH)
 @click.option("--data", metavar="SPEC", help="Calibration data, as for insert.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Statistics file, NAME.gqs.")
+@click.option("-o", "--output", required=True, type=PATH, help="Statistics file, NAME.gqs.")
 @options_of(CalibrateOptions)
 @click.option("--shard", "shard_text", metavar="I/N", help="Run only part I of N. --merge merges the parts.")
 @click.option("--merge", "merging", is_flag=True, help="Merge statistics files, which replace MODEL.")

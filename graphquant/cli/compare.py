@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import FORCE, HTML, OUTPUT, collect_options, format_option, options_of
+from graphquant.cli.options import FORCE, HTML, OUTPUT, PATH, collect_options, format_option, options_of
 from graphquant.cli.output import print_view, progress_bar, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import CompareBounds, CompareOptions, ReadOptions
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @click.command("compare")
-@click.argument("float_path", metavar="FLOAT", type=click.Path(path_type=Path))
-@click.argument("quantized_path", metavar="QUANT", type=click.Path(path_type=Path))
+@click.argument("float_path", metavar="FLOAT", type=PATH)
+@click.argument("quantized_path", metavar="QUANT", type=PATH)
 @click.option("--data", required=True, metavar="SPEC", help="Data for both models: eval.npz, pictures/, random:8.")
 @options_of(CompareOptions)
 @click.option("--match", "pairs", multiple=True, metavar="NAME=OTHER", help="Output NAME of FLOAT is OTHER of QUANT.")
@@ -115,13 +115,10 @@ def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
 
 
 @click.command("check")
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=click.Path(path_type=Path))
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=PATH)
 @click.option("--for", "backend", metavar="BACKEND", help="Show which ops this backend runs in int8.")
 @click.option(
-    "--stats",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Statistics from calibrate: report quantizations that no sample reached.",
+    "--stats", type=PATH, metavar="FILE", help="Statistics from calibrate: report quantizations that no sample reached."
 )
 @options_of(ReadOptions)
 @format_option("json", "sarif", "github")
@@ -168,13 +165,13 @@ def check_command(
 
 
 @click.command("diff")
-@click.argument("first", metavar="A", type=click.Path(path_type=Path))
-@click.argument("second", metavar="B", type=click.Path(path_type=Path))
+@click.argument("first", metavar="A", type=PATH)
+@click.argument("second", metavar="B", type=PATH)
 @click.option("--stat", is_flag=True, help="Print only the number of differences.")
 @click.option("--ignore", type=click.Choice(["qdq"]), help="Ignore differences in quantization.")
 @format_option("json")
 @HTML
-@click.option("--model", type=click.Path(path_type=Path), metavar="FILE", help="With --html: the model of two plans.")
+@click.option("--model", type=PATH, metavar="FILE", help="With --html: the model of two plans.")
 @options_of(ReadOptions)
 @OUTPUT
 @FORCE

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import FORCE, HTML, collect_options, options_of
+from graphquant.cli.options import FORCE, HTML, PATH, collect_options, options_of
 from graphquant.cli.output import (
     lock_output_of_command,
     print_view,
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @click.command("insert")
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: the name of MODEL with .quant in it.")
+@click.argument("model", type=PATH)
+@click.option("-o", "--output", type=PATH, help="Default: the name of MODEL with .quant in it.")
 @options_of(InsertOptions)
 @click.option(
     "--strict",
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     help="Exit code 1 if an output is below 20 dB in the validation, or if a bound is inconclusive.",
 )
 @click.option("--dry-run", is_flag=True, help="Do everything except writing the model.")
-@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the result as JSON.")
+@click.option("--report", type=PATH, metavar="FILE", help="Write the result as JSON.")
 @HTML
 @FORCE
 def insert_command(
@@ -164,13 +164,13 @@ def _exit_with_result(result: Result, settings: InsertOptions, written_note: str
 
 
 @click.command("strip")
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the float model to this path.")
+@click.argument("model", type=PATH)
+@click.option("-o", "--output", type=PATH, help="Write the float model to this path.")
 @click.option("--all", "everything", is_flag=True, help="Also remove quantization ops of other tools.")
 @click.option(
     "--check",
     "original",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="ORIGINAL",
     help="Verify that the result equals this model. Nothing is written if it differs.",
 )

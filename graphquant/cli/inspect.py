@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import FORCE, HTML, OUTPUT, collect_options, format_option, options_of
+from graphquant.cli.options import FORCE, HTML, OUTPUT, PATH, collect_options, format_option, options_of
 from graphquant.cli.output import print_view, write_drawing_page, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import ExplainOptions, PlanOptions, ReadOptions
@@ -20,7 +20,7 @@ GRAPH_FORMATS = ("dot", "svg", "graphml", "graph-json")  # formats that draw a m
 
 
 @click.command("plan")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @options_of(PlanOptions)
 @format_option("json")
 @HTML
@@ -52,7 +52,7 @@ def plan_command(model: Path, form: str, html: Path | None, output: Path | None,
 
 
 @click.command("explain")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @click.argument("name", metavar="TENSOR|OP")
 @options_of(ExplainOptions)
 @click.option("--all", "everything", is_flag=True, help="List every rule that does not apply.")
@@ -80,12 +80,9 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
 
 
 @click.command("inspect")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @click.option(
-    "--stats",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Show these statistics, and the error of each quantized tensor.",
+    "--stats", type=PATH, metavar="FILE", help="Show these statistics, and the error of each quantized tensor."
 )
 @click.option("--rules", multiple=True, metavar="NAME|FILE", help="With --stats: rules that compute the ranges.")
 @format_option("json", *GRAPH_FORMATS)
@@ -233,7 +230,7 @@ def data_group() -> None:
 
 
 @data_group.command("check")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @click.argument("spec")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Check only the first N samples.")
 @options_of(ReadOptions)

@@ -22,8 +22,9 @@ OptionsClass = TypeVar("OptionsClass", bound=Options)
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells use it
 LONGEST_LINE = 2_000  # maximum number of characters of an error line, because a name in a model may have millions
-OUTPUT = click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
-HTML = click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result as an HTML page.")
+PATH = click.Path(path_type=Path)
+OUTPUT = click.option("-o", "--output", type=PATH, help="Write to this file instead of stdout.")
+HTML = click.option("--html", type=PATH, metavar="FILE", help="Draw the result as an HTML page.")
 FORCE = click.option("--force", is_flag=True, help="Replace existing files.")
 
 
@@ -88,7 +89,7 @@ def _click_options(field: OptionField, *, unset: bool) -> list[Callable[[Command
         return [click.option(flag, field.name, multiple=True, metavar=form.metavar, help=text)]
     kind: Any = click.Choice(form.choices) if form.choices else FieldType(field)
     if form.path:
-        kind = str if unset else click.Path(path_type=Path)
+        kind = str if unset else PATH
     details = {"type": kind, "default": None if unset else default, "help": text}
     details["metavar"] = None if form.choices else form.metavar
     return [click.option(*flag.split(), field.name, show_default=default is not None and not unset, **details)]
