@@ -37,17 +37,13 @@ NOT_QUANTIZED = BrokenRule(
 
 
 class RejectedModelError(ModelError):
-    """The backend cannot load the model, so there are no verdicts.
-
-    Attributes:
-        fix: Advice.
-        op_key: Graph and name of the op that the error names, both "" if it names none.
-    """
+    """The backend cannot load the model, so there are no verdicts."""
 
     def __init__(self, message: str, fix: str, op_key: OpKey) -> None:
         """Create the error from the backend's own words and the advice."""
         super().__init__(message)
-        self.fix, self.op_key = fix, op_key
+        self.fix = fix
+        self.op_key = op_key  # graph and name of the op that the error names, both "" if it names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,16 +41,13 @@ class Journal:
         path: The file, created if missing.
         resume: True to read finished outcomes, False to start anew.
 
-    Attributes:
-        finished: Outcomes in the journal by entry name.
-
     Raises:
         UsageError: The batch runs already, or the file cannot be written.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self._path = path
-        self.finished: dict[str, Outcome] = {}
+        self.finished: dict[str, Outcome] = {}  # outcomes in the journal by entry name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b", buffering=0)  # unbuffered, so that nothing is written after an error

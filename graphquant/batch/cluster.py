@@ -257,14 +257,10 @@ def _worker_pools(plugin_name: str) -> _WorkerPools:
 
 
 class _WorkerPools(WorkerPlugin):
-    """Plugin that keeps worker processes alive between models on each dask worker.
-
-    Attributes:
-        idle: Processes without a model.
-    """
+    """Plugin that keeps worker processes alive between models on each dask worker."""
 
     def __init__(self) -> None:
-        self.idle: deque[list[Any]] = deque()
+        self.idle: deque[list[Any]] = deque()  # processes without a model
         self._busy: deque[Entry] = deque()
 
     def setup(self, worker: DaskWorker) -> None:

@@ -93,11 +93,7 @@ def run_batch(
 
 
 class _BatchRun:
-    """One run of a batch.
-
-    Attributes:
-        outcome_by_name: Outcomes so far by entry name.
-    """
+    """One run of a batch."""
 
     def __init__(
         self,
@@ -113,7 +109,7 @@ class _BatchRun:
         self._inputs: dict[str, CacheInputs | None] = {}
         self._program_digest = program_digest(file_hashes)
         self._data_digest = cache(partial(data_digest, file_hashes=file_hashes))
-        self.outcome_by_name: dict[str, Outcome] = {}
+        self.outcome_by_name: dict[str, Outcome] = {}  # outcomes so far by entry name
 
     def outcomes(self, execute: Execute) -> Generator[Outcome, None, None]:
         """Yield each outcome once it is in the journal: known ones first, then processed ones."""

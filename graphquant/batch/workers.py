@@ -139,13 +139,7 @@ def _should_retry(entry: Entry, outcome: Outcome) -> bool:
 
 
 class _WorkerProcess:
-    """A worker process, seen from its parent.
-
-    Attributes:
-        pipe: Receives its messages.
-        attempt: Its current attempt, None if idle.
-        alive: True if it accepts entries.
-    """
+    """A worker process, seen from its parent."""
 
     def __init__(self, worker: WorkFunction) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would lose the threads of frameworks
@@ -156,8 +150,8 @@ class _WorkerProcess:
         self._process.start()
         child_pipe.close()
         self._process_id = self._process.pid or 0
-        self.attempt: _Attempt | None = None
-        self.alive = True
+        self.attempt: _Attempt | None = None  # its current attempt, None if idle
+        self.alive = True  # True if it accepts entries
         self._assigned_at = self._started_at = 0.0
 
     def assign(self, attempt: _Attempt) -> None:

@@ -46,17 +46,12 @@ VARIABLE_BIAS: Final = "its bias is a variable, with which training goes on; fre
 
 
 class BiasStore:
-    """Model and solution with movable biases.
-
-    Attributes:
-        model: Copy of the model. It is modified.
-        solution: The solution, extended by sites of added biases.
-    """
+    """Model and solution with movable biases."""
 
     def __init__(self, edits: WeightEdits) -> None:
         """Copy the model of the weight edits."""
-        self.model: Model = edits.model.copy()
-        self.solution: Solution = edits.solution
+        self.model: Model = edits.model.copy()  # Copy of the model. It is modified.
+        self.solution: Solution = edits.solution  # the solution, extended by sites of added biases
         self._original_model = edits.model
         self._parameters = Parameters(edits.model)
         self._values: dict[Use, Array] = {}

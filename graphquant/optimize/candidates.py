@@ -329,12 +329,7 @@ def quantizing_op(quantized_model: Model, output: TensorRef) -> OpKey:
 
 
 class CandidateTrials:
-    """Sensitivity analyses of plans in which all sites use one candidate each.
-
-    Attributes:
-        interrupted: True if Ctrl-C ended an analysis.
-        measured_sites: Indices of the sites whose error was measured with the rules' candidate.
-    """
+    """Sensitivity analyses of plans in which all sites use one candidate each."""
 
     def __init__(self, prepared: Model, search_set: HoldOut, progress: Progress | None) -> None:
         """Analyze on `search_set`. `prepared` has the float weights that the plans quantize."""
@@ -344,7 +339,8 @@ class CandidateTrials:
             prepared, batch_independent=True
         ).elements_per_sample is not None and is_batch_independent(self._runner, search_set.samples(), BATCH_SIZE)
         self._runs = 0.0
-        self.interrupted = False
+        self.interrupted = False  # True if Ctrl-C ended an analysis
+        # Indices of the sites whose error was measured with the rules' candidate.
         self.measured_sites: frozenset[int] = frozenset()
 
     def runs_per_site(self, errors: CandidateErrors) -> float:

@@ -197,11 +197,7 @@ class FusionMap:
 
 
 class PlanProfiler:
-    """Profiles of plans by op and site of the prepared model.
-
-    Attributes:
-        quantized_sites: Indices of the sites that are quantized in the plan of the rules.
-    """
+    """Profiles of plans by op and site of the prepared model."""
 
     def __init__(
         self, prepared: Model, plan: Plan, build: Callable[[FloatSites], BuiltModel], feeds: Sequence[Feeds]
@@ -213,6 +209,7 @@ class PlanProfiler:
         self._module = formats.format_module(prepared.format)
         self._profile_cache: dict[FloatSites, LatencyProfile] = {}
         self._float_profile = self._module.profile_ops(prepared, feeds)
+        # Indices of the sites that are quantized in the plan of the rules.
         self.quantized_sites = sorted(insertions_by_site(plan, build(()).insertions))
 
     @property

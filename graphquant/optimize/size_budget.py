@@ -47,12 +47,7 @@ class SizedPlan(NamedTuple):
 
 
 class WeightBitsChooser:
-    """Weights of a plan with the size and error of each of their candidates.
-
-    Attributes:
-        weights: First use of each weight that can change.
-        estimated: Weights whose error is estimated from the bit width alone.
-    """
+    """Weights of a plan with the size and error of each of their candidates."""
 
     def __init__(
         self, prepared: Model, plan: Plan, build: BuildModel, search_set: HoldOut | None, progress: Progress | None
@@ -95,7 +90,9 @@ class WeightBitsChooser:
         self._fixed_size = model_constant_bytes(models[RULE_CANDIDATE].model) - sum(
             group.candidates[0].size for group in self._groups
         )
+        # First use of each weight that can change.
         self.weights: frozenset[Use] = frozenset(plan.sites[i].uses[0] for i in sites)
+        # Weights whose error is estimated from the bit width alone.
         self.estimated = tuple(plan.sites[i].tensor for i in sorted(estimated))
 
     def best_plan_within(self, max_size: float, goal: str) -> SizedPlan:

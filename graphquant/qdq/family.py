@@ -101,27 +101,16 @@ class FamilyRequest:
 
 
 class QDQFamily(ABC):
-    """A kind of quantize-dequantize op.
+    """A kind of quantize-dequantize op."""
 
-    Attributes:
-        name: Its name in rule files.
-        format: The format whose models can contain it.
-        op_types: The op types that it reads back.
-        stores_integer_weights: It can store a weight as integers.
-        has_zero_points: 0.0 can be another integer than 0.
-        has_channel_ranges: A range per channel can be given.
-        supports_learned_range: Gradients reach the range, so that it can be learned.
-        argument_names: The `FamilyArguments` of its ops.
-    """
-
-    name: str
-    format: str
-    op_types: frozenset[str]
-    stores_integer_weights: bool = False
-    has_zero_points: bool = True
-    has_channel_ranges: bool = True
-    supports_learned_range: bool = False
-    argument_names: frozenset[str] = frozenset()
+    name: str  # its name in rule files
+    format: str  # the format whose models can contain it
+    op_types: frozenset[str]  # the op types that it reads back
+    stores_integer_weights: bool = False  # it can store a weight as integers
+    has_zero_points: bool = True  # 0.0 can be another integer than 0
+    has_channel_ranges: bool = True  # a range per channel can be given
+    supports_learned_range: bool = False  # gradients reach the range, so that it can be learned
+    argument_names: frozenset[str] = frozenset()  # the `FamilyArguments` of its ops
 
     @abstractmethod
     def add_ops(self, graph: Graph, site: QDQSite) -> TensorRef:

@@ -381,11 +381,7 @@ def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
 
 
 class _ModelResponse:
-    """Response of a model to a few samples.
-
-    Attributes:
-        ratios: For inputs with a layer, its standard deviation relative to what the layer has stored.
-    """
+    """Response of a model to a few samples."""
 
     def __init__(self, runner: Runner, uses: Mapping[str, InputUse], feeds: Sequence[Feeds]) -> None:
         """Run the model on `feeds`."""
@@ -394,6 +390,7 @@ class _ModelResponse:
         layers = {name: use.layer for name, use in uses.items() if use.layer is not None}
         tensors = tuple(dict.fromkeys(layer.tensor for layer in layers.values()))
         observable = [tensor for tensor in tensors if tensor not in runner.unobservable(tensors)]
+        # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
         if observable:
             observations = list(runner.observe(observable, feeds))

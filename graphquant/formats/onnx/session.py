@@ -77,13 +77,7 @@ _EXTERNAL_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 
 class OnnxRunner:
-    """Runs a model with onnxruntime on the CPU.
-
-    Attributes:
-        model: The model.
-        inputs: The graph's inputs without a default value, which must be fed.
-        outputs: Names of the graph's outputs that are tensors.
-    """
+    """Runs a model with onnxruntime on the CPU: inputs without a default value, and outputs that are tensors."""
 
     def __init__(self, model: Model, *, optimizes: bool = True) -> None:
         """Raise ModelError if the model cannot be emitted. Without `optimizes`, the model runs as it is written."""
@@ -391,16 +385,12 @@ MAX_INLINE_OPTIMIZED_BYTES = 1 << 18
 
 
 class SessionError(ModelError):
-    """onnxruntime cannot load a model; the message is its reason.
-
-    Attributes:
-        op_key: Graph and name of the op that the error names, both "" if it names none.
-    """
+    """onnxruntime cannot load a model; the message is its reason."""
 
     def __init__(self, message: str, op_key: OpKey) -> None:
         """Create the error."""
         super().__init__(message)
-        self.op_key = op_key
+        self.op_key = op_key  # graph and name of the op that the error names, both "" if it names none
 
 
 def require_loadable(model: Model) -> None:

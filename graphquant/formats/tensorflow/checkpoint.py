@@ -56,9 +56,6 @@ class Checkpoint:
 
     Raises:
         ModelError: There is no such checkpoint, or its index is damaged.
-
-    Attributes:
-        names: The names of all variables, sorted, with their keys in the index.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -84,6 +81,7 @@ class Checkpoint:
         self._byte_order: Literal["big", "little"] = "big" if header.endianness == header.BIG else "little"
         keys = [key for key in self._index if key != _HEADER_KEY and not key.startswith(_SLICE_PREFIX)]
         try:
+            # The names of all variables, sorted, with their keys in the index.
             self.names = {key.decode(): key for key in keys}
         except UnicodeDecodeError as error:
             raise ModelError(f"{self._index_name} is damaged: a variable's name is not text.") from error

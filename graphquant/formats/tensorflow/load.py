@@ -182,15 +182,12 @@ class _ModelLoader:
 
 
 class TensorNames:
-    """Tensor names of one graph, as the inputs of its nodes spell them.
-
-    Attributes:
-        ports: Output argument, index within it and dtype of each output port, by node.
-    """
+    """Tensor names of one graph, as the inputs of its nodes spell them."""
 
     def __init__(
         self, nodes: Iterable[Any], table: opdefs.OpTable, arguments: Mapping[str, str | None], function: str = ""
     ) -> None:
+        # Output argument, index within it and dtype of each output port, by node.
         self.ports: dict[str, list[tuple[str, int, str | None]]] = {}
         self._arguments = arguments
         self._function = function

@@ -76,21 +76,15 @@ def _input_spec(model: Model, name: str, *keys: str) -> InputSpec:
 
 
 class TensorFlowRunner:
-    """Runs one signature of a model or, without signatures, all tensors without readers.
-
-    Attributes:
-        model: The model.
-        inputs: The required inputs, by the placeholder's name.
-        outputs: The signature's keys, or the names of the tensors.
-    """
+    """Runs one signature of a model or, without signatures, all tensors without readers."""
 
     def __init__(self, model: Model, module: Any) -> None:
         self._tf = module
         self.model = model
         message = emit(model)
-        self.inputs = input_specs(model, message)
+        self.inputs = input_specs(model, message)  # the required inputs, by the placeholder's name
         self._fetches = output_fetches(model, message)
-        self.outputs: Sequence[str] = tuple(self._fetches)
+        self.outputs: Sequence[str] = tuple(self._fetches)  # the signature's keys, or the names of the tensors
         required = {spec.name for spec in self.inputs}
         main = model.main
         optional = [_input_spec(model, name) for name in main.inputs if name not in required and main.slots(name)]

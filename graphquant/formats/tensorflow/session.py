@@ -107,14 +107,7 @@ class _ObservationQueue:
 
 
 class TensorFlowSession:
-    """A model in a TensorFlow session of its own, with restored and initialized variables.
-
-    Attributes:
-        tf: The module `tensorflow`.
-        graph: The tf.Graph.
-        tf_session: TensorFlow's session.
-        message: The model as it was emitted for the session.
-    """
+    """A model in a TensorFlow session of its own, with restored and initialized variables."""
 
     def __init__(self, tensorflow: Any, model: Model, *, for_timing: bool = False) -> None:
         """Start a session; `for_timing` uses TensorFlow's own settings."""
