@@ -38,7 +38,7 @@ ACTIVATION = Scheme(name="act", dtype="uint8", family="onnx-qdq")
 NAMES = "abcd"
 
 
-def make_plan(names=NAMES, **changes):
+def plan_of_names(names=NAMES, **changes):
     """Return a plan with a site for each name, which op y reads."""
     sites = tuple(
         Site(tensor=TensorRef("", name), uses=(Use("", "y", slot),), graph="", scheme=ACTIVATION)
@@ -49,7 +49,7 @@ def make_plan(names=NAMES, **changes):
 
 def make_trace(plan=None, **fields):
     """Return the trace of a search that is to find the lowest latency."""
-    return SearchTrace(minimize="latency", plan=plan or make_plan(), **fields)
+    return SearchTrace(minimize="latency", plan=plan or plan_of_names(), **fields)
 
 
 def make_stages(build=None, progress=None, search_set=None, **objective):
@@ -125,8 +125,8 @@ def test_verdicts_of_a_trace():
         assert trace.bounds_met == (not validation.failures and not validation.caveats)
         assert trace.confirmed == validation.confirmed
     assert [bool(v.failures) for v in (make_validation(40.0, lower=20.0), make_validation(20.0))] == [False, True]
-    assert make_trace(plan=make_plan(""), runtime="onnxruntime").all_float
-    assert not make_trace(plan=make_plan("")).all_float
+    assert make_trace(plan=plan_of_names(""), runtime="onnxruntime").all_float
+    assert not make_trace(plan=plan_of_names("")).all_float
     assert not make_trace(runtime="onnxruntime").all_float
 
 
@@ -375,7 +375,7 @@ def test_a_gain_that_is_none(ratio, high, reason):
 def test_nothing_is_left_to_confirm(validation, reason):
     """A plan without sites is not timed. The reason is the bounds, if there are any."""
     timer, ratio = Timer(), time_ratio(0.9)
-    trace = make_trace(make_plan(""), rules_ratio=ratio, search_validation=validation, timed_plans=3)
+    trace = make_trace(plan_of_names(""), rules_ratio=ratio, search_validation=validation, timed_plans=3)
     confirmed = make_stages().confirm_gain(trace, timer, "quantized")
     assert confirmed == replace(trace, outcome_ratio=ratio, float_reason=reason)
     assert timer.calls == []
@@ -419,7 +419,7 @@ def test_the_fastest_sites(ratio, kept, monkeypatch):
         names = "".join(site.tensor.op for site in plan.sites)
         return SimpleNamespace(model=names, insertions=plan.sites)
 
-    timer, plan = Timer(ratio), make_plan(algorithms=("bias-correction",))
+    timer, plan = Timer(ratio), plan_of_names(algorithms=("bias-correction",))
     stages = make_stages(build, lambda *numbers: reported.append(numbers))
     trace, costs = stages.choose_fastest_sites(make_trace(plan), timer)
     assert asked == [("prepared", plan, (0, 1)), time_ratio(1.5)]
@@ -449,7 +449,7 @@ def test_no_site_is_faster_in_float(monkeypatch):
     trace, costs = make_stages().choose_fastest_sites(make_trace(interrupted=True), timer)
     assert [call[0] for call in timer.calls] == ["once"]
     assert (trace.interrupted, costs) == (True, None)
-    assert trace.plan.sites == make_plan().sites
+    assert trace.plan.sites == plan_of_names().sites
 
 
 def test_sites_that_cannot_be_profiled(monkeypatch):
@@ -607,7 +607,7 @@ def test_sites_of_one_group():
         Candidate(name=FLOAT_CANDIDATE, error=0.0, high_precision=True),
     )
     group = ScaleGroup(sites=(0, 1), ops=frozenset(), candidates=candidates)
-    plan = make_plan("ab")
+    plan = plan_of_names("ab")
     other = replace(plan, sites=tuple(replace(site, graph="other") for site in plan.sites))
     errors = {0: {RULE_CANDIDATE: 1e-2, "mse range": 0.0}, 1: {RULE_CANDIDATE: 0.0}}
     drafts = search._CandidatePlans(plan, {"mse range": other}, [group], errors, Bounds(min_sqnr=30))
@@ -667,8 +667,8 @@ def test_sized_weights_are_fixed(trials, monkeypatch):
 def test_the_rules_meet_the_bounds(trials, monkeypatch):
     """Nothing is searched if the plan of the rules meets the bounds, or quantizes nothing."""
     for bound, names in ((-5.0, NAMES), (99.0, "")):
-        trace, validated = meet_bounds(monkeypatch, bound, make_trace(make_plan(names), timed_plans=2))
-        assert trace.plan.sites == make_plan(names).sites
+        trace, validated = meet_bounds(monkeypatch, bound, make_trace(plan_of_names(names), timed_plans=2))
+        assert trace.plan.sites == plan_of_names(names).sites
         assert (trace.plans, trace.timed_plans, len(validated)) == (1, 2, 1)
         assert trace.search_validation is not None
         assert trials == {}
@@ -771,14 +771,14 @@ def run_search(objective, plan=None):
             built.append(plan)
         return SimpleNamespace(model="model")
 
-    model, trace = search_plan("source", "prepared", plan or make_plan(), build, objective, data, print)
+    model, trace = search_plan("source", "prepared", plan or plan_of_names(), build, objective, data, print)
     return model, trace, built, data.asked
 
 
 def test_stages_of_each_objective(stages):
     """Bounds and budgets need samples, latency a timer, and the other stages do not run."""
     calls, _ = stages
-    plan = make_plan()
+    plan = plan_of_names()
     _, trace, built, asked = run_search(Objective(), plan)
     assert (trace, built, asked) == (None, [plan], [])
     assert calls == [("choose_weight_bits",)]
@@ -799,14 +799,14 @@ def test_stages_of_each_objective(stages):
     run_search(Objective(minimize="latency", as_tflite=True, bounds=Bounds(min_sqnr=1)), plan)
     assert calls[2] == ("meet_bounds", "samples", {("", "a"): 1.0})
     calls.clear()
-    run_search(Objective(bounds=Bounds(min_sqnr=1)), make_plan(""))
+    run_search(Objective(bounds=Bounds(min_sqnr=1)), plan_of_names(""))
     assert calls == [("choose_weight_bits",)]
 
 
 def test_a_rejected_plan_is_built_again(stages):
     """The model of a plan that is no faster than float is replaced by that of the plan in float."""
     _, note = stages
-    note("confirm_gain", lambda trace: replace(trace, plan=make_plan("")))
+    note("confirm_gain", lambda trace: replace(trace, plan=plan_of_names("")))
     _, trace, built, _ = run_search(Objective(minimize="latency"))
     assert [len(plan.sites) for plan in built] == [4, 0]
     assert trace.plan.sites == ()
@@ -817,7 +817,7 @@ def test_a_rejected_plan_is_built_again(stages):
 
 def test_sensitivities_of_ops(monkeypatch):
     """Each op that quantizes a tensor gets the error of all, and tensors without an error have none."""
-    plan = make_plan("abc")
+    plan = plan_of_names("abc")
     figures = tuple(
         SiteFigures(graph="", op=name, tensor=name, rule="", parameter=False, local=1.0, accumulated=1.0)
         for name in ("qb", "qa", "qa2", "qc")

@@ -80,7 +80,7 @@ def test_a_small_predicted_gain_is_not_taken(tmp_path: Path) -> None:
     assert entry.detail == SMALL_GAIN.format(f"{MIN_GAIN_DB:.0f}") == SMALL_GAIN.format("1")
 
 
-def make_costs(maxima: Any, *weights: Any, steps: float = 255.0) -> RoundingCosts:
+def smoothing_costs(maxima: Any, *weights: Any, steps: float = 255.0) -> RoundingCosts:
     """Return the costs of a group with these largest activations, (C,), and weights, (C, N) each."""
     maxima, tensor = np.asarray(maxima, np.float64), TensorRef("", "l")
     uses = [Use("", f"matmul{index}", 1) for index in range(len(weights))]
@@ -113,7 +113,7 @@ def test_the_best_of_eleven_strengths(seed: int) -> None:
     rng = np.random.default_rng(seed)
     maxima = np.exp(rng.normal(0, 1.5, 6))
     weights = rng.normal(size=(6, 3)) * np.exp(rng.normal(0, 1, (6, 1))), rng.normal(size=(6, 2))
-    costs = make_costs(maxima, *weights)
+    costs = smoothing_costs(maxima, *weights)
     scaling = find_best_scaling(costs)
     assert scaling is not None
     largest = np.maximum(*(np.abs(weight).max(1) for weight in weights))
@@ -130,22 +130,22 @@ def test_the_best_of_eleven_strengths(seed: int) -> None:
 
 def test_channels_without_values_keep_their_scale() -> None:
     """Channels whose activations or weights are all zero are not divided; the others gain as if they were alone."""
-    scaling = find_best_scaling(make_costs([0.0, 1.0, 64.0, 8.0], [[1.0], [1.0], [1.0], [0.0]]))
+    scaling = find_best_scaling(smoothing_costs([0.0, 1.0, 64.0, 8.0], [[1.0], [1.0], [1.0], [0.0]]))
     assert scaling is not None
     assert scaling.divisors[[0, 3]].tolist() == [1.0, 1.0]
     assert scaling.divisors[2] / scaling.divisors[1] > 4
     assert scaling.gain > 1
-    assert find_best_scaling(make_costs([0.0, 0.0], [[1.0], [1.0]])) is None
-    assert find_best_scaling(make_costs([1.0, 0.0], [[0.0], [1.0]])) is None
+    assert find_best_scaling(smoothing_costs([0.0, 0.0], [[1.0], [1.0]])) is None
+    assert find_best_scaling(smoothing_costs([1.0, 0.0], [[0.0], [1.0]])) is None
     # Nothing is rounded: neither the weight, nor a tensor.
-    costs = make_costs([1.0, 2.0], [[1.0], [1.0]])
+    costs = smoothing_costs([1.0, 2.0], [[1.0], [1.0]])
     weight = replace(costs.reading_weights[0], integer_steps=None)
     assert find_best_scaling(replace(costs, step_counts={}, reading_weights=[weight])) is None
 
 
 def test_even_channels_gain_nothing() -> None:
     """Without a gain the divisors are 1, at strength 0."""
-    scaling = find_best_scaling(make_costs([1.0, 1.0], [[1.0], [1.0]]))
+    scaling = find_best_scaling(smoothing_costs([1.0, 1.0], [[1.0], [1.0]]))
     assert scaling is not None
     assert (scaling.divisors.tolist(), scaling.strength, scaling.gain) == ([1.0, 1.0], 0.0, 0.0)
 
@@ -176,13 +176,13 @@ def make_state(tmp_path: Path, body: str, *, with_sum: bool = False) -> PreCalib
     return PreCalibrationState(model=gq.load(tmp_path / "net.onnx"), plan=plan)
 
 
-def make_samples(count: int = len(X)) -> AlgorithmData:
+def algorithm_samples(count: int = len(X)) -> AlgorithmData:
     """Return samples for the algorithm."""
     feeds = [{"x": x} for x in X[:count]]
     return AlgorithmData(feeds=feeds, validation_feeds=feeds, create_runner=onnx_format.create_runner)
 
 
-def run_model(model: Model) -> Any:
+def first_output(model: Model) -> Any:
     """Return the output for the first sample."""
     return onnx_format.create_runner(model).run({"x": X[0]})["y"]
 
@@ -197,7 +197,7 @@ def test_folded_and_inserted_factors(tmp_path: Path) -> None:
     for body, rescaled, products in ((FOLDED, set("lgouv"), {}), (BRANCHED, set("uv"), {"l/scaled": "l"})):
         earlier = skipped_algorithm("gptq", "earlier")
         state = replace(make_state(tmp_path, body), results=(earlier,))
-        scaled = apply_smoothquant(state, make_samples())
+        scaled = apply_smoothquant(state, algorithm_samples())
         assert names(scaled.rescaled_tensors) == rescaled
         assert {product.op: tensor.op for product, tensor in scaled.factor_products.items()} == products
         assert {op.name for op in scaled.model.main.ops() if op.type == "Mul"} == set(products)
@@ -207,7 +207,7 @@ def test_folded_and_inserted_factors(tmp_path: Path) -> None:
         (result,) = (entry for entry in results if entry.applied)
         assert (result.algorithm, result.target) == ("smoothquant", "l")
         assert ("by an inserted product" in result.detail) == bool(products)
-        assert np.array_equal(run_model(scaled.model), run_model(state.model))
+        assert np.array_equal(first_output(scaled.model), first_output(state.model))
         assert apply_smoothquant(state, None).results == (
             earlier,
             skipped_algorithm("smoothquant", "it needs data"),
@@ -220,7 +220,7 @@ def test_required_gains(tmp_path: Path, body: str, least: float, monkeypatch: py
     for gain in (least - 0.01, least):
         scaling = SmoothQuantScaling(divisors=np.full(8, 2.0), strength=0.5, gain=gain)
         monkeypatch.setattr(smoothquant, "find_best_scaling", lambda _, scaling=scaling: scaling)
-        results = apply_smoothquant(make_state(tmp_path, body), make_samples()).results
+        results = apply_smoothquant(make_state(tmp_path, body), algorithm_samples()).results
         result = next(result for result in results if result.target == "l")
         assert result.applied == (gain >= least)
         assert result.applied or result.detail == SMALL_GAIN.format(f"{least:.0f}")
@@ -229,10 +229,10 @@ def test_required_gains(tmp_path: Path, body: str, least: float, monkeypatch: py
 def test_reasons_without_a_scaling(tmp_path: Path) -> None:
     """Without samples nothing is observed. Without a quantized activation there is no scale to share."""
     state = make_state(tmp_path, FOLDED)
-    (result,) = apply_smoothquant(state, make_samples(0)).results
+    (result,) = apply_smoothquant(state, algorithm_samples(0)).results
     assert (result.target, result.applied, result.detail) == ("l", False, NOT_OBSERVED)
     weights_only = replace(state.plan, sites=tuple(site for site in state.plan.sites if site.parameter))
-    scaled = apply_smoothquant(replace(state, plan=weights_only), make_samples())
+    scaled = apply_smoothquant(replace(state, plan=weights_only), algorithm_samples())
     assert [(result.target, result.detail) for result in scaled.results] == [("l", NO_TENSOR_SCALE)]
     assert scaled.rescaled_tensors == frozenset()
 
@@ -243,7 +243,7 @@ def edit_site(plan: Plan, name: str, **changes: Any) -> Plan:
     return replace(plan, sites=sites)
 
 
-def branches(state: PreCalibrationState) -> list[tuple[str, list[str]]]:
+def scalable_branches(state: PreCalibrationState) -> list[tuple[str, list[str]]]:
     """Return the parts of blocked groups that an inserted product can scale, with their constants."""
     statistics = collect_static_statistics(state.model, state.plan)
     return [
@@ -257,15 +257,15 @@ def branches(state: PreCalibrationState) -> list[tuple[str, list[str]]]:
 def test_branches_that_a_product_can_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All readers are matrix products with weights of their own, and no other site shares the scale of their input."""
     state = make_state(tmp_path, BRANCHED)
-    assert branches(state) == [("l", ["u", "v"])]
+    assert scalable_branches(state) == [("l", ["u", "v"])]
     shared = make_state(tmp_path, SHARED_WEIGHT)
-    assert branches(shared) == []
-    assert apply_smoothquant(shared, make_samples()).results == tuple(
+    assert scalable_branches(shared) == []
+    assert apply_smoothquant(shared, algorithm_samples()).results == tuple(
         skipped_target("smoothquant", group.name, group.obstacle)
         for group in collect_static_statistics(shared.model, shared.plan).groups
     )
     # Here u produces the channels of the sum that it also reads, so that no product before it can scale it.
-    assert branches(make_state(tmp_path, NORM + "a = MatMul (l, u) y = Add (a, l)")) == []
+    assert scalable_branches(make_state(tmp_path, NORM + "a = MatMul (l, u) y = Add (a, l)")) == []
     # An op that is no matrix product reads the tensor too.
     statistics = collect_static_statistics(state.model, state.plan)
     group = next(group for group in statistics.groups if group.start.op == "l")
@@ -275,7 +275,7 @@ def test_branches_that_a_product_can_scale(tmp_path: Path, monkeypatch: pytest.M
     for constant, kinds in (("FRAME_KINDS", {"layernorm"}), ("MATRIX_PRODUCT_KINDS", {"gemm"})):
         with monkeypatch.context() as patch:
             patch.setattr(smoothquant, constant, frozenset(kinds))
-            assert branches(state) == []
+            assert scalable_branches(state) == []
 
 
 @pytest.mark.parametrize(
