@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -52,6 +53,9 @@ LAYOUT_CHECK_SAMPLES = 32  # number of samples whose neighboring values are comp
 
 SWAPPED_LAYOUT_RATIO = 0.8
 """Neighbors in the other layout must differ by less than this ratio before a swapped layout is reported."""
+
+NOISE_RATIO = 0.95
+"""Neighboring pixels of images differ by less than this ratio of the difference of distant ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,7 @@ class _InputStats:
     value_count: int = 0
     layout_difference: float = 0.0
     swapped_difference: float = 0.0
+    distant_difference: float = 0.0
 
     def add(self, values: Array) -> None:
         """Add the values of one feed."""
@@ -146,12 +151,15 @@ class _InputStats:
             self.blank_feeds += numbers.size > 1 and bool((numbers == numbers[0]).all())
 
     @property
-    def unscaled_kind(self) -> str:
-        """The kind of unscaled numbers that the values look like, pixels or 16-bit samples, or ""."""
+    def unscaled_kind(self) -> tuple[str, int]:
+        """The unscaled numbers that the values look like, or "", and their divisor."""
         if self.low >= 0 and MIN_UNSCALED_PIXEL <= self.high <= MAX_PIXEL:
-            return "pixels"
-        is_wave = self.integral and self.low < -MAX_PIXEL and self.high > MAX_PIXEL
-        return "16-bit samples" if is_wave and max(-self.low, self.high) <= 1 << 15 else ""
+            return "pixels", MAX_PIXEL
+        for bits, least in ((8, 64), (16, MAX_PIXEL)):
+            limit = 1 << (bits - 1)
+            if self.integral and -limit <= self.low < -least and least < self.high <= limit:
+                return f"{bits}-bit samples", limit
+        return "", 1
 
     def compare_layouts(self, model_input: InputSpec, values: Array) -> None:
         """Add the differences of values one row apart, for the declared layout and for the other one.
@@ -168,6 +176,7 @@ class _InputStats:
                 float(np.abs(image[distance:] - image[:-distance]).mean())
                 for distance in (width, width * COLOUR_CHANNELS)
             )
+            self.distant_difference += float(np.abs(image - np.roll(image, image.size // 2)).mean())
             self.layout_difference += planar if layout == "NCHW" else interleaved
             self.swapped_difference += interleaved if layout == "NCHW" else planar
 
@@ -221,15 +230,16 @@ def _check_values(
     sample_count: int,
 ) -> tuple[list[tuple[InputSpec, _InputStats]], tuple[DataFinding, ...]]:
     """Read the first samples, run the model on a few of them, and return statistics of each input and findings."""
-    first_feed = next(iter(dataset.feeds_between(0, 1)), {})
+    reader = iter(dataset.feeds_between(0, sample_count))
+    first = list(islice(reader, 1))
     # A sequence of tensors is not checked, and a model that reads one is not run.
-    checked_inputs = [model_input for model_input in inputs if not isinstance(first_feed.get(model_input.name), list)]
-    stats_of_inputs = [(model_input, _InputStats()) for model_input in checked_inputs]
-    runner = runner if len(checked_inputs) == len(inputs) else None
+    sequences = {name for feed in first for name, value in feed.items() if isinstance(value, list)}
+    stats_of_inputs = [(model_input, _InputStats()) for model_input in inputs if model_input.name not in sequences]
+    runner = runner if len(stats_of_inputs) == len(inputs) else None
     # Samples in order of time may begin with silence, so the model runs on samples from the whole range.
     step = max(sample_count // RUN_SAMPLES, 1)
     feeds: list[Feeds] = []
-    for index, feed in enumerate(dataset.feeds_between(0, sample_count)):
+    for index, feed in enumerate(chain(first, reader)):
         if runner is not None and index % step == 0 and len(feeds) < RUN_SAMPLES:
             feeds.append(feed)
         for model_input, stats in stats_of_inputs:
@@ -251,10 +261,10 @@ def _check_values(
             **_stacked_findings(model_input, stats, dataset),
             **_index_findings(stats, use),
         }
-        is_float = dtype_kind(numpy_dtype(model_input.dtype)) == "float"
+        is_content = dtype_kind(numpy_dtype(model_input.dtype)) == "float" or (use.table_rows or 0) >= MIN_TABLE_ROWS
         for kind, message in input_findings.items():
-            # Masks and lengths may be the same in all samples.
-            if is_float or not varying or kind not in {"constant", "same-samples", "blank"}:
+            # Masks, positions and lengths may be the same in all samples.
+            if is_content or not varying or kind not in {"constant", "same-samples", "blank"}:
                 level: Literal["warning", "error"] = "error" if kind in ERROR_KINDS else "warning"
                 findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}", level))
     if response is not None and varying:
@@ -331,14 +341,14 @@ def _scale_findings(
     if ratio is not None and use.layer is not None:
         if message := _layer_message(use.layer, ratio):
             return {"scale": f"{received}{message}"}
-        is_plausible = use.layer.has_variance or ratio <= MAX_BIAS_RATIO
-    kind = stats.unscaled_kind
+        if use.layer.is_first:
+            is_plausible = use.layer.has_variance or ratio <= MAX_BIAS_RATIO
+    kind, divisor = stats.unscaled_kind
     has_image_axes = model_input.shape is not None and len(model_input.shape) == IMAGE_AXES
     if is_plausible or not kind or not (stats.integral or has_image_axes or stats.high == MAX_PIXEL):
         return {}
     if response is not None and response.needs_large_values(model_input.name):
         return {}
-    divisor = MAX_PIXEL if kind == "pixels" else 1 << 15
     return {
         "unscaled": f"of {model_input.dtype} {received}, which look like unscaled {kind}. Scale them as in training:"
         f" array / {divisor}, or --data FOLDER,scale=1/{divisor} for a folder of files."
@@ -372,7 +382,7 @@ def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
             "index": f"receives {stats.low:g} to {stats.high:g}, but it selects rows of a table that has"
             f" {use.table_rows}. Use the tokenizer or vocabulary of the model."
         }
-    if use.table_rows >= MIN_TABLE_ROWS and stats.low >= 0 and stats.high <= 1:
+    if use.table_rows >= MIN_TABLE_ROWS and 0 <= stats.low < stats.high <= 1:
         return {
             "mask": f"receives only 0 and 1, but it selects rows of a table that has {use.table_rows}. Check that it is"
             " not another input, such as a mask."
@@ -466,6 +476,11 @@ def _layout_findings(model_input: InputSpec, stats: _InputStats, _dataset: Datas
             f" array.transpose({axes})."
         )
     shape = stats.shape
+    if not findings and stats.distant_difference and stats.layout_difference > NOISE_RATIO * stats.distant_difference:
+        findings["noise"] = (
+            "has pixels that are independent of their neighbors, like random numbers. Use real images, unless the"
+            " model expects noise."
+        )
     if model_input.shape is None or shape is None or not len(model_input.shape) == len(shape) == IMAGE_AXES:
         return findings
     channels_first, channels_last = (shape[axis] in {1, COLOUR_CHANNELS} for axis in (1, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +36,9 @@ NORMALIZING_KINDS = frozenset(
 )
 """Kinds that change the scale of an input."""
 
+UNSCALING_KINDS = frozenset({"div", "layernorm", "instancenorm", "groupnorm", "lrn"})
+"""Kinds that may divide values by their own size, so that no later layer shows the scale of an input."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputLayer:
@@ -46,6 +49,10 @@ class InputLayer:
     spread: Array  # float64 (C,), standard deviations of training, or absolute biases
     axis: int  # channel axis of the tensor
     has_variance: bool  # True for standard deviations of training, which a batch normalization stores
+    weight: Array | None = (
+        None  # (I, C), matrix that maps the tensor to the compared values; None for the tensor itself
+    )
+    is_first: bool = True  # False behind a weighted op that stores no scale, such as a spectrogram
 
 
 @dataclass(slots=True)
@@ -74,7 +81,7 @@ def scale_ratio(layer: InputLayer, values: Sequence[Array]) -> float | None:
     None if the shapes do not match, or if values are missing or not finite.
     """
     count, total, squares = 0, np.zeros(layer.spread.size), np.zeros(layer.spread.size)
-    for array in values:
+    for array in values if layer.weight is None else _products(layer.weight, values):
         if array.ndim <= max(layer.axis, 1) or array.shape[layer.axis] != layer.spread.size:
             return None
         if not np.isfinite(array).all():
@@ -90,32 +97,45 @@ def scale_ratio(layer: InputLayer, values: Sequence[Array]) -> float | None:
     return float(np.median(deviations[is_stored] / layer.spread[is_stored])) if is_stored.any() else None
 
 
+def _products(weight: Array, values: Sequence[Array]) -> Iterator[Array]:
+    """Yield the products of the values that fit the rows of the weight."""
+    return (array @ weight for array in values if array.ndim and array.shape[-1] == len(weight))
+
+
 def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> InputUse:
     """Search forward from an input up to the first weighted ops."""
     result, visited, pending = InputUse(), {start}, deque([start])
+    behind: set[TensorRef] = set()  # tensors behind a weighted op that stores no scale
     is_float = model.output(start).dtype in FLOAT_TYPES
     while pending and len(visited) < MAX_VISITED_OPS:
         tensor = pending.popleft()
         for use in model.graphs[tensor.graph].consumers(tensor):
             op = model.graphs[use.graph].op(use.op)
             role = op.role(use.slot)
-            if op.kind == "gather" and role == "indices":
+            is_first = tensor not in behind
+            if op.kind == "gather" and role == "indices" and is_first:
                 shape = parameters.shape(_require_source(model, use._replace(slot=0)))
                 axis = op.attrs.get("axis", 0)
                 if shape and axis == 0 and shape[0] is not None:
                     result.table_rows = min(shape[0], result.table_rows or shape[0])
                 continue
             if op.kind == "batchnorm" or op.kind in MAC_KINDS:
-                result.rescaled |= op.kind == "batchnorm"
+                result.rescaled |= op.kind == "batchnorm" and is_first
                 if role == "input" and result.layer is None:
-                    result.layer = _stored_scale(model, parameters, op, tensor, TensorRef(use.graph, use.op))
+                    layer = _stored_scale(model, parameters, op, tensor, TensorRef(use.graph, use.op))
+                    result.layer = None if layer is None else replace(layer, is_first=is_first)
+                if role != "input" or result.layer is not None or op.kind not in WEIGHTED_KINDS:
+                    continue
+                behind.add(TensorRef(use.graph, use.op))
+            if not is_first and op.kind in UNSCALING_KINDS:
                 continue
-            result.rescaled |= op.kind in NORMALIZING_KINDS
+            result.rescaled |= op.kind in NORMALIZING_KINDS and is_first
             following = list(_called_inputs(model, op, use)) or [
                 TensorRef(use.graph, use.op, port)
                 for port, output in enumerate(op.outputs)
                 if not is_float or output.dtype is None or output.dtype in FLOAT_TYPES  # not the shape of the input
             ]
+            behind.update(() if is_first else following)
             pending.extend(reached for reached in following if reached not in visited)
             visited.update(following)
     return result
@@ -140,13 +160,14 @@ def _stored_scale(
     """Return the scale that a batch normalization, a bias or the addition after a weighted op has stored."""
     if op.kind == "batchnorm":
         variance = _operand(model, parameters, output, op, "variance")
-        if variance is None or variance.min() < 0:
-            return None
-        spread = np.sqrt(variance + float(op.attrs.get("epsilon", 1e-3)))
-        return InputLayer(op.name, source, spread, _channel_axis(model, op), has_variance=True)
+        spread = np.sqrt(np.maximum(0 if variance is None else variance, 0) + float(op.attrs.get("epsilon", 1e-3)))
+        layer = InputLayer(op.name, source, spread, _channel_axis(model, op), has_variance=True)
+        return None if variance is None or variance.min() < 0 else layer
     bias = _operand(model, parameters, output, op, "bias")
+    if op.kind not in WEIGHTED_KINDS:
+        return _recurrent_layer(op, source, _operand(model, parameters, output, op, "weight"), bias)
     current = output
-    for _ in range(3 * (op.kind in WEIGHTED_KINDS)):  # at most two reshapes are between a product and its bias
+    for _ in range(3):  # at most two reshapes are between a product and its bias
         uses = model.graphs[current.graph].consumers(current)
         following = model.graphs[uses[0].graph].op(uses[0].op) if len(uses) == 1 else op
         if following.kind == "batchnorm":
@@ -154,22 +175,36 @@ def _stored_scale(
         if following.kind == "output":  # the biases of a regression have the unit of the output
             bias = None
         elif bias is None and following.kind in BIAS_ADD_KINDS:
-            bias = parameters.value(_require_source(model, uses[0]._replace(slot=1 - uses[0].slot)))
+            bias = _stored_value(model, parameters, _require_source(model, uses[0]._replace(slot=1 - uses[0].slot)))
         if bias is not None or following.kind not in PASSING_KINDS:
             break
         current = TensorRef(uses[0].graph, uses[0].op)
-    if op.kind not in WEIGHTED_KINDS or bias is None or bias.size <= 1 or bias.size != max(bias.shape):
+    if bias is None or not bias.any() or bias.size == 1 or bias.size != max(bias.shape):
         return None
     spread = np.abs(bias.reshape(-1).astype(np.float64))
     return InputLayer(op.name, output, spread, _channel_axis(model, op), has_variance=False)
+
+
+def _recurrent_layer(op: Op, source: TensorRef, weight: Array | None, bias: Array | None) -> InputLayer | None:
+    """Return the scale of the gates of ONNX's LSTM, GRU or RNN: weight (D, C, I), bias (D, 2 * C) for D directions."""
+    if weight is None or bias is None or (weight.ndim, bias.ndim) != (3, 2) or bias.shape[1] != 2 * weight.shape[1]:
+        return None
+    spread = np.abs(bias[0].reshape(2, -1).sum(0))
+    return InputLayer(op.name, source, spread, -1, has_variance=False, weight=weight[0].T)
 
 
 def _operand(model: Model, parameters: Parameters, output: TensorRef, op: Op, role: str) -> Array | None:
     """Return the value of the operand with this role as float64, or None if it is missing or not stored."""
     slots = model.graphs[output.graph].slots(output.op)
     tensor = next((slot for index, slot in enumerate(slots) if op.role(index) == role), None)
-    value = None if tensor is None else parameters.value(tensor)
+    value = None if tensor is None else _stored_value(model, parameters, tensor)
     return None if value is None or not value.size else value.astype(np.float64)
+
+
+def _stored_value(model: Model, parameters: Parameters, tensor: TensorRef) -> Array | None:
+    """Return the value of a parameter, or the default of an input that callers may override."""
+    value, read_value = parameters.value(tensor), model.op(tensor).read_value
+    return read_value() if value is None and read_value is not None else value
 
 
 def _channel_axis(model: Model, op: Op) -> int:

@@ -76,7 +76,7 @@ def test_each_finding(check_arrays) -> None:
 
 
 def test_swapped_layouts(shared, check_arrays) -> None:
-    """Reshaped instead of transposed photographs are found in both directions. Correct ones and noise are not."""
+    """Reshaped instead of transposed photographs are found in both directions. Correct ones are not; noise is."""
     photos = np.load(shared / "ultraface/images.npz")["rgb"].astype(np.float32) / 127.5 - 1
     photos = np.concatenate([photos, photos[:, :, ::-1]])  # mirrored: more than 32
     first = photos.transpose(0, 3, 1, 2)
@@ -90,7 +90,7 @@ def test_swapped_layouts(shared, check_arrays) -> None:
     assert kinds(found) == ["layout"]
     assert "array.transpose(0, 2, 3, 1)" in found.findings[0].message
     noise = np.random.default_rng(0).standard_normal((40, 3, 20, 30)).astype(np.float32)
-    assert kinds(check_arrays(noise, None, 3, 20, 30)) == []
+    assert kinds(check_arrays(noise, None, 3, 20, 30)) == ["noise"]
     assert kinds(check_arrays(noise, None, None, None, None)) == ["layout-open"]
 
 
@@ -276,7 +276,57 @@ def test_scaling_in_the_model(tmp_path) -> None:
     assert model_findings(plain, image=images) == model_findings(dividing, image=images * 255) == []
     assert model_findings(plain, image=images * 255) == ["unscaled"]
     assert model_findings(dividing, image=images) == ["scale"]
+    assert model_findings(plain, image=np.floor(images * 255) - 128) == ["unscaled"]
     assert model_findings(plain, image=(images / 255 - 0.5) * 0.004) == ["scale"]
+
+
+def test_layers_behind_the_first_one(samples, tmp_path) -> None:
+    """Weights that callers may override, gates of an LSTM, and a layer behind a spectrogram tell the scale."""
+    images = calibration_images(samples)
+    assert model_findings(samples / "digits_cnn_bn.onnx", image=images / 255) == ["scale"]
+    assert model_findings(samples / "digits_cnn_bn.onnx", image=images * 255) == ["scale"]
+    rng = np.random.default_rng(3)
+    arrays = {
+        "w": rng.normal(size=(1, 32, 5)),
+        "r": rng.normal(size=(1, 32, 8)) / 4,
+        "b": rng.normal(size=(1, 64)) / 4,
+        "basis": rng.normal(size=(5, 16)),
+        "weight": rng.normal(size=(16, 4)) / 4,
+        "bias": rng.normal(size=4),
+    }
+    product = "z = MatMul(q, weight) s = Add(z, bias) y = Relu(s)"
+    texts = {
+        "lstm": "y, h, c = LSTM<hidden_size=8>(x, w, r, b)",
+        "spectrogram": f"m = MatMul(x, basis) p = Mul(m, m) q = Sqrt(p) {product}",
+        "normalized": f"m = MatMul(x, basis) l = ReduceL2<axes=[-1]>(m) q = Div(m, l) {product}",
+    }
+    wave = rng.normal(size=(40, 7, 1, 5)).astype(np.float32)
+    for name, text in texts.items():
+        used = arrays.keys() & set(text.replace(",", " ").replace(")", " ").replace("(", " ").split())
+        model = onnx_model(
+            f"g (float[7, 1, 5] x) => (float y) {{ {text} }}",
+            {key: arrays[key].astype(np.float32) for key in sorted(used)},
+        )
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+        onnx.save(model, tmp_path / f"{name}.onnx")
+        assert model_findings(tmp_path / f"{name}.onnx", x=wave) == []
+        expected = [] if name == "normalized" else ["scale"]
+        assert model_findings(tmp_path / f"{name}.onnx", x=wave / 1000) == expected
+
+
+def test_each_sample_is_read_once(samples) -> None:
+    """The check reads no sample twice, because a function may take long."""
+    runner = format_module("onnx").create_runner(gq.load(samples / "digits_cnn.onnx"))
+    feeds = [{"image": image[None]} for image in calibration_images(samples)]
+    reads = []
+
+    def open_feeds(first, last):
+        for index in range(first, last):
+            reads.append(index)
+            yield feeds[index]
+
+    check_model_data(Dataset(count=len(feeds), digest="", open_feeds=open_feeds), runner)
+    assert reads == list(range(32))
 
 
 def test_other_mistakes(tmp_path) -> None:
@@ -328,6 +378,7 @@ def test_token_ids(tmp_path) -> None:
     ids, mask = rng.integers(0, 50, (40, 6)), np.ones((40, 6), np.int64)
     assert model_findings(model, ids=ids, mask=mask) == []
     assert model_findings(model, ids=mask * (ids % 2), mask=ids) == ["mask"]
+    assert model_findings(model, ids=ids * 0, mask=mask * (ids % 2)) == ["constant"]  # only padding
     with pytest.raises(DataError, match="a table that has 50"):
         gq.insert(model, data=str(save_arrays(tmp_path, ids=ids + 1, mask=mask)))
     with pytest.raises(DataError, match="a table that has 50"):
@@ -378,7 +429,7 @@ def test_no_false_warnings_for_photographs(shared) -> None:
     large = np.pad(photos, ((0, 0), (0, 0), (88, 88), (48, 48)), "edge")[:, ::-1]
     normalized = (crops / 255 - 0.45) / 0.225
     assert model_findings(shared / "ultraface/version-RFB-320.onnx", input=(photos - 127) / 128) == []
-    assert model_findings(shared / "ultraface/version-RFB-320.onnx", input=photos) == ["unscaled"]
+    assert model_findings(shared / "ultraface/version-RFB-320.onnx", input=photos) == ["scale"]
     assert model_findings(shared / "odd/squeezenet_fp16.onnx", data_0=squares.astype(np.float16)) == []
     assert model_findings(shared / "odd/yolox_nano.onnx", images=large) == []
     assert model_findings(shared / "odd/yolox_nano.onnx", images=large / 255) == ["scale"]
