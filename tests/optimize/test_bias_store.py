@@ -473,9 +473,12 @@ def test_biases_restore_the_means(tmp_path, has_edited_weight):
 def test_results_of_each_op(tmp_path, monkeypatch):
     """Ops whose bias cannot move have the reason, after earlier results; the others are corrected."""
     earlier = skipped_target("gptq", "x", "earlier")
-    rows = np.random.default_rng(7).uniform(0, 8, size=(6, 40, 2))
+    rows = np.random.default_rng(7).uniform(0, 8, size=(6, 200, 2))
     body = "a = Gemm (x, w, b) c = MatMul (a, v) d = Relu (c) y = Gemm (d, w, e)"
-    edits = make_edits(tmp_path, body, FLOAT_BIAS, {"d": 0.5}, e=np.array([0.1, 0.2]), w=WEIGHTS["w"] + 0.3)
+    scales = {"x": 3.0, "d": 0.5}
+    edits = make_edits(tmp_path, body, FLOAT_BIAS, scales, e=np.array([0.1, 0.2]), w=WEIGHTS["w"] + 0.3)
+    free = apply_bias_correction(edits, make_samples(rows))
+    assert np.abs(free.model.main.op("b").read_value() - B).max() > 0.1
     monkeypatch.setattr(BiasStore, "is_variable", lambda _, weighted: weighted.op.name == "a")
     corrected = apply_bias_correction(replace(edits, results=(earlier,)), make_samples(rows))
     first, a, c, y = corrected.results
@@ -485,9 +488,11 @@ def test_results_of_each_op(tmp_path, monkeypatch):
     assert (y.algorithm, y.target, y.applied) == ("bias-correction", "y", True)
     assert corrected.model.main.op("b").read_value().tolist() == B.tolist()
     assert corrected.model.main.op("e").read_value().tolist() != [0.1, 0.2]
-    # Without samples nothing moves.
-    none = apply_bias_correction(edits, make_samples(rows[:1])).results
-    assert none[2] == skipped_target("bias-correction", "y", NOT_OBSERVED)
+    # Without samples, and with one, nothing moves.
+    for few in (rows[:0], rows[:1]):
+        unmoved = apply_bias_correction(edits, make_samples(few))
+        assert unmoved.results[2] == skipped_target("bias-correction", "y", NOT_OBSERVED)
+        assert unmoved.model.main.op("e").read_value().tolist() == edits.model.main.op("e").read_value().tolist()
 
 
 def test_added_sites_are_in_the_solution(tmp_path):
@@ -503,3 +508,21 @@ def test_added_sites_are_in_the_solution(tmp_path):
     assert any(
         "y/bias_corrected" in op.name for op in corrected.quantized_model().main.ops() if op.kind == "dequantize"
     )
+
+
+def test_rounded_biases_are_corrected_again(tmp_path, monkeypatch):
+    """The second correction sees the rounding of the first one to an integer bias, also of an added bias."""
+    body = "a = Gemm (x, w, b) c = Gemm (x, v) y = Add (a, c)"
+    edits = make_edits(tmp_path, body, PER_TENSOR, {"x": 3.0}, w=WEIGHTS["w"] + 0.3, v=WEIGHTS["v"] + 0.4)
+    rows = 3.0 * np.random.default_rng(7).integers(0, 4, size=(6, 200, 2))  # rounded without an error
+
+    def corrected_bias():
+        return apply_bias_correction(edits, make_samples(rows)).model.main.op("c/bias_corrected").read_value()
+
+    twice = corrected_bias()
+    monkeypatch.setattr(bias_correction, "_correction_stages", lambda *_: [])
+    once = corrected_bias()
+    step = 3.0 * np.abs(WEIGHTS["v"] + 0.4).max() / 127
+    rounding = once - step * np.rint(once / step)
+    assert np.abs(rounding).max() > 1
+    assert twice - once == pytest.approx(rounding, rel=1e-3)
