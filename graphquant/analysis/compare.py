@@ -201,11 +201,8 @@ def compare_runners(
     kernels only where no tensor is observed. Once the observed float model has given the same outputs, it no longer
     runs unobserved. `sites` is None for the outputs alone; `site_runner` runs the float model that they refer to, on at
     most `max_site_samples` samples. `outputs` has the quantized output by float output; the rest is matched. `labels`
-    is the key of the labels in `batches`, or "". `load` is the footprint of a run of the float model.
-
-    Raises:
-        ModelError: A model cannot be run.
-        UsageError: The inputs or outputs of the models do not match.
+    is the key of the labels in `batches`, or "". `load` is the footprint of a run of the float model. Raises a
+    ModelError if a model cannot be run, and a UsageError if the inputs or outputs of the models do not match.
     """
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
     output_names = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)

@@ -79,9 +79,7 @@ class Differences:
 def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Differences:
     """Compare two models of one format.
 
-    Raises:
-        ModelError: A weight cannot be read.
-        UsageError: The models have different formats.
+    Raises a ModelError if a weight cannot be read, and a UsageError if the models have different formats.
     """
     if first.format != second.format:
         raise UsageError(

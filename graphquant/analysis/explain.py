@@ -76,10 +76,8 @@ def explain_uses(
 ) -> tuple[Explanation, ...]:
     """Explain every use of the tensor `name`, or of the inputs and outputs of the op `name`.
 
-    `solution` has scales to explain too, and `source` is the model before preparation, if that differs.
-
-    Raises:
-        UsageError: No float tensor or op has this name.
+    `solution` has scales to explain too, and `source` is the model before preparation, if that differs. Raises a
+    UsageError if no float tensor or op has this name.
     """
     outcomes: dict[tuple[TensorRef, Use], tuple[str, str]] = {}
     site_indices: dict[tuple[TensorRef, Use], int] = {}
@@ -168,8 +166,7 @@ MAX_LISTED = 4  # maximum number of listed tensors that share a scale
 def explain_quantized(model: Model, name: str) -> tuple[Explanation, ...]:
     """Explain every use of the tensor `name`, or of the inputs and outputs of the op `name`, through its quantization.
 
-    Raises:
-        UsageError: No float tensor or op has this name.
+    Raises a UsageError if no float tensor or op has this name.
     """
     quantization_ops = {(op.graph, op.op): op for op in summarize_model(model).quantization_ops}
     tensors_by_scale: dict[object, list[str]] = {}
@@ -255,10 +252,7 @@ def predict_verdicts(
     """Return the execution of the requested ops in `backend`: predicted, or as the installed ONNX Runtime runs them.
 
     `backend` is a key of `BACKENDS` or "tensorflow". A `plan` is applied to the model, with placeholders for missing
-    scales.
-
-    Raises:
-        UsageError: The backend does not exist or does not support the model's format.
+    scales. Raises a UsageError if the backend does not exist or does not support the model's format.
     """
     requested_ops = dict.fromkeys(explanation.requested_op for explanation in explanations)
 

@@ -231,10 +231,8 @@ def validate_model(
 ) -> Validation:
     """Compare a quantized model with its float model on a hold-out; on few samples if there is no bound.
 
-    `include_sites` also measures quantized tensors and counts multiply-adds.
-
-    Raises:
-        DataError: A sample does not fit the model.
+    `include_sites` also measures quantized tensors and counts multiply-adds. Raises a DataError if a sample does not
+    fit the model.
     """
     try:
         runner = formats.format_module(source.format).create_runner(source)
@@ -295,12 +293,9 @@ def require_usable(source: Model, quantized: Model, validation: Validation | Non
 
     A validation has loaded and run the model already. Otherwise ONNX Runtime loads an ONNX model here. `other_backend`
     is true if the rules are for another backend, which may accept pairs that the optimizer of ONNX Runtime rejects.
-    ONNX Runtime then does not decide.
-
-    Raises:
-        FindingsError: The runtime cannot load or run the quantized model, or an output has NaN or infinite values that
-            the float model does not have.
-        ModelError: The quantized model cannot be emitted.
+    ONNX Runtime then does not decide. Raises a FindingsError if the runtime cannot load or run the quantized model, or
+    an output has NaN or infinite values that the float model does not have, and a ModelError if the quantized model
+    cannot be emitted.
     """
     if validation is not None and validation.float_failed:
         return f"the float model cannot be run: {validation.problem}"

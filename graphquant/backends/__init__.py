@@ -28,12 +28,9 @@ BACKENDS: dict[str, Backend] = {
 def check_quantized_model(model: Model, backend: str | None = None, stats: Stats | None = None) -> CheckReport:
     """Predict the execution of each op of `model` by a backend, and report likely mistakes in the model.
 
-    `stats` are those of the model before it was quantized, if available.
-
-    Raises:
-        DataError: The statistics contain none of the quantized tensors.
-        ModelError: A weight cannot be read.
-        UsageError: The backend is unknown, or it does not run models of this format.
+    `stats` are those of the model before it was quantized, if available. Raises a DataError if the statistics contain
+    none of the quantized tensors, a ModelError if a weight cannot be read, and a UsageError if the backend is unknown,
+    or it does not run models of this format.
     """
     chosen_backend = None if backend is None else _find_backend(model, backend)
     if not model.traits.rewritable:
@@ -56,9 +53,8 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
 def judge_ops(model: Model, backend: str) -> tuple[Verdict, ...]:
     """Return how a backend runs each op: as the installed ONNX Runtime does, or as the table of the backend predicts.
 
-    Raises:
-        RejectedModelError: The backend cannot load the model.
-        UsageError: The backend is unknown, or it does not run models of this format.
+    Raises a RejectedModelError if the backend cannot load the model, and a UsageError if the backend is unknown, or it
+    does not run models of this format.
     """
     return _predict_verdicts(_find_backend(model, backend), model)
 

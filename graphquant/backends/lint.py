@@ -115,10 +115,8 @@ def lint_model(
     """Return the verdicts of a backend, and the findings by code and then in the order of the model.
 
     `predict` returns the verdicts of the backend. `stats` are those of the model before it was quantized, if available.
-
-    Raises:
-        DataError: The statistics contain none of the quantized tensors.
-        ModelError: A weight cannot be read.
+    Raises a DataError if the statistics contain none of the quantized tensors, and a ModelError if a weight cannot be
+    read.
     """
     quantizations, findings = QuantizationReader(model), list[LintFinding]()
     try:

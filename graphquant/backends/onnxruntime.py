@@ -106,9 +106,7 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
 def load_in_onnxruntime(model: Model) -> None:
     """Load an ONNX model in the installed ONNX Runtime, and discard the session.
 
-    Raises:
-        ModelError: The model cannot be emitted.
-        RejectedModelError: ONNX Runtime cannot load the model.
+    Raises a ModelError if the model cannot be emitted, and a RejectedModelError if ONNX Runtime cannot load the model.
     """
     from graphquant.formats.onnx import require_loadable
 

@@ -127,8 +127,7 @@ class OutcomeCache:
     def store(self, outcome: Outcome) -> None:
         """Store an outcome under its key, and its output files if they are local.
 
-        Raises:
-            OSError: The folder is full or read-only.
+        Raises an OSError if the folder is full or read-only.
         """
         folder = Path(outcome.output).parent
         for name, digest in outcome.products.items():

@@ -87,10 +87,7 @@ def cache_inputs(
     """Return everything that the output of `entry` depends on.
 
     `program` is its `program_digest`. `digest_data` is `data_digest`, cached because many entries share one spec.
-
-    Raises:
-        GraphQuantError: A file is missing or unknown.
-        OSError: A file cannot be read.
+    Raises a GraphQuantError if a file is missing or unknown, and an OSError if a file cannot be read.
     """
     model, size = _model_digest(entry.model, file_hashes, allow_links=entry.allow_links)
     rule_contents = [  # an inline rule is its own content
@@ -117,10 +114,8 @@ def cache_inputs(
 def data_digest(spec: str, file_hashes: FileHashes) -> tuple[str, bool]:
     """Return the digest of a data spec, and whether it determines the samples.
 
-    Raises:
-        DataError: The spec is invalid.
-        MissingDependencyError: fsspec is needed and not installed.
-        OSError: A file cannot be read.
+    Raises a DataError if the spec is invalid, a MissingDependencyError if fsspec is needed and not installed, and an
+    OSError if a file cannot be read.
     """
     source = parse_data_spec(spec)
     fields = [source.kind, sorted(source.keys.items()), sorted(source.input_keys.items())]

@@ -377,9 +377,7 @@ def _tool_table(data: dict[str, Any]) -> Any:
 def read_manifest(path: Path, overrides: dict[str, Any]) -> BatchRequest:
     """Read a manifest, with the mistakes in its keys and values.
 
-    Raises:
-        ManifestError: It is not TOML, or has no entries.
-        UsageError: It does not exist.
+    Raises a ManifestError if it is not TOML, or has no entries, and a UsageError if it does not exist.
     """
     if not path.exists():
         raise UsageError(f"There is no manifest {path}. Give one, or models and globs.")

@@ -37,12 +37,8 @@ MAX_REFERENCE_BYTES = 1 << 30
 def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome:
     """Run `process` on a local copy of an entry if it has remote files, and upload its output.
 
-    Remote data is read in place.
-
-    Raises:
-        MissingDependencyError: fsspec, or its package for a service, is not installed.
-        ModelError: A file cannot be read.
-        UsageError: The output cannot be written.
+    Remote data is read in place. Raises a MissingDependencyError if fsspec, or its package for a service, is not
+    installed, a ModelError if a file cannot be read, and a UsageError if the output cannot be written.
     """
     if not any(is_remote(path) for path in (entry.model, entry.stats or "", entry.output)):
         return process(entry)
@@ -76,8 +72,7 @@ def remote_exists(address: str) -> bool:
 def remote_fingerprint(address: str, products: Collection[str]) -> str:
     """Return a hash of file versions of a remote output, without reading it; "" if a file is missing.
 
-    Raises:
-        UsageError: The service does not answer.
+    Raises a UsageError if the service does not answer.
     """
     hasher = hashlib.sha256()
     with _remote_file_system(address, UsageError, "looked at") as (system, path):
@@ -239,11 +234,8 @@ def find_models(pattern: str, base: str) -> tuple[list[str], bool]:
     """Return the models that `pattern` matches, sorted, and True if it is a path instead of a glob.
 
     A glob skips outputs of earlier runs (`*.quant.*`) unless it contains `.quant`. Of a SavedModel it matches only the
-    folder.
-
-    Raises:
-        MissingDependencyError: fsspec, or its package for the service, is not installed.
-        UsageError: Nothing matches.
+    folder. Raises a MissingDependencyError if fsspec, or its package for the service, is not installed, and a
+    UsageError if nothing matches.
     """
     pattern = pattern.removeprefix(LOCAL_SCHEME)
     folder = _open_folder(pattern, base)

@@ -62,10 +62,8 @@ def run_batch(
     """Process the entries that are not finished. Ctrl-C ends the batch; remaining entries are skipped.
 
     Entries have unique names and outputs; `execute` yields outcomes in any order. `on_outcome` receives each outcome
-    once it is on the disk, `on_warning` problems that do not belong to a model.
-
-    Raises:
-        UsageError: The batch runs already, or the cache folder cannot be used.
+    once it is on the disk, `on_warning` problems that do not belong to a model. Raises a UsageError if the batch runs
+    already, or the cache folder cannot be used.
     """
     started, start = time.time(), time.monotonic()
     with FileHashes(options.folder / "hashes.sqlite") as file_hashes:

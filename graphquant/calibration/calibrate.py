@@ -292,10 +292,8 @@ MAX_GROWTH = 1000
 def refuse_growth(model: Model, max_memory: int | None = None) -> None:
     """Refuse a small model whose tensors would fill memory, such as one that doubles a tensor again and again.
 
-    `max_memory` raises the limit of a tensor. Sizes that depend on the data are not known.
-
-    Raises:
-        ModelError: A tensor is too large.
+    `max_memory` raises the limit of a tensor. Sizes that depend on the data are not known. Raises a ModelError if a
+    tensor is too large.
     """
     sizes: dict[TensorRef, int] = {}
     stored = 0

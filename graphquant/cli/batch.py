@@ -104,8 +104,7 @@ class ReportOptions(Options):
     ) -> BatchReport:
         """Print the report, write attestations and report files, and return the report with its regressions.
 
-        Raises:
-            UsageError: A file cannot be written.
+        Raises a UsageError if a file cannot be written.
         """
         if earlier_report is not None and not self.verify:
             from graphquant.batch.reports import SQNR_STEP, compare_reports

@@ -122,10 +122,8 @@ def apply_validated(
 ) -> StateT:
     """Apply algorithms in order, and undo each one that does not bring the outputs closer to the float model.
 
-    Each algorithm has a name, a function and required standard errors. The model of `state` is not modified.
-
-    Raises:
-        ModelError: The model cannot be run.
+    Each algorithm has a name, a function and required standard errors. The model of `state` is not modified. Raises a
+    ModelError if the model cannot be run.
     """
     count = len(samples.validation_feeds)
     if count < MIN_VALIDATION_SAMPLES:

@@ -120,8 +120,7 @@ def build_model(
 ) -> BuiltModel:
     """Solve the scales of a plan, run its optimization algorithms, and rewrite the graph.
 
-    Raises:
-        DataError: A sample cannot be read.
+    Raises a DataError if a sample cannot be read.
     """
     sketches, unobservable = (stats.sketches, stats.unobservable) if stats else ({}, {})
     solution = solve_scales(prepared, plan, sketches, unobservable)
@@ -145,10 +144,7 @@ def run_precalibration_algorithms(
     """Run the algorithms of a plan that change the model before calibration.
 
     The model is not modified. `has_stats` is true if statistics, which describe the unchanged model, provide the
-    ranges.
-
-    Raises:
-        DataError: A sample cannot be read.
+    ranges. Raises a DataError if a sample cannot be read.
     """
     algorithms = [name for name in plan.algorithms if name in PRE_CALIBRATION_ALGORITHMS]
     unchanged = PreCalibrationState(model=prepared, plan=plan)
@@ -176,10 +172,8 @@ def apply_precalibration(
 ) -> PreCalibrationState:
     """Apply the requested algorithms, and undo each that brings no gain on the validation samples.
 
-    Without samples, because no site needs data, nothing is known of the activations, and nothing is undone.
-
-    Raises:
-        ModelError: The model cannot be run.
+    Without samples, because no site needs data, nothing is known of the activations, and nothing is undone. Raises a
+    ModelError if the model cannot be run.
     """
     state = PreCalibrationState(model=model, plan=plan)
     ordered = [(name, apply) for name, apply in PRE_CALIBRATION_ALGORITHMS.items() if name in requested]
@@ -203,10 +197,7 @@ def run_postcalibration_algorithms(
 ) -> WeightEdits:
     """Run the algorithms of a plan that change weights and biases once scales are known; see `apply_validated`.
 
-    Without data, `calibration_data` is None, and no algorithm runs.
-
-    Raises:
-        DataError: A sample cannot be read.
+    Without data, `calibration_data` is None, and no algorithm runs. Raises a DataError if a sample cannot be read.
     """
     edits = WeightEdits(prepared_model=prepared, model=prepared, solution=solution)
     algorithms = [

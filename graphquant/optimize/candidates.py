@@ -352,10 +352,8 @@ class CandidateTrials:
     ) -> tuple[CandidateErrors, dict[str, Plan]]:
         """Measure the error of each candidate of each site until `interrupted`. Return the errors and the plans.
 
-        `plan` is that of the rules, and `rules_build` its quantized model.
-
-        Raises:
-            ModelError: A model cannot be run.
+        `plan` is that of the rules, and `rules_build` its quantized model. Raises a ModelError if a model cannot be
+        run.
         """
         rules_pairs = insertions_by_site(plan, rules_build.insertions)
         measured = self.measure_errors(rules_build.model, rules_pairs, rules_pairs)
@@ -391,10 +389,8 @@ class CandidateTrials:
     ) -> dict[int, float]:
         """Measure the error that each of the sites `indices` adds; sites whose error is unknown are omitted.
 
-        A site in an unreachable graph, such as a copy of a function in a SavedModel, adds nothing.
-
-        Raises:
-            ModelError: A model cannot be run.
+        A site in an unreachable graph, such as a copy of a function in a SavedModel, adds nothing. Raises a ModelError
+        if a model cannot be run.
         """
         ops_by_site = {i: [quantizing_op(quantized_model, output) for output in pairs[i].outputs] for i in indices}
         all_ops = {op_key for op_keys in ops_by_site.values() for op_key in op_keys}

@@ -204,8 +204,7 @@ class ChannelStatistics:
 def collect_static_statistics(model: Model, plan: Plan) -> ChannelStatistics:
     """Collect the statistics that need no run of the model: channel groups, and their weights reduced to cells.
 
-    Raises:
-        ModelError: A weight cannot be read.
+    Raises a ModelError if a weight cannot be read.
     """
     statistics = ChannelStatistics(model=model, plan=plan, groups=find_channel_groups(model))
     for site in plan.sites:
@@ -232,8 +231,7 @@ def collect_static_statistics(model: Model, plan: Plan) -> ChannelStatistics:
 def observe_channels(statistics: ChannelStatistics, groups: Sequence[ChannelGroup], samples: AlgorithmData) -> None:
     """Add the moments of some groups, measured on the samples of the optimization algorithms.
 
-    Raises:
-        ModelError: The model cannot be run.
+    Raises a ModelError if the model cannot be run.
     """
     layouts = {
         tensor: (layout, group.channels)
@@ -255,8 +253,7 @@ def observe_channels(statistics: ChannelStatistics, groups: Sequence[ChannelGrou
 def sketch_sample_ranges(model: Model, plan: Plan, samples: AlgorithmData) -> dict[TensorRef, Sketch]:
     """Sketch the values that calibration would observe on the samples of the optimization algorithms.
 
-    Raises:
-        ModelError: The model cannot be run.
+    Raises a ModelError if the model cannot be run.
     """
     accumulators: dict[TensorRef, SketchAccumulator] = {}
     for site in sites_needing_data(plan):

@@ -357,8 +357,7 @@ class LatencyTimer:
     def for_data(cls, source: Model, batches: Dataset, *, as_tflite: bool) -> LatencyTimer:
         """Make a timer with one sample, or with several from all over the data if the time depends on the sample.
 
-        Raises:
-            DataError: A sample does not fit the model.
+        Raises a DataError if a sample does not fit the model.
         """
         count = min(batches.count, MAX_TIMED_SAMPLES if len(source.reachable_graphs()) > 1 else 1)
         indices = [index * batches.count // count for index in range(count)]

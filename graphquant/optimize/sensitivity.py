@@ -162,10 +162,7 @@ def measure_sensitivity(
     get a session of their own. All are measured on the same samples, spread over the data, so that samples with large
     errors affect all alike. Ctrl-C ends the analysis with the results so far. `sites` are the quantizations matched
     with the float model, `only` those to measure (all by default), and `inputs` the input of the float model by input
-    of the quantized one. `batch_independent` allows batches of samples.
-
-    Raises:
-        ModelError: A model cannot be run.
+    of the quantized one. `batch_independent` allows batches of samples. Raises a ModelError if a model cannot be run.
     """
     op_keys, switch_points = _find_switch_points(quantized_model, sites)
     feeds = list(_chunk_sample_feeds(batches, inputs, batch_independent=batch_independent))

@@ -156,10 +156,8 @@ def measure_gram_matrices(
 ) -> list[Array | None]:
     """Measure X^T X of each op, float64 (groups, inputs, inputs); see `shrink_gram_matrix`.
 
-    The value is None if no sample reaches the op or its rows do not fit.
-
-    Raises:
-        ModelError: The model cannot be run.
+    The value is None if no sample reaches the op or its rows do not fit. Raises a ModelError if the model cannot be
+    run.
     """
     sums: list[GramSum | None] = [None] * len(inputs)
     for values_by_tensor in samples.observe(model, (tensor for tensor, _, _ in inputs)):

@@ -98,8 +98,7 @@ def add_channel_mean(model: Model, graph: Graph, tensor: TensorRef, axes: Output
 def measure_channel_means(model: Model, means: Sequence[ChannelMean], samples: AlgorithmData) -> dict[TensorRef, Array]:
     """Measure the channel means of tensors, float64 (samples, C). Tensors that no sample reaches are left out.
 
-    Raises:
-        ModelError: The model cannot be run.
+    Raises a ModelError if the model cannot be run.
     """
     rows: dict[TensorRef, list[Array]] = defaultdict(list)
     for values_by_tensor in samples.observe(model, (mean.observed_tensor for mean in means), MAX_RUNS_IN_FLIGHT):

@@ -216,10 +216,8 @@ def make_plan(
 ) -> Plan:
     """Make the plan of `ruleset` for `model`.
 
-    The first matching rule wins. `source` is the model before preparation, if that differs.
-
-    Raises:
-        UsageError: A name selector, include or exclude pattern matches nothing.
+    The first matching rule wins. `source` is the model before preparation, if that differs. Raises a UsageError if a
+    name selector, include or exclude pattern matches nothing.
     """
     matcher = RuleMatcher(model, ruleset)
     _check_name_patterns(matcher, options, source)

@@ -310,10 +310,7 @@ PREPARATION_STEPS: dict[str, Preparation] = {
 def prepare(model: Model, requested: Sequence[str]) -> tuple[Model, tuple[Step, ...]]:
     """Return a copy of `model` after the requested steps, and the steps' records.
 
-    Return the model itself if nothing changed.
-
-    Raises:
-        ModelError: A weight in the model's files cannot be read.
+    Return the model itself if nothing changed. Raises a ModelError if a weight in the model's files cannot be read.
     """
     ordered_names = [name for name in PREPARATION_STEPS if name in requested]
     changed = model.copy() if ordered_names else model
@@ -334,8 +331,7 @@ def prepare(model: Model, requested: Sequence[str]) -> tuple[Model, tuple[Step, 
 def find_skipped_steps(prepared: Model, requested: Sequence[str]) -> tuple[SkippedStep, ...]:
     """Return the ops that the requested steps skipped, and all BatchNorms in training mode.
 
-    Raises:
-        ModelError: A weight in the model's files cannot be read.
+    Raises a ModelError if a weight in the model's files cannot be read.
     """
     skipped = list(find_training_batchnorms(prepared, step_requested=INFERENCE_BATCHNORM_STEP in requested))
     for name, step in PREPARATION_STEPS.items():

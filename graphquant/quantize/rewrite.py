@@ -92,10 +92,8 @@ def rewrite(
     """Return a copy of `model` in which every site of `plan` with params is quantized and dequantized.
 
     `params` are by site position. `float_weights` keeps weights in float with a whole Q/DQ pair instead of storing
-    integers. Without an `integer_cache`, a weight is quantized again on each access.
-
-    Raises:
-        UsageError: The plan does not fit the model.
+    integers. Without an `integer_cache`, a weight is quantized again on each access. Raises a UsageError if the plan
+    does not fit the model.
     """
     check_plan(model, plan)
     changed = model.copy()

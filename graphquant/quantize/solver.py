@@ -56,8 +56,7 @@ def find_site_ranges(
 ) -> None:
     """Give each site that follows no other one its own range, the scale from the plan, or a skip.
 
-    Raises:
-        ModelError: A weight holds NaN or infinity.
+    Raises a ModelError if a weight holds NaN or infinity.
     """
     for index, site in enumerate(state.sites):
         follows_others = takes_original_scale(site) or (site.scheme.observe.name == "bias" and site.range is None)
@@ -210,8 +209,7 @@ def _params_given_by_plan(site: Site, scales: tuple[float, ...]) -> QParams:
 def solve_biases(state: SolverState) -> None:
     """Solve the remaining bias sites. A bias whose consumers need different scales is copied.
 
-    Raises:
-        ModelError: A bias holds NaN or infinity.
+    Raises a ModelError if a bias holds NaN or infinity.
     """
     for index, site in enumerate(state.plan.sites):
         is_solved = index in state.params or index in state.skips
@@ -327,11 +325,8 @@ def solve_scales(
     A site with a scale keeps it. A site with a range uses it. A site in a function clone takes its original's scale.
     The range of a parameter comes from its value, all others from `sketches`; `unobservable` may give the reason why
     one is missing. Tied sites get the union of their ranges, so that they share one scale and zero point. Scales are
-    raised as far as biases and shifts need. A tensor whose consumers need different scales is copied.
-
-    Raises:
-        ModelError: A weight holds NaN or infinity.
-        UsageError: The plan does not fit the model.
+    raised as far as biases and shifts need. A tensor whose consumers need different scales is copied. Raises a
+    ModelError if a weight holds NaN or infinity, and a UsageError if the plan does not fit the model.
     """
     check_plan(model, plan)
     state = SolverState(model, plan)

@@ -31,8 +31,7 @@ class StrippedModel:
 def strip_quantization(model: Model) -> StrippedModel:
     """Return a copy of `model` without the quantization that graphquant inserted.
 
-    Raises:
-        ModelError: A weight in the model's files cannot be read.
+    Raises a ModelError if a weight in the model's files cannot be read.
     """
     return _QuantizationRemover(model).run()
 

@@ -209,8 +209,7 @@ class RuleMatcher:
     def matches(self) -> Iterator[RuleMatch]:
         """Yield the first rule that matches for each use of a float tensor, in the order of the model.
 
-        Raises:
-            UsageError: A pattern has too many possible matches in the model.
+        Raises a UsageError if a pattern has too many possible matches in the model.
         """
         for tensor, uses in self.tensors():
             rules = [rule for rule in self._candidate_rules(tensor) if not self._producer_miss_reason(rule, tensor)]

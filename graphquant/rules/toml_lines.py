@@ -47,10 +47,8 @@ class NestingError(ValueError):
 def locate_keys(text: str) -> dict[KeyPath, int]:
     """Return the line, counted from 1, of each table, key and array element of a TOML text.
 
-    The text need not be valid. Parts that cannot be parsed are skipped, because tomllib reports them.
-
-    Raises:
-        NestingError: The text is nested more than `MAX_NESTING` levels deep.
+    The text need not be valid. Parts that cannot be parsed are skipped, because tomllib reports them. Raises a
+    NestingError if the text is nested more than `MAX_NESTING` levels deep.
     """
     return _KeyScanner(text).scan()
 

@@ -67,8 +67,7 @@ def write_file(path: Path, content: str | bytes, advice: str = "Use another file
 def make_staging_folder(path: Path) -> Path:
     """Create a folder next to `path` in which to prepare its replacement. Its name begins with that of `path`.
 
-    Raises:
-        OSError: The folder cannot be created.
+    Raises an OSError if the folder cannot be created.
     """
     import tempfile
 
@@ -78,11 +77,8 @@ def make_staging_folder(path: Path) -> Path:
 def replace_folder(new: Path, path: Path, staging: Path) -> None:
     """Move the folder `new` to `path`. A folder that exists there moves into `staging`.
 
-    Linux exchanges the two in one step. On other systems there is a moment without a folder at `path`, when the old
-    one is `old` in `staging`.
-
-    Raises:
-        OSError: The folder cannot be moved; the old one stays.
+    Linux exchanges the two in one step. On other systems there is a moment without a folder at `path`, when the old one
+    is `old` in `staging`. Raises an OSError if the folder cannot be moved; the old one stays.
     """
     if not path.is_dir() or path.is_symlink():
         new.replace(path)
@@ -113,8 +109,7 @@ def _exchange_paths(first: Path, second: Path) -> bool:
 def flush_to_disk(paths: Iterable[Path]) -> None:
     """Write files and their folder entries to disk, so that they survive a power failure.
 
-    Raises:
-        OSError: The disk is full or damaged.
+    Raises an OSError if the disk is full or damaged.
     """
     files = list(paths)
     for file in files:
@@ -164,9 +159,7 @@ def _remove_if_stale(path: Path, names: set[str]) -> None:
 def lock_output(path: Path) -> Iterator[None]:
     """Keep other processes that call this from writing `path`. The lock ends with the process.
 
-    Raises:
-        UsageError: Another process has the lock.
-        OSError: The lock file cannot be created.
+    Raises a UsageError if another process has the lock, and an OSError if the lock file cannot be created.
     """
     lock_path = path.with_name(f".{path.name}.lock")
     while True:

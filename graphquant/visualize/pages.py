@@ -33,8 +33,7 @@ FORMATS_DIFFER_NOTE = (
 def comparison_page(float_model: Model, quantized: Model, comparison: Comparison) -> str:
     """Draw a float and a quantized model in one layout, with tensor errors as a heatmap.
 
-    Raises:
-        ModelError: The float model cannot be prepared like the quantized one.
+    Raises a ModelError if the float model cannot be prepared like the quantized one.
     """
     notes = [RANDOM_DATA_NOTE] if comparison.random else []
     drawing, heatmap = model_drawing(quantized), comparison_heatmap(comparison)
@@ -50,8 +49,7 @@ def comparison_page(float_model: Model, quantized: Model, comparison: Comparison
 def diff_page(first: Model, second: Model, differences: Differences) -> str:
     """Draw two models in one layout, with added, removed and changed parts in colors.
 
-    Raises:
-        ModelError: The first model cannot be prepared like the second one.
+    Raises a ModelError if the first model cannot be prepared like the second one.
     """
     before, after, _ = align_preparation(first, second)
     drawings = model_drawing(before), model_drawing(after)

@@ -178,8 +178,7 @@ def _percent_with_decimal(share: float | None) -> str:
 def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
     """Merge the reports of all shards into the report that one machine would have made.
 
-    Raises:
-        UsageError: They belong to different batches or versions, or a shard is duplicate or missing.
+    Raises a UsageError if they belong to different batches or versions, or a shard is duplicate or missing.
     """
     _check_shards(reports)
     ordered = sorted(reports.values(), key=lambda report: report.shard)

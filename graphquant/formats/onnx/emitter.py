@@ -69,8 +69,7 @@ class Emission:
 def emit(model: Model) -> Any:
     """Return the changed copy of the source, an `onnx.ModelProto`, with the provenance of the model.
 
-    Raises:
-        ModelError: A change cannot be expressed in ONNX.
+    Raises a ModelError if a change cannot be expressed in ONNX.
     """
     message = emit_message(model).message
     write_onnx_metadata(message, model)

@@ -131,12 +131,9 @@ _TOO_LARGE = (
 def link_external_data(message: Any, source: Path | None, path: Path) -> None:
     """Link or copy the files of external data that `message` needs from folder `source` to the folder of `path`.
 
-    Each file is complete or absent, and is there before the model, as nothing else reads it.
-
-    Raises:
-        ModelError: A file is missing, or outside the model's folder.
-        UsageError: Another file has its name.
-        OSError: The files cannot be written.
+    Each file is complete or absent, and is there before the model, as nothing else reads it. Raises a ModelError if a
+    file is missing, or outside the model's folder, a UsageError if another file has its name, and an OSError if the
+    files cannot be written.
     """
     tensors: dict[str, Any] = {}
     for tensor in external_tensors(message):

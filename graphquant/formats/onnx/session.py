@@ -121,9 +121,8 @@ class OnnxRunner:
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
         """Return the number of elements of each tensor in one run, over all iterations; 0 if it is not reached.
 
-        Raises:
-            UnobservableTensorError: A tensor is `unobservable`.
-            ModelError: onnxruntime rejects the model, or the run failed.
+        Raises an UnobservableTensorError if a tensor is `unobservable`, and a ModelError if onnxruntime rejects the
+        model, or the run failed.
         """
         if all(spec.shape is not None and None not in spec.shape for spec in self.inputs) and not any(
             tensor.graph for tensor in tensors
@@ -221,8 +220,7 @@ class OnnxRunner:
 def create_runner(model: Model, *, optimizes: bool = True) -> OnnxRunner:
     """Return a runner for the model. It creates its onnxruntime session at the first run.
 
-    Raises:
-        ModelError: The model cannot be emitted.
+    Raises a ModelError if the model cannot be emitted.
     """
     return OnnxRunner(model, optimizes=optimizes)
 
@@ -396,9 +394,7 @@ class SessionError(ModelError):
 def require_loadable(model: Model) -> None:
     """Create a session for the model and close it.
 
-    Raises:
-        ModelError: The model cannot be emitted.
-        SessionError: onnxruntime rejects the model.
+    Raises a ModelError if the model cannot be emitted, and a SessionError if onnxruntime rejects the model.
     """
     _create_numbered_session(model, {})
 
@@ -524,8 +520,7 @@ CONVERSION_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
     """Return a function that runs each of `feeds` once, in a new session with one thread.
 
-    Raises:
-        ModelError: onnxruntime rejects the model, or a run failed.
+    Raises a ModelError if onnxruntime rejects the model, or a run failed.
     """
     data, external_bytes = serialize_for_session(emit_message(model).message)
     session = create_session(data, model.source.folder, external_bytes, timed=True)
@@ -537,8 +532,7 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
 def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     """Return the seconds of each op in a run; the time of a fused op is listed under one of its ops.
 
-    Raises:
-        ModelError: onnxruntime rejects the model, or a run failed.
+    Raises a ModelError if onnxruntime rejects the model, or a run failed.
     """
     emission = emit_message(model)
     lookup = _number_nodes(model, emission)

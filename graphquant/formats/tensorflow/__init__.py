@@ -31,11 +31,9 @@ DEFAULT_FAMILY = "fake-quant"
 def load(path: Path, *, allow_links: bool = False) -> Model:
     """Load the GraphDef, MetaGraphDef, SavedModel or Keras file at `path`, whatever its suffix.
 
-    With `allow_links`, files may be links out of the folder of the model.
-
-    Raises:
-        MissingDependencyError: It is a Keras file, and tensorflow is not installed.
-        ModelError: There is no such model there, it is damaged, or it is not supported.
+    With `allow_links`, files may be links out of the folder of the model. Raises a MissingDependencyError if it is a
+    Keras file, and tensorflow is not installed, and a ModelError if there is no such model there, it is damaged, or it
+    is not supported.
     """
     if path.suffix in KERAS_SUFFIXES and path.is_file():
         from graphquant.formats.tensorflow.keras import load_keras
@@ -74,8 +72,7 @@ def read_metadata(model: Model) -> dict[str, str]:
 def restore_original(model: Model) -> tuple[Model, bool] | None:
     """Restore the original model from the record in this one; see `FormatModule`.
 
-    Raises:
-        ModelError: The record is damaged, or weights were changed.
+    Raises a ModelError if the record is damaged, or weights were changed.
     """
     record = node_metadata(model.source).get(RECORD_KEY)
     if record is None:

@@ -21,8 +21,7 @@ _BOUNDARY_TYPES: Final = frozenset({ARGUMENT_TYPE, RESULT_TYPE})
 def emit(model: Model) -> Any:
     """Return the source message with the model's changes. Without changes it equals the source.
 
-    Raises:
-        InternalError: The model contains something that a TensorFlow graph cannot express.
+    Raises an InternalError if the model contains something that a TensorFlow graph cannot express.
     """
     source: TensorFlowSource = model.source
     message = type(source.message)()

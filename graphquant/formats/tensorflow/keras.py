@@ -82,10 +82,8 @@ def trace_keras_model(tensorflow: Any, keras: Any, model: Any) -> Any:
 def load_keras(path: Path) -> Model:
     """Load a `.keras` or `.h5` file as the SavedModel that Keras exports. The result is saved as a SavedModel.
 
-    Raises:
-        MissingDependencyError: tensorflow is not installed.
-        ModelError: The file is damaged, or contains code.
-        UsageError: Keras does not run on TensorFlow.
+    Raises a MissingDependencyError if tensorflow is not installed, a ModelError if the file is damaged, or contains
+    code, and a UsageError if Keras does not run on TensorFlow.
     """
     try:
         tensorflow = import_tensorflow()

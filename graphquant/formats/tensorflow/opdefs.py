@@ -67,8 +67,7 @@ class OpTable:
     def with_op_defs(self, op_defs: Iterable[Any]) -> OpTable:
         """Return a table with these `OpDef` messages added. A known operation keeps its definition.
 
-        Raises:
-            ModelError: An argument has an unknown type.
+        Raises a ModelError if an argument has an unknown type.
         """
         table = OpTable(self._lines)
         table._specs.update(self._specs)

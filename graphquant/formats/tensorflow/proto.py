@@ -179,10 +179,8 @@ def _translate_errors(problem: str) -> Iterator[None]:
 def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any:
     """Replace the content of `message` by its binary form and return it; `source` names the data in errors.
 
-    Undeclared fields are preserved.
-
-    Raises:
-        ModelError: The bytes are not such a message, or nest deeper than protobuf's limit (100).
+    Undeclared fields are preserved. Raises a ModelError if the bytes are not such a message, or nest deeper than
+    protobuf's limit (100).
     """
     with _translate_errors(f"{source} is not a readable {message.DESCRIPTOR.full_name}"):
         message.ParseFromString(data)
@@ -192,8 +190,7 @@ def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any
 def parse_text(text: str, message: Any, *, source: str = "the input") -> Any:
     """Replace the content of `message` by protobuf's text format and return it; `source` names the text in errors.
 
-    Raises:
-        ModelError: The text is not such a message (the error has line and column), or nests too deeply.
+    Raises a ModelError if the text is not such a message (the error has line and column), or nests too deeply.
     """
     message.Clear()
     with _translate_errors(f"{source} is not a {message.DESCRIPTOR.full_name} in text format"):
@@ -204,8 +201,7 @@ def parse_text(text: str, message: Any, *, source: str = "the input") -> Any:
 def to_binary(message: Any) -> bytes:
     """Return the binary form. Equal messages give equal bytes, as map entries are sorted by key.
 
-    Raises:
-        ModelError: The message is larger than 2 GiB or nests deeper than protobuf's limit (100).
+    Raises a ModelError if the message is larger than 2 GiB or nests deeper than protobuf's limit (100).
     """
     with _translate_errors(f"A {message.DESCRIPTOR.full_name} cannot be written"):
         data: bytes = message.SerializeToString(deterministic=True)
@@ -215,8 +211,7 @@ def to_binary(message: Any) -> bytes:
 def to_text(message: Any) -> str:
     """Return the message in protobuf's text format; `parse_text` restores an equal message.
 
-    Raises:
-        ModelError: The message nests too deeply, or the content of an Any does not match its type URL.
+    Raises a ModelError if the message nests too deeply, or the content of an Any does not match its type URL.
     """
     with _translate_errors(f"A {message.DESCRIPTOR.full_name} cannot be written as text"):
         return text_format.MessageToString(message, descriptor_pool=POOL)

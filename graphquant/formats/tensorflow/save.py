@@ -199,11 +199,9 @@ def _add_string_constant(graph_def: Any, used_names: set[str], suffix: str, valu
 def save(model: Model, path: Path) -> None:
     """Emit the model and write it to `path` in its original form: a file, a MetaGraph with checkpoint, or a folder.
 
-    A file is text if its suffix is `.pbtxt`; `.meta` uses the source's form.
-
-    Raises:
-        UsageError: `path` cannot be written, or is not the kind of file or folder that would be replaced.
-        ModelError: The message is too large for its format.
+    A file is text if its suffix is `.pbtxt`; `.meta` uses the source's form. Raises a UsageError if `path` cannot be
+    written, or is not the kind of file or folder that would be replaced, and a ModelError if the message is too large
+    for its format.
     """
     source: TensorFlowSource = model.source
     message = emit(model)
