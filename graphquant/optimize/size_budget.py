@@ -153,10 +153,7 @@ def _element_bits(dtype: str) -> int:
 
 
 def parse_size_budget(budget: str, float_size: int) -> int:
-    """Return a size budget in bytes.
-
-    It is "2MB", or a share of the float model's size in bytes, as "25%".
-    """
+    """Return a size budget in bytes. It is "2MB", or a share of the float model's size in bytes, as "25%"."""
     percent = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", budget)
     if percent:
         return int(float(percent[1]) / 100 * float_size)
