@@ -8,6 +8,7 @@ import pytest
 
 from graphquant.errors import DataError
 from graphquant.observers import EMPTY_SKETCH, Sketch, SketchAccumulator, add_all, merge_sketches, sketch_values
+from graphquant.observers.sketch import MAX_BUFFERED_VALUES
 
 TINY, LARGEST = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 
@@ -137,6 +138,21 @@ def test_adding_equals_one_sketch_of_all(reference_histogram, dtype: type) -> No
         expected = merge_sketches(expected, sketch_values(row, bits=10))
     assert gathering.to_sketch() == replace(expected, empty_arrays=5)
     assert expected.blocks == 4
+
+
+@pytest.mark.usefixtures("fill")
+@pytest.mark.parametrize("size", [1, 37, MAX_BUFFERED_VALUES - 1, MAX_BUFFERED_VALUES, 3 * MAX_BUFFERED_VALUES])
+def test_values_that_are_buffered_first(reference_histogram, size: int) -> None:
+    """The first values are stored, and later moved to a table. The histogram is that of all of them."""
+    values = np.random.default_rng(size).standard_normal(3 * MAX_BUFFERED_VALUES).astype(np.float32)
+    values[::101], values[5::103] = np.nan, -np.inf
+    reused = values.copy()
+    gathering = SketchAccumulator(bits=7)
+    for start in range(0, values.size, size):
+        part = reused[start : start + size]
+        gathering.add(part)
+        part[:] = 0  # a caller may use its memory again
+    reference_histogram(values, 7).check(gathering.to_sketch())
 
 
 def test_an_open_block_is_not_counted_as_one() -> None:

@@ -15,6 +15,7 @@ from graphquant.errors import ModelError
 from graphquant.formats import InputSpec
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx import session
+from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +52,31 @@ def test_failures_are_model_errors(load_text: Any) -> None:
         runner.run({"x": np.zeros(3, np.float32)})
     with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs none: "):
         runner.run({})
+
+
+def test_sessions_that_observe(load_text: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of batches and calibration share a session; concurrent runs of few tensors have further ones."""
+    model = load_text(HEAD + "g (float[N] x) => (float[N] y) { a = Neg(x) y = Neg(a) }")
+    tensors = [TensorRef("", op.name) for op in model.main.ops() if op.type == "Neg"]
+    sessions: list[Any] = []
+    create = session.create_session
+
+    def count_session(*args: Any, **options: Any) -> Any:
+        sessions.append(create(*args, **options))
+        return sessions[-1]
+
+    monkeypatch.setattr(session, "create_session", count_session)
+    for limit, expected in ((2, [1, 1, 3, 4]), (1, [1, 1, 1, 2])):
+        monkeypatch.setattr(session, "MAX_COPIED_TENSORS", limit)
+        sessions.clear()
+        runner = format_.create_runner(model)
+        counts = []
+        all_options: tuple[dict[str, Any], ...] = ({}, {}, {"max_in_flight": 3, "on_result": len}, {})
+        for options in all_options:
+            values = list(runner.observe(tensors, [{"x": X}] * 4, **options))
+            assert [value[tensors[1]][0].tolist() for value in values] == [[-3, 4]] * 4
+            counts.append(len(sessions))
+        assert counts == expected
 
 
 def test_large_weights_are_passed_to_the_session_by_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
