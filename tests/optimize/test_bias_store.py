@@ -386,11 +386,26 @@ def test_stages(tmp_path, body, stages):
     assert list(_correction_stages(edits.model, [])) == []
 
 
+@pytest.mark.parametrize("largest", ["", "body"])
+def test_stages_of_the_largest_graph(tmp_path, largest):
+    """Only the graph with most weighted ops is corrected again."""
+    edits = make_edits(tmp_path, CHAIN, FLOAT_BIAS)
+    model = SimpleNamespace(graphs={"": edits.model.main, "body": edits.model.main})
+    ops = list(find_weighted_ops(edits.model, edits.solution))
+    placed = [replace(weighted, graph=largest) for weighted in ops]
+    other = replace(ops[0], graph="body" if largest == "" else "")
+    stages = _correction_stages(model, [other, *placed, other])
+    assert [[(weighted.graph, weighted.op.name) for weighted in stage] for stage in stages] == [
+        [(largest, "c")],
+        [(largest, "y")],
+    ]
+
+
 def test_sites_of_rounded_ops(tmp_path):
     """Only the sites that duplicated ops read remain, without ties. Edited weights are read from their constants."""
     edits = make_edits(tmp_path, CHAIN, PER_TENSOR)
     tied = tuple(replace(site, tie=(Use("", "d", 0),), clone_of=Use("", "d", 0)) for site in edits.solution.plan.sites)
-    solution = replace(edits.solution, plan=replace(edits.solution.plan, sites=tied))
+    solution = replace(edits.solution, plan=replace(edits.solution.plan, sites=tied, skips=("a skip",)))
     constant = TensorRef("body", "c/rounded/weight")
     plan, params = _restrict_to_rounded_ops(
         solution, {("", "a"): "a/rounded", ("", "c"): "c/rounded"}, {Use("", "c", 1): constant}
