@@ -124,7 +124,7 @@ DYNAMIC = """
             },
         ),
         (
-            "m = Transpose(x) n = Reshape(m, shape) q = QuantizeLinear(n, s, z) y = DequantizeLinear(q, s, z)",
+            "m = Transpose(x) n = Flatten(m) q = QuantizeLinear(n, s, z) y = DequantizeLinear(q, s, z)",
             {
                 "x > m[0]": "its consumer only limits or moves values that are quantized already",
                 "m > n[0]": "its consumer only limits or moves values that are quantized already",
