@@ -38,6 +38,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -47,8 +49,8 @@ SAMPLES = ROOT / "sample_models"
 MEMORY = 8 << 30
 """Bytes of address space of a worker; TensorFlow alone takes a quarter of it."""
 
-SECONDS = 60
-"""Longest time of a case. The usual one is some hundredths of a second."""
+CPU_SECONDS, SECONDS = 60, 600
+"""Longest times of a case, of the processor and in total. The usual one is some hundredths of a second."""
 
 CASES_OF_WORKER = 1000
 """Number of cases after which a worker is replaced."""
@@ -668,6 +670,12 @@ def work(cases: list[int], corpus: Path, folder: Path, writer: int) -> None:
             pipe.flush()
 
 
+def cpu_seconds(process: int) -> float:
+    """Return the processor time of a process, which does not depend on the load of the machine."""
+    times = psutil.Process(process).cpu_times()
+    return times.user + times.system
+
+
 def run_worker(cases: list[int], corpus: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of cases that run in one worker, until it dies; the last one says how."""
     reader, writer = os.pipe()
@@ -680,14 +688,17 @@ def run_worker(cases: list[int], corpus: Path, folder: Path) -> Iterator[dict[st
         finally:
             os._exit(0)
     os.close(writer)
-    done = 0
+    done, cpu_limit, deadline = 0, CPU_SECONDS, time.monotonic() + SECONDS
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         lines = io.BytesIO()
         while done < len(cases):
-            ready = select.select([pipe], [], [], SECONDS)[0]
+            ready = select.select([pipe], [], [], 2)[0]
+            if not ready and cpu_seconds(process) < cpu_limit and time.monotonic() < deadline:
+                continue
             content = os.read(pipe.fileno(), 1 << 20) if ready else b""
             if not content:
                 break
+            cpu_limit, deadline = cpu_seconds(process) + CPU_SECONDS, time.monotonic() + SECONDS
             pending = (lines.getvalue() + content).split(b"\n")
             lines = io.BytesIO()
             lines.write(pending.pop())
