@@ -301,9 +301,8 @@ def _typable_part(message: Any, graph: Any, types: Mapping[str, Any], functions:
     ]
     producers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     edges = [(name, index) for index, node in enumerate(nodes) for name in node.input if name]
-    dependencies: nx.DiGraph[int] = nx.DiGraph(
-        (producers.get(name, -1), index) for name, index in edges if name not in types
-    )
+    dependencies: nx.DiGraph[int] = nx.DiGraph()
+    dependencies.add_edges_from((producers.get(name, -1), index) for name, index in edges if name not in types)
     untypable = nx.descendants(dependencies, -1) if -1 in dependencies else set()
     part.graph.node.extend(node for index, node in enumerate(nodes) if index not in untypable)
     produced = dict.fromkeys(name for node in part.graph.node for name in node.output if name)
