@@ -69,7 +69,7 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     if any(True for _ in external_tensors(light)):
         raise fail("external data inside its functions, or of one name in two bodies, is not converted")
     try:
-        checker.check_model(light)  # attributes of a wrong type crash the converter
+        checker.check_model(_fill_shapes(light))  # attributes of a wrong type crash the converter
         converted = version_converter.convert_version(light, opset)
     except CONVERTER_ERRORS as error:
         raise fail(f"onnx reports: {first_line(error)}") from error
@@ -93,6 +93,15 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     result = model_from_message(converted, path=model.path, folder=model.source.folder)
     _check_upgrade(model, result, opset)
     return result
+
+
+def _fill_shapes(message: Any) -> Any:
+    """Return a copy in which each input and output has a shape, which only onnx's checker requires."""
+    filled = type(message).FromString(message.SerializeToString())
+    for value in (*filled.graph.input, *filled.graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()
+    return filled
 
 
 def _raise_function_opset(function: Any, opset: int) -> str:

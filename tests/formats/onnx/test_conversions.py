@@ -11,6 +11,7 @@ from support.stand_ins import write_face_detector
 
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
+from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import OnnxRunner
 from graphquant.ir import check_invariants
 
@@ -50,6 +51,15 @@ def test_upgrade_keeps_functions_weights_and_metadata(load_text: Any) -> None:
     assert [function.name for function in result.source.message.functions] == ["fn"]
     assert [entry.value for entry in result.source.message.metadata_props] == ["kept"]
     np.testing.assert_array_equal(format_.create_runner(result).run({"x": np.ones((1, 2), np.float32)})["y"], [-2, -3])
+
+
+def test_output_without_a_shape(load_text: Any) -> None:
+    """A model whose output has no shape is upgraded: ONNX Runtime runs it, although onnx's checker rejects it."""
+    message = load_text(OLD).source.message
+    message.graph.output[0].type.tensor_type.ClearField("shape")
+    result = format_.upgrade_opset(model_from_message(message), 13)
+    x = np.array([[1, -9], [2, 3]], np.float32)
+    np.testing.assert_array_equal(format_.create_runner(result).run({"x": x})["y"], [5, 0])
 
 
 def test_unknown_opset_is_rejected(load_text: Any) -> None:
