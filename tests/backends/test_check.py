@@ -59,7 +59,7 @@ def test_ops_that_the_plan_keeps_in_float(cli, samples, tmp_path):
     report = gq.check(path, backend="onnxruntime")
     verdicts = {verdict.op: verdict for verdict in report.verdicts}
     assert "pointwise/conv/barrier" not in verdicts
-    assert [line.split()[2] for line in shown.splitlines() if line.startswith("  in float")] == ["pointwise/conv:"]
+    assert "pointwise/conv:" in [line.split()[2] for line in shown.splitlines() if line.startswith("  in float")]
     ops = json.loads((tmp_path / "report.json").read_text())["ops"]
     assert [(op["op"], op["status"]) for op in ops] == [(verdict.op, verdict.status) for verdict in report.verdicts]
     assert weight in verdicts["pointwise/conv"].broken_rule.message
