@@ -308,7 +308,7 @@ def _add_barriers(model: Model) -> None:
     for graph in model.graphs.values():
         barriers: dict[TensorRef, TensorRef] = {}
         for op in [op for op in graph.ops() if op.type in JOINED_KINDS and not op.domain]:
-            data, weight = graph.slots(op.name)[:2]
+            data, weight = [*graph.slots(op.name), None, None][:2]
             if data is None or weight is None or not parameters.is_parameter(weight):
                 continue
             origin = follow_to_end(data, source_before_moves)
