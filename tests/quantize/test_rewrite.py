@@ -497,6 +497,13 @@ def test_quantized_weights_get_no_barrier(tmp_path):
         assert barriers(rewritten) == []
 
 
+def test_ops_without_a_weight_get_no_barrier(tmp_path):
+    """An invalid convolution with a single input is left as it is."""
+    model = load_onnx(tmp_path, "g (float[1,3,4,4] x) => (float y) { a = Relu(x) y = Conv(a) }")
+    plan = replace(make_plan(site_for_uses("x", ("a", 0))), rules=("onnxruntime",))
+    assert barriers(rewrite(model, plan, {0: scale(0.02)})[0]) == []
+
+
 def test_one_barrier_for_all_readers_of_a_pair(tmp_path):
     """Float ops that read one dequantized tensor share a barrier, and other ops read the tensor itself."""
     text = "g (float[1,3,4,4] x) => (float y, float z) { y = Conv(x, w)\n z = Conv(x, w) }"

@@ -155,7 +155,7 @@ def _read_safe_config(path: Path) -> Any:
         raise ModelError(f"{path} is not a Keras model: {first_error_line(str(error))} It may be damaged.") from error
     for entry in _json_objects(config):
         name, layer_config = entry.get("class_name"), entry.get("config")
-        if name in _CODE_CLASSES:
+        if isinstance(name, str) and name in _CODE_CLASSES:
             layer_name = layer_config.get("name") if isinstance(layer_config, dict) else None
             quoted_name = f" {layer_name!r}" if isinstance(layer_name, str) else ""
             raise ModelError(

@@ -215,6 +215,9 @@ def test_foreign_classes_are_not_imported(empty_folder: Path) -> None:
     write_other_config(custom)
     with pytest.raises(ModelError, match="needs the class 'Mine'"):
         gq.load(empty_folder / "bad.keras")
+    write_other_config(lambda config: {**config, "class_name": ["Functional"]})
+    with pytest.raises(ModelError, match=r"bad\.keras"):
+        gq.load(empty_folder / "bad.keras")
 
 
 def test_links_are_not_followed(empty_folder: Path) -> None:
