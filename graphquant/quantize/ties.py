@@ -80,8 +80,9 @@ def insert_pairs_before_clips(state: SolverState) -> None:
         for use in skip.uses if skip.fused else ():
             clip_output = TensorRef(use.graph, use.op)
             output_sites = [index for index in sites_by_tensor.get(clip_output, ()) if index in state.params]
-            limits = clip_limits(state.model, state.parameters, clip_output)
-            if output_sites and limits is not None and use not in state.index_by_use:
+            # A stored plan may name unknown ops in its skips; those of its sites exist.
+            limits = clip_limits(state.model, state.parameters, clip_output) if output_sites else None
+            if limits is not None and use not in state.index_by_use:
                 _insert_pair_before_clip(state, skip, use, output_sites, limits)
 
 

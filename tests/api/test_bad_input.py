@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -379,3 +380,13 @@ def test_folder_without_a_name(refused: Callable[..., str], cli: Callable[..., A
     os.chdir("digits_cnn_saved_model")
     cli("insert", ".", *WEIGHTS)
     assert (models_folder / "digits_cnn_saved_model.quant" / "saved_model.pb").is_file()
+
+
+def test_skips_of_unknown_ops(samples: Path) -> None:
+    """A stored plan whose skips name ops that the model lacks inserts the pairs of its sites."""
+    model, data = samples / CNN, str(samples / "digits_cnn_calib.npz")
+    plan = api.plan(model, rules=["onnxruntime"])
+    skips = [replace(skip, uses=tuple(use._replace(op="missing") for use in skip.uses)) for skip in plan.skips]
+    assert any(skip.fused for skip in skips)
+    result = api.insert(model, plan=replace(plan, skips=tuple(skips)), data=data, samples=8, validate=False)
+    assert len(result.inserted) == len(plan.sites)
