@@ -146,7 +146,7 @@ class WorkerOptions(Options):
     jobs: Count | None = option(None, "Number of workers. Default: by cores and memory.", metavar="N", flag="-j --jobs")
     timeout: Seconds | None = option(None, "Stop models that take longer.", metavar="SECONDS")
     max_memory: Bytes | None = option(None, "Stop models whose worker uses more memory, such as 4GB.", metavar="SIZE")
-    retries: NumberFromZero = option(1, "Attempts after a crash.", metavar="N")
+    retries: NumberFromZero = option(1, "Further attempts after a crash.", metavar="N")
 
 
 @click.command("batch")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", required=True, type=PATH, help="Statistics file, NAME.gqs.")
 @options_of(CalibrateOptions)
 @click.option("--shard", "shard_text", metavar="I/N", help="Run only part I of N. --merge merges the parts.")
-@click.option("--merge", "merging", is_flag=True, help="Merge statistics files, which replace MODEL.")
+@click.option("--merge", "merging", is_flag=True, help="Merge statistics files, given in place of MODEL.")
 @FORCE
 def calibrate_command(
     paths: tuple[Path, ...],

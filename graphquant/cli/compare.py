@@ -171,7 +171,7 @@ def check_command(
 @click.option("--ignore", type=click.Choice(["qdq"]), help="Ignore differences in quantization.")
 @format_option("json")
 @HTML
-@click.option("--model", type=PATH, metavar="FILE", help="With --html: the model of two plans.")
+@click.option("--model", type=PATH, metavar="FILE", help="With --html and two plans: the model to draw.")
 @options_of(ReadOptions)
 @OUTPUT
 @FORCE

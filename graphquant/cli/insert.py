@@ -47,8 +47,9 @@ def insert_command(
 ) -> None:
     """Quantize MODEL: plan, calibrate, rewrite, validate, write.
 
-    With data, the last fifth of the samples, at least 4 of 8 or more, is held out for validation. With a bound, such as
-    --min-sqnr, and calibration data, insert searches for the cheapest plan that meets it; see docs/search.md.
+    With data, the last fifth of the samples (at least 4) is held out for validation. With fewer than 8 samples,
+    calibration uses all of them. With a bound, such as --min-sqnr, and calibration data, insert searches for the
+    cheapest plan that meets it; see docs/search.md.
     """
     settings = collect_options(InsertOptions, values)
     _check_combinations(settings, strict=strict)

@@ -236,7 +236,10 @@ def data_group() -> None:
 @options_of(ReadOptions)
 @format_option("json")
 def data_check_command(model: Path, spec: str, samples: int | None, allow_links: bool, form: str) -> None:
-    """Show the data that SPEC feeds to each input of MODEL, and probable mistakes. Exit code 1 if there are any."""
+    """Show the data that SPEC feeds to each input of MODEL, and probable mistakes.
+
+    Exit code 1 if there are probable mistakes.
+    """
     from graphquant import api
     from graphquant.visualize import check_report as view
 

@@ -157,7 +157,7 @@ class InsertOptions(PlanOptions):
     )
     min_quantized: Share | None = option(
         None,
-        "Minimum share of multiply-adds whose inputs are all quantized: 0.9 or 90%. It does not steer the search.",
+        "Minimum share of multiply-adds whose inputs are all quantized: 0.9 or 90%. The search ignores it.",
         metavar="SHARE",
     )
     optimize: Cost = option(
