@@ -30,8 +30,6 @@ from graphquant.qdq import family_of
 if TYPE_CHECKING:
     from graphquant.numerics import DynamicQParams, QParams
 
-MULTIPLYING_KINDS = MAC_KINDS | {"einsum"}  # kinds that dominate the multiplications of a model
-
 COPYING_KINDS = DATA_MOVEMENT_KINDS | TRANSPARENT_KINDS | {"pad", "reduce_max"}
 """Kinds whose outputs are copies of their inputs. They run quantized without Q/DQ pairs of their own."""
 
@@ -121,7 +119,7 @@ def summarize_model(model: Model) -> ModelSummary:
             tensors += stored
             if op.kind in QUANTIZATION_KINDS and not stored and not _is_paired_quantize(graph, op):
                 quantization_ops.append(_read_quantization_op(graph, op, parameters))
-            if op.kind in MULTIPLYING_KINDS:
+            if op.kind in MAC_KINDS:
                 reason = _float_input_reason(graph, op)
                 coverage.append(OpCoverage(graph=name, op=op.name, kind=op.kind, quantized=not reason, reason=reason))
     graph_order = {name: number for number, name in enumerate(live)}
@@ -145,7 +143,7 @@ def _float_clone_ops(model: Model, parameters: Parameters, quantized: set[tuple[
     for name in clones.clone_graphs:
         graph = model.graphs[name]
         for op in graph.ops():
-            if op.kind not in MULTIPLYING_KINDS:
+            if op.kind not in MAC_KINDS:
                 continue
             original, reason = clones.original_op(name, op.name), _float_input_reason(graph, op)
             if original is None:

@@ -130,7 +130,7 @@ COMMUTATIVE_KINDS = frozenset({"add", "mul", "max", "min"})
 WEIGHTED_KINDS = MATRIX_PRODUCT_KINDS | CONVOLUTION_KINDS | {"conv_transpose"}
 """Kinds that multiply by one weight and sum. Runtimes fuse later ops into them."""
 
-MAC_KINDS = WEIGHTED_KINDS | RECURRENT_KINDS
+MAC_KINDS = WEIGHTED_KINDS | RECURRENT_KINDS | {"einsum"}
 """Kinds whose multiply-adds are counted. The multiplications of all other kinds are negligible."""
 
 DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {

@@ -123,7 +123,7 @@ def _driving_tensor(graph: Graph, op: Op) -> TensorRef | None:
     That is the output of convolutions and products. A transposed convolution or a recurrent op uses each element of its
     input equally often.
     """
-    if op.kind in CONVOLUTION_KINDS | MATRIX_PRODUCT_KINDS:
+    if op.kind in CONVOLUTION_KINDS | MATRIX_PRODUCT_KINDS | {"einsum"}:
         return TensorRef(graph.name, op.name)
     return _operand_with_role(graph, op, "input")
 
@@ -142,6 +142,8 @@ def _macs_per_element(graph: Graph, op: Op, parameters: Parameters) -> float | N
     weight = weight_shape("weight")
     if op.kind in MATRIX_PRODUCT_KINDS:
         return _inner_size(graph, op, weight)
+    if op.kind == "einsum":
+        return _contracted_size(graph, op)
     if weight is None or not prod(weight):
         return None
     if op.kind in CONVOLUTION_KINDS:
@@ -153,6 +155,24 @@ def _macs_per_element(graph: Graph, op: Op, parameters: Parameters) -> float | N
         # elements.
         return None if recurrent_weight is None else (prod(weight) + prod(recurrent_weight)) / weight[-1]
     return prod(weight) / (weight[0] if op.channel_axis == 1 else weight[-1])
+
+
+def _contracted_size(graph: Graph, op: Op) -> float | None:
+    """Return the number of products that each element of an Einsum is the sum of; None for several or unknown axes."""
+    terms, arrow, result = op.text_attr("equation", "").replace(" ", "").partition("->")
+    if not arrow:
+        result = "".join(label for label in terms if terms.count(label) == 1)
+    sizes: dict[str, int | None] = {}
+    for term, tensor in zip(terms.split(","), graph.slots(op.name), strict=False):
+        shape = None if tensor is None else graph.output(tensor).shape
+        # Axes that an ellipsis stands for are in the result, so only the labels after it count from the end.
+        labels = term.partition("...")
+        if shape is None or len(labels[0]) + len(labels[2]) > len(shape):
+            return None
+        sizes |= zip(labels[0], shape, strict=False)
+        sizes |= zip(reversed(labels[2]), reversed(shape), strict=False)
+    contracted = [size for label, size in sizes.items() if label not in result]
+    return None if None in contracted else prod(size or 0 for size in contracted)
 
 
 def _inner_size(graph: Graph, op: Op, weight: tuple[int, ...] | None) -> float | None:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
-from graphquant.analysis.model_summary import MULTIPLYING_KINDS
 from graphquant.errors import escape_unprintable
-from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
+from graphquant.ir import MAC_KINDS, Graph, Model, Op, Parameters, TensorRef
 from graphquant.numerics import Array, DynamicQParams
 from graphquant.qdq import read_qparams
 from graphquant.visualize import JSON_SCHEMA_VERSION
@@ -424,7 +423,7 @@ def _curve_to(x: int, y: int, end_x: int, end_y: int) -> str:
 def _box_svg(drawing: Drawing, box: Box, x: int, y: int) -> str:
     width = box_width(box)
     kind = "io" if box.op.kind in {"input", "output"} else box.inputs if box.inputs in {"all", "some"} else ""
-    kind = "float" if box.op.kind in MULTIPLYING_KINDS and kind != "all" else kind
+    kind = "float" if box.op.kind in MAC_KINDS and kind != "all" else kind
     elements = [f'<rect class="box {kind}" x="{x - width // 2}" y="{y}" width="{width}" height="{BOX_HEIGHT}" rx="6"/>']
     elements.append(f'<text class="type" x="{x}" y="{y + 16}">{_fit_text(box.op.type, width)}</text>')
     elements.append(f'<text x="{x}" y="{y + 30}">{_fit_text(short_name(box.op.name), width)}</text>')

@@ -16,9 +16,8 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from graphquant.analysis.model_summary import MULTIPLYING_KINDS
 from graphquant.errors import ModelError, escape_unprintable
-from graphquant.ir import Op, paused_gc
+from graphquant.ir import MAC_KINDS, Op, paused_gc
 from graphquant.observers import distribution_of
 from graphquant.visualize.annotations import Annotation, DrawnParams, Heatmap, heatmap_data
 from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire, drawn_shape
@@ -117,7 +116,7 @@ def _op_columns(drawing: Drawing, layout: Placement, text_number: Callable[[str]
         "layer": _differences_of(layout.layer),
         "x": _differences_of(layout.x),
         "inputs": [INPUT_STATES.index(box.inputs) for box in boxes],
-        "weighted": [int(box.op.kind in MULTIPLYING_KINDS) for box in boxes],
+        "weighted": [int(box.op.kind in MAC_KINDS) for box in boxes],
         "reason": [text_number(box.reason) for box in boxes],
         "attrs": [text_number(attributes_text(box.op)) for box in boxes],
         "outputs": [

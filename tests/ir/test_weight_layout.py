@@ -27,6 +27,14 @@ NETS = {
     "unknown input": ("float[N, 7, K] x", "y = MatMul(x, w)", (5, 3), 7 * 5 * 3),
     "unknown input, turned weight": ("float[1, K] x", "y = Gemm<transB = 1>(x, w)", (3, 5), 5 * 3),
     "unknown input, vector": ("float[N, 7, K] x", "y = MatMul(x, w)", (5,), 7 * 5),
+    "einsum": ("float[N, 7, 5] x", 'y = Einsum<equation = "bik,kj->bij">(x, w)', (5, 3), 7 * 5 * 3),
+    "einsum, two sums": (
+        "float[N, 7, 5] x",
+        'y = Einsum<equation = "...ik, ikj->...j">(x, w)',
+        (7, 5, 3),
+        7 * 5 * 3,
+    ),
+    "einsum without result": ("float[N, 7, 5] x", 'y = Einsum<equation = "bik,kj">(x, w)', (5, 3), 7 * 5 * 3),
     "itself": ("float[N, 6, 5] x", "t = Transpose<perm = [0, 2, 1]>(x) y = MatMul(x, t)", (1,), 6 * 6 * 5),
 }
 

@@ -12,7 +12,7 @@ import numpy as np
 from graphquant.ir import (
     BIAS_ADD_KINDS,
     FLOAT_TYPES,
-    MAC_KINDS,
+    RECURRENT_KINDS,
     RESHAPING_KINDS,
     WEIGHTED_KINDS,
     Model,
@@ -119,7 +119,7 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
                 if shape and axis == 0 and shape[0] is not None:
                     result.table_rows = min(shape[0], result.table_rows or shape[0])
                 continue
-            if op.kind == "batchnorm" or op.kind in MAC_KINDS:
+            if op.kind == "batchnorm" or op.kind in WEIGHTED_KINDS | RECURRENT_KINDS:
                 result.rescaled |= op.kind == "batchnorm" and is_first
                 if role == "input" and result.layer is None:
                     layer = _stored_scale(model, parameters, op, tensor, TensorRef(use.graph, use.op))
