@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
-from graphquant.backends import BACKENDS, BrokenRule, RejectedModelError, Verdict, judge_ops
+from graphquant.backends import BrokenRule, RejectedModelError, Verdict, judge_ops
 from graphquant.backends.findings import make_verdict
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
@@ -16,7 +16,6 @@ from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, Parameters, Tenso
 from graphquant.ir.op_matching import is_inserted, unclipped_source, unquantized_source
 from graphquant.numerics import QParams
 from graphquant.quantize import TIED_INPUT_NOT_QUANTIZED, Plan, Solution, clip_limits, explain_scale, solve_scales
-from graphquant.quantize.plan import rule_file_target
 from graphquant.quantize.rewrite import rewrite
 from graphquant.quantize.solver_state import format_values
 from graphquant.rules import (
@@ -234,12 +233,12 @@ EMULATED_NOTE = "its quantization ops round floats. insert -o MODEL.tflite write
 MAX_TIES = 8  # maximum number of ties to follow to the origin of a scale
 
 
-def backend_of_rules(model: Model, rules: Iterable[str]) -> str:
-    """Backend that one of the rule files is for, by its name; "" if there is none. TensorFlow runs its own models."""
+def backend_of_rules(model: Model, targets: Sequence[str]) -> str:
+    """First backend that the rule files are for; "" if there is none. TensorFlow runs its own models."""
     if not model.traits.predictable:
         # The framework is a backend without verdicts in `check`, because it treats all ops alike.
         return model.format if model.traits.rewritable else ""
-    return next((name for name in map(rule_file_target, rules) if name in BACKENDS), "")
+    return next(iter(targets), "")
 
 
 def predict_verdicts(

@@ -55,7 +55,7 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
     settings = resolve_options(ExplainOptions, options, values)
     plan = settings.plan if settings.plan is None or isinstance(settings.plan, Plan) else read_plan(Path(settings.plan))
     ruleset, omitted_reason = (resolve_ruleset(model, settings.rules), "") if plan is None else _ruleset_of_plan(plan)
-    backend = settings.backend or backend_of_rules(model, ruleset.files)
+    backend = settings.backend or backend_of_rules(model, ruleset.targets if plan is None else plan.targets)
     has_data = settings.data is not None or settings.stats is not None
     kinds = {op.kind for name in model.reachable_graphs() for op in model.graphs[name].ops()}
     if plan is None and not settings.rules and not has_data and not kinds.isdisjoint(QUANTIZATION_KINDS):

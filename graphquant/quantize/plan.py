@@ -91,15 +91,6 @@ class Site:
         return FAMILIES[self.scheme.family or ""]
 
 
-OTHER_ONNX_BACKENDS = frozenset({"openvino", "qnn", "tensorrt", "vitis_ai"})
-"""Names of rule files for backends that run ONNX models without the optimizer of ONNX Runtime."""
-
-
-def rule_file_target(name: str) -> str:
-    """Return the name of a rule file without its folder and the digits of a variant: "qnn" for qnn16."""
-    return Path(name).stem.rstrip("0123456789")
-
-
 class SkipCode(StrEnum):
     """Machine-readable reason of a skip. The `reason` of the skip has the details."""
 
@@ -149,6 +140,7 @@ class Plan(HtmlRepresentation):
         model: Digest of the source model.
         prepared: Digest of the model after `steps`. The plan names its ops.
         rules: The rule files, as the caller named them.
+        targets: The backends that the rule files are for.
         steps: Preparation steps, in the order of their application.
         sites: The tensors to quantize.
         skips: Matched uses that stay float, with the reason.
@@ -167,11 +159,12 @@ class Plan(HtmlRepresentation):
     unused: tuple[str, ...] = ()
     digest: str = ""
     algorithms: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
 
     @property
     def for_onnxruntime(self) -> bool:
-        """True unless all rule files are for other backends of ONNX models by their names, as `qnn16` is."""
-        return not self.rules or not OTHER_ONNX_BACKENDS.issuperset(map(rule_file_target, self.rules))
+        """True unless the rule files are for other backends only."""
+        return not self.targets or any(target.startswith("onnxruntime") for target in self.targets)
 
     def __post_init__(self) -> None:
         """Check the fields of an edited plan by themselves."""
@@ -203,6 +196,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "prepared": plan.prepared,
         "rules": list(plan.rules),
+        "targets": list(plan.targets),
         "digest": plan.digest,
         "steps": [asdict(step) for step in plan.steps],
         "schemes": {label: _scheme_to_json(scheme, label) for label, scheme in schemes.items()},

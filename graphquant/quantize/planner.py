@@ -232,6 +232,7 @@ def make_plan(
         model=(source or model).digest,
         prepared=model.digest,
         rules=ruleset.files,
+        targets=ruleset.targets,
         steps=tuple(steps),
         sites=(*sites, *make_clone_sites(model, matcher.parameters, sites)),
         skips=builder.build_skips(),

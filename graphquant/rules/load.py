@@ -227,6 +227,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     algorithms: dict[str, bool] = {}
     rules: list[BoundRule] = []
     descriptions: list[str] = []
+    targets: dict[str, None] = {}
     digest = hashlib.sha256()
     for position, (name, path) in enumerate(zip(names, paths, strict=True)):
         label = f"rules[{position}]" if "\n" in name else name
@@ -250,6 +251,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             for step in steps:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))
         descriptions.append(file.description)
+        targets |= dict.fromkeys(filter(None, [file.target]))
         schemes = {key: replace(scheme, name=key) for key, scheme in file.scheme.items()}
         for index, rule in enumerate(file.rule):
             find_line = partial(nearest_line, lines, ("rule", index))
@@ -259,6 +261,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     return RuleSet(
         files=tuple(names),
         descriptions=tuple(descriptions),
+        targets=tuple(targets),
         digest=digest.hexdigest(),
         prepare=tuple(name for name, enabled in prepare.items() if enabled),
         algorithms=tuple(name for name, enabled in algorithms.items() if enabled),

@@ -240,6 +240,8 @@ class RuleFile:
 
     Attributes:
         description: One line for `graphquant rules list`.
+        target: The backend that the rules are for, if they are for one. `explain` predicts it. Without a target, the
+            result must load in ONNX Runtime, and its optimizer is considered.
         prepare: Steps to run before matching ("fold-batchnorm"), or to switch off although a later file requests them
             ("not fold-batchnorm").
         algorithms: Optimization algorithms to run ("bias-correction"), or to switch off ("not bias-correction").
@@ -250,6 +252,7 @@ class RuleFile:
     """
 
     description: str = ""
+    target: Literal["", "onnxruntime", "onnxruntime-arm", "openvino", "qnn", "tensorrt", "vitis_ai"] = ""
     prepare: list[Annotated[str, _step_choices(PREPARATION_NAMES)]] = Field(default_factory=list)
     algorithms: list[Annotated[str, _step_choices(ALGORITHM_NAMES)]] = Field(default_factory=list)
     use: list[ShortText] = Field(default_factory=list)
@@ -289,6 +292,7 @@ class RuleSet:
 
     files: tuple[str, ...]  # names of the files, as the caller named them
     descriptions: tuple[str, ...]  # description of each file
+    targets: tuple[str, ...] = ()  # the backends that the files are for, each once
     digest: str  # hex SHA-256 over the files' contents
     prepare: tuple[str, ...]  # steps to run before matching, each once; the first file that names a step decides
     algorithms: tuple[str, ...] = ()  # optimization algorithms to run, likewise

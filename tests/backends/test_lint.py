@@ -262,6 +262,6 @@ def test_own_results_have_no_errors(model, rules, samples, tmp_path):
         assert rules == "tables_int4" or (rules.startswith("weight_only_int") and "onnx" not in model)
         return
     written = gq.load(result.save(tmp_path / f"out{(samples / model).suffix}"))
-    backend = backend_of_rules(written, [rules]) if model.endswith(".onnx") else ""
+    backend = backend_of_rules(written, result.plan.targets) if model.endswith(".onnx") else ""
     findings = check_quantized_model(written, backend or None).findings
     assert [finding for finding in findings if LINT_CODES[finding.code].level == "error"] == []

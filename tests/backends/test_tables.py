@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import get_args, get_type_hints
 
 import numpy as np
 import onnx
@@ -11,7 +12,8 @@ from support.onnx_models import qdq_text
 
 import graphquant as gq
 from graphquant.backends import BACKENDS
-from graphquant.quantize.plan import OTHER_ONNX_BACKENDS, Plan
+from graphquant.quantize.plan import Plan
+from graphquant.rules.rule import RuleFile
 
 CONSTANTS = {
     "s": np.float32(0.1),
@@ -252,8 +254,9 @@ def test_tensorrt_small_op_notes(text, note, tmp_path):
 
 
 def test_plans_for_these_backends_only():
-    """A plan is for ONNX Runtime unless all its rule files are named after other backends."""
-    assert {name for name in BACKENDS if not name.startswith("onnxruntime")} == OTHER_ONNX_BACKENDS
+    """A plan is for ONNX Runtime unless its rule files have other targets, of which rule files name all."""
+    names = get_args(get_type_hints(RuleFile)["target"])
+    assert set(names) == {"", *BACKENDS}
     plan = Plan(format="onnx", model="", prepared="", rules=())
-    cases = {(): True, ("qnn16",): False, ("my.toml", "qnn"): True, ("rules/openvino.toml", "qnn"): False}
-    assert {rules: replace(plan, rules=rules).for_onnxruntime for rules in cases} == cases
+    cases = {(): True, ("qnn",): False, ("onnxruntime", "qnn"): True, ("openvino", "qnn"): False}
+    assert {targets: replace(plan, targets=targets).for_onnxruntime for targets in cases} == cases

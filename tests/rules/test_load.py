@@ -217,8 +217,8 @@ def test_mistakes_of_all_files_in_order(write_rule_files):
     second = write_rule_files("\na = ", "a.toml")
     assert rule_error_text(bad, write_rule_files(GOOD), second, bad).splitlines() == [
         (
-            "b.toml:1: 'b' is not a key of a rule file. Its keys are description, prepare, algorithms, use, scheme,"
-            " pattern, rule."
+            "b.toml:1: 'b' is not a key of a rule file. Its keys are description, target, prepare, algorithms, use,"
+            " scheme, pattern, rule."
         ),
         (
             "b.toml:3: a rule lacks the key 'quantize'."
@@ -236,7 +236,7 @@ def test_texts(write_rule_files):
         ("rules[0]", rule.line, rule.rule) for rule in from_file.rules
     ]
     sentence = rule_error_text("rules.toml", "\n# a > b\nb = 1")
-    keys = "description, prepare, algorithms, use, scheme, pattern, rule"
+    keys = "description, target, prepare, algorithms, use, scheme, pattern, rule"
     assert sentence == f"rules[1]:3: 'b' is not a key of a rule file. Its keys are {keys}."
     assert rule_error_text("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes")
 
