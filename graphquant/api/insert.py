@@ -184,11 +184,14 @@ def insert(
     stats = None if settings.stats is None else resolve_stats(settings.stats)
     data = _open_data(prepared, plan, stats, settings)
     objective = _make_objective(prepared, data, settings)
-    if data.spec is not None and stats is None and (sites_needing_data(plan) or (plan.algorithms and plan.sites)):
+    needs_calibration = bool(sites_needing_data(plan) or (plan.algorithms and plan.sites))
+    if data.spec is not None and stats is None and needs_calibration:
         data.split(has_bounds=bool(objective.bounds))
-    needs_samples = data.calibration is not None or (data.spec is not None and settings.validate and plan.sites)
-    findings = check_samples(source, data.dataset) if needs_samples else ()
+    runs_samples = data.calibration is not None or (data.spec is not None and settings.validate and bool(plan.sites))
+    findings = check_samples(source, data.dataset) if runs_samples else ()
     precalibration = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=stats is not None)
+    if stats is not None and precalibration.plan.algorithms:
+        data.calibration = data.samples_of_stats()
     stats = _collect_stats(source, precalibration, data, stats, settings, objective, transfer, progress)
     build = partial(
         build_model,
@@ -302,7 +305,6 @@ def _collect_stats(
     full_histograms = bool(objective.bounds) and stats is None
     targets = plan_targets(prepared, plan, full_histograms=full_histograms, overrides=fingerprints)
     if stats is not None:
-        data.calibration = data.samples_of_stats() if plan.algorithms else None
         return select_stats(stats, targets, source.digest, calibrate_command_line(source, plan, settings.plan))
     if data.calibration is None:
         raise NeedsDataError(_needs_data_message(source, unranged_sites, transfer))
