@@ -58,7 +58,7 @@ def test_table_equals_the_registry_of_tensorflow():
     assert len(common) > 1500
     for name in common:
         assert TABLE.find_spec(name) == theirs[name]
-        assert generator.line(TABLE.find_spec(name)) == f"{name} {TABLE._lines[name]}"
+        assert generator.table_line(TABLE.find_spec(name)) == f"{name} {TABLE._lines[name]}"
 
 
 def test_every_line_parses():
