@@ -71,7 +71,7 @@ GOLDEN = """\
  "format": "onnx",
  "model": "aa",
  "prepared": "bb",
- "rules": ["onnxruntime"],
+ "rules": ["onnxruntime"], "targets": [],
  "digest": "",
  "steps": [{"step": "fold-batchnorm", "target": "bn", "detail": "folded into conv", "why": "",
   "undo": {"weight": "w:0"}}],

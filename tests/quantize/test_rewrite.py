@@ -420,7 +420,7 @@ FLOAT_X = RNG.uniform(-1, 1, (1, 8, 4, 4)).astype(np.float32)
 INT16 = replace(SCHEME, dtype="int16")
 
 
-def float_op(tmp_path, text, rules=()):
+def float_op(tmp_path, text, targets=()):
     """An op with a weight of small and large channels, and a quantization before and after it, as a rewritten model."""
     size, weight = "16, 8" if "m," in text or "m)" in text else "1, 8, 4, 4", RNG.uniform(-1, 1, (8, 8, 1, 1))
     weight = (weight * np.logspace(-2, 0, 8)[:, None, None, None]).astype(np.float32)
@@ -438,9 +438,9 @@ def float_op(tmp_path, text, rules=()):
     first, last = text.partition(" = ")[0], text.rpartition("\n ")[2].partition(" = ")[0]
     sites = site_for_uses("x", (first, 0)), site_for_uses(last, ("@y", 0), scheme=INT16)
     step = scale(2.0**-12, dtype=IntType(16, signed=True))
-    return rewrite(model, replace(make_plan(*sites), rules=rules), {0: scale(1 / 127), 1: step})[0], FLOAT_X.reshape(
-        [int(part) for part in size.split(", ")]
-    )
+    return rewrite(model, replace(make_plan(*sites), targets=targets), {0: scale(1 / 127), 1: step})[
+        0
+    ], FLOAT_X.reshape([int(part) for part in size.split(", ")])
 
 
 def barriers(model):
@@ -460,7 +460,7 @@ def test_float_weights_between_pairs_stay_float(tmp_path, text):
 
 def test_without_a_barrier_onnxruntime_quantizes_a_float_weight(tmp_path):
     """Plans for other backends have no barriers; the optimizations of onnxruntime then change the result."""
-    model, x = float_op(tmp_path, FLOAT_OPS["conv"], rules=("qnn16",))
+    model, x = float_op(tmp_path, FLOAT_OPS["conv"], targets=("qnn",))
     assert barriers(model) == []
     (optimized,), (expected,) = run_onnx(model, {"x": x}, check=True), run_unoptimized(model, {"x": x})
     assert np.abs(optimized - expected).max() > 4 * 2.0**-12
