@@ -178,6 +178,7 @@ class Outcome(_Record):
     size_after: int | None = None  # bytes of the output, None without one
     sites: int = 0  # number of quantized sites
     skips: dict[str, int] = field(default_factory=dict)  # reasons for skips, with their counts
+    skip_codes: dict[str, int] = field(default_factory=dict)  # kinds of these reasons, with their counts
     # Number of int8 ops, and of all ops that compute, predicted by `check` for the gate's backend or onnxruntime; None
     # without a prediction.
     int8_ops: tuple[int, int] | None = None

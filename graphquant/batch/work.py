@@ -193,6 +193,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
         size_after=sum(file.stat().st_size for file in files),
         sites=len(result.inserted),
         skips=dict(sorted(Counter(skip.reason for skip in result.skips).items())),
+        skip_codes=dict(sorted(Counter(str(skip.code) for skip in result.skips).items())),
         int8_ops=int8_ops,
         quantized_share=result.quantized_share,
         metrics=outcome_metrics(result),

@@ -21,6 +21,7 @@ from graphquant.calibration.data.check import DataFinding, InputSummary
 from graphquant.numerics import QParams
 from graphquant.observers import distribution_of
 from graphquant.optimize import AlgorithmResult, TimeRatio
+from graphquant.quantize import SkipCode
 from graphquant.visualize import JSON_SCHEMA_VERSION
 from graphquant.visualize.histograms import bar_counts, histogram_axis
 
@@ -610,6 +611,7 @@ class SkipJson(JsonObject):
     tensor: TensorJson
     uses: tuple[UseJson, ...]
     rule: str
+    code: SkipCode
     reason: str
 
 

@@ -17,6 +17,7 @@ from graphquant.batch.types import Digests, Entry, Gates, Outcome, outcome_json
 from graphquant.batch.work import failed_outcome, quantize_entry
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import file_writer
+from graphquant.quantize import SkipCode
 
 
 class Executor:
@@ -79,6 +80,8 @@ def test_batch(batch_folder):
     assert cnn.size_before == Path("digits_cnn.onnx").stat().st_size
     assert cnn.size_after == Path("out/digits_cnn.onnx").stat().st_size
     assert cnn.sites == 24
+    assert set(cnn.skip_codes) <= {*SkipCode}
+    assert sum(cnn.skip_codes.values()) == sum(cnn.skips.values()) > 0
     assert cnn.metrics.samples == 4
     assert cnn.metrics.sqnr > 20
     assert cnn.int8_ops[1] == 27

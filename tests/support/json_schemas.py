@@ -50,6 +50,6 @@ def results_schema() -> dict[str, Any]:
     _, schema = models_json_schema([(model, "serialization") for model in RESULTS.values()], title="graphquant results")
     for definition in schema["$defs"].values():
         definition["description"] = definition["description"].partition("\n")[0]
-        for entry in definition["properties"].values():
+        for entry in definition.get("properties", {}).values():  # an enum has none
             entry.pop("title", None)
     return {"$schema": DRAFT, **schema}

@@ -13,7 +13,8 @@ from support.cli import command_output
 from support.json_schemas import results_schema
 
 import graphquant as gq
-from graphquant.visualize.json_export import RESULTS
+from graphquant.quantize import SkipCode
+from graphquant.visualize.json_export import RESULTS, InsertResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,3 +165,14 @@ def test_every_verb_is_documented() -> None:
 def test_shipped_schema_is_up_to_date() -> None:
     """The shipped schema equals that of the models. `python tests/visualize/write_schema.py` updates it."""
     assert json.loads(SCHEMA.read_text("utf-8")) == results_schema()
+
+
+def test_codes_of_skips(samples: Path) -> None:
+    """The report of `insert` has the code of each skip, and docs/json.md describes all codes."""
+    model = gq.load(samples / "digits_cnn.onnx")
+    result = gq.insert(model, rules="fixed_point", exclude=["stem/relu:0"])
+    codes = [skip["code"] for skip in InsertResult.of(result).as_json()["skips"]]
+    assert codes == [skip.code for skip in result.skips]
+    assert SkipCode.SELECTION in codes
+    section = (ROOT / "docs/json.md").read_text().split("### Codes of skips")[1].partition("\n## ")[0]
+    assert re.findall(r"^\| ([a-z]+) \| ", section, re.MULTILINE)[1:] == [*SkipCode]
