@@ -1,4 +1,4 @@
-"""Measure the language of the package and its documents, and fail above the limits.
+"""Measure the language of the package, its documents and the assertions of its tests, and fail above the limits.
 
 The limits are in the range of well-known projects (click, pydantic, networkx, mypy, NNCF), whose figures are 0 to 1%.
 Names are words of the field, docstrings state the function, and sentences are plain. Run `python .ci/language.py` for
@@ -93,6 +93,7 @@ LIMITS = {
     "marked document sentences": 2.0,
     "marked messages": 1.0,
     "marked docstrings": 1.0,
+    "prose assertions": 100.0,
     "packages": 18,
     "modules": 210,
     "lines": 50_000,
@@ -101,6 +102,29 @@ LIMITS = {
 
 MIN_MESSAGE_WORDS = 4
 """Shorter strings are keys and labels, no sentences."""
+
+_WORD = r"[A-Za-z]?[a-z]+(?:['-][a-z]+)*"
+
+_VALUE = r"(?:'[^' ]*'|[\d.]+%?|\[[^\]]*\])"
+
+PHRASE = re.compile(rf"(?<![\w/.$\\-]){_WORD}(?:[,;:]?(?: {_VALUE}[,;:]?){{0,2}} {_WORD}){{3,}}(?![\w/=(-])")
+"""Four or more words, with only names and numbers between them: prose, if one of them is a function word."""
+
+FUNCTION_WORD_LIST = """
+the an is are was were be has have had of in on to for with by not no it its and or as at from than that this
+these cannot does do must needs has only which if into every each all but so there they them their
+"""
+FUNCTION_WORDS = frozenset(FUNCTION_WORD_LIST.split())
+
+QUOTING_CALL_LIST = """
+all any append approx count dedent dict endswith escape find findall format fullmatch index join len list match
+partition removeprefix removesuffix replace search set sorted split startswith tuple
+"""
+QUOTING_CALLS = frozenset(QUOTING_CALL_LIST.split())
+"""Calls whose arguments are quoted. The arguments of other calls in an assertion are inputs."""
+
+PROSE_TESTS: dict[str, str] = {}
+"""Test modules that may quote prose, because the wording is their subject, with the reason."""
 
 
 @dataclass
@@ -125,7 +149,7 @@ class Measure:
 
 def measure_package(folder: Path) -> dict[str, Measure]:
     """Measure the names, docstrings and messages of all modules in `folder`."""
-    measures = {name: Measure() for name in LIMITS if name not in {"packages", "modules", "lines"}}
+    measures = {name: Measure() for name in LIMITS if name not in {"prose assertions", "packages", "modules", "lines"}}
     measures["what in docstrings"].per = 1000
     definitions: dict[str, list[tuple[str, str]]] = {"repeated classes": [], "repeated functions": []}
     for path in sorted(folder.rglob("*.py")):
@@ -188,13 +212,13 @@ def _measure_prose(tree: ast.Module, path: Path, measures: dict[str, Measure]) -
                 )
 
 
-def _message(node: ast.AST) -> str:
-    """Return the text of a string or f-string with "x" for each inserted value; "" for other nodes."""
+def _message(node: ast.AST, value: str = "x") -> str:
+    """Return the text of a string or f-string with `value` for each inserted value; "" for other nodes."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
         return "".join(
-            part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "x"
+            part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else value
             for part in node.values
         )
     return ""
@@ -227,6 +251,115 @@ def measure_documents(paths: list[Path]) -> Measure:
     return measure
 
 
+def measure_assertions(folder: Path) -> Measure:
+    """Measure the assertions of the tests in `folder` that quote prose in place of codes, names and values.
+
+    Assertions are assert statements, the patterns of pytest.raises and pytest.warns, and the arguments of helpers that
+    assert them. A literal that reaches an assertion by a parameter or a variable is an assertion of its own.
+    """
+    measure = Measure()
+    paths = [path for path in sorted(folder.rglob("*.py")) if path.relative_to(folder).as_posix() not in PROSE_TESTS]
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in paths}
+    shared: dict[str, ast.FunctionDef] = {}
+    for path, tree in trees.items():
+        if path.parent.name == "support" or path.name == "conftest.py":
+            shared |= {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    counted: set[int] = set()
+    for path, tree in trees.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        helpers = shared | {function.name: function for function in functions}
+        for function in functions:
+            names = {**_literals(tree.body), **_literals(list(ast.walk(function))), **_cases(function)}
+            for node in ast.walk(function):
+                for quoted in _assertions(node, helpers):
+                    reached = [
+                        literal for name in _quoted(quoted) if isinstance(name, ast.Name)
+                        for literal in names.get(name.id, ())
+                    ]  # fmt: skip
+                    for expression in (quoted, *reached):
+                        if id(expression) in counted:
+                            continue
+                        counted.add(id(expression))
+                        texts = [_message(part, "0") for part in _quoted(expression)]
+                        phrases = [text for text in texts if is_phrase(text)]
+                        place = f"{path}:{expression.lineno}: {' | '.join(phrases)}"
+                        measure.count(place, hit=bool(phrases))
+    return measure
+
+
+def is_phrase(text: str) -> bool:
+    """Tell if a literal holds prose."""
+    return any(FUNCTION_WORDS & set(re.split(r"\W+", match.group().lower())) for match in PHRASE.finditer(text))
+
+
+def _assertions(node: ast.AST, helpers: dict[str, ast.FunctionDef]) -> Iterator[ast.expr]:
+    """Yield the expressions that `node` asserts."""
+    if isinstance(node, ast.Assert):
+        yield node.test
+    elif isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in {"raises", "warns"}:
+            patterns = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
+            yield patterns[0] if patterns else ast.Constant(value=0, lineno=node.lineno)
+        elif name in helpers:
+            helper = helpers[name]
+            asserted = {
+                part.id
+                for statement in ast.walk(helper)
+                for quoted in _assertions(statement, {})
+                for part in _quoted(quoted)
+                if isinstance(part, ast.Name)
+            }
+            parameters = [argument.arg for argument in (*helper.args.posonlyargs, *helper.args.args)]
+            given = [*zip(parameters, node.args, strict=False), *((key.arg, key.value) for key in node.keywords)]
+            yield from (value for parameter, value in given if parameter in asserted)
+
+
+def _quoted(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the strings and names of an expression, without the arguments of calls that compute its value."""
+    if isinstance(node, ast.Constant | ast.JoinedStr | ast.Name):
+        yield node
+        return
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        children = [node.func, *(node.args if name in QUOTING_CALLS else ())]
+    for child in children:
+        yield from _quoted(child)
+
+
+def _literals(statements: list[ast.AST] | list[ast.stmt]) -> dict[str, list[ast.expr]]:
+    """Return the literals that are assigned to variables."""
+    return {
+        target.id: [statement.value]
+        for statement in statements
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.value, ast.Constant | ast.JoinedStr | ast.Dict | ast.List | ast.Tuple | ast.Set)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _cases(function: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """Return the literals of each parameter that pytest.mark.parametrize gives to a test."""
+    cases: dict[str, list[ast.expr]] = {}
+    for decorator in function.decorator_list:
+        if not (isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("mark.parametrize")):
+            continue
+        names, rows = decorator.args[:2]
+        parameters = [_message(name) for name in (names.elts if isinstance(names, ast.Tuple | ast.List) else [names])]
+        parameters = [name.strip() for text in parameters for name in text.split(",")]
+        for row in rows.elts if isinstance(rows, ast.Tuple | ast.List) else ():
+            values = [row]
+            if isinstance(row, ast.Call):  # pytest.param
+                values = row.args
+            elif len(parameters) > 1 and isinstance(row, ast.Tuple | ast.List):
+                values = row.elts
+            for parameter, value in zip(parameters, values, strict=False):
+                cases.setdefault(parameter, []).append(value)
+    return cases
+
+
 def main() -> int:
     """Print each measure with its limit. Returns 1 if one is above its limit."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -237,6 +370,7 @@ def main() -> int:
     measures = measure_package(package)
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     measures["marked document sentences"] = measure_documents(documents)
+    measures["prose assertions"] = measure_assertions(ROOT / "tests")
     if options.list:
         print(*(place for place in measures[options.list].hits if options.only in place), sep="\n")
         return 0
