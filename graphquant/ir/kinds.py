@@ -15,6 +15,10 @@ KINDS = {
     "conv_transpose": "transposed convolution",
     "matmul": "matrix product, batched or not",
     "gemm": "matrix product plus bias",
+    "fused_conv": "convolution with the activation after it, as one op",
+    "fused_depthwise_conv": "convolution of each channel separately with the activation after it, as one op",
+    "fused_matmul": "matrix product with transpositions and a factor, as one op",
+    "fused_gemm": "matrix product plus bias with the activation after it, as one op",
     "bias_add": "addition of one value per channel",
     "add": "element-wise sum",
     "sub": "element-wise difference",
@@ -110,6 +114,8 @@ KINDS = {
 }
 """Every word that a rule file may use as a kind, with its meaning."""
 
+RELU6_BOUNDS = (0.0, 6.0)  # limits of a clip that is a relu6
+
 STORED_KINDS = frozenset({"constant", "variable"})
 BOUNDARY_KINDS = frozenset({"input", "output"})
 RESHAPING_KINDS = frozenset({"reshape", "squeeze", "unsqueeze", "transpose"})
@@ -130,7 +136,10 @@ COMMUTATIVE_KINDS = frozenset({"add", "mul", "max", "min"})
 WEIGHTED_KINDS = MATRIX_PRODUCT_KINDS | CONVOLUTION_KINDS | {"conv_transpose"}
 """Kinds that multiply by one weight and sum. Runtimes fuse later ops into them."""
 
-MAC_KINDS = WEIGHTED_KINDS | RECURRENT_KINDS | {"einsum"}
+FUSED_PREFIX = "fused_"  # before the kind of the product that an op computes in addition to other things
+FUSED_KINDS = frozenset(kind for kind in KINDS if kind.startswith(FUSED_PREFIX))
+
+MAC_KINDS = WEIGHTED_KINDS | FUSED_KINDS | RECURRENT_KINDS | {"einsum"}
 """Kinds whose multiply-adds are counted. The multiplications of all other kinds are negligible."""
 
 DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from graphquant.ir.kinds import CONVOLUTION_KINDS, MAC_KINDS, MATRIX_PRODUCT_KINDS, RECURRENT_KINDS
+from graphquant.ir.kinds import CONVOLUTION_KINDS, FUSED_PREFIX, MAC_KINDS, MATRIX_PRODUCT_KINDS, RECURRENT_KINDS
 from graphquant.ir.parameters import Parameters
 from graphquant.ir.types import Op, OpKey, Shape, TensorRef, fully_known_shape
 
@@ -106,8 +107,9 @@ def _driving_elements(model: Model, sizes: Mapping[TensorRef, int]) -> Iterator[
     """
     for name in model.reachable_graphs():
         graph = model.graphs[name]
-        for op in graph.ops():
-            if op.kind in MAC_KINDS:
+        for counted_op in graph.ops():
+            if counted_op.kind in MAC_KINDS:
+                op = replace(counted_op, kind=counted_op.kind.removeprefix(FUSED_PREFIX))
                 tensor = _driving_tensor(graph, op)
                 shape: Shape | None = None if tensor is None else graph.output(tensor).shape
                 trailing_sizes = fully_known_shape(None if shape is None else shape[1:])

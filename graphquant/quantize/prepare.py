@@ -27,7 +27,7 @@ from graphquant.ir import (
     paused_gc,
 )
 from graphquant.ir.op_matching import is_barrier
-from graphquant.quantize import fold_batchnorm, requantize
+from graphquant.quantize import fold_batchnorm, requantize, split_fused
 from graphquant.quantize.preparation_undo import (
     RecordedEdits,
     SkippedStep,
@@ -286,6 +286,11 @@ PREPARATION_STEPS: dict[str, Preparation] = {
     ),
     INFERENCE_BATCHNORM_STEP: Preparation(
         purpose="an output must depend on its own sample only, not on the rest of the batch", apply=inference_batchnorm
+    ),
+    split_fused.SPLIT_FUSED_STEP: Preparation(
+        purpose="runtimes quantize a product and an activation, but no op that joins them",
+        apply=split_fused.split_fused_ops,
+        find_skipped=split_fused.skipped_fused_ops,
     ),
     DROP_IDENTITY_STEP: Preparation(
         purpose="an op that changes nothing prevents fusions in the runtime",

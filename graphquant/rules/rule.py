@@ -216,7 +216,7 @@ class Rule:
 
 PREPARATION_NAMES = (
     "requantize",
-    *("initializer-inputs", "constant-nodes", "inference-batchnorm", "drop-identity", "drop-dropout"),
+    *("initializer-inputs", "constant-nodes", "inference-batchnorm", "split-fused", "drop-identity", "drop-dropout"),
     "fold-batchnorm",
 )
 """Steps before matching; `PREPARATION_STEPS` in `graphquant.quantize.prepare` describes each."""

@@ -21,7 +21,7 @@ from graphquant.numerics import dequantize
 from graphquant.quantize import PREPARATION_STEPS, original_weights, plan_from_json, plan_to_json, prepare
 from graphquant.quantize.preparation_undo import decode_array, encode_array
 
-TEXT = """<ir_version: 8, opset_import: ["": 13]>
+TEXT = """<ir_version: 8, opset_import: ["": 13, "com.microsoft": 1]>
 g (float[1,6,8,8] x) => (float[1,8,8,8] y, float[1,5] z) {
     k = Constant <value = float {2.0}> ()
     i = Identity (x)
@@ -32,7 +32,7 @@ g (float[1,6,8,8] x) => (float[1,8,8,8] y, float[1,5] z) {
     t = ConvTranspose <group = 4> (e, u, ub)
     p = BatchNormalization (t, s, o, m, v)
     q = Mul (p, k)
-    y = Relu (q)
+    y = com.microsoft.FusedConv <group = 4, activation = "Clip", activation_params = [0.0, 3.0]> (q, u, ub)
     f = GlobalAveragePool (y)
     h = Flatten (f)
     a = MatMul (h, mw)
@@ -125,7 +125,7 @@ def test_the_source_is_there_again(tmp_path):
     assert [step.target for step in steps if step.step == "fold-batchnorm"] == ["n", "p", "r"]
     written = onnx.ModelProto.FromString(onnx_format.emit(prepared).SerializeToString())
     assert [node.op_type for node in written.graph.node] == [
-        *("Conv", "ConvTranspose", "Mul", "Relu", "GlobalAveragePool", "Flatten", "MatMul", "Add", "Identity"),
+        *("Conv", "ConvTranspose", "Mul", "Conv", "Clip", "GlobalAveragePool", "Flatten", "MatMul", "Add", "Identity"),
     ]
     plan = gq.plan(model, rules=["prepare = ['initializer-inputs']\n", "weight_only"])
     read = plan_from_json(json.loads(json.dumps(plan_to_json(replace(plan, steps=steps)))))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from graphquant.ir import OpInfo, Shape
+from graphquant.ir import FUSED_PREFIX, RELU6_BOUNDS, OpInfo, Shape
 
 NumberT = TypeVar("NumberT", float, float | None)
-
-RELU6_BOUNDS = (0.0, 6.0)
 
 
 class NodeFacts(NamedTuple):
@@ -83,6 +81,9 @@ INTEGER_OPS = (
 )
 """Ops that compute on integers themselves, in addition to those called QLinear..."""
 
+FUSED_OPS = ("FusedConv", "FusedMatMul", "FusedGemm")
+"""Ops of com.microsoft whose type without "Fused" is that of the product in them."""
+
 MICROSOFT_DOMAIN_OPS = {name: DEFAULT_DOMAIN_OPS[name] for name in ("QuantizeLinear", "DequantizeLinear")}
 
 
@@ -90,6 +91,9 @@ def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OpInfo:
     """Return kind, roles and channel axis of a node of type `op_type` in `domain` ("" is the default one)."""
     if domain in {"", "com.microsoft"} and (op_type.startswith("QLinear") or op_type in INTEGER_OPS):
         return OpInfo("integer")
+    if domain == "com.microsoft" and op_type in FUSED_OPS:
+        info = classify_node(op_type.removeprefix("Fused"), "", facts)
+        return info._replace(kind=f"{FUSED_PREFIX}{info.kind}", roles=(*info.roles, "input"))
     if domain == "com.microsoft":
         return MICROSOFT_DOMAIN_OPS.get(op_type, OTHER_OP)
     if domain:

@@ -307,7 +307,8 @@ ANCHOR_KEY = "graphquant.anchor"
 
 def new_node(op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
     """Return the NodeProto of a new op; raise ModelError if an attribute cannot be written."""
-    node = NodeProto(name=op.name, op_type=op.type, domain=op.domain, input=inputs, output=outputs)
+    count = max((slot + 1 for slot, value in enumerate(inputs) if value), default=0)  # no empty slots at the end
+    node = NodeProto(name=op.name, op_type=op.type, domain=op.domain, input=inputs[:count], output=outputs)
     _write_attributes(node, op, {})
     return node
 

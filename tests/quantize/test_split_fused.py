@@ -1,0 +1,164 @@
+"""Fused ops of ONNX Runtime split into their parts: the same values, each part quantized, and the record to undo it."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from support.onnx_models import load_onnx, run_onnx
+
+import graphquant as gq
+from graphquant.formats import onnx as onnx_format
+from graphquant.ir import count_macs
+from graphquant.quantize import find_skipped_steps, prepare
+
+STEP = ("split-fused",)
+WEIGHTS = {
+    "w": np.random.default_rng(1).normal(size=(4, 3, 3, 3)).astype(np.float32) / 4,
+    "b": np.linspace(-1, 1, 4, dtype=np.float32),
+    "m": np.random.default_rng(2).normal(size=(6, 5)).astype(np.float32),
+    "n": np.random.default_rng(3).normal(size=(5, 6)).astype(np.float32),
+    "c": np.linspace(-1, 1, 5, dtype=np.float32),
+}
+IMAGE = "(float[2, 3, 8, 8] x, float[2, 4, 6, 6] z) => (float[2, 4, 6, 6] y)"
+MATRICES = "(float[2, 3, 6] x, float[2, 3, 6] z) => (float[2, 3, 3] y)"
+ROWS = "(float[2, 6] x) => (float[2, 5] y)"
+
+
+def load_fused(folder, graph, opset=13):
+    """Load a graph whose com.microsoft ops are given as text."""
+    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1]> g {graph}')
+    used = {name for node in message.graph.node for name in node.input}
+    used |= {name for node in message.graph.node for body in node.attribute for n in body.g.node for name in n.input}
+    for name in sorted(used & WEIGHTS.keys()):
+        message.graph.initializer.append(onnx.numpy_helper.from_array(WEIGHTS[name], name))
+    onnx.save(message, folder / "fused.onnx")
+    return gq.load(folder / "fused.onnx")
+
+
+def random_feeds(model):
+    """Return a random value for each input."""
+    rng = np.random.default_rng(5)
+    shapes = {name: model.main.op(name).outputs[0].shape for name in model.main.inputs}
+    return {name: rng.normal(size=shape).astype(np.float32) * 3 for name, shape in shapes.items()}
+
+
+CASES = {
+    "relu": (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Relu"> (x, w, b) }}', ["Conv", "Relu"]),
+    "tanh": (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Tanh"> (x, w) }}', ["Conv", "Tanh"]),
+    "sigmoid": (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Sigmoid"> (x, w) }}', ["Conv", "Sigmoid"]),
+    "leaky relu": (
+        f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "LeakyRelu", activation_params = [0.3]> (x, w, b) }}',
+        ["Conv", "LeakyRelu"],
+    ),
+    "hard sigmoid": (
+        f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "HardSigmoid", activation_params = [0.1, 0.4]>'
+        " (x, w, b) }",
+        ["Conv", "HardSigmoid"],
+    ),
+    "clip": (
+        f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Clip", activation_params = [-1.0, 2.0]> (x, w, b) }}',
+        ["Conv", "Clip"],
+    ),
+    "summand": (
+        f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Relu"> (x, w, b, z) }}', ["Conv", "Add", "Relu"]
+    ),
+    "summand only": (f"{IMAGE} {{ y = com.microsoft.FusedConv (x, w, b, z) }}", ["Conv", "Add"]),
+    "conv only": (f"{IMAGE} {{ y = com.microsoft.FusedConv (x, w, b) }}", ["Conv"]),
+    "two readers": (
+        "(float[2, 3, 8, 8] x) => (float[2, 4, 6, 6] y, float[2, 4, 6, 6] v) {"
+        ' y = com.microsoft.FusedConv <activation = "Relu"> (x, w, b) v = Neg (y) }',
+        ["Conv", "Relu", "Neg"],
+    ),
+    "transposed product": (
+        f"{MATRICES} {{ y = com.microsoft.FusedMatMul <transB = 1, alpha = 0.25> (x, z) }}",
+        ["Transpose", "MatMul", "Mul"],
+    ),
+    "product": ("(float[2, 3, 6] x) => (float[2, 3, 5] y) { y = com.microsoft.FusedMatMul (x, m) }", ["MatMul"]),
+    "gemm": (
+        f'{ROWS} {{ y = com.microsoft.FusedGemm <transB = 1, alpha = 0.5, activation = "Relu"> (x, n, c) }}',
+        ["Gemm", "Relu"],
+    ),
+    "leaky gemm": (
+        f'{ROWS} {{ y = com.microsoft.FusedGemm <activation = "LeakyRelu", activation_alpha = 0.3> (x, m, c) }}',
+        ["Gemm", "LeakyRelu"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("opset", [9, 13])
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_the_same(tmp_path, case, opset):
+    """The parts compute what the fused op computes, in ONNX Runtime, and cost the same multiply-adds."""
+    text, types = CASES[case]
+    model = load_fused(tmp_path, text, opset)
+    prepared, steps = prepare(model, STEP)
+    message = onnx_format.emit(prepared)
+    assert [step.step for step in steps] == ["split-fused"]
+    assert [node.op_type for node in message.graph.node] == types
+    assert {node.domain for node in message.graph.node} == {""}
+    feeds = random_feeds(model)
+    for expected, actual in zip(
+        run_onnx(model.source.message, feeds), run_onnx(message, feeds, check=True), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert count_macs(prepared) == count_macs(model)
+    assert sum(count_macs(model).values()) > 0
+
+
+def test_ops_in_bodies(tmp_path):
+    """A fused op in a branch, which is the branch's output."""
+    text = """(float[2, 3, 8, 8] x, bool f) => (float[2, 4, 6, 6] y) {
+        y = If (f) <
+            then_branch = t () => (float[2, 4, 6, 6] p) {
+                p = com.microsoft.FusedConv <activation = "Clip", activation_params = [0.0, 6.0]> (x, w, b)
+            },
+            else_branch = e () => (float[2, 4, 6, 6] q) { q = com.microsoft.FusedConv <activation = "Relu"> (x, w) }
+        >
+    }"""
+    model = load_fused(tmp_path, text)
+    prepared, steps = prepare(model, STEP)
+    assert [step.target for step in steps] == ["y/then_branch/p", "y/else_branch/q"]
+    assert prepared.graphs["y/then_branch"].op("p/activation").kind == "relu6"
+    x = random_feeds(load_fused(tmp_path, CASES["relu"][0]))["x"]
+    for flag in (True, False):
+        feeds = {"x": x, "f": np.array(flag)}
+        (expected,), (actual,) = run_onnx(model.source.message, feeds), run_onnx(onnx_format.emit(prepared), feeds)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Mish"> (x, w) }}', "'Mish'"),
+        (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Clip"> (x, w) }}', "'Clip'"),
+        (f"{MATRICES} {{ y = com.microsoft.FusedMatMul <transBatchA = 1> (x, z) }}", "batch"),
+        ("(float x, float z) => (float y) { y = com.microsoft.FusedMatMul <transB = 1> (x, z) }", "input 1"),
+    ],
+)  # fmt: skip
+def test_ops_that_stay(tmp_path, text, value):
+    """An unknown activation, one without its parameters, and transpositions that cannot be written stay, with a reason."""
+    model = load_fused(tmp_path, text)
+    prepared, steps = prepare(model, STEP)
+    assert (prepared, steps) == (model, ())
+    (skipped,) = find_skipped_steps(model, STEP)
+    assert (str(skipped.tensor), skipped.step) == ("y:0", "split-fused")
+    assert value in skipped.reason
+
+
+def test_parts_are_quantized(tmp_path):
+    """A model that ONNX Runtime optimized gets the sites and the coverage of the original model."""
+    plain = """g (float[2, 3, 8, 8] x) => (float[2, 4, 6, 6] y) {
+        h = Conv (x, w, b)
+        y = Relu (h)
+    }"""
+    fused, original = load_fused(tmp_path, CASES["relu"][0].replace(", float[2, 4, 6, 6] z", "")), tmp_path / "plain"
+    original.mkdir()
+    data = "np.npz"
+    np.savez(tmp_path / data, x=random_feeds(fused)["x"].repeat(8, axis=0))
+    plans = [
+        gq.insert(model, data=str(tmp_path / data))
+        for model in (fused, load_onnx(original, plain, {name: WEIGHTS[name] for name in "wb"}))
+    ]
+    assert [result.quantized_share for result in plans] == [1.0, 1.0]
+    sites = [[(site.tensor.op.split("/")[0], site.scheme) for site in result.plan.sites] for result in plans]
+    assert sites[0] == [(name.replace("h", "y"), scheme) for name, scheme in sites[1]]
