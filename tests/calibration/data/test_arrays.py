@@ -98,7 +98,7 @@ def test_aliases(open_arrays) -> None:
 
 def test_alias_equal_to_another_input(open_arrays) -> None:
     """An array never feeds two inputs."""
-    with pytest.raises(DataError, match="no array for input 'a'"):
+    with pytest.raises(DataError, match=r"'a'\. .* 'b'"):
         open_arrays({"b": X}, Spec("a", aliases=("b",)), Spec("b"))
 
 
@@ -108,7 +108,7 @@ def test_missing_keys(open_arrays) -> None:
         open_arrays({"imagse": X, "labels": X}, Spec("images"), Spec("rate"))
     for part in ("input 'images'", "contains 'imagse', 'labels'", "takes 'images', 'rate'", "Did you mean 'imagse'"):
         assert part in str(caught.value)
-    with pytest.raises(DataError, match=r"no array for input 'x'\. It contains 'y'"):
+    with pytest.raises(DataError, match=r"'x'\. .* 'y'"):
         open_arrays({"y": X})
 
 
@@ -129,7 +129,7 @@ def test_different_sample_counts(open_arrays) -> None:
         (np.zeros((2, 3, 28, 28)), (None, 28, 28, 3), r"channels last \(NHWC\): numpy.moveaxis\(array, 1, -1\) fits"),
         (np.zeros((2, 28, 28)), (None, 28, 28, 1), r"array.reshape\(-1, 28, 28, 1\) fits"),
         (np.zeros((2, 784)), (1, 28, 28), r"array.reshape\(-1, 28, 28\) fits"),
-        (np.zeros((2, 5)), (None, 3), r"\[2, 5\], but input 'x' takes \[\?, 3\].*Give each sample this shape"),
+        (np.zeros((2, 5)), (None, 3), r"\[2, 5\],.*'x'.* \[\?, 3\].*Give each sample"),
         (np.zeros(()), (None, 3), r"\[\], but input 'x' takes \[\?, 3\]"),
         (np.zeros((2, 3)), (4, 3), r"2 are left over"),
     ],
@@ -154,18 +154,18 @@ def test_safe_conversions(open_arrays) -> None:
 @pytest.mark.parametrize(
     ("array", "dtype", "message"),
     [
-        (np.ones((1, 3), np.uint8), "float32", r"is uint8, but input 'x' takes float32. Convert it, and scale it"),
+        (np.ones((1, 3), np.uint8), "float32", r"is uint8,.*'x'.* float32\..*scale"),
         (
             np.full((1, 3), 2**40),
             "int32",
-            "from 1099511627776 to 1099511627776, outside the range of input 'x' of int32",
+            "1099511627776.* 1099511627776,.*'x'.* int32",
         ),
         (np.full((1, 3), 1e300), "float32", "outside the range"),
-        (np.ones((1, 3), bool), "float32", "is bool, but input 'x' takes float32. Save the array as float32"),
+        (np.ones((1, 3), bool), "float32", r"is bool,.*'x'.* float32\..*as float32"),
         (np.ones((1, 3), np.float32), "int64", "is float32, but input 'x' takes int64"),
         (np.ones((1, 3), np.float32), "string", "is float32, but input 'x' takes string"),
         (np.ones((1, 3), np.complex64), "float32", "is complex64"),
-        (np.array([[{}, 1, 2]], object), "float32", "contains Python objects, which are never loaded"),
+        (np.array([[{}, 1, 2]], object), "float32", "Python objects"),
     ],
 )
 def test_invalid_dtypes(open_arrays, array, dtype: str, message: str) -> None:
@@ -178,7 +178,7 @@ def test_nan_and_infinity(open_arrays) -> None:
     """NaN and infinite values are counted, with the key and first index. Unused keys are not checked."""
     bad = X.copy()
     bad[2, 1], bad[3, 0] = np.nan, np.inf
-    with pytest.raises(DataError, match=r"array 'x' has 2 NaN or infinite values, the first at index \[2, 1\]"):
+    with pytest.raises(DataError, match=r"array 'x' has 2 NaN.* \[2, 1\]"):
         open_arrays({"x": bad})
     assert open_arrays({"x": bad}, samples=2).count == 2
     assert open_arrays({"x": X, "extra": bad}).count == 4
@@ -245,14 +245,14 @@ def test_bfloat16(tmp_path: Path) -> None:
         open_data(str(tmp_path / "data.npz"), [Spec()])
     values[1, 2] = np.nan
     np.savez(tmp_path / "data.npz", x=values)
-    with pytest.raises(DataError, match=r"has 1 NaN or infinite values, the first at index \[1, 2\]"):
+    with pytest.raises(DataError, match=r"array 'x' has 1 NaN.* \[1, 2\]"):
         open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")])
 
 
 def test_npy_and_folders(tmp_path: Path) -> None:
     """An .npy file feeds models with one input. The files of a folder are fitted separately."""
     np.save(tmp_path / "a.npy", X)
-    with pytest.raises(DataError, match=r"contains one array, but the model takes 'x', 'y'"):
+    with pytest.raises(DataError, match=r"a\.npy .*one array.* 'x', 'y'"):
         open_data(str(tmp_path / "a.npy"), [Spec(), Spec("y")])
     np.save(tmp_path / "b.npy", X[0])
     np.save(tmp_path / "c.npy", np.zeros((0, 3), np.float32))
@@ -306,10 +306,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         open_data(str(path), [Spec()])
     path.write_bytes(b"not a zip")
-    with pytest.raises(DataError, match="cannot be read: File is not a zip file"):
+    with pytest.raises(DataError, match=r"data\.npz cannot be read: .*zip"):
         open_data(str(path), [Spec()])
     (tmp_path / "data.csv").write_text("1,2,3")
-    with pytest.raises(DataError, match="not a known kind"):
+    with pytest.raises(DataError, match=r"data\.csv .*known kind"):
         open_data(str(tmp_path / "data.csv"), [Spec()])
 
 
@@ -393,15 +393,15 @@ def test_random_data() -> None:
 @pytest.mark.parametrize(
     ("spec", "taker", "message"),
     [
-        ("random:", Spec(), "has no number of samples"),
-        ("random:0", Spec(), "has no number of samples"),
-        ("random:-1", Spec(), "has no number of samples"),
-        ("random:99999999999", Spec(), "has no number of samples"),
+        ("random:", Spec(), "'random:'.* random:8"),
+        ("random:0", Spec(), "'random:0'.* random:8"),
+        ("random:-1", Spec(), "'random:-1'.* random:8"),
+        ("random:99999999999", Spec(), "'random:99999999999'.* random:8"),
         ("random:2", Spec(shape=None), "no known rank"),
         ("random:2", Spec(shape=(None, None, 3)), r"the shape \[\?, \?, 3\]"),
         ("random:2", Spec(shape=(1, 1 << 40)), "too large"),
-        ("random:2", Spec(dtype="string"), "not supported for input 'x' of string"),
-        ("random:2", Spec(dtype="resource"), "not supported for input 'x' of resource"),
+        ("random:2", Spec(dtype="string"), "'x' of string"),
+        ("random:2", Spec(dtype="resource"), "'x' of resource"),
     ],
 )
 def test_unsupported_random_data(spec: str, taker: Spec, message: str) -> None:
@@ -415,7 +415,7 @@ def test_compressed_arrays_are_bounded(tmp_path) -> None:
     inputs = [Spec(name="x", dtype="float32", shape=(None, 1024))]
     path = tmp_path / "zeros.npz"
     np.savez_compressed(path, x=np.zeros(((1 << 16) + 1024, 1024), np.float32))
-    with pytest.raises(DataError, match="and the limit is 268,435,456") as caught:
+    with pytest.raises(DataError, match="268,435,456") as caught:
         open_data(str(path), inputs, samples=2)
     assert open_data(str(caught.value).rpartition("--data ")[2], inputs, samples=2).count == 2
     assert open_data(f"{path},max_size=1GB", inputs, samples=2).count == 2

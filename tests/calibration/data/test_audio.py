@@ -82,9 +82,9 @@ def test_rates(tmp_path) -> None:
     """All files need the rate of the first file, or the requested one. The error contains the conversion command."""
     write_wav(tmp_path / "a.wav", WAVE)
     write_wav(tmp_path / "b.wav", WAVE, rate=8000)
-    with pytest.raises(DataError, match=r"b.wav has a rate of 8000 Hz, but 16000 Hz .*a.wav.*-ar 16000"):
+    with pytest.raises(DataError, match=r"b\.wav .* 8000 Hz,.* 16000 Hz .*a\.wav.*-ar 16000"):
         wave_values(tmp_path, float_input(8))
-    with pytest.raises(DataError, match=r"a.wav has a rate of 16000 Hz, but 44100 Hz"):
+    with pytest.raises(DataError, match=r"a\.wav .* 16000 Hz,.* 44100 Hz"):
         wave_values(f"{tmp_path},rate=44100", float_input(8))
     assert len(wave_values(tmp_path / "a.wav", float_input(8))) == 1
 
@@ -92,14 +92,14 @@ def test_rates(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("keys", "one", "message"),
     [
-        ("", float_input(1, None, None), r"takes \[1, \?, \?\], but a wave has only a time axis"),
-        ("", float_input(1, 8, dtype="uint8"), "takes uint8, which cannot represent a wave"),
-        ("", float_input(1, 8, dtype="string"), "takes string, which cannot represent a wave"),
+        ("", float_input(1, None, None), r"'x' takes \[1, \?, \?\],.*time axis"),
+        ("", float_input(1, 8, dtype="uint8"), r"'x' takes uint8,.*\.npz"),
+        ("", float_input(1, 8, dtype="string"), r"'x' takes string,.*\.npz"),
         (",length=9", float_input(1, 8), "length=9, but input 'x' takes 8. Remove length"),
-        (",length=x", float_input(1, None), "length=x is not a(n| positive) integer"),
-        (",pad=start", float_input(1, 8), "pad=start is unknown. Use one of end, repeat, none"),
-        (",scale=x", float_input(1, 8), "scale=x is not a number"),
-        (",rate=0", float_input(1, 8), "rate=0 is not a(n| positive) integer"),
+        (",length=x", float_input(1, None), "length=x .*integer"),
+        (",pad=start", float_input(1, 8), "pad=start .* end, repeat, none"),
+        (",scale=x", float_input(1, 8), "scale=x .*number"),
+        (",rate=0", float_input(1, 8), "rate=0 .*integer"),
     ],
 )
 def test_invalid_settings(tmp_path, keys: str, one: InputSpec, message: str) -> None:

@@ -127,7 +127,7 @@ def test_command(cli, samples, tmp_path) -> None:
     }
     np.savez(tmp_path / "bad.npz", image=np.zeros((40, 8, 8, 1), np.uint8))
     refused = cli("data", "check", model, tmp_path / "bad.npz", code=2)
-    assert "is uint8, but input 'image' takes float32. Convert it, and scale it" in refused.stderr
+    assert all(value in refused.stderr for value in ("bad.npz", "uint8", "'image'", "float32"))
 
 
 def test_tensorflow_models_need_no_tensorflow(samples) -> None:
@@ -379,9 +379,9 @@ def test_token_ids(tmp_path) -> None:
     assert model_findings(model, ids=ids, mask=mask) == []
     assert model_findings(model, ids=mask * (ids % 2), mask=ids) == ["mask"]
     assert model_findings(model, ids=ids * 0, mask=mask * (ids % 2)) == ["constant"]  # only padding
-    with pytest.raises(DataError, match="a table that has 50"):
+    with pytest.raises(DataError, match=r"'ids'.* 50"):
         gq.insert(model, data=str(save_arrays(tmp_path, ids=ids + 1, mask=mask)))
-    with pytest.raises(DataError, match="a table that has 50"):
+    with pytest.raises(DataError, match=r"'ids'.* 50"):
         gq.compare(model, model, str(save_arrays(tmp_path, ids=ids * 100, mask=mask)))
 
 

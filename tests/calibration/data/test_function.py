@@ -145,8 +145,8 @@ def test_endless_iterable(write_module, monkeypatch) -> None:
     ("code", "message"),
     [
         ("raise RuntimeError('no luck')", "cannot be imported: RuntimeError: no luck. Run it separately"),
-        ("get = 3", "is neither a function nor an iterable"),
-        ("get = iter(X)", "can be read only once"),
+        ("get = 3", "neither .*iterable"),
+        ("get = iter(X)", "only once"),
         ("def get(): pass", "failed: TypeError"),
         ("def got(): pass", "has no 'get'"),
         ("def get(): return []", "returned no samples"),
@@ -155,11 +155,11 @@ def test_endless_iterable(write_module, monkeypatch) -> None:
         ("def get():\n    yield X\n    raise SystemExit(3)", "failed at item 1: SystemExit: 3"),
         ("get = [np.array(['a', 'b'])]", "item 0: array 'x' is <U1"),
         ("get = [np.array([None, {}])]", "item 0: array 'x' contains Python objects"),
-        ("get = [{'z': 1}]", "item 0 has no array for input 'x'. It contains 'z'"),
-        ("get = [X.astype(int)]", "item 0: array 'x' is int64, but input 'x' takes float32. Convert it"),
+        ("get = [{'z': 1}]", r"item 0 .*'x'\..* 'z'"),
+        ("get = [X.astype(int)]", "item 0: array 'x' is int64,.* float32"),
         ("get = [X, np.full(2, np.nan)]", "item 1: array 'x' has 2 NaN"),
         ("get = [np.ones((1, 3), np.float32)]", r"item 0: array 'x' is \[1, 3\], but input 'x' takes \[\?, 2\]"),
-        ("get = [()]", "item 0 has 0 arrays, but the model takes 'x'"),
+        ("get = [()]", "item 0 .* 0 arrays,.* 'x'"),
         ("get = [[1.0, [2.0, 3.0]]] * 2 + [[[1.0, [2.0]]]]", "item"),
     ],
 )
@@ -172,17 +172,17 @@ def test_failing_code(write_module, code: str, message: str) -> None:
 def test_different_second_pass(write_module) -> None:
     """A second pass with fewer or other samples is an error."""
     once = write_module("held = iter(X)\ndef get():\n    return held")
-    with pytest.raises(DataError, match=r"3 items in the first pass and fewer later"):
+    with pytest.raises(DataError, match=r"3 items .*fewer"):
         list(open_data(f"{once}:get", [X]))
     grows = write_module("calls = []\ndef get():\n    calls.append(1)\n    yield X[: len(calls)]")
-    with pytest.raises(DataError, match="had 1 samples in the first pass and another number later"):
+    with pytest.raises(DataError, match=r"had 1 samples .*another"):
         list(open_data(f"{grows}:get", [X]))
 
 
 def test_missing_module(tmp_path: Path, monkeypatch) -> None:
     """A missing module is reported with the error of Python."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="nowhere_at_all:get cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(DataError, match=r"nowhere_at_all:get .*: ModuleNotFoundError"):
         open_data("nowhere_at_all:get", [X])
 
 

@@ -131,46 +131,46 @@ def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
 @pytest.mark.parametrize(
     ("one", "keys", "message"),
     [
-        (float_input(1, 3, 5, 5), {}, r"conversion of pixels.*photos,preset=imagenet"),
-        (float_input(1, 3, 5, 5), {"size": "4"}, "conversion of pixels"),
+        (float_input(1, 3, 5, 5), {}, r"photos,preset=imagenet.* photos,mean=127,std=128"),
+        (float_input(1, 3, 5, 5), {"size": "4"}, "photos,preset=imagenet"),
         (float_input(1, 3, 5, 5), {"preset": "imagnet"}, "Did you mean 'imagenet'"),
         (
             float_input(1, 3, 5, 5),
             {"preset": "raw", "resize": "cover"},
-            "resize=cover is unknown. Use one of stretch, crop",
+            "resize=cover .* stretch, crop",
         ),
-        (float_input(1, 3, 5, 5), {"mean": "a"}, "mean=a is not a number"),
-        (float_input(1, 3, 5, 5), {"mean": "1/0"}, "mean=1/0 is not a number"),
-        (float_input(1, 3, 5, 5), {"mean": "nan"}, "mean=nan is not a number"),
+        (float_input(1, 3, 5, 5), {"mean": "a"}, "mean=a .*number"),
+        (float_input(1, 3, 5, 5), {"mean": "1/0"}, "mean=1/0 .*number"),
+        (float_input(1, 3, 5, 5), {"mean": "nan"}, "mean=nan .*number"),
         (float_input(1, 3, 5, 5), {"mean": "1:2"}, "has 2 numbers for 3 channels"),
         (float_input(1, 3, 5, 5), {"mean": "1", "std": "0"}, "std=0 divides by zero"),
-        (float_input(1, 3, 5, 5), {"mean": "0.485", "std": "0.229"}, "are for pixels from 0 to 1.* Add scale=1/255"),
-        (float_input(1, 3, 5, 5), {"preset": "raw", "size": "6x5"}, "size=6x5 is 6 wide and 5 high.*Remove size"),
-        (float_input(1, 3, 5, 5), {"preset": "raw", "size": "axb"}, "size=a is not a(n| positive) integer"),
-        (float_input(1, 3, None, None), {"preset": "raw"}, r"\[1, 3, \?, \?\], which leaves the size open. Add size="),
+        (float_input(1, 3, 5, 5), {"mean": "0.485", "std": "0.229"}, "mean=0.485 .*std=0.229 .* scale=1/255"),
+        (float_input(1, 3, 5, 5), {"preset": "raw", "size": "6x5"}, "size=6x5 .*Remove size"),
+        (float_input(1, 3, 5, 5), {"preset": "raw", "size": "axb"}, "size=a .*integer"),
+        (float_input(1, 3, None, None), {"preset": "raw"}, r"\[1, 3, \?, \?\],.* size="),
         (float_input(1, 3, None, None), {"preset": "raw", "size": "99999"}, "99999x99999 is too large"),
-        (float_input(1, None, None, None), {"preset": "raw"}, "matches several layouts. Add layout=nchw or nhwc"),
+        (float_input(1, None, None, None), {"preset": "raw"}, "'x' .* layout=nchw"),
         (float_input(1, 3, 9, 3), {"preset": "raw"}, "matches several layouts"),
         (
             InputSpec(name="x", dtype="float32", shape=None),
             {"preset": "raw"},
-            "takes any shape, which matches several layouts",
+            "'x' .*any shape,.* layout=nchw",
         ),
         (float_input(1, 3, 5, 5), {"preset": "raw", "layout": "chw"}, "has 3 axes, but input 'x' takes"),
         (
             float_input(1, 5, 4, 4),
             {"preset": "raw", "layout": "nchw"},
-            "have 1, 3 or 4 channels, but input 'x' takes 5",
+            "4 channels,.*'x' takes 5",
         ),
         (float_input(1, 1, 5, 5), {"preset": "raw", "order": "bgr"}, "order=bgr needs 3 channels"),
         (
             float_input(1, 3, 5, 5),
             {"preset": "raw", "crop_pct": "0.5"},
-            "crop_pct=0.5 is the fraction that resize=crop keeps",
+            "crop_pct=0.5 .*resize=crop",
         ),
-        (float_input(1, 3, 5, 5, dtype="uint8"), {"preset": "imagenet"}, "so pixels stay integers"),
-        (float_input(1, 3, 5, 5, dtype="bool"), {}, "takes bool, which is not numeric"),
-        (float_input(1, 3, 5, 5, dtype="string"), {}, "takes string, which is not numeric"),
+        (float_input(1, 3, 5, 5, dtype="uint8"), {"preset": "imagenet"}, "'x' takes uint8,.* mean=128"),
+        (float_input(1, 3, 5, 5, dtype="bool"), {}, "'x' takes bool,.*numeric"),
+        (float_input(1, 3, 5, 5, dtype="string"), {}, "'x' takes string,.*numeric"),
     ],
 )
 def test_invalid_settings(one: InputSpec, keys: dict[str, str], message: str) -> None:
@@ -203,7 +203,7 @@ def test_single_input_required(tmp_path: Path) -> None:
     """Images feed models with one input only."""
     (tmp_path / "a.png").write_bytes(encoded(PHOTO))
     other = InputSpec(name="y", dtype="float32", shape=())
-    with pytest.raises(DataError, match="feed one input, but the model takes 'x', 'y'"):
+    with pytest.raises(DataError, match=r"one input,.* 'x', 'y'"):
         open_data(str(tmp_path), [float_input(1, 6, 10, 3), other])
 
 

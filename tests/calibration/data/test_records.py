@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import struct
 
 import ml_dtypes
@@ -54,16 +55,16 @@ def test_features(tmp_path) -> None:
     ("features", "one", "message"),
     [
         ({"x": [1.0]}, X, r"record 0: 'x' has 1 values, but input 'x' takes \[\?, 2\]"),
-        ({"x": [1, 2]}, X, "record 0 is int64, but input 'x' takes float32. Convert it"),
+        ({"x": [1, 2]}, X, "record 0 is int64,.*'x'.* float32"),
         ({"x": [np.nan, 1.0]}, X, "record 0 has 1 NaN"),
-        ({"y": [1.0]}, X, "record 0 has no array for input 'x'. It contains 'y'"),
-        ({"x": b"abc"}, X, "record 0: 'x' has 3 bytes, which are not numbers of float32"),
+        ({"y": [1.0]}, X, r"record 0 .*'x'\..* 'y'"),
+        ({"x": b"abc"}, X, "record 0: 'x' has 3 bytes,.* float32"),
         (
             {"x": [1.0, 2.0]},
             float_input(None, None, None),
-            r"list of 2 values, but input 'x' takes .* leaves its shape open",
+            r"2 values,.*'x' takes \[\?, \?, \?\]",
         ),
-        ({"x": b"\x89PNG"}, float_input(1, 3, 5, 5), "conversion of pixels"),
+        ({"x": b"\x89PNG"}, float_input(1, 3, 5, 5), "preset=imagenet"),
     ],
 )
 def test_invalid_features(tmp_path, features, one, message: str) -> None:
@@ -85,7 +86,7 @@ def test_invalid_records(tmp_path, monkeypatch) -> None:
         (gzip.compress(good)[:-12], "cannot be read"),
         (good[:-2], "it ends inside a record"),
         (good + good[:5], "it ends inside a record"),
-        (frame_record(b"\xff\xff"), r"record 0 is not a tf.train.Example"),
+        (frame_record(b"\xff\xff"), "record 0 .*tf.train.Example"),
         (b"", "contains no samples"),
     ):
         (tmp_path / "a.tfrecord").write_bytes(content)
@@ -93,7 +94,7 @@ def test_invalid_records(tmp_path, monkeypatch) -> None:
             list(open_data(str(tmp_path / "a.tfrecord"), [X]))
     monkeypatch.setattr(tfrecord, "MAX_RECORD_BYTES", 4)
     (tmp_path / "a.tfrecord").write_bytes(gzip.compress(good))
-    with pytest.raises(DataError, match="a record claims to have"):
+    with pytest.raises(DataError, match=r"a\.tfrecord.*record claims.* bytes"):
         open_data(str(tmp_path / "a.tfrecord"), [X])
 
 
@@ -103,7 +104,7 @@ def test_any_bytes_as_example(content: bytes) -> None:
     try:
         tfrecord._parse_features("here", content)
     except DataError as error:
-        assert "here is not a tf.train.Example" in str(error)  # noqa: PT017  # either end is right
+        assert re.match("here .*tf.train.Example", str(error))  # noqa: PT017  # either end is right
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_columns(tmp_path) -> None:
     [
         (pa.array([[1.0, 2.0], None]), "row 1: 'x' is null"),
         (pa.array([[1.0, None], [1.0, 2.0]]), "row 0: 'x' contains null"),
-        (pa.array([{"a": 1}, {"a": 2}]), "row 0: 'x' is a struct without image bytes"),
+        (pa.array([{"a": 1}, {"a": 2}]), "row 0: 'x' .*struct"),
         (pa.array([[1, 2], [3, 4]]), "row 0 is int64, but input 'x' takes float32"),
         (pa.array([[1.0], [2.0]]), "row 0: 'x' has 1 values"),
         (pa.array(["a", "b"]), "row 0: 'x' has 1 values|is object|is <U1"),
@@ -173,7 +174,7 @@ def test_no_pyarrow(tmp_path, monkeypatch) -> None:
     """Without pyarrow, the error contains the install command."""
     parquet.write_table(pa.table({"x": [[1.0, 2.0]]}), tmp_path / "a.parquet")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(MissingDependencyError, match=r"needs the package pyarrow. Install it: pip install 'graphquant"):
+    with pytest.raises(MissingDependencyError, match=r"pyarrow\..*: pip install 'graphquant"):
         open_data(str(tmp_path / "a.parquet"), [X])
 
 
@@ -236,5 +237,5 @@ def test_invalid_sets(tmp_path) -> None:
         with pytest.raises(DataError, match=rf"input_0.pb cannot be read: .*{message}.* Use a TensorProto"):
             open_data(str(tmp_path), [X])
     path.write_bytes(good.SerializeToString())
-    with pytest.raises(DataError, match="contains 1 inputs, but the model takes 'x', 'y'"):
+    with pytest.raises(DataError, match=r"1 inputs,.* 'x', 'y'"):
         open_data(str(tmp_path), [X, float_input(1, name="y")])

@@ -67,13 +67,13 @@ def test_descriptions(folder_of_kinds) -> None:
     ("text", "message"),
     [
         ("path = ", "d.toml cannot be read: "),
-        ("size = 3", "has no path of the data"),
-        ("path = 3", "has no path of the data"),
-        ('path = "os:getcwd"', "is not a data file"),
-        ('path = "random:8"', "is not a data file"),
-        ('path = "d.toml"', "is not a data file"),
-        ('path = "images"\nmean = true', "mean is neither a number, a string nor a list"),
-        ('path = "images"\n[mean]\na = 1', "mean is neither a number, a string nor a list"),
+        ("size = 3", "d.toml .*Set path"),
+        ("path = 3", "d.toml .*Set path"),
+        ('path = "os:getcwd"', "d.toml: path = 'os:getcwd'"),
+        ('path = "random:8"', "d.toml: path = 'random:8'"),
+        ('path = "d.toml"', "d.toml: path = 'd.toml'"),
+        ('path = "images"\nmean = true', "d.toml: mean "),
+        ('path = "images"\n[mean]\na = 1', "d.toml: mean "),
         ('path = "images"\nmena = 1', "no key 'mena'. Did you mean 'mean'"),
         ('path = "nowhere"', "does not exist"),
         ("\xff", "cannot be read"),
@@ -89,20 +89,20 @@ def test_invalid_descriptions(folder_of_kinds, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", "does not name any data"),
-        (",kind=npz", "does not name any data"),
-        ("nowhere", "nowhere does not exist"),
-        ("a\0b", "is not a valid path"),
-        ("none", "none is not a known kind"),
-        ("none/a.csv", "not a known kind"),
+        ("", "'' .*calibration.npz"),
+        (",kind=npz", "',kind=npz' .*calibration.npz"),
+        ("nowhere", "file nowhere .*exist"),
+        ("a\0b", r"'a\\x00b' .*valid path"),
+        ("none", "^none .*known kind"),
+        ("none/a.csv", "^none/a.csv .*known kind"),
         ("both", "several kinds: 1 npy, 1 npz. Select one with kind="),
         ("both,kind=nzp", "kind=nzp is unknown.*Did you mean 'npz'"),
-        ("both,kind=audio", "contains no files of kind audio"),
-        ("both,kind=random", "has no files. Write random:N as the spec"),
+        ("both,kind=audio", "^both .*no files .*audio"),
+        ("both,kind=random", "kind=random .* random:N"),
         ("images,men=3", "no key 'men'. Did you mean 'mean'.* It takes preset, size"),
         ("npz,mean=3", "has no key 'mean'"),
-        ("npy,inputs.x=y", "has no named fields. Remove inputs.x"),
-        ("random:3,size=3", "of kind random, which has no key 'size'"),
+        ("npy,inputs.x=y", "named fields.* inputs.x"),
+        ("random:3,size=3", "kind random,.* 'size'"),
     ],
 )
 def test_invalid_specs(folder_of_kinds, spec: str, message: str) -> None:
@@ -118,7 +118,8 @@ def test_selected_files_of_a_folder(folder_of_kinds) -> None:
     (folder_of_kinds / "images/.hidden.png").touch()
     (folder_of_kinds / "images/notes").touch()
     source = parse_data_spec("images")
-    assert ([file.name for file in source.files], source.ignored) == (["images/a.JPG"], ("files with no suffix (1)",))
+    assert [file.name for file in source.files] == ["images/a.JPG"]
+    assert [text.rpartition("with ")[2] for text in source.ignored] == ["no suffix (1)"]
     (folder_of_kinds / "records").mkdir()
     (folder_of_kinds / "records/part-0").touch()
     assert parse_data_spec("records,kind=tfrecord").files[0].name == "records/part-0"
@@ -130,7 +131,7 @@ def test_inputs_of_a_spec(folder_of_kinds) -> None:
     np.savez("named.npz", images=np.ones((2, 3), np.float32))
     batches = open_data("named.npz,inputs.x=images", [X])
     assert (batches.count, batches.ignored) == (2, ())
-    with pytest.raises(DataError, match=r"inputs.z=images does not match an input of the model, which takes 'x'"):
+    with pytest.raises(DataError, match=r"inputs\.z=images .* 'x'"):
         open_data("named.npz,inputs.z=images", [X])
     with pytest.raises(DataError, match=r"has no array 'nix' for input 'x'\. It contains 'images'"):
         open_data("named.npz,inputs.x=nix", [X])
@@ -142,7 +143,7 @@ def test_links_and_devices(folder_of_kinds) -> None:
     os.mkfifo(folder_of_kinds / "images/pipe.png")
     assert [file.name for file in parse_data_spec("images").files] == ["images/a.JPG", "images/link.png"]
     (folder_of_kinds / "images/out.png").symlink_to("/etc/passwd")
-    with pytest.raises(DataError, match=r"out.png is a link out of the folder. Copy the file into the folder"):
+    with pytest.raises(DataError, match=r"out\.png is a link.* Copy"):
         parse_data_spec("images")
     (folder_of_kinds / "away").symlink_to("images")
     (folder_of_kinds / "images/out.png").unlink()
@@ -154,5 +155,5 @@ def test_links_and_devices(folder_of_kinds) -> None:
 def test_too_many_files(folder_of_kinds, monkeypatch) -> None:
     """A folder with too many files is rejected."""
     monkeypatch.setattr(data_files, "MAX_FILES", 2)
-    with pytest.raises(DataError, match=r"tfrecord has more than 2 files"):
+    with pytest.raises(DataError, match=r"tfrecord .* 2 files"):
         parse_data_spec("tfrecord")
