@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 from support.cli import run_cli
+from support.shared_models import NO_SHARED_MODELS, SHARED_MODELS
 
 from graphquant.formats import format_module
 from graphquant.utils.tf_determinism import disable_onednn
@@ -34,7 +35,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ALLOWED_SKIPS = ("the folder of shared models does not exist", "mounting needs root", "mounting is not permitted")
+ALLOWED_SKIPS = (NO_SHARED_MODELS, "mounting needs root", "mounting is not permitted")
 """Reasons for which a test may be skipped with `--fail-on-skips`: the rest can be installed everywhere."""
 
 
@@ -100,13 +101,12 @@ def tf() -> Any:
     return sys.modules["tensorflow"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """Return the folder of real models outside of the repository. Skips the test if it does not exist."""
-    folder = ROOT.parent / "shared" / "models"
-    if not folder.is_dir():
-        pytest.skip("the folder of shared models does not exist")
-    return folder
+    if not SHARED_MODELS.is_dir():
+        pytest.skip(NO_SHARED_MODELS)
+    return SHARED_MODELS
 
 
 @pytest.fixture(scope="session")

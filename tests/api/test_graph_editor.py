@@ -12,6 +12,7 @@ import onnx.parser
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.shared_models import NO_SHARED_MODELS, SHARED_MODELS
 from support.tensorflow_models import read_graph_def, run_graph
 
 import graphquant as gq
@@ -406,9 +407,9 @@ def path_of(case, samples):
     """Return the model's path; real models are not part of the project."""
     path = samples / case.model
     if not path.exists():
-        path = samples.parents[1] / "shared" / "models" / case.model
+        path = SHARED_MODELS / case.model
     if not path.exists():
-        pytest.skip("the folder of shared models does not exist")
+        pytest.skip(NO_SHARED_MODELS)
     return path
 
 

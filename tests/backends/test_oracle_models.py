@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from support.shared_models import SHARED_MODELS
 
 from graphquant.backends.onnxruntime import ask_onnxruntime
 
@@ -17,8 +18,7 @@ SPEC = importlib.util.spec_from_file_location("oracle", FILE)
 oracle = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(oracle)
 
-SHARED = ROOT.parent / "shared" / "models"
-MODELS = oracle.models(SHARED)
+MODELS = oracle.models(SHARED_MODELS)
 BIG = {"light_vgg19", "light_bvlc_alexnet", "light_zfnet512"}
 """Nets of hundreds of megabytes, which the benchmark alone judges."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import pytest
+from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant import formats
 from graphquant.calibration import all_float_targets, is_batch_independent, measure_footprint
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_models"
-SHARED = ROOT.parent / "shared" / "models"
 
 INDEPENDENT = {
     "linear": "(float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}> { y = MatMul(x, w) }",
@@ -460,7 +460,7 @@ def test_tf_sample_models(name: str, independent: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.exists(), reason="the folder of shared models does not exist")
+@needs_shared_models
 @pytest.mark.parametrize(
     ("name", "independent"),
     [
@@ -473,5 +473,5 @@ def test_tf_sample_models(name: str, independent: bool) -> None:
 )
 def test_real_models(name: str, independent: bool) -> None:
     """Models with functions and variables are batched; those with fixed sizes, loops or mixing ops are not."""
-    path = SHARED / name
+    path = SHARED_MODELS / name
     assert is_joined(formats.format_module(formats.detect_format(path)).load(path)) is independent

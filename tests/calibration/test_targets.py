@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from support.plans import make_plan
+from support.shared_models import SHARED_MODELS, needs_shared_models
 
 import graphquant as gq
 from graphquant.calibration import (
@@ -22,7 +24,6 @@ from graphquant.quantize import Site
 from graphquant.rules import Scheme
 
 ROOT = Path(__file__).parents[2]
-MTCNN = ROOT.parent / "shared/models/mtcnn.pb"
 RELU = TensorRef("", "stem/relu")
 POOL = TensorRef("", "max_pool")
 
@@ -102,15 +103,15 @@ def test_all_float_targets(samples: Path) -> None:
         ((None, 7), (None, 0), ""),
         ((1, 7), (1, 7), ""),
         ((1, 7), (None, 0), ""),
-        ((None, 7), (1, 7), "it was observed for all channels together, but the plan needs the channels of axis 1"),
-        ((1, 7), (None, 7), "it was observed for the channels of axis 1, but the plan needs all channels together"),
-        ((None, 7), (None, 10), "a histogram of 7 mantissa bits was collected, but the plan needs one of 10"),
-        ((None, 0), (None, 7), "no histogram was collected, but the plan needs one of 7"),
+        ((None, 7), (1, 7), ".* all channels .* axis 1"),
+        ((1, 7), (None, 7), ".* axis 1.* all channels .*"),
+        ((None, 7), (None, 10), ".* 7 .* 10"),
+        ((None, 0), (None, 7), "no .* 7"),
     ],
 )
 def test_shortfall(kept: tuple, wanted: tuple, reason: str) -> None:
     """Finer bins serve coarser ones, and per-channel extremes serve per-tensor ones."""
-    assert ObservationTarget("", *kept).shortfall(ObservationTarget("", *wanted)) == reason
+    assert re.fullmatch(reason, ObservationTarget("", *kept).shortfall(ObservationTarget("", *wanted)))
 
 
 def test_method_replaces_observers() -> None:
@@ -134,9 +135,7 @@ def test_unknown_methods(name: str, near: str) -> None:
     "path",
     [
         ROOT / "sample_models/digits_rnn.pb",
-        pytest.param(
-            MTCNN, marks=pytest.mark.skipif(not MTCNN.exists(), reason="the folder of shared models does not exist")
-        ),
+        pytest.param(SHARED_MODELS / "mtcnn.pb", marks=needs_shared_models),
     ],
     ids=["digits_rnn", "mtcnn"],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from support.onnx_models import run_onnx
+from support.shared_models import SHARED_MODELS
 
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
@@ -22,8 +23,8 @@ Array = np.ndarray[Any, Any]
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = [
     *sorted(path for path in (ROOT / "sample_models").glob("*.onnx") if ".quant" not in path.suffixes),
-    *sorted((ROOT.parent / "shared/models").glob("silero*.onnx")),
-    *sorted((ROOT.parent / "shared/models").glob("*/*.onnx")),
+    *sorted(SHARED_MODELS.glob("silero*.onnx")),
+    *sorted(SHARED_MODELS.glob("*/*.onnx")),
 ]
 
 NOT_OF_SIZE_ONE = {"occ_model0.onnx"}
@@ -157,7 +158,7 @@ def test_output_that_is_the_input(load_text: Any, identity_at: Any) -> None:
     """Inserting an op between an input and an output of the same name is an error."""
     model = load_text('<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] x) { y = Neg(x) }')
     identity_at(model, TensorRef("", "x"), [Use("", "@x", 0)])
-    with pytest.raises(ModelError, match="'x' is the graph input of that name"):
+    with pytest.raises(ModelError, match=r"'x' .*graph input"):
         format_.emit(model)
 
 

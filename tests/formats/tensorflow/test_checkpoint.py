@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.data_files import encode_varint, mask_crc
 from support.processes import run_python
+from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import checkpoint as module
@@ -17,9 +18,8 @@ from graphquant.formats.tensorflow.checkpoint import Checkpoint
 from graphquant.formats.tensorflow.object_graph import resolve_variables
 
 ROOT = Path(__file__).parents[3]
-KWS = ROOT.parent / "shared" / "models" / "kws" / "saved_model"
+KWS = SHARED_MODELS / "kws" / "saved_model"
 SAMPLE = ROOT / "sample_models" / "digits_cnn_saved_model"
-needs_models = pytest.mark.skipif(not KWS.exists(), reason="the folder of shared models does not exist")
 
 NUMBERS = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "bool": 10, "qint8": 11, "bfloat16": 14}
 NUMBERS |= {"complex64": 8, "float16": 19, "int4": 29, "string": 7, "resource": 20, "int64": 9}
@@ -177,7 +177,7 @@ def test_bad_snappy_is_refused(tmp_path, data):
     """Hostile compressed blocks neither exhaust memory nor crash."""
     prefix = write_checkpoint(tmp_path, {}, b"")
     Path(f"{prefix}.index").write_bytes(table_file([(data, 1)]))
-    with pytest.raises(ModelError, match="not a readable checkpoint index"):
+    with pytest.raises(ModelError, match=r"\.index .*readable"):
         Checkpoint(prefix)
 
 
@@ -222,11 +222,11 @@ def test_slices_are_assembled(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "rows", "match"),
     [
-        ([(0, 3)], 4, "larger than the data files|do not cover"),
+        ([(0, 3)], 4, "'w' .*(larger|cover)"),
         ([(0, 3), (2, 2)], 4, "overlap"),
         ([(0, 3), (3, 2)], 4, "lies outside"),
         ([(-1, 3), (2, 2)], 4, "lies outside"),
-        ([(0, 3), (3, 1)], 1 << 40, "larger than the data files"),
+        ([(0, 3), (3, 1)], 1 << 40, "'w' .*larger"),
         ([(0, 1)], 0, "lies outside"),
     ],
 )
@@ -269,14 +269,14 @@ def test_flipped_byte_in_the_data_is_noticed(prefix):
     data = bytearray(path.read_bytes())
     data[5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ModelError, match=r"model\.data-00000-of-00001: the checksum of variable 'v' does not match"):
+    with pytest.raises(ModelError, match=r"model\.data-00000-of-00001: .*checksum .*'v'"):
         Checkpoint(prefix).read("v")
 
 
 def test_short_data_is_noticed(prefix):
     """A truncated data file and a damaged one give different errors."""
     Path(f"{prefix}.data-00000-of-00001").write_bytes(b"123")
-    with pytest.raises(ModelError, match="variable 'v' lies outside the file"):
+    with pytest.raises(ModelError, match=r"model\.data-00000-of-00001: .*'v' .*outside"):
         Checkpoint(prefix).read("v")
 
 
@@ -310,11 +310,11 @@ def test_unknown_variable(prefix):
     [
         ("float32", (3,), {"shard_id": 1}, "data file 1 of 1"),
         ("float32", (3,), {"shard_id": -1}, "data file -1 of 1"),
-        ("float32", (3,), {"offset": 1}, "lies outside the file"),
-        ("float32", (3,), {"offset": -1}, "lies outside the file"),
-        ("float32", (3,), {"offset": (1 << 63) - 1}, "lies outside the file"),
+        ("float32", (3,), {"offset": 1}, "'v' lies outside"),
+        ("float32", (3,), {"offset": -1}, "'v' lies outside"),
+        ("float32", (3,), {"offset": (1 << 63) - 1}, "'v' lies outside"),
         ("float32", (3,), {"size": 8}, "8 bytes.* 12"),
-        ("float32", (1 << 40,), {"size": 1 << 42}, "lies outside the file"),
+        ("float32", (1 << 40,), {"size": 1 << 42}, "'v' lies outside"),
         ("float32", (1 << 62, 1 << 62), {}, "impossible shape"),
         ("float32", (0, 1 << 62), {"size": 0}, "impossible shape"),
         ("float32", (-3,), {}, "impossible shape"),
@@ -322,8 +322,8 @@ def test_unknown_variable(prefix):
         ("float32", (4,), {}, "12 bytes.* 16"),
         ("float32", (3,), {"dtype": 999}, "unknown type"),
         ("float32", (3,), {"dtype": 0}, "unknown type"),
-        ("string", (3,), {}, "is of type string"),
-        ("resource", (3,), {}, "is of type resource"),
+        ("string", (3,), {}, "'v' .*type string"),
+        ("resource", (3,), {}, "'v' .*type resource"),
     ],
 )
 def test_hostile_entries_are_refused(tmp_path, dtype, shape, more, match):
@@ -341,8 +341,8 @@ def test_hostile_entries_are_refused(tmp_path, dtype, shape, more, match):
         (block([(b"", header(num_shards=0))]), "impossible number"),
         (block([(b"", header(num_shards=1 << 30))]), "impossible number"),
         (block([(b"", header(version=proto.message_class("VersionDef")(min_consumer=2)))]), "version 2"),
-        (block([(b"", b"\xff")]), "header of .* is not a readable"),
-        (block([(b"", header()), (b"\xff", b"")]), "name is not text"),
+        (block([(b"", b"\xff")]), "header of .*readable"),
+        (block([(b"", header()), (b"\xff", b"")]), "name .*text"),
         (block([(b"", header()), (b"b", b""), (b"a", b"")]), "out of order"),
         (b"\1\1\1xx" + bytes(4) + b"\1\0\0\0", "outside its block"),
         (b"\0\xff\xff\1\1xx" + bytes(4) + b"\1\0\0\0", "outside its block"),
@@ -582,7 +582,7 @@ def test_damaged_object_graph_is_refused(tmp_path):
             opened.object_graph()
 
 
-@pytest.mark.parametrize(("path", "count"), [(SAMPLE, 33), pytest.param(KWS, 141, marks=needs_models)])
+@pytest.mark.parametrize(("path", "count"), [(SAMPLE, 33), pytest.param(KWS, 141, marks=needs_shared_models)])
 def test_every_variable_of_a_real_model_resolves(path, count):
     """The variables of a classifier and of the keyword spotter have the shapes and dtypes of the checkpoint."""
     saved = proto.parse_binary((path / "saved_model.pb").read_bytes(), proto.SavedModel())
@@ -652,7 +652,7 @@ with tf1.Graph().as_default(), tf1.Session() as session:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("path", "count"), [(SAMPLE, 34), pytest.param(KWS, 142, marks=needs_models)])
+@pytest.mark.parametrize(("path", "count"), [(SAMPLE, 34), pytest.param(KWS, 142, marks=needs_shared_models)])
 def test_real_values_equal_those_of_tensorflow(path, count):
     """The checkpoints of a classifier and of the keyword spotter equal TensorFlow's values, byte for byte."""
     assert run_python(COMPARE, str(path / "variables" / "variables")) == str(count)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.shared_models import SHARED_MODELS
 
 from graphquant.formats.tensorflow import emit, encode_skeleton, load, proto
 from graphquant.formats.tensorflow.source import RULE_ATTR
@@ -19,10 +20,9 @@ from graphquant.qdq import FAMILIES, QDQSite
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
-MODELS = ROOT.parent / "shared" / "models"
 FILES = [*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")]
 ALL = sorted(path for path in FILES if ".quant" not in path.suffixes)
-REAL = [path for path in (MODELS / "mtcnn.pb", MODELS / "kws" / "saved_model") if path.exists()]
+REAL = [path for path in (SHARED_MODELS / "mtcnn.pb", SHARED_MODELS / "kws" / "saved_model") if path.exists()]
 all_models = pytest.mark.parametrize("path", [*ALL, *REAL], ids=lambda path: path.name)
 
 TEXT = """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import emit, load, proto
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
-MODELS = ROOT.parent / "shared" / "models"
-MTCNN, KWS = MODELS / "mtcnn.pb", MODELS / "kws" / "saved_model"
-needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the folder of shared models does not exist")
+MTCNN, KWS = SHARED_MODELS / "mtcnn.pb", SHARED_MODELS / "kws" / "saved_model"
 FILES = [*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")]
 sample_models = pytest.mark.parametrize(
     "path", sorted(path for path in FILES if ".quant" not in path.suffixes), ids=lambda p: p.name
@@ -106,11 +105,11 @@ def test_transposed_weight(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (SMALL.replace('input: "halves:2"', 'input: "halves:3"'), "node 'sum' reads 'halves:3'"),
-        (SMALL.replace('input: "w/read"', 'input: "gone"'), "node 'y' reads 'gone', which does not exist"),
+        (SMALL.replace('input: "w/read"', 'input: "gone"'), "node 'y' reads 'gone'"),
         (SMALL.replace('"^gate"', '"^gone"'), "node 'y' waits for 'gone'"),
         (SMALL.replace('"gate" op', '"x" op'), "called 'x'"),
         (SMALL.replace("num_split", "other"), "'num_split'"),
-        ("what is this", "is not a tensorflow.GraphDef in text format"),
+        ("what is this", "tensorflow.GraphDef in text"),
     ],
 )
 def test_damaged(tmp_path: Path, text: str, message: str) -> None:
@@ -200,7 +199,7 @@ def test_loop_and_branches() -> None:
     assert not any(parameters.is_parameter(TensorRef(condition, name)) for name in model.graphs[condition].inputs)
 
 
-@needs_models
+@needs_shared_models
 def test_mtcnn_weights() -> None:
     """All 19 convolution weights of a frozen TF1 net are found through Identity, Enter and Switch."""
     model = load(MTCNN)
@@ -221,7 +220,7 @@ def test_mtcnn_weights() -> None:
     assert model.main.outputs == ["@prob", "@landmarks", "@box"]
 
 
-@needs_models
+@needs_shared_models
 def test_kws_weights() -> None:
     """The convolutions reachable from the serving signature have variables of the checkpoint as weights."""
     model = load(KWS)
@@ -376,9 +375,9 @@ def test_function_as_operation(tmp_path: Path) -> None:
     [
         (CALLED.replace('"mm:product:0"', '"mm:output:0"'), "the result 'y' reads 'mm:output:0'"),
         (CALLED.replace('key: "q"', 'key: "r"'), "'q'"),
-        (CALLED.replace('name: "training"', 'name: "layer"'), "Two functions have the same name"),
+        (CALLED.replace('name: "training"', 'name: "layer"'), "Two functions "),
         (CALLED.replace('{ name: "b" type', '{ name: "a" type'), "has the argument 'a' twice"),
-        (CALLED.replace('name: "read" op', 'name: "a" op'), "'layer', two nodes are called 'a'"),
+        (CALLED.replace('name: "read" op', 'name: "a" op'), "'layer', two nodes"),
         (CALLED.replace('op: "layer" input: "x"', 'op: "If" input: "x"'), "'Tout'"),
     ],
 )
@@ -397,7 +396,7 @@ def test_missing_function(tmp_path: Path) -> None:
         ' attr { key: "Tin" value { list { type: DT_FLOAT } } } attr { key: "Tout" value { list { type: DT_FLOAT } } }',
         1,
     )
-    with pytest.raises(ModelError, match="calls 'gone', which is not in the model"):
+    with pytest.raises(ModelError, match="calls 'gone'"):
         load_text_graph(tmp_path, text)
 
 

@@ -4,13 +4,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.opdefs import ArgSpec
 
 HERE = Path(__file__).parent
-MODELS = HERE.parents[2].parent / "shared" / "models"
 SAMPLES = HERE.parents[2] / "sample_models"
 TABLE = opdefs.builtin_table()
 
@@ -186,9 +186,9 @@ def test_bad_definition_is_refused():
         (SAMPLES / "digits_cnn_saved_model", SAMPLES / "digits_cnn.pb"),
         (SAMPLES / "digits_rnn_saved_model", SAMPLES / "digits_rnn.pb"),
         pytest.param(
-            MODELS / "kws/saved_model",
-            MODELS / "mtcnn.pb",
-            marks=pytest.mark.skipif(not MODELS.exists(), reason="the folder of shared models does not exist"),
+            SHARED_MODELS / "kws/saved_model",
+            SHARED_MODELS / "mtcnn.pb",
+            marks=needs_shared_models,
         ),
     ],
 )

@@ -7,23 +7,22 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.processes import run_python
+from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import proto
 
 ROOT = Path(__file__).parents[3]
-MODELS = ROOT.parent / "shared" / "models"
-KWS = MODELS / "kws" / "saved_model" / "saved_model.pb"
-MTCNN = MODELS / "mtcnn.pb"
-needs_models = pytest.mark.skipif(not KWS.exists(), reason="the folder of shared models does not exist")
+KWS = SHARED_MODELS / "kws" / "saved_model" / "saved_model.pb"
+MTCNN = SHARED_MODELS / "mtcnn.pb"
 SAVED_MODEL = ROOT / "sample_models/digits_cnn_saved_model/saved_model.pb"
 real_models = pytest.mark.parametrize(
     ("path", "message_class"),
     [
         pytest.param(SAVED_MODEL, proto.SavedModel, id="digits_cnn_saved_model"),
         pytest.param(ROOT / "sample_models/digits_rnn.pb", proto.GraphDef, id="digits_rnn"),
-        pytest.param(KWS, proto.SavedModel, id="kws", marks=needs_models),
-        pytest.param(MTCNN, proto.GraphDef, id="mtcnn", marks=needs_models),
+        pytest.param(KWS, proto.SavedModel, id="kws", marks=needs_shared_models),
+        pytest.param(MTCNN, proto.GraphDef, id="mtcnn", marks=needs_shared_models),
     ],
 )
 
@@ -101,7 +100,7 @@ def test_declarations_equal_those_of_tensorflow():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [SAVED_MODEL, pytest.param(KWS, marks=needs_models)], ids=["sample", "kws"])
+@pytest.mark.parametrize("path", [SAVED_MODEL, pytest.param(KWS, marks=needs_shared_models)], ids=["sample", "kws"])
 @pytest.mark.parametrize("tensorflow_first", [True, False])
 def test_bytes_equal_those_of_tensorflow_in_either_import_order(tensorflow_first, path):
     """Both sets of messages work in one process and serialize alike."""
@@ -173,7 +172,7 @@ def test_any_that_does_not_hold_its_type_is_refused():
     graph = proto.MetaGraphDef()
     graph.meta_info_def.any_info.type_url = "type.googleapis.com/tensorflow.VersionDef"
     graph.meta_info_def.any_info.value = b"\xff"
-    with pytest.raises(ModelError, match="cannot be written as text"):
+    with pytest.raises(ModelError, match="written as text"):
         proto.to_text(graph)
 
 
@@ -192,9 +191,9 @@ def nested_type(depth: int) -> bytes:
 @pytest.mark.parametrize("depth", [200, 20_000])
 def test_deep_nesting_is_refused(depth):
     """Deep nesting neither overflows the stack nor takes long."""
-    with pytest.raises(ModelError, match=r"a\.pb is not a readable tensorflow\.FullTypeDef"):
+    with pytest.raises(ModelError, match=r"a\.pb .*tensorflow\.FullTypeDef"):
         proto.parse_binary(nested_type(depth), proto.message_class("FullTypeDef")(), source="a.pb")
-    with pytest.raises(ModelError, match=r"a\.pbtxt is not a tensorflow\.FullTypeDef"):
+    with pytest.raises(ModelError, match=r"a\.pbtxt .*tensorflow\.FullTypeDef"):
         proto.parse_text("args {" * depth, proto.message_class("FullTypeDef")(), source="a.pbtxt")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.qparams import choose_qparams
+from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import create_runner, load, save, session
@@ -26,9 +27,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
-MODELS = ROOT.parent / "shared" / "models"
-KWS, MTCNN = MODELS / "kws", MODELS / "mtcnn.pb"
-needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the folder of shared models does not exist")
+KWS, MTCNN = SHARED_MODELS / "kws", SHARED_MODELS / "mtcnn.pb"
 INT8 = IntType(8, signed=True)
 KERNEL = np.linspace(-1.01, 1.93, 12, dtype=np.float32).reshape(3, 4)  # no value lies between two steps
 
@@ -42,7 +41,7 @@ def evaluation_images(name: str, count: int = 20) -> Array:
 
 def faces() -> dict[str, Array]:
     """Return feeds of the face detector that run all three of its stages."""
-    picture = np.load(MODELS / "ultraface" / "images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
+    picture = np.load(SHARED_MODELS / "ultraface" / "images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
     return {
         "input": picture,
         "min_size": np.float32(20),
@@ -125,11 +124,11 @@ def test_runs_samples(tf: Any, name: str, suffix: str) -> None:
 def test_feeds(tf: Any) -> None:
     """Missing, unknown and misshapen inputs are refused with the input's name."""
     model_runner = create_runner(load(SAMPLES / "digits_cnn.pb"))
-    with pytest.raises(DataError, match="lacks the model's input 'image'"):
+    with pytest.raises(DataError, match=r"lacks .*'image'"):
         model_runner.run({})
     with pytest.raises(DataError, match=r"'imago'.*Did you mean 'image"):
         model_runner.run({"imago": evaluation_images("digits_cnn")})
-    with pytest.raises(DataError, match=r"shape \(20, 8, 8\), but the model needs \[any, 8, 8, 1\]"):
+    with pytest.raises(DataError, match=r"'image' .*\(20, 8, 8\),.* \[any, 8, 8, 1\]"):
         model_runner.run({"image": evaluation_images("digits_cnn")[..., 0]})
 
 
@@ -159,7 +158,7 @@ def test_quantized_weights(tf: Any, path: Path) -> None:
     assert 0 < np.abs(exact["probabilities"] - close["probabilities"]).max() < 0.2
 
 
-@needs_models
+@needs_shared_models
 def test_mtcnn_frames(tf: Any) -> None:
     """In TF1 loops and conds, per-channel FakeQuants equal constants that were quantized beforehand."""
     feeds = faces()
@@ -187,7 +186,7 @@ def test_mtcnn_frames(tf: Any) -> None:
     assert float_result["prob"].shape != got["prob"].shape or not np.array_equal(float_result["prob"], got["prob"])
 
 
-@needs_models
+@needs_shared_models
 def test_mtcnn_activations(tf: Any) -> None:
     """Activations in TF1 frames are quantized and observed in each iteration."""
     model = load(MTCNN).copy()
@@ -328,7 +327,7 @@ def test_outputs_that_are_not_reached(tf: Any, tmp_path: Path) -> None:
             "off": [1, 2],
             "always": [1, 2],
         }
-    with pytest.raises(ModelError, match="TensorFlow cannot run the model"):
+    with pytest.raises(ModelError, match=r"TensorFlow .*[Rr]eshape"):
         model_runner.run({"x": np.ones(3, np.float32)})
 
 
@@ -384,7 +383,7 @@ def test_observe_functions(tf: Any) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-@needs_models
+@needs_shared_models
 def test_kws(tf: Any, tmp_path: Path) -> None:
     """A SavedModel that tf.saved_model.load cannot read is edited and saved; the TF1 loader gives the same results."""
     model, weight_params = quantized_weights(KWS / "saved_model")
@@ -497,7 +496,7 @@ def test_refused_graph(tf: Any, tmp_path: Path) -> None:
         'node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }'
         ' node { name: "y" op: "MatMul" input: "x" input: "x" attr { key: "T" value { type: DT_FLOAT } } }'
     )
-    with pytest.raises(ModelError, match="TensorFlow cannot run the model"):
+    with pytest.raises(ModelError, match=r"TensorFlow .*MatMul"):
         create_runner(load(path)).run({"x": np.ones((2, 3), np.float32)})
 
 

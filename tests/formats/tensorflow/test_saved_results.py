@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.shared_models import SHARED_MODELS
 
 import graphquant as gq
 from graphquant import formats
@@ -24,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-KWS = Path(__file__).parents[4] / "shared" / "models" / "kws"
+KWS = SHARED_MODELS / "kws"
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +86,8 @@ def descend(tf: Any, loss: Callable[[], Any], variables: list[Any], rate: float)
 
 
 @pytest.fixture(scope="module")
-def quantized_kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
+def quantized_kws(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
     """The quantized keyword spotter, and its folder."""
-    if not KWS.is_dir():
-        pytest.skip("the folder of shared models does not exist")
     result = gq.insert(KWS / "saved_model", data=str(KWS / "calib.npz"), validate=False)
     return result, result.save(tmp_path_factory.mktemp("kws") / "kws")
 
