@@ -353,7 +353,6 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
         ("latin.textproto", b"\xe9"),
         ("garbage.textproto", b"graph {"),
         ("garbage.onnxtxt", b"<"),
-        ("float.onnxtxt", b'<ir_version: 8, opset_import: ["" : 13]> g () => () <float[1] w = {0.07e}> {}'),
         ("integer.onnxtxt", b"<ir_version: 99999999999999999999> g () => () {}"),
         ("deep.onnxtxt", b"<ir_version: 8> g () => () {" + b"y = If(c)<t = g () => () {" * 100_000),
         ("deep.textproto", b"graph { node { attribute { g { " * 20_000),
@@ -364,6 +363,19 @@ def test_hostile_files(name: str, data: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ModelError, match=name):
         format_.load(tmp_path / name)
+
+
+def test_malformed_float(tmp_path: Path) -> None:
+    """A float without the digits of its exponent is an error that names the file, if onnx does not accept it."""
+    path = tmp_path / "float.onnxtxt"
+    path.write_text('<ir_version: 8, opset_import: ["" : 13]> g () => () <float[1] w = {0.07e}> {}', "utf-8")
+    try:
+        onnx.parser.parse_model(path.read_text("utf-8"))
+    except RuntimeError:
+        with pytest.raises(ModelError, match=path.name):
+            format_.load(path)
+    else:
+        assert format_.load(path).main.op("w").read_value() == np.float32(0.07)
 
 
 def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
