@@ -12,7 +12,6 @@ import pytest
 from support.shared_models import SHARED_MODELS
 
 from graphquant.errors import ModelError
-from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.ir import check_invariants
