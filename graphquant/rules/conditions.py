@@ -19,6 +19,7 @@ from graphquant.ir import (
     Model,
     Op,
     Parameters,
+    Shape,
     TensorRef,
     Use,
     fully_known_shape,
@@ -123,9 +124,18 @@ class OpNeighbors:
 
 # Conditions on a single op: its type, its attributes, and sizes of its inputs.
 
+
+def _channels_per_group(op: Op, shape: Shape, channels: int | None) -> int | None:
+    """Return `channels` of a convolution with a weight of `shape`, divided by the number of its groups."""
+    groups = input_channels(op, shape) if op.kind == "depthwise_conv" else int(op.numeric_attr("group", 1))
+    return None if channels is None or not groups else channels // groups
+
+
 _SIZE_FUNCTIONS = {
     "channels": output_channels,
+    "outputs per group": lambda op, shape: _channels_per_group(op, shape, output_channels(op, shape)),
     "input channels": input_channels,
+    "inputs per group": lambda op, shape: _channels_per_group(op, shape, input_channels(op, shape)),
     "rows": matrix_rows,
     "kernel size": kernel_size,
 }
@@ -141,7 +151,9 @@ def size_miss_reason(neighbors: OpNeighbors, selector: Selector, tensor: TensorR
         ("input channels", selector.min_in_channels, selector.max_in_channels, None),
         ("rows", selector.min_rows, selector.max_rows, None),
         ("kernel size", selector.min_kernel, None, None),
-        ("groups", None, selector.max_groups, None),
+        ("groups", selector.min_groups, selector.max_groups, None),
+        ("inputs per group", None, selector.max_group_inputs, None),
+        ("outputs per group", selector.min_group_outputs, None, None),
         ("input channels", None, None, selector.multiple_of),
     )
     for quantity, minimum, maximum, divisor in conditions:

@@ -20,7 +20,8 @@ from graphquant.rules.scheme import FORBID_EXTRA, NonNegativeInt, Scheme, ShortT
 
 CONSUMER_CONDITIONS = (
     *("input", "min_channels", "max_channels", "min_in_channels", "max_in_channels", "multiple_of"),
-    *("min_rows", "max_rows", "min_kernel", "max_groups", "path", "sibling_rule"),
+    *("min_rows", "max_rows", "min_kernel", "min_groups", "max_groups"),
+    *("max_group_inputs", "min_group_outputs", "path", "sibling_rule"),
 )
 """Conditions of a selector that apply only to consumers."""
 
@@ -54,7 +55,10 @@ class Selector:
         min_rows: Smallest number of rows of a matrix product's left operand. Consumers only.
         max_rows: Largest number of rows. Consumers only.
         min_kernel: Smallest size of the shortest side of a convolution's kernel. Consumers only.
-        max_groups: Largest number of groups of a convolution. Consumers only.
+        min_groups: Smallest number of groups of a convolution. Consumers only.
+        max_groups: Largest number of groups. Consumers only.
+        max_group_inputs: Largest number of input channels of each group. Consumers only.
+        min_group_outputs: Smallest number of output channels of each group. Consumers only.
         path: "longest" selects, among the op's inputs that `producer` matches, the one farthest from the common
             ancestor of all of them, or the first if there is none. The op must read at least two tensors that are no
             parameters. Consumers only.
@@ -80,7 +84,10 @@ class Selector:
     min_rows: NonNegativeInt | None = None
     max_rows: NonNegativeInt | None = None
     min_kernel: NonNegativeInt | None = None
+    min_groups: NonNegativeInt | None = None
     max_groups: NonNegativeInt | None = None
+    max_group_inputs: NonNegativeInt | None = None
+    min_group_outputs: NonNegativeInt | None = None
     path: Literal["longest"] | None = None
     sibling_rule: ShortText | None = None
 
@@ -133,7 +140,7 @@ class Selector:
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Selector:
-        for quantity in ("rank", "size", "channels", "in_channels", "rows"):
+        for quantity in ("rank", "size", "channels", "in_channels", "rows", "groups"):
             low, high = getattr(self, f"min_{quantity}"), getattr(self, f"max_{quantity}")
             if low is not None and high is not None and low > high:
                 raise ValueError(f"'min_{quantity}' {low} is above 'max_{quantity}' {high}; nothing can match")

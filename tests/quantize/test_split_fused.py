@@ -51,8 +51,8 @@ CASES = {
         ["Conv", "LeakyRelu"],
     ),
     "hard sigmoid": (
-        f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "HardSigmoid", activation_params = [0.1, 0.4]>'
-        " (x, w, b) }",
+        (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "HardSigmoid", activation_params = [0.1, 0.4]>'
+        " (x, w, b) }"),
         ["Conv", "HardSigmoid"],
     ),
     "clip": (
@@ -65,8 +65,8 @@ CASES = {
     "summand only": (f"{IMAGE} {{ y = com.microsoft.FusedConv (x, w, b, z) }}", ["Conv", "Add"]),
     "conv only": (f"{IMAGE} {{ y = com.microsoft.FusedConv (x, w, b) }}", ["Conv"]),
     "two readers": (
-        "(float[2, 3, 8, 8] x) => (float[2, 4, 6, 6] y, float[2, 4, 6, 6] v) {"
-        ' y = com.microsoft.FusedConv <activation = "Relu"> (x, w, b) v = Neg (y) }',
+        ("(float[2, 3, 8, 8] x) => (float[2, 4, 6, 6] y, float[2, 4, 6, 6] v) {"
+        ' y = com.microsoft.FusedConv <activation = "Relu"> (x, w, b) v = Neg (y) }'),
         ["Conv", "Relu", "Neg"],
     ),
     "transposed product": (
@@ -136,7 +136,7 @@ def test_ops_in_bodies(tmp_path):
     ],
 )  # fmt: skip
 def test_ops_that_stay(tmp_path, text, value):
-    """An unknown activation, one without its parameters, and transpositions that cannot be written stay, with a reason."""
+    """Unknown activations, ones without parameters, and transpositions that cannot be written, with the reason."""
     model = load_fused(tmp_path, text)
     prepared, steps = prepare(model, STEP)
     assert (prepared, steps) == (model, ())
