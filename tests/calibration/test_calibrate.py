@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -107,7 +108,7 @@ def test_unreached_tensors() -> None:
     assert (list(found.sketches), found.unobservable) == ([A, B], {C: "it is hidden"})
     assert (found.sketches[B].count, found.sketches[B].empty_arrays) == (0, 3)
     assert found.missing_reason(A) == ""
-    assert found.missing_reason(B) == "it was empty in all 3 observations"
+    assert re.search("empty .* 3 ", found.missing_reason(B))
     assert found.missing_reason(C) == "it is hidden"
     assert found.sketches[A] == sketch_values(np.array([1.0]), bits=7)
     assert (list(found.targets), found.samples) == ([A, B, C], 3)
@@ -262,9 +263,9 @@ def test_runner_errors() -> None:
     """An error of the runner is raised."""
 
     def fail(x: np.ndarray) -> list[np.ndarray]:
-        raise DataError("it does not fit")
+        raise DataError("misfit")
 
-    with pytest.raises(DataError, match="it does not fit"):
+    with pytest.raises(DataError, match=r"^misfit$"):
         calibrate({A: TARGETS[A]}, Runner(a=fail), numbered_samples(4))
 
 

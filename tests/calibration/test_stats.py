@@ -69,22 +69,22 @@ def test_combine_stats() -> None:
         (make_stats(make_data_run((1, 2), block_size=5)), "different blocks"),
         (
             make_stats(make_data_run((2, 3)), targets={A: ObservationTarget("aa", None, 7)}),
-            "b:1",
+            "first in b:1",
         ),
         (
             make_stats(
                 make_data_run((2, 3)), targets={A: ObservationTarget("aa", 1, 7), B: ObservationTarget("bb", None, 7)}
             ),
-            "a:0",
+            "first in a:0",
         ),
         (
             make_stats(
                 make_data_run((2, 3)),
                 targets={A: ObservationTarget("ac", None, 7), B: ObservationTarget("bb", None, 7)},
             ),
-            "a:0",
+            "first in a:0",
         ),
-        (make_stats(make_data_run((2, 3)), unobservable={B: "hidden"}), "observed in only one"),
+        (make_stats(make_data_run((2, 3)), unobservable={B: "hidden"}), "b:1 is unobservable"),
     ],
 )
 def test_incompatible_stats(other: Stats, reason: str) -> None:
@@ -115,19 +115,19 @@ def test_select_by_fingerprint() -> None:
         (
             {TensorRef("", "c"): ObservationTarget("cc", None, 7)},
             "m0",
-            "one tensor of the plan:\n  c:0: it was not observed",
+            "one tensor .*:\n  c:0: ",
         ),
         ({A: ObservationTarget("xx", None, 7)}, "m0", "a:0: its computation differs"),
         (
             {A: ObservationTarget("aa", None, 10)},
             "m0",
-            "a:0: a histogram of 7 mantissa bits",
+            "a:0: a histogram .* 7 .* 10",
         ),
-        ({A: ObservationTarget("aa", 1, 7)}, "m0", "a:0: it was observed for all channels together"),
+        ({A: ObservationTarget("aa", 1, 7)}, "m0", "a:0: .* axis 1"),
         (
             {TensorRef("", f"c{i}"): ObservationTarget("cc") for i in range(7)},
             "m0",
-            "lack 7 tensors of the plan:\n(  c.*\n){5}  and 2",
+            "lack 7 tensors .*:\n(  c.*\n){5}  and 2",
         ),
     ],
 )

@@ -73,7 +73,7 @@ def test_fixed_batch_size(open_arrays) -> None:
     feeds = list(open_arrays({"x": X}, Spec(shape=(2, 3))))
     assert len(feeds) == 2
     assert_feed(feeds[1], x=X[2:])
-    with pytest.raises(DataError, match=r"has 4 entries, but input 'x' takes 3 at a time: 1 are left over"):
+    with pytest.raises(DataError, match=r" 4 entries,.*'x' takes 3 .*: 1 "):
         open_arrays({"x": X}, Spec(shape=(3, 3)))
 
 
@@ -114,7 +114,7 @@ def test_missing_keys(open_arrays) -> None:
 
 def test_different_sample_counts(open_arrays) -> None:
     """The error for different numbers of samples names both inputs and counts."""
-    with pytest.raises(DataError, match="array 'x' has 4 samples and array 'y' has 3"):
+    with pytest.raises(DataError, match=r"array 'x' has 4 .*array 'y' has 3"):
         open_arrays({"x": X, "y": X[:3]}, Spec(), Spec("y"))
 
 
@@ -162,8 +162,8 @@ def test_safe_conversions(open_arrays) -> None:
         ),
         (np.full((1, 3), 1e300), "float32", "outside the range"),
         (np.ones((1, 3), bool), "float32", r"is bool,.*'x'.* float32\..*as float32"),
-        (np.ones((1, 3), np.float32), "int64", "is float32, but input 'x' takes int64"),
-        (np.ones((1, 3), np.float32), "string", "is float32, but input 'x' takes string"),
+        (np.ones((1, 3), np.float32), "int64", "is float32,.*'x' takes int64"),
+        (np.ones((1, 3), np.float32), "string", "is float32,.*'x' takes string"),
         (np.ones((1, 3), np.complex64), "float32", "is complex64"),
         (np.array([[{}, 1, 2]], object), "float32", "Python objects"),
     ],
@@ -188,7 +188,7 @@ def test_sample_limits(open_arrays) -> None:
     """The first samples are used, at most as many as there are. No samples are an error."""
     assert [feed["x"][0, 0] for feed in open_arrays({"x": X}, samples=2)] == [0.0, 3.0]
     assert open_arrays({"x": X}, samples=99).count == 4
-    with pytest.raises(DataError, match="Request at least one"):
+    with pytest.raises(DataError, match=r"^0 samples"):
         open_arrays({"x": X}, samples=0)
     with pytest.raises(DataError, match="contains no samples"):
         open_arrays({"x": X[:0]})

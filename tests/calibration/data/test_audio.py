@@ -74,7 +74,7 @@ def test_channels_length_and_scale(tmp_path) -> None:
     np.testing.assert_array_equal(wave_values(f"{tmp_path},pad=repeat", float_input(20))[0], np.tile(plain, 3)[:20])
     np.testing.assert_array_equal(wave_values(f"{tmp_path},length=3", float_input(1, None))[0][0], plain[:3])
     np.testing.assert_array_equal(wave_values(f"{tmp_path},scale=32768", float_input(1, 8))[0][0], plain * 32768)
-    with pytest.raises(DataError, match=r"a.wav has 8 values, but 20 are required"):
+    with pytest.raises(DataError, match=r"a\.wav has 8 values,.* 20 .* pad=end"):
         wave_values(f"{tmp_path},pad=none", float_input(20))
 
 
@@ -95,7 +95,7 @@ def test_rates(tmp_path) -> None:
         ("", float_input(1, None, None), r"'x' takes \[1, \?, \?\],.*time axis"),
         ("", float_input(1, 8, dtype="uint8"), r"'x' takes uint8,.*\.npz"),
         ("", float_input(1, 8, dtype="string"), r"'x' takes string,.*\.npz"),
-        (",length=9", float_input(1, 8), "length=9, but input 'x' takes 8. Remove length"),
+        (",length=9", float_input(1, 8), "length=9,.*'x' takes 8.* Remove length"),
         (",length=x", float_input(1, None), "length=x .*integer"),
         (",pad=start", float_input(1, 8), "pad=start .* end, repeat, none"),
         (",scale=x", float_input(1, 8), "scale=x .*number"),

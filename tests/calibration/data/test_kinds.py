@@ -210,7 +210,7 @@ def test_fixed_batch_size(module_folder, write) -> None:
     pair = InputSpec(name="x", dtype="float32", shape=(2, 3, HEIGHT, WIDTH))
     spec = write(module_folder, PIXELS[:4])
     if write is write_function:
-        with pytest.raises(DataError, match=r"takes 2 at a time|samples stacked"):
+        with pytest.raises(DataError, match=r"'x' takes (2|\[2, 3, )"):
             open_spec(spec, pair)
         return
     batches = open_spec(spec, pair)

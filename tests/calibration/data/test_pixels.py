@@ -142,7 +142,7 @@ def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
         (float_input(1, 3, 5, 5), {"mean": "a"}, "mean=a .*number"),
         (float_input(1, 3, 5, 5), {"mean": "1/0"}, "mean=1/0 .*number"),
         (float_input(1, 3, 5, 5), {"mean": "nan"}, "mean=nan .*number"),
-        (float_input(1, 3, 5, 5), {"mean": "1:2"}, "has 2 numbers for 3 channels"),
+        (float_input(1, 3, 5, 5), {"mean": "1:2"}, "2 numbers .* 3 channels"),
         (float_input(1, 3, 5, 5), {"mean": "1", "std": "0"}, "std=0 divides by zero"),
         (float_input(1, 3, 5, 5), {"mean": "0.485", "std": "0.229"}, "mean=0.485 .*std=0.229 .* scale=1/255"),
         (float_input(1, 3, 5, 5), {"preset": "raw", "size": "6x5"}, "size=6x5 .*Remove size"),
@@ -156,7 +156,7 @@ def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
             {"preset": "raw"},
             "'x' .*any shape,.* layout=nchw",
         ),
-        (float_input(1, 3, 5, 5), {"preset": "raw", "layout": "chw"}, "has 3 axes, but input 'x' takes"),
+        (float_input(1, 3, 5, 5), {"preset": "raw", "layout": "chw"}, "layout=chw has 3 axes,.*'x' "),
         (
             float_input(1, 5, 4, 4),
             {"preset": "raw", "layout": "nchw"},

@@ -77,7 +77,7 @@ def test_missing_remote_data(memory, monkeypatch) -> None:
     """Missing data, an unknown service and a missing package are reported."""
     with pytest.raises(DataError, match=r"memory://nowhere"):
         parse_data_spec("memory://nowhere")
-    with pytest.raises(DataError, match="nosuch://a cannot be listed: Protocol not known: nosuch"):
+    with pytest.raises(DataError, match=r"nosuch://a cannot be listed: .* nosuch"):
         parse_data_spec("nosuch://a")
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(MissingDependencyError, match=r"fsspec\..*: pip install 'graphquant"):
@@ -93,13 +93,13 @@ def test_failing_services(memory, tmp_path, monkeypatch) -> None:
         """An error that only this service raises."""
 
     def fails(*_arguments, **_options):
-        raise OwnError("token expired")
+        raise OwnError("token-expired")
 
     monkeypatch.setattr(MemoryFileSystem, "open", fails)
-    with pytest.raises(DataError, match=r"a\.npz cannot be read: token expired"):
+    with pytest.raises(DataError, match=r"a\.npz .*: token-expired"):
         open_data("memory://bucket/a.npz", [X])
     monkeypatch.setattr(MemoryFileSystem, "isfile", fails)
-    with pytest.raises(DataError, match=r"cannot be listed: token expired"):
+    with pytest.raises(DataError, match=r"a\.npz .*: token-expired"):
         parse_data_spec("memory://bucket/a.npz")
 
 
