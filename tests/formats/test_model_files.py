@@ -38,7 +38,7 @@ def test_model_files_with_external_data(tmp_path):
     _write_external_model(tmp_path / "net.onnx")
     assert model_files(tmp_path / "net.onnx") == (tmp_path / "net.onnx", tmp_path / "w.bin")
     (tmp_path / "w.bin").unlink()
-    with pytest.raises(ModelError, match="contains no such file"):
+    with pytest.raises(ModelError, match=r"w\.bin"):
         model_files(tmp_path / "net.onnx")
 
 

@@ -49,7 +49,7 @@ def test_prefetch_raises_a_failed_run_in_its_place(runner) -> None:
     feeds = [{"x": np.zeros(2, np.float32)}, {"x": np.zeros(3, np.float32)}, {"x": np.zeros(2, np.float32)}]
     results = runner.observe([TensorRef("", "a")], feeds, max_in_flight=2)
     assert next(results)[TensorRef("", "a")][0].tolist() == [1, 1]
-    with pytest.raises(ModelError, match="failed on the inputs x float32"):
+    with pytest.raises(ModelError, match=r"failed .* x float32\[3\]"):
         next(results)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -292,9 +293,9 @@ def test_unobservable_tensors_have_a_reason(load_text: Any) -> None:
     model = load_text(SCAN.replace("(float[2] f)", "(float[] f)"))
     tensor = TensorRef("y/body/f/then_branch", "n")
     runner = format_.create_runner(model)
-    reason = "it is inside a Scan that collects along an axis of a tensor of unknown rank"
-    message = f"The tensor y/body/f/then_branch/n:0 cannot be observed: {reason}. Exclude it with --exclude."
-    assert runner.unobservable([tensor, TensorRef("y/body", "m")]) == {tensor: message}
+    reasons = runner.unobservable([tensor, TensorRef("y/body", "m")])
+    assert reasons.keys() == {tensor}
+    assert re.search(r" y/body/f/then_branch/n:0 .* Scan .* --exclude", reasons[tensor])
     with pytest.raises(ModelError, match="unknown rank"):
         next(runner.observe([tensor], [{}]))
 

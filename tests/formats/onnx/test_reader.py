@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import struct
 import subprocess
@@ -265,11 +267,11 @@ def test_bomb_of_constants_is_refused(load_text: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("g (float[2] x) => (float[2] y) { y = Neg(nothing) }", "'y' reads 'nothing', which no op defines"),
-        ("g (float[2] x) => (float[2] y) { y = Neg(x)  y = Abs(x) }", "Several ops define the value 'y'"),
-        ("g (float[2] x) => (float[2] y) { x = Neg(x)  y = Abs(x) }", "Several ops define the value 'x'"),
-        ("g (float[2] x) => (float[2] y) { a = Neg(y)  y = Abs(a) }", "depend on each other in a cycle"),
-        ("g (float[2] x) => (float[2] z) { y = Abs(x) }", "reads 'z', which no op defines"),
+        ("g (float[2] x) => (float[2] y) { y = Neg(nothing) }", "'y' reads 'nothing'"),
+        ("g (float[2] x) => (float[2] y) { y = Neg(x)  y = Abs(x) }", "Several ops .* 'y'"),
+        ("g (float[2] x) => (float[2] y) { x = Neg(x)  y = Abs(x) }", "Several ops .* 'x'"),
+        ("g (float[2] x) => (float[2] y) { a = Neg(y)  y = Abs(a) }", "cycle"),
+        ("g (float[2] x) => (float[2] z) { y = Abs(x) }", "reads 'z'"),
     ],
 )
 def test_inconsistent_models_are_rejected(text: str, message: str) -> None:
@@ -304,7 +306,7 @@ def test_negative_size() -> None:
 def test_wrong_length_when_read(shape: list[int]) -> None:
     """Data of the wrong length is an error when it is read, not before."""
     model = model_from_message(model_with_raw_initializer(shape, struct.pack("<f", 1)))
-    with pytest.raises(ModelError, match="data of tensor 'w' does not fit its shape"):
+    with pytest.raises(ModelError, match=r"data .*'w' .*fit its shape"):
         model.main.op("w").read_value()
 
 
@@ -315,7 +317,7 @@ def test_unknown_element_type(tmp_path: Path) -> None:
     message.graph.initializer[0].external_data.add(key="location", value="weights.bin")
     (tmp_path / "weights.bin").write_bytes(bytes(8))
     onnx.save(message, tmp_path / "m.onnx")
-    with pytest.raises(ModelError, match="'w' has the unknown element type 99"):
+    with pytest.raises(ModelError, match=r"'w' .*type 99"):
         format_.create_runner(format_.load(tmp_path / "m.onnx")).run({})
 
 
@@ -523,12 +525,12 @@ def test_external_data_is_not_overwritten(folder_of_floats: Path) -> None:
 @pytest.mark.parametrize(
     ("location", "entries", "message"),
     [
-        ("../secret.bin", {}, "outside the model's folder"),
-        ("/etc/hostname", {}, "outside the model's folder"),
-        ("link.bin", {}, "outside the model's folder"),
-        ("", {}, "outside the model's folder"),
-        ("C:\\w.bin", {}, "outside the model's folder"),
-        ("data\0/w.bin", {}, "outside the model's folder"),
+        ("../secret.bin", {}, "outside"),
+        ("/etc/hostname", {}, "outside"),
+        ("link.bin", {}, "link to .*outside"),
+        ("", {}, "outside"),
+        ("C:\\w.bin", {}, "outside"),
+        ("data\0/w.bin", {}, "outside"),
         ("data", {}, "no such file"),
         ("data/none.bin", {}, "no such file"),
         ("data/w.bin", {"offset": "12"}, "truncated"),
@@ -573,7 +575,7 @@ def test_links_out_of_the_folder_need_the_option(tmp_path: Path) -> None:
 def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, load_text: Any) -> None:
     """A missing folder is an error that names the path, and no file remains."""
     model = load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
-    with pytest.raises(UsageError, match=r"missing/m.onnx cannot be written: No such file"):
+    with pytest.raises(UsageError, match=rf"missing/m\.onnx .*: {os.strerror(errno.ENOENT)}"):
         format_.save(model, tmp_path / "missing/m.onnx")
     (tmp_path / "m.onnx").mkdir()
     with pytest.raises(UsageError, match=r"m.onnx cannot be written"):
@@ -681,5 +683,5 @@ def test_external_data_at_no_path(tmp_path: Path, location: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     tensor = TensorProto(name="w", data_type=1, dims=[1], data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value=location)
-    with pytest.raises(ModelError, match="external data of tensor 'w'"):
+    with pytest.raises(ModelError, match=r"external data .*'w'"):
         tensors.tensor_value(tensor, tmp_path)

@@ -45,12 +45,12 @@ def test_run(load_text: Any) -> None:
 
 def test_failures_are_model_errors(load_text: Any) -> None:
     """A model that onnxruntime rejects, or an unsuitable feed, is an error with its first line and the shapes."""
-    with pytest.raises(ModelError, match=r"onnxruntime rejects the model: .*Nonsense"):
+    with pytest.raises(ModelError, match=r"onnxruntime rejects .*Nonsense"):
         format_.create_runner(load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Nonsense(x) }")).run({"x": X})
     runner = format_.create_runner(load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }"))
-    with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs x float32\[3\]: "):
+    with pytest.raises(ModelError, match=r"onnxruntime failed .* x float32\[3\]: "):
         runner.run({"x": np.zeros(3, np.float32)})
-    with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs none: "):
+    with pytest.raises(ModelError, match=r"onnxruntime failed .* none: "):
         runner.run({})
 
 

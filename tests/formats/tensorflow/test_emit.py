@@ -209,7 +209,7 @@ def test_same_bytes_every_time() -> None:
     code = f"""
 import hashlib, sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
 from test_emit import insert_fake_quant, load, emit, proto, Use
 model = load(Path({str(SAMPLES / "digits_rnn_saved_model")!r})).copy()
 for name in model.reachable_graphs():

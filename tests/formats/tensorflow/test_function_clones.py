@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +55,8 @@ def test_plan_with_function_clones_round_trip(shared: Path) -> None:
     assert plan_from_json(data) == plan
     original_indices = [index for index, site in enumerate(plan.sites) if site.clone_of is None]
     del data["sites"][original_indices[0]]
-    with pytest.raises(gq.GraphQuantError, match="is invalid: it takes the scale"):
+    original = plan.sites[original_indices[0]].uses[0]
+    with pytest.raises(gq.UsageError, match=rf"scale of {re.escape(str(original))}"):
         gq.insert(model, plan=plan_from_json(data))
 
 
@@ -227,9 +229,9 @@ def test_a_function_that_is_no_clone_stays_float(clones_result: gq.Result) -> No
     """A saved function with its own weights is not edited, and inspect lists it."""
     unmatched = summarize_model(clones_result.model).float_clone_ops
     elsewhere = unmatched[0].graph
-    assert [(clone.op, clone.kind, clone.reason) for clone in unmatched] == [
-        ("Conv2D", "conv", f"its input {elsewhere}/before/Relu:0 is float"),
-        ("matmul", "matmul", "no op that runs computes the same on the same variables"),
+    assert [(clone.op, clone.kind, f"{elsewhere}/before/Relu:0" in clone.reason) for clone in unmatched] == [
+        ("Conv2D", "conv", True),
+        ("matmul", "matmul", False),
     ]
     assert not any("other" in use.graph for insertion in clones_result.inserted for use in insertion.site.uses)
 
@@ -311,6 +313,6 @@ def test_a_model_without_a_signature_is_refused(tmp_path: Path) -> None:
     module.call = tf.function(lambda x: x @ module.w)
     module.call(tf.zeros([2, 5]))
     tf.saved_model.save(module, str(tmp_path / "net"))
-    with pytest.raises(gq.GraphQuantError, match=r"has no signature.*tf\.saved_model\.save"):
+    with pytest.raises(gq.GraphQuantError, match=r"no signature.*tf\.saved_model\.save"):
         gq.plan(tmp_path / "net")
     assert len(summarize_model(gq.load(tmp_path / "net")).float_clone_ops) == 1

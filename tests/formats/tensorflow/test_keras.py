@@ -111,8 +111,8 @@ def test_output_is_a_folder(empty_folder: Path, cli: Callable[..., Any]) -> None
     """A Keras file name as output is refused before any work, because Keras files cannot contain ops."""
     keras_network().save("net.keras")
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.keras", code=2).stderr
-    assert "quant.keras has the suffix of a Keras file" in error_text
-    assert "folder name quant; keras.layers.TFSMLayer" in error_text
+    assert "quant.keras " in error_text
+    assert "name quant; keras.layers.TFSMLayer" in error_text
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.pb", code=2).stderr
     assert "a SavedModel is a folder" in error_text
     assert [path.name for path in empty_folder.iterdir()] == ["net.keras"]
@@ -123,7 +123,7 @@ def test_without_tensorflow(empty_folder: Path, cli: Callable[..., Any], monkeyp
     keras_network().save("net.keras")
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", code=4).stderr
-    assert "net.keras is a Keras file, which Keras reads with TensorFlow" in error_text
+    assert "net.keras " in error_text
     assert "pip install 'graphquant[tensorflow]'" in error_text
     with pytest.raises(MissingDependencyError):
         gq.load(empty_folder / "net.keras")
@@ -135,7 +135,7 @@ def test_other_backend(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
     with pytest.raises(UsageError, match=r"jax.*KERAS_BACKEND=tensorflow"):
         gq.load(empty_folder / "net.keras")
-    with pytest.raises(UsageError, match="Keras runs on jax"):
+    with pytest.raises(UsageError, match="on jax"):
         gq.load(keras_network())
 
 
@@ -167,7 +167,8 @@ def test_code_is_not_run(empty_folder: Path, cli: Callable[..., Any], name: str)
         error_text = cli("inspect", name, code=3).stderr
     finally:
         keras.src.backend.common.global_state.set_global_attribute("safe_mode_saving", None)
-    assert f"{name} has the Lambda layer 'evil'" in error_text
+    assert f"{name} " in error_text
+    assert "'evil'" in error_text
     assert "model.export(folder)" in error_text
     assert not (empty_folder / "ran").exists()
 
@@ -189,7 +190,7 @@ def test_pickles_are_not_read(empty_folder: Path) -> None:
             "config": {"value": [pickle.dumps(Bomb()).hex(), None, None]},
         }
         file.attrs["model_config"] = json.dumps(config)
-    with pytest.raises(ModelError, match="has the lambda layer"):
+    with pytest.raises(ModelError, match="lambda layer"):
         gq.load(empty_folder / "net.h5")
     assert not (empty_folder / "ran").exists()
 
@@ -229,7 +230,7 @@ def test_links_are_not_followed(empty_folder: Path) -> None:
     with h5py.File("linked.h5", "r+") as file:
         del file["model_weights"]
         file["model_weights"] = h5py.ExternalLink("net.h5", "model_weights")
-    with pytest.raises(ModelError, match="'model_weights' is stored in another file"):
+    with pytest.raises(ModelError, match=r"'model_weights' .*another file"):
         gq.load(empty_folder / "linked.h5")
     Path("secret").write_bytes(bytes(64))
     with h5py.File("model.weights.h5", "w") as file:
@@ -237,7 +238,7 @@ def test_links_are_not_followed(empty_folder: Path) -> None:
     with zipfile.ZipFile("net.keras") as old, zipfile.ZipFile("bad.keras", "w") as new:
         new.writestr("config.json", old.read("config.json"))
         new.write("model.weights.h5")
-    with pytest.raises(ModelError, match="'0' is stored in another file"):
+    with pytest.raises(ModelError, match=r"'0' .*another file"):
         gq.load(empty_folder / "bad.keras")
 
 
@@ -254,15 +255,15 @@ def test_damaged_files(empty_folder: Path) -> None:
             bad.write_bytes(intact_bytes[:size])
             with pytest.raises(ModelError, match=f"bad{bad.suffix}"):
                 gq.load(bad)
-    with pytest.raises(ModelError, match="weights without the layers"):
+    with pytest.raises(ModelError, match=r"only\.weights\.h5 .*without .*layers"):
         gq.load(empty_folder / "only.weights.h5")
     with zipfile.ZipFile("bad.keras", "w") as file:
         file.writestr("config.json", "[" * 100_000)
-    with pytest.raises(ModelError, match=r"bad\.keras is not a Keras model"):
+    with pytest.raises(ModelError, match=r"bad\.keras .*Keras model"):
         gq.load(empty_folder / "bad.keras")
     with zipfile.ZipFile("bad.keras", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("config.json", " " * (1 << 27))
-    with pytest.raises(ModelError, match="would unpack to 134217728 bytes"):
+    with pytest.raises(ModelError, match=r"bad\.keras.* 134217728 bytes"):
         gq.load(empty_folder / "bad.keras")
     write_other_config(lambda config: {**config, "config": {"layers": [{}]}})
     with pytest.raises(ModelError, match="cannot read"):

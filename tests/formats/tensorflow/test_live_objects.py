@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -267,12 +268,12 @@ def test_calibrated_session(tmp_path: Any) -> None:
 def test_session_without_values() -> None:
     """An uninitialized variable is named in the error; a closed session has its own error."""
     session = v1.Session(graph=dense())
-    with pytest.raises(ModelError, match=r"'kernel' has no value in the session\. Run its initializer"):
+    with pytest.raises(ModelError, match=r"'kernel' .*initializer"):
         gq.insert(session, rules=["weight_only"])
     session = started(dense())
     model = gq.load(session)
     session.close()
-    with pytest.raises(ModelError, match="The session is closed"):
+    with pytest.raises(ModelError, match=r"session .*closed"):
         gq.insert(model, rules=["weight_only"])
 
 
@@ -456,14 +457,14 @@ def test_tf_function() -> None:
     def double(x: Any) -> Any:
         return tf.matmul(x, KERNEL, name="product")
 
-    with pytest.raises(UsageError, match=r"'double' was never called.*double\.get_concrete_function\(tf\.TensorSpec"):
+    with pytest.raises(UsageError, match=r"'double' .*never called.*double\.get_concrete_function\(tf\.TensorSpec"):
         gq.load(double)
     double(X)
     model = gq.load(double)
     gq.insert_quant_op(model, "x:0", "product", Q8)
     assert np.array_equal(gq.to_tf(model)(tf.constant(X)), tf.matmul(quantize_by_hand(X), KERNEL))
     double(X[:2])
-    with pytest.raises(UsageError, match="traced for 2 kinds of inputs"):
+    with pytest.raises(UsageError, match=r"'double' .* 2 kinds.* double\.get_concrete_function"):
         gq.load(double)
     signed = tf.function(lambda x: tf.nn.relu(x) * 2.0, input_signature=[tf.TensorSpec([None, 6], name="x")])
     assert gq.load(signed).main.inputs == ["serving_default_x"]
@@ -639,9 +640,9 @@ def test_refusals(tmp_path: Any, samples: Any) -> None:
     """Objects that are not models, graphs of functions, and models without files are refused with advice."""
     net = Net()
     concrete = net.concrete()
-    with pytest.raises(UsageError, match=r"variables of the function '__call__'"):
+    with pytest.raises(UsageError, match=r"variables .*'__call__'"):
         gq.load(Net().concrete())
-    with pytest.raises(UsageError, match=r"A dict is not a model"):
+    with pytest.raises(UsageError, match=r"^A dict "):
         gq.load({})
     with pytest.raises(UsageError, match="Give the ConcreteFunction"):
         gq.load(concrete.graph)
@@ -650,16 +651,16 @@ def test_refusals(tmp_path: Any, samples: Any) -> None:
     with pytest.raises(UsageError, match=r"no tensor 'logit:0'. Did you mean 'logits'"):
         gq.load(dense(), outputs=["logit:0"])
     for name in ("logits:1", "logits:x", "^logits"):
-        with pytest.raises(UsageError, match="The graph has no tensor"):
+        with pytest.raises(UsageError, match=f"no tensor {re.escape(repr(name))}"):
             gq.load(dense(), outputs=[name])
-    with pytest.raises(UsageError, match="Name outputs only for"):
+    with pytest.raises(UsageError, match="Name outputs"):
         gq.load(concrete, outputs=["x"])
-    with pytest.raises(UsageError, match=r"outputs can be chosen only for a tf\.Graph or a session"):
+    with pytest.raises(UsageError, match=r"digits_cnn\.pb .*tf\.Graph"):
         gq.load(samples / "digits_cnn.pb", outputs=["x"])
     model = gq.load(concrete)
     tensor = ge.get_tensor_by_name(model, f"{model.main.inputs[0]}:0")
     ge.reroute_ts(ge.make_quant_op(model, tensor, "outside", Q8), tensor)
-    with pytest.raises(UsageError, match="between the function and its caller"):
+    with pytest.raises(UsageError, match=r"'outside.* between .*caller"):
         gq.to_tf(model)
     with pytest.raises(UsageError, match=r"ConcreteFunction in memory.*gq\.to_tf"):
         gq.load(concrete).save(tmp_path / "x.pb")

@@ -376,7 +376,7 @@ def test_function_as_operation(tmp_path: Path) -> None:
         (CALLED.replace('"mm:product:0"', '"mm:output:0"'), "the result 'y' reads 'mm:output:0'"),
         (CALLED.replace('key: "q"', 'key: "r"'), "'q'"),
         (CALLED.replace('name: "training"', 'name: "layer"'), "Two functions "),
-        (CALLED.replace('{ name: "b" type', '{ name: "a" type'), "has the argument 'a' twice"),
+        (CALLED.replace('{ name: "b" type', '{ name: "a" type'), "argument 'a' twice"),
         (CALLED.replace('name: "read" op', 'name: "a" op'), "'layer', two nodes"),
         (CALLED.replace('op: "layer" input: "x"', 'op: "If" input: "x"'), "'Tout'"),
     ],

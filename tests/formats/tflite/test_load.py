@@ -133,15 +133,15 @@ def test_a_file_is_not_rewritten(build_tflite, full_tflite_model, tmp_path, cli)
         (lambda m: m["subgraphs"][0]["tensors"][0].update(type=("b", 77)), "unknown type 77"),
         (lambda m: m["subgraphs"][0]["tensors"][0].update(shape=np.array([-5], np.int32)), "has the shape [-5]"),
         (lambda m: m["subgraphs"][0]["tensors"][1].update(buffer=("I", 9)), "in buffer 9 of 4"),
-        (lambda m: m["subgraphs"][0].update(inputs=np.array([9], np.int32)), "the inputs 9 to 9 are listed"),
-        (lambda m: m["subgraphs"][0].update(inputs=np.array([-1], np.int32)), "one of its inputs"),
+        (lambda m: m["subgraphs"][0].update(inputs=np.array([9], np.int32)), "inputs 9 to 9"),
+        (lambda m: m["subgraphs"][0].update(inputs=np.array([-1], np.int32)), "its inputs"),
         (lambda m: m["subgraphs"][0].update(inputs=np.array([0, 0], np.int32)), "tensor 0, 'x'"),
-        (lambda m: m["subgraphs"][0]["operators"][0].update(opcode_index=("I", 9)), "an op has the code 9 of 3"),
+        (lambda m: m["subgraphs"][0]["operators"][0].update(opcode_index=("I", 9)), "code 9 of 3"),
         (
             lambda m: m["subgraphs"][0]["operators"][2]["builtin_options"].update(body_subgraph_index=("i", 2)),
             "WHILE runs graph 2 of 2",
         ),
-        (lambda m: m["buffers"][3].update(size=("Q", 1 << 50)), "bytes at 1099511627776 is outside"),
+        (lambda m: m["buffers"][3].update(size=("Q", 1 << 50)), "bytes at 1099511627776"),
         (lambda m: m.update(subgraphs=[]), "no graph"),
     ],
 )
@@ -185,7 +185,7 @@ def test_endlessly_shared_tables_are_refused(build_tflite, full_tflite_model):
     full_tflite_model["buffers"][3] = {}
     data = build_tflite(full_tflite_model)
     assert len(data) < 60_000
-    with pytest.raises(ModelError, match="refer to each other"):
+    with pytest.raises(ModelError, match=r"refer .*too often"):
         parse_tflite(data)
 
 
