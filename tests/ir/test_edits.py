@@ -322,15 +322,15 @@ def test_impossible_edits_raise_internal_errors() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda g: g.nx.remove_edge("x", "add", key=1), "its edge is missing"),
-        (lambda g: g.nx.add_edge("x", "out", key=7, port=0), "1 data edges belong to no slot"),
+        (lambda g: g.nx.remove_edge("x", "add", key=1), r"add\[0?1?\] reads x:0,.*edge"),
+        (lambda g: g.nx.add_edge("x", "out", key=7, port=0), "1 data edges"),
         (lambda g: g.nx.add_node("ghost", slots=[]), "Node 'ghost'"),
         (lambda g: g.outputs.append("add"), "output 'add'"),
         (lambda g: g.inputs.append("gone"), "input 'gone'"),
         (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", 3)), "that op has 1 outputs"),
         (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", -1)), "that op has 1 outputs"),
-        (lambda g: g.slots("add").__setitem__(0, TensorRef("", "gone")), "does not exist or is out of scope"),
-        (lambda g: g.set_source(Use("", "add", 0), TensorRef("", "add")), "ops add form a cycle"),
+        (lambda g: g.slots("add").__setitem__(0, TensorRef("", "gone")), r"add\[0\] reads gone:0,.*scope"),
+        (lambda g: g.set_source(Use("", "add", 0), TensorRef("", "add")), "add form a cycle"),
     ],
 )
 def test_invariants_detect_damage(damage, message: str) -> None:
@@ -338,7 +338,7 @@ def test_invariants_detect_damage(damage, message: str) -> None:
     model = small_graph()
     check_invariants(model, "test")
     damage(model.main)
-    with pytest.raises(InternalError, match=f"After test, the main graph is invalid: .*{message}"):
+    with pytest.raises(InternalError, match=f"After test, .*: .*{message}"):
         check_invariants(model, "test")
 
 
@@ -359,11 +359,11 @@ def test_invariants_detect_damaged_captures() -> None:
     assert model.graphs["if/then"].consumers(TensorRef("", "x")) == model.main.consumers(TensorRef("", "x"))
     check_invariants(model, "test")
     model.main.nx.remove_edge("x", "if", key=key)
-    with pytest.raises(InternalError, match=r"graph 'if/then' is invalid: .*its edge is missing"):
+    with pytest.raises(InternalError, match=r"'if/then' .*: .*relu\[0\] reads x:0,.*edge"):
         check_invariants(model, "test")
     model = graph_with_body()
     model.graphs["if/then"].nx.remove_node("relu")
-    with pytest.raises(InternalError, match="which reads another tensor"):
+    with pytest.raises(InternalError, match=r"capture edge x -> if .*relu\[0\]"):
         check_invariants(model, "test")
     model = graph_with_body()
     model.main.nx.remove_node("if")

@@ -237,10 +237,10 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     ("call", "message"),
     [
         (lambda: fake_quant.fake_quant_with_args(np.ones(2)), "tensor is float64"),
-        (lambda: fake_quant.fake_quant_with_args(np.ones(2, np.float32), low=1, high=1), "a minimum below its maximum"),
+        (lambda: fake_quant.fake_quant_with_args(np.ones(2, np.float32), low=1, high=1), "minimum"),
         (
             lambda: fake_quant.fake_quant_with_args(np.ones(2, np.float32), low=np.nan, high=1),
-            "a minimum below its maximum",
+            "minimum",
         ),
         (lambda: fake_quant.fake_quant_with_vars(np.ones(2, np.float32), -1, 1, num_bits=1), "2 to 16 bits"),
         (lambda: fake_quant.fake_quant_with_vars(np.ones(2, np.float32), -1, 1, num_bits=17), "2 to 16 bits"),
@@ -249,7 +249,7 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
             lambda: fake_quant.fake_quant_with_vars_per_channel(np.ones((2, 3), np.float32), [-1], [1]),
             r"Both must be \(3,\)",
         ),
-        (lambda: fake_quant.fake_quant_with_vars_per_channel(np.float32(1), [-1], [1]), "was given a scalar"),
+        (lambda: fake_quant.fake_quant_with_vars_per_channel(np.float32(1), [-1], [1]), "scalar"),
         (lambda: fake_quant.fake_quant_with_args_gradient(np.ones(3), np.ones(2, np.float32)), "Give both one shape"),
     ],
 )
@@ -295,5 +295,5 @@ def test_params_of_a_range() -> None:
     assert tf_ranges.fake_quant_params(op_range, IntType(8, signed=False), axis=0).zero_point.tolist() == [1, 204]
     narrow = tf_ranges.fake_quant_params(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), narrow=True)
     assert (narrow.zero_point, narrow.range.low) == (0, -127 * float(narrow.scale))
-    with pytest.raises(UsageError, match="no step in the range"):
+    with pytest.raises(UsageError, match=r"range 1.0 to 1.0"):
         tf_ranges.fake_quant_params(Range(np.array(1.0), np.array(1.0)), IntType(8, signed=True))

@@ -226,20 +226,20 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
             lambda: qad.quantize_and_dequantize_v1(np.ones(2), input_min=5.0, input_max=-10.0, range_given=True),
             "range is 5.0 to -10.0",
         ),
-        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), num_bits=62), "1 to 61 bits for signed"),
-        (lambda: qad.quantize_and_dequantize_v3(np.ones(2), 0, 1, 63, signed_input=False), "1 to 62 bits for unsigned"),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), num_bits=62), "1 to 61 bits .* signed"),
+        (lambda: qad.quantize_and_dequantize_v3(np.ones(2), 0, 1, 63, signed_input=False), "1 to 62 bits .* unsigned"),
         (lambda: qad.quantize_and_dequantize_v2(np.ones(2), num_bits=0), "num_bits is 0"),
         (lambda: qad.quantize_and_dequantize_v2(np.ones(2), round_mode="HALF_DOWN"), "HALF_TO_EVEN or HALF_UP"),
-        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), axis=1), "axis is 1 for a tensor of 1 axes"),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), axis=1), "axis is 1 .* 1 axes"),
         (lambda: qad.quantize_and_dequantize_v3(np.ones((2, 2)), 0, 1, 8, axis=-2), "Count from 0"),
         (
             lambda: qad.quantize_and_dequantize_v3(np.ones((2, 2)), 0, 0, 8, range_given=False, axis=-(2**31)),
             "Count from 0",
         ),
-        (lambda: qad.quantize_and_dequantize_v2([2.5, 2.5], axis=10), "axis is 10 for a tensor of 1 axes"),
+        (lambda: qad.quantize_and_dequantize_v2([2.5, 2.5], axis=10), "axis is 10 .* 1 axes"),
         (
             lambda: qad.quantize_and_dequantize_v4(np.ones(1), 1, 10, num_bits=1, range_given=True, axis=2**31 - 1),
-            "for a tensor of 1 axes",
+            "axis is 2147483647 .* 1 axes",
         ),
         (lambda: qad.quantize_and_dequantize_v3(np.float32(1), 0, 1, 8), "takes no scalar"),
         (
@@ -289,7 +289,7 @@ def test_ranges_to_write_give_the_scale(bits: int) -> None:
 
 def test_ranges_to_write_need_zero_point_0() -> None:
     """A zero point other than 0 raises an error."""
-    with pytest.raises(InternalError, match="has no zero point"):
+    with pytest.raises(InternalError, match="zero point"):
         tf_ranges.range_for_quantize_and_dequantize(target_params(0.5, 8, zero=3))
 
 
@@ -307,7 +307,7 @@ def test_params_of_a_range() -> None:
         tf_ranges.quantize_and_dequantize_params(written, kind, narrow=True, axis=1).scale.tolist()
         == actual.scale.tolist()
     )
-    with pytest.raises(UsageError, match="no step in the range"):
+    with pytest.raises(UsageError, match=r"range 0.0 to 0.0"):
         tf_ranges.quantize_and_dequantize_params(Range(np.array(0.0), np.array(0.0)), kind)
-    with pytest.raises(UsageError, match="no step in the range"):
+    with pytest.raises(UsageError, match=r"range -2.0 to -1.0"):
         tf_ranges.quantize_and_dequantize_params(Range(np.array(-2.0), np.array(-1.0)), IntType(8, signed=False))

@@ -123,7 +123,7 @@ def test_fixed_point_beyond_float32_is_refused() -> None:
     """An exponent whose values exceed float32 raises an error."""
     assert observe("fixed-point", EMPTY_SKETCH, narrow=True, exponent=121).high == 127 * 2.0**121
     for exponent in (122, 126):
-        with pytest.raises(DataError, match=rf"int8 with a scale of 2\*\*{exponent} exceeds"):
+        with pytest.raises(DataError, match=rf"int8 .*2\*\*{exponent} "):
             observe("fixed-point", EMPTY_SKETCH, narrow=True, exponent=exponent)
 
 
@@ -192,7 +192,7 @@ def test_a_power_of_two_too_large_is_halved_where_that_pays() -> None:
 def test_searches_need_even_steps(name: str) -> None:
     """float8 has no uniform step to search. The reason names alternatives, and auto is minmax."""
     stats = sketch_values(np.linspace(-3, 5, 100, dtype=np.float32), bits=7)
-    with pytest.raises(DataError, match=r"float8_e5m2 differ in size.*minmax"):
+    with pytest.raises(DataError, match=r"float8_e5m2 .*minmax"):
         observe(name, stats, FloatType("float8_e5m2"))
     assert observe("auto", stats, FloatType("float8_e5m2")) == Range(np.array(-3.0), np.array(5.0))
 
@@ -312,7 +312,7 @@ def test_mse_is_refined(name: str, most: float) -> None:
 
 def test_entropy_takes_narrow_types_only() -> None:
     """Types above 8 bits raise an error."""
-    with pytest.raises(DataError, match="up to 8 bits, since int16"):
+    with pytest.raises(DataError, match=r"8 bits,.* int16"):
         observe("entropy", sketch_values(TENSORS["normal"], bits=10), IntType(16, True))
 
 
@@ -320,11 +320,11 @@ def test_entropy_takes_narrow_types_only() -> None:
 def test_statistics_without_a_histogram_are_refused(name: str) -> None:
     """The error names the missing histogram and a remedy."""
     values = TENSORS["normal"].reshape(100, 200)
-    with pytest.raises(DataError, match=r"only limits per channel.*minmax"):
+    with pytest.raises(DataError, match=r"histogram,.*per channel.*minmax"):
         observe(name, sketch_values(values, 1, bits=7))
     with pytest.raises(DataError, match=r"needs a histogram"):
         observe(name, sketch_values(values))
-    with pytest.raises(DataError, match=r"has 7 mantissa bits, and int16 needs 10"):
+    with pytest.raises(DataError, match=r" 7 mantissa bits,.* int16 needs 10"):
         observe(name, sketch_values(values, bits=7), IntType(16, True))
     with pytest.raises(DataError, match="no finite value"):
         observe(name, sketch_values(np.array([np.nan]), bits=7))

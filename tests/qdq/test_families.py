@@ -1,6 +1,7 @@
 """Ops, names, constants and reshapes that each family adds to a graph, for both frameworks."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -212,7 +213,7 @@ def test_a_range_of_strings_is_not_read() -> None:
     ("family", "asked", "reason"),
     [
         ("onnx-qdq", FamilyRequest(type=INT8, axis=0, dtype="float32", shape=None), None),
-        ("onnx-qdq", FamilyRequest(type=INT8, axis=None, dtype="float16", shape=None), "convert the model to float32"),
+        ("onnx-qdq", FamilyRequest(type=INT8, axis=None, dtype="float16", shape=None), "convert .*float32"),
         ("onnx-qdq", FamilyRequest(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
         (
             "onnx-qdq",
@@ -233,7 +234,7 @@ def test_a_range_of_strings_is_not_read() -> None:
         (
             "onnx-qdq",
             FamilyRequest(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32),
-            "only weights can have blocks",
+            'weights .*blocks,.* per = "channel"',
         ),
         (
             "onnx-qdq",
@@ -244,7 +245,7 @@ def test_a_range_of_strings_is_not_read() -> None:
         (
             "fake-quant",
             FamilyRequest(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32),
-            "does not support blocks",
+            'FakeQuant.*blocks,.* per = "channel"',
         ),
         (
             "quantize-and-dequantize-v2",
@@ -261,4 +262,4 @@ def test_a_range_of_strings_is_not_read() -> None:
 def test_unsupported_reasons(family: str, asked: FamilyRequest, reason: str | None) -> None:
     """A request that the runtime does not support has a reason."""
     actual = FAMILIES[family].unsupported_reason(asked)
-    assert actual is None if reason is None else reason in actual
+    assert actual is None if reason is None else re.search(reason, actual)

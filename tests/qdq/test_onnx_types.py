@@ -16,6 +16,7 @@ from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.session import RUNTIME_ERRORS
 from graphquant.numerics import FLOAT8_NAMES, FloatType, IntType, QParams, dequantize, parse_type, quantize
+from graphquant.quantize import SkipCode
 
 INTEGERS = tuple(f"{sign}int{bits}" for bits, sign in itertools.product((2, 3, 4, 5, 6, 7, 8, 12, 16), ("", "u")))
 QUICK = ("int4", "uint16", "float8_e4m3fn")
@@ -260,7 +261,8 @@ def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
     """There are no statistics per block, and the skip names an alternative."""
     plan = api.plan(save_sum_model(tmp_path, 21), rules=weight_rules(tmp_path, "int8", "block", ACTIVATION))
     assert not plan.sites
-    assert "only weights can have blocks" in plan.skips[0].reason
+    assert plan.skips[0].code is SkipCode.SCHEME
+    assert "blocks" in plan.skips[0].reason
     assert 'per = "tensor"' in plan.skips[0].reason
 
 

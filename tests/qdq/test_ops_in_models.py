@@ -1,5 +1,6 @@
 """Each TensorFlow family in a model that TensorFlow runs, bit for bit like its numpy reference."""
 
+import re
 from contextlib import contextmanager
 from itertools import product
 
@@ -341,13 +342,13 @@ def test_added_ops_are_read_back(family, bits, signed, narrow, high, dynamic, ha
 @pytest.mark.parametrize(
     ("scheme", "said"),
     [
-        ('family = "fake-quant"\nround = "half-even"', "always rounds half up"),
-        ('family = "quantize-and-dequantize-v3"\nround = "half-up"', "always rounds half to even"),
+        ('family = "fake-quant"\nround = "half-even"', "FakeQuant .*'round'"),
+        ('family = "quantize-and-dequantize-v3"\nround = "half-up"', "DequantizeV3 .*'round'"),
         ('family = "quantize-and-dequantize-v2"\nzero = "asymmetric"', "no zero point"),
         ('family = "quantize-and-dequantize-v2"\nargs = {form = "args"}', "has no 'form'"),
         ('family = "fake-quant"\nrange = "dynamic"', "needs a range"),
-        ('family = "fake-quant"\nargs = {form = "arg"}', "it must be 'vars' or 'args'"),
-        ('family = "fake-quant"\nargs = {from = "args"}', "'from' is not a key of the arguments of a family"),
+        ('family = "fake-quant"\nargs = {form = "arg"}', "'vars' or 'args'"),
+        ('family = "fake-quant"\nargs = {from = "args"}', "'from' .*arguments"),
         ('args = {form = "args"}', "'family'"),
         (
             'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nargs = {input_min = 2.0, input_max = 1.0}',
@@ -361,7 +362,7 @@ def test_unsupported_schemes_are_rejected(tmp_path, scheme: str, said: str) -> N
     path.write_text(RULES.format(scheme=scheme, role="weight"))
     with pytest.raises(RuleError) as error:
         load_ruleset([str(path)])
-    assert said in str(error.value)
+    assert re.search(said, str(error.value))
     assert f"{path}:" in str(error.value)
 
 

@@ -1,6 +1,7 @@
 """Unsupported requests in rules, plans and on tensors raise errors with a remedy, and nothing is written."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import graphquant as gq
 from graphquant.errors import RuleError, UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.values import encode_tensor, type_number
-from graphquant.quantize import plan_to_json
+from graphquant.quantize import SkipCode, plan_to_json
 
 RULES = """
 [scheme.s]
@@ -55,19 +56,19 @@ def scheme_rules(tmp_path, scheme, role):
         (V2 + 'per = "channel"\nround = "half-up"', "the family quantize-and-dequantize-v3"),
         (V4 + 'per = "channel"\nround = "half-up"', "the family quantize-and-dequantize-v3"),
         (V4 + 'range = "dynamic"\nargs = {input_min = 1.0, input_max = -1.0}', "'input_min' 1.0 is above 'input_max'"),
-        (V2 + 'observe = {name = "fixed", low = 5.0, high = -10.0}', "'low' must not be above 'high'"),
-        (V2 + 'zero = "asymmetric"', "has no zero point"),
+        (V2 + 'observe = {name = "fixed", low = 5.0, high = -10.0}', "'low' .*'high'"),
+        (V2 + 'zero = "asymmetric"', 'zero = "symmetric", .*fake-quant'),
         (V3 + 'round = "half-up"', "quantize-and-dequantize-v2 or -v4"),
         (V3 + "args = {input_min = 1.0}", "has no 'input_min'"),
         (FAKE + 'bits = 17\nround = "half-up"', "has 2 to 16 bits"),
-        (FAKE + "bits = 1", "it must be at least 2"),
+        (FAKE + "bits = 1", "at least 2"),
         (FAKE + 'range = "dynamic"', "the family quantize-and-dequantize-v2, -v3 or -v4"),
         (FAKE + 'range = "given"', 'zero = "asymmetric"'),
         (
             FAKE + 'range = "given"\nzero = "asymmetric"\nscale = "power-of-two"',
-            "a power of two needs range 'observed'",
+            "needs range 'observed'",
         ),
-        (FAKE + 'range = "learned"\nargs = {form = "args"}', 'form = "vars" for a learned range'),
+        (FAKE + 'range = "learned"\nargs = {form = "args"}', 'form = "vars" .*learned'),
         (FAKE + 'round = "half-even"', "the family quantize-and-dequantize-v2"),
         (FAKE + 'per = "channel"\nargs = {form = "args"}', 'form = "vars" per channel'),
         ('family = "onnx-qdq"\nrange = "learned"', "omit 'range'"),
@@ -78,7 +79,7 @@ def test_rules(tmp_path, cli, scheme: str, said: str) -> None:
     path, out = write_product_graph(tmp_path / "net.pb"), tmp_path / "out.pb"
     with pytest.raises(RuleError) as error:
         gq.insert(path, rules=scheme_rules(tmp_path, scheme, "weight"))
-    assert said in str(error.value)
+    assert re.search(said, str(error.value))
     assert "rules.toml:" in str(error.value)
     cli("insert", path, "--rules", scheme_rules(tmp_path, scheme, "weight")[0], "-o", out, code=2)
     assert not out.exists()
@@ -89,11 +90,11 @@ def test_rules(tmp_path, cli, scheme: str, said: str) -> None:
     [
         (V2 + CHANNEL, "weight", "float32", 2, "the family quantize-and-dequantize-v3"),
         (V4 + CHANNEL, "weight", "float32", 2, "the family quantize-and-dequantize-v3"),
-        (V2 + FIXED, "input", "float16", 2, "has no CPU kernel for float16; cast the tensor to float32"),
-        (V3 + FIXED, "input", "bfloat16", 2, "has no CPU kernel for bfloat16; cast the tensor to float32"),
-        (V4 + 'range = "dynamic"', "weight", "float16", 2, "has no CPU kernel for float16; cast the tensor to float32"),
-        (FAKE + FIXED, "input", "float16", 2, "FakeQuant takes float32, and this tensor is float16"),
-        (FAKE + FIXED, "input", "float64", 2, "FakeQuant takes float32, and this tensor is float64"),
+        (V2 + FIXED, "input", "float16", 2, "no CPU kernel for float16;.* float32"),
+        (V3 + FIXED, "input", "bfloat16", 2, "no CPU kernel for bfloat16;.* float32"),
+        (V4 + 'range = "dynamic"', "weight", "float16", 2, "no CPU kernel for float16;.* float32"),
+        (FAKE + FIXED, "input", "float16", 2, "FakeQuant takes float32,.* float16"),
+        (FAKE + FIXED, "input", "float64", 2, "FakeQuant takes float32,.* float64"),
         (FAKE + FIXED + "bits = 17", "input", "float32", 2, "2 to 16 bits"),
     ],
 )
@@ -102,7 +103,8 @@ def test_tensors(tmp_path, cli, scheme: str, role: str, dtype: str, rank: int, s
     path, out = write_product_graph(tmp_path / "net.pb", dtype, rank=rank), tmp_path / "out.pb"
     result = gq.insert(path, rules=scheme_rules(tmp_path, scheme, role), allow_empty=True)
     assert not result.inserted
-    assert said in result.skips[0].reason
+    assert result.skips[0].code is SkipCode.SCHEME
+    assert re.search(said, result.skips[0].reason)
     assert result.model is result.source
     run = cli("insert", path, "--rules", scheme_rules(tmp_path, scheme, role)[0], "-o", out, "--allow-empty")
     assert "0 sites inserted" in run.output
@@ -128,7 +130,8 @@ def test_ranges_that_are_learned_along_an_inner_axis(tmp_path) -> None:
             tmp_path / "net.pb", rules=scheme_rules(tmp_path, FAKE + CHANNEL + more, "weight"), allow_empty=True
         )
         assert len(result.inserted) == count
-    assert "along the last axis" in result.skips[0].reason
+    assert result.skips[0].code is SkipCode.SCHEME
+    assert "last axis" in result.skips[0].reason
 
 
 @pytest.mark.parametrize("source", ["given", "dynamic", "learned"])
@@ -147,12 +150,12 @@ def test_plans_have_the_range_source(tmp_path, source: str) -> None:
 @pytest.mark.parametrize(
     ("scheme", "role", "changes", "said"),
     [
-        (V3 + CHANNEL, "weight", {"axis": -1}, "it has no axis -1"),
-        (V3 + CHANNEL, "weight", {"axis": 2}, "it has no axis 2"),
+        (V3 + CHANNEL, "weight", {"axis": -1}, "no axis -1"),
+        (V3 + CHANNEL, "weight", {"axis": 2}, "no axis 2"),
         (V3 + CHANNEL, "weight", {"scale": [0.5, 0.5]}, "it has 4 channels"),
-        (V2 + FIXED, "input", {"range": [1.0, -1.0]}, "(low, high)"),
-        (V2 + FIXED, "input", {"range": [0.0, float("inf")]}, "(low, high)"),
-        (V2 + FIXED, "input", {"scale": [0.5], "zero_point": [3]}, "quantize-and-dequantize-v2 has no zero point"),
+        (V2 + FIXED, "input", {"range": [1.0, -1.0]}, r"\(low, high\)"),
+        (V2 + FIXED, "input", {"range": [0.0, float("inf")]}, r"\(low, high\)"),
+        (V2 + FIXED, "input", {"scale": [0.5], "zero_point": [3]}, "quantize-and-dequantize-v2 .*zero point"),
         (V3 + CHANNEL, "weight", {"family": "quantize-and-dequantize-v2"}, "the family quantize-and-dequantize-v3 or"),
         (V2 + FIXED, "input", {"family": "fake-quant", "bits": 17}, "2 to 16 bits"),
     ],
@@ -167,7 +170,7 @@ def test_edited_plans(tmp_path, cli, scheme: str, role: str, changes: dict, said
     (tmp_path / "plan.json").write_text(json.dumps(data))
     with pytest.raises(UsageError) as error:
         gq.insert(path, plan=tmp_path / "plan.json")
-    assert said in str(error.value)
+    assert re.search(said, str(error.value))
     cli("insert", path, "--plan", tmp_path / "plan.json", "-o", out, code=2)
     assert not out.exists()
 
@@ -175,9 +178,9 @@ def test_edited_plans(tmp_path, cli, scheme: str, role: str, changes: dict, said
 @pytest.mark.parametrize(
     ("family", "bits", "dtype", "said"),
     [
-        ("quantize-and-dequantize-v2", 8, "float16", "no CPU kernel for float16; cast the tensor to float32"),
+        ("quantize-and-dequantize-v2", 8, "float16", "no CPU kernel for float16;.* float32"),
         ("fake-quant", 8, "float64", "FakeQuant takes float32"),
-        ("onnx-qdq", 8, "float32", "is for onnx models"),
+        ("onnx-qdq", 8, "float32", "'onnx-qdq' .*onnx"),
     ],
 )
 def test_the_recipe(tmp_path, family: str, bits: int, dtype: str, said: str) -> None:
@@ -186,5 +189,5 @@ def test_the_recipe(tmp_path, family: str, bits: int, dtype: str, said: str) -> 
     before = [op.name for op in model.main.ops()]
     with pytest.raises(UsageError) as error:
         gq.insert_quant_op(model, "x", "y", gq.FixedPoint(bits, -4, family=family))
-    assert said in str(error.value)
+    assert re.search(said, str(error.value))
     assert [op.name for op in model.main.ops()] == before
