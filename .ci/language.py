@@ -329,9 +329,9 @@ def _quoted(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _literals(statements: list[ast.AST] | list[ast.stmt]) -> dict[str, list[ast.expr]]:
-    """Return the literals that are assigned to variables."""
+    """Return the literals that are assigned to variables, of dicts only the values."""
     return {
-        target.id: [statement.value]
+        target.id: statement.value.values if isinstance(statement.value, ast.Dict) else [statement.value]
         for statement in statements
         if isinstance(statement, ast.Assign)
         and isinstance(statement.value, ast.Constant | ast.JoinedStr | ast.Dict | ast.List | ast.Tuple | ast.Set)

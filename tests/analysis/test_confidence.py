@@ -140,7 +140,8 @@ def test_few_samples_are_reported(samples, tmp_path, cli) -> None:
     unseen = gq.compare(model, output, str(samples / "digits_cnn_eval.npz"), sites=False).sqnr
     bound = figures["sqnr_lower_bound"]
     assert bound - 1 < unseen < figures["sqnr"] - 10
-    assert f"4 samples say little: on others, with 95% confidence, probabilities at least {bound:.1f} dB" in shown
+    assert "4 samples say little" in shown
+    assert f"probabilities at least {bound:.1f} dB" in shown
     assert figures["agreement_lower_bound"] < 1
     shown = cli("compare", model, output, "--data", samples / "digits_cnn_eval.npz").stdout
     assert "say little" not in shown

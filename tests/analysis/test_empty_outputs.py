@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def test_one_empty_output(selecting_net: Callable[..., tuple[Path, str]]) -> Non
     y, scores, indices = result.validation.comparison.outputs
     assert (y.values, scores.values, indices.values, scores.empty, y.empty) == (16, 0, 0, True, False)
     assert (scores.sqnr, scores.cosine, scores.agreement, indices.agreement, scores.sqnr_lower_bound) == (None,) * 5
-    assert "empty for all 4 samples" in text_report(result)
+    assert re.search(r"\bfound, places .*empty", text_report(result))
     assert "equal" not in text_report(result)
     assert result.validation.failures == ()
     outputs = CompareResult.model_validate(result.validation.comparison).as_json()["outputs"]
@@ -86,13 +87,13 @@ def test_all_outputs_empty(
     assert result.validation.comparison.all_empty
     assert not outcome_metrics(result).exact
     assert outcome_metrics(result).problem
-    with pytest.raises(UsageError, match=r"every output was empty for all \d+ samples"):
+    with pytest.raises(UsageError, match=r"empty for all \d+"):
         gq.insert(model, data=data, min_sqnr=20)
     plain = json.loads(cli("compare", model, out, "--data", data, "--format", "json").stdout)
     assert plain["samples"] == 20
     assert [(output["values"], output["sqnr"]) for output in plain["outputs"]] == [(0, None)] * len(plain["outputs"])
     bounded = cli("compare", model, out, "--data", data, "--min-sqnr", 20, code=1)
-    assert bounded.stderr.startswith("error: Nothing was compared")
+    assert "empty for all 20" in bounded.stderr
 
 
 def test_output_with_values_for_some_samples(selecting_net: Callable[..., tuple[Path, str]]) -> None:

@@ -1,6 +1,7 @@
 """Explanations of the quantization of tensors."""
 
 import json
+import re
 
 import onnx
 import onnx.parser
@@ -70,10 +71,14 @@ def test_each_use_has_its_rules_and_outcome(asked):
         ("r:0", "/layer[0]/tanh[0]", "leave-tanh", False),
         ("r:0", "v[0]", "relu", True),
     ]
-    misses = [[(miss.rule.rule.name, miss.reason) for miss in explanation.misses] for explanation in explanations]
+    misses = [
+        [(miss.rule.rule.name, *re.findall(r"producer|consumer|'\w+'", miss.reason)) for miss in explanation.misses]
+        for explanation in explanations
+    ]
+    assert explanations[0].misses[0].reason == ""
     assert misses == [
-        [("relu", ""), ("pass", "producer r is 'relu', not 'reshape'")],
-        [("leave-tanh", "consumer v is 'reshape', not 'tanh'"), ("pass", "producer r is 'relu', not 'reshape'")],
+        [("relu",), ("pass", "producer", "'relu'", "'reshape'")],
+        [("leave-tanh", "consumer", "'reshape'", "'tanh'"), ("pass", "producer", "'relu'", "'reshape'")],
     ]
 
 
@@ -98,22 +103,21 @@ def test_ties_and_no_rule(asked):
     """A tie names its tensor; without a matching rule the outcome is that."""
     (tied,) = asked("v:0")
     assert outcomes([tied]) == [("v:0", "@v[0]", "pass", True)]
-    assert tied.outcome == "quantized to uint8 asymmetric per tensor, with the scale at v[0]"
+    assert "uint8 asymmetric per tensor" in tied.outcome
+    assert tied.outcome.endswith("v[0]")
     assert outcomes(asked("x:0"))[0] == ("x:0", "r[0]", "", False)
-    assert asked("x:0")[0].outcome == "not quantized: no rule matches"
+    assert all(miss.reason for miss in asked("x:0")[0].misses)
 
 
 def test_unknown_names(asked):
     """An unknown name is an error with suggestions; an integer tensor has its own message."""
-    with pytest.raises(UsageError, match=r"called 'layer\[0\]/tan'\. Did you mean '/layer\[0\]/tanh'"):
+    with pytest.raises(UsageError, match=r"'layer\[0\]/tan'\. Did you mean '/layer\[0\]/tanh'"):
         asked("layer[0]/tan")
-    with pytest.raises(UsageError, match=r"called 'i'\. It has no float tensors\."):
-        asked("i")
-    with pytest.raises(
-        UsageError,
-        match=r"called 'nothing_like_it'\. List the names with: graphquant inspect MODEL --format graph-json",
-    ):
+    with pytest.raises(UsageError, match=r"'nothing_like_it'.* graphquant inspect MODEL --format graph-json"):
         asked("nothing_like_it")
+    with pytest.raises(UsageError, match=r"'i'.* no float tensors") as integer:
+        asked("i")
+    assert not re.search("Did you mean|graphquant inspect", str(integer.value))
 
 
 def test_closeness_of_rules(asked):
@@ -148,6 +152,7 @@ def test_explain_a_saved_plan(samples, tmp_path, cli):
     plan = gq.plan(gq.load(model), rules=[str(rules), "onnxruntime"], exclude="depthwise/relu6")
     saved = tmp_path / "plan.json"
     saved.write_text(json.dumps(plan_to_json(plan)))
+    assert api.explain(gq.load(model), "depthwise/relu6:0", plan=saved).omitted_reason == ""
     output = cli("explain", model, "depthwise/relu6:0", "--plan", saved).stdout
     assert "not quantized: --exclude 'depthwise/relu6'" in output
     assert "near misses:" in output
@@ -155,12 +160,12 @@ def test_explain_a_saved_plan(samples, tmp_path, cli):
     output = cli("explain", model, "depthwise/relu6:0", "--plan", saved).stdout
     assert "not quantized: --exclude 'depthwise/relu6'" in output
     assert "near misses:" not in output
-    assert "the rule files changed" in output
+    assert str(api.explain(gq.load(model), "depthwise/relu6:0", plan=saved).omitted_reason) in output
     rules.unlink()
     explanation = api.explain(gq.load(model), "depthwise/relu6:0", plan=saved)
     assert str(rules) in explanation.omitted_reason
     assert explanation.uses[0].misses == ()
-    with pytest.raises(UsageError, match="belongs to another model"):
+    with pytest.raises(UsageError, match="graphquant plan MODEL --format json"):
         api.explain(gq.load(samples / "digits_rnn.onnx"), "image", plan=saved)
     assert "--plan" in cli("explain", model, "x", "--plan", saved, "--rules", "qnn", code=2).stderr
 
@@ -168,12 +173,15 @@ def test_explain_a_saved_plan(samples, tmp_path, cli):
 def test_fused_ops_in_the_headline(samples, cli):
     """The headline of a fused op names its fusion."""
     model = samples / "digits_cnn.onnx"
-    output = cli("explain", model, "stem/relu").stdout
-    assert output.startswith("stem/relu: fused with stem/conv, its output is quantized.")
-    output = cli("explain", model, "stem/conv").stdout
-    assert output.startswith("stem/conv: reads 2 of 3 float inputs quantized, fused with stem/relu.")
-    output = cli("explain", model, "stem/relu", "--rules", "weight_only").stdout
-    assert output.startswith("stem/relu: reads 0 of 1 float input quantized, its output is not quantized.")
+    headline = cli("explain", model, "stem/relu").stdout.splitlines()[0]
+    assert headline.startswith("stem/relu: fused with stem/conv,")
+    assert "not quantized" not in headline
+    headline = cli("explain", model, "stem/conv").stdout.splitlines()[0]
+    assert headline.startswith("stem/conv: reads 2 of 3 ")
+    assert headline.endswith("fused with stem/relu.")
+    headline = cli("explain", model, "stem/relu", "--rules", "weight_only").stdout.splitlines()[0]
+    assert headline.startswith("stem/relu: reads 0 of 1 ")
+    assert headline.endswith("not quantized.")
 
 
 def test_the_backend_of_a_plan(samples):
@@ -232,7 +240,7 @@ def test_explain_a_quantized_model(samples, tmp_path):
     assert read.quantized
     assert (read.tensor, read.winner) == (insertion.site.tensor, insertion.site.rule)
     assert {"uint8", f"{insertion.params.scale.item():.6g}", "0"} <= set(read.outcome.replace(",", " ").split())
-    assert read.scale_reasons == ("one scale and zero point with max_pool:0",)
+    assert [re.findall(r"\S+:\d", reason) for reason in read.scale_reasons] == [["max_pool:0"]]
     readers = [str(entry.use) for entry in explanation.uses if entry.tensor.op == "max_pool"]
     assert readers == ["residual_1/conv[0]", "residual/add[0]"]
     unquantized = api.explain(model, "probabilities").uses

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import graphquant as gq
+from graphquant.errors import UsageError
 from graphquant.quantize import plan_to_json
 
 if TYPE_CHECKING:
@@ -142,7 +144,7 @@ def test_a_weight(samples: Path, tmp_path: Path, name: str) -> None:
     change = only(path, write_edited_copy(path, edit))
     assert (change.kind, change.location) == ("weight", large.name)
     assert change.size == pytest.approx(0.25, abs=1e-6)
-    assert change.message.startswith(f"1 of {numpy_helper.to_array(large).size} values differ, by up to 0.25")
+    assert re.findall(r"[\d.]+\d|\d", change.message)[:3] == ["1", str(numpy_helper.to_array(large).size), "0.25"]
 
 
 def test_quantization_is_reported_as_sites(samples: Path, tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_plans(samples: Path, tmp_path: Path) -> None:
         path.write_text(json.dumps(plan_to_json(replace(plan, sites=sites))))
     (change,) = gq.diff(*paths).changes
     assert change.message == "range: None became (0.0, 1.0)"
-    with pytest.raises(gq.GraphQuantError, match="A plan cannot be compared with a model"):
+    with pytest.raises(UsageError, match=r"two models.* two plans"):
         gq.diff(plan, samples / "digits_cnn.onnx")
 
 

@@ -72,5 +72,5 @@ def test_inputs_are_matched() -> None:
         [any_shape_input("x"), any_shape_input("y")], [any_shape_input("serve_y", "y"), any_shape_input("x")]
     ) == {"serve_y": "y", "x": "x"}
     assert match_inputs([any_shape_input("x")], [any_shape_input("other")]) == {"other": "x"}
-    with pytest.raises(UsageError, match=r"take different inputs: 'x', and 'a', 'b'"):
+    with pytest.raises(UsageError, match=r"'x', and 'a', 'b'"):
         match_inputs([any_shape_input("x")], [any_shape_input("a"), any_shape_input("b")])

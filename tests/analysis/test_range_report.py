@@ -117,7 +117,7 @@ def test_statistics_of_another_model_are_rejected(samples: Path, sample_stats: S
         api.inspect_stats(sample_stats, samples / "digits_rnn.onnx")
     data, head = str(samples / "digits_rnn_calib.npz"), "logits/*"  # a name that both models have
     other_model = api.insert(samples / "digits_rnn.onnx", data=data, exclude=head).model
-    with pytest.raises(DataError, match="this one quantizes none of their tensors"):
+    with pytest.raises(DataError, match="quantizes none of"):
         api.inspect_stats(sample_stats, other_model)
     with pytest.raises(DataError, match="of another model"):
         api.inspect_stats(sample_stats, other_model, rules=["onnxruntime"])

@@ -52,7 +52,7 @@ def test_several_runs_are_added_at_once() -> None:
     assert together.problem == "shapes differ: [2, 3] and [1, 3]"
     actual = ErrorSums()
     _add_runs(actual, [([values[0][0]], list(values[0]))])
-    assert actual.problem == "it was computed another number of times"
+    assert actual.problem.endswith("number of times")
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_cnn_bn", "digits_rnn"])

@@ -110,9 +110,10 @@ def test_folder_and_missing_file(refused: Callable[..., str]) -> None:
     """A folder that is no SavedModel, a missing path and a file of another kind have different messages."""
     Path("folder").mkdir()
     Path("model.bin").write_bytes(b"\x89HDF")
-    assert "folder is a folder without saved_model.pb" in refused("insert", "folder", code=3)
+    assert "folder without saved_model.pb" in refused("insert", "folder", code=3)
     text = refused("insert", "digits.onnx", code=3)
-    assert "There is no file digits.onnx. Models in that folder: digits_cnn.onnx" in text
+    assert "no file digits.onnx." in text
+    assert ": digits_cnn.onnx" in text
     text = refused("inspect", "model.bin", code=3)
     assert "unknown suffix '.bin'" in text
     assert ".onnx" in text
@@ -190,7 +191,7 @@ def test_file_that_is_not_a_rule_file(refused: Callable[..., str]) -> None:
 def test_pattern_without_a_match(refused: Callable[..., str], option: str) -> None:
     """The message suggests the nearest names."""
     text = refused("insert", CNN, *WEIGHTS, option, "residual_1/konv", code=2)
-    assert f"{option} 'residual_1/konv' matches no op or tensor" in text
+    assert f"{option} 'residual_1/konv' matches no " in text
     assert "residual_1/conv" in text
     for regex in ("/(/", "/(?=a)/"):
         assert f"{regex!r} of {option}" in refused("insert", CNN, option, regex, code=2)
@@ -291,8 +292,8 @@ def test_existing_output_and_the_source_as_output(refused: Callable[..., str], n
     assert "--force" in refused("insert", name, *WEIGHTS, "-o", f"there{suffix}", code=2)
     for same in (name, f"./{name}", Path(name).absolute()):
         for force in ([], ["--force"]):
-            assert "is the source model" in refused("insert", name, *WEIGHTS, "-o", same, *force, code=2)
-    message = "inside the folder of the source model" if Path(name).is_dir() else "is the source model"
+            assert f"{Path(name).name} is the source" in refused("insert", name, *WEIGHTS, "-o", same, *force, code=2)
+    message = "folder of the source" if Path(name).is_dir() else "is the source"
     assert message in refused("insert", name, *WEIGHTS, "--report", file_of(name), code=2)
     for verb in ("plan", "inspect"):
         assert message in refused(verb, name, "-o", file_of(name), "--force", code=2)
@@ -305,8 +306,8 @@ def test_links_to_the_input_are_the_input(refused: Callable[..., str]) -> None:
     Path("link.onnx").symlink_to(CNN)
     os.link(CNN, "hard.onnx")
     for out in ("link.onnx", "hard.onnx"):
-        assert "is the source model" in refused("insert", CNN, *WEIGHTS, "-o", out, "--force", code=2)
-    assert "is the source model" in refused("insert", "link.onnx", *WEIGHTS, "-o", CNN, "--force", code=2)
+        assert f"{out} is the source" in refused("insert", CNN, *WEIGHTS, "-o", out, "--force", code=2)
+    assert f"{CNN} is the source" in refused("insert", "link.onnx", *WEIGHTS, "-o", CNN, "--force", code=2)
 
 
 @pytest.mark.parametrize(

@@ -195,15 +195,15 @@ def test_lists_of_different_length_and_kind(build_model, tmp_path):
     """Lists must have equal length, hold tensors, and belong to one model."""
     model, second_model = build_model(PAIRS), build_model(PAIRS)
     a0, b0 = ts(model, "a0", "b0")
-    with pytest.raises(UsageError, match="2 tensors cannot be paired with 1"):
+    with pytest.raises(UsageError, match=r"^2 tensors .* with 1\."):
         ge.reroute_ts([a0, b0], [a0])
-    with pytest.raises(UsageError, match="The str 'a0:0' is not a tensor"):
+    with pytest.raises(UsageError, match=r"str 'a0:0' .* a tensor"):
         ge.reroute_ts("a0:0", a0)
-    with pytest.raises(UsageError, match="The Operation 'c0' is not a tensor"):
+    with pytest.raises(UsageError, match=r"Operation 'c0' .* a tensor"):
         ge.swap_ts(ops_by_name(model, "c0"), a0)
-    with pytest.raises(UsageError, match="The Tensor 'a0:0' is not an op"):
+    with pytest.raises(UsageError, match=r"Tensor 'a0:0' .* an op"):
         ge.reroute_ts(a0, b0, can_modify=a0)
-    with pytest.raises(UsageError, match="a0:0 and b0:0 belong to two models"):
+    with pytest.raises(UsageError, match=r"a0:0 and b0:0 .* two models"):
         ge.reroute_ts(a0, ts(second_model, "b0"))
 
 
@@ -225,7 +225,7 @@ def test_no_cycles(build_model):
     """Ancestors of the new tensor are not rerouted; a swap along a path is refused and fully undone."""
     model = build_model(CHAIN | parse_nodes("o=2 p=2 q=o+p"))
     before = tensors_in_slots(model)
-    with pytest.raises(UsageError, match=r"y:0 is computed from x:0 through y\[0\]"):
+    with pytest.raises(UsageError, match=r"y:0 .* x:0 through y\[0\]"):
         ge.swap_ts(ts(model, "o", "y"), ts(model, "p", "x"))
     assert tensors_in_slots(model) == before
     check_invariants(model, "refused swap")
@@ -299,11 +299,11 @@ def test_invalid_selections_are_refused(build_model):
     model = build_model(SCOPES)
     with pytest.raises(UsageError, match="needs a graph"):
         ge.select_ops("^foo")
-    with pytest.raises(UsageError, match="not a regular expression"):
+    with pytest.raises(UsageError, match=r"'\(' .*regular expression"):
         ge.select_ts("(", graph=model)
     with pytest.raises(UsageError, match="a dict"):
         ge.select_ts("a", graph={})
-    with pytest.raises(UsageError, match="The int '7' is not an op"):
+    with pytest.raises(UsageError, match=r"int '7' .* an op"):
         ge.select_ops(7)
     with pytest.raises(UsageError, match=r"no tensor 'foo/bar/ee'\. Did you mean 'foo/bar/e"):
         ge.get_tensor_by_name(model, "foo/bar/ee")
@@ -467,7 +467,7 @@ def test_names_that_match_no_consumer(file, samples):
     """The error names producer and readers; repeating the call is an error too; nothing is changed."""
     model = gq.load(samples / file)
     before = tensors_in_slots(model)
-    with pytest.raises(UsageError, match=r"'residual_7' reads \S*max_pool:0\. It is read by .*'residual_1/conv'"):
+    with pytest.raises(UsageError, match=r"'residual_7' reads \S*max_pool:0\. .*'residual_1/conv'"):
         gq.insert_quant_op(model, "max_pool:0", "residual_7", gq.FixedPoint(8, -4))
     with pytest.raises(UsageError, match=r"no tensor 'max_pol:0'\. Did you mean 'max_pool:0'"):
         gq.insert_quant_op(model, "max_pol:0", BLOCK, gq.FixedPoint(8, -4))
@@ -480,7 +480,7 @@ def test_names_that_match_no_consumer(file, samples):
 def test_outputs_are_no_consumers_of_the_recipe(build_model):
     """A graph output with the word in its name is not rerouted."""
     model = build_model(CHAIN)
-    with pytest.raises(UsageError, match=r"contains 'z' reads z:0\. No op of a layer reads it"):
+    with pytest.raises(UsageError, match=r"'z' reads z:0\. .* layer"):
         gq.insert_quant_op(model, "z", "z", gq.FixedPoint(8, -4))
 
 
@@ -501,14 +501,14 @@ def test_fixed_point():
 def test_unsupported_formats_are_refused(samples, tmp_path, branch):
     """Another format's family, integers, old opsets, invalid scopes and foreign tensors are refused."""
     model = gq.load(samples / "digits_cnn.pb")
-    with pytest.raises(UsageError, match=r"'onnx-qdq' is for onnx models\. .*fake-quant"):
+    with pytest.raises(UsageError, match=r"'onnx-qdq' .* onnx models\. .*fake-quant"):
         gq.insert_quant_op(model, "max_pool", BLOCK, gq.FixedPoint(8, -4, family="onnx-qdq"))
-    with pytest.raises(UsageError, match=r"flatten/shape:0 cannot be quantized by fake-quant: .*int32"):
+    with pytest.raises(UsageError, match=r"flatten/shape:0 .* fake-quant: .*int32"):
         gq.insert_quant_op(model, "flatten/shape:0", "flatten", gq.FixedPoint(8, -4))
     for name in ("_", ""):
-        with pytest.raises(UsageError, match=f"'{name}' is not a valid scope"):
+        with pytest.raises(UsageError, match=f"'{name}' .* valid scope"):
             gq.insert_quant_op(model, "max_pool", name, gq.FixedPoint(8, -4))
-    with pytest.raises(UsageError, match="t:0 belongs to another model"):
+    with pytest.raises(UsageError, match=r"t:0 .* another model"):
         gq.insert_quant_op(model, ge.get_tensor_by_name(branch, "t"), "b", gq.FixedPoint(8, -4))
     with pytest.raises(UsageError, match=r"needs the model.* Graph"):
         gq.insert_quant_op(model.main, "max_pool", BLOCK, gq.FixedPoint(8, -4))
@@ -552,21 +552,21 @@ def test_rule_line_equals_the_recipe(file, samples, tmp_path, cli):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "values"),
     [
-        ("max_pool > residual_2/*: 8, -4", "no op called 'residual_2/*' reads a float tensor called 'max_pool'"),
-        ("max_pol > residual_1/*: 8, -4", "the producer name 'max_pol' matches nothing"),
-        ("max_pool > residual_7/*: 8, -4", "the consumer name 'residual_7/*' matches nothing"),
-        ("max_pool > residual_1/*: 8", "this is not a one-line rule"),
-        ("max_pool > residual_1/*: 80, -4", "'bits' is 80; it must be at most 32"),
-        ("max_pool > residual_1/*: 8, -400", "'exponent' is -400; it must be at least -126"),
-        ("max_pool > /(/: 8, -4", "regular expression"),
+        ("max_pool > residual_2/*: 8, -4", ["no op called 'residual_2/*'", "'max_pool'"]),
+        ("max_pol > residual_1/*: 8, -4", ["producer name 'max_pol'"]),
+        ("max_pool > residual_7/*: 8, -4", ["consumer name 'residual_7/*'"]),
+        ("max_pool > residual_1/*: 8", ["'PRODUCER > CONSUMER: BITS, EXPONENT'"]),
+        ("max_pool > residual_1/*: 80, -4", ["'bits' is 80;", " 32."]),
+        ("max_pool > residual_1/*: 8, -400", ["'exponent' is -400;", " -126."]),
+        ("max_pool > /(/: 8, -4", ["regular expression"]),
     ],
 )
-def test_mistakes_in_a_rule_line(line, message, samples, cli):
+def test_mistakes_in_a_rule_line(line, values, samples, cli):
     """An empty line or one with unknown names gives the error of a rule file."""
     error_text = cli("plan", samples / "digits_cnn.pb", "--rules", line, code=2).stderr
-    assert message in error_text
+    assert [value for value in values if value not in error_text] == []
     assert error_text.startswith(f"error: {line}:1:")
 
 

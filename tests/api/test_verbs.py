@@ -166,9 +166,9 @@ def test_quantized_models_stay_unchanged(cnn_path: Path, calib: str) -> None:
 
 def test_errors_are_of_their_kind(cnn_path: Path, samples: Path, tmp_path: Path) -> None:
     """Each mistake of a caller has its kind."""
-    with pytest.raises(ModelError, match="There is no file"):
+    with pytest.raises(ModelError, match=r"no file .*missing\.onnx"):
         gq.load(tmp_path / "missing.onnx")
-    with pytest.raises(NeedsDataError, match="activations have no range"):
+    with pytest.raises(NeedsDataError, match=r"^\d+ activations.* data"):
         gq.insert(cnn_path)
     with pytest.raises(UsageError, match="Did you mean 'onnxruntime'"):
         gq.plan(cnn_path, rules=["onnxruntim"])
@@ -191,7 +191,7 @@ def test_save_rejects_existing_files(cnn_path: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists already"):
         result.save(tmp_path / "out.onnx")
     result.save(tmp_path / "out.onnx", force=True)
-    with pytest.raises(UsageError, match="is the source model"):
+    with pytest.raises(UsageError, match=rf"{cnn_path.name} is the source"):
         result.save(cnn_path, force=True)
 
 
