@@ -18,6 +18,7 @@ from graphquant.calibration.holdout import HoldOut, open_optional_labels, sample
 from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
 from graphquant.ir import Model, TensorRef, count_macs, qualified_op_name, unsized_tensors
 from graphquant.utils import Progress, stage_progress
+from graphquant.utils.text import format_distinct
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
@@ -209,11 +210,12 @@ def _missed_bounds(outputs: Sequence[OutputFigures], bounds: Bounds) -> Iterator
     sqnr, agreement, drop = bounds.min_sqnr, bounds.min_agreement, bounds.max_accuracy_drop
     for output in outputs:
         if sqnr is not None and output.sqnr is not None and not output.sqnr >= sqnr:
-            yield f"output {output.name!r} has {output.sqnr:.2f} dB, and the bound is {sqnr:g} dB"
+            measured, bound = format_distinct(output.sqnr, sqnr, unit="dB")
+            yield f"output {output.name!r} has {measured}, and the bound is {bound}"
     for output in outputs:
         if agreement is not None and output.agreement is not None and output.agreement < agreement:
-            share = f"{100 * output.agreement:.2f}% of output {output.name!r} agree"
-            yield f"{share}, and the bound is {100 * agreement:g}%"
+            measured, bound = format_distinct(output.agreement, agreement)
+            yield f"{measured} of output {output.name!r} agree, and the bound is {bound}"
     for output in outputs:
         if drop is not None and output.accuracy is not None and output.accuracy[0] - output.accuracy[1] > drop:
             shares = " to ".join(f"{100 * share:.2f}%" for share in output.accuracy)

@@ -27,6 +27,7 @@ from graphquant.batch.types import (
     Status,
 )
 from graphquant.errors import EmptyResultError, GraphQuantError, InternalError, UsageError
+from graphquant.utils.text import format_distinct, quantized_share_failure
 
 if TYPE_CHECKING:
     from graphquant.api import Result
@@ -63,7 +64,7 @@ def outcome_metrics(result: Result) -> OutcomeMetrics | None:
 
 def gate_misses(gates: Gates, outcome: Outcome) -> tuple[GateMiss, ...]:
     """Return the gates that an outcome misses, or that cannot be checked."""
-    metrics, size, findings, share = outcome.metrics, outcome.size_after or 0, outcome.findings, outcome.quantized_share
+    metrics, size, findings = outcome.metrics, outcome.size_after or 0, outcome.findings
     messages: dict[str, str] = {}
     for gate in METRIC_GATES:
         bound = getattr(gates, gate)
@@ -71,11 +72,8 @@ def gate_misses(gates: Gates, outcome: Outcome) -> tuple[GateMiss, ...]:
             messages[gate] = "there is no data to measure it"
         elif bound is not None and metrics is not None:
             messages[gate] = metrics.problem or _metric_miss(gate, bound, metrics)
-    if gates.min_quantized is not None and (share is None or share < gates.min_quantized):
-        reached = "an unknown share" if share is None else f"{share:.2%}"
-        messages["min_quantized"] = (
-            f"{reached} of the multiply-adds have quantized inputs; the bound is {gates.min_quantized:.2%}"
-        )
+    if gates.min_quantized is not None:
+        messages["min_quantized"] = quantized_share_failure(outcome.quantized_share, gates.min_quantized)
     if gates.max_size is not None and size > gates.max_size:
         messages["max_size"] = f"the output has {size} bytes, and the limit is {gates.max_size}"
     if gates.check is not None and findings:
@@ -93,11 +91,11 @@ def _metric_miss(gate: str, bound: float, metrics: OutcomeMetrics) -> str:
         case "min_sqnr", OutcomeMetrics(sqnr=None):
             message = "no differing output has floats"
         case "min_sqnr", OutcomeMetrics(sqnr=sqnr) if sqnr is not None and sqnr < bound:
-            message = f"the worst output has {sqnr:.2f} dB; the bound is {bound:g}"
+            message = "the worst output has {}; the bound is {}".format(*format_distinct(sqnr, bound, unit="dB"))
         case "min_agreement", OutcomeMetrics(agreement=None):
             message = "no output has class scores or integers"
         case "min_agreement", OutcomeMetrics(agreement=share) if share is not None and share < bound:
-            message = f"{share:.2%} agree; the bound is {bound:.2%}"
+            message = "{} agree; the bound is {}".format(*format_distinct(share, bound))
         case "max_accuracy_drop", OutcomeMetrics(accuracy=None):
             message = "the data has no labels for an output"
         case "max_accuracy_drop", OutcomeMetrics(accuracy=(before, after)) if before - after > bound + 1e-11:

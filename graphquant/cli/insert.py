@@ -17,6 +17,7 @@ from graphquant.cli.output import (
 )
 from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import InsertOptions, ReadOptions
+from graphquant.utils.text import quantized_share_failure
 
 if TYPE_CHECKING:
     from graphquant.api import Result
@@ -153,12 +154,8 @@ def _exit_with_result(result: Result, settings: InsertOptions, written_note: str
     if validation is not None and validation.failures and (strict or validation.bounds):
         raise FindingsError(f"The validation failed: {'; '.join(validation.failures)}. {written_note}")
     minimum = settings.min_quantized
-    share = None if minimum is None else result.quantized_share
-    if minimum is not None and (share is None or share < minimum):
-        reached = "an unknown share" if share is None else f"{share:.2%}"
-        raise FindingsError(
-            f"{reached} of the multiply-adds have quantized inputs, and the bound is {minimum:.2%}. {written_note}"
-        )
+    if minimum is not None and (failure := quantized_share_failure(result.quantized_share, minimum)):
+        raise FindingsError(f"{failure}. {written_note}")
     if search is not None and not (search.bounds_met if strict else search.confirmed):
         message = "; ".join(search.failures or search.caveats)
         raise FindingsError(f"The search did not confirm the bounds: {message}. {written_note}")

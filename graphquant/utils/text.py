@@ -39,6 +39,27 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{math.floor(round(100 * factor * share, 6)) / factor:g}%"
 
 
+def format_distinct(value: float, bound: float, *, unit: str = "%") -> tuple[str, str]:
+    """Format a value and the bound that it misses with as many decimals as it takes to tell them apart.
+
+    `unit` is "%" for shares of 1, or the unit that follows the number.
+    """
+    scale, suffix = (100, "%") if unit == "%" else (1, f" {unit}")
+    for digits in range(2, 16):
+        texts = f"{scale * value:.{digits}f}{suffix}", f"{scale * bound:.{digits}f}{suffix}"
+        if texts[0] != texts[1]:
+            break
+    return texts[0], f"{scale * bound:.12g}{suffix}"
+
+
+def quantized_share_failure(share: float | None, minimum: float) -> str:
+    """Return a message if too few multiply-adds have quantized inputs, or an unknown `share` of them, else ""."""
+    if share is not None and share >= minimum:
+        return ""
+    reached, bound = ("an unknown share", percent(minimum, 12)) if share is None else format_distinct(share, minimum)
+    return f"{reached} of the multiply-adds have quantized inputs, and the bound is {bound}"
+
+
 def parse_size(text: str) -> int:
     """Parse a size into bytes: "512MB", "2GB", "1.5 GiB", "300000000"."""
     matched = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]I?|)B?\s*", text, re.IGNORECASE)
