@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from graphquant.calibration.data.files import error_reason, is_remote, missing_remote_package
-from graphquant.errors import GraphQuantError, ModelError, UsageError, did_you_mean
+from graphquant.calibration.data.files import is_remote, remote_file_system
+from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.formats import SUFFIXES
 from graphquant.formats.model_files import (
     companion_file_names,
@@ -65,7 +65,7 @@ def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome
 
 def remote_exists(address: str) -> bool:
     """Return True if an address exists, or raise a UsageError if the service does not answer."""
-    with _remote_file_system(address, UsageError, "looked at") as (system, path):
+    with remote_file_system(address, UsageError, "looked at") as (system, path):
         return bool(system.exists(path))
 
 
@@ -75,7 +75,7 @@ def remote_fingerprint(address: str, products: Collection[str]) -> str:
     Raises a UsageError if the service does not answer.
     """
     hasher = hashlib.sha256()
-    with _remote_file_system(address, UsageError, "looked at") as (system, path):
+    with remote_file_system(address, UsageError, "looked at") as (system, path):
         home = posixpath.dirname(path)
         for name in sorted(products):
             if not system.isfile(f"{home}/{name}"):
@@ -88,7 +88,7 @@ def _fetch_model(address: str, folder: Path) -> str:
     """Copy all files of a remote model into `folder`, and return its path; return a local path unchanged."""
     if not is_remote(address):
         return address
-    with _remote_file_system(address, ModelError, "read") as (system, path):
+    with remote_file_system(address, ModelError, "read") as (system, path):
         parent, name = posixpath.split(path.rstrip("/"))
         folder.mkdir()
         if system.isdir(path):
@@ -115,7 +115,7 @@ def _upload(folder: Path, names: Collection[str], address: str) -> None:
 
     The model itself comes last, after the weights that it reads.
     """
-    with _remote_file_system(address, UsageError, "written") as (system, path):
+    with remote_file_system(address, UsageError, "written") as (system, path):
         parent, output_name = posixpath.split(path)
         for name in names:
             system.makedirs(posixpath.dirname(f"{parent}/{name}"), exist_ok=True)
@@ -151,27 +151,10 @@ def _remove_old_weights(system: Any, path: str, names: Collection[str], folder: 
     try:
         for name in model_sizes:
             _fetch_file(system, parent, name, folder)
-    except Exception:  # noqa: BLE001 - services raise their own kinds; the output is there, and others may need the old weights
+    except Exception:  # noqa: BLE001  # the service's own classes; the output is complete, so old weights may stay
         return
     for name in unreferenced_weights(sorted(old_weights), [folder / name for name in model_sizes]):
         system.rm_file(f"{parent}/{name}")
-
-
-@contextmanager
-def _remote_file_system(address: str, error_class: type[GraphQuantError], action: str) -> Iterator[tuple[Any, str]]:
-    """Yield the file system of an address and the path in it; raise errors of the service as `error_class`."""
-    try:
-        import fsspec
-
-        yield fsspec.core.url_to_fs(address)
-    except GraphQuantError:
-        raise
-    except ImportError as error:
-        raise missing_remote_package(address, error) from error
-    except Exception as error:  # services raise unrelated exception classes
-        raise error_class(
-            f"{address} cannot be {action}: {error_reason(error)}. Check that it exists and that you have access."
-        ) from error
 
 
 MAX_MODELS = 100_000  # maximum number of models in a batch
@@ -217,17 +200,23 @@ class _ModelFolder:
         return sorted(map(posixpath.basename, self.system.ls(folder, detail=False)))
 
 
-def _open_folder(path: str, base: str) -> _ModelFolder:
-    """Return the folder in which `path` is resolved: `base`, or an fsspec file system."""
-    if not is_remote(path):
-        return _ModelFolder(base)
-    with _remote_file_system(path, UsageError, "opened") as (system, _):
-        return _ModelFolder("", system)
+@contextmanager
+def _open_folder(path: str, base: str) -> Iterator[_ModelFolder]:
+    """Yield the folder in which `path` is resolved, `base` or an fsspec file system; raise its errors as UsageError."""
+    if is_remote(path):
+        with remote_file_system(path, UsageError, "searched") as (system, _):
+            yield _ModelFolder("", system)
+        return
+    try:
+        yield _ModelFolder(base)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be searched: {error.strerror or error}. Give another path.") from error
 
 
 def is_model_folder(name: str, base: str) -> bool:
     """Return True if a model, relative to `base` or at an address, is a folder."""
-    return _open_folder(name, base).is_folder(name)
+    with _open_folder(name, base) as folder:
+        return folder.is_folder(name)
 
 
 def find_models(pattern: str, base: str) -> tuple[list[str], bool]:
@@ -238,16 +227,8 @@ def find_models(pattern: str, base: str) -> tuple[list[str], bool]:
     UsageError if nothing matches.
     """
     pattern = pattern.removeprefix(LOCAL_SCHEME)
-    folder = _open_folder(pattern, base)
-    try:
+    with _open_folder(pattern, base) as folder:
         return _match_pattern(folder, pattern)
-    except GraphQuantError:
-        raise
-    except Exception as error:
-        if folder.system is None and not isinstance(error, OSError):
-            raise
-        reason = getattr(error, "strerror", None) or error_reason(error)
-        raise UsageError(f"{pattern} cannot be searched: {reason}. Give another path.") from error
 
 
 def suffix_of(name: str) -> str:

@@ -142,11 +142,25 @@ def missing_remote_package(address: str, error: ImportError) -> MissingDependenc
     return MissingDependencyError(f"{address} needs another package: {error_reason(error)}. Install it{command or '.'}")
 
 
-def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
+@contextmanager
+def remote_file_system(address: str, error_class: type[GraphQuantError], action: str) -> Iterator[tuple[Any, str]]:
+    """Yield the file system of an address and the path in it; raise errors of the service as `error_class`."""
     try:
         import fsspec
 
-        filesystem, root = fsspec.core.url_to_fs(path)
+        yield fsspec.core.url_to_fs(address)
+    except GraphQuantError:
+        raise
+    except ImportError as error:
+        raise missing_remote_package(address, error) from error
+    except Exception as error:  # services raise exceptions of their own without a common base class
+        raise error_class(
+            f"{address} cannot be {action}: {error_reason(error)}. Check that it exists and that you have access to it."
+        ) from error
+
+
+def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
+    with remote_file_system(path, DataError, "listed") as (filesystem, root):
         if filesystem.isfile(root):
             return [DataFile(root, filesystem)], False
         visible = (
@@ -155,14 +169,6 @@ def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
             if not any(component.startswith(".") for component in PurePosixPath(name.removeprefix(root)).parts)
         )
         names = _sort_limited(path, visible)
-    except ImportError as error:
-        raise missing_remote_package(path, error) from error
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{path} cannot be listed: {error_reason(error)}. Check that it exists and that you have access to it."
-        ) from error
     if not names:
         raise DataError(f"{path} is empty or does not exist. Use the address of the calibration data.")
     return [DataFile(name, filesystem) for name in names], True
