@@ -6,17 +6,19 @@ import onnx.parser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rule_files import input_rule, weight_rule
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
 from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS, algorithm
 from graphquant.optimize.algorithm import MIN_TARGETED_GAIN_STANDARD_ERRORS, rejection_reason
-from graphquant.optimize.bias_correction import shrink_mean
-from graphquant.optimize.weighted_ops import dependency_levels, final_ops
+from graphquant.optimize.bias_correction import VARIABLE_BIAS, shrink_mean
+from graphquant.optimize.weighted_ops import NO_BIAS, dependency_levels, final_ops
 from graphquant.rules import ALGORITHM_NAMES as NAMES
 
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
-RULES = """
+KINDS = "conv|depthwise_conv|conv_transpose|matmul|gemm"
+SCHEMES = """
 algorithms = ["bias-correction"]
 
 [scheme.weight]
@@ -25,21 +27,11 @@ zero = "symmetric"
 per = "channel"
 observe = "absmax"
 
-[[rule]]
-name = "weight"
-producer = { kind = "parameter" }
-consumer = { kind = "conv|depthwise_conv|conv_transpose|matmul|gemm", input = "weight" }
-quantize = "weight"
-
 [scheme.activation]
 dtype = "uint8"
 observe = "minmax"
-
-[[rule]]
-name = "input"
-consumer = { kind = "conv|depthwise_conv|conv_transpose|matmul|gemm", input = "input" }
-quantize = "activation"
 """
+RULES = SCHEMES + weight_rule(KINDS) + input_rule(KINDS)
 RNG = np.random.default_rng(11)
 IMAGES = (RNG.normal(size=(64, 3, 8, 8)) + 1.5).astype(np.float32)
 FLAT = "h = Relu (c)\n g = GlobalAveragePool (h)\n z = Flatten (g)\n"
@@ -128,7 +120,7 @@ def test_skipped_ops_have_reasons(tmp_path, monkeypatch):
         patch.setattr(algorithm, "rejection_reason", lambda *_: "")
         result, _ = insert_and_reload(tmp_path, path)
     details = {entry.detail for entry in result.algorithm_results if not entry.applied}
-    assert details == {"it has no bias, and no op that adds one follows"}
+    assert details == {NO_BIAS}
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[RULES])
     from_stats = gq.insert(path, rules=[RULES], stats=stats)
     assert [(entry.applied, "samples" in entry.detail) for entry in from_stats.algorithm_results] == [(False, True)]
@@ -249,7 +241,7 @@ def test_variables_are_left(samples):
     pytest.importorskip("tensorflow")
     result = gq.insert(samples / "digits_cnn_saved_model", data=str(samples / "digits_cnn_calib.npz"))
     details = {entry.detail for entry in result.algorithm_results}
-    assert "its bias is a variable, with which training goes on; freeze the model to correct it" in details
+    assert VARIABLE_BIAS in details
     assert not any(entry.applied for entry in result.algorithm_results)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.rule_files import input_rule, weight_rule
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
@@ -14,6 +15,7 @@ from graphquant.ir import TensorRef, Use
 from graphquant.optimize import bias_correction
 from graphquant.optimize.algorithm import AlgorithmData, WeightEdits, skipped_target
 from graphquant.optimize.bias_correction import (
+    NO_CHANNEL_BIAS,
     VARIABLE_BIAS,
     BiasStore,
     _correct_bias,
@@ -22,10 +24,10 @@ from graphquant.optimize.bias_correction import (
     apply_bias_correction,
     shrink_mean,
 )
-from graphquant.optimize.weighted_ops import NOT_OBSERVED, OutputAxes, find_weighted_ops
+from graphquant.optimize.weighted_ops import NO_BIAS, NOT_OBSERVED, OutputAxes, find_weighted_ops
 from graphquant.quantize import solve_scales
 
-RULES = """
+SCHEMES = """
 [scheme.weight]
 dtype = "int8"
 per = "channel"
@@ -40,15 +42,8 @@ observe = "minmax"
 dtype = "int32"
 PER
 observe = "bias"
-[[rule]]
-name = "weight"
-producer = { kind = "parameter" }
-consumer = { kind = "conv|matmul|gemm", input = "weight" }
-quantize = "WEIGHT"
-[[rule]]
-name = "input"
-consumer = { kind = "conv|matmul|gemm", input = "input" }
-quantize = "activation"
+"""
+BIAS_RULE = """
 [[rule]]
 name = "bias"
 why = "a reason"
@@ -56,9 +51,10 @@ producer = { kind = "parameter" }
 consumer = { kind = "conv|gemm", input = "bias" }
 quantize = "bias"
 """
-PER_CHANNEL = RULES.replace("PER", 'per = "channel"').replace("WEIGHT", "weight")
-PER_TENSOR = RULES.replace("PER", "").replace("WEIGHT", "tensor")
-FLOAT_BIAS = PER_CHANNEL[: PER_CHANNEL.index('[[rule]]\nname = "bias"')]
+KINDS = "conv|matmul|gemm"
+FLOAT_BIAS = SCHEMES.replace("PER", 'per = "channel"') + weight_rule(KINDS) + input_rule(KINDS)
+PER_CHANNEL = FLOAT_BIAS + BIAS_RULE
+PER_TENSOR = SCHEMES.replace("PER", "") + weight_rule(KINDS, "tensor") + input_rule(KINDS) + BIAS_RULE
 WEIGHTS = {name: np.array([[127.0, 1.0], [63.5, 63.5]]) for name in ("w", "v")}
 B = np.array([1.0, -2.0])
 
@@ -125,10 +121,10 @@ def test_a_bias_moves_by_all_shifts(tmp_path, rules):
     sites = bias_sites(store)
     assert store.move_bias(ops["y"], SHIFT) == ""
     assert read_bias(store, "y") == ("b", [1.25, -6.0])
-    assert store.describe_change(ops["y"]) == "its bias moved by up to 4"
+    assert store.describe_change(ops["y"]).endswith(" 4")
     assert store.move_bias(ops["y"], np.array([1.0, 1.0])) == ""
     assert read_bias(store, "y") == ("b", [2.25, -5.0])
-    assert store.describe_change(ops["y"]) == "its bias moved by up to 3"
+    assert store.describe_change(ops["y"]).endswith(" 3")
     assert edits.model.main.op("b").read_value().tolist() == [1.0, -2.0]
     assert store.solution is edits.solution
     assert bias_sites(store) == sites == ([("b", ["y"], [0.5, 0.25], 0)] if rules is PER_CHANNEL else [])
@@ -140,14 +136,14 @@ def test_a_bias_that_another_op_adds(tmp_path):
     for shift in (SHIFT, np.array([1.0, 1.0])):
         assert store.move_bias(ops["a"], shift) == ""
         assert read_bias(store, "y", 1) == ("b", (B + shift).tolist())
-    assert store.describe_change(ops["a"]) == "its bias moved by up to 1"
+    assert store.describe_change(ops["a"]).endswith(" 1")
 
 
 def test_small_shifts_are_described(tmp_path):
     """The change is the largest shift of a channel, also below 1."""
     store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS))
     assert store.move_bias(ops["y"], np.array([-0.25, 0.125])) == ""
-    assert store.describe_change(ops["y"]) == "its bias moved by up to 0.25"
+    assert store.describe_change(ops["y"]).endswith(" 0.25")
 
 
 def test_biases_that_stay(tmp_path):
@@ -162,7 +158,7 @@ def test_biases_that_stay(tmp_path):
         False,
         False,
     ]
-    assert store.move_bias(ops["a"], SHIFT) == "its bias is not one number per channel"
+    assert store.move_bias(ops["a"], SHIFT) == NO_CHANNEL_BIAS
 
 
 def test_biases_with_one_number(tmp_path):
@@ -179,10 +175,10 @@ def test_biases_with_one_number(tmp_path):
     ("axes", "value", "reason"),
     [
         (OutputAxes(2, 1), B, ""),
-        (OutputAxes(2, 1), B.astype(np.float16), "its bias is not one number per channel"),
-        (OutputAxes(2, 1), np.array([[1.0], [2.0]]), "its bias has another size"),
-        (OutputAxes(3, 1), B, "its bias is not one number per channel"),
-        (None, B, "its bias is not one number per channel"),
+        (OutputAxes(2, 1), B.astype(np.float16), NO_CHANNEL_BIAS),
+        (OutputAxes(2, 1), np.array([[1.0], [2.0]]), " [2, 1]"),
+        (OutputAxes(3, 1), B, NO_CHANNEL_BIAS),
+        (None, B, NO_CHANNEL_BIAS),
     ],
 )
 def test_biases_of_other_shapes(tmp_path, axes, value, reason):
@@ -192,7 +188,9 @@ def test_biases_of_other_shapes(tmp_path, axes, value, reason):
     if value is not B:
         dtype = np.float32 if value.ndim > 1 else value.dtype
         store._original_model.main.replace_op(replace(bias, read_value=lambda: value.astype(dtype)))
-    assert store.move_bias(replace(ops["a"], axes=axes), SHIFT) == reason
+    obstacle = store.move_bias(replace(ops["a"], axes=axes), SHIFT)
+    assert obstacle.endswith(reason)
+    assert bool(obstacle) == bool(reason)
 
 
 def test_an_own_bias_lies_along_any_axis(tmp_path):
@@ -207,7 +205,7 @@ def test_no_bias_can_be_added(tmp_path):
     store, ops = open_store(make_edits(tmp_path, ONE, FLOAT_BIAS))
     weighted = replace(ops["y"], bias=None, no_bias_reason="because")
     assert store.move_bias(weighted, SHIFT) == "because"
-    assert store.describe_change(weighted) == "its bias moved by up to 0"
+    assert store.describe_change(weighted).endswith(" 0")
 
 
 @pytest.mark.parametrize("rules", [PER_CHANNEL, PER_TENSOR])
@@ -230,7 +228,7 @@ def test_narrow_biases_are_not_corrected(tmp_path):
         'dtype = "int32"\nper = "channel"\nobserve = "bias"', 'dtype = "int16"\nobserve = "absmax"'
     )
     store, ops = open_store(make_edits(tmp_path, ONE, rules))
-    assert store.move_bias(ops["y"], SHIFT) == "its bias has 16 bits, whose steps are as large as the correction"
+    assert " 16 bits" in store.move_bias(ops["y"], SHIFT)
     assert read_bias(store, "y") == ("b", [1.0, -2.0])
 
 
@@ -499,7 +497,7 @@ def test_results_of_each_op(tmp_path, monkeypatch):
     first, a, c, y = corrected.results
     assert first is earlier
     assert a == skipped_target("bias-correction", "a", VARIABLE_BIAS)
-    assert c == skipped_target("bias-correction", "c", "it has no bias, and no op that adds one follows")
+    assert c == skipped_target("bias-correction", "c", NO_BIAS)
     assert (y.algorithm, y.target, y.applied) == ("bias-correction", "y", True)
     assert corrected.model.main.op("b").read_value().tolist() == B.tolist()
     assert corrected.model.main.op("e").read_value().tolist() != [0.1, 0.2]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.rule_files import weight_rule
 
 import graphquant as gq
 from graphquant.api.plan import prepare_and_plan
@@ -22,15 +23,11 @@ from graphquant.utils.options import PlanOptions
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
 
-PER_TENSOR = """
+SCHEME = """
 [scheme.few]
 bits = 4
-[[rule]]
-name = "few"
-producer = { kind = "parameter" }
-consumer = { kind = "conv|depthwise_conv|gemm|matmul", input = "weight" }
-quantize = "few"
 """
+PER_TENSOR = SCHEME + weight_rule("conv|depthwise_conv|gemm|matmul", "few")
 
 OUTPUTS = """
 [scheme.output]

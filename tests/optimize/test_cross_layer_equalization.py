@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.rule_files import weight_rule
 
 import graphquant as gq
 from graphquant.optimize import cross_layer_equalization
@@ -19,17 +20,13 @@ if TYPE_CHECKING:
 
     from graphquant.optimize.algorithm import AlgorithmResult
 
-RULES = """
+SCHEME = """
 [scheme.weight]
 dtype = "int8"
 zero = "symmetric"
 observe = "absmax"
-[[rule]]
-name = "weight"
-producer = { kind = "parameter" }
-consumer = { kind = "conv", input = "weight" }
-quantize = "weight"
 """
+RULES = SCHEME + weight_rule("conv")
 
 
 @pytest.mark.parametrize(

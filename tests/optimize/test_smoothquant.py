@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.rule_files import input_rule, weight_rule
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from graphquant.quantize import Plan
 
-RULES = """
+SCHEMES = """
 [scheme.weight]
 dtype = "int8"
 zero = "symmetric"
@@ -47,16 +48,8 @@ observe = "absmax"
 [scheme.activation]
 dtype = "uint8"
 observe = "minmax"
-[[rule]]
-name = "weight"
-producer = { kind = "parameter" }
-consumer = { kind = "matmul", input = "weight" }
-quantize = "weight"
-[[rule]]
-name = "input"
-consumer = { kind = "matmul", input = "input" }
-quantize = "activation"
 """
+RULES = SCHEMES + weight_rule("matmul") + input_rule("matmul")
 
 
 def test_a_small_predicted_gain_is_not_taken(tmp_path: Path) -> None:
@@ -206,7 +199,7 @@ def test_folded_and_inserted_factors(tmp_path: Path) -> None:
         assert first is earlier
         (result,) = (entry for entry in results if entry.applied)
         assert (result.algorithm, result.target) == ("smoothquant", "l")
-        assert ("by an inserted product" in result.detail) == bool(products)
+        assert ("inserted product" in result.detail) == bool(products)
         assert np.array_equal(first_output(scaled.model), first_output(state.model))
         assert apply_smoothquant(state, None).results == (
             earlier,

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from support.onnx_models import onnx_session
+from support.rule_files import weight_rule, write_rules
 
 import graphquant as gq
 from graphquant.analysis.explain import explain_quantized
@@ -16,7 +17,7 @@ from graphquant.quantize import FLOAT8_NOT_RUNNABLE
 
 MODEL = Path("sample_models/digits_cnn.onnx")
 
-RULES = """
+SCHEMES = """
 description = "activations and weights"
 prepare = ["initializer-inputs"]
 [scheme.activation]
@@ -25,18 +26,15 @@ dtype = "{activation}"
 [scheme.weight]
 dtype = "{weight}"
 per = "channel"
-[[rule]]
-name = "weight"
-producer = {{ kind = "parameter" }}
-consumer = {{ kind = "conv|depthwise_conv|matmul|gemm", input = "weight" }}
-quantize = "weight"
+"""
+ACTIVATION_RULES = """
 [[rule]]
 name = "behind"
-producer = {{ kind = "conv|depthwise_conv|matmul|gemm > relu|relu6|clip?" }}
+producer = { kind = "conv|depthwise_conv|matmul|gemm > relu|relu6|clip?" }
 quantize = "activation"
 [[rule]]
 name = "pool"
-producer = {{ kind = "max_pool" }}
+producer = { kind = "max_pool" }
 quantize = "same-as-input"
 """
 
@@ -47,9 +45,10 @@ FULL = "ORT_ENABLE_ALL"
 def insert_widths(folder: Path, activation: str, weight: str) -> gq.Result:
     """Quantize the network to these types."""
     zero = "" if activation.startswith("float") else 'zero = "asymmetric"'
-    (folder / "rules.toml").write_text(RULES.format(activation=activation, weight=weight, zero=zero))
+    schemes = SCHEMES.format(activation=activation, weight=weight, zero=zero)
+    rules = write_rules(folder, schemes + weight_rule("conv|depthwise_conv|matmul|gemm") + ACTIVATION_RULES)
     data = "sample_models/digits_cnn_calib.npz"
-    return gq.insert(MODEL, rules=[str(folder / "rules.toml")], data=data, samples=16)
+    return gq.insert(MODEL, rules=rules, data=data, samples=16)
 
 
 def digit_logits(path: Path, level: str) -> np.ndarray:

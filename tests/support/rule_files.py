@@ -8,6 +8,16 @@ def rule_text(name: str = "r", producer: str = "{}", consumer: str = "{}", quant
     return f'[[rule]]\nname = "{name}"\nproducer = {producer}\nconsumer = {consumer}\nquantize = "{quantize}"\n{more}\n'
 
 
+def weight_rule(kind: str, quantize: str = "weight") -> str:
+    """Return the rule of weights of ops of these kinds."""
+    return rule_text("weight", '{ kind = "parameter" }', f'{{ kind = "{kind}", input = "weight" }}', quantize)
+
+
+def input_rule(kind: str, quantize: str = "activation") -> str:
+    """Return the rule of the data inputs of ops of these kinds."""
+    return rule_text("input", consumer=f'{{ kind = "{kind}", input = "input" }}', quantize=quantize)
+
+
 def write_rules(folder: Path, text: str) -> list[str]:
     """Write a rule file, and return the value of `rules` that names it."""
     path = folder / "rules.toml"

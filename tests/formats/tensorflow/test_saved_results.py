@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.rule_files import input_rule, weight_rule
 from support.shared_models import SHARED_MODELS
 
 import graphquant as gq
@@ -461,7 +462,7 @@ def test_weights_in_variables_have_the_checkpoints_ranges(old: Path, form: str) 
 
 # -- gradients of QuantizeAndDequantize ---------------------------------------------------------------
 
-CLIPPED = """
+CLIPPED_SCHEMES = """
 [scheme.weight]
 bits = 8
 zero = "symmetric"
@@ -471,18 +472,8 @@ observe = "absmax"
 bits = 8
 zero = "symmetric"
 observe = { name = "fixed", low = -0.5, high = 0.5 }
-
-[[rule]]
-name = "weight"
-producer = { kind = "parameter" }
-consumer = { kind = "matmul", input = "weight" }
-quantize = "weight"
-
-[[rule]]
-name = "input"
-consumer = { kind = "matmul", input = "input" }
-quantize = "input"
 """
+CLIPPED = CLIPPED_SCHEMES + weight_rule("matmul") + input_rule("matmul", "input")
 
 
 @pytest.mark.parametrize("family", ["quantize-and-dequantize-v2", "quantize-and-dequantize-v4"])
