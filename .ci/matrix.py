@@ -3,29 +3,35 @@
 Each environment is new. `lowest` has the lowest version that pyproject.toml allows of each direct dependency, `pinned`
 those of constraints.txt, and `newest` the newest of everything. The others are `pinned` with another release of ONNX
 Runtime. A failure of `newest` is reported, but it only counts if all its releases are as old as the pinned ones. An
-environment whose packages cannot be downloaded is reported as not installed, and does not count either::
+environment whose packages cannot be downloaded is reported as not installed, and does not count either. As many
+environments are tested at once as there are cores::
 
     python .ci/matrix.py                 # all environments, then the table of docs/versions.md
     python .ci/matrix.py lowest 1.24.4   # some of them
+    python .ci/matrix.py --skip pinned   # all others; `.ci/run` tests the pinned versions itself
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UV = "uv==0.13.9"
 RUNTIMES = ("1.22.1", "1.24.4", "1.26.0", "1.28.0", "1.30.0", "1.31.1", "1.32.0")
 EXTRAS = ("tensorflow", "data", "dask")
-TOOLS = ("pytest", "pytest-xdist", "hypothesis", "jsonschema", "pyyaml", "schemastore")
+TOOLS = ("pytest", "hypothesis", "jsonschema", "pyyaml", "schemastore")
 """Packages that the tests below need besides the product's own dependencies, at their pinned versions everywhere."""
 
 RUNTIME_TESTS = (
@@ -41,6 +47,9 @@ UNREACHABLE = re.compile(
     "error sending request|Failed to fetch|name resolution|[Cc]onnection (reset|refused)|timeout|NewConnection"
 )
 """Messages of uv and pip if the package index cannot be reached."""
+
+DOWNLOADS = threading.Lock()
+"""Held while an environment is installed, so that a package that several of them need is downloaded once."""
 
 SHOWN = ("onnxruntime", "onnx", "tensorflow", "protobuf", "numpy", "click", "pydantic")
 
@@ -75,8 +84,8 @@ class Environment:
     def run(self, *command: object, script: str | None = None) -> bool:
         """Run a command in the copy of the source, with its output in the log, and return its success."""
         path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
-        variables = os.environ | {"PATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONDONTWRITEBYTECODE": "1"}
-        variables.pop("PYTEST_ADDOPTS", None)
+        variables = os.environ | {"PATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTEST_ADDOPTS": "--fail-on-skips"}
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # dozens of commands import the same packages
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {' '.join(map(str, command))}\n")
             log.flush()
@@ -136,7 +145,7 @@ class Environment:
     def tests(self) -> bool:
         """Run the tests, and insert all rule files into twelve small graphs."""
         paths = (*RUNTIME_TESTS, *(OTHER_TESTS if self.name in {"lowest", "newest"} else ()))
-        return self.run(self.python, "-m", "pytest", "-q", "-n", 2, "-p", "no:cacheprovider", *paths) & self.run(
+        return self.run(self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths) & self.run(
             self.python, "-W", "ignore", "benchmarks/opsets.py", "--opsets", 17
         )
 
@@ -157,15 +166,40 @@ def is_newer(versions: dict[str, str]) -> list[str]:
     ]
 
 
+def check_environment(name: str, *, folder: Path, uv: Path) -> tuple[list[str], bool]:
+    """Install and test one environment; return its row of the table, and False if a failure counts."""
+    start = time.monotonic()
+    environment = Environment(name, folder, uv)
+    with DOWNLOADS:
+        steps = {"install": environment.install()}
+    if steps["install"]:
+        steps |= {"README": environment.commands(), "tests": environment.tests()}
+    versions = environment.versions()
+    allowed = is_newer(versions) if name == "newest" else []
+    good = all(steps.values())
+    log = environment.log.read_text("utf-8")
+    unreachable = not steps["install"] and UNREACHABLE.search(log) is not None
+    result = "passes" if good else "not installed" if unreachable else "fails"
+    lines = [f"{name}: {result}, {time.monotonic() - start:.0f} s, {environment.summary()}"]
+    if not good:
+        failures = ", ".join(step for step, passed in steps.items() if not passed)
+        lines = [log[-20000:], f"-- {name}: {failures} failed", *lines]
+    if unreachable:
+        lines.append("-- the package index cannot be reached, so it does not count")
+    elif not good and allowed:
+        lines.append(f"-- newer than constraints.txt, so it does not count: {', '.join(allowed)}")
+    print("\n".join(lines), flush=True)
+    shutil.rmtree(environment.folder)
+    return [name, *(versions.get(package, "-") for package in SHOWN), result], good or unreachable or bool(allowed)
+
+
 def main() -> None:
-    """Run the chosen environments one after another and print the table."""
-    names = sys.argv[1:] or [
-        "lowest",
-        "pinned",
-        "newest",
-        *(name for name in RUNTIMES if name != pinned()["onnxruntime"]),
-    ]
-    rows, failed = [], []
+    """Test the chosen environments and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ["lowest", "pinned", "newest", *(name for name in RUNTIMES if name != pinned()["onnxruntime"])]
+    parser.add_argument("environments", nargs="*", default=names)
+    parser.add_argument("--skip", action="append", default=[], choices=names)
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         boot = Path(folder) / "boot"
         venv.create(boot, with_pip=True)
@@ -173,34 +207,13 @@ def main() -> None:
         if installed.returncode:
             print(f"{installed.stdout}{installed.stderr}-- {UV} cannot be installed, so no environment was tried")
             sys.exit(UNREACHABLE.search(installed.stdout + installed.stderr) is None)
-        for name in names:
-            start = time.monotonic()
-            environment = Environment(name, Path(folder), boot / "bin" / "uv")
-            steps = {"install": environment.install()}
-            if steps["install"]:
-                steps |= {"README": environment.commands(), "tests": environment.tests()}
-            versions = environment.versions()
-            allowed = is_newer(versions) if name == "newest" else []
-            good = all(steps.values())
-            log = environment.log.read_text("utf-8")
-            unreachable = not steps["install"] and UNREACHABLE.search(log) is not None
-            if not good:
-                print(log[-20000:])
-                print(f"-- {name}: {', '.join(step for step, passed in steps.items() if not passed)} failed")
-                if unreachable:
-                    print("-- the package index cannot be reached, so it does not count")
-                elif allowed:
-                    print(f"-- newer than constraints.txt, so it does not count: {', '.join(allowed)}")
-                else:
-                    failed.append(name)
-            result = "passes" if good else "not installed" if unreachable else "fails"
-            rows.append([name, *(versions.get(package, "-") for package in SHOWN), result])
-            print(f"{name}: {result}, {time.monotonic() - start:.0f} s, {environment.summary()}", flush=True)
-            shutil.rmtree(environment.folder)
+        test = partial(check_environment, folder=Path(folder), uv=boot / "bin" / "uv")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            outcomes = list(pool.map(test, [name for name in arguments.environments if name not in arguments.skip]))
     header = ["environment", *SHOWN, "result"]
-    for row in (header, ["---"] * len(header), *rows):
+    for row in (header, ["---"] * len(header), *(row for row, _ in outcomes)):
         print(f"| {' | '.join(row)} |")
-    sys.exit(bool(failed))
+    sys.exit(not all(passed for _, passed in outcomes))
 
 
 if __name__ == "__main__":
