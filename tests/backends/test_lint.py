@@ -4,12 +4,13 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from support.onnx_models import qdq_text
+from support.onnx_models import load_with_constants, qdq_text
 
 import graphquant as gq
 from graphquant.analysis import backend_of_rules
 from graphquant.backends import BACKENDS, LINT_CODES, check_quantized_model
 from graphquant.errors import DataError, EmptyResultError, UsageError
+from graphquant.quantize import SkipCode
 from graphquant.rules import shipped_rule_files
 
 CONSTANTS = {
@@ -119,18 +120,8 @@ CASES = [
 def load_net_of_ops(text, tmp_path):
     """Return the model with the ops in `text`."""
     outs = "float y" + (", float u" if " u = " in text else "")
-    header = '<ir_version: 8, opset_import: ["": 21]> g (float[1,4,4,4] x, float[1,4,4,4] x2, float[4,4,1,1] b4)'
-    message = onnx.parser.parse_model(f"{header} => ({outs}) {{ {text} }}")
-    for output in message.graph.output:
-        output.type.tensor_type.ClearField("shape")
-    used = {read for node in message.graph.node for read in node.input}
-    for key, value in CONSTANTS.items():
-        if key in used:
-            message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), key))
-    for node in message.graph.node:
-        node.name = node.output[0]
-    onnx.save(message, tmp_path / "model.onnx")
-    return gq.load(tmp_path / "model.onnx")
+    inputs = "float[1,4,4,4] x, float[1,4,4,4] x2, float[4,4,1,1] b4"
+    return load_with_constants(tmp_path, f"g ({inputs}) => ({outs}) {{ {text} }}", CONSTANTS)
 
 
 @pytest.mark.parametrize(("code", "backend", "text", "op"), CASES)
@@ -200,13 +191,12 @@ def test_unreached_quantizations(tmp_path, cli):
     assert [(finding.code, finding.graph) for finding in found] == [("GQ107", "y/else_branch")]
     assert "y/else_branch/qa:0" in found[0].message
     result = gq.insert(path, rules=minmax, stats=stats)
-    assert [(str(skip.tensor), skip.reason) for skip in result.skips] == [
-        ("y/else_branch/qa:0", "no calibration sample reached it")
-    ]
+    assert [(str(skip.tensor), skip.code) for skip in result.skips] == [("y/else_branch/qa:0", SkipCode.RANGE)]
+    assert "sample" in result.skips[0].reason
     cli("calibrate", path, "--data", data, "--rules", minmax, "-o", tmp_path / "stats.gqs")
     assert "y/else_branch/qa:0" in cli("check", made, "--stats", tmp_path / "stats.gqs", code=1).stdout
     assert "one model" in cli("check", made, made, "--stats", tmp_path / "stats.gqs", code=2).stderr
-    with pytest.raises(DataError, match="none of the tensors"):
+    with pytest.raises(DataError, match="none of the"):
         gq.check(path, stats=stats)
 
 
@@ -224,7 +214,7 @@ def test_tensorflow_models_are_linted_without_a_backend(samples, tmp_path):
     result = gq.insert(samples / "digits_cnn.pb", rules=["fixed_point"])
     path = result.save(tmp_path / "model.pb")
     assert {finding.code for finding in check_quantized_model(gq.load(path)).findings} <= {"GQ101", "GQ103"}
-    with pytest.raises(UsageError, match="is a tensorflow model"):
+    with pytest.raises(UsageError, match=r"tensorflow model.* onnxruntime"):
         check_quantized_model(gq.load(path), "onnxruntime")
 
 

@@ -5,12 +5,9 @@ from functools import partial
 from typing import get_args, get_type_hints
 
 import numpy as np
-import onnx
-import onnx.parser
 import pytest
-from support.onnx_models import qdq_text
+from support.onnx_models import load_with_constants, qdq_text
 
-import graphquant as gq
 from graphquant.backends import BACKENDS
 from graphquant.quantize.plan import Plan
 from graphquant.rules.rule import RuleFile
@@ -203,16 +200,7 @@ CASES = [
 def load_int8_net(text, tmp_path):
     """Return the model with the ops in `text`."""
     inputs = "float[32,16] x" if "MatMul" in text else "float[1,16,4,4] x, float[1,16,4,4] x2"
-    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> g ({inputs}) => (float y) {{ {text} }}')
-    message.graph.output[0].type.tensor_type.ClearField("shape")
-    used = {read for node in message.graph.node for read in node.input}
-    for key, value in CONSTANTS.items():
-        if key in used:
-            message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), key))
-    for node in message.graph.node:
-        node.name = node.output[0]
-    onnx.save(message, tmp_path / "model.onnx")
-    return gq.load(tmp_path / "model.onnx")
+    return load_with_constants(tmp_path, f"g ({inputs}) => (float y) {{ {text} }}", CONSTANTS)
 
 
 @pytest.mark.parametrize(("backend", "text", "expected"), CASES)

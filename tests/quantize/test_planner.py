@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.onnx_models import CAPTURED_TENSOR
 from support.rule_files import input_rule, rule_text, weight_rule
 
 import graphquant as gq
@@ -307,23 +308,13 @@ def test_ties_in_a_ring(tmp_path, fed):
     assert len(plan.skips) == (0 if fed else 3)
 
 
-BRANCH = """
-g (bool p, float[2] x) => (float[2] y)
-{
-    t = Tanh (x)
-    y = If (p) <
-        then_branch = th () => (float[2] a) { a = Relu (t) },
-        else_branch = el () => (float[2] b) { b = Neg (t) }
-    >
-}
-"""
-
-
 def test_place_of_captured_tensors(tmp_path):
     """The ops go beside the producer, or into each body with `insert_in = "body"`."""
-    plan = make_rule_plan(tmp_path, BRANCH, rule_for_all("t", producer='{ kind = "tanh" }'))
+    plan = make_rule_plan(tmp_path, CAPTURED_TENSOR, rule_for_all("t", producer='{ kind = "tanh" }'))
     assert [(site.graph, len(site.uses)) for site in plan.sites] == [("", 2)]
-    plan = make_rule_plan(tmp_path, BRANCH, rule_for_all("t", producer='{ kind = "tanh" }', more='insert_in = "body"'))
+    plan = make_rule_plan(
+        tmp_path, CAPTURED_TENSOR, rule_for_all("t", producer='{ kind = "tanh" }', more='insert_in = "body"')
+    )
     assert [(site.graph, str(site.uses[0])) for site in plan.sites] == [
         ("y/then_branch", "y/then_branch/a[0]"),
         ("y/else_branch", "y/else_branch/b[0]"),

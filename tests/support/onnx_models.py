@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime
@@ -16,9 +17,20 @@ from graphquant.ir import Model
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import numpy as np
-
     Source = Path | onnx.ModelProto | Model
+
+
+CAPTURED_TENSOR = """
+g (bool p, float[2] x) => (float[2] y)
+{
+    t = Tanh (x)
+    y = If (p) <
+        then_branch = th () => (float[2] a) { a = Relu (t) },
+        else_branch = el () => (float[2] b) { b = Neg (t) }
+    >
+}
+"""
+"""The text of a graph whose op `t` is read by both branches of an If."""
 
 
 def onnx_model(
@@ -38,6 +50,24 @@ def load_onnx(
     path = folder / "model.onnx"
     onnx.save(onnx_model(text, initializers, opset=opset, infer_shapes=False), path)
     return onnx_format.load(path)
+
+
+def load_with_constants(folder: Path, text: str, constants: Mapping[str, np.ndarray]) -> Model:
+    """Load a model of opset 21 that is given as text, with those of the constants that its ops read.
+
+    Each op has the name of its first output, and the model's outputs have no declared shape.
+    """
+    model = onnx_model(text, opset=21, infer_shapes=False)
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    reads = {name for node in model.graph.node for name in node.input}
+    for name, value in constants.items():
+        if name in reads:
+            model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    for node in model.graph.node:
+        node.name = node.output[0]
+    onnx.save(model, folder / "model.onnx")
+    return onnx_format.load(folder / "model.onnx")
 
 
 def qdq_text(source: str, target: str, scale: str = "s", zero: str = "z") -> str:
