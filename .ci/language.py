@@ -123,7 +123,11 @@ partition removeprefix removesuffix replace search set sorted split startswith t
 QUOTING_CALLS = frozenset(QUOTING_CALL_LIST.split())
 """Calls whose arguments are quoted. The arguments of other calls in an assertion are inputs."""
 
-PROSE_TESTS: dict[str, str] = {}
+PROSE_TESTS = {
+    "quantize/test_reasons.py": "the sentences of `explain` on the origin of each scale",
+    "rules/test_mistakes.py": "one readable line for each mistake in a rule file, with what was meant",
+    "utils/test_text.py": "lists of names in sentences",
+}
 """Test modules that may quote prose, because the wording is their subject, with the reason."""
 
 
