@@ -10,11 +10,14 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
+import networkx as nx
 import numpy as np
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, NodeProto, checker, defs, helper, inliner, shape_inference, version_converter
@@ -69,16 +72,11 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     if any(True for _ in external_tensors(light)):
         raise fail("external data inside its functions, or of one name in two bodies, is not converted")
     try:
-        checker.check_model(_fill_shapes(light))  # attributes of a wrong type crash the converter
-        converted = version_converter.convert_version(light, opset)
+        converted = _convert(light, opset)
     except CONVERTER_ERRORS as error:
         raise fail(f"onnx reports: {first_line(error)}") from error
-    for field in ("functions", "training_info"):
-        if not getattr(converted, field):
-            getattr(converted, field).extend(getattr(source, field))
     for function in converted.functions:
-        changed_op = _raise_function_opset(function, opset)
-        if changed_op:
+        if changed_op := _raise_function_opset(function, opset):
             raise fail(f"{changed_op} in its function {function.name!r} has another meaning there")
     min_ir_version = helper.find_min_ir_version_for(converted.opset_import, ignore_unknown=True)
     converted.ir_version = max(source.ir_version, min_ir_version)
@@ -95,13 +93,36 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     return result
 
 
-def _fill_shapes(message: Any) -> Any:
-    """Return a copy in which each input and output has a shape, which only onnx's checker requires."""
-    filled = type(message).FromString(message.SerializeToString())
-    for value in (*filled.graph.input, *filled.graph.output):
+def _sort_nodes(graph: Any) -> None:
+    """Move each node after the nodes that it reads, as onnx's converter requires and ONNX Runtime does not."""
+    producers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    order: nx.DiGraph[int] = nx.DiGraph()
+    order.add_nodes_from(range(len(graph.node)))
+    for index, node in enumerate(graph.node):
+        bodies = (inner for body in node_bodies(node).values() for inner in nested_graphs(body))
+        names = chain(node.input, (name for body in bodies for reader in body.node for name in reader.input))
+        order.add_edges_from((producers[name], index) for name in names if name in producers)
+    with suppress(nx.NetworkXUnfeasible):  # a cycle, which the checker reports
+        indices = list(nx.lexicographical_topological_sort(order))
+        if indices != sorted(indices):
+            nodes = [type(graph.node[index]).FromString(graph.node[index].SerializeToString()) for index in indices]
+            del graph.node[:]
+            graph.node.extend(nodes)
+
+
+def _convert(message: Any, opset: int) -> Any:
+    """Return the message as onnx converts it to `opset`, with the parts that its converter drops."""
+    _sort_nodes(message.graph)
+    complete = type(message).FromString(message.SerializeToString())
+    for value in (*complete.graph.input, *complete.graph.output):
         if value.type.HasField("tensor_type"):
-            value.type.tensor_type.shape.SetInParent()
-    return filled
+            value.type.tensor_type.shape.SetInParent()  # only the checker requires a shape
+    checker.check_model(complete)  # attributes of a wrong type crash the converter
+    converted = version_converter.convert_version(message, opset)
+    for field in ("functions", "training_info"):
+        if not getattr(converted, field):
+            getattr(converted, field).extend(getattr(message, field))
+    return converted
 
 
 def _raise_function_opset(function: Any, opset: int) -> str:

@@ -60,6 +60,28 @@ def test_output_without_a_shape(load_text: Any) -> None:
     np.testing.assert_array_equal(format_.create_runner(result).run({"x": x})["y"], [5, 0])
 
 
+def test_nodes_in_another_order(load_text: Any) -> None:
+    """Nodes that come before the nodes they read, also through a branch, are moved, as ONNX Runtime does."""
+    text = """<ir_version: 6, opset_import: ["" : 11]> g (float[N,2] x, bool f) => (float[2] y) {
+        a = Neg(x)
+        b = Abs(a)
+        c = If(f) <
+            then_branch = t () => (float[2] p) { q = Sqrt(b)  p = ReduceSum <axes = [0], keepdims = 0> (q) },
+            else_branch = e () => (float[2] r) { r = ReduceSum <axes = [0], keepdims = 0> (a) }
+        >
+        y = Relu(c)
+    }"""
+    message = load_text(text).source.message
+    nodes = [type(node).FromString(node.SerializeToString()) for node in reversed(message.graph.node)]
+    del message.graph.node[:]
+    message.graph.node.extend(nodes)
+    result = format_.upgrade_opset(model_from_message(message), 13)
+    x = np.array([[-1, 9], [4, 16]], np.float32)
+    for flag, expected in ((True, [3, 7]), (False, [0, 0])):
+        run = format_.create_runner(result).run({"x": x, "f": np.array(flag)})
+        np.testing.assert_array_equal(run["y"], expected)
+
+
 def test_unknown_opset_is_rejected(load_text: Any) -> None:
     """An opset that onnx does not know is an error with advice."""
     with pytest.raises(ModelError, match=r"opset 11 to 999: .*per channel"):
