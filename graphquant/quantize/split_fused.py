@@ -61,6 +61,8 @@ def _fused_ops(model: Model) -> list[tuple[Graph, Op]]:
 def _split_obstacle(graph: Graph, op: Op) -> str | None:
     """Return the reason why the op cannot be split, or None."""
     activation = op.text_attr("activation", "")
+    if not op.type.startswith("Fused"):
+        return "its weight is stored for one kind of processor; use the model before ONNX Runtime optimized its layout"
     if activation and activation not in ACTIVATIONS:
         return f"its activation {activation!r} is not supported"
     if activation and len(_activation_values(op)) != len(ACTIVATIONS[activation][1]):

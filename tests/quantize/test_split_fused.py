@@ -26,7 +26,9 @@ ROWS = "(float[2, 6] x) => (float[2, 5] y)"
 
 def load_fused(folder, graph, opset=13):
     """Load a graph whose com.microsoft ops are given as text."""
-    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1]> g {graph}')
+    message = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1, "com.microsoft.nchwc": 1]> g {graph}'
+    )
     used = {name for node in message.graph.node for name in node.input}
     used |= {name for node in message.graph.node for body in node.attribute for n in body.g.node for name in n.input}
     for name in sorted(used & WEIGHTS.keys()):
@@ -132,6 +134,7 @@ def test_ops_in_bodies(tmp_path):
         (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Mish"> (x, w) }}', "'Mish'"),
         (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Clip"> (x, w) }}', "'Clip'"),
         (f"{MATRICES} {{ y = com.microsoft.FusedMatMul <transBatchA = 1> (x, z) }}", "batch"),
+        (f'{IMAGE} {{ y = com.microsoft.nchwc.Conv <activation = "Relu"> (x, w) }}', "processor"),
         ("(float x, float z) => (float y) { y = com.microsoft.FusedMatMul <transB = 1> (x, z) }", "input 1"),
     ],
 )  # fmt: skip

@@ -81,8 +81,8 @@ INTEGER_OPS = (
 )
 """Ops that compute on integers themselves, in addition to those called QLinear..."""
 
-FUSED_OPS = ("FusedConv", "FusedMatMul", "FusedGemm")
-"""Ops of com.microsoft whose type without "Fused" is that of the product in them."""
+FUSED_OPS = {"com.microsoft": ("FusedConv", "FusedMatMul", "FusedGemm"), "com.microsoft.nchwc": ("Conv",)}
+"""Ops by domain whose type without "Fused" is that of the product in them."""
 
 MICROSOFT_DOMAIN_OPS = {name: DEFAULT_DOMAIN_OPS[name] for name in ("QuantizeLinear", "DequantizeLinear")}
 
@@ -91,7 +91,7 @@ def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OpInfo:
     """Return kind, roles and channel axis of a node of type `op_type` in `domain` ("" is the default one)."""
     if domain in {"", "com.microsoft"} and (op_type.startswith("QLinear") or op_type in INTEGER_OPS):
         return OpInfo("integer")
-    if domain == "com.microsoft" and op_type in FUSED_OPS:
+    if op_type in FUSED_OPS.get(domain, ()):
         info = classify_node(op_type.removeprefix("Fused"), "", facts)
         return info._replace(kind=f"{FUSED_PREFIX}{info.kind}", roles=(*info.roles, "input"))
     if domain == "com.microsoft":
