@@ -1,4 +1,4 @@
-"""Write the JSON Schema of the commands' results. Run it after a change of graphquant/visualize/json_export.py."""
+"""Write the JSON Schema of the commands' results. Run it after a change of a JSON model."""
 
 import json
 import sys

@@ -1,0 +1,180 @@
+"""JSON of `inspect` and `inspect --stats`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator
+
+from graphquant.analysis.model_summary import OpCoverage, StoredScaleTensor
+from graphquant.observers import distribution_of
+from graphquant.visualize.histograms import bar_counts, histogram_axis
+from graphquant.visualize.json_objects import (
+    Digests,
+    Ends,
+    Finite,
+    Integers,
+    JsonObject,
+    JsonResult,
+    Numbers,
+    OptionalParameters,
+    OptionalText,
+    ParametersJson,
+    Sizes,
+    TensorJson,
+    at,
+    if_set,
+)
+
+if TYPE_CHECKING:
+    from graphquant.analysis.range_report import TensorRange
+    from graphquant.ir import StoredQuantization
+
+HISTOGRAM_BARS = 64  # Bars of a histogram. Their edges follow the drawn axis, so they are denser within the range
+
+
+class ModelInput(JsonObject):
+    """An input of a model."""
+
+    name: str
+    dtype: str | None = at("outputs.0.dtype")
+    shape: Sizes = at("outputs.0.shape")
+
+
+class QuantizationOpJson(ParametersJson):
+    """A quantization op with its parameters."""
+
+    graph: str
+    op: str
+    type: str
+    consumers: int
+    rule: str
+    learned: bool
+    tensor: TensorJson
+    round: str = at("rounding")
+
+
+class StoredParameters(JsonObject):
+    """Quantization of a TFLite tensor, named as in TFLite's interpreter."""
+
+    scales: Numbers = at("scale")
+    zero_points: Integers = at("zero_point")
+    quantized_dimension: int = at("axis")
+
+
+def _shape_signature(tensor: StoredScaleTensor) -> list[int]:
+    sizes = tensor.stored.sizes if tensor.output.shape is None else tensor.output.shape
+    return [-1 if size is None else size for size in sizes]
+
+
+def _scale_of_tensor(stored: StoredQuantization) -> tuple[float, int]:
+    """Return the scale and zero point of the whole tensor; zeros if there is not exactly one."""
+    single = stored.scale.size == stored.zero_point.size == 1
+    return (float(stored.scale[0]), int(stored.zero_point[0])) if single else (0.0, 0)
+
+
+class StoredTensor(JsonObject):
+    """A tensor that stores its own scale, with the keys of TFLite's interpreter."""
+
+    graph: str = at("tensor.graph")
+    index: int = at("stored.index")
+    name: str = at("output.name")
+    kind: str
+    dtype: str | None = at("output.dtype")
+    shape: tuple[int, ...] = at("stored.sizes")
+    shape_signature: Annotated[tuple[int, ...], BeforeValidator(_shape_signature)] = at("itself")
+    quantization: Annotated[tuple[float, int], BeforeValidator(_scale_of_tensor)] = at("stored")
+    quantization_parameters: StoredParameters = at("stored")
+    min: Numbers = at("stored.low")
+    max: Numbers = at("stored.high")
+    details: str = at("stored.details")
+
+
+class InspectResult(JsonResult):
+    """Result of `inspect`."""
+
+    path: OptionalText = at("model.path")
+    format: str = at("model.format")
+    opset: Annotated[int | None, BeforeValidator(lambda opset: opset or None)] = at("model.opset")
+    digest: str = at("model.digest")
+    graphs: dict[str, int] = at("op_counts")
+    unreachable_functions: tuple[str, ...]
+    function_clones: tuple[OpCoverage, ...] = at("float_clone_ops")
+    inputs: tuple[ModelInput, ...]
+    outputs: tuple[str, ...] = at("model.main.outputs")
+    ops: dict[str, int] = at("op_types")
+    quantization: tuple[QuantizationOpJson, ...] = at("quantization_ops")
+    tensors: tuple[StoredTensor, ...]
+    coverage: tuple[OpCoverage, ...]
+
+
+Histogram = dict[Literal["edges", "counts"], list[float]] | None
+
+
+def _histogram(tensor_range: TensorRange) -> dict[str, Any] | None:
+    """Return the edges of the bars, and the number of values in each."""
+    sketch = tensor_range.sketch
+    if sketch is None or not sketch.counts.size:
+        return None
+    axis = histogram_axis(sketch, tensor_range.params)
+    counts = bar_counts(distribution_of(sketch), axis, HISTOGRAM_BARS)
+    return {"edges": axis.values_at(np.linspace(0, 1, HISTOGRAM_BARS + 1)).tolist(), "counts": counts.tolist()}
+
+
+class TensorStatistics(JsonObject):
+    """Statistics of a tensor."""
+
+    low: Ends = at("sketch.low")
+    high: Ends = at("sketch.high")
+    count: int = at("sketch.count")
+    nan: int = at("sketch.nan")
+    inf: int = at("sketch.inf")
+    blank: int = at("sketch.empty_arrays")
+    histogram: Annotated[Histogram, BeforeValidator(_histogram)] = at("itself")
+
+
+class Cost(JsonObject):
+    """Cost of a range. `sqnr` is null if the range is exact or there is no signal."""
+
+    below: float = at("clipped_below")
+    above: float = at("clipped_above")
+    squared_error: float
+    sqnr: Finite
+
+
+class Alternative(JsonObject):
+    """The range of another method."""
+
+    method: str
+    params: OptionalParameters = at("itself")
+    cost: Cost | None
+
+
+class RangedTensor(JsonObject):
+    """Statistics and range of a tensor."""
+
+    tensor: TensorJson
+    note: str
+    statistics: Annotated[TensorStatistics | None, if_set("sketch")] = at("itself")
+    rule: str
+    method: str
+    chosen_method: str = at("auto_method")
+    params: OptionalParameters = at("itself")
+    cost: Cost | None
+    alternatives: tuple[Alternative, ...]
+
+
+class InspectStatsResult(JsonResult):
+    """Result of `inspect --stats`."""
+
+    stats: OptionalText = at("path")
+    model: OptionalText
+    digest: str = at("stats.model_digest")
+    by_name: bool = at("matched_by_name")
+    samples: int = at("stats.samples")
+    blocks: int = at("stats.blocks")
+    complete: bool = at("stats.complete")
+    random: bool = at("stats.random")
+    data: Digests = at("stats.runs")
+    tensors: tuple[RangedTensor, ...] = at("tensor_ranges")
