@@ -43,6 +43,7 @@ BIAS_BITS: Final = 32
 """Smallest bit width of a bias that can be corrected. With fewer bits, one step is as large as the corrections."""
 
 VARIABLE_BIAS: Final = "its bias is a variable, with which training goes on; freeze the model to correct it"
+NO_CHANNEL_BIAS: Final = "its bias is not one number per channel"
 
 
 class BiasStore:
@@ -102,10 +103,12 @@ class BiasStore:
         is_channel_last = weighted.axes is not None and weighted.axes.channel == weighted.axes.rank - 1
         is_separate_add = self._original_model.graphs[use.graph].op(use.op).kind == "add"
         if value is None or value.dtype != np.float32 or (is_separate_add and not is_channel_last):
-            return "its bias is not one number per channel"
+            return NO_CHANNEL_BIAS
         if value.shape[-1:] == (channels,):
             return value.astype(np.float64)
-        return np.broadcast_to(value.astype(np.float64), channels) if value.size == 1 else "its bias has another size"
+        if value.size == 1:
+            return np.broadcast_to(value.astype(np.float64), channels)
+        return f"its bias has the shape {list(value.shape)}"
 
     def _fits_integers(self, use: Use, value: Array) -> bool:
         params = self._params_at(use)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # Channel means are computed inside the graph, so that only (samples, C) values are copied out.
 
 AXES_INPUT_OPSET: Final = 18  # first opset whose ReduceMean reads its axes as an input
+NO_BIAS: Final = "it has no bias, and no op that adds one follows"
 NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
 """Reason to skip an op or group without measured values."""
 
@@ -189,7 +190,7 @@ def _find_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | str:
     readers = graph.consumers(TensorRef(graph.name, op.name))
     adder = graph.op(readers[0].op) if len(readers) == 1 and readers[0].graph == graph.name else None
     if adder is None or adder.kind not in BIAS_ADD_KINDS or len(graph.slots(adder.name)) != len(("product", "bias")):
-        return "it has no bias, and no op that adds one follows"
+        return NO_BIAS
     use = Use(graph.name, adder.name, 1 - readers[0].slot)
     tensor = graph.source_of(use)
     if tensor is None or not parameters.is_parameter(tensor):

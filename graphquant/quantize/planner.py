@@ -124,6 +124,9 @@ def _can_clone_site(
 # Detect tensors that are quantized already, so that nothing is quantized twice.
 
 ALREADY_QUANTIZED = "it is quantized already"
+INTEGER_CONSUMER = "its consumer is an integer op"
+INTEGER_SUM = "it is an integer sum, or the scale of one"
+LIMITS_QUANTIZED = "its consumer only limits or moves values that are quantized already"
 
 MAX_LIMITING_OPS = 2  # longest run of such ops that is followed to a quantization op
 
@@ -135,9 +138,9 @@ def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) 
     if {model.op(tensor).kind, consumer.kind} & QUANTIZATION_KINDS or _is_between_reshapes(model, tensor):
         return ALREADY_QUANTIZED
     if consumer.kind == "integer":
-        return "its consumer is an integer op"
+        return INTEGER_CONSUMER
     if _only_forwards_quantized(matcher, graph, use.op):
-        return "its consumer only limits or moves values that are quantized already"
+        return LIMITS_QUANTIZED
     # Larger sums and products are not examined, to bound the cost.
     operands = [operand for operand in graph.slots(use.op) if operand] if len(graph.slots(use.op)) == 2 else []  # noqa: PLR2004
     if consumer.kind == "add":
@@ -148,7 +151,7 @@ def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) 
     else:
         candidates = (tensor, *operands) if consumer.kind == "mul" else (tensor,)
         is_integer_sum = any(_is_integer_sum_or_scale(matcher, candidate) for candidate in candidates)
-    return "it is an integer sum, or the scale of one" if is_integer_sum else ""
+    return INTEGER_SUM if is_integer_sum else ""
 
 
 def _connected_inputs(model: Model, tensor: TensorRef) -> list[TensorRef]:
