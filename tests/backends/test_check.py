@@ -35,7 +35,7 @@ def partly_quantized_path(samples, tmp_path):
 def test_text(cli, partly_quantized_path):
     """The table names each float op, the reason and the fix. Findings give exit code 1."""
     shown = cli("check", partly_quantized_path, "--for", "onnxruntime", code=1).stdout
-    assert "ops run in low precision" in shown.splitlines()[0]
+    assert re.search(r"\b\d+ of \d+ ops", shown.splitlines()[0])
     kernels = set(truth.runs_as(truth.optimized(partly_quantized_path)).values())
     assert [kernel for kernel in kernels if truth.is_low(kernel) and kernel not in shown] == []
     assert "float-input" in shown or "between" in shown
@@ -98,13 +98,13 @@ def test_rejected_model(cli, tmp_path):
     """A model that ONNX Runtime cannot load has no statuses; the error and its op are reported with a remedy."""
     path = save_ops(PAIRED_POOL, tmp_path / "model.onnx")
     shown = " ".join(cli("check", path, "--for", "onnxruntime", code=1).stdout.split())
-    assert "the model cannot be loaded, so nothing is known; 1 finding." in shown
+    assert "; 1 finding." in shown
     assert "GQ109 p_op: " in shown
     told = json.loads(cli("check", path, "--for", "onnxruntime", "--format", "json", code=1).stdout)
     assert told["ops"] == []
     assert "'dilations'" in told["findings"][0]["fix"]
     explained = " ".join(cli("explain", path, "p_op", "--for", "onnxruntime").stdout.split())
-    assert "onnxruntime cannot run the model." in explained
+    assert "onnxruntime cannot run" in explained
 
 
 def test_removed_ops(tmp_path):
@@ -195,4 +195,4 @@ def test_usage_errors(cli, samples, tmp_path):
     assert "onnxruntime, onnxruntime-arm, tensorrt" in cli("check", model, "--for", "ort", code=2).stderr
     (tmp_path / "out").write_text("kept")
     assert "exists already" in cli("check", model, "-o", tmp_path / "out", code=2).stderr
-    assert "There is no file" in cli("check", tmp_path / "none.onnx", code=3).stderr
+    assert f"no file {tmp_path / 'none.onnx'}" in cli("check", tmp_path / "none.onnx", code=3).stderr

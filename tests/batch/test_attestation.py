@@ -134,7 +134,7 @@ def test_reading_an_invalid_attestation(tmp_path, text):
     """Reading a file that is not an attestation raises UsageError."""
     path = tmp_path / "x.intoto.json"
     path.write_text(text, "utf-8")
-    with pytest.raises(UsageError, match="is not an in-toto statement on files"):
+    with pytest.raises(UsageError, match=r"x\.intoto\.json .* in-toto statement"):
         attested_digests(path)
 
 

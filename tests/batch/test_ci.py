@@ -134,7 +134,7 @@ def test_action_fails_if_a_model_fails(repository_folder, tools):
         repository_folder, tools, **arguments, compare="the reports/last.json", **{"fail-on": "regression"}
     )
     assert results[-1].returncode == 1
-    assert "regressed: the output has" in summary
+    assert "regressed: the output" in summary
 
 
 def test_action_caches_after_a_failure():
@@ -267,7 +267,7 @@ def test_makefile(repository_folder, tools):
     repository_folder.joinpath("Makefile").write_text(makefile, "utf-8")
     assert run_bash("make accept", repository_folder, tools).returncode == 0
     assert repository_folder.joinpath("baseline.json").is_file()
-    assert run_bash("make", repository_folder, tools).stdout == "make: 'build/report.json' is up to date.\n"
+    assert run_bash("make -q", repository_folder, tools).returncode == 0
     repository_folder.joinpath("sample_models", "digits_rnn.onnx").touch()
     assert "graphquant batch" in run_bash("make -n", repository_folder, tools).stdout
 

@@ -58,9 +58,10 @@ def load_manifest_text(text, path=MANIFEST_NAME):
 
 
 def assert_mistakes(lines, expected):
-    """Assert the file, the line and a quoted name of each message."""
-    assert [line.partition(": ")[0] for line in lines] == [place for place, _ in expected]
-    assert [(line, name) for line, (_, name) in zip(lines, expected, strict=True) if name not in line] == []
+    """Assert the file, the line and the quoted names of each message."""
+    assert [line.partition(": ")[0] for line in lines] == [place for place, *_ in expected]
+    named = [(line, name) for line, (_, *names) in zip(lines, expected, strict=True) for name in names]
+    assert [(line, name) for line, name in named if name not in line] == []
 
 
 def manifest_mistakes(text, path=MANIFEST_NAME):
@@ -210,9 +211,8 @@ def test_pyproject_manifest(empty_models):
     text = '[project]\nname = "x"\n[tool.other]\na = 1\n[[tool.graphquant.model]]\npath = "models/*.pb"\n'
     Path(PROJECT_FILE).write_text(text, "utf-8")
     assert [entry.model for entry in load_entries()] == ["models/b.pb"]
-    assert manifest_mistakes(f"{text}rule = 'x'\n", PROJECT_FILE) == [
-        "pyproject.toml:7: 'rule' is not a key of a model's entry. Did you mean 'rules'?"
-    ]
+    mistakes = manifest_mistakes(f"{text}rule = 'x'\n", PROJECT_FILE)
+    assert_mistakes(mistakes, [("pyproject.toml:7", "'rule'", "Did you mean 'rules'?")])
     Path(MANIFEST_NAME).write_text('[[model]]\npath = "models/a.onnx"\n', "utf-8")
     assert [entry.model for entry in load_entries()] == ["models/a.onnx"]
 
@@ -244,7 +244,7 @@ def test_missing_manifest(empty_models):
         load_entries()
     with pytest.raises(UsageError, match=r"pyproject\.toml has no table \[tool\.graphquant\]"):
         load_entries([PROJECT_FILE])
-    with pytest.raises(UsageError, match=r"There is no manifest no\.toml"):
+    with pytest.raises(UsageError, match=r"no manifest no\.toml"):
         load_entries(["no.toml"])
 
 
@@ -393,7 +393,7 @@ def test_consequences_of_a_mistake_are_not_reported(empty_models, text, line):
 def test_clashing_outputs(empty_models):
     """Two entries cannot have one output, nor one inside a SavedModel's folder, in any spelling of the path."""
     Path("link").symlink_to("models")
-    assert manifest_mistakes(
+    mistakes = manifest_mistakes(
         """
 [[model]]
 path = ["models/*.onnx", "models/deep/*.onnx"]
@@ -411,88 +411,69 @@ path = "models/b.pb"
 variant = "other"
 output = "models/net.quant"
 """
-    ) == [
-        (
-            "graphquant.toml:4: the output of models/a.onnx would be written into the folder of models/net,"
-            " which is a model. Give another 'output', or exclude that model."
-        ),
-        (
-            "graphquant.toml:4: models/net/all.onnx is the output of models/a.onnx and of models/deep/c.onnx."
-            " Put {parent} into 'output'."
-        ),
-        (
-            "graphquant.toml:4: the output of models/deep/c.onnx would be written into the folder of models/net,"
-            " which is a model. Give another 'output', or exclude that model."
-        ),
-        (
-            "graphquant.toml:8: the output of models/b.pb would be written over models/b.pb, which is a model."
-            " Give another 'output', or exclude that model."
-        ),
-        (
-            "graphquant.toml:16: models/net.quant is the output of models/net and of models/b.pb [other]."
-            " Put {parent} into 'output'."
-        ),
-    ]
+    )
+    assert_mistakes(
+        mistakes,
+        [
+            ("graphquant.toml:4", "models/a.onnx ", " folder of models/net,"),
+            ("graphquant.toml:4", "models/net/all.onnx ", " models/a.onnx and of models/deep/c.onnx.", "{parent}"),
+            ("graphquant.toml:4", "models/deep/c.onnx ", " folder of models/net,"),
+            ("graphquant.toml:8", "models/b.pb ", " over models/b.pb,"),
+            ("graphquant.toml:16", "models/net.quant ", " models/net and of models/b.pb [other].", "{parent}"),
+        ],
+    )
 
 
 def test_gate_without_data(empty_models):
     """A measured gate without data is reported at the gate's line."""
-    assert manifest_mistakes('[defaults]\nmin_sqnr = 20\n[[model]]\npath = "models/a.onnx"\n') == [
-        "graphquant.toml:2: 'min_sqnr' needs data, and there is none for models/a.onnx. Add 'data'."
-    ]
+    mistakes = manifest_mistakes('[defaults]\nmin_sqnr = 20\n[[model]]\npath = "models/a.onnx"\n')
+    assert_mistakes(mistakes, [("graphquant.toml:2", "'min_sqnr'", "models/a.onnx", "'data'")])
 
 
 def test_empty_and_invalid_manifests(empty_models):
     """A manifest without models, invalid TOML, and a table instead of an array are reported."""
-    assert manifest_mistakes("[defaults]\n") == [
-        "graphquant.toml:1: the manifest has no models. Add some: [[model]] and path = 'models/*.onnx'."
-    ]
+    example = "[[model]] and path = 'models/*.onnx'."
+    assert_mistakes(manifest_mistakes("[defaults]\n"), [("graphquant.toml:1", example)])
     assert_mistakes(manifest_mistakes("path = models"), [("graphquant.toml:1", "column 8")])
-    assert manifest_mistakes("[model]\npath = 'x'") == [
-        "graphquant.toml:1: 'model' is a table; it must be an array. The heading of an entry is [[model]]."
-    ]
+    assert_mistakes(
+        manifest_mistakes("[model]\npath = 'x'"), [("graphquant.toml:1", "'model'", "array", " [[model]].")]
+    )
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "pattern"),
     [
-        (["models/x.onnx"], "There is no model 'models/x.onnx'."),
-        (["modls/*"], "'modls/*' names nothing. Did you mean 'models'?"),
-        (["models/*.txt"], "'models/*.txt' names 1 files and folders, but no model to quantize."),
-        (["models"], "models is a folder without saved_model.pb. Give models/* for the models in it."),
-        (["models/notes.txt"], "models/notes.txt is not a model. Give a file with one of .onnx, "),
+        (["models/x.onnx"], r"There is no model 'models/x\.onnx'\."),
+        (["modls/*"], r"'modls/\*' names nothing\. Did you mean 'models'\?"),
+        (["models/*.txt"], r"'models/\*\.txt' names 1 .* no model"),
+        (["models"], r"models is a folder .* models/\* "),
+        (["models/notes.txt"], r"models/notes\.txt .* \.onnx, "),
         (["models/" + "x" * 300], "models/xxx"),
-        (["models/a.onx"], "There is no model 'models/a.onx'. Did you mean 'a.onnx'"),
+        (["models/a.onx"], r"There is no model 'models/a\.onx'\. Did you mean 'a\.onnx'"),
     ],
 )
-def test_patterns_without_matches(empty_models, names, message):
+def test_patterns_without_matches(empty_models, names, pattern):
     """Errors for command-line patterns have no file name, and suggest the nearest model."""
-    with pytest.raises(ManifestError) as caught:
+    with pytest.raises(ManifestError, match=f"^{pattern}"):
         load_entries(names)
-    assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("", "'path' is empty."), ("x" * 5000, "entry 2 of 'path' has more than")]
-)
+@pytest.mark.parametrize(("name", "message"), [("", " is empty."), ("x" * 5000, "entry 2 of 'path' ")])
 def test_invalid_names(empty_models, name, message):
     """Empty and too long names raise UsageError."""
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=message):
         load_entries(["models/a.onnx", name])
-    assert message.removeprefix("'path'") in str(caught.value)
 
 
 def test_nul_in_names(empty_models):
     """The character NUL is reported at its line, in paths and in outputs."""
-    assert manifest_mistakes('[defaults]\noutput = "a\\u0000b"\n[[model]]\npath = "models/a\\u0000*"\n') == [
-        "graphquant.toml:2: a name cannot contain the character NUL.",
-        "graphquant.toml:4: a name cannot contain the character NUL.",
-    ]
+    mistakes = manifest_mistakes('[defaults]\noutput = "a\\u0000b"\n[[model]]\npath = "models/a\\u0000*"\n')
+    assert_mistakes(mistakes, [("graphquant.toml:2", "NUL"), ("graphquant.toml:4", "NUL")])
 
 
 def test_invalid_options(empty_models):
     """An invalid option value raises UsageError as in a manifest."""
-    with pytest.raises(UsageError, match="there is no method 'minmx'"):
+    with pytest.raises(UsageError, match="no method 'minmx'"):
         load_entries(["models/*"], {"method": "minmx"})
 
 
@@ -510,7 +491,7 @@ def test_remote_globs(empty_models):
         assert [entry.output for entry in entries][-2:] == ["memory:///zoo/deep/keras.quant", "memory:///zoo/net.quant"]
         (entry,) = load_entries(["memory://zoo/a.onnx"], {"output": "memory://out/{name}"})
         assert (entry.model, entry.output) == ("memory://zoo/a.onnx", "memory://out/a.onnx")
-        with pytest.raises(ManifestError, match=r"There is no model 'memory://zoo/aa\.onnx'\. Did you mean 'a\.onnx'"):
+        with pytest.raises(ManifestError, match=r"no model 'memory://zoo/aa\.onnx'\. Did you mean 'a\.onnx'"):
             load_entries(["memory://zoo/aa.onnx"])
     finally:
         system.rm("/zoo", recursive=True)

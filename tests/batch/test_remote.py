@@ -73,7 +73,8 @@ def test_unclaimed_remote_outputs(tmp_path, zoo):
     zoo.pipe("/out/cnn.onnx", b"other")
     run_again = partial(run_in_process, tmp_path, ["memory://zoo/cnn.onnx"], output="memory://out/cnn.onnx")
     (outcome,) = run_again()
-    assert outcome.problem.message.startswith("memory://out/cnn.onnx exists already, and was not created by a batch.")
+    assert outcome.problem.message.startswith("memory://out/cnn.onnx exists already, ")
+    assert "--force" in outcome.problem.message
     assert zoo.cat("/out/cnn.onnx") == b"other"
     assert run_again(force=True)[0].status == "done"
     assert run_again()[0].status == "unchanged"
@@ -144,12 +145,12 @@ def test_failures_name_addresses(tmp_path, zoo):
     zoo.pipe("/zoo/broken.onnx", b"\x0a\x03abc")
     outcomes = run_in_process(tmp_path, ["memory://zoo/broken.onnx"], output="memory://out/{name}")
     assert [outcome.status for outcome in outcomes] == ["failed"]
-    assert outcomes[0].problem.message.startswith("memory://zoo/broken.onnx: The model has no graph.")
+    assert outcomes[0].problem.message.startswith("memory://zoo/broken.onnx: ")
+    assert "no graph" in outcomes[0].problem.message
     assert str(tmp_path.parent.parent) not in outcomes[0].problem.message
     outcomes = run_in_process(tmp_path, ["memory://zoo/cnn.onnx"], output="nowhere://out/{name}")
-    assert outcomes[0].problem.message.startswith(
-        "nowhere://out/cnn.onnx cannot be written: Protocol not known: nowhere"
-    )
+    assert outcomes[0].problem.message.startswith("nowhere://out/cnn.onnx cannot be written: ")
+    assert "Protocol not known" in outcomes[0].problem.message
     (entry,) = load_entries(["memory://zoo/cnn.onnx"], {"rules": ("weight_only",)})
     zoo.rm("/zoo/cnn.onnx")
     outcome = quantize_entry(entry)
@@ -193,7 +194,7 @@ def test_names_outside_the_folder(tmp_path):
     from graphquant.errors import ModelError
 
     (tmp_path / "room").mkdir()
-    with pytest.raises(ModelError, match="outside of the model's folder"):
+    with pytest.raises(ModelError, match=r"/zoo/net/\.\./\.\./x is outside"):
         remote._fetch_file(fsspec.filesystem("memory"), "/zoo", "net/../../x", tmp_path / "room")
     assert [path.name for path in tmp_path.iterdir()] == ["room"]
 

@@ -35,7 +35,7 @@ def test_shards_are_a_partition(sizes, total):
 def test_invalid_shard():
     """Shard numbers outside of 1 to the total raise UsageError."""
     for shard in ((0, 2), (3, 2), (1, 0)):
-        with pytest.raises(UsageError, match="There is no shard"):
+        with pytest.raises(UsageError, match=f"no shard {shard[0]} of {shard[1]}"):
             select_shard(make_entries("ab"), shard)
 
 

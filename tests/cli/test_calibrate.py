@@ -272,7 +272,7 @@ def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], calibration_fold
     assert result.returncode == 130
     assert result.stdout == ""
     lines = result.stderr.splitlines()
-    assert lines[0].startswith("Stopping after this block of samples.")
+    assert lines[0].startswith("Stopping ")
     assert lines[1].startswith("Interrupted.")
     partial_stats = load_stats(Path("my stats.gqs"))
     assert (partial_stats.blocks, partial_stats.complete) == (2, False)

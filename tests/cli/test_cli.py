@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -581,7 +582,8 @@ def test_standard_output_that_is_full(samples: Path, verb: list[str], unbuffered
     with full.open("w") as out:
         process = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert process.returncode == 2
-    assert process.stderr.startswith("error: The result cannot be written to standard output: No space left")
+    assert process.stderr.startswith("error: ")
+    assert f" standard output: {os.strerror(errno.ENOSPC)}" in process.stderr
     assert process.stderr.count("\n") == 1
 
 

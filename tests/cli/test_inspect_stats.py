@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ def stats_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_statistics_file(cli: Callable[..., Any], stats_folder: Path) -> None:
     """The file by itself is a table of its tensors, JSON data, or a page."""
     lines = cli("inspect", "stats.gqs").stdout.splitlines()
-    assert lines[0] == "stats.gqs: 13 tensors on 100 samples in 4 blocks"
+    assert lines[0].startswith("stats.gqs: ")
+    assert re.findall(r"\b\d+ \w+", lines[0]) == ["13 tensors", "100 samples", "4 blocks"]
     assert lines[1].split() == ["tensor", "histogram", "seen", "values", "NaN", "inf"]
     assert lines[2].startswith("stem/conv__6:0")
     assert len(lines) == 16
@@ -60,18 +62,19 @@ def test_rules_give_ranges(cli: Callable[..., Any], stats_folder: Path, samples:
     """Other rules give other ranges; rules without activations give no ranges."""
     model = samples / "digits_cnn.onnx"
     assert "[-7.938, 7.938]" in cli("inspect", model, "--stats", "stats.gqs", "--rules", "fixed_point").stdout
-    output = cli("inspect", model, "--stats", "stats.gqs", "--rules", "weight_only").stdout
-    assert output.splitlines()[1:] == ["No tensor gets a range from insert."]
+    command = ("inspect", model, "--stats", "stats.gqs", "--rules", "weight_only")
+    assert json.loads(cli(*command, "--format", "json").stdout)["tensors"] == []
+    assert len(cli(*command).stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["stats.gqs", "--rules", "tflite"], "--rules needs the model: graphquant inspect MODEL --stats stats.gqs"),
-        (["stats.gqs", "--format", "dot"], "--format dot draws a model, not statistics."),
-        (["stats.gqs", "--html", "a.html", "-o", "a.html"], "--html a.html is also the file of -o."),
-        (["stats.gqs", "--html", "stats.gqs"], "stats.gqs is the source model"),
-        (["MODEL", "--stats", "stats.gqs", "--force", "--html", "stats.gqs"], "stats.gqs is the source model"),
+        (["stats.gqs", "--rules", "tflite"], ": graphquant inspect MODEL --stats stats.gqs"),
+        (["stats.gqs", "--format", "dot"], "--format dot draws a model, "),
+        (["stats.gqs", "--html", "a.html", "-o", "a.html"], "--html a.html is also "),
+        (["stats.gqs", "--html", "stats.gqs"], "stats.gqs is the source"),
+        (["MODEL", "--stats", "stats.gqs", "--force", "--html", "stats.gqs"], "stats.gqs is the source"),
         (["none.gqs"], "none.gqs"),
         (["MODEL", "--rules", "tflite"], "--stats FILE"),
         (["OTHER", "--stats", "stats.gqs"], "another model"),

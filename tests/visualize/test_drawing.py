@@ -225,7 +225,7 @@ def test_neighborhood(tmp_path: Path, name: str, hops: int, shown: list[str]) ->
 
 def test_neighborhood_of_an_unknown_name(tmp_path: Path) -> None:
     """An unknown name raises UsageError with similar names."""
-    with pytest.raises(UsageError, match=r"The drawing has nothing named 'enc/x'\. Did you mean 'enc/"):
+    with pytest.raises(UsageError, match=r"nothing named 'enc/x'\. Did you mean 'enc/"):
         neighborhood(_draw_text(PAIR, tmp_path), "enc/x", 1)
 
 

@@ -35,7 +35,7 @@ def test_model_html(samples: Path) -> None:
     """A model shows format, inputs, outputs and ops as text, and the viewer in a sandboxed frame."""
     drawn = gq.load(samples / "digits_cnn.onnx")._repr_html_()
     lines = table_text(drawn).splitlines()
-    assert lines[0].endswith("digits_cnn.onnx: onnx, opset 13, 27 ops in 1 graph")
+    assert "digits_cnn.onnx: onnx, opset 13, 27 ops" in lines[0]
     assert lines[1:3] == ["  inputs  image float32[?, 8, 8, 1]", "  outputs probabilities float32[?, 10]"]
     (attributes,) = re.findall(r"<iframe ([^>]*)>", drawn)
     assert attributes.startswith('sandbox="allow-scripts" ')
@@ -48,9 +48,9 @@ def test_result_html(sample_result: gq.Result) -> None:
     """A result shows the number of inserted sites and one viewer."""
     drawn = sample_result._repr_html_()
     sites, uses = len(sample_result.inserted), sum(len(pair.site.uses) for pair in sample_result.inserted)
-    assert table_text(drawn).startswith(
-        f"{sites} sites inserted, {uses} uses rerouted, calibrated on 8 samples. .save(PATH)"
-    )
+    first = table_text(drawn).splitlines()[0]
+    assert re.findall(r"\d+ \w+", first) == [f"{sites} sites", f"{uses} uses", "8 samples"]
+    assert ".save(PATH)" in first
     assert drawn.count("<iframe ") == 1
 
 
@@ -79,7 +79,7 @@ def test_large_models_are_not_drawn_in_a_cell() -> None:
         producer = graph.add_op(op, [producer])
     drawn = model._repr_html_()
     assert "<iframe" not in drawn
-    assert "5001 ops are too many for a cell. Draw them: graphquant inspect MODEL --html page.html" in table_text(drawn)
+    assert re.search(r"\b5001 ops .*: graphquant inspect MODEL --html page\.html", table_text(drawn))
 
 
 def test_names_are_escaped() -> None:

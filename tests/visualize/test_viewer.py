@@ -121,7 +121,7 @@ def _check_every_site(open_viewer: Callable[..., Any], cli: Callable[..., Any], 
         stored = tensor.get("quantization_parameters")
         scales = stored["scales"] if stored else tensor.get("scale")
         if scales is None:
-            assert any(rows["scale"] == "computed in each run" for *_, rows in results[name]), name
+            assert any(rows["scale"].startswith("computed") for *_, rows in results[name]), name
             continue
         flat, zeros = np.ravel(scales).tolist(), np.ravel(stored["zero_points"] if stored else tensor["zero_point"])
         matching = [rows for dtype, shown, zero, rows in results[name] if (dtype, shown) == (tensor["dtype"], flat)]
@@ -193,7 +193,7 @@ def test_per_channel_scales_are_a_plot(digits_page: Path, open_viewer: Callable[
     page = open_viewer(digits_page, "stem/conv")
     page.locator("#panel button.pill", has_text="i8[8]").click()
     assert page.locator("#panel figure path.in").get_attribute("d").count("z") == 8
-    assert "scale of channels 0 to 7" in page.locator("#panel figcaption").inner_text()
+    assert "channels 0 to 7" in page.locator("#panel figcaption").inner_text()
 
 
 def test_skip_reason_is_shown(tmp_path: Path, samples: Path, open_viewer: Callable[..., Any]) -> None:
@@ -217,7 +217,7 @@ def test_plan_is_labelled(tmp_path: Path, samples: Path, open_viewer: Callable[.
     html = tmp_path / "plan.html"
     html.write_text(viewer_page(viewer_data(plan_drawing(api.prepare_for_plan(model, plan), plan))), "utf-8")
     page = open_viewer(html)
-    assert "This is a plan" in page.locator("#panel").inner_text()
+    assert "is a plan" in page.locator("#panel").inner_text()
     results = page.evaluate(READ_PANELS, [str(site.tensor) for site in plan.sites])
     for site, shown in zip(plan.sites, results, strict=True):
         assert any(rows["rule"] == site.rule and rows["type"] == site.scheme.type.name for *_, rows in shown)

@@ -65,17 +65,17 @@ def test_merging_drops_changes():
 @pytest.mark.parametrize(
     ("alter", "message"),
     [
-        (lambda first, second: (first,), "There is no report of shard 2/2"),
-        (lambda first, second: (first, first), "both belong to shard 1"),
-        (lambda first, second: (first, replace(second, version="2")), "is of graphquant 1 and"),
-        (lambda first, second: (first, replace(second, shard=(2, 3))), "is one of 2 shards and"),
+        (lambda first, second: (first,), "no report .* 2/2"),
+        (lambda first, second: (first, first), r"1\.json and 0\.json .* shard 1\b"),
+        (lambda first, second: (first, replace(second, version="2")), r"graphquant 1 .* 2\b"),
+        (lambda first, second: (first, replace(second, shard=(2, 3))), r"2 shards .* 3\b"),
         (
             lambda first, second: (replace(first, deal_digest="a"), replace(second, deal_digest="b")),
             "have different models",
         ),
         (
             lambda first, second: (first, replace(second, outcomes=(replace(_outcome("a"), sites=3),))),
-            "Two shards have different outcomes of a",
+            r"different outcomes .* a\b",
         ),
     ],
 )

@@ -1,11 +1,14 @@
 """Regressions against an earlier report."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from graphquant.batch.reports import compare_reports, has_regressions
 from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics, Problem
+
+VALUES = re.compile(r"\d[\d.]*|exact|unknown|not known|done|failed|gate missed|timed out|NaN")
 
 
 def make_outcome(name="net", **fields):
@@ -24,10 +27,11 @@ def make_outcome(name="net", **fields):
 
 
 def compare_outcomes(before, after, **options):
-    """Return kind, level and message of each change between two outcomes."""
+    """Return kind, level, and the numbers and statuses in the message, of each change between two outcomes."""
     old = BatchReport(version="1", outcomes=(before,) if before else ())
     new = BatchReport(version="1", outcomes=(after,) if after else ())
-    return [(change.kind, change.level, change.message) for change in compare_reports(new, old, **options).changes]
+    changes = compare_reports(new, old, **options).changes
+    return [(change.kind, change.level, *VALUES.findall(change.message)) for change in changes]
 
 
 FAILED = make_outcome(
@@ -41,28 +45,22 @@ FAILED = make_outcome(
         ({}, []),
         ({"status": "unchanged"}, []),
         ({"metrics": OutcomeMetrics(sqnr=39.6)}, []),
-        ({"metrics": OutcomeMetrics(sqnr=39.4)}, [("sqnr", "warning", "SQNR is 39.4 dB, and was 40.0 dB")]),
+        ({"metrics": OutcomeMetrics(sqnr=39.4)}, [("sqnr", "warning", "39.4", "40.0")]),
         ({"metrics": OutcomeMetrics(sqnr=45.0)}, []),
         ({"metrics": OutcomeMetrics(exact=True)}, []),
-        (
-            {"metrics": None},
-            [("not-measured", "warning", "the difference from the float model was measured before and is not now")],
-        ),
-        (
-            {"metrics": OutcomeMetrics(problem="values are not finite", samples=8)},
-            [("not-measured", "warning", "the output cannot be compared any more: values are not finite")],
-        ),
+        ({"metrics": None}, [("not-measured", "warning")]),
+        ({"metrics": OutcomeMetrics(problem="NaN", samples=8)}, [("not-measured", "warning", "NaN")]),
         ({"size_after": 10_100}, []),
-        ({"size_after": 10_101}, [("size", "warning", "the output has 10.1 KB, and had 10 KB")]),
+        ({"size_after": 10_101}, [("size", "warning", "10.1", "10")]),
         ({"size_after": 9_000}, []),
-        ({"int8_ops": (8, 10)}, [("int8", "warning", "80 % of the ops run in low precision, and 90 % did")]),
+        ({"int8_ops": (8, 10)}, [("int8", "warning", "80", "90")]),
         ({"int8_ops": (10, 10)}, []),
         ({"int8_ops": None}, []),
         ({"seconds": 3.0}, []),
-        ({"seconds": 3.1}, [("seconds", "note", "it took 3.1 s, and took 2.0 s")]),
+        ({"seconds": 3.1}, [("seconds", "note", "3.1", "2.0")]),
         ({"status": "unchanged", "seconds": 9.0}, []),
-        ({"status": "gate"}, [("status", "warning", "gate missed, and was done")]),
-        ({"status": "timeout"}, [("status", "warning", "timed out, and was done")]),
+        ({"status": "gate"}, [("status", "warning", "gate missed", "done")]),
+        ({"status": "timeout"}, [("status", "warning", "timed out", "done")]),
     ],
 )
 def test_reported_changes(fields, changes):
@@ -73,7 +71,7 @@ def test_reported_changes(fields, changes):
 def test_previously_exact_outputs():
     """Any error of a previously exact output is a regression, whatever the step."""
     assert compare_outcomes(make_outcome(metrics=OutcomeMetrics(exact=True)), make_outcome(), sqnr_step=100.0) == [
-        ("sqnr", "warning", "SQNR is 40.0 dB, and was exact")
+        ("sqnr", "warning", "40.0", "exact")
     ]
 
 
@@ -84,15 +82,15 @@ def test_previously_exact_outputs():
         (
             OutcomeMetrics(agreement=0.3, accuracy=(0.98, 0.3), samples=1000),
             [
-                ("agreement", "warning", "agreement is 30.0 %, and was 100.0 %"),
-                ("accuracy", "warning", "accuracy is 30.0 %, and was 98.0 %"),
+                ("agreement", "warning", "30.0", "100.0"),
+                ("accuracy", "warning", "30.0", "98.0"),
             ],
         ),
         (OutcomeMetrics(agreement=0.9, accuracy=(0.98, 0.88), samples=10), []),
-        (OutcomeMetrics(exact=True, samples=1000), [("accuracy", "warning", "accuracy is not known, and was 98.0 %")]),
+        (OutcomeMetrics(exact=True, samples=1000), [("accuracy", "warning", "not known", "98.0")]),
         (
             OutcomeMetrics(accuracy=(0.98, 0.98), samples=1000),
-            [("agreement", "warning", "agreement is not known, and was 100.0 %")],
+            [("agreement", "warning", "not known", "100.0")],
         ),
     ],
 )
@@ -104,7 +102,7 @@ def test_shares_of_samples(metrics, changes):
 
 def test_previously_exact_shares():
     """Lower agreement of a previously exact integer output is a regression."""
-    changes = [("agreement", "warning", "agreement is 50.0 %, and was 100.0 %")]
+    changes = [("agreement", "warning", "50.0", "100.0")]
     assert (
         compare_outcomes(
             make_outcome(metrics=OutcomeMetrics(exact=True)),
@@ -124,15 +122,13 @@ def test_failing_models():
     """A new failure is a regression, a repeated one is not, and a fixed one is a note."""
     assert [change[:2] for change in compare_outcomes(make_outcome(), FAILED)] == [("status", "warning")]
     assert compare_outcomes(FAILED, FAILED) == []
-    assert compare_outcomes(FAILED, make_outcome()) == [("status", "note", "done, and was failed")]
+    assert compare_outcomes(FAILED, make_outcome()) == [("status", "note", "done", "failed")]
 
 
 def test_added_and_missing_models():
     """A missing model is a regression. New models and models of other shards are not."""
     assert compare_outcomes(None, make_outcome()) == []
-    assert compare_outcomes(make_outcome(), None) == [
-        ("missing", "warning", "the last report has it, and this batch does not")
-    ]
+    assert compare_outcomes(make_outcome(), None) == [("missing", "warning")]
     assert compare_outcomes(make_outcome(), make_outcome(status="skipped")) == []
     assert compare_outcomes(make_outcome(status="skipped"), make_outcome()) == []
 
