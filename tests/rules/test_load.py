@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_the_first_file_that_names_a_step_decides(write_rule_files):
 
 def test_contradictory_steps_are_rejected(write_rule_files):
     """One file cannot want both."""
-    with pytest.raises(RuleError, match=r"bad\.toml:1: 'fold-batchnorm' is switched on and off; remove one"):
+    with pytest.raises(RuleError, match=r"bad\.toml:1: 'fold-batchnorm' .*remove one"):
         load_ruleset([write_rule_files('prepare = ["fold-batchnorm", "not fold-batchnorm"]\n', "bad.toml")])
 
 
@@ -135,96 +136,74 @@ def test_byte_order_mark(write_rule_files):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "closest"),
     [
-        ("onnxruntme", "There is no rule file 'onnxruntme'. Did you mean 'onnxruntime'? The shipped rule files are "),
-        ("", "There is no rule file ''. The shipped rule files are "),
-        ("..", "There is no rule file '..'. The shipped rule files are "),
-        ("mine", "There is no rule file 'mine'. Did you mean 'mine.toml'? The shipped rule files are "),
-        (
-            "no/onnxruntime.toml",
-            "There is no rule file 'no/onnxruntime.toml'. Did you mean 'onnxruntime'? The shipped rule files are ",
-        ),
-        ("nul\0.toml", "There is no rule file 'nul\\x00.toml'. The shipped rule files are "),
+        ("onnxruntme", ["'onnxruntime'"]),
+        ("", []),
+        ("..", []),
+        ("mine", ["'mine.toml'"]),
+        ("no/onnxruntime.toml", ["'onnxruntime'"]),
+        ("nul\0.toml", []),
     ],
 )
-def test_unknown_names(write_rule_files, name, says):
+def test_unknown_names(write_rule_files, name, closest):
     """An unknown name is answered with the shipped ones and the closest of them."""
     write_rule_files("", "mine.toml")
     with pytest.raises(UsageError) as caught:
         load_ruleset([name])
-    assert str(caught.value).startswith(says + ", ".join(shipped_rule_files()) + ". Name your own file by its path")
+    assert f" rule file {name!r}. " in str(caught.value)
+    assert re.findall(r"Did you mean (.*?)\?", str(caught.value)) == closest
+    assert f" {', '.join(shipped_rule_files())}. " in str(caught.value)
 
 
 def test_unreadable_files(write_rule_files, monkeypatch):
     """A file that is no rule file at all is a mistake in line 1, or where it begins."""
     Path("folder.toml").mkdir()
     os.mkfifo("pipe.toml")
-    assert rule_error_text("folder.toml") == "folder.toml:1: this is a folder. Name a rule file in it."
-    assert rule_error_text("pipe.toml") == "pipe.toml:1: this is not a regular file. Save its text to a file first."
-    assert (
-        rule_error_text(write_rule_files(b"a = 1\n\nb = '\xff'"))
-        == "rules.toml:3: the file is not UTF-8. Save it in that encoding."
-    )
-    assert rule_error_text(write_rule_files(" " * (1 << 20) + " ")).startswith(
-        "rules.toml:1: the file has more than 1048576 bytes"
-    )
+    assert re.match(r"folder\.toml:1: .*folder", rule_error_text("folder.toml"))
+    assert re.match(r"pipe\.toml:1: .*regular file", rule_error_text("pipe.toml"))
+    assert re.match(r"rules\.toml:3: .*UTF-8", rule_error_text(write_rule_files(b"a = 1\n\nb = '\xff'")))
+    assert re.match(r"rules\.toml:1: .* 1048576 bytes", rule_error_text(write_rule_files(" " * (1 << 20) + " ")))
     for deep in (
         "a = " + "[" * 5000,
         "a." * 100_000 + "b = 1",
         "[" + "a." * 100_000 + "b]",
         "a = " + "[" * 40 + "]" * 40,
     ):
-        assert rule_error_text(write_rule_files(f"\n{deep}")) == (
-            "rules.toml:2: this is nested more than 16 levels deep. No rule file needs half of that."
-        )
+        assert re.match(r"rules\.toml:2: .* 16 levels", rule_error_text(write_rule_files(f"\n{deep}")))
 
     def refuse(*_args, **_keywords):
-        raise PermissionError(13, "Permission denied")
+        raise PermissionError(13, "refused")
 
     monkeypatch.setattr(Path, "open", refuse)
-    assert (
-        rule_error_text("rules.toml")
-        == "rules.toml:1: the file cannot be read (Permission denied). Check its permissions."
-    )
+    assert re.match(r"rules\.toml:1: .*\(refused\)", rule_error_text("rules.toml"))
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a = 1\nb = \n", "rules.toml:2: this is not valid TOML: Invalid value at column 5."),
-        ("a = 1\n\nb = [1,", "rules.toml:3: this is not valid TOML: Invalid value."),
-        ("a = 1\na = 2\n", "rules.toml:2: this is not valid TOML: Cannot overwrite a value at column 6."),
-        (
-            "kind = conv",
-            (
-                "rules.toml:1: this is not valid TOML: Invalid value at column 8. Strings need quotes, as in"
-                " kind = 'conv'."
-            ),
-        ),
-        ("[a]\n[a]\n", "rules.toml:2: this is not valid TOML: Cannot declare ('a',) twice at column 3."),
-        ("a = " + "1" * 5000, "rules.toml:1: this is not valid TOML: Exceeds the limit"),
+        ("a = 1\nb = \n", r"2: .*TOML: .*column 5\."),
+        ("a = 1\n\nb = [1,", r"3: .*TOML: Invalid value\."),
+        ("a = 1\na = 2\n", r"2: .*TOML: .*overwrite .*column 6\."),
+        ("kind = conv", r"1: .*TOML: .*column 8\..* kind = 'conv'\."),
+        ("[a]\n[a]\n", r"2: .*TOML: .*\('a',\) .*column 3\."),
+        ("a = " + "1" * 5000, r"1: .*TOML: Exceeds .*limit"),
     ],
 )
 def test_syntax_errors(write_rule_files, text, says):
     """A syntax error has tomllib's line and words."""
-    assert rule_error_text(write_rule_files(text)).startswith(says)
+    assert re.match(rf"rules\.toml:{says}", rule_error_text(write_rule_files(text)))
 
 
 def test_mistakes_of_all_files_in_order(write_rule_files):
     """Mistakes of all files come together, by file and line; a file named twice is told once."""
     bad = write_rule_files("b = 1\n\n[[rule]]\nname = 'x'\n", "b.toml")
     second = write_rule_files("\na = ", "a.toml")
-    assert rule_error_text(bad, write_rule_files(GOOD), second, bad).splitlines() == [
-        (
-            "b.toml:1: 'b' is not a key of a rule file. Its keys are description, target, prepare, algorithms, use,"
-            " scheme, pattern, rule."
-        ),
-        (
-            "b.toml:3: a rule lacks the key 'quantize'."
-            ' Its meaning: A scheme, "same-as-input", "passthrough", "fused" or "float".'
-        ),
-        "a.toml:2: this is not valid TOML: Invalid value. Strings need quotes, as in kind = 'conv'.",
+    lines = rule_error_text(bad, write_rule_files(GOOD), second, bad).splitlines()
+    assert [re.match(r"(\S+): (?:.*?('\w+'|TOML))?", line).groups() for line in lines] == [
+        ("b.toml:1", "'b'"),
+        ("b.toml:3", "'quantize'"),
+        ("a.toml:2", "TOML"),
     ]
 
 
@@ -237,15 +216,15 @@ def test_texts(write_rule_files):
     ]
     sentence = rule_error_text("rules.toml", "\n# a > b\nb = 1")
     keys = "description, target, prepare, algorithms, use, scheme, pattern, rule"
-    assert sentence == f"rules[1]:3: 'b' is not a key of a rule file. Its keys are {keys}."
-    assert rule_error_text("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes")
+    assert re.fullmatch(rf"rules\[1\]:3: 'b' .* {keys}\.", sentence)
+    assert re.match(r"rules\[0\]:1: .* 1048576 bytes", rule_error_text("\n" * ((1 << 20) + 1)))
 
 
 def test_many_mistakes_are_cut(write_rule_files):
     """A hundred mistakes are told, then how many follow."""
     lines = rule_error_text(write_rule_files("".join(f"key{number} = 1\n" for number in range(1000)))).splitlines()
     assert len(lines) == 101
-    assert lines[-1] == "rules.toml:101: and 900 more mistakes from here on. Correct the others first."
+    assert lines[-1].startswith("rules.toml:101: and 900 more ")
 
 
 def test_strange_characters_stay_on_their_line(write_rule_files):

@@ -128,7 +128,7 @@ def test_invalid_text_is_passed_over(text):
 )
 def test_deep_nesting_is_refused(text):
     """Nesting is bounded before tomllib, which takes quadratic time or recurses, sees the text."""
-    with pytest.raises(NestingError, match=f"nested more than {MAX_NESTING} levels deep") as caught:
+    with pytest.raises(NestingError, match=f" {MAX_NESTING} levels") as caught:
         locate_keys(text)
     assert caught.value.line == 2
 

@@ -16,7 +16,7 @@ from rich.console import Console
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.numerics import QParams, dequantize, quantize
-from graphquant.quantize import plan_from_json, plan_to_json
+from graphquant.quantize import SkipCode, plan_from_json, plan_to_json
 from graphquant.visualize.text import summary_view
 
 TEXT = """<ir_version: 8, opset_import: ["": {opset}]> g (int64[n] ids, float[n,3,8,8] image) => (float y) {{
@@ -148,7 +148,6 @@ def test_blocks_in_a_plan_file_and_in_inspect(tmp_path: Path) -> None:
 def test_other_formats_say_why_not() -> None:
     """TensorFlow's ops have no blocks; the plan says so and what to take."""
     plan = gq.plan("sample_models/digits_cnn.pb", rules=["weight_only_int4"])
-    assert {skip.reason for skip in plan.skips} == {
-        'FakeQuant does not support blocks, which are for ONNX models; use per = "channel"'
-    }
+    assert {skip.code for skip in plan.skips} == {SkipCode.SCHEME}
+    assert all(re.search('FakeQuant .*blocks,.* per = "channel"', skip.reason) for skip in plan.skips)
     assert len(plan.sites) == 7
