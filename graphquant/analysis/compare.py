@@ -21,13 +21,8 @@ from graphquant.analysis.comparison import (
     lost_share_upper_bound,
 )
 from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent
-from graphquant.calibration.calibrate import (
-    RunFootprint,
-    block_feeds,
-    concurrent_run_count,
-    observation_budget,
-    tee_items,
-)
+from graphquant.calibration.calibrate import block_feeds, tee_items
+from graphquant.calibration.memory import RunFootprint, concurrent_run_count, observation_budget
 from graphquant.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:

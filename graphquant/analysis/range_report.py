@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.calibration import CALIBRATION_METHODS, Stats, sites_needing_data
-from graphquant.calibration.fingerprints import fingerprints
+from graphquant.calibration.fingerprints import fingerprints, preserved_fingerprints
 from graphquant.errors import DataError
 from graphquant.numerics import QParams, QuantizationGrid, Range
 from graphquant.observers import OBSERVERS, QuantizationCost, Sketch, estimate_cost
@@ -100,13 +100,8 @@ def plan_range_report(
     return RangeReport(stats=stats, path=path, model=model, tensor_ranges=_worst_first(tensor_ranges))
 
 
-def sketches_of_fixed_ranges(
-    stats: Stats, prepared: Model, plan: Plan, known_fingerprints: Mapping[TensorRef, str]
-) -> dict[TensorRef, Sketch]:
-    """Sketches of tensors whose range comes from a fixed scale.
-
-    For `known_fingerprints`, see `preserved_fingerprints`.
-    """
+def sketches_of_fixed_ranges(stats: Stats, source: Model, prepared: Model, plan: Plan) -> dict[TensorRef, Sketch]:
+    """Sketches of tensors whose range comes from a fixed scale."""
     calibrated_tensors = {site.tensor for site in sites_needing_data(plan)}
     live = set(prepared.reachable_graphs())
     fixed_tensors = [
@@ -119,12 +114,12 @@ def sketches_of_fixed_ranges(
     tensor_by_fingerprint = {
         target.fingerprint: tensor for tensor, target in stats.targets.items() if target.axis is None
     }
-    fixed_fingerprints = fingerprints(prepared, fixed_tensors, known_fingerprints)
-    sources = {tensor: tensor_by_fingerprint.get(fixed_fingerprints[tensor]) for tensor in fixed_tensors}
+    fixed_fingerprints = fingerprints(prepared, fixed_tensors, preserved_fingerprints(source, prepared))
+    observed_tensors = {tensor: tensor_by_fingerprint.get(fixed_fingerprints[tensor]) for tensor in fixed_tensors}
     return {
-        tensor: stats.sketches[source]
-        for tensor, source in sources.items()
-        if source is not None and source in stats.sketches
+        tensor: stats.sketches[observed]
+        for tensor, observed in observed_tensors.items()
+        if observed is not None and observed in stats.sketches
     }
 
 

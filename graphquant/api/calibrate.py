@@ -8,29 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphquant import formats
-from graphquant.api.models import as_model
+from graphquant.api.models import load_source
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration import (
-    ObservationTargets,
+    CalibrationRun,
     Stats,
     all_float_targets,
-    collect_stats,
+    calibrate_model,
     combine_stats,
     finest_histogram_bits,
     load_stats,
-    measure_footprint,
     plan_targets,
-    preserved_fingerprints,
-    refuse_growth,
 )
-from graphquant.errors import DataError, MissingDependencyError, ModelError, UsageError
+from graphquant.calibration.holdout import open_model_data
+from graphquant.errors import DataError, UsageError
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import CalibrateOptions, PlanOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
-    from graphquant.calibration.data.check import DataFinding
     from graphquant.ir import Model
     from graphquant.quantize import Plan
 
@@ -66,47 +62,29 @@ def calibrate(
         RuleError: A rule file has mistakes.
         UsageError: The plan belongs to another model, an option is invalid, or there is no data.
     """
+    from graphquant.calibration.data.check import check_samples
+
     settings = resolve_options(CalibrateOptions, options, values)
     if data is None:
         raise UsageError("There is no calibration data. Pass an .npz file, or random:8 for a test.")
-    source = as_model(model, allow_links=settings.allow_links)
-    refuse_growth(source, settings.max_memory)
+    source = load_source(model, settings)
     prepared, resolved_plan = prepare_and_plan(source, PlanOptions(rules=settings.rules), plan)
     if settings.everything:
         prepared, targets = source, all_float_targets(source, finest_histogram_bits(resolved_plan))
     else:
-        fingerprints = preserved_fingerprints(source, prepared)
-        targets = plan_targets(prepared, resolved_plan, full_histograms=settings.full, overrides=fingerprints)
+        targets = plan_targets(source, prepared, resolved_plan, full_histograms=settings.full)
     if isinstance(data, str):
-        from graphquant.calibration.data import open_data
-
-        inputs = formats.format_module(prepared.format).input_specs(prepared)
-        data = open_data(data, inputs, samples=settings.samples, check_in_background=True)
-    findings = check_samples(source, data)
-    stats = run_calibration(
-        prepared,
-        targets,
-        data,
-        None,
-        progress,
+        data = open_model_data(prepared, data, settings.samples)
+    findings = check_samples(data, source)
+    run = CalibrationRun(
         model_digest=source.digest,
         shard=settings.shard,
         max_memory=settings.max_memory,
         resume_from=partial_stats,
         should_stop=should_stop,
+        progress=stage_progress(progress, "calibrating"),
     )
-    return replace(stats, data_findings=findings)
-
-
-def check_samples(source: Model, dataset: Dataset) -> tuple[DataFinding, ...]:
-    """Return the likely mistakes in the samples for a float model. Raises a DataError if they cannot be right."""
-    from graphquant.calibration.data.check import check_model_data
-
-    try:
-        runner = formats.format_module(source.format).create_runner(source)
-    except (MissingDependencyError, ModelError):  # reported where the model must run
-        return ()
-    return check_model_data(dataset, runner)
+    return replace(calibrate_model(prepared, targets, data, run), data_findings=findings)
 
 
 def resolve_stats(stats: Stats | str | Path) -> Stats:
@@ -136,26 +114,6 @@ def merge_stats(stats_list: Sequence[Stats | str | Path]) -> Stats:
     if merged is None:
         raise UsageError("There are no statistics to merge. Pass two or more statistics files.")
     return merged
-
-
-def run_calibration(
-    prepared: Model,
-    targets: ObservationTargets,
-    data: str | Dataset,
-    samples: int | None,
-    progress: Progress | None,
-    **options: Any,
-) -> Stats:
-    """Run the data through the model; `options` are those of `graphquant.calibration.collect_stats`."""
-    from graphquant.calibration.data import open_data
-
-    runner = formats.format_module(prepared.format).create_runner(prepared)
-    batches = (
-        open_data(data, runner.inputs, samples=samples, check_in_background=True) if isinstance(data, str) else data
-    )
-    footprint = measure_footprint(runner, batches, tuple(targets), max_memory=options.get("max_memory"))
-    report = stage_progress(progress, "calibrating")
-    return collect_stats(targets, runner, batches, footprint=footprint, progress=report, **options)
 
 
 def calibrate_command_line(source: Model, resolved_plan: Plan, plan: object) -> str:

@@ -18,7 +18,6 @@ from graphquant.analysis import (
     match_sites,
 )
 from graphquant.analysis.compare import match_inputs, reference_runner, with_sensitivity
-from graphquant.api.calibrate import check_samples
 from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
@@ -62,6 +61,7 @@ def compare(
         UsageError: The inputs or outputs differ, a model is a TFLite model, or an option is invalid.
     """
     from graphquant.calibration.data import open_data
+    from graphquant.calibration.data.check import check_samples
 
     settings = resolve_options(CompareOptions, options, values)
     float_ir, quantized_ir = (
@@ -76,7 +76,7 @@ def compare(
     sites = match_sites(float_ir, quantized_ir) if settings.sites else None
     float_runner = formats.format_module(float_ir.format).create_runner(float_ir)
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
-    findings = check_samples(float_ir, batches)
+    findings = check_samples(batches, float_ir)
     batches, labels = open_optional_labels(batches, data, float_runner.inputs, settings.samples)
     quantized_runner = formats.format_module(quantized_ir.format).create_runner(quantized_ir)
     sensitivity = None

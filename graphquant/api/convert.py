@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant.analysis.conversion_report import ConversionReport, compare_conversion
-from graphquant.api.insert import Result
 from graphquant.api.models import check_output
+from graphquant.api.result import Result
 from graphquant.errors import UsageError
 from graphquant.utils.atomic_files import write_file
 

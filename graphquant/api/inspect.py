@@ -18,10 +18,11 @@ from graphquant.analysis import (
     range_report,
 )
 from graphquant.analysis.model_summary import summarize_model
-from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
+from graphquant.api.calibrate import calibrate_command_line, resolve_stats
 from graphquant.api.models import as_model
 from graphquant.api.plan import plan_with_rules, prepare_for_plan, resolve_ruleset, select_sites
-from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats
+from graphquant.calibration import CalibrationRun, Stats, calibrate_model, plan_targets, select_stats
+from graphquant.calibration.holdout import open_model_data
 from graphquant.errors import RuleError, UsageError
 from graphquant.ir import QUANTIZATION_KINDS, Model
 from graphquant.quantize import Plan, Solution, read_plan, solve_scales
@@ -57,8 +58,8 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
     ruleset, omitted_reason = (resolve_ruleset(model, settings.rules), "") if plan is None else _ruleset_of_plan(plan)
     backend = settings.backend or backend_of_rules(model, ruleset.targets if plan is None else plan.targets)
     has_data = settings.data is not None or settings.stats is not None
-    kinds = {op.kind for name in model.reachable_graphs() for op in model.graphs[name].ops()}
-    if plan is None and not settings.rules and not has_data and not kinds.isdisjoint(QUANTIZATION_KINDS):
+    is_quantized = not model.op_kinds().isdisjoint(QUANTIZATION_KINDS)
+    if plan is None and not settings.rules and not has_data and is_quantized:
         uses = explain_quantized(model, name)
         verdicts = predict_verdicts(model, backend, uses) if backend else ()
         return ExplanationReport(uses=uses, verdicts=verdicts, backend=backend, already_quantized=True)
@@ -80,12 +81,13 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
 
 def _solve_with_data(model: Model, prepared: Model, plan: Plan, settings: ExplainOptions) -> Solution:
     """Solve the scales of a plan with statistics, or with data."""
-    targets = plan_targets(prepared, plan, full_histograms=False, overrides=preserved_fingerprints(model, prepared))
+    targets = plan_targets(model, prepared, plan, full_histograms=False)
     if settings.stats is not None:
         stats = resolve_stats(settings.stats)
         stats = select_stats(stats, targets, model.digest, calibrate_command_line(model, plan, settings.plan))
     else:
-        stats = run_calibration(prepared, targets, settings.data or "", None, None, model_digest=model.digest)
+        data = open_model_data(prepared, settings.data or "", None)
+        stats = calibrate_model(prepared, targets, data, CalibrationRun(model_digest=model.digest))
     return solve_scales(prepared, plan, stats.sketches, stats.unobservable)
 
 
@@ -174,11 +176,10 @@ def inspect_stats(
         if any(op.rule or source.digest != loaded.model_digest for op in summary.quantization_ops):
             return range_report.model_range_report(summary, loaded, path, compare_methods=compare_methods)
     prepared, plan = plan_with_rules(source, resolve_ruleset(source, rules), select_sites(source))
-    fingerprints = preserved_fingerprints(source, prepared)
-    targets = plan_targets(prepared, plan, full_histograms=False, overrides=fingerprints)
+    targets = plan_targets(source, prepared, plan, full_histograms=False)
     needed = select_stats(loaded, targets, source.digest, calibrate_command_line(source, plan, None))
     solution = solve_scales(prepared, plan, needed.sketches, needed.unobservable)
-    fixed = range_report.sketches_of_fixed_ranges(loaded, prepared, plan, fingerprints)
+    fixed = range_report.sketches_of_fixed_ranges(loaded, source, prepared, plan)
     name = str(source.path or "the model")
     return range_report.plan_range_report(
         plan, solution, {**fixed, **needed.sketches}, loaded, path, name, compare_methods=compare_methods

@@ -5,13 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
 from graphquant.errors import UsageError
 from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
+from graphquant.ir.graph import check_tensor_sizes
 from graphquant.utils.atomic_files import remove_stale_files
+
+if TYPE_CHECKING:
+    from graphquant.utils.options import CalibrateOptions, InsertOptions
 
 
 def default_output(path: Path) -> Path:
@@ -145,6 +149,17 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     check_model_output(destination, model.path, model.format, force=force)
     formats.format_module(model.format).save(model, destination)
     return destination
+
+
+def load_source(model: Any, options: InsertOptions | CalibrateOptions) -> Model:
+    """Return the float model, loaded if it is none yet.
+
+    Raises:
+        ModelError: The model cannot be read, or a tensor would fill memory.
+    """
+    source = as_model(model, allow_links=options.allow_links)
+    check_tensor_sizes(source, options.max_memory)
+    return source
 
 
 def as_model(model: Any, *, allow_links: bool = False) -> Model:

@@ -60,7 +60,7 @@ class WorkerLimits:
 
 def default_jobs() -> int:
     """Return the number of cores, limited by free memory."""
-    from graphquant.calibration.calibrate import available_memory
+    from graphquant.calibration.memory import available_memory
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min(cores, available_memory() // BYTES_PER_WORKER), 1)

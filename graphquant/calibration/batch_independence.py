@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.calibrate import (
+from graphquant.calibration.memory import (
     RunFootprint,
     estimate_footprint,
     group_observed_tensors,

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from graphquant import formats
 from graphquant.errors import DataError
 from graphquant.formats import InputSpec
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
+    from graphquant.calibration.data.check import DataFinding
     from graphquant.calibration.stats import Stats
+    from graphquant.ir import Model
 
 MIN_HOLDOUT_SAMPLES = 4  # Minimum size of the hold-out. Data with fewer than twice as many samples is not split.
 HOLDOUT_DIVISOR = 5  # the hold-out is one in this many samples
@@ -86,21 +89,22 @@ def open_required_labels(
         raise DataError(f"{error} Labels are integers: the class index of each sample.") from error
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CalibrationData:
     """The data of one `insert`, and its split into samples for calibration, a search and validation.
 
-    The data is opened on first use, because a plan may need no data at all.
+    The fields decide the split. The data is opened on first use, because a plan may need no data at all.
     """
 
     spec: str | None  # data spec, or None without data
     max_samples: int | None  # number of samples to use, or None for all
     open_samples: Callable[[int | None], Dataset]  # opens the given number of leading samples, or all for None
     validates: bool  # true if a hold-out is reserved for validation
-    stats: Stats | None = None  # statistics that provide the ranges, or None
-    # Samples for calibration and optimization algorithms, or None if neither needs data.
-    calibration: Dataset | None = None
-    holdout: HoldOut | None = None  # samples for validation, or None if the data was not split
+    stats: Stats | None = None  # given statistics, or None
+    needs_ranges: bool  # true if the range of a site depends on data
+    runs_algorithms: bool  # true if the plan has optimization algorithms
+    has_bounds: bool  # true if a search measures plans against bounds
+    has_search: bool  # true if a search measures plans
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -108,10 +112,37 @@ class CalibrationData:
         return self.open_samples(self.max_samples)
 
     @cached_property
-    def calibration_count(self) -> int:
-        """Number of leading samples from which the ranges are computed, now or in the statistics; 0 for other data."""
-        if self.stats is None:
-            return 0 if self.calibration is None else self.calibration.count
+    def _split(self) -> tuple[Dataset, HoldOut]:
+        return split_holdout(self.spec or "", self.max_samples, self.dataset)
+
+    @cached_property
+    def calibration(self) -> Dataset | None:
+        """Samples for calibration and optimization algorithms, or None if neither needs data.
+
+        With given statistics, algorithms use the samples from which these were computed, without the hold-out.
+        """
+        calibrates = self.needs_ranges and self.stats is None
+        if self.spec is None or not (calibrates or self.runs_algorithms):
+            return None
+        if self.stats is not None and not self._samples_of_stats:
+            return None
+        samples = self._split[0] if self.validates else self.dataset
+        if self.stats is not None:
+            return replace(samples, count=min(samples.count, self._samples_of_stats))
+        half = samples.count // 2
+        leaves_search_set = self.validates and self.has_bounds and half >= MIN_HOLDOUT_SAMPLES
+        return replace(samples, count=half) if leaves_search_set else samples
+
+    @property
+    def lacks_samples(self) -> bool:
+        """True if there is neither data nor statistics, and the plan needs ranges."""
+        return self.needs_ranges and self.spec is None and self.stats is None
+
+    @cached_property
+    def _samples_of_stats(self) -> int:
+        """Number of leading samples from which the given statistics were computed; 0 if they provide no range."""
+        if self.stats is None or not self.needs_ranges:
+            return 0
         # Some kinds of data have another digest for fewer samples.
         return max(
             (
@@ -122,52 +153,58 @@ class CalibrationData:
             default=0,
         )
 
-    def _split_holdout(self) -> tuple[Dataset, HoldOut]:
-        return split_holdout(self.spec or "", self.max_samples, self.dataset)
+    def _calibration_count(self) -> int:
+        """Return the number of leading samples from which the ranges are computed, now or in given statistics."""
+        if self.stats is not None:
+            return self._samples_of_stats
+        return 0 if self.calibration is None else self.calibration.count
 
-    def split(self, *, has_bounds: bool) -> None:
-        """Reserve the hold-out, and with bounds also the samples on which a search measures plans."""
-        if not self.validates:
-            self.calibration = self.dataset
-            return
-        self.calibration, self.holdout = self._split_holdout()
-        half = self.calibration.count // 2
-        if has_bounds and half >= MIN_HOLDOUT_SAMPLES:
-            self.calibration = replace(self.calibration, count=half)
+    def find_mistakes(self, model: Model) -> tuple[DataFinding, ...]:
+        """Return the likely mistakes in the samples if a float model runs on them; see `check_samples`."""
+        if self.spec is None or not (self.validates or self.calibration is not None):
+            return ()
+        from graphquant.calibration.data.check import check_samples
 
-    def samples_of_stats(self) -> Dataset | None:
-        """Return the samples from which the statistics were computed, without the hold-out, or None for other data."""
-        if self.spec is None or not self.calibration_count:
-            return None
-        samples = self._split_holdout()[0] if self.validates else self.dataset
-        return replace(samples, count=min(samples.count, self.calibration_count))
+        return check_samples(self.dataset, model)
 
-    def search_set(self, *, has_bounds: bool) -> HoldOut | None:
-        """Return the samples on which a search measures plans, or None without data or validation.
+    @cached_property
+    def search_set(self) -> HoldOut | None:
+        """Samples on which a search measures plans, or None without a search, data or validation.
 
         They are neither calibrated on nor part of the hold-out, because ranges fit their own calibration samples better
         than any others. If fewer than 4 such samples remain, the search uses the calibration samples nevertheless.
         """
-        if self.spec is None or not self.validates:
+        if self.spec is None or not (self.validates and self.has_search):
             return None
         # Without bounds a search only ranks the candidates, for which calibration samples are good enough.
-        calibration_count = self.calibration_count if has_bounds else 0
-        remaining, holdout = self._split_holdout()
+        calibration_count = self._calibration_count() if self.has_bounds else 0
+        remaining, holdout = self._split
         reuses_samples = calibration_count > remaining.count - MIN_HOLDOUT_SAMPLES
         start = 0 if reuses_samples else calibration_count
         return replace(holdout, dataset=remaining, start=start, reuses_samples=reuses_samples)
 
-    def validation_set(self, *, has_search: bool) -> HoldOut | None:
-        """Return the samples for validation, or None without data or validation.
+    @cached_property
+    def validation_set(self) -> HoldOut | None:
+        """Samples for validation, or None without data or validation.
 
         If the data was not split for calibration, these are all samples, or the last fifth if the data was used: by the
         statistics, or by a search.
         """
-        if self.spec is None or not self.validates or self.holdout is not None:
-            return self.holdout
-        calibration_count = self.calibration_count
-        on_other_data = self.stats is not None and not calibration_count
-        holdout = replace(self._split_holdout()[1], calibrated_on_other_data=on_other_data)
+        if self.spec is None or not self.validates:
+            return None
+        holdout, calibration_count = self._split[1], self._calibration_count()
+        if self.stats is None and self.calibration is not None:
+            return holdout
         if calibration_count:
             return replace(holdout, reuses_samples=holdout.reuses_samples or calibration_count > holdout.start)
-        return holdout if has_search else replace(holdout, start=0, reuses_samples=False)
+        other_data = self.stats is not None and self.needs_ranges
+        holdout = replace(holdout, calibrated_on_other_data=other_data)
+        return holdout if self.has_search else replace(holdout, start=0, reuses_samples=False)
+
+
+def open_model_data(model: Model, spec: str, samples: int | None) -> Dataset:
+    """Open the data of a spec for the inputs of a model, at most `samples` samples."""
+    from graphquant.calibration.data import open_data
+
+    inputs = formats.format_module(model.format).input_specs(model)
+    return open_data(spec, inputs, samples=samples, check_in_background=True)

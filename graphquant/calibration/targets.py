@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from graphquant.calibration.fingerprints import fingerprints
+from graphquant.calibration.fingerprints import fingerprints, preserved_fingerprints
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import FLOAT_TYPES, Model, Parameters, TensorRef
 from graphquant.observers import OBSERVERS, histogram_bits
@@ -64,19 +64,22 @@ def sites_needing_data(plan: Plan) -> tuple[Site, ...]:
 
 
 def plan_targets(
-    model: Model, plan: Plan, *, full_histograms: bool, overrides: Mapping[TensorRef, str] | None = None
+    source: Model, prepared: Model, plan: Plan, *, full_histograms: bool, rescaled: Container[TensorRef] = ()
 ) -> ObservationTargets:
-    """Return the tensors of the prepared `model` that `plan` needs data for.
+    """Return the tensors of the prepared model that `plan` needs data for.
 
     A tensor is observed per channel if all its sites have the same axis. `full_histograms` collects a histogram even if
-    no observer of the plan reads it. `overrides` replace computed fingerprints; see `preserved_fingerprints`.
+    no observer of the plan reads it. Except for `rescaled` tensors, those of the source model keep their fingerprints;
+    see `preserved_fingerprints`.
     """
     axes: dict[TensorRef, int | None] = {}
     bits: dict[TensorRef, int] = {}
     for site in sites_needing_data(plan):
         axes[site.tensor] = site.axis if axes.get(site.tensor, site.axis) == site.axis else None
         bits[site.tensor] = max(bits.get(site.tensor, 0), _site_histogram_bits(site, full_histograms=full_histograms))
-    tensor_fingerprints = fingerprints(model, tuple(axes), overrides)
+    preserved = preserved_fingerprints(source, prepared)
+    overrides = {tensor: value for tensor, value in preserved.items() if tensor not in rescaled}
+    tensor_fingerprints = fingerprints(prepared, tuple(axes), overrides)
     return {tensor: ObservationTarget(tensor_fingerprints[tensor], axis, bits[tensor]) for tensor, axis in axes.items()}
 
 

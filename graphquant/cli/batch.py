@@ -246,7 +246,7 @@ def _run_workers(entries: Sequence[Entry], options: BatchOptions, settings: Work
     from graphquant.batch.run import run_batch
     from graphquant.batch.work import quantize_entry
     from graphquant.batch.workers import WorkerLimits, default_jobs, run_workers
-    from graphquant.calibration.calibrate import available_memory
+    from graphquant.calibration.memory import available_memory
 
     scheduler, limit = settings.scheduler, settings.max_memory
     workers = min(settings.jobs or default_jobs(), max(len(entries), 1)) if scheduler is None else 1

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from graphquant.errors import InternalError, UsageError
+from graphquant.errors import InternalError, ModelError, UsageError
 from graphquant.ir.traversal import reachable, unique_name
 from graphquant.ir.types import FORMAT_TRAITS, Call, FormatTraits, Op, Output, Shape, TensorRef, Use
 from graphquant.utils import HtmlRepresentation
@@ -366,6 +367,10 @@ class Model(HtmlRepresentation):
         """Return the graphs that a run can reach, the main one first."""
         return self.graphs_reachable_from(self.entry_graphs)
 
+    def op_kinds(self) -> set[str]:
+        """Return the kinds of the ops that a run can reach."""
+        return {op.kind for name in self.reachable_graphs() for op in self.graphs[name].ops()}
+
     def graphs_reachable_from(self, starts: Iterable[str]) -> list[str]:
         """Return the graphs `starts` and all graphs that they call."""
 
@@ -399,6 +404,36 @@ def are_shapes_compatible(first: Shape | None, second: Shape | None) -> bool:
     return len(first) == len(second) and all(
         None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True)
     )
+
+
+MAX_TENSOR_BYTES = 1 << 28
+"""Maximum bytes of a tensor that is `MAX_GROWTH` times as large as all weights and inputs of its model."""
+
+MAX_GROWTH = 1000
+BYTES_PER_ELEMENT = 4  # of most activations and weights
+
+
+def check_tensor_sizes(model: Model, max_memory: int | None = None) -> None:
+    """Reject a small model whose tensors would fill memory, such as one that doubles a tensor again and again.
+
+    `max_memory` raises the limit of a tensor. Sizes that depend on the data are not known. Raises a ModelError if a
+    tensor is too large.
+    """
+    sizes: dict[TensorRef, int] = {}
+    stored = 0
+    for name in model.reachable_graphs():
+        for op in model.graphs[name].ops():
+            for port, output in enumerate(op.outputs):
+                size = BYTES_PER_ELEMENT * (output.elements_per_sample or 0)
+                sizes[TensorRef(name, op.name, port)] = size
+                stored += size if op.kind in {"constant", "variable", "input"} else 0
+    tensor, largest = max(sizes.items(), key=itemgetter(1), default=(None, 0))
+    if largest > max(MAX_TENSOR_BYTES, MAX_GROWTH * stored, max_memory or 0):
+        raise ModelError(
+            f"The tensor {tensor} of {model.path or 'the model'} has {largest >> 20:,} MiB, and all weights and inputs"
+            f" have {-(-stored >> 10):,} KiB. If the model is trusted, raise the limit: --max-memory"
+            f" {-(-largest >> 20)}MiB"
+        )
 
 
 def check_invariants(model: Model, stage: str) -> None:

@@ -104,6 +104,13 @@ class Output:
     shape: Shape | None = None
     quantization: StoredQuantization | None = None
 
+    @property
+    def elements_per_sample(self) -> int | None:
+        """Number of elements, counting a first axis of unknown size as 1; None if another axis has an unknown size."""
+        if self.shape is None or None in self.shape[1:]:
+            return None
+        return ((self.shape[0] if self.shape else None) or 1) * math.prod(size or 0 for size in self.shape[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -150,9 +150,9 @@ def run_precalibration_algorithms(
     unchanged = PreCalibrationState(model=prepared, plan=plan)
     if not algorithms or not plan.sites:
         return unchanged
-    reason = "the statistics describe the unchanged model" if has_stats else ""
-    if calibration_data is not None and calibration_data.random:
-        reason = "random data has no realistic ranges"
+    reason = "random data has no realistic ranges" if calibration_data is not None and calibration_data.random else ""
+    if has_stats:
+        reason = "the statistics describe the unchanged model"
     if _quantized_weight_elements(prepared, plan) > MAX_WEIGHT_ELEMENTS:
         reason = WEIGHTS_TOO_LARGE
     if reason:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from graphquant.analysis.compare import with_sensitivity
 from graphquant.analysis.validation import Bounds, Validation, measure_tensor_sizes, validate_model
 from graphquant.errors import UsageError
 from graphquant.optimize.candidates import (
@@ -50,9 +49,9 @@ from graphquant.utils import Progress, stage_progress
 if TYPE_CHECKING:
     from graphquant.calibration.holdout import CalibrationData, HoldOut
     from graphquant.ir import Model, OpKey, TensorRef, Use
+    from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.quantize import Plan
-    from graphquant.quantize.rewrite import InsertedPair
 
 Selection = tuple[int, ...]
 
@@ -106,6 +105,8 @@ class SearchTrace:
     search_validation: Validation | None = None  # validation of the plan on the search samples; None without bounds
     # Error that each site adds at the outputs, as a share of their power, by index in `plan`; omitted if it is unknown.
     site_errors: Mapping[int, float] = field(default_factory=dict)
+    # The same by the op that quantizes the tensor, or None. If several ops quantize it, each has that of all.
+    sensitivity: Sensitivity | None = None
     size: int | None = None  # bytes of all constants; None if no bit widths were chosen
     max_size: int | None = None  # maximum of `size`; None if it was minimized
     float_size: int = 0  # bytes of the constants of the float model
@@ -156,8 +157,7 @@ class SearchTrace:
 
 def search_plan(
     source: Model,
-    prepared: Model,
-    plan: Plan,
+    rules_state: PreCalibrationState,
     build: BuildModel,
     objective: Objective,
     data: CalibrationData,
@@ -165,7 +165,7 @@ def search_plan(
 ) -> tuple[BuiltModel, SearchTrace | None]:
     """Search the plan of the lowest cost that keeps the limits of an objective.
 
-    `build` builds the quantized model of a plan, and `plan` is that of the rules.
+    `rules_state` has the prepared model and the plan of the rules, and `build` builds the quantized model of a plan.
 
     Returns:
         The quantized model of the chosen plan, and the trace of the search; None if there was nothing to search.
@@ -175,9 +175,9 @@ def search_plan(
         ModelError: A model cannot be run.
         UsageError: A bound applies to no output, or the size budget is invalid or cannot be met.
     """
-    search_set = data.search_set(has_bounds=bool(objective.bounds)) if objective.uses_search_set else None
-    stages = _SearchStages(source, prepared, build, objective, search_set, progress)
-    unchanged = trace = SearchTrace(minimize=objective.minimize, plan=plan)
+    search_set = data.search_set
+    stages = _SearchStages(source, rules_state.model, build, objective, search_set, progress)
+    unchanged = trace = SearchTrace(minimize=objective.minimize, plan=rules_state.plan)
     trace = stages.choose_weight_bits(trace)
     timer, float_costs = None, None
     if objective.minimize == "latency":
@@ -191,6 +191,8 @@ def search_plan(
         if confirmed.plan is not trace.plan:
             built = build(confirmed.plan)
         trace = confirmed
+    if trace.site_errors:
+        trace = replace(trace, sensitivity=_sensitivity_of_ops(trace, built))
     return built, None if trace is unchanged else trace
 
 
@@ -467,21 +469,12 @@ def _error_to_db(error: float) -> float | None:
     return -10 * math.log10(error) if error else None
 
 
-def attach_sensitivity(
-    validation: Validation, trace: SearchTrace, quantized_model: Model, insertions: Sequence[InsertedPair]
-) -> Validation:
-    """Return a validation with the sensitivities that the search measured, highest sensitivity first.
-
-    If several ops quantize one tensor, each of them gets the sensitivity of all. `insertions` are the Q/DQ pairs of
-    `quantized_model`, which has the plan of `trace`.
-    """
-    if validation.comparison is None or not trace.site_errors:
-        return validation
+def _sensitivity_of_ops(trace: SearchTrace, built: BuiltModel) -> Sensitivity:
+    """Return the sensitivities of the sites by the ops of the quantized model, which has the plan of `trace`."""
     errors = {
-        quantizing_op(quantized_model, output): trace.site_errors[index]
-        for index, pair in insertions_by_site(trace.plan, insertions).items()
+        quantizing_op(built.model, output): trace.site_errors[index]
+        for index, pair in insertions_by_site(trace.plan, built.insertions).items()
         if index in trace.site_errors
         for output in pair.outputs
     }
-    sensitivity = Sensitivity(errors=errors, runs=0, samples=0)
-    return replace(validation, comparison=with_sensitivity(validation.comparison, sensitivity.sqnr))
+    return Sensitivity(errors=errors, runs=0, samples=0)

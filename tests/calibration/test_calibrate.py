@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 
 from graphquant import formats
-from graphquant.calibration import ObservationTarget, RunFootprint, Stats, combine_stats
+from graphquant.calibration import (
+    CalibrationRun,
+    ObservationTarget,
+    RunFootprint,
+    Stats,
+    collect_stats,
+    combine_stats,
+)
 from graphquant.calibration import all_float_targets as all_of
-from graphquant.calibration import collect_stats as calibrate_
 from graphquant.calibration.data import Dataset
 from graphquant.errors import DataError
 from graphquant.ir import TensorRef
@@ -29,7 +35,13 @@ TARGETS = {tensor: ObservationTarget(tensor.op * 32, None, 7) for tensor in (A, 
 LOAD = RunFootprint(block_size=4, elements_per_sample=None)
 
 JOINED = replace(LOAD, join_samples=True)
-calibrate = partial(calibrate_, model_digest="source", footprint=LOAD)
+
+
+def calibrate(
+    targets, runner, dataset, *, footprint: RunFootprint = LOAD, model_digest: str = "source", **run
+) -> Stats:
+    """Collect the statistics of one run; `run` are fields of `CalibrationRun`."""
+    return collect_stats(runner, targets, dataset, footprint, CalibrationRun(model_digest=model_digest, **run))
 
 
 def numbered_samples(count: int, shape: Callable[[int], int] = lambda _: 1) -> Dataset:
@@ -288,11 +300,10 @@ def test_block_sizes_agree(samples: Path) -> None:
         open_feeds=lambda start, stop: ({"image": images[i : i + 1]} for i in range(start, stop)),
     )
     found = [
-        calibrate_(
+        calibrate(
             all_of(model),
             runner,
             data,
-            model_digest="source",
             footprint=RunFootprint(block_size=block, elements_per_sample=None),
         ).sketches
         for block in (1, 8, 32)

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from graphquant.calibration.calibrate import block_feeds, concurrent_run_count, observe_feeds, tee_items
+from graphquant.calibration.calibrate import block_feeds, observe_feeds, tee_items
 from graphquant.calibration.data import Dataset
+from graphquant.calibration.memory import concurrent_run_count
 from graphquant.ir import TensorRef
 
 A, B = TensorRef("", "a"), TensorRef("", "b")

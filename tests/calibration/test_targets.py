@@ -63,7 +63,7 @@ def test_axis_of_targets(loaded_cnn: gq.Model) -> None:
     """A tensor is observed per channel if all its sites have the same axis."""
     for axes, kept in (((1,), 1), ((1, 1), 1), ((1, None), None), ((1, 0, 1), None), ((None,), None)):
         found = plan_targets(
-            loaded_cnn, make_plan(*(site_of_one_use(axis=axis) for axis in axes)), full_histograms=True
+            loaded_cnn, loaded_cnn, make_plan(*(site_of_one_use(axis=axis) for axis in axes)), full_histograms=True
         )
         assert found[RELU].axis == kept
 
@@ -71,9 +71,9 @@ def test_axis_of_targets(loaded_cnn: gq.Model) -> None:
 def test_histogram_bits(loaded_cnn: gq.Model) -> None:
     """Histograms have seven bits up to int8, ten above, and none if only min and max are needed."""
     sites = site_of_one_use(), site_of_one_use(dtype="int16"), site_of_one_use(POOL)
-    full = plan_targets(loaded_cnn, make_plan(*sites), full_histograms=True)
+    full = plan_targets(loaded_cnn, loaded_cnn, make_plan(*sites), full_histograms=True)
     assert {tensor: target.bits for tensor, target in full.items()} == {RELU: 10, POOL: 7}
-    bare = plan_targets(loaded_cnn, make_plan(*sites), full_histograms=False)
+    bare = plan_targets(loaded_cnn, loaded_cnn, make_plan(*sites), full_histograms=False)
     assert {tensor: target.bits for tensor, target in bare.items()} == {RELU: 0, POOL: 0}
     assert (
         finest_histogram_bits(make_plan(*sites)),
@@ -143,6 +143,6 @@ def test_unknown_methods(name: str, near: str) -> None:
 def test_all_float_targets_in_frames(rules: str, path: Path) -> None:
     """All tensors that a plan needs data for, including those that enter loops, are float targets."""
     model = gq.load(path)
-    wanted = plan_targets(model, gq.plan(model, rules=[rules]), full_histograms=True)
+    wanted = plan_targets(model, model, gq.plan(model, rules=[rules]), full_histograms=True)
     assert len(wanted) > 5
     assert set(wanted) <= set(all_float_targets(model))

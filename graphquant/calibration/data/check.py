@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from graphquant import formats
 from graphquant.calibration.data.fit import Shape, dtype_kind, non_finite_mask, numpy_dtype
 from graphquant.calibration.data.model_inputs import InputLayer, InputUse, find_input_uses, scale_ratio
 from graphquant.errors import DataError, MissingDependencyError, ModelError
@@ -207,6 +208,15 @@ def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | 
         ignored=dataset.ignored,
         findings=findings,
     )
+
+
+def check_samples(dataset: Dataset, model: Model) -> tuple[DataFinding, ...]:
+    """Return the likely mistakes in the samples for a float model. Raises a DataError if they cannot be right."""
+    try:
+        runner = formats.format_module(model.format).create_runner(model)
+    except (MissingDependencyError, ModelError):  # reported where the model must run
+        return ()
+    return check_model_data(dataset, runner)
 
 
 def check_model_data(dataset: Dataset, runner: Runner) -> tuple[DataFinding, ...]:

@@ -1,0 +1,177 @@
+"""The result of `insert`, and the provenance that it writes into the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphquant import __version__
+from graphquant.analysis.range_report import Loss, activation_sqnr
+from graphquant.analysis.validation import Validation, count_quantized_macs
+from graphquant.api.models import save
+from graphquant.calibration import Stats, sites_needing_data
+from graphquant.ir import QUANTIZATION_KINDS, Model, TensorRef
+from graphquant.quantize import (
+    Conflict,
+    Plan,
+    RangeTransfer,
+    ScaleChange,
+    Skip,
+    Solution,
+    explain_scale,
+    format_step_counts,
+    plan_to_json,
+)
+from graphquant.utils import HtmlRepresentation
+
+if TYPE_CHECKING:
+    from graphquant.backends import Verdict
+    from graphquant.calibration.data.check import DataFinding
+    from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace
+    from graphquant.quantize.rewrite import InsertedPair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(HtmlRepresentation):
+    """Result of `insert`.
+
+    Attributes:
+        model: The quantized model.
+        source: The float model.
+        plan: The applied plan.
+        inserted: The inserted Q/DQ pairs, one for each site.
+        skips: Tensors that the plan or the solver skipped, with the reason.
+        site_notes: Notes on sites, by tensor.
+        scale_reasons: Explanations of the scale, for each of `inserted`.
+        changes: Raised scales, copied weights and added pairs, with the reason.
+        conflicts: Requirements of rules that contradict each other.
+        stats: Statistics of the activations, or None if no data was needed.
+        stats_path: The statistics file, or None if they were collected by this call.
+        tflite_ranges: Use of a TFLite file's scales, or None without a file.
+        algorithm_results: Changes by optimization algorithms, and ops that they skipped, with the reason.
+        search: Result of the search, or None without bounds, a size budget or optimized latency.
+        validation: Errors of the quantized model on the hold-out, or None without data.
+        unjudged_reason: Reason why it is unknown whether the runtime accepts the model, or "".
+        verdicts: How the installed ONNX Runtime runs each op; none if it cannot load the model, and in other formats.
+        data_findings: Likely mistakes in the data.
+    """
+
+    model: Model
+    source: Model
+    plan: Plan
+    inserted: tuple[InsertedPair, ...]
+    skips: tuple[Skip, ...]
+    site_notes: Mapping[TensorRef, str] = field(default_factory=dict)
+    scale_reasons: tuple[tuple[str, ...], ...] = ()
+    changes: tuple[ScaleChange, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
+    stats: Stats | None = None
+    stats_path: Path | None = None
+    tflite_ranges: RangeTransfer | None = None
+    algorithm_results: tuple[AlgorithmResult, ...] = ()
+    validation: Validation | None = None
+    unjudged_reason: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    search: SearchTrace | None = None
+    data_findings: tuple[DataFinding, ...] = ()
+
+    @property
+    def calibration_samples(self) -> int:
+        """Number of calibration samples."""
+        return self.stats.samples if self.stats is not None else 0
+
+    @property
+    def has_random_data(self) -> bool:
+        """True if any calibration samples were generated."""
+        return self.stats is not None and self.stats.random
+
+    @property
+    def activation_sqnr(self) -> tuple[Loss, ...]:
+        """Estimated SQNR of the quantized activations, lowest first."""
+        return activation_sqnr(self.inserted, self.stats.sketches if self.stats is not None else {})
+
+    @property
+    def already_quantized(self) -> bool:
+        """True if the model was quantized before, and stays unchanged."""
+        return not (self.inserted or self.source.op_kinds().isdisjoint(QUANTIZATION_KINDS | {"integer"}))
+
+    @property
+    def quantized_share(self) -> float | None:
+        """Share of multiply-adds whose inputs are all quantized; None if the sizes of some are unknown without data."""
+        if self.validation is not None and self.validation.total_macs:
+            return self.validation.quantized_share
+        quantized, total = count_quantized_macs(self.source, self.model)
+        return quantized / total if total else None
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Write the quantized model and return its path; see `save`."""
+        return save(self.model, path, force=force)
+
+
+def make_result(
+    source: Model, state: PreCalibrationState, built: BuiltModel, trace: SearchTrace | None, stats: Stats | None
+) -> Result:
+    """Return the result with the quantized model, which is not validated yet, and record its provenance."""
+    solution, solved_plan = built.edits.solution, built.edits.solution.plan
+    result = Result(
+        model=built.model,
+        source=source,
+        # The plan of the result applies to the prepared model, which has no rescaled channels.
+        plan=state.plan_without_factors(state.plan if trace is None else trace.plan),
+        inserted=tuple(built.insertions),
+        skips=(*solved_plan.skips, *(built.skips[index] for index in sorted(built.skips))),
+        site_notes=_notes_by_tensor(solution),
+        scale_reasons=tuple(
+            explain_scale(built.edits.model, solved_plan, index, solution)
+            for index in range(len(solved_plan.sites))
+            if index in built.params
+        ),
+        changes=solution.changes,
+        conflicts=solution.conflicts,
+        stats=stats,
+        algorithm_results=(*state.results, *built.edits.results),
+        search=trace,
+    )
+    if not result.inserted:
+        return replace(result, model=source)
+    model = replace(
+        built.model,
+        provenance=_provenance_of(result, state.rescaled_tensors),
+        original_model=None if any(pair.folded for pair in built.insertions) else source,
+    )
+    return replace(result, model=model)
+
+
+def _notes_by_tensor(solution: Solution) -> dict[TensorRef, str]:
+    """Return the notes of the solver by tensor, joined if several sites quantize it."""
+    notes: dict[TensorRef, str] = {}
+    for index, site_notes in sorted(solution.notes.items()):
+        tensor = solution.plan.sites[index].tensor
+        notes[tensor] = "; ".join(filter(None, (notes.get(tensor), *site_notes)))
+    return notes
+
+
+def _provenance_of(result: Result, rescaled_tensors: frozenset[TensorRef]) -> dict[str, str]:
+    """Return the origin that the written model records: no time, no paths and nothing about this machine."""
+    plan, stats = result.plan, result.stats
+    # Names of rule files may be paths.
+    plan_json = plan_to_json(replace(plan, rules=(), steps=()))
+    plan_json["steps"] = [[step.step, step.target, step.detail] for step in plan.steps]
+    methods = sorted({site.scheme.observe.name for site in sites_needing_data(plan)})
+    record = {
+        "version": __version__,
+        "source": result.source.digest,
+        "plan": hashlib.sha256(json.dumps(plan_json, sort_keys=True).encode()).hexdigest(),
+        "rules": plan.digest,
+        "method": ", ".join(methods) if stats is not None else "",
+        "data": ", ".join(run.data_digest for run in stats.runs) if stats is not None else "",
+        "steps": format_step_counts(step.step for step in plan.steps),
+        "scaled": json.dumps(sorted(map(str, rescaled_tensors))) if rescaled_tensors else "",
+        "algorithms": format_step_counts(change.algorithm for change in result.algorithm_results if change.applied),
+        "random": "yes" if stats is not None and stats.random else "",
+    }
+    return {key: value for key, value in record.items() if value}
