@@ -322,7 +322,7 @@ def test_impossible_edits_raise_internal_errors() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda g: g.nx.remove_edge("x", "add", key=1), r"add\[0?1?\] reads x:0,.*edge"),
+        (lambda g: g.nx.remove_edge("x", "add", key=1), r"add\[1\] reads x:0,.*edge"),
         (lambda g: g.nx.add_edge("x", "out", key=7, port=0), "1 data edges"),
         (lambda g: g.nx.add_node("ghost", slots=[]), "Node 'ghost'"),
         (lambda g: g.outputs.append("add"), "output 'add'"),
@@ -330,7 +330,7 @@ def test_impossible_edits_raise_internal_errors() -> None:
         (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", 3)), "that op has 1 outputs"),
         (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", -1)), "that op has 1 outputs"),
         (lambda g: g.slots("add").__setitem__(0, TensorRef("", "gone")), r"add\[0\] reads gone:0,.*scope"),
-        (lambda g: g.set_source(Use("", "add", 0), TensorRef("", "add")), "add form a cycle"),
+        (lambda g: g.set_source(Use("", "add", 0), TensorRef("", "add")), "add .*cycle"),
     ],
 )
 def test_invariants_detect_damage(damage, message: str) -> None:

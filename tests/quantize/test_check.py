@@ -1,5 +1,6 @@
 """Edited plans against models: everything that cannot be is told, with the tensor, before anything is done."""
 
+import re
 from dataclasses import replace
 
 import onnx
@@ -45,37 +46,37 @@ def branched_model(tmp_path):
 @pytest.mark.parametrize(
     ("site", "said"),
     [
-        (replace(SITE, tensor=TensorRef("", "gone")), "gone:0 is invalid: the model has no such tensor"),
-        (replace(SITE, tensor=TensorRef("", "x", 1)), "x:1 is invalid: the model has no such tensor"),
-        (replace(SITE, tensor=TensorRef("", "x", -1)), "x:-1 is invalid: the model has no such tensor"),
-        (replace(SITE, tensor=TensorRef("none", "x")), "none/x:0 is invalid: the model has no such tensor"),
-        (replace(SITE, graph="none"), "x:0 is invalid: there is no graph 'none' that can read it"),
-        (replace(SITE, graph="i/then_branch"), "x:0 is invalid: y[0] cannot read graph 'i/then_branch'"),
-        (replace(WEIGHT, scheme=BLOCK), "w:0 is invalid: its scheme is per block, but its axis is None"),
-        (replace(WEIGHT, scheme=BLOCK, axis=4), "w:0 is invalid: it has no axis 4"),
-        (replace(WEIGHT, scheme=BLOCK, axis=1), "its ops need opset 21, but the prepared model has 11"),
-        (replace(SITE, scheme=BLOCK, axis=1), "x:0 is invalid: only weights can have blocks"),
-        (replace(WEIGHT, scheme=replace(INT8, dtype="float8_e5m2")), "its ops need opset 19, but the prepared model"),
-        (replace(SITE, uses=()), "x:0 is invalid: it has no uses, or a use twice"),
-        (replace(SITE, uses=(Use("", "y", 0),) * 2), "x:0 is invalid: it has no uses, or a use twice"),
-        (replace(SITE, uses=(Use("", "y", 1),)), "x:0 is invalid: y[1] does not read it"),
-        (replace(SITE, uses=(Use("", "y", 10**30),)), "does not read it"),
-        (replace(SITE, uses=(Use("", "y", -2),)), "x:0 is invalid: y[-2] does not read it"),
-        (replace(SITE, uses=(Use("", "gone", 0),)), "x:0 is invalid: gone[0] does not read it"),
-        (replace(SITE, uses=(Use("none", "y", 0),)), "x:0 is invalid: none/y[0] does not read it"),
-        (replace(SITE, tie=(Use("", "gone", 0),)), "x:0 is invalid: it is tied to gone[0], which is not connected"),
-        (replace(SITE, parameter=True), "x:0 is invalid: it is no parameter"),
-        (replace(SITE, scheme=replace(INT8, family=None)), "x:0 is invalid: family None is not available for onnx"),
-        (replace(SITE, scheme=replace(INT8, family="fake-quant")), "family 'fake-quant' is not available for onnx"),
-        (replace(SITE, scheme=replace(INT8, dtype="int17")), "onnxruntime does not support int17"),
-        (replace(SITE, scheme=replace(INT8, dtype="int32")), "onnxruntime does not support int32"),
-        (replace(SITE, tensor=TensorRef("", "h"), uses=(Use("", "k", 0),)), "between float16 pairs in float"),
-        (replace(SITE, scheme=CHANNEL), "x:0 is invalid: its scheme is per channel, but its axis is None"),
-        (replace(SITE, axis=0), "x:0 is invalid: its scheme is per tensor, but its axis is 0"),
-        (replace(WEIGHT, scheme=CHANNEL, axis=4), "w:0 is invalid: it has no axis 4"),
-        (replace(WEIGHT, scheme=CHANNEL, axis=-1), "w:0 is invalid: it has no axis -1"),
-        (replace(WEIGHT, scheme=CHANNEL, axis=0), "its ops need opset 13, but the prepared model has 11"),
-        (replace(WEIGHT, scheme=CHANNEL, axis=1, scale=(1.0, 2.0)), "it has 3 channels, but the plan gives 2 scales"),
+        (replace(SITE, tensor=TensorRef("", "gone")), "of gone:0 .*such tensor"),
+        (replace(SITE, tensor=TensorRef("", "x", 1)), "of x:1 .*such tensor"),
+        (replace(SITE, tensor=TensorRef("", "x", -1)), "of x:-1 .*such tensor"),
+        (replace(SITE, tensor=TensorRef("none", "x")), "of none/x:0 .*such tensor"),
+        (replace(SITE, graph="none"), "of x:0 .*'none'"),
+        (replace(SITE, graph="i/then_branch"), r"of x:0 .*y\[0\] .*'i/then_branch'"),
+        (replace(WEIGHT, scheme=BLOCK), "of w:0 .*per block,.* None"),
+        (replace(WEIGHT, scheme=BLOCK, axis=4), "of w:0 .*axis 4"),
+        (replace(WEIGHT, scheme=BLOCK, axis=1), "of w:0 .*opset 21,.* 11"),
+        (replace(SITE, scheme=BLOCK, axis=1), "of x:0 .*weights .*blocks"),
+        (replace(WEIGHT, scheme=replace(INT8, dtype="float8_e5m2")), "of w:0 .*opset 19,.* 11"),
+        (replace(SITE, uses=()), "of x:0 .*no uses"),
+        (replace(SITE, uses=(Use("", "y", 0),) * 2), "of x:0 .*use twice"),
+        (replace(SITE, uses=(Use("", "y", 1),)), r"of x:0 .*: y\[1\] .*read it"),
+        (replace(SITE, uses=(Use("", "y", 10**30),)), rf"of x:0 .*: y\[{10**30}\] .*read it"),
+        (replace(SITE, uses=(Use("", "y", -2),)), r"of x:0 .*: y\[-2\] .*read it"),
+        (replace(SITE, uses=(Use("", "gone", 0),)), r"of x:0 .*: gone\[0\] .*read it"),
+        (replace(SITE, uses=(Use("none", "y", 0),)), r"of x:0 .*: none/y\[0\] .*read it"),
+        (replace(SITE, tie=(Use("", "gone", 0),)), r"of x:0 .*tied to gone\[0\]"),
+        (replace(SITE, parameter=True), "of x:0 .*'parameter'"),
+        (replace(SITE, scheme=replace(INT8, family=None)), "of x:0 .*family None .*onnx"),
+        (replace(SITE, scheme=replace(INT8, family="fake-quant")), "of x:0 .*family 'fake-quant' .*onnx"),
+        (replace(SITE, scheme=replace(INT8, dtype="int17")), "of x:0 .*onnxruntime .*int17"),
+        (replace(SITE, scheme=replace(INT8, dtype="int32")), "of x:0 .*onnxruntime .*int32"),
+        (replace(SITE, tensor=TensorRef("", "h"), uses=(Use("", "k", 0),)), "of h:0 .*float16"),
+        (replace(SITE, scheme=CHANNEL), "of x:0 .*per channel,.* None"),
+        (replace(SITE, axis=0), "of x:0 .*per tensor,.* 0"),
+        (replace(WEIGHT, scheme=CHANNEL, axis=4), "of w:0 .*axis 4"),
+        (replace(WEIGHT, scheme=CHANNEL, axis=-1), "of w:0 .*axis -1"),
+        (replace(WEIGHT, scheme=CHANNEL, axis=0), "of w:0 .*opset 13,.* 11"),
+        (replace(WEIGHT, scheme=CHANNEL, axis=1, scale=(1.0, 2.0)), "of w:0 .*3 channels,.* 2 scales"),
     ],
 )
 def test_invalid_sites(branched_model, site, said):
@@ -87,7 +88,7 @@ def test_invalid_sites(branched_model, site, said):
     ):
         with pytest.raises(UsageError) as raised:
             act()
-        assert said in str(raised.value)
+        assert re.search(said, str(raised.value))
 
 
 def test_all_mistakes_at_once_and_nothing_else(branched_model):
@@ -98,11 +99,10 @@ def test_all_mistakes_at_once_and_nothing_else(branched_model):
             branched_model,
             make_plan(SITE, replace(SITE, scheme=replace(INT8, dtype="uint8")), replace(WEIGHT, uses=())),
         )
-    assert str(raised.value).splitlines() == [
-        "The plan's site of x:0 is invalid: another site has y[0] already.",
-        "The plan's site of w:0 is invalid: it has no uses, or a use twice.",
-        "Correct the plan, or create it again for this model.",
-    ]
+    lines = str(raised.value).splitlines()
+    assert [re.findall(r"site of (\S+)", line) for line in lines] == [["x:0"], ["w:0"], []]
+    assert "y[0]" in lines[0]
+    assert "no uses" in lines[1]
 
 
 def test_a_parameter_may_be_treated_as_an_activation(branched_model):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from graphquant.quantize import (
     prepare,
     prepared_digest,
 )
+from graphquant.quantize.prepare import NO_MOVING_STATISTICS
 
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
 RNG = np.random.default_rng(7)
@@ -307,9 +309,8 @@ def test_training_mode_is_rewritten_on_request(tmp_path):
     model = tensorflow(tmp_path, train="true")
     (skipped,) = find_skipped_steps(model, FOLD)
     assert (skipped.step, str(skipped.tensor)) == ("inference-batchnorm", "n:0")
-    assert skipped.reason.startswith(
-        "it normalizes by the mean and variance of each batch (is_training); a rule file with"
-    )
+    assert "(is_training)" in skipped.reason
+    assert 'prepare = ["inference-batchnorm"]' in skipped.reason
     changed, (step,) = prepare(model, INFERENCE)
     assert (step.target, step.detail) == ("n", "takes m:0 and v:0")
     (before,) = [node for node in tf_emit(model).node if node.name == "n"]
@@ -329,7 +330,7 @@ def test_training_mode_without_moving_statistics_is_skipped(tmp_path):
     assert prepare(model, INFERENCE) == (model, ())
     for requested in ((), INFERENCE):
         (skipped,) = find_skipped_steps(model, requested)
-        assert skipped.reason.endswith("(is_training); its moving mean and variance are not in the graph")
+        assert skipped.reason.endswith("(is_training)" + NO_MOVING_STATISTICS)
 
 
 def test_plan_lists_skipped_steps(tmp_path):
@@ -446,7 +447,7 @@ def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
         run_unoptimized(message, feeds)[0], run_unoptimized(model, feeds)[0], rtol=1e-5, atol=1e-5
     )
     (skipped,) = find_skipped_steps(folded, FOLD)
-    assert skipped.reason == "it reads x:0, which no convolution or matrix product produces"
+    assert re.match("it reads x:0,", skipped.reason)
 
 
 @pytest.mark.parametrize(
@@ -466,14 +467,14 @@ def test_values_along_other_axes_are_not_folded(tmp_path, shapes):
 
 
 REASONS = {
-    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, v)\n z = Neg (c)": "c:0 has other consumers, or is",
-    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, r)": "its values, or the weight of c, are only known",
-    "c = Conv (x, w)\n a = Relu (c)\n n = BatchNormalization (a, s, o, m, v)": "its input comes from a, a Relu,",
-    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, neg)": "its variance is negative or its",
+    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, v)\n z = Neg (c)": "c:0 .*consumers",
+    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, r)": "values.* weight of c,",
+    "c = Conv (x, w)\n a = Relu (c)\n n = BatchNormalization (a, s, o, m, v)": " a, a Relu,",
+    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, neg)": "variance .*negative",
     "c = Conv (x, w, b1)\n n = BatchNormalization (c, s, o, m, v)": None,
-    "c = Conv (x, w)\n n = BatchNormalization (c, s1, o, m, v)": "it has no value per channel for the 4 output",
-    "n = BatchNormalization (x, s3, s3, s3, s3)": "it reads x:0, which no convolution or matrix product produces",
-    "a = MatMul (x, mw)\n n = BatchNormalization (a, s3, s3, s3, s3)": "a multiplies stacks of matrices",
+    "c = Conv (x, w)\n n = BatchNormalization (c, s1, o, m, v)": "per channel .*4 output",
+    "n = BatchNormalization (x, s3, s3, s3, s3)": "^it reads x:0,",
+    "a = MatMul (x, mw)\n n = BatchNormalization (a, s3, s3, s3, s3)": "^a .*stacks",
 }
 
 
@@ -489,7 +490,7 @@ def test_plan_has_reasons_of_skipped_folds(tmp_path, text):
         assert skipped == ()
     else:
         assert [(entry.step, str(entry.tensor)) for entry in skipped] == [("fold-batchnorm", "n:0")]
-        assert skipped[0].reason.startswith(REASONS[text])
+        assert re.search(REASONS[text], skipped[0].reason)
 
 
 def write_nested_batchnorms(folder):
@@ -554,4 +555,4 @@ def test_half_floats_are_skipped(tmp_path):
         message.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float16), name))
     onnx.save(message, tmp_path / "model.onnx")
     (skipped,) = find_skipped_steps(gq.load(tmp_path / "model.onnx"), FOLD)
-    assert skipped.reason == "the weight of c is float16; only float32 is folded"
+    assert re.search("weight of c .*float16; .*float32", skipped.reason)

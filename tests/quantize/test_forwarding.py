@@ -64,39 +64,37 @@ def test_bodies_read_on(tmp_path):
             run_onnx(model.source.message, {"x": x, "b": np.array(flag)}, check=True),
         )
     (skipped,) = find_skipped_steps(prepared, DROP_STEPS)
-    assert (str(skipped.tensor), skipped.reason) == (
-        "y/then_branch/p:0",
-        "it names a graph output",
-    )
+    assert str(skipped.tensor) == "y/then_branch/p:0"
+    assert "graph output" in skipped.reason
 
 
 @pytest.mark.parametrize(
     ("text", "opset", "step", "reason"),
     [
-        ("(float[3] x) => (float[3] y) { y = Identity (x) }", 13, "drop-identity", "it names a graph output"),
+        ("(float[3] x) => (float[3] y) { y = Identity (x) }", 13, "drop-identity", "graph output"),
         (
             "(float[3] x) => (float[3] y, bool[3] z) { a, m = Dropout (x)  y = Neg (a)  z = Not (m) }",
             13,
             "drop-dropout",
-            "its mask has consumers",
+            "mask",
         ),
         (
             "(float[3] x, bool t) => (float[3] y) { a = Dropout (x, , t)  y = Neg (a) }",
             13,
             "drop-dropout",
-            "it is, or may be, in training mode; export the model for inference",
+            "training mode; export",
         ),
         (
             "(float[3] x) => (float[3] y) <bool t = {1}> { a = Dropout (x, , t)  y = Neg (a) }",
             13,
             "drop-dropout",
-            "it is, or may be, in training mode",
+            "training mode",
         ),
         (
             "(float[3] x) => (float[3] y) { a = Dropout (x)  y = Neg (a) }",
             6,
             "drop-dropout",
-            "it is, or may be, in training mode",
+            "training mode",
         ),
     ],
 )
@@ -105,7 +103,8 @@ def test_forwarding_ops_that_stay(tmp_path, text, opset, step, reason):
     model = load_onnx(tmp_path, f"g {text}", opset=opset)
     assert prepare(model, DROP_STEPS) == (model, ())
     (skipped,) = find_skipped_steps(model, DROP_STEPS)
-    assert (skipped.step, skipped.reason[: len(reason)]) == (step, reason)
+    assert skipped.step == step
+    assert reason in skipped.reason
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_a_plan_names_them_and_a_file_before_leaves_them(tmp_path):
     rules = ["prepare = ['drop-identity']\n", "weight_only"]
     steps = gq.plan(tmp_path / "model.onnx", rules=rules).steps
     assert [(step.step, step.target) for step in steps] == [("drop-identity", "a"), ("drop-identity", "b")]
-    assert steps[0].why == "an op that changes nothing prevents fusions in the runtime"
+    assert "fusions" in steps[0].why
     assert gq.plan(tmp_path / "model.onnx", rules=["prepare = ['not drop-identity']\n", *rules]).steps == ()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -140,7 +141,7 @@ def read_mistakes(change):
     with pytest.raises(UsageError) as raised:
         plan_from_json(data, "p.json")
     lines = str(raised.value).splitlines()
-    assert lines[-1].startswith("Correct the plan, or create it again.")
+    assert "`graphquant plan --format json`" in lines[-1]
     return [line.removeprefix("p.json: ") for line in lines[:-1]]
 
 
@@ -162,7 +163,7 @@ def test_all_mistakes_at_once():
         data["steps"][0]["more"] = 1
 
     lines = read_mistakes(change)
-    assert [line.partition(": ")[0] for line in lines] == [
+    assert [re.match(r"unknown key '\w+'|[\w.\[\]']+", line).group() for line in lines] == [
         "unknown key 'extra'",
         "schemes.weight.narow",
         "schemes.unit.bits",
@@ -172,7 +173,7 @@ def test_all_mistakes_at_once():
         "sites[2].scheme",
         "sites[3].scheme",
         "sites[4]",
-        "'skips' must be a list",
+        "'skips'",
         "steps[0].more",
         "format",
     ]
@@ -181,17 +182,17 @@ def test_all_mistakes_at_once():
 @pytest.mark.parametrize(
     ("index", "key", "value", "said"),
     [
-        (1, "range", [2.0, 1.0], "'range' must be (low, high)"),
-        (1, "range", [0.0, float("nan")], "'range' must be (low, high)"),
-        (1, "range", [0.0, float("inf")], "'range' must be (low, high)"),
-        (2, "scale", [0.0], "'scale' must be a positive"),
-        (2, "scale", [-1.0], "'scale' must be a positive"),
-        (2, "scale", [1e300], "'scale' must be a positive"),
-        (2, "scale", [1.0, 2.0], "needs 'scale' with as many numbers"),
-        (2, "scale", [], "needs 'scale' with as many numbers"),
-        (2, "scale", None, "needs 'scale' with as many numbers"),
-        (2, "zero_point", [256], "'zero_point' is not in [0, 255]"),
-        (2, "zero_point", [10**30], "'zero_point' is not in [0, 255]"),
+        (1, "range", [2.0, 1.0], "'range' .*low, high"),
+        (1, "range", [0.0, float("nan")], "'range' .*low, high"),
+        (1, "range", [0.0, float("inf")], "'range' .*low, high"),
+        (2, "scale", [0.0], "'scale' .*positive"),
+        (2, "scale", [-1.0], "'scale' .*positive"),
+        (2, "scale", [1e300], "'scale' .*positive"),
+        (2, "scale", [1.0, 2.0], "'zero_point' needs 'scale'"),
+        (2, "scale", [], "'zero_point' needs 'scale'"),
+        (2, "scale", None, "'zero_point' needs 'scale'"),
+        (2, "zero_point", [256], r"'zero_point' .*\[0, 255\]"),
+        (2, "zero_point", [10**30], r"'zero_point' .*\[0, 255\]"),
         (2, "zero_point", [0.5], "valid integer"),
     ],
 )
@@ -199,7 +200,7 @@ def test_numbers_of_a_site(index, key, value, said):
     """Ranges, scales and zero points that no type can have are told."""
     (line,) = read_mistakes(lambda data: data["sites"][index].update({key: value}))
     assert line.startswith(f"sites[{index}]")
-    assert said in line
+    assert re.search(said, line)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_files_that_are_no_plan(tmp_path, content):
 
 def test_no_file(tmp_path):
     """A missing file is a UsageError with the reason."""
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"none\.json cannot be read: "):
         read_plan(tmp_path / "none.json")
     with pytest.raises(UsageError):
         read_plan(tmp_path / "a\0b.json")

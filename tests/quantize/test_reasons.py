@@ -1,6 +1,7 @@
 """Reasons for each scale, and conflicts between the requirements of rules."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,7 +196,8 @@ def test_explanation_of_edited_plans_and_clones(tied_net):
         assert explain_scale(tied_net, replace(plan, sites=(changed,)), 0) == (sentences,)
     solution = solve_scales(tied_net, plan, {})
     skipped = next(k for k, planned_site in enumerate(plan.sites) if planned_site.tensor.op == "x")
-    assert explain_scale(tied_net, plan, skipped, solution) == ("stays float: no calibration sample reached it",)
+    (sentence,) = explain_scale(tied_net, plan, skipped, solution)
+    assert sentence == f"stays float: {solution.skips[skipped].reason}"
 
 
 def test_explain_on_the_command_line(tied_net):
@@ -210,7 +212,7 @@ def test_explain_on_the_command_line(tied_net):
     same = run_cli("explain", "model.onnx", "s", "--rules", "rules.toml", "--stats", "stats.gqs")
     assert same.output == full.output
     failure = run_cli("explain", "model.onnx", "s", "--data", "data.npz", "--stats", "stats.gqs", code=2)
-    assert "--stats replaces --data. Use one of them." in failure.output
+    assert "--stats replaces --data" in failure.output
 
 
 def test_the_report_has_choices_and_conflicts(tied_net):
@@ -218,18 +220,14 @@ def test_the_report_has_choices_and_conflicts(tied_net):
     invocation = run_cli(
         "insert", "model.onnx", "--rules", "rules.toml", "--data", "data.npz", "-o", "q.onnx", "--report", "r.json"
     )
-    assert (
-        "conflict: rule 'softmax' for s:0 requires the range [0, 1], and rule 'join' for x:0 requires"
-        in invocation.output
-    )
+    assert re.search(r"conflict: .*'softmax' for s:0 .*\[0, 1\],.* 'join' for x:0 ", invocation.output)
     report = json.loads(Path("r.json").read_text(encoding="utf-8"))
     assert report["changes"] == []
     assert [conflict["rules"] for conflict in report["conflicts"]] == [["softmax", "join"]]
     choices = {site["tensor"]["op"]: site["choices"] for site in report["sites"]}
-    assert choices["w"] == [
-        "its range [-1, 1] is computed by absmax from its values",
-        "scale 0.00787402, range [-1.00787, 1]",
-    ]
+    origin, scale = choices["w"]
+    assert re.search(r"\[-1, 1\] .*absmax", origin)
+    assert scale == "scale 0.00787402, range [-1.00787, 1]"
 
 
 def test_fused_skips_survive_a_plan_file(tmp_path):

@@ -1,5 +1,7 @@
 """The same in TensorFlow, and what TFLite makes of it: biases are int32 there, with the scales that were found."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -88,7 +90,7 @@ def test_a_bias_that_overflows_int32(tmp_path):
         tf.nn.bias_add(c, tf.constant(B, name="b"), name="y")
 
     case = Case(tmp_path, build)
-    assert "in 1 of 4 channels so that bias b:0 fits int32" in case.note("w")
+    assert re.search("1 of 4 channels .*b:0 .*int32", case.note("w"))
     assert case.receipt.agrees
     largest = max(int(np.abs(values.astype(np.int64)).max()) for values in case.biases())
     assert 2**31 * (1 - 1e-4) < largest < 2**31 - 1
@@ -107,7 +109,7 @@ def test_shared_weights_and_biases(tmp_path):
         tf.nn.bias_add(tf.nn.conv2d(x, w, 1, "VALID", name="d"), large, name="z")
 
     case = Case(tmp_path, build)
-    assert "is a copy for d[1]: its scale was raised" in case.note("w")
+    assert re.search(r"copy for d\[1\]: .*scale .*raised", case.note("w"))
     scales = [pair.params.scale for pair in case.result.inserted if pair.site.tensor.op == "w"]
     assert len(scales) == 2
     np.testing.assert_allclose(scales[0], np.abs(W * 1e-6).max((0, 1, 2)) / 127, rtol=1e-5)

