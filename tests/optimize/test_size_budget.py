@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ def test_within_a_budget(samples: Path, tmp_path: Path, cli: Callable[..., Any])
             <= size_report["size"]["budget"]
             == int(float(budget[:-1]) / 100 * 34656)
         )
-        assert f"{size_report['size']['bytes']:,} bytes of the limit {size_report['size']['budget']:,}" in output
+        assert re.search(f" {size_report['size']['bytes']:,} bytes .* {size_report['size']['budget']:,}", output)
         assert {entry["candidate"] for entry in size_report["changed"]} == (
             {"4-bit weights"} if budget != "30%" else set()
         )
@@ -140,7 +141,7 @@ def test_a_weight_of_which_nothing_is_known(
     assert size_report["size"]["estimated"] == [first]
     assert first not in {entry["tensor"] for entry in size_report["changed"]}
     assert size_report["size"]["bytes"] <= size_report["size"]["budget"]
-    assert f"estimated from the bit width only: {first}" in output
+    assert re.search(f"estimated .*: {first}", output)
 
 
 @pytest.mark.parametrize("much", [0.3, 3.0])
@@ -212,10 +213,10 @@ def test_what_cannot_be(samples: Path) -> None:
         gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10%")
     least = str(raised.value).split("--size-budget ")[1].split()[0]
     assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).search.size == int(least)
-    with pytest.raises(UsageError, match="keeps float weights in the file"):
+    with pytest.raises(UsageError, match=r"fake-quant .*float weights"):
         gq.insert(samples / "digits_cnn.pb", rules="weight_only", size_budget="50%")
     for budget in ("much", "nan", "%", "-2MB"):
-        with pytest.raises(UsageError, match=f"'{budget}' is not a size budget"):
+        with pytest.raises(UsageError, match=f"'{budget}' "):
             gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=budget)
 
 
