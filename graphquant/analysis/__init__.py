@@ -7,9 +7,8 @@ from graphquant.analysis.explain import (
     NO_RULES,
     Explanation,
     ExplanationReport,
-    backend_of_rules,
     explain_quantized,
     explain_uses,
-    predict_verdicts,
+    judge_explained_ops,
 )
 from graphquant.analysis.site_errors import ComparedSites, match_sites, prepare_like

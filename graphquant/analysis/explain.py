@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
-from graphquant.backends import BrokenRule, RejectedModelError, Verdict, judge_ops
-from graphquant.backends.findings import make_verdict
+from graphquant.backends import judge_ops
+from graphquant.backends.findings import BrokenRule, RejectedModelError, Verdict, make_verdict
 from graphquant.calibration import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, Parameters, TensorRef, Use
@@ -233,15 +233,7 @@ EMULATED_NOTE = "its quantization ops round floats. insert -o MODEL.tflite write
 MAX_TIES = 8  # maximum number of ties to follow to the origin of a scale
 
 
-def backend_of_rules(model: Model, targets: Sequence[str]) -> str:
-    """First backend that the rule files are for; "" if there is none. TensorFlow runs its own models."""
-    if not model.traits.predictable:
-        # The framework is a backend without verdicts in `check`, because it treats all ops alike.
-        return model.format if model.traits.rewritable else ""
-    return next(iter(targets), "")
-
-
-def predict_verdicts(
+def judge_explained_ops(
     model: Model,
     backend: str,
     explanations: Sequence[Explanation],
@@ -260,7 +252,7 @@ def predict_verdicts(
         ops = [(graph, op) for graph, op in ops if op.kind not in BOUNDARY_KINDS | STORED_KINDS]
         return tuple(make_verdict(graph, op, "float", op.type, **fields) for graph, op in ops)
 
-    if backend == model.format and not model.traits.predictable:
+    if backend == model.format and not model.traits.judgeable:
         return judge_as_float(note=EMULATED_NOTE)
     if plan is not None:
         solution = solution or solve_scales(model, _with_placeholder_ranges(model, plan), {})

@@ -132,7 +132,7 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
         prepared = prepare_like(float_model, quantized_model)
         op_pairs = match_ops(quantized_model, prepared)
     parameters, float_weights = Parameters(quantized_model), _FloatWeights(quantized_model, prepared, op_pairs)
-    compared, summary, scaled_tensors = [], summarize_model(quantized_model), _scaled_tensors(quantized_model)
+    compared, summary, rescaled_tensors = [], summarize_model(quantized_model), _rescaled_tensors(quantized_model)
     for quantization_op in summary.quantization_ops:
         output_tensor = TensorRef(quantization_op.graph, quantization_op.op)
         quantized_tensor = unclipped_source(quantized_model, quantization_op.tensor)
@@ -156,7 +156,7 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
             _measure_weight(site, parameters, float_weights)
         elif op_pairs is not None and site.float_tensor is None:
             site.note = "no tensor of the float model is its match"
-        if quantized_model.op(output_tensor).anchor in scaled_tensors:
+        if quantized_model.op(output_tensor).anchor in rescaled_tensors:
             site.drop_reference(drop_local=reads_integers)
         compared.append(site)
     kinds = {op.kind for graph in float_model.graphs.values() for op in graph.ops()}
@@ -169,7 +169,7 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
     )
 
 
-def _scaled_tensors(quantized_model: Model) -> frozenset[str]:
+def _rescaled_tensors(quantized_model: Model) -> frozenset[str]:
     """Tensors and weights whose channels were scaled before quantization, as recorded in the model."""
     provenance = quantized_model.provenance
     if not provenance:

@@ -243,9 +243,10 @@ def validate_model(
         batches = replace(batches, count=holdout.dataset.count)
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
         sites = match_sites(source, quantized) if include_sites else None
-        quantized_runner = formats.format_module(quantized.format).create_runner(quantized)
         measured_sites = sites if sites is not None and len(sites.sites) <= MAX_MEASURED_SITES else None
-        comparison = _compare_on_samples(source, quantized_runner, measured_sites, runner, batches, labels, progress)
+        # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
+        create = formats.format_module(quantized.format).create_runner
+        comparison = _compare_on_samples(source, create(quantized), measured_sites, runner, batches, labels, progress)
         quantized_macs, total_macs = (
             (0, 0)
             if sites is None
@@ -290,7 +291,9 @@ def _can_run(model: Model, dataset: Dataset) -> bool:
     return True
 
 
-def require_usable(source: Model, quantized: Model, validation: Validation | None, *, other_backend: bool) -> str:
+def check_runtime_accepts(
+    source: Model, quantized: Model, validation: Validation | None, *, other_backend: bool
+) -> str:
     """Return the reason why the quantized model cannot be judged, "" if its runtime accepts it.
 
     A validation has loaded and run the model already. Otherwise ONNX Runtime loads an ONNX model here. `other_backend`

@@ -11,10 +11,9 @@ from graphquant import formats
 from graphquant.analysis import (
     NO_RULES,
     ExplanationReport,
-    backend_of_rules,
     explain_quantized,
     explain_uses,
-    predict_verdicts,
+    judge_explained_ops,
     range_report,
 )
 from graphquant.analysis.model_summary import summarize_model
@@ -56,12 +55,15 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
     settings = resolve_options(ExplainOptions, options, values)
     plan = settings.plan if settings.plan is None or isinstance(settings.plan, Plan) else read_plan(Path(settings.plan))
     ruleset, omitted_reason = (resolve_ruleset(model, settings.rules), "") if plan is None else _ruleset_of_plan(plan)
-    backend = settings.backend or backend_of_rules(model, ruleset.targets if plan is None else plan.targets)
+    targets = ruleset.targets if plan is None else plan.targets
+    # The framework of other models is a backend without verdicts in `check`, because it treats all ops alike.
+    framework = model.format if model.traits.rewritable else ""
+    backend = settings.backend or (next(iter(targets), "") if model.traits.judgeable else framework)
     has_data = settings.data is not None or settings.stats is not None
     is_quantized = not model.op_kinds().isdisjoint(QUANTIZATION_KINDS)
     if plan is None and not settings.rules and not has_data and is_quantized:
         uses = explain_quantized(model, name)
-        verdicts = predict_verdicts(model, backend, uses) if backend else ()
+        verdicts = judge_explained_ops(model, backend, uses) if backend else ()
         return ExplanationReport(uses=uses, verdicts=verdicts, backend=backend, already_quantized=True)
     if plan is not None:
         prepared = prepare_for_plan(model, plan)
@@ -69,7 +71,7 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
         prepared, plan = plan_with_rules(model, ruleset, select_sites(model))
     solution = _solve_with_data(model, prepared, plan, settings) if has_data else None
     uses = explain_uses(RuleMatcher(prepared, ruleset), plan, name, solution, model)
-    verdicts = predict_verdicts(prepared, backend, uses, plan, solution) if backend else ()
+    verdicts = judge_explained_ops(prepared, backend, uses, plan, solution) if backend else ()
     return ExplanationReport(
         uses=uses,
         verdicts=verdicts,

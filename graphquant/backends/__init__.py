@@ -38,7 +38,7 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
             f"{model.path or 'The model'} is a TFLite model with scales in its tensors. `graphquant inspect`"
             " shows them."
         )
-    verdicts, findings = lint_model(model, chosen_backend, partial(_predict_verdicts, chosen_backend), stats)
+    verdicts, findings = lint_model(model, chosen_backend, partial(_judge_inlined, chosen_backend), stats)
     return CheckReport(
         path=str(model.path or ""),
         backend="" if chosen_backend is None else chosen_backend.name,
@@ -56,10 +56,10 @@ def judge_ops(model: Model, backend: str) -> tuple[Verdict, ...]:
     Raises a RejectedModelError if the backend cannot load the model, and a UsageError if the backend is unknown, or it
     does not run models of this format.
     """
-    return _predict_verdicts(_find_backend(model, backend), model)
+    return _judge_inlined(_find_backend(model, backend), model)
 
 
-def _predict_verdicts(backend: Backend | None, model: Model) -> tuple[Verdict, ...]:
+def _judge_inlined(backend: Backend | None, model: Model) -> tuple[Verdict, ...]:
     """Return the verdicts of the backend, with functions inlined; none without a backend.
 
     An op of a function is "float" if it is float in at least one call.
@@ -67,12 +67,12 @@ def _predict_verdicts(backend: Backend | None, model: Model) -> tuple[Verdict, .
     if backend is None:
         return ()
     if not any(name and graph.parent is None for name, graph in model.graphs.items()):
-        return backend.predict(model)
+        return backend.judge(model)
     from graphquant.formats.onnx import inline_functions
 
     flat, origins = inline_functions(model)
     by_op: dict[tuple[str, str], Verdict] = {}
-    for verdict in backend.predict(flat):
+    for verdict in backend.judge(flat):
         origin = origins.get((verdict.graph, verdict.op), (verdict.graph, verdict.op))
         if origin not in by_op or (verdict.status == "float" and by_op[origin].status != "float"):
             by_op[origin] = replace(verdict, graph=origin[0], op=origin[1])
@@ -85,7 +85,7 @@ def _find_backend(model: Model, name: str) -> Backend:
         raise UsageError(
             f"The backend {name!r} is unknown. Use one of {', '.join(BACKENDS)}.{did_you_mean(name, BACKENDS)}"
         )
-    if model.traits.rewritable and not model.traits.predictable:
+    if model.traits.rewritable and not model.traits.judgeable:
         raise UsageError(
             f"{model.path or 'The model'} is a {model.format} model, but {name} is predicted for ONNX models only."
             " Remove --for to check only the quantization."

@@ -68,8 +68,9 @@ def make_verdict(
     graph: Graph, op: Op, status: RunStatus, runs_as: str, broken_rule: BrokenRule | None = None, note: str = ""
 ) -> Verdict:
     """Return the verdict on an op of a graph."""
-    key = {"graph": graph.name, "op": op.name, "type": op.type}
-    return Verdict(**key, status=status, runs_as=runs_as, broken_rule=broken_rule, note=note)
+    return Verdict(
+        graph=graph.name, op=op.name, type=op.type, status=status, runs_as=runs_as, broken_rule=broken_rule, note=note
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ class Backend:
     name: str  # value of `--for`
     description: str  # short description
     # function that returns the verdicts; raises `RejectedModelError` if the backend cannot load the model
-    predict: Callable[[Model], tuple[Verdict, ...]]
+    judge: Callable[[Model], tuple[Verdict, ...]]
     symmetric: bool = False  # whether activations must be symmetric, so that a symmetric Relu is not a mistake
     per_tensor_kinds: frozenset[str] = frozenset()  # kinds whose weight has one scale
     ties_concat: bool = False  # whether all inputs and the output of a Concat need one scale

@@ -30,7 +30,7 @@ from graphquant.quantize import MIN_SHARED_STEPS, clip_limits, power_of_two_posi
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
 
-PredictVerdicts = Callable[[Model], tuple[Verdict, ...]]
+JudgeOps = Callable[[Model], tuple[Verdict, ...]]
 
 
 class LintCode(NamedTuple):
@@ -79,7 +79,7 @@ VerdictsByOp = dict[tuple[str, str], Verdict]
 
 @dataclass(frozen=True, kw_only=True)
 class LintContext:
-    """Model and predictions that the checks read."""
+    """Model and verdicts that the checks read."""
 
     quantizations: QuantizationReader
     backend: Backend | None
@@ -110,21 +110,21 @@ class LintContext:
 
 
 def lint_model(
-    model: Model, backend: Backend | None, predict: PredictVerdicts, stats: Stats | None = None
+    model: Model, backend: Backend | None, judge: JudgeOps, stats: Stats | None = None
 ) -> tuple[tuple[Verdict, ...], tuple[LintFinding, ...]]:
     """Return the verdicts of a backend, and the findings by code and then in the order of the model.
 
-    `predict` returns the verdicts of the backend. `stats` are those of the model before it was quantized, if available.
+    `judge` returns the verdicts of the backend. `stats` are those of the model before it was quantized, if available.
     Raises a DataError if the statistics contain none of the quantized tensors, and a ModelError if a weight cannot be
     read.
     """
     quantizations, findings = QuantizationReader(model), list[LintFinding]()
     try:
-        verdicts = predict(model)
+        verdicts = judge(model)
     except RejectedModelError as error:
         verdicts = ()
         findings.append(LintFinding("GQ109", *error.op_key, str(error), error.fix))
-    joined_verdicts = _verdicts_without_pairs(quantizations, backend, predict)
+    joined_verdicts = _verdicts_without_pairs(quantizations, backend, judge)
     by_op, joined_by_op = (
         {(verdict.graph, verdict.op): verdict for verdict in each} for each in (verdicts, joined_verdicts)
     )
@@ -191,7 +191,7 @@ def _fusable_activation(
 
 
 def _verdicts_without_pairs(
-    quantizations: QuantizationReader, backend: Backend | None, predict: PredictVerdicts
+    quantizations: QuantizationReader, backend: Backend | None, judge: JudgeOps
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on the model without any such pair; none if it has no such pair."""
     edited: Model | None = None
@@ -202,7 +202,7 @@ def _verdicts_without_pairs(
                 edited = edited or quantizations.model.copy()
                 _remove_pair(edited, activation[0], TensorRef(name, op.name))
     try:
-        return () if edited is None else predict(edited)
+        return () if edited is None else judge(edited)
     except RejectedModelError:
         return ()
 

@@ -230,12 +230,12 @@ ORT_FUSABLE_KINDS = dict.fromkeys(
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     description="CPU kernels of ONNX Runtime on x86",
-    predict=ask_onnxruntime,
+    judge=ask_onnxruntime,
     fuses=ORT_FUSABLE_KINDS,
 )
 ONNXRUNTIME_ARM = Backend(
     name="onnxruntime-arm",
     description="CPU kernels of ONNX Runtime on ARM, which accept int8 activations",
-    predict=partial(ask_onnxruntime, int8=True),
+    judge=partial(ask_onnxruntime, int8=True),
     fuses=ORT_FUSABLE_KINDS,
 )

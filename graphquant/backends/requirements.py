@@ -189,7 +189,7 @@ class RequirementTable:
     notes: Mapping[str, SlowdownNote] = field(default_factory=dict)
 
 
-def predict_from_table(model: Model, table: RequirementTable) -> tuple[Verdict, ...]:
+def judge_from_table(model: Model, table: RequirementTable) -> tuple[Verdict, ...]:
     """Return the verdicts on the ops of a model."""
     return _TablePredictor(model, table).verdicts()
 

@@ -19,7 +19,7 @@ from graphquant.backends.findings import Backend, BrokenRule
 from graphquant.backends.requirements import (
     OpContext,
     RequirementTable,
-    predict_from_table,
+    judge_from_table,
     require_fixed_range,
     require_float_bias,
     require_one_scale,
@@ -49,7 +49,7 @@ PRODUCT_KINDS = (*CONVOLUTION_KINDS, "matmul", "gemm")
 
 def _table_backend(table: RequirementTable, **fields: Any) -> Backend:
     """Return the backend of a table; `fuses` is that of the table by default."""
-    return Backend(**{"predict": partial(predict_from_table, table=table), "fuses": table.fuses, **fields})
+    return Backend(**{"judge": partial(judge_from_table, table=table), "fuses": table.fuses, **fields})
 
 
 # -- TensorRT ---------------------------------------------------------------------------------------

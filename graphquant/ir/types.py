@@ -180,7 +180,7 @@ class FormatTraits:
 
     runtime: str  # framework that runs the models
     rewritable: bool = True  # true if models can be changed, written and run
-    predictable: bool = False  # true if the backends of `check` predict how they run the models
+    judgeable: bool = False  # true if backends judge the ops of the models, as `check` shows
     acyclic: bool = False  # True if no graph has cycles. The loop frames of TensorFlow 1 are cycles.
     # True if values have names of their own, so that removing an op keeps the name of an output.
     named_values: bool = False
@@ -195,7 +195,7 @@ class FormatTraits:
 FORMAT_TRAITS: dict[str, FormatTraits] = {
     "onnx": FormatTraits(
         runtime="onnxruntime",
-        predictable=True,
+        judgeable=True,
         acyclic=True,
         named_values=True,
         removable_arguments=True,

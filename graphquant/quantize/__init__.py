@@ -20,7 +20,9 @@ from graphquant.quantize.prepare import (
     prepare,
     prepared_digest,
 )
-from graphquant.quantize.provenance import (
+from graphquant.quantize.solver import FLOAT8_NOT_RUNNABLE, explain_scale, solve_scales
+from graphquant.quantize.solver_state import Conflict, ScaleChange, Solution
+from graphquant.quantize.source_record import (
     METADATA_PREFIX,
     OPS_KEY,
     RECORD_KEY,
@@ -28,8 +30,6 @@ from graphquant.quantize.provenance import (
     op_provenance_json,
     restore_source,
 )
-from graphquant.quantize.solver import FLOAT8_NOT_RUNNABLE, explain_scale, solve_scales
-from graphquant.quantize.solver_state import Conflict, ScaleChange, Solution
 from graphquant.quantize.tflite_ranges import (
     RangeTransfer,
     iterate_equivalent_tensors,

@@ -1,4 +1,7 @@
-"""Remove inserted quantization: consumers read the float tensors again, and integer weights become floats."""
+"""Remove inserted quantization: consumers read the float tensors again, and integer weights become floats.
+
+If the model has a record of its source, `quantize.source_record` restores that to the bit instead.
+"""
 
 from __future__ import annotations
 

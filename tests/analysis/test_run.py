@@ -12,7 +12,7 @@ from graphquant import formats
 from graphquant.analysis import compare
 from graphquant.analysis.compare import outputs_equal
 from graphquant.analysis.comparison import ErrorSums
-from graphquant.analysis.site_errors import _add_runs, _scaled_tensors, match_sites
+from graphquant.analysis.site_errors import _add_runs, _rescaled_tensors, match_sites
 from graphquant.calibration import estimate_footprint
 from graphquant.calibration.data import open_data
 from graphquant.formats.onnx.session import OnnxRunner
@@ -151,4 +151,4 @@ def test_outputs_can_be_watched(samples: Path, name: str) -> None:
 @pytest.mark.parametrize("said", ["[" * 200_000, "{", "1", '{"a": 1}'])
 def test_foreign_metadata_is_ignored(said: str) -> None:
     """A note in a model may be anything."""
-    assert _scaled_tensors(SimpleNamespace(provenance={"scaled": said})) == frozenset()  # type: ignore[arg-type]
+    assert _rescaled_tensors(SimpleNamespace(provenance={"scaled": said})) == frozenset()  # type: ignore[arg-type]

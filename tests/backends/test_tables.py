@@ -206,7 +206,7 @@ def load_int8_net(text, tmp_path):
 @pytest.mark.parametrize(("backend", "text", "expected"), CASES)
 def test_verdicts(backend, text, expected, tmp_path):
     """The op `r` runs as documented, or breaks the documented rule."""
-    verdicts = {verdict.op: verdict for verdict in BACKENDS[backend].predict(load_int8_net(text, tmp_path))}
+    verdicts = {verdict.op: verdict for verdict in BACKENDS[backend].judge(load_int8_net(text, tmp_path))}
     found = verdicts["r"]
     assert (found.broken_rule.rule if found.broken_rule else found.status) == expected
     assert (found.status == "float") == (found.broken_rule is not None)
@@ -235,7 +235,7 @@ def test_enough_cases(backend):
 )
 def test_tensorrt_small_op_notes(text, note, tmp_path):
     """An op that is too small for integers gets a note."""
-    verdicts = {verdict.op: verdict for verdict in BACKENDS["tensorrt"].predict(load_int8_net(text, tmp_path))}
+    verdicts = {verdict.op: verdict for verdict in BACKENDS["tensorrt"].judge(load_int8_net(text, tmp_path))}
     assert verdicts["r"].status == "int8"
     assert note in verdicts["r"].note
     assert bool(note) == bool(verdicts["r"].note)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graphquant.quantize.provenance import fit_channel_factors, undo_channel_factors
+from graphquant.quantize.source_record import fit_channel_factors, undo_channel_factors
 
 
 def scaled(shape: tuple[int, ...], channels: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,8 @@
-"""The record in a written model that restores its source message bit for bit.
+"""Record of the source in a written model, which restores the source message bit for bit.
 
 It contains the source message without its large values, and the location of each of these in the written model, where
-it is unchanged or scaled by a folded BatchNorm. Values that are in neither form are in the record itself.
+it is unchanged or scaled by a folded BatchNorm. Values that are in neither form are in the record itself. A model
+without a record is stripped by `quantize.strip`, which removes the ops.
 """
 
 from __future__ import annotations
