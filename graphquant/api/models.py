@@ -135,6 +135,8 @@ def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False)
 def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     """Write `model` to `path` atomically and return the path.
 
+    Unlike the commands, this function does not lock the output, so do not write it from two processes at once.
+
     Raises:
         UsageError: The path exists and `force` is False, it is not writable, its suffix belongs to another format, or
             the model was loaded from an object in memory.

@@ -91,7 +91,7 @@ class PreCalibrationState:
         return replace(plan, sites=tuple(sites)) if self.factor_products else plan
 
 
-# An algorithm is kept only if hold-out samples show a gain.
+# An algorithm is kept only if the validation samples show a gain: those of `AlgorithmData`, not the hold-out.
 #
 # A few samples dominate a sum of squared errors. Therefore no output may lose over all samples, nor without the three
 # samples that gain most (unless most samples gain). In addition, the root mean square error of at least one output must
