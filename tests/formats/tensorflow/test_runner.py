@@ -327,7 +327,7 @@ def test_outputs_that_are_not_reached(tf: Any, tmp_path: Path) -> None:
             "off": [1, 2],
             "always": [1, 2],
         }
-    with pytest.raises(ModelError, match=r"TensorFlow .*[Rr]eshape"):
+    with pytest.raises(ModelError, match=r"TensorFlow .*'on'"):
         model_runner.run({"x": np.ones(3, np.float32)})
 
 
@@ -496,7 +496,7 @@ def test_refused_graph(tf: Any, tmp_path: Path) -> None:
         'node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }'
         ' node { name: "y" op: "MatMul" input: "x" input: "x" attr { key: "T" value { type: DT_FLOAT } } }'
     )
-    with pytest.raises(ModelError, match=r"TensorFlow .*MatMul"):
+    with pytest.raises(ModelError, match=r"TensorFlow .*'y'"):
         create_runner(load(path)).run({"x": np.ones((2, 3), np.float32)})
 
 
