@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.site_errors import ComparedSites
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds, InputSpec, Runner
-    from graphquant.ir import Model, TensorRef
+    from graphquant.ir import TensorRef
     from graphquant.numerics import Array
 
     ObservedTensors = Mapping[TensorRef, list[Array]]
@@ -177,28 +177,34 @@ MEASURE_BATCH_VALUES = 1 << 16
 """Number of values that is worth a thread. Smaller arrays are collected until they reach it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonSamples:
+    """Samples on which two models are compared."""
+
+    dataset: Dataset
+    footprint: RunFootprint  # footprint of a run of the float model
+    labels: str = ""  # key of the labels in the dataset, or ""
+    max_site_samples: int | None = None  # number of samples on which quantized tensors are measured, or None for all
+
+
 def compare_runners(
     float_runner: Runner,
     quantized_runner: Runner,
-    batches: Dataset,
-    *,
-    load: RunFootprint,
+    samples: ComparisonSamples,
     sites: ComparedSites | None,
-    site_runner: Runner | None,
     outputs: Mapping[str, str],
-    labels: str = "",
-    max_site_samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Run both models on all samples.
 
     Each model runs as it is for its outputs, and once more with observed tensors, because a runtime may use integer
     kernels only where no tensor is observed. Once the observed float model has given the same outputs, it no longer
-    runs unobserved. `sites` is None for the outputs alone; `site_runner` runs the float model that they refer to, on at
-    most `max_site_samples` samples. `outputs` has the quantized output by float output; the rest is matched. `labels`
-    is the key of the labels in `batches`, or "". `load` is the footprint of a run of the float model. Raises a
-    ModelError if a model cannot be run, and a UsageError if the inputs or outputs of the models do not match.
+    runs unobserved. `sites` is None for the outputs alone. `outputs` has the quantized output by float output; the rest
+    is matched. Raises a ModelError if a model cannot be run, and a UsageError if the inputs or outputs of the models do
+    not match.
     """
+    batches, load, labels = samples.dataset, samples.footprint, samples.labels
+    site_runner = None if sites is None else _reference_runner(sites, float_runner)
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
     output_names = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
     batched = load.elements_per_sample is not None and load.join_samples
@@ -211,7 +217,7 @@ def compare_runners(
         ) and is_batch_independent(site_runner, batches, load.block_size, float_tensors, max_elements=elements)
     tallies = [OutputTally(name, quantized_name, batched=batched) for name, quantized_name in output_names.items()]
     blocks = -(-batches.count // load.block_size)
-    site_samples = batches.count if max_site_samples is None else max_site_samples
+    site_samples = batches.count if samples.max_site_samples is None else samples.max_site_samples
     all_feeds = block_feeds(batches, [(0, blocks)], load.block_size, join_samples=batched)
     feeds, *site_feeds = tee_items(all_feeds, 1 if sites is None or site_runner is None else 1 + COMPARE_THREADS)
     with ExitStack() as stack:
@@ -366,14 +372,11 @@ class ModelPairRunner:
         self._pending_values = 0
 
 
-def reference_runner(float_model: Model, sites: ComparedSites | None, runner: Runner) -> Runner | None:
-    """Return a runner of the float model as `sites` refers to it, or None without sites.
-
-    This is `runner` itself unless the sites refer to a prepared copy of the model.
-    """
-    if sites is None or sites.float_model is float_model:
-        return None if sites is None else runner
-    return formats.format_module(float_model.format).create_runner(sites.float_model)
+def _reference_runner(sites: ComparedSites, runner: Runner) -> Runner:
+    """Return a runner of the float model as `sites` refers to it: `runner`, unless that is a prepared copy."""
+    if sites.float_model is runner.model:
+        return runner
+    return formats.format_module(runner.model.format).create_runner(sites.float_model)
 
 
 def with_sensitivity(comparison: Comparison, sqnr_of: Callable[[str, str], float | None]) -> Comparison:

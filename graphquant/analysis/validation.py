@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
-from graphquant.analysis.compare import compare_runners, reference_runner
+from graphquant.analysis.compare import ComparisonSamples, compare_runners
 from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures, rows_to_show_share
 from graphquant.analysis.site_errors import ComparedSites, match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
@@ -242,11 +242,19 @@ def validate_model(
         # Data that was opened again with labels is not cut off where the hold-out ends.
         batches = replace(batches, count=holdout.dataset.count)
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
+        footprint = measure_footprint(runner, batches)
+        samples = ComparisonSamples(
+            dataset=batches,
+            footprint=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
+            labels=labels,
+            max_site_samples=SITE_SAMPLES,
+        )
+        report = stage_progress(progress, "validating")
         sites = match_sites(source, quantized) if include_sites else None
         measured_sites = sites if sites is not None and len(sites.sites) <= MAX_MEASURED_SITES else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         create = formats.format_module(quantized.format).create_runner
-        comparison = _compare_on_samples(source, create(quantized), measured_sites, runner, batches, labels, progress)
+        comparison = compare_runners(runner, create(quantized), samples, measured_sites, {}, report)
         quantized_macs, total_macs = (
             (0, 0)
             if sites is None
@@ -272,8 +280,7 @@ def validate_model(
         return validation
     from graphquant.formats.onnx import create_runner  # imported when needed, because onnxruntime is slow to import
 
-    unoptimized_runner = create_runner(quantized, optimizes=False)
-    unoptimized = _compare_on_samples(source, unoptimized_runner, None, runner, batches, labels, progress)
+    unoptimized = compare_runners(runner, create_runner(quantized, optimizes=False), samples, None, {}, report)
     unoptimized_sqnr = {
         before.name: before.sqnr
         for before, after in zip(unoptimized.outputs, comparison.outputs, strict=True)
@@ -353,31 +360,6 @@ def _broken_outputs_message(outputs: Sequence[OutputFigures], comparison: Compar
     return (
         f"The quantized model gives NaN or infinite values where those of the float model are finite: {counts}, on"
         f" {comparison.samples} samples. Nothing was written. {remedy}."
-    )
-
-
-def _compare_on_samples(
-    source: Model,
-    quantized_runner: Runner,
-    sites: ComparedSites | None,
-    runner: Runner,
-    batches: Dataset,
-    labels: str,
-    progress: Progress | None,
-) -> Comparison:
-    """Run both models on the samples, and measure the quantized tensors on the first few."""
-    footprint = measure_footprint(runner, batches)
-    return compare_runners(
-        runner,
-        quantized_runner,
-        batches,
-        load=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
-        sites=sites,
-        site_runner=reference_runner(source, sites, runner),
-        outputs={},
-        labels=labels,
-        max_site_samples=SITE_SAMPLES,
-        progress=stage_progress(progress, "validating"),
     )
 
 

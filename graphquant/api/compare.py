@@ -17,7 +17,7 @@ from graphquant.analysis import (
     diff_plans,
     match_sites,
 )
-from graphquant.analysis.compare import match_inputs, reference_runner, with_sensitivity
+from graphquant.analysis.compare import ComparisonSamples, match_inputs, with_sensitivity
 from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
@@ -85,13 +85,10 @@ def compare(
     comparison = compare_runners(
         float_runner,
         quantized_runner,
-        batches,
-        load=measure_footprint(float_runner, batches),
-        sites=sites,
-        site_runner=reference_runner(float_ir, sites, float_runner),
-        outputs=settings.outputs,
-        labels=labels,
-        progress=stage_progress(progress, "comparing"),
+        ComparisonSamples(dataset=batches, footprint=measure_footprint(float_runner, batches), labels=labels),
+        sites,
+        settings.outputs,
+        stage_progress(progress, "comparing"),
     )
     comparison = replace(comparison, data_findings=findings)
     return comparison if sensitivity is None else with_sensitivity(comparison, sensitivity.sqnr)

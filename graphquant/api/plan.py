@@ -27,6 +27,7 @@ from graphquant.quantize import (
     parse_step_names,
     prepare,
     read_plan,
+    required_opset,
 )
 from graphquant.rules import RuleSet, Selector, load_ruleset
 from graphquant.utils.option_types import parse_names
@@ -83,18 +84,18 @@ def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) ->
         )
     prepared, steps = prepare(model, ruleset.prepare)
     plan = make_plan(prepared, ruleset, selection, steps=steps, source=model)
-    required_opset = _required_opset(prepared, plan) if plan.sites else 0
-    if model.opset and model.opset < required_opset:
+    opset = required_opset(prepared, plan)
+    if model.opset and model.opset < opset:
         # The upgrade may change the ops that the steps match, so the model is prepared again from its source.
         module = formats.format_module(model.format)
         step = Step(
             step=OPSET_STEP,
             target="model",
-            detail=f"opset {model.opset} to {required_opset}",
+            detail=f"opset {model.opset} to {opset}",
             why="the inserted ops need this opset",
-            undo={"from": model.opset, "to": required_opset, "message": module.encode_skeleton(model)},
+            undo={"from": model.opset, "to": opset, "message": module.encode_skeleton(model)},
         )
-        prepared, steps = prepare(module.upgrade_opset(model, required_opset), ruleset.prepare)
+        prepared, steps = prepare(module.upgrade_opset(model, opset), ruleset.prepare)
         plan = make_plan(prepared, ruleset, selection, steps=(step, *steps), source=model)
     skipped_steps = [
         Skip(tensor=skipped.tensor, uses=(), rule=skipped.step, reason=skipped.reason, code=SkipCode.PREPARATION)
@@ -175,19 +176,3 @@ def select_sites(
                 raise UsageError(f"The pattern {pattern[:60]!r} of --{option} is invalid: {message}.") from error
     default = formats.format_module(model.format).DEFAULT_FAMILY
     return SiteSelection(family=family or default, include=include, exclude=exclude)
-
-
-def _required_opset(prepared: Model, plan: Plan) -> int:
-    """Return the lowest opset that supports the ops of every site."""
-    return max(
-        FAMILIES[site.scheme.family or ""].minimum_opset(
-            site.scheme.family_request(
-                axis=site.axis,
-                dtype=prepared.output(site.tensor).dtype or "float32",
-                shape=None,
-                is_parameter=site.parameter,
-                in_function=prepared.graphs[site.tensor.graph].is_function,
-            )
-        )
-        for site in plan.sites
-    )

@@ -252,6 +252,24 @@ INPUT_DEPENDENT = frozenset({SAME_AS_INPUT, PASSTHROUGH})
 """Outcomes that depend on whether the producer's input is quantized."""
 
 COMPUTES_WEIGHT = "its consumer computes a weight from weights, and that weight is quantized where it is used"
+
+
+def required_opset(prepared: Model, plan: Plan) -> int:
+    """Return the lowest opset that supports the inserted ops of every site; 0 without sites."""
+    requests = (
+        site.scheme.family_request(
+            axis=site.axis,
+            dtype=prepared.output(site.tensor).dtype or "float32",
+            shape=None,
+            is_parameter=site.parameter,
+            in_function=prepared.graphs[site.tensor.graph].is_function,
+        )
+        for site in plan.sites
+    )
+    opsets = (site.family.minimum_opset(request) for site, request in zip(plan.sites, requests, strict=True))
+    return max(opsets, default=0)
+
+
 CAPTURED_BY_SUBGRAPH = (
     "a subgraph captures its consumer's output; onnxruntime would move the Q/DQ pair into the subgraph and crash"
 )

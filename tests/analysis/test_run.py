@@ -109,17 +109,12 @@ def test_feeds_are_released(
 
     real = compare.block_feeds
     monkeypatch.setattr(compare, "block_feeds", lambda *given, **more: ((Feed(f), b) for f, b in real(*given, **more)))
-    comparison = compare.compare_runners(
-        *runners,
-        open_data(data, runners[0].inputs),
-        load=estimate_footprint(model, batch_independent=False),
-        sites=compared_sites,
-        site_runner=None
-        if compared_sites is None
-        else formats.format_module("onnx").create_runner(compared_sites.float_model),
-        outputs={},
+    compared_samples = compare.ComparisonSamples(
+        dataset=open_data(data, runners[0].inputs),
+        footprint=estimate_footprint(model, batch_independent=False),
         max_site_samples=inside,
     )
+    comparison = compare.compare_runners(*runners, compared_samples, compared_sites, {})
     assert comparison.samples > 60
     assert most[0] <= 8
     assert alive[0] <= 2
