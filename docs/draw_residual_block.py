@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SAMPLES = HERE.parent / "sample_models"
-SHOWN = re.compile(r'"(max_pool(/quant.*)?|residual(_[12])?/[^"]*)"')
+SHOWN = re.compile(r'"(max_pool(/quant.*)?|residual(_[12])?/(?!conv_bias)[^"]*)"')
 NODE = re.compile(r'^  ("[^"]*") \[(.*)\];$')
 EDGE = re.compile(r'^  ("[^"]*") -> ("[^"]*")( \[.*\])?;$')
 STYLE = 'fontname="Helvetica,Arial,sans-serif", fontsize=10'

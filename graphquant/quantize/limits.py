@@ -369,7 +369,7 @@ def _report_bias_fit(state: SolverState, fit: BiasFitLimit) -> None:
         rules=(site.rule, fit.rule),
         tensors=(site.tensor, fit.bias),
         wants=("its fixed scale", f"a scale {factor_text} larger, so that it fits int32"),
-        resolution="the bias stays float",
+        resolution="the bias stays float, and backends that convert it to int32 will clip it",
     )
     state.record_conflict(conflict, index)
 

@@ -80,7 +80,7 @@ def test_batch(batch_folder):
     assert cnn.products == {"digits_cnn.onnx": cnn.digests.output}
     assert cnn.size_before == Path("digits_cnn.onnx").stat().st_size
     assert cnn.size_after == Path("out/digits_cnn.onnx").stat().st_size
-    assert cnn.sites == 24
+    assert cnn.sites == 31
     assert set(cnn.skip_codes) <= {*SkipCode}
     assert sum(cnn.skip_codes.values()) == sum(cnn.skips.values()) > 0
     assert cnn.metrics.samples == 4

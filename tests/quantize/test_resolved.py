@@ -156,9 +156,9 @@ def test_without_the_solver_that_bias_is_lost(tmp_path):
     assert case.codes("onnxruntime") == ["GQ104"]
     [actual] = case.run(ALL)
     assert np.abs(actual[:, 1] - B[1]).max() > 1
-    (change,) = inserted_result.changes
-    assert change.tensor == TensorRef("", "w")
-    assert re.search("scale .*fixed.* b:0 .*int32", change.message)
+    (conflict,) = inserted_result.conflicts
+    assert conflict.rules == ("weight", "conv-bias")
+    assert conflict.tensors == (TensorRef("", "w"), TensorRef("", "b"))
 
 
 def test_weight_scale_of_the_plan_is_not_changed(tmp_path):
@@ -320,7 +320,7 @@ def onnxruntime_value(case, name):
 def test_relu_without_a_tie_is_fused(tmp_path):
     """No pair is put between an op and its Relu where integers end at 0."""
     case = Case(tmp_path, f"({IN}) => ({OUT} y) {{ c = Conv(x, w, b) y = Relu(c) }}", "onnxruntime", {"x": X}, w=W, b=B)
-    assert [pair.site.tensor.op for pair in case.result.inserted] == ["x", "w", "y"]
+    assert [pair.site.tensor.op for pair in case.result.inserted] == ["x", "w", "b", "y"]
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend="onnxruntime").verdicts}
     assert statuses == {"c": "int8", "y/float": "fused"}
 
@@ -337,7 +337,7 @@ def test_a_clip_whose_ends_no_integer_has(tmp_path):
         b=B,
         **ends,
     )
-    assert {pair.site.tensor.op for pair in case.result.inserted} == {"x", "w", "c", "y"}
+    assert {pair.site.tensor.op for pair in case.result.inserted} == {"x", "w", "b", "c", "y"}
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend="onnxruntime").verdicts}
     assert statuses["c"] == "int8"
     expected = np.clip(conv_nchw(case.rounded("x", X), case.rounded("w", W), B), -1, 1)
