@@ -47,7 +47,12 @@ CASES = [
     (IMAGE, "c = Conv(x, w) r = Clip(c, zero, six) s = Sin(r)", "r>s w>c x>c", "c r"),
     (IMAGE, "c = Conv(x, w) r = Relu(c) s = Sin(c)", "c>r+s w>c x>c", "c"),
     (IMAGE, "c = ConvTranspose(x, w)", "", ""),
-    (IMAGE, "c = Conv(x, w) n = BatchNormalization(c, b, b, b, var) r = Relu(n)", "c/bias_folded>c c/weight_folded>c r>@r x>c", "c r"),
+    (
+        IMAGE,
+        "c = Conv(x, w) n = BatchNormalization(c, b, b, b, var) r = Relu(n)",
+        "c/bias_folded>c c/weight_folded>c r>@r x>c",
+        "c r",
+    ),
     # the rest of the table
     (IMAGE, "y = Add(x, x2) z = Mul(y, x2) j = Concat<axis = 1>(z, x)", "j>@j x2>y+z x>y+j y>z z>j", "y z j"),
     (IMAGE, "c = Conv(x, w) y = Add(c, x) r = Relu(y)", "c>y r>@r w>c x>c+y", "c y r"),
