@@ -24,6 +24,7 @@ from graphquant.ir.kinds import (
     TRANSPARENT_KINDS,
     WEIGHTED_KINDS,
 )
+from graphquant.ir.macs import count_macs, unsized_tensors
 from graphquant.ir.parameters import Parameters, require_finite_weight
 from graphquant.ir.traversal import connected_groups, follow, follow_to_end, reachable, unique_name
 from graphquant.ir.types import (
@@ -44,12 +45,10 @@ from graphquant.ir.types import (
 )
 from graphquant.ir.weight_layout import (
     channel_axis,
-    count_macs,
     input_channels,
     kernel_size,
     matrix_rows,
     merged_channel_shape,
     output_channels,
     reduction_axis,
-    unsized_tensors,
 )
