@@ -42,9 +42,7 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
     return CheckReport(
         path=str(model.path or ""),
         backend="" if chosen_backend is None else chosen_backend.name,
-        quantization_ops=sum(
-            op.kind in QUANTIZATION_KINDS for name in model.reachable_graphs() for op in model.graphs[name].ops()
-        ),
+        quantization_ops=sum(op.kind in QUANTIZATION_KINDS for _, op in model.reachable_ops()),
         verdicts=verdicts,
         findings=findings,
     )
@@ -76,7 +74,7 @@ def _judge_inlined(backend: Backend | None, model: Model) -> tuple[Verdict, ...]
         origin = origins.get((verdict.graph, verdict.op), (verdict.graph, verdict.op))
         if origin not in by_op or (verdict.status == "float" and by_op[origin].status != "float"):
             by_op[origin] = replace(verdict, graph=origin[0], op=origin[1])
-    op_keys = ((name, op.name) for name in model.reachable_graphs() for op in model.graphs[name].ops())
+    op_keys = ((graph.name, op.name) for graph, op in model.reachable_ops())
     return tuple(by_op[op_key] for op_key in op_keys if op_key in by_op)
 
 

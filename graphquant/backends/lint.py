@@ -89,11 +89,12 @@ class LintContext:
     @cached_property
     def channel_scaled_kinds(self) -> frozenset[str]:
         """Kinds of ops with a weight that has a scale for each channel."""
-        graphs = map(self.quantizations.model.graphs.__getitem__, self.quantizations.model.reachable_graphs())
-        weighted_ops = ((graph, op) for graph in graphs for op in graph.ops() if op.kind in WEIGHTED_KINDS)
-        sides = ((op.kind, side) for graph, op in weighted_ops for side in self.quantizations.inputs(graph, op))
         return frozenset(
-            kind for kind, side in sides if side.role == "weight" and side.params and side.params.axis is not None
+            op.kind
+            for graph, op in self.quantizations.model.reachable_ops()
+            if op.kind in WEIGHTED_KINDS
+            for side in self.quantizations.inputs(graph, op)
+            if side.role == "weight" and side.params and side.params.axis is not None
         )
 
     @cached_property
@@ -101,11 +102,11 @@ class LintContext:
         """True if the backend does; without one, if the model has a zero point, as the target is unknown."""
         if self.backend is not None:
             return not self.backend.symmetric
-        graphs = map(self.quantizations.model.graphs.__getitem__, self.quantizations.model.reachable_graphs())
-        quantization_ops = (
-            (graph.name, op.name) for graph in graphs for op in graph.ops() if op.kind in QUANTIZATION_KINDS
+        all_params = (
+            self.quantizations.params(graph.name, op.name)
+            for graph, op in self.quantizations.model.reachable_ops()
+            if op.kind in QUANTIZATION_KINDS
         )
-        all_params = (self.quantizations.params(*key) for key in quantization_ops)
         return any(params is not None and params.zero_point.any() for params in all_params)
 
 
@@ -129,11 +130,9 @@ def lint_model(
         {(verdict.graph, verdict.op): verdict for verdict in each} for each in (verdicts, joined_verdicts)
     )
     context = LintContext(quantizations=quantizations, backend=backend, verdicts=by_op, joined_verdicts=joined_by_op)
-    for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for op in graph.ops():
-            for check in _LINT_CHECKS:
-                findings += (_make_lint_finding(graph, op, problem) for problem in check(context, graph, op))
+    for graph, op in model.reachable_ops():
+        for check in _LINT_CHECKS:
+            findings += (_make_lint_finding(graph, op, problem) for problem in check(context, graph, op))
     findings += _check_uncalled_functions(model)
     findings += [] if stats is None else _check_unobserved_tensors(quantizations, stats)
     return verdicts, tuple(sorted(findings, key=lambda finding: finding.code))
@@ -195,12 +194,11 @@ def _verdicts_without_pairs(
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on the model without any such pair; none if it has no such pair."""
     edited: Model | None = None
-    for name in quantizations.model.reachable_graphs() if backend is not None else ():
-        for op in quantizations.model.graphs[name].ops():
-            activation = _fusable_activation(quantizations, backend, quantizations.model.graphs[name], op)
-            if activation is not None:
-                edited = edited or quantizations.model.copy()
-                _remove_pair(edited, activation[0], TensorRef(name, op.name))
+    for graph, op in quantizations.model.reachable_ops() if backend is not None else ():
+        activation = _fusable_activation(quantizations, backend, graph, op)
+        if activation is not None:
+            edited = edited or quantizations.model.copy()
+            _remove_pair(edited, activation[0], TensorRef(graph.name, op.name))
     try:
         return () if edited is None else judge(edited)
     except RejectedModelError:
@@ -429,18 +427,16 @@ def _check_uncalled_functions(model: Model) -> Iterator[LintFinding]:
 def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -> list[LintFinding]:
     """Return findings about quantized tensors that no sample reached."""
     findings, any_matched = [], False
-    for name in quantizations.model.reachable_graphs():
-        graph = quantizations.model.graphs[name]
-        for op in graph.ops():
-            tensor = next(iter(graph.slots(op.name)), None)
-            if op.kind not in {"quantize", "qdq"} or tensor is None:
-                continue
-            observable = [ref for ref in (tensor, quantizations.look_through(tensor)) if ref in stats.targets]
-            any_matched = any_matched or bool(observable)
-            if observable and not any(ref in stats.sketches and stats.sketches[ref].count for ref in observable):
-                fix = "calibrate with data that reaches it, or keep it in float"
-                problem = "GQ107", f"no calibration sample reached {observable[0]}", fix
-                findings.append(_make_lint_finding(graph, op, problem))
+    for graph, op in quantizations.model.reachable_ops():
+        tensor = next(iter(graph.slots(op.name)), None)
+        if op.kind not in {"quantize", "qdq"} or tensor is None:
+            continue
+        observable = [ref for ref in (tensor, quantizations.look_through(tensor)) if ref in stats.targets]
+        any_matched = any_matched or bool(observable)
+        if observable and not any(ref in stats.sketches and stats.sketches[ref].count for ref in observable):
+            fix = "calibrate with data that reaches it, or keep it in float"
+            problem = "GQ107", f"no calibration sample reached {observable[0]}", fix
+            findings.append(_make_lint_finding(graph, op, problem))
     if not any_matched:
         path = quantizations.model.path or "the model"
         message = f"The statistics contain none of the tensors that {path} quantizes."

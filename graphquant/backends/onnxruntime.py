@@ -155,10 +155,7 @@ class _RuntimeJudge:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(
-            self._judge(graph, op)
-            for graph in map(self.model.graphs.__getitem__, self.model.reachable_graphs())
-            for op in graph.ops()
-            if self._needs_verdict(graph, op)
+            self._judge(graph, op) for graph, op in self.model.reachable_ops() if self._needs_verdict(graph, op)
         )
 
     def _needs_verdict(self, graph: Graph, op: Op) -> bool:

@@ -201,8 +201,7 @@ class _TablePredictor:
         self.passthrough_inputs: dict[TensorRef, QuantizedInput | None] = {}
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        graphs = map(self.model.graphs.__getitem__, self.model.reachable_graphs())
-        ops = [(graph, op) for graph in graphs for op in graph.ops() if self._needs_verdict(graph, op)]
+        ops = [(graph, op) for graph, op in self.model.reachable_ops() if self._needs_verdict(graph, op)]
         tails = {(graph.name, op.name): self._fused_tail(graph, op) for graph, op in ops}
         by_op: dict[tuple[str, str], Verdict] = {}
         for graph, op in ops:

@@ -44,11 +44,12 @@ class RunFootprint:
 
 def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint:
     """Estimate the block size and memory footprint of `model`."""
-    live_ops = [(graph, op) for graph in map(model.graphs.__getitem__, model.reachable_graphs()) for op in graph.ops()]
     element_counts = [
-        size for graph, op in live_ops for size in _output_element_counts(op, graph.consumers_by_port(op.name))
+        size
+        for graph, op in model.reachable_ops()
+        for size in _output_element_counts(op, graph.consumers_by_port(op.name))
     ]
-    repeated = any(op.kind in REPEATED_KINDS for _, op in live_ops)
+    repeated = not model.op_kinds().isdisjoint(REPEATED_KINDS)
     total_elements = None if None in element_counts or repeated else sum(size or 0 for size in element_counts)
     block_size = DEFAULT_BLOCK_SIZE
     if batch_independent and total_elements is not None:

@@ -87,16 +87,14 @@ def all_float_targets(model: Model, bits: int = COARSE_BITS) -> ObservationTarge
     """Return every float tensor of `model` that is read and is not a parameter."""
     parameters = Parameters(model)
     float_tensors = []
-    for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for op in graph.ops():
-            if op.kind in NON_ACTIVATION_KINDS:
-                continue
-            read_ports = graph.consumers_by_port(op.name)
-            for port, output in enumerate(op.outputs):
-                tensor = TensorRef(name, op.name, port)
-                if output.dtype in FLOAT_TYPES and port in read_ports and not parameters.is_parameter(tensor):
-                    float_tensors.append(tensor)
+    for graph, op in model.reachable_ops():
+        if op.kind in NON_ACTIVATION_KINDS:
+            continue
+        read_ports = graph.consumers_by_port(op.name)
+        for port, output in enumerate(op.outputs):
+            tensor = TensorRef(graph.name, op.name, port)
+            if output.dtype in FLOAT_TYPES and port in read_ports and not parameters.is_parameter(tensor):
+                float_tensors.append(tensor)
     tensor_fingerprints = fingerprints(model, float_tensors)
     return {tensor: ObservationTarget(tensor_fingerprints[tensor], None, bits) for tensor in float_tensors}
 

@@ -308,8 +308,6 @@ class Model(HtmlRepresentation):
     source: Any = None  # the message or object that the format read; only the format knows its type
     path: Path | None = None  # file or folder of the model, None for a model in memory
     digest: str = ""  # hex SHA-256 of the source, without external data and variables
-    # Function that returns the outputs of one pure op for input arrays, or None if it cannot; None if the format
-    # cannot evaluate ops.
     opset: int = 0  # opset of the ONNX default domain; 0 in other formats
     # The graphs that a run may start with; a TFLite file has one for each signature.
     entry_graphs: tuple[str, ...] = ("",)
@@ -367,9 +365,15 @@ class Model(HtmlRepresentation):
         """Return the graphs that a run can reach, the main one first."""
         return self.graphs_reachable_from(self.entry_graphs)
 
+    def reachable_ops(self) -> Iterator[tuple[Graph, Op]]:
+        """Yield the ops that a run can reach, each with its graph."""
+        for graph in map(self.graphs.__getitem__, self.reachable_graphs()):
+            for op in graph.ops():
+                yield graph, op
+
     def op_kinds(self) -> set[str]:
         """Return the kinds of the ops that a run can reach."""
-        return {op.kind for name in self.reachable_graphs() for op in self.graphs[name].ops()}
+        return {op.kind for _, op in self.reachable_ops()}
 
     def graphs_reachable_from(self, starts: Iterable[str]) -> list[str]:
         """Return the graphs `starts` and all graphs that they call."""
@@ -413,26 +417,25 @@ MAX_GROWTH = 1000
 BYTES_PER_ELEMENT = 4  # of most activations and weights
 
 
-def check_tensor_sizes(model: Model, max_memory: int | None = None) -> None:
+def check_tensor_sizes(model: Model, max_memory: int | None = None, remedy: str = "") -> None:
     """Reject a small model whose tensors would fill memory, such as one that doubles a tensor again and again.
 
-    `max_memory` raises the limit of a tensor. Sizes that depend on the data are not known. Raises a ModelError if a
-    tensor is too large.
+    `max_memory` raises the limit of a tensor; the message suggests that, or the `remedy`. Sizes that depend on the data
+    are not known. Raises a ModelError if a tensor is too large.
     """
     sizes: dict[TensorRef, int] = {}
     stored = 0
-    for name in model.reachable_graphs():
-        for op in model.graphs[name].ops():
-            for port, output in enumerate(op.outputs):
-                size = BYTES_PER_ELEMENT * (output.elements_per_sample or 0)
-                sizes[TensorRef(name, op.name, port)] = size
-                stored += size if op.kind in {"constant", "variable", "input"} else 0
+    for graph, op in model.reachable_ops():
+        for port, output in enumerate(op.outputs):
+            size = BYTES_PER_ELEMENT * (output.elements_per_sample or 0)
+            sizes[TensorRef(graph.name, op.name, port)] = size
+            stored += size if op.kind in {"constant", "variable", "input"} else 0
     tensor, largest = max(sizes.items(), key=itemgetter(1), default=(None, 0))
     if largest > max(MAX_TENSOR_BYTES, MAX_GROWTH * stored, max_memory or 0):
+        remedy = remedy or f"If the model is trusted, raise the limit: --max-memory {-(-largest >> 20)}MiB"
         raise ModelError(
             f"The tensor {tensor} of {model.path or 'the model'} has {largest >> 20:,} MiB, and all weights and inputs"
-            f" have {-(-stored >> 10):,} KiB. If the model is trusted, raise the limit: --max-memory"
-            f" {-(-largest >> 20)}MiB"
+            f" have {-(-stored >> 10):,} KiB. {remedy}"
         )
 
 

@@ -246,13 +246,11 @@ def find_reading_ops(
         return Use(tensor.graph, tensor.op, model.op(tensor).main_slot)
 
     ops_by_site: dict[int, set[OpKey]] = {index: set() for index in site_indices}
-    for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for op in filter(is_reader, graph.ops()):
-            for slot in range(len(graph.slots(op.name))):
-                index = index_by_use.get(follow_to_end(Use(name, op.name, slot), source_use, MAX_HOPS))
-                if index is not None:
-                    ops_by_site[index].add((name, op.name))
+    for graph, op in model.reachable_ops():
+        for slot in range(len(graph.slots(op.name))) if is_reader(op) else ():
+            index = index_by_use.get(follow_to_end(Use(graph.name, op.name, slot), source_use, MAX_HOPS))
+            if index is not None:
+                ops_by_site[index].add((graph.name, op.name))
     return ops_by_site
 
 
@@ -278,8 +276,8 @@ def byte_costs(model: Model) -> dict[OpKey, float]:
     """Cost of each weighted op: additional bytes of its weights in float, compared with 8 bits."""
     parameters = Parameters(model)
     costs: dict[OpKey, float] = {}
-    for graph in (model.graphs[name] for name in model.reachable_graphs()):
-        for op in (op for op in graph.ops() if op.kind in MAC_KINDS):
+    for graph, op in model.reachable_ops():
+        if op.kind in MAC_KINDS:
             weights = (tensor for tensor in graph.slots(op.name) if tensor and parameters.is_parameter(tensor))
             elements = sum(math.prod(size or 1 for size in model.output(tensor).shape or ()) for tensor in weights)
             costs[graph.name, op.name] = 3.0 * elements

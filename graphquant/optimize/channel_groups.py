@@ -89,11 +89,10 @@ def find_channel_groups(model: Model) -> list[ChannelGroup]:
     finder, groups = _ChannelGroupFinder(model), []
     # Producers of channels come first, because only they know the number of channels.
     for find_start in (finder.produced_channels, finder.consumed_channels):
-        for name in model.reachable_graphs():
-            for op in model.graphs[name].ops():
-                start = find_start(model.graphs[name], op)
-                if start is not None and start[0] not in finder.visited:
-                    groups.append(finder.expand_group(*start))
+        for graph, op in model.reachable_ops():
+            start = find_start(graph, op)
+            if start is not None and start[0] not in finder.visited:
+                groups.append(finder.expand_group(*start))
     for group in groups:
         group.start = next(iter(group.weight_uses), group.start)
     return [group for group in groups if group.weight_uses or group.start in finder.weighted_inputs]

@@ -136,13 +136,12 @@ class WeightBitsChooser:
 def model_constant_bytes(model: Model) -> int:
     """Return the bytes of all constants of a model, including those of subgraphs and functions."""
     total = 0
-    for name in model.reachable_graphs():
-        for op in model.graphs[name].ops():
-            # Old ONNX lists initializers as inputs too.
-            is_constant = op.kind == "constant" or (op.kind == "input" and op.read_value is not None)
-            output = op.outputs[0] if is_constant and op.outputs else None
-            if output is not None and output.shape is not None and output.dtype is not None:
-                total += math.ceil(math.prod(dim or 0 for dim in output.shape) * _element_bits(output.dtype) / 8)
+    for _, op in model.reachable_ops():
+        # Old ONNX lists initializers as inputs too.
+        is_constant = op.kind == "constant" or (op.kind == "input" and op.read_value is not None)
+        output = op.outputs[0] if is_constant and op.outputs else None
+        if output is not None and output.shape is not None and output.dtype is not None:
+            total += math.ceil(math.prod(dim or 0 for dim in output.shape) * _element_bits(output.dtype) / 8)
     return total
 
 

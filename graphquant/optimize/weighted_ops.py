@@ -153,21 +153,19 @@ def find_weighted_ops(model: Model, solution: Solution) -> Iterator[WeightedOp]:
         for use in site.uses
     }
     parameters = Parameters(model)
-    for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for op in graph.ops():
-            if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles:
-                continue
-            weight = Use(name, op.name, op.roles.index("weight"))
-            if weight in quantized:
-                axes = find_output_axes(model, op, _weight_tensor_shape(model, parameters, weight))
-                bias = _find_bias(graph, op, parameters)
-                if op.outputs[0].dtype not in {None, "float32"}:
-                    bias = f"it computes in {op.outputs[0].dtype}"
-                if axes is None:
-                    bias = RANK_UNKNOWN
-                use, reason = (bias, "") if isinstance(bias, Use) else (None, bias)
-                yield WeightedOp(graph=name, op=op, weight=weight, bias=use, axes=axes, no_bias_reason=reason)
+    for graph, op in model.reachable_ops():
+        if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles:
+            continue
+        weight = Use(graph.name, op.name, op.roles.index("weight"))
+        if weight in quantized:
+            axes = find_output_axes(model, op, _weight_tensor_shape(model, parameters, weight))
+            bias = _find_bias(graph, op, parameters)
+            if op.outputs[0].dtype not in {None, "float32"}:
+                bias = f"it computes in {op.outputs[0].dtype}"
+            if axes is None:
+                bias = RANK_UNKNOWN
+            use, reason = (bias, "") if isinstance(bias, Use) else (None, bias)
+            yield WeightedOp(graph=graph.name, op=op, weight=weight, bias=use, axes=axes, no_bias_reason=reason)
 
 
 def _weight_tensor_shape(model: Model, parameters: Parameters, weight: Use) -> Shape:

@@ -214,12 +214,11 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
 def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
     """Yield the BatchNorms in inference mode that were not folded, with the reason."""
     parameters = Parameters(model)
-    for graph in (model.graphs[name] for name in model.reachable_graphs()):
-        for op in graph.ops():
-            candidate = find_fold_candidate(model, graph, op, parameters)
-            reason = _compute_fold(graph, candidate, parameters) if isinstance(candidate, FoldCandidate) else candidate
-            if isinstance(reason, str):
-                yield SkippedStep(step=FOLD_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+    for graph, op in model.reachable_ops():
+        candidate = find_fold_candidate(model, graph, op, parameters)
+        reason = _compute_fold(graph, candidate, parameters) if isinstance(candidate, FoldCandidate) else candidate
+        if isinstance(reason, str):
+            yield SkippedStep(step=FOLD_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
 def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> tuple[ScaledWeight, Array] | str:

@@ -216,10 +216,9 @@ def find_training_batchnorms(model: Model, *, step_requested: bool) -> Iterator[
         hint = INFERENCE_STEP_HINT if has_statistics and not step_requested else NO_MOVING_STATISTICS
         reason = f"it normalizes by the mean and variance of each batch (is_training){hint}"
         reasons[TensorRef(graph.name, op.name)] = reason
-    for name in model.reachable_graphs():
-        for op in model.graphs[name].ops():
-            if op.kind == "batchnorm" and op.attrs.get("training_mode"):
-                reasons[TensorRef(name, op.name)] = ONNX_TRAINING_MODE
+    for graph, op in model.reachable_ops():
+        if op.kind == "batchnorm" and op.attrs.get("training_mode"):
+            reasons[TensorRef(graph.name, op.name)] = ONNX_TRAINING_MODE
     for tensor, reason in reasons.items():
         yield SkippedStep(step=INFERENCE_BATCHNORM_STEP, tensor=tensor, reason=reason)
 
@@ -228,8 +227,7 @@ def _tensorflow_training_batchnorms(model: Model) -> list[tuple[Graph, Op]]:
     """Return TensorFlow's BatchNorms in training mode, in the graphs that run."""
     return [
         (graph, op)
-        for graph in (model.graphs[name] for name in model.reachable_graphs())
-        for op in graph.ops()
+        for graph, op in model.reachable_ops()
         if op.kind == "batchnorm" and op.type.startswith("FusedBatchNorm") and op.attrs.get("is_training")
     ]
 

@@ -81,8 +81,7 @@ def skipped_quantization_ops(model: Model) -> Iterator[SkippedStep]:
 
 
 def _ops_of_kinds(model: Model, kinds: frozenset[str] | set[str]) -> list[tuple[Graph, Op]]:
-    graphs = [model.graphs[name] for name in model.reachable_graphs()]
-    return [(graph, op) for graph in graphs for op in list(graph.ops()) if op.kind in kinds]
+    return [(graph, op) for graph, op in model.reachable_ops() if op.kind in kinds]
 
 
 def _float_source(model: Model, graph: Graph, op: Op) -> TensorRef | None:

@@ -54,8 +54,7 @@ def skipped_fused_ops(model: Model) -> Iterator[SkippedStep]:
 
 
 def _fused_ops(model: Model) -> list[tuple[Graph, Op]]:
-    graphs = [model.graphs[name] for name in model.reachable_graphs()]
-    return [(graph, op) for graph in graphs for op in graph.ops() if op.kind.startswith(FUSED_PREFIX)]
+    return [(graph, op) for graph, op in model.reachable_ops() if op.kind.startswith(FUSED_PREFIX)]
 
 
 def _split_obstacle(graph: Graph, op: Op) -> str | None:

@@ -49,8 +49,7 @@ class OpNeighbors:
     @cached_property
     def first_outputs(self) -> list[tuple[TensorRef, str]]:
         """The first output of each op that can run, with the op's kind."""
-        graphs = [self.model.graphs[name] for name in self.model.reachable_graphs()]
-        return [(TensorRef(graph.name, op.name), op.kind) for graph in graphs for op in graph.ops() if op.outputs]
+        return [(TensorRef(graph.name, op.name), op.kind) for graph, op in self.model.reachable_ops() if op.outputs]
 
     def is_kind(self, kinds: AbstractSet[str], tensor: TensorRef) -> bool:
         """Return True if `kinds` contain the op of `tensor`."""

@@ -93,37 +93,32 @@ def removed_name_hint(source: Model, prepared: Model, pattern: str) -> str:
 
     Preparation removes ops, such as a BatchNorm that is folded, and replaces the weights that they change.
     """
-    for name in source.reachable_graphs():
-        graph = source.graphs[name]
-        for op in graph.ops():
-            tensors = [TensorRef(name, op.name, port) for port in range(len(op.outputs))]
-            if not any(name_matches(pattern, *tensor_selector_names(source, tensor)) for tensor in tensors):
-                continue
-            readers = (
-                use.op for uses in graph.consumers_by_port(op.name).values() for use in uses if use.graph == name
-            )
-            path = [op.name] if op.kind not in {"constant", "input"} else [next(readers, op.name)]
-            while path[-1] not in prepared.graphs.get(name, ()) and (slots := graph.slots(path[-1])):
-                path.append(slots[0].op if slots[0] is not None and slots[0].op not in path else "")
-                if not path[-1]:
-                    return ""
-            return f" Preparation removes {op.name!r} and folds it into {path[-1]!r}. Use that name."
+    for graph, op in source.reachable_ops():
+        name = graph.name
+        tensors = [TensorRef(name, op.name, port) for port in range(len(op.outputs))]
+        if not any(name_matches(pattern, *tensor_selector_names(source, tensor)) for tensor in tensors):
+            continue
+        readers = (use.op for uses in graph.consumers_by_port(op.name).values() for use in uses if use.graph == name)
+        path = [op.name] if op.kind not in {"constant", "input"} else [next(readers, op.name)]
+        while path[-1] not in prepared.graphs.get(name, ()) and (slots := graph.slots(path[-1])):
+            path.append(slots[0].op if slots[0] is not None and slots[0].op not in path else "")
+            if not path[-1]:
+                return ""
+        return f" Preparation removes {op.name!r} and folds it into {path[-1]!r}. Use that name."
     return ""
 
 
 def all_producer_names(model: Model) -> Iterator[str]:
     """Yield every name that a producer's selector can match, in the reachable graphs."""
-    for name in model.reachable_graphs():
-        for op in model.graphs[name].ops():
-            for port in range(len(op.outputs)):
-                yield from (label for label in tensor_selector_names(model, TensorRef(name, op.name, port)) if label)
+    for graph, op in model.reachable_ops():
+        for port in range(len(op.outputs)):
+            yield from filter(None, tensor_selector_names(model, TensorRef(graph.name, op.name, port)))
 
 
 def all_consumer_names(model: Model) -> Iterator[str]:
     """Yield every name that a consumer's selector can match, in the reachable graphs."""
-    for name in model.reachable_graphs():
-        for op in model.graphs[name].ops():
-            yield from op_selector_names(name, op.name)
+    for graph, op in model.reachable_ops():
+        yield from op_selector_names(graph.name, op.name)
 
 
 def check_name_selectors(model: Model, ruleset: RuleSet, tensors: Callable[[], TensorConsumers]) -> None:
@@ -250,13 +245,11 @@ class RuleMatcher:
 
     def tensors(self) -> Iterator[tuple[TensorRef, list[Use]]]:
         """Yield each float tensor of the reachable graphs, or one of unknown dtype, with its consumers."""
-        for name in self.model.reachable_graphs():
-            graph = self.model.graphs[name]
-            for op in graph.ops():
-                readers = self.neighbors.consumers_by_port(graph, op.name)
-                for port, output in enumerate(op.outputs):
-                    if port in readers and (output.dtype is None or output.dtype in FLOAT_TYPES):
-                        yield TensorRef(name, op.name, port), readers[port]
+        for graph, op in self.model.reachable_ops():
+            readers = self.neighbors.consumers_by_port(graph, op.name)
+            for port, output in enumerate(op.outputs):
+                if port in readers and (output.dtype is None or output.dtype in FLOAT_TYPES):
+                    yield TensorRef(graph.name, op.name, port), readers[port]
 
     def shape(self, tensor: TensorRef) -> Shape | None:
         """Return the static shape of `tensor`; a parameter's also from the variable or argument behind it."""
