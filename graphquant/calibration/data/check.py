@@ -436,7 +436,8 @@ class _ModelResponse:
     def findings(self) -> dict[str, str]:
         """Return the messages about outputs that do not depend on the samples, by kind."""
         findings: dict[str, str] = {}
-        all_equal = any(
+        # The outputs of equal samples are equal.
+        outputs_equal = any(
             not np.array_equal(values, feed[name])
             for feed in self._feeds[1:]
             for name, values in self._feeds[0].items()
@@ -444,7 +445,7 @@ class _ModelResponse:
         for name in self._outputs[0] if self._outputs else ():
             values = [result[name] for result in self._outputs]
             if dtype_kind(values[0].dtype) != "float" or not values[0].size:
-                all_equal = all_equal and all(np.array_equal(values[0], value) for value in values[1:])
+                outputs_equal = outputs_equal and all(np.array_equal(values[0], value) for value in values[1:])
                 continue
             bad_count = sum(bool(non_finite_mask(value).any()) for value in values)
             if bad_count:
@@ -452,13 +453,15 @@ class _ModelResponse:
                     f"Output {name!r} of the float model has NaN or infinite values for {bad_count} of"
                     f" {len(values)} samples. Scale the samples as in training."
                 )
-            all_equal = all_equal and all(np.array_equal(values[0], value, equal_nan=True) for value in values[1:])
+            outputs_equal = outputs_equal and all(
+                np.array_equal(values[0], value, equal_nan=True) for value in values[1:]
+            )
             if all(map(_is_saturated, values)):
                 findings["saturated"] = (
                     f"The probabilities in output {name!r} of the float model are exactly 0 or 1 for all samples."
                     " Scale the samples as in training."
                 )
-        if all_equal and any(value.size for value in self._outputs[0].values()):
+        if outputs_equal and any(value.size for value in self._outputs[0].values()):
             findings["same-outputs"] = (
                 "The float model has the same outputs for all samples, although they differ. Check the scale and the"
                 " layout of the samples."
