@@ -93,7 +93,7 @@ LIMITS = {
     "marked document sentences": 2.0,
     "marked messages": 1.0,
     "marked docstrings": 1.0,
-    "prose assertions": 100.0,
+    "prose assertions": 0.5,
     "packages": 18,
     "modules": 210,
     "lines": 50_000,
