@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -209,7 +209,8 @@ class OnnxRunner:
         """Return a session for a variant of the model; all sessions share the weights that are not in the message."""
         data, external = serialize_for_session(message, self._external_weights)
         folder = self.model.source.folder
-        return create_session(data, folder, external, self._weights, watched=watched, optimizes=self._optimizes)
+        mode = SessionMode(watched=watched, optimizes=self._optimizes)
+        return create_session(data, folder, external, self._weights, mode=mode)
 
     @cached_property
     def _weights(self) -> dict[str, Array]:
@@ -271,18 +272,31 @@ def _run_per_thread(runs: Sequence[Callable[[Feeds], ObservedValues]]) -> Callab
     return run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionMode:
+    """Purpose of a session, and the files that it writes."""
+
+    # True if most values are outputs. No memory pattern applies to those, so creating one would only cost time and
+    # memory. A run uses one thread, because several runs are concurrent.
+    watched: bool = False
+    # True to measure time: weights are packed however much memory that takes, and a run uses one thread, so that it
+    # depends least on the load of the machine.
+    timed: bool = False
+    profile: Path | None = None  # prefix of the file to which the time of each op is written
+    optimized: Path | None = None  # file for the optimized model, before the steps that only change layouts
+    extra_options: Mapping[str, str] = field(default_factory=dict)  # further configuration entries
+    optimizes: bool = True  # False to run the graph as it is
+
+
+PLAIN_SESSION = SessionMode()
+
+
 def create_session(
     data: bytes,
     folder: Path | None,
     external_bytes: int = 0,
     weights: Mapping[str, Array] | None = None,
-    *,
-    watched: bool = False,
-    timed: bool = False,
-    profile: Path | None = None,
-    extra_options: Mapping[str, str] | None = None,
-    optimized: Path | None = None,
-    optimizes: bool = True,
+    mode: SessionMode = PLAIN_SESSION,
 ) -> Any:
     """Return an onnxruntime session for a ModelProto.
 
@@ -293,32 +307,25 @@ def create_session(
             they are packed for the kernels, which copies all of them to memory that cannot be freed.
         weights: Values of initializers that the message declares as external but that are in memory; the session reads
             them there.
-        watched: True if most values are outputs. No memory pattern applies to those, so creating one would only cost
-            time and memory. A run uses one thread, because several runs are concurrent.
-        timed: True to measure time: weights are packed however much memory that takes, and a run uses one thread, so
-            that it depends least on the load of the machine.
-        profile: Prefix of the file to which the time of each op is written.
-        optimized: File to which the optimized model is written, before the steps that only change layouts.
-        extra_options: Further configuration entries of the session.
-        optimizes: False to run the graph as it is.
+        mode: Purpose of the session.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_LOG_LEVEL
-    options.intra_op_num_threads = 1 if watched or timed else INTRA_OP_THREADS
+    options.intra_op_num_threads = 1 if mode.watched or mode.timed else INTRA_OP_THREADS
     options.inter_op_num_threads = 1  # the order of ops, and so memory, is the same in each run
-    options.enable_mem_pattern = not watched
+    options.enable_mem_pattern = not mode.watched
     options.add_session_config_entry(_SPINNING_OPTION, "0")
-    if profile is not None:
+    if mode.profile is not None:
         options.enable_profiling = True
-        options.profile_file_prefix = str(profile)
-    if optimized is not None:
-        options.optimized_model_filepath = str(optimized)
+        options.profile_file_prefix = str(mode.profile)
+    if mode.optimized is not None:
+        options.optimized_model_filepath = str(mode.optimized)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    if not optimizes:
+    if not mode.optimizes:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    for key, value in (extra_options or {}).items():
+    for key, value in mode.extra_options.items():
         options.add_session_config_entry(key, value)
-    if external_bytes >= MEMORY_MAPPED_BYTES and not timed:
+    if external_bytes >= MEMORY_MAPPED_BYTES and not mode.timed:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if folder is not None and external_bytes:
         options.add_session_config_entry(_EXTERNAL_FOLDER_OPTION, str(folder.resolve()))
@@ -406,9 +413,9 @@ def _create_numbered_session(model: Model, options: Mapping[str, str], optimized
     external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(model, emission))
     data, external_bytes = serialize_for_session(emission.message, external_weights)
     weights = {name: value() for name, value in external_weights.items()}
-    options = {"session.disable_prepacking": "1", **options}
+    mode = SessionMode(extra_options={"session.disable_prepacking": "1", **options}, optimized=optimized)
     try:
-        create_session(data, model.source.folder, external_bytes, weights, extra_options=options, optimized=optimized)
+        create_session(data, model.source.folder, external_bytes, weights, mode=mode)
     except ModelError as error:
         reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
         message = NODE_NUMBER.sub(lookup.name_of_number, reason)
@@ -523,7 +530,7 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
     Raises a ModelError if onnxruntime rejects the model, or a run failed.
     """
     data, external_bytes = serialize_for_session(emit_message(model).message)
-    session = create_session(data, model.source.folder, external_bytes, timed=True)
+    session = create_session(data, model.source.folder, external_bytes, mode=SessionMode(timed=True))
     for feed in feeds:
         run_session(session, None, feed)
     return lambda: [session.run(None, feed) for feed in feeds]
@@ -539,7 +546,8 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     data, external_bytes = serialize_for_session(emission.message)
     with TemporaryDirectory() as folder:
         profile = Path(folder, "run")
-        session = create_session(data, model.source.folder, external_bytes, timed=True, profile=profile)
+        mode = SessionMode(timed=True, profile=profile)
+        session = create_session(data, model.source.folder, external_bytes, mode=mode)
         for feed in feeds:
             run_session(session, None, feed)
         runs, deadline = 1, time.perf_counter() + MAX_PROFILED_SECONDS
