@@ -163,5 +163,5 @@ def test_parts_are_quantized(tmp_path):
         for model in (fused, load_onnx(original, plain, {name: WEIGHTS[name] for name in "wb"}))
     ]
     assert [result.quantized_share for result in plans] == [1.0, 1.0]
-    sites = [[(site.tensor.op.split("/")[0], site.scheme) for site in result.plan.sites] for result in plans]
-    assert sites[0] == [(name.replace("h", "y"), scheme) for name, scheme in sites[1]]
+    schemes = [{site.tensor.op.split("/")[0]: site.scheme for site in result.plan.sites} for result in plans]
+    assert schemes[0] == {name.replace("h", "y"): scheme for name, scheme in schemes[1].items()}
