@@ -26,6 +26,7 @@ from graphquant.ir import (
 )
 from graphquant.numerics import SMALLEST_SCALE, Array, IntType, QParams
 from graphquant.quantize import MIN_SHARED_STEPS, clip_limits, power_of_two_position, saturates_like_clip
+from graphquant.quantize.limits import INT32_MAX
 
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
@@ -68,7 +69,6 @@ MIN_CHANNEL_STEPS = 4  # minimum number of integers between the smallest and lar
 MAX_UNUSED_SHARE = 0.25  # share of integers below zero from which the output of a Relu counts as symmetric
 BIAS_SCALE_TOLERANCE = 0.01  # maximum relative error of the scale of a bias
 INT32_BITS = 32
-INT32_MAX = (1 << (INT32_BITS - 1)) - 1
 
 Problem = tuple[str, str, str]
 """Code, message and fix of a finding."""

@@ -137,9 +137,8 @@ WEIGHTED_KINDS = MATRIX_PRODUCT_KINDS | CONVOLUTION_KINDS | {"conv_transpose"}
 """Kinds that multiply by one weight and sum. Runtimes fuse later ops into them."""
 
 FUSED_PREFIX = "fused_"  # before the kind of the product that an op computes in addition to other things
-FUSED_KINDS = frozenset(kind for kind in KINDS if kind.startswith(FUSED_PREFIX))
 
-MAC_KINDS = WEIGHTED_KINDS | FUSED_KINDS | RECURRENT_KINDS | {"einsum"}
+MAC_KINDS = WEIGHTED_KINDS | {kind for kind in KINDS if kind.startswith(FUSED_PREFIX)} | RECURRENT_KINDS | {"einsum"}
 """Kinds whose multiply-adds are counted. The multiplications of all other kinds are negligible."""
 
 DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {

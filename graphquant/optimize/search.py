@@ -35,7 +35,7 @@ from graphquant.optimize.candidates import (
     replace_sites,
 )
 from graphquant.optimize.latency import LatencyTimer, PlanProfiler, TimeRatio, make_latency_groups, minimize_latency
-from graphquant.optimize.selection import PlanQuality, search_cheapest_plan
+from graphquant.optimize.selection import PlanQuality, Selection, search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity
 from graphquant.optimize.size_budget import (
     SizedPlan,
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.quantize import Plan
-
-Selection = tuple[int, ...]
 
 SEARCH_RULE, LATENCY_RULE = "search", "latency"
 """Rules of the sites and skips that the search changes for bounds and for latency."""

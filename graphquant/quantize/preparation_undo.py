@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict
@@ -21,7 +21,8 @@ from pydantic import ConfigDict
 from graphquant.errors import ModelError
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, qualified_op_name
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
 
 MAX_INLINE_ELEMENTS = 1 << 16
 """Largest number of elements of a constant that is stored whole. Larger ones are stored by reference."""

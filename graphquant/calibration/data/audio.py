@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.calibration.data.files import DataFile, wrap_read_errors
-from graphquant.calibration.data.fit import Shape, dataset_of_files, dtype_kind, numpy_dtype, sole_input
+from graphquant.calibration.data.fit import dataset_of_files, dtype_kind, numpy_dtype, sole_input
 from graphquant.calibration.data.images import check_choice, parse_number
 from graphquant.errors import DataError
 from graphquant.utils.text import format_shape
@@ -17,6 +17,7 @@ from graphquant.utils.text import format_shape
 if TYPE_CHECKING:
     from graphquant.calibration.data.dataset import DataRequest, Dataset
     from graphquant.formats import InputSpec
+    from graphquant.ir import Shape
     from graphquant.numerics import Array
 
 MAX_WAV_BYTES = 1 << 28  # maximum size of a wav file: more than two hours of 16-bit mono at 16 kHz

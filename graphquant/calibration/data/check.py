@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from graphquant import formats
-from graphquant.calibration.data.fit import Shape, dtype_kind, non_finite_mask, numpy_dtype
+from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
 from graphquant.calibration.data.model_inputs import InputLayer, InputUse, find_input_uses, scale_ratio
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.utils.text import format_shape
@@ -25,7 +25,7 @@ from graphquant.utils.text import format_shape
 if TYPE_CHECKING:
     from graphquant.calibration.data.dataset import Dataset
     from graphquant.formats import Feeds, InputSpec, Runner
-    from graphquant.ir import Model
+    from graphquant.ir import Model, Shape
     from graphquant.numerics import Array
 
 FEW_SAMPLES = 32  # below this number of samples, ranges depend on the choice of samples

@@ -18,9 +18,8 @@ from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from graphquant.formats import InputSpec
+    from graphquant.ir import Shape
     from graphquant.numerics import Array
-
-Shape = tuple[int | None, ...]
 
 Item = TypeVar("Item")
 

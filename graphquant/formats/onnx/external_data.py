@@ -22,7 +22,6 @@ from graphquant.formats.onnx.tensors import (
     DTYPE_CODES,
     DTYPE_NAMES,
     SUB_BYTE_BITS,
-    Array,
     constant_op_value,
     constant_tensor,
     is_external,
@@ -34,6 +33,7 @@ from graphquant.ir import Op
 
 if TYPE_CHECKING:
     from graphquant.formats.model_files import HashingWriter
+    from graphquant.numerics import Array
 
 EXTERNAL_MIN_BYTES = 1 << 10
 """Minimum size of a tensor that is stored externally. Smaller tensors may be shapes and stay in the message."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnx import AttributeProto
 
@@ -24,7 +24,6 @@ from graphquant.formats.onnx.tensors import (
     DTYPE_NAMES,
     GRAPH_ATTRIBUTES,
     RULE_KEY,
-    Array,
     OnnxAttributes,
     constant_value,
     sparse_value,
@@ -34,6 +33,9 @@ from graphquant.formats.onnx.tensors import (
 )
 from graphquant.ir import Call, Graph, Model, Op, OpInfo, Output, Shape, TensorRef
 from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json
+
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import re
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf import json_format, text_format
@@ -39,7 +39,8 @@ from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, external_location, 
 from graphquant.ir import Model, Op, paused_gc
 from graphquant.quantize import RECORD_KEY, restore_source
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
 
 MAX_RESULT_ELEMENTS = 1 << 24
 """Maximum number of elements that one op may create from smaller constants: a hostile Expand or Tile must not fill

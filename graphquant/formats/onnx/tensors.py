@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -18,7 +18,8 @@ from graphquant.errors import ModelError
 from graphquant.formats import LINKS_ADVICE
 from graphquant.ir import DataType, Op, Shape
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
 
 MAX_DENSE_ELEMENTS = 1 << 24
 """Number of elements up to which every sparse tensor is made dense; a small file may have a huge shape."""

@@ -14,15 +14,18 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.object_graph import get_shared_name
 from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS
-from graphquant.formats.tensorflow.values import Array, ConstValue, encode_attr, encode_shape, set_constant, type_number
+from graphquant.formats.tensorflow.values import ConstValue, encode_attr, encode_shape, set_constant, type_number
 from graphquant.ir import DataType, Model, unique_name
 from graphquant.qdq import LEARNED_ATTR
+
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
 
 INITIALIZER_OP: Final = "init_learned_ranges"  # the operation of a frozen graph that assigns all initial values
 _INVALID_NAME_CHARS: Final = re.compile(r"[^A-Za-z0-9_./-]")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -36,8 +36,11 @@ from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
 from graphquant.formats.tensorflow.save import add_to_collections
 from graphquant.formats.tensorflow.session import assign_variables, import_tensorflow, translate_tf_errors
 from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource, fetch_from_session
-from graphquant.formats.tensorflow.values import Array, encode_tensor
+from graphquant.formats.tensorflow.values import encode_tensor
 from graphquant.ir import Graph, Model, reachable
+
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
 
 _CALL_OP: Final = "StatefulPartitionedCall"  # the op of the main graph that calls the function
 _ESSENTIAL_KINDS: Final = frozenset({"constant", "variable", "input", "output", "stateful"})

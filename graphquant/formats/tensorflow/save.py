@@ -31,11 +31,12 @@ from graphquant.formats.tensorflow.learned_ranges import (
 )
 from graphquant.formats.tensorflow.object_graph import VARIABLE_VALUE
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, TensorFlowSource, write_metadata
-from graphquant.formats.tensorflow.values import Array, decode_tensor, set_constant, type_number
+from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
+    from graphquant.numerics import Array
 
 _VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
 

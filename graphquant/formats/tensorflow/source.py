@@ -22,8 +22,8 @@ from graphquant.formats.tensorflow.values import evaluate_tf_op
 from graphquant.quantize import RECORD_KEY, make_record
 
 if TYPE_CHECKING:
-    from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
+    from graphquant.numerics import Array
 
 SAVED_MODEL_FILES: Final = ("saved_model.pb", "saved_model.pbtxt")
 

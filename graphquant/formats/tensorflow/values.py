@@ -13,13 +13,11 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from graphquant.errors import InternalError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import DataType, Op, Shape
-
-Array = npt.NDArray[Any]
+from graphquant.numerics import Array
 
 MAX_VALUE_BYTES: Final = 1 << 26
 """Limit on the bytes of a constant that expands its stored bytes: a small hostile file must not fill memory."""
