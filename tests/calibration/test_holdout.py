@@ -52,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any, Any]] = {
     "algorithms": ({"needs_ranges": False, "runs_algorithms": True}, 32, None, (32, 40, False)),
     "given statistics": ({"stats": stats_of(24)}, None, None, (32, 40, False)),
     "statistics of the hold-out": ({"stats": stats_of(40)}, None, None, (32, 40, True)),
-    "statistics of other data": ({"stats": stats_of(24, "other")}, None, None, (0, 40, False)),
+    "other statistics": ({"stats": stats_of(24, "other")}, None, None, (0, 40, False)),
     "algorithms with statistics": ({"stats": stats_of(40), "runs_algorithms": True}, 32, None, (32, 40, True)),
     "bounds with statistics": ({"stats": stats_of(24), **SEARCH}, None, (24, 32, False), (32, 40, False)),
 }
@@ -66,7 +66,7 @@ def test_split(case: str) -> None:
     assert (data.calibration and data.calibration.count) == calibration
     assert (sample_span(data.search_set), sample_span(data.validation_set)) == (search, validation)
     other_data = data.validation_set is not None and data.validation_set.calibrated_on_other_data
-    assert other_data == (case == "statistics of other data")
+    assert other_data == (case == "other statistics")
 
 
 def test_data_without_samples() -> None:
