@@ -10,6 +10,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
+from graphquant.errors import UsageError
 from graphquant.ir import FunctionClones, Parameters
 from graphquant.numerics import tf_ranges
 from graphquant.quantize import plan_from_json, plan_to_json
@@ -56,7 +57,7 @@ def test_plan_with_function_clones_round_trip(shared: Path) -> None:
     original_indices = [index for index, site in enumerate(plan.sites) if site.clone_of is None]
     del data["sites"][original_indices[0]]
     original = plan.sites[original_indices[0]].uses[0]
-    with pytest.raises(gq.UsageError, match=rf"scale of {re.escape(str(original))}"):
+    with pytest.raises(UsageError, match=rf"scale of {re.escape(str(original))}"):
         gq.insert(model, plan=plan_from_json(data))
 
 
