@@ -91,6 +91,12 @@ def bits_of(array):
     return array.view(np.dtype(f"int{8 * array.itemsize}"))
 
 
+def assert_equal_bits(arrays, expected):
+    """Assert that there are as many arrays as expected, with the same bits."""
+    for array, reference in zip(arrays, expected, strict=True):
+        np.testing.assert_array_equal(bits_of(array), bits_of(reference))
+
+
 def ends_of(family, params, dtype):
     """Return the range that is written to the op."""
     if params.op_range is not None:
@@ -249,9 +255,7 @@ def test_gradients_of_every_family(models, tmp_path, family, source, form, dtype
         )
     else:
         expected = [qad.straight_through_gradient(upstream)]
-    assert len(gradients) == len(expected)
-    for ours, theirs in zip(expected, gradients, strict=True):
-        np.testing.assert_array_equal(bits_of(theirs), bits_of(ours))
+    assert_equal_bits(gradients, expected)
 
 
 @pytest.mark.slow
@@ -291,9 +295,7 @@ def test_gradients_per_channel(models, tmp_path, family, source) -> None:
         expected = qad.quantize_and_dequantize_v4_gradient(upstream, value, *ends, axis=3)
     else:
         expected = [qad.straight_through_gradient(upstream)]
-    assert len(gradients) == len(expected)
-    for ours, theirs in zip(expected, gradients, strict=True):
-        np.testing.assert_array_equal(bits_of(theirs), bits_of(ours))
+    assert_equal_bits(gradients, expected)
 
 
 @pytest.mark.slow
