@@ -95,7 +95,7 @@ def stats_heading(report: RangeReport) -> str:
     return f"{report.model}: {pluralize(len(report.tensor_ranges), 'tensor')} with statistics of {path}, {coverage}"
 
 
-def _decibel_text(sqnr: float) -> str:
+def _estimated_sqnr_text(sqnr: float) -> str:
     """Return the estimated SQNR to one decimal; "exact" if nothing is lost."""
     return "exact" if sqnr > EXACT_SQNR else f"{sqnr:.1f}"
 
@@ -111,7 +111,7 @@ STATS_COLUMNS: tuple[Column[TensorRange], ...] = (
 """Columns of the page, and of the terminal without a model."""
 
 RANGE_COLUMNS: tuple[Column[TensorRange], ...] = (
-    Column("SQNR", lambda entry: entry.cost and entry.cost.sqnr, _decibel_text, number=True),
+    Column("SQNR", lambda entry: entry.cost and entry.cost.sqnr, _estimated_sqnr_text, number=True),
     Column(
         "clipped",
         lambda entry: entry.cost,
