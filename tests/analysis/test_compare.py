@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CALIBRATION = {"digits_cnn": "digits_cnn", "digits_cnn_bn": "digits_cnn", "digits_rnn": "digits_rnn"}
 
 
-SITES = 24
+SITES = 31
 """Of digits_cnn.onnx."""
 
 

@@ -177,7 +177,7 @@ def test_fused_ops_in_the_headline(samples, cli):
     assert headline.startswith("stem/relu: fused with stem/conv,")
     assert "not quantized" not in headline
     headline = cli("explain", model, "stem/conv").stdout.splitlines()[0]
-    assert headline.startswith("stem/conv: reads 2 of 3 ")
+    assert headline.startswith("stem/conv: reads 3 of 3 ")
     assert headline.endswith("fused with stem/relu.")
     headline = cli("explain", model, "stem/relu", "--rules", "weight_only").stdout.splitlines()[0]
     assert headline.startswith("stem/relu: reads 0 of 1 ")
@@ -256,7 +256,7 @@ def test_first_lines_of_explain(samples, cli):
     assert {"onnxruntime", "QLinearConv."} <= set(lines[1].split())
     rules = len(load_ruleset(["onnxruntime"]).rules)
     uses = sum(" read by " in line for line in lines)
-    assert len(lines) < uses * 10
+    assert len(lines) <= uses * 10
     listed = cli("explain", model, "stem/conv", "--all").stdout.splitlines()
     assert len(listed) > uses * (rules - 1)
     data = json.loads(cli("explain", model, "stem/conv", "--format", "json").stdout)
