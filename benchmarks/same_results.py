@@ -8,7 +8,9 @@ A refactoring must not change the plans or the written files. Record with both v
 
 The record of one case holds the plan as JSON and digests of the written file: one of all bytes, and one without the
 metadata that graphquant itself stores in the model (its texts and its keys may be renamed on purpose).
-`compare` first renames the plan's old keys and values by the tables below, then prints each difference.
+`compare` first renames the plan's old keys and values by the tables below. It counts the results that differ by each
+intended change and prints every other difference. Two records of one checkout, made with different values of
+PYTHONHASHSEED, show whether results are reproducible: all files must be the same to the byte.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +76,63 @@ VALUES: dict[str, str] = {
 }
 """Values of the plan that were renamed, old to new."""
 
-IGNORED = frozenset({"schema", "unused", "reason", "message", "why", "digest", "detail", "code"})
-"""Keys of the plan that hold prose, a digest of a file that holds prose, or names of rules that matched nothing."""
+IGNORED = frozenset({"schema", "unused", "reason", "message", "why", "digest", "detail", "code", "targets"})
+"""Keys of the plan that hold prose, a digest of a file that holds prose, or names of rules that matched nothing. Old
+plans do not have the targets."""
+
+PLACEMENT = "sites skips schemes steps prepared normalized"
+
+INTENDED: dict[str, tuple[str, str]] = {
+    "patterns match by meaning: LayerNorm with x * x, joined heads in both orders": (
+        PLACEMENT,
+        (
+            "digits_rnn* onnxruntime|digits_rnn* openvino|digits_rnn* vitis_ai|basic_pitch/* onnxruntime"
+            "|basic_pitch/* openvino|basic_pitch/* tflite"
+        ),
+    ),
+    "a result without a quantized tensor is an error": (
+        "outcome",
+        (
+            "* tables_int4|digits_rnn.pb weight_only_*|digits_rnn_saved_model weight_only_*|odd/t2o_* *|odd/taxi_* *"
+            "|dtln/model_1.onnx tensorrt"
+        ),
+    ),
+    "a result with new NaN or infinite values is an error": (
+        "outcome",
+        "dtln/saved_model openvino|dtln/saved_model qnn|dtln/saved_model tflite|dtln/saved_model vitis_ai",
+    ),
+    "onnxruntime infers types that onnx does not know, so more is quantized": (
+        PLACEMENT,
+        "osf/*|odd/occ_model0.onnx fixed_point",
+    ),
+    "constants that a pair in a subgraph reads are in the subgraph": (
+        "normalized",
+        "digits_nested.onnx *|digits_rnn.onnx *|silero* onnxruntime|silero* qnn*|silero* tflite|silero* vitis_ai",
+    ),
+    "inputs of Concats: float if they span few integers, tied for OpenVINO and Vitis AI": (
+        PLACEMENT,
+        (
+            "digits_nested.onnx openvino|digits_rnn* openvino|dtln/model_* [otv]*|silero* openvino|silero* tflite"
+            "|silero* vitis_ai|ultraface/* openvino|odd/yolox* [oqv]*|basic_pitch/* [oqtv]*"
+        ),
+    ),
+    "products with sums and biases, and Concats before depthwise convolutions, as the runtimes fuse them": (
+        PLACEMENT,
+        "digits_* onnxruntime|dtln/* onnxruntime|osf/mnv3* tensorrt",
+    ),
+    "a Clip without limits before float ops whose weights ONNX Runtime would quantize": (
+        "normalized",
+        "digits_cnn_bn.onnx tflite",
+    ),
+    "inputs of quantized models are not quantized again": (PLACEMENT, "qlstm_tract.onnx *"),
+    "biases of convolutions are int32, and convolutions with narrow groups float, for ONNX Runtime": (
+        PLACEMENT,
+        "*.onnx onnxruntime",
+    ),
+    "the opset of models whose nodes are not in order is raised": ("outcome", "odd/occ_model0.onnx *"),
+}
+"""Intended changes: the parts of a result that may differ, and patterns of "MODEL RULES". The commits are in
+docs/decisions/0073-same-results.md."""
 
 
 def find_model(name: str) -> Path:
@@ -233,14 +292,26 @@ def differences(old: Any, new: Any, where: str = "") -> list[str]:
     return [] if old == new else [f"{where}: {str(old)[:80]} -> {str(new)[:80]}"]
 
 
+def intended_changes(key: str, lines: list[str], *, failed: bool) -> list[str]:
+    """Intended changes that cause the differences of a result; none if a difference has no such cause."""
+    parts = {"outcome"} if failed else {line.split(":")[0].strip("/").split("/")[0] for line in lines}
+    causes = {
+        cause: set(covered.split()) & parts
+        for cause, (covered, patterns) in INTENDED.items()
+        if any(fnmatch(key, pattern) for pattern in patterns.split("|"))
+    }
+    return [cause for cause, covered in causes.items() if covered] if parts <= set().union(*causes.values()) else []
+
+
 def compare(old: Path, new: Path) -> int:
     """Print the differences of two records; the exit code."""
     before, after = json.loads(old.read_text()), json.loads(new.read_text())
-    different = raw = 0
+    intended: Counter[str] = Counter()
+    different = unexplained = raw = 0
     for key in sorted({*before, *after}):
         if key not in before or key not in after:
             sys.stdout.write(f"{key}: only in {'the old' if key in before else 'the new'} record\n")
-            different += 1
+            unexplained += 1
             continue
         left, right = before[key], after[key]
         lines = differences(rename(left.get("plan")), rename(right.get("plan")))
@@ -249,12 +320,19 @@ def compare(old: Path, new: Path) -> int:
             for field in ("error", "exit", "sites", "normalized")
             if left.get(field) != right.get(field)
         ]
-        raw += left.get("raw") == right.get("raw")
+        raw += "raw" in left and left["raw"] == right.get("raw")
         different += bool(lines)
-        if lines:
+        causes = intended_changes(key, lines, failed=left.get("error") != right.get("error"))
+        intended.update(causes)
+        if lines and not causes:
+            unexplained += 1
             sys.stdout.write(f"{key}\n" + "".join(f"    {line}\n" for line in lines[:8]))
-    sys.stdout.write(f"{len(before)} cases, {different} differ; {raw} files are the same to the byte.\n")
-    return 1 if different else 0
+    sys.stdout.writelines(f"{count:5d}  {cause}\n" for cause, count in intended.items())
+    sys.stdout.write(
+        f"{len(before)} cases, {different} differ, {unexplained} of them without an intended change; "
+        f"{raw} files are the same to the byte.\n"
+    )
+    return 1 if unexplained else 0
 
 
 def main() -> int:
