@@ -31,7 +31,9 @@ MAX_UNBOUNDED_SAMPLES = 32
 
 CONCENTRATED_ERROR_DIVISOR = 8  # an error is concentrated if fewer than one in this many samples cause half of it
 SITE_SAMPLES = 4  # number of samples on which each quantized tensor is measured
-MAX_MEASURED_SITES = 10_000  # Maximum number of quantized tensors that are measured: all are outputs of one session.
+MAX_MEASURED_SITES = 10_000
+"""Maximum number of quantized tensors that are measured, all outputs of one session. The time that onnxruntime takes to
+create a session grows with the square of their number, so there is one session of a larger model, for its outputs."""
 CONFIDENCE = "with 95% confidence"
 
 OPTIMIZER_LOSS = 6.0  # loss of SQNR in dB by the optimizations of a runtime that is reported: twice the error
@@ -251,7 +253,7 @@ def validate_model(
         )
         report = stage_progress(progress, "validating")
         sites = match_sites(source, quantized) if include_sites else None
-        measured_sites = sites if sites is not None and len(sites.sites) <= MAX_MEASURED_SITES else None
+        measured_sites = sites if sites is not None and has_few_sites(len(sites.sites)) else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         create = formats.format_module(quantized.format).create_runner
         comparison = compare_runners(runner, create(quantized), samples, measured_sites, {}, report)
@@ -276,7 +278,7 @@ def validate_model(
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
     )
-    if sites is None or quantized.format != "onnx" or not validation.failures:
+    if measured_sites is None or quantized.format != "onnx" or not validation.failures:
         return validation
     from graphquant.formats.onnx import create_runner  # imported when needed, because onnxruntime is slow to import
 
@@ -287,6 +289,11 @@ def validate_model(
         if before.sqnr is not None and after.sqnr is not None and before.sqnr > after.sqnr + OPTIMIZER_LOSS
     }
     return replace(validation, unoptimized_sqnr=unoptimized_sqnr)
+
+
+def has_few_sites(count: int) -> bool:
+    """Return True if a model with `count` quantized tensors is examined in further sessions, beyond its outputs."""
+    return count <= MAX_MEASURED_SITES
 
 
 def _can_run(model: Model, dataset: Dataset) -> bool:

@@ -18,7 +18,7 @@ from graphquant.analysis import (
     match_sites,
 )
 from graphquant.analysis.compare import ComparisonSamples, match_inputs, with_sensitivity
-from graphquant.api.models import as_model
+from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
 from graphquant.calibration.holdout import open_optional_labels
@@ -64,9 +64,7 @@ def compare(
     from graphquant.calibration.data.check import check_samples
 
     settings = resolve_options(CompareOptions, options, values)
-    float_ir, quantized_ir = (
-        as_model(operand, allow_links=settings.allow_links) for operand in (model, quantized_model)
-    )
+    float_ir, quantized_ir = (load_source(operand, settings) for operand in (model, quantized_model))
     for model_ir in (float_ir, quantized_ir):
         if not model_ir.traits.rewritable:
             raise UsageError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
 from graphquant.analysis.compare import with_sensitivity
-from graphquant.analysis.validation import Bounds, check_runtime_accepts, validate_model
+from graphquant.analysis.validation import Bounds, check_runtime_accepts, has_few_sites, validate_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats
 from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_and_plan
@@ -202,7 +202,7 @@ def _validate(result: Result, data: CalibrationData, bounds: Bounds, progress: P
             result.source, result.model, validation, other_backend=not result.plan.for_onnxruntime
         )
     verdicts = result.verdicts
-    if result.model.traits.judgeable:
+    if result.model.traits.judgeable and has_few_sites(len(result.inserted)):
         with suppress(ModelError, OSError):  # the report does without it
             verdicts = judge_ops(result.model, "onnxruntime")
     return replace(result, validation=validation, unjudged_reason=unjudged_reason, verdicts=verdicts)

@@ -24,6 +24,7 @@ from graphquant.calibration import CalibrationRun, Stats, calibrate_model, plan_
 from graphquant.calibration.holdout import open_model_data
 from graphquant.errors import RuleError, UsageError
 from graphquant.ir import QUANTIZATION_KINDS, Model
+from graphquant.ir.graph import check_tensor_sizes
 from graphquant.quantize import Plan, Solution, read_plan, solve_scales
 from graphquant.rules import RuleMatcher, RuleSet, load_ruleset
 from graphquant.utils.options import ExplainOptions, resolve_options, takes_options
@@ -122,7 +123,10 @@ def check(
     """
     from graphquant.backends import check_quantized_model
 
-    return check_quantized_model(as_model(model), backend, None if stats is None else resolve_stats(stats))
+    loaded = as_model(model)
+    if backend is not None:
+        check_tensor_sizes(loaded, remedy="Without --for, it is checked without running ops on constants.")
+    return check_quantized_model(loaded, backend, None if stats is None else resolve_stats(stats))
 
 
 def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:

@@ -15,7 +15,7 @@ from graphquant.ir.graph import check_tensor_sizes
 from graphquant.utils.atomic_files import remove_stale_files
 
 if TYPE_CHECKING:
-    from graphquant.utils.options import CalibrateOptions, InsertOptions
+    from graphquant.utils.options import CalibrateOptions, CompareOptions, InsertOptions
 
 
 def default_output(path: Path) -> Path:
@@ -153,8 +153,8 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     return destination
 
 
-def load_source(model: Any, options: InsertOptions | CalibrateOptions) -> Model:
-    """Return the float model, loaded if it is none yet.
+def load_source(model: Any, options: InsertOptions | CalibrateOptions | CompareOptions) -> Model:
+    """Return the model to run, loaded if it is none yet.
 
     Raises:
         ModelError: The model cannot be read, or a tensor would fill memory.

@@ -56,7 +56,8 @@ class Result(HtmlRepresentation):
         search: Result of the search, or None without bounds, a size budget or optimized latency.
         validation: Errors of the quantized model on the hold-out, or None without data.
         unjudged_reason: Reason why it is unknown whether the runtime accepts the model, or "".
-        verdicts: How the installed ONNX Runtime runs each op; none if it cannot load the model, and in other formats.
+        verdicts: How the installed ONNX Runtime runs each op; none in other formats, if it cannot load the model, and
+            for more than 10,000 quantized tensors.
         data_findings: Likely mistakes in the data.
     """
 

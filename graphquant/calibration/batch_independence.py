@@ -76,7 +76,7 @@ def is_batch_independent(
     model = runner.model
     if not runner.inputs or any(not spec.shape or spec.shape[0] is not None for spec in runner.inputs):
         return False
-    if any(op.kind in DEPENDENT_KINDS for name in model.reachable_graphs() for op in model.graphs[name].ops()):
+    if not model.op_kinds().isdisjoint(DEPENDENT_KINDS):
         return False
     keys = {spec.name: spec.name for spec in runner.inputs} | dict(inputs or {})
     samples = _probe_samples(dataset, keys)
@@ -150,16 +150,21 @@ def _rows_agree(joined: Array, value: Array, count: int, first: int, step: int) 
     if not value.ndim or not value.size or joined.shape != (count * len(value), *value.shape[1:]):
         return False
     parts = joined.reshape(count, *value.shape)[first::step]
-    return all(equal_within_rounding(value, part) for part in parts)
+    return equal_within_rounding(np.broadcast_to(value, parts.shape), parts, batched=True)
 
 
-def equal_within_rounding(expected: Array, actual: Array) -> bool:
-    """Return True if two arrays are equal or, if they contain floats, differ only by rounding in another order."""
+def equal_within_rounding(expected: Array, actual: Array, *, batched: bool = False) -> bool:
+    """Return True if two arrays are equal or, if they contain floats, differ only by rounding in another order.
+
+    With `batched`, that must hold for each entry of the first axis.
+    """
     if expected.dtype.kind != "f" or expected.shape != actual.shape:
         return bool(np.array_equal(expected, actual))
     finite = np.isfinite(expected)
     if not np.array_equal(expected[~finite], actual[~finite], equal_nan=True):
         return False
-    reference: Any = expected[finite].astype(np.float64)
-    error = np.linalg.norm(actual[finite] - reference)
-    return bool(error <= ROUNDING_ERROR * np.linalg.norm(reference))
+    reference: Any = np.where(finite, expected, 0).astype(np.float64)
+    error = np.where(finite, actual, 0) - reference
+    rows = len(expected) if batched else 1
+    error_norm, norm = (np.linalg.norm(values.reshape(rows, -1), axis=1) for values in (error, reference))
+    return bool(np.all(error_norm <= ROUNDING_ERROR * norm))

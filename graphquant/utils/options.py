@@ -217,6 +217,9 @@ class CompareOptions(ReadOptions):
         help="Compare only the outputs, which is faster.",
     )
     sensitivity: bool = option(False, "Measure the effect of each quantized tensor on the outputs, in at most 16 runs.")
+    max_memory: Bytes | None = option(
+        None, "Maximum size of a tensor of a small model, such as 4GB. Default: 256 MiB.", metavar="SIZE"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,6 +128,11 @@ def test_small_model_with_huge_tensors(tmp_path: Path, *, constant: bool) -> Non
         gq.insert(path, data="random:8")
     with pytest.raises(ModelError, match="t29:0"):
         gq.calibrate(path, data="random:8", max_memory="65535MiB")
+    with pytest.raises(ModelError, match="t29:0"):
+        gq.compare(path, path, "random:8")
+    with pytest.raises(ModelError, match="t29:0"):
+        gq.check(path, backend="onnxruntime")
+    assert not gq.check(path).findings
     check_tensor_sizes(gq.load(path), 64 << 30)
 
 
