@@ -147,7 +147,9 @@ def _merge_two_stats(first: Stats, second: Stats) -> Stats:
         all_targets = {**first.targets, **second.targets}
         differing = [tensor for tensor in all_targets if first.targets.get(tensor) != second.targets.get(tensor)]
         differing_reasons = [tensor for tensor, _ in first.unobservable.items() ^ second.unobservable.items()]
-        difference = f"first in {differing[0]}" if differing else f"{min(differing_reasons)} is unobservable in one only"
+        difference = (
+            f"first in {differing[0]}" if differing else f"{min(differing_reasons)} is unobservable in one only"
+        )
         raise DataError(
             f"The statistics differ in their tensors or collected details ({difference}). Calibrate all shards with"
             " the same rules and the same model."
