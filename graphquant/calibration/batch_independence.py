@@ -150,7 +150,7 @@ def _rows_agree(joined: Array, value: Array, count: int, first: int, step: int) 
     if not value.ndim or not value.size or joined.shape != (count * len(value), *value.shape[1:]):
         return False
     parts = joined.reshape(count, *value.shape)[first::step]
-    return equal_within_rounding(np.broadcast_to(value, parts.shape), parts, batched=True)
+    return not len(parts) or equal_within_rounding(np.broadcast_to(value, parts.shape), parts, batched=True)
 
 
 def equal_within_rounding(expected: Array, actual: Array, *, batched: bool = False) -> bool:
