@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,3 +104,14 @@ def test_help_starts_fast() -> None:
     result = subprocess.run([sys.executable, str(script), "15"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
     assert re.search(r"^ratio +\d\.\d\d ", result.stdout, re.MULTILINE)
+
+
+def test_no_import_circles() -> None:
+    """No module imports itself through others, also for type checks and when a function runs."""
+    imports = grimp.build_graph("graphquant")
+    graph = nx.DiGraph(
+        (module, imported)
+        for module in imports.modules
+        for imported in imports.find_modules_directly_imported_by(module)
+    )
+    assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnxruntime
 
-from graphquant.formats.onnx.session import open_inference_session
+from graphquant.formats.onnx.runtime import open_inference_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

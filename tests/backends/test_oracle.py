@@ -18,7 +18,7 @@ import graphquant as gq
 from graphquant.backends import check_quantized_model
 from graphquant.backends.findings import RejectedModelError
 from graphquant.backends.onnxruntime import REJECTION_REMEDIES, ask_onnxruntime
-from graphquant.formats.onnx.session import RUNTIME_ERRORS
+from graphquant.formats.onnx.runtime import RUNTIME_ERRORS
 
 SPEC = importlib.util.spec_from_file_location("run_onnxruntime", Path(__file__).with_name("run_onnxruntime.py"))
 truth = importlib.util.module_from_spec(SPEC)

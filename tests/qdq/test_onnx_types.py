@@ -14,7 +14,7 @@ from support.rule_files import write_rules
 from graphquant import api
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import ModelError
-from graphquant.formats.onnx.session import RUNTIME_ERRORS
+from graphquant.formats.onnx.runtime import RUNTIME_ERRORS
 from graphquant.numerics import FLOAT8_NAMES, FloatType, IntType, QParams, dequantize, parse_type, quantize
 from graphquant.quantize import SkipCode
 

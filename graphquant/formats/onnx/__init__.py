@@ -5,17 +5,14 @@ onnx and onnxruntime are imported when a function that needs them is first used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from graphquant.formats import InputSpec
 
 if TYPE_CHECKING:
     from graphquant.formats.onnx.conversions import encode_skeleton, inline_functions, upgrade_opset
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
-    from graphquant.formats.onnx.index import read_metadata
+    from graphquant.formats.onnx.index import input_specs, read_metadata
     from graphquant.formats.onnx.reader import load, restore_original
     from graphquant.formats.onnx.session import (
         OptimizedModel,
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
         profile_ops,
         require_loadable,
     )
-    from graphquant.ir import Model
 
 DEFAULT_RULES = "onnxruntime"
 DEFAULT_FAMILY = "onnx-qdq"
@@ -35,7 +31,7 @@ _MODULES = {
     "conversions": ("encode_skeleton", "inline_functions", "upgrade_opset"),
     "emitter": ("emit",),
     "file_writer": ("save",),
-    "index": ("read_metadata",),
+    "index": ("input_specs", "read_metadata"),
     "reader": ("load", "restore_original"),
     "session": (
         *("OptimizedModel", "SessionError", "create_runner", "optimize_model", "prepare_timed_run", "profile_ops"),
@@ -51,11 +47,3 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{module}"), name)
-
-
-def input_specs(model: Model) -> Sequence[InputSpec]:
-    """Return the graph's inputs without a default value."""
-    required = [op for op in map(model.main.op, model.main.inputs) if op.read_value is None]
-    return [
-        InputSpec(name=op.name, dtype=op.outputs[0].dtype or "unknown", shape=op.outputs[0].shape) for op in required
-    ]

@@ -32,7 +32,7 @@ from graphquant.formats.onnx.tensors import (
 from graphquant.ir import Op
 
 if TYPE_CHECKING:
-    from graphquant.formats.model_files import HashingWriter
+    from graphquant.formats.weights_files import HashingWriter
     from graphquant.numerics import Array
 
 EXTERNAL_MIN_BYTES = 1 << 10

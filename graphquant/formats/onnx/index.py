@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from onnx import AttributeProto
 
 from graphquant.errors import ModelError
+from graphquant.formats import InputSpec
 from graphquant.formats.onnx.ops import NodeFacts, classify_node
 from graphquant.formats.onnx.shape_inference import infer_types
 from graphquant.formats.onnx.tensors import (
@@ -73,6 +74,14 @@ METADATA_IR_VERSION = 10  # first IR version whose nodes have metadata_props
 def read_metadata(model: Model) -> dict[str, str]:
     """Return the provenance entries in the model's metadata."""
     return metadata_entries(model.source.message)
+
+
+def input_specs(model: Model) -> Sequence[InputSpec]:
+    """Return the graph's inputs without a default value."""
+    required = [op for op in map(model.main.op, model.main.inputs) if op.read_value is None]
+    return [
+        InputSpec(name=op.name, dtype=op.outputs[0].dtype or "unknown", shape=op.outputs[0].shape) for op in required
+    ]
 
 
 def write_onnx_metadata(message: Any, model: Model, *, record: bool = True) -> None:

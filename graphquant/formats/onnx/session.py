@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import math
 import os
 import re
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnxruntime
-from onnx import NodeProto, TensorProto
-from onnxruntime.capi import onnxruntime_pybind11_state as state
+from onnx import NodeProto
 
 from graphquant.errors import ModelError
 from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch
-from graphquant.formats.onnx import input_specs
 from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
 from graphquant.formats.onnx.external_data import EXTERNAL_MIN_BYTES, constant_bytes, take_session_weights
 from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
+from graphquant.formats.onnx.index import input_specs
 from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
-from graphquant.formats.onnx.tensors import DTYPE_NAMES, first_line, tensor_bytes
+from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
+from graphquant.formats.onnx.tensors import first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
-
-if TYPE_CHECKING:
-    from graphquant.formats.onnx.shape_inference import TypeAndShape
 
 ObservedValues = dict[TensorRef, list["Array"]]
 OpKey = tuple[str, str]
@@ -47,20 +40,6 @@ Array = np.ndarray[Any, Any]
 INTRA_OP_THREADS = min(4, os.cpu_count() or 1)
 """Threads within an op; fixed, so that a run does not depend on other settings of the process."""
 
-RUNTIME_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
-)
-"""Exceptions of onnxruntime, which have no common base class."""
-
-_RELEASE = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
-
-_MAY_CRASH = sys.platform == "linux" and _RELEASE < (1, 28)
-"""Older releases crash on some models: a Conv with inputs of different ranks, blocked weights that a branch captures.
-They first open each session in a forked process."""
-
 MEMORY_MAPPED_BYTES = 1 << 29
 """Size of external data from which weights stay memory-mapped during runs, which is slower."""
 
@@ -69,7 +48,6 @@ SESSION_PER_THREAD_BYTES = 1 << 24
 session are interleaved in its memory, which fragments it."""
 
 MAX_COPIED_TENSORS = 1 << 12  # Maximum number of watched tensors for which there are such sessions.
-_FATAL_LOG_LEVEL = 4  # errors are raised with the same text
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
 """If two sessions take turns, threads that spin while waiting for the next run take CPU time from the other session."""
 
@@ -310,7 +288,7 @@ def create_session(
         mode: Purpose of the session.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = _FATAL_LOG_LEVEL
+    options.log_severity_level = FATAL_LOG_LEVEL
     options.intra_op_num_threads = 1 if mode.watched or mode.timed else INTRA_OP_THREADS
     options.inter_op_num_threads = 1  # the order of ops, and so memory, is the same in each run
     options.enable_mem_pattern = not mode.watched
@@ -340,24 +318,6 @@ def create_session(
         ) from error
     session.weights = weights  # the session reads their memory
     return session
-
-
-def open_inference_session(data: bytes, options: Any) -> Any:
-    """Return a session, or raise one of `RUNTIME_ERRORS`, also where older releases would end the process."""
-
-    def open_session() -> Any:
-        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-
-    if _MAY_CRASH and (child := os.fork()):
-        if os.WTERMSIG(os.waitpid(child, 0)[1]) in (signal.SIGABRT, signal.SIGSEGV):
-            raise RuntimeError(f"version {onnxruntime.__version__} crashes on it")
-    elif _MAY_CRASH:
-        with suppress(BaseException):
-            faulthandler.disable()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # for the message of a failed assertion
-            open_session()
-        os._exit(0)
-    return open_session()
 
 
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
@@ -447,7 +407,7 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
     options = {"session.qdqisint8allowed": "1"} if int8_activations else {}
     # Releases before 1.31 write some initializers twice, or fail, if weights go to a file of their own.
     weights = (op for op in model.main.ops() if op.read_value is not None)
-    if _RELEASE >= (1, 31) or sum(map(constant_bytes, weights)) >= MEMORY_MAPPED_BYTES:
+    if RELEASE >= (1, 31) or sum(map(constant_bytes, weights)) >= MEMORY_MAPPED_BYTES:
         options |= {
             "session.optimized_model_external_initializers_file_name": "weights",
             "session.optimized_model_external_initializers_min_size_in_bytes": str(MAX_INLINE_OPTIMIZED_BYTES),
@@ -478,29 +438,6 @@ def _trace_optimized(model: Model, optimized: Model, lookup: _OpLookup) -> Optim
     return OptimizedModel(model=optimized, origins=origins, tensors=tensors)
 
 
-def infer_output_types(message: Any) -> dict[str, TypeAndShape]:
-    """Return the types that onnxruntime infers for the outputs of a ModelProto; none if it rejects the model.
-
-    Sizes that are not constant are None.
-    """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = _FATAL_LOG_LEVEL
-    options.intra_op_num_threads = 1
-    # folding of constants could fill memory
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    try:
-        session = open_inference_session(message.SerializeToString(), options)
-    except RUNTIME_ERRORS:
-        return {}
-    types: dict[str, TypeAndShape] = {}
-    for output in session.get_outputs():
-        if (tensor_type := TENSOR_TYPE.fullmatch(output.type)) is not None:
-            code = TensorProto.DataType.Value(tensor_type[1].upper())
-            sizes = tuple(size if isinstance(size, int) else None for size in output.shape)
-            types[output.name] = DTYPE_NAMES[code], sizes or None  # an unknown rank is reported as no axes, too
-    return types
-
-
 MAX_PROFILED_RUNS, MAX_PROFILED_SECONDS = 100, 0.4
 """Maximum number and time of profiled runs; there are at least `MIN_PROFILED_RUNS`."""
 
@@ -508,8 +445,6 @@ MIN_PROFILED_RUNS = 5
 
 MAX_PROFILER_OVERHEAD, MIN_OP_SECONDS = 5e-6, 0.5e-6
 """Maximum overhead of the profiler per op, and time of an op that does nothing without it, in seconds."""
-
-TENSOR_TYPE = re.compile(r"tensor\((\w+)\)")  # a type of onnxruntime that is a tensor's
 
 NODE_NUMBER = re.compile("@([0-9]{1,9})@")
 """Number of a node, its name during profiling. Names of fused nodes contain those of their parts."""

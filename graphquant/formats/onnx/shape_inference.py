@@ -12,7 +12,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import networkx as nx
 from google.protobuf.message import DecodeError
@@ -33,13 +33,11 @@ from graphquant.formats.onnx.tensors import (
     DEFAULT_DOMAINS,
     DTYPE_CODES,
     DTYPE_NAMES,
+    TypeAndShape,
     is_external,
     tensor_value,
     type_and_shape,
 )
-
-if TYPE_CHECKING:
-    from graphquant.ir import Shape
 
 HIDDEN_DOMAIN = "graphquant.hidden"
 
@@ -274,7 +272,7 @@ def _add_runtime_types(typed_message: Any) -> bool:
         if part.graph.output:
             # imported when needed, because onnxruntime is slow to import, and may be missing
             with suppress(ImportError):
-                from graphquant.formats.onnx.session import infer_output_types
+                from graphquant.formats.onnx.runtime import infer_output_types
 
                 for name, (dtype, shape) in infer_output_types(part).items():
                     graph.value_info.append(helper.make_tensor_value_info(name, DTYPE_CODES[dtype or ""], shape))
@@ -425,9 +423,6 @@ def _copy_tensor_stripped(source: Any, target: Any, folder: Path | None) -> None
 
 
 # Types in functions: on inlined copies, as far as all calls agree.
-
-TypeAndShape = tuple[str | None, "Shape | None"]
-"""Data type and shape, each None if unknown."""
 
 NODE_MARK = "graphquant.node "
 

@@ -61,7 +61,11 @@ SUB_BYTE_BITS = {
 """Bits of the types that store several elements in a byte."""
 
 
-def type_and_shape(proto: Any) -> tuple[str | None, Shape | None]:
+TypeAndShape = tuple[str | None, Shape | None]
+"""Data type and shape, each None if unknown."""
+
+
+def type_and_shape(proto: Any) -> TypeAndShape:
     """Return dtype name and static shape of a TypeProto; (None, None) if it is no dense tensor."""
     if not proto.HasField("tensor_type"):
         return None, None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
-from graphquant.formats.tensorflow.live_objects import normalize_function_names
+from graphquant.formats.tensorflow.function_names import normalize_function_names
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.session import first_error_line, import_tensorflow, silence_stderr
 from graphquant.formats.tensorflow.source import read_source

@@ -11,9 +11,8 @@ the same code gives the same model.
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,12 @@ import numpy as np
 from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.function_names import (
+    GRADIENT_ATTR,
+    drop_traced_gradients,
+    normalize_function_names,
+    rename_functions,
+)
 from graphquant.formats.tensorflow.learned_ranges import (
     INITIALIZER_OP,
     by_shared_name,
@@ -47,16 +52,6 @@ _ESSENTIAL_KINDS: Final = frozenset({"constant", "variable", "input", "output", 
 """Kinds that an op keeps even if no output depends on it."""
 
 _HANDLE_DTYPES: Final = frozenset({"resource", "variant"})
-_TRACED_NAME: Final = re.compile(r"(?:__inference_)?(.+?)(?:_\d+)?")
-_NUMBER_SUFFIX: Final = re.compile(r"_\d+")
-_UNUSED_ARGUMENT: Final = "___redundant_placeholder"
-
-_USER_NAME_ATTR: Final = "_user_specified_name"
-"""The attribute of a function's argument with the caller's name for it; for captures it is a number."""
-
-_GRADIENT_ATTR: Final = "_gradient_op_type"  # the attribute of a node that names its registered gradient
-_CALL_GRADIENT_PREFIX: Final = b"PartitionedCall-"
-"""The prefix of the gradient that was registered when the function was traced. It belongs to the unedited function."""
 
 
 def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
@@ -176,7 +171,7 @@ def _from_concrete_function(tensorflow: Any, concrete: Any, description: str) ->
     data = graph.as_graph_def(add_shapes=True).SerializeToString()
     graph_def = proto.parse_binary(data, proto.GraphDef(), source=description)
     names = normalize_function_names(graph_def)
-    _drop_traced_gradients(graph_def.library)
+    drop_traced_gradients(graph_def.library)
     meta = proto.MetaGraphDef(graph_def=graph_def)
     name = names[concrete.name.decode() if isinstance(concrete.name, bytes) else concrete.name]
     body = next(function for function in graph_def.library.function if function.signature.name == name)
@@ -259,77 +254,6 @@ def _build_live_model(message: Any, live_object: LiveObject) -> Model:
     return model
 
 
-# -- names of functions ----------------------------------------------------------------------------
-
-
-def normalize_function_names(graph_def: Any) -> dict[str, str]:
-    """Remove trace numbers from the function names and sort the functions; return new names by old ones."""
-    used_names: set[str] = set()
-    names = {}
-    library = graph_def.library
-    for name in sorted((function.signature.name for function in library.function), key=_trace_order):
-        match = _TRACED_NAME.fullmatch(name)
-        names[name] = unique_node_name(used_names, match[1] if match else name)
-    _rename_functions(proto.all_nodes(graph_def), names)
-    for function in library.function:
-        function.signature.name = names[function.signature.name]
-        _normalize_resource_names(function)
-    for gradient in library.gradient:
-        gradient.function_name = names.get(gradient.function_name, gradient.function_name)
-    for gradient in (*library.gradient, *library.registered_gradients):
-        gradient.gradient_func = names.get(gradient.gradient_func, gradient.gradient_func)
-    library.function.sort(key=lambda function: str(function.signature.name))
-    return names
-
-
-def _trace_order(name: str) -> tuple[str, int, str]:
-    """Sort key of a function: its name, then the order of tracing."""
-    base, _, number = name.rpartition("_")
-    return (base, int(number), name) if number.isdecimal() else (name, -1, name)
-
-
-def _rename_functions(nodes: Iterable[Any], names: Mapping[str, str]) -> None:
-    for node in nodes:
-        node.op = names.get(node.op, node.op)
-        for _, function in proto.function_attrs(node):
-            function.name = names.get(function.name, function.name)
-
-
-def _normalize_resource_names(function: Any) -> None:
-    """Remove tensor numbers from the names of a function's resource arguments and results."""
-    input_args, output_args = function.signature.input_arg, function.signature.output_arg
-    used = {node.name for node in function.node_def} | {arg.name for arg in input_args if not _is_resource(arg)}
-    names = {
-        arg.name: unique_node_name(used, _NUMBER_SUFFIX.sub("", arg.name)) for arg in input_args if _is_resource(arg)
-    }
-    for index, arg in enumerate(input_args):
-        arg.name = names.get(arg.name, arg.name)
-        if index in function.arg_attr:
-            function.arg_attr[index].attr.pop(_USER_NAME_ATTR, None)
-    for node in function.node_def if names else ():
-        node.input[:] = [names.get(tensor, tensor) for tensor in node.input]
-    results = [function.ret[arg.name] for arg in output_args]
-    function.ret.clear()
-    used = {arg.name for arg in output_args if not _is_resource(arg)}
-    for arg, tensor in zip(output_args, results, strict=True):
-        if _is_resource(arg):
-            arg.name = unique_node_name(used, _NUMBER_SUFFIX.sub("", arg.name))
-        function.ret[arg.name] = names.get(tensor, tensor)
-
-
-def _is_resource(arg: Any) -> bool:
-    """Return True for a resource argument, or the unused placeholder of one in a loop's condition."""
-    return proto.dtype_name(arg.type) == "resource" or _UNUSED_ARGUMENT in arg.name
-
-
-def _drop_traced_gradients(library: Any) -> None:
-    """Remove references to the gradients of the functions as they were traced."""
-    for function in library.function:
-        for node in function.node_def:
-            if _GRADIENT_ATTR in node.attr and node.attr[_GRADIENT_ATTR].s.startswith(_CALL_GRADIENT_PREFIX):
-                del node.attr[_GRADIENT_ATTR]
-
-
 # -- back to TensorFlow ----------------------------------------------------------------------------
 
 
@@ -391,9 +315,9 @@ def _to_graph(tensorflow: Any, model: Model, live_object: LiveObject | None) -> 
     with new_graph.as_default():
         functions = _load_functions(graph_def.library) if graph_def.library.function else {}
         if functions:  # nodes call the loaded functions, which have gradients, under their new names
-            _rename_functions(meta.graph_def.node, {old: loaded.name.decode() for old, loaded in functions.items()})
+            rename_functions(meta.graph_def.node, {old: loaded.name.decode() for old, loaded in functions.items()})
             for node in meta.graph_def.node:
-                node.attr.pop(_GRADIENT_ATTR, None)
+                node.attr.pop(GRADIENT_ATTR, None)
         meta.graph_def.ClearField("library")
         v1.train.import_meta_graph(meta)
     functions_by_name = {function.name: function for function in functions.values()}
@@ -473,6 +397,6 @@ def _load_functions(library: Any) -> dict[str, Any]:
     """Load the functions of a library, by name. They get new unique names and gradients of their own."""
     from tensorflow.python.saved_model.function_deserialization import load_function_def_library
 
-    _drop_traced_gradients(library)
+    drop_traced_gradients(library)
     functions: dict[str, Any] = load_function_def_library(library, load_shared_name_suffix="")
     return functions

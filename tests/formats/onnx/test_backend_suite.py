@@ -22,7 +22,7 @@ from graphquant.calibration.data import Dataset
 from graphquant.errors import GraphQuantError
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx.reader import model_from_message
-from graphquant.formats.onnx.session import RUNTIME_ERRORS
+from graphquant.formats.onnx.runtime import RUNTIME_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

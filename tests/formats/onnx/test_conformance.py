@@ -26,7 +26,7 @@ from graphquant import api
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS
 from graphquant.formats.onnx.reader import model_from_message
-from graphquant.formats.onnx.session import RUNTIME_ERRORS
+from graphquant.formats.onnx.runtime import RUNTIME_ERRORS
 from graphquant.numerics import dequantize, quantize
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from onnx import helper, numpy_helper
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import ModelError, UsageError
-from graphquant.formats import model_files
 from graphquant.formats import onnx as format_
+from graphquant.formats import weights_files
 from graphquant.formats.onnx import external_data, file_writer, session
 
 FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
@@ -180,11 +180,11 @@ def test_weights_of_copied_models_stay(tmp_path: Path, monkeypatch: pytest.Monke
         copy.unlink()
         four.save(path, force=True)
     assert tmp_path.joinpath(first).exists()
-    monkeypatch.setattr(model_files, "MAX_SEARCHED_BYTES", 10)
+    monkeypatch.setattr(weights_files, "MAX_SEARCHED_BYTES", 10)
     truncated.unlink()
     four.save(path, force=True)
     assert tmp_path.joinpath(first).exists()
-    monkeypatch.setattr(model_files, "MAX_SEARCHED_BYTES", 1 << 20)
+    monkeypatch.setattr(weights_files, "MAX_SEARCHED_BYTES", 1 << 20)
     four.save(path, force=True)
     assert not tmp_path.joinpath(first).exists()
     assert len(weight_files(path)) == 1

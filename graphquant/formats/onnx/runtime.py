@@ -1,0 +1,78 @@
+"""The installed release of onnxruntime: its errors, the models that crash it, and the types that it infers."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import onnxruntime
+from onnx import TensorProto
+from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+from graphquant.formats.onnx.tensors import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from graphquant.formats.onnx.tensors import TypeAndShape
+
+RUNTIME_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+)
+"""Exceptions of onnxruntime, which have no common base class."""
+
+RELEASE = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
+
+_MAY_CRASH = sys.platform == "linux" and RELEASE < (1, 28)
+"""Older releases crash on some models: a Conv with inputs of different ranks, blocked weights that a branch captures.
+They first open each session in a forked process."""
+
+FATAL_LOG_LEVEL = 4  # errors are raised with the same text
+TENSOR_TYPE = re.compile(r"tensor\((\w+)\)")  # a type of onnxruntime that is a tensor's
+
+
+def open_inference_session(data: bytes, options: Any) -> Any:
+    """Return a session, or raise one of `RUNTIME_ERRORS`, also where older releases would end the process."""
+
+    def open_session() -> Any:
+        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+    if _MAY_CRASH and (child := os.fork()):
+        if os.WTERMSIG(os.waitpid(child, 0)[1]) in (signal.SIGABRT, signal.SIGSEGV):
+            raise RuntimeError(f"version {onnxruntime.__version__} crashes on it")
+    elif _MAY_CRASH:
+        with suppress(BaseException):
+            faulthandler.disable()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # for the message of a failed assertion
+            open_session()
+        os._exit(0)
+    return open_session()
+
+
+def infer_output_types(message: Any) -> dict[str, TypeAndShape]:
+    """Return the types that onnxruntime infers for the outputs of a ModelProto; none if it rejects the model.
+
+    Sizes that are not constant are None.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = FATAL_LOG_LEVEL
+    options.intra_op_num_threads = 1
+    # folding of constants could fill memory
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = open_inference_session(message.SerializeToString(), options)
+    except RUNTIME_ERRORS:
+        return {}
+    types: dict[str, TypeAndShape] = {}
+    for output in session.get_outputs():
+        if (tensor_type := TENSOR_TYPE.fullmatch(output.type)) is not None:
+            code = TensorProto.DataType.Value(tensor_type[1].upper())
+            sizes = tuple(size if isinstance(size, int) else None for size in output.shape)
+            types[output.name] = DTYPE_NAMES[code], sizes or None  # an unknown rank is reported as no axes, too
+    return types
