@@ -35,6 +35,8 @@ NETS = {
         7 * 5 * 3,
     ),
     "einsum without result": ("float[N, 7, 5] x", 'y = Einsum<equation = "bik,kj">(x, w)', (5, 3), 7 * 5 * 3),
+    "unknown right": ("float[N, 7, 5] x, float[K, 3] v", "y = MatMul(x, v)", (1,), 7 * 3 * 5),
+    "unknown left": ("float[N, 7, K] x, float[5, 3] v", "y = MatMul(x, v)", (1,), 7 * 3 * 5),
     "itself": ("float[N, 6, 5] x", "t = Transpose<perm = [0, 2, 1]>(x) y = MatMul(x, t)", (1,), 6 * 6 * 5),
 }
 
@@ -49,6 +51,38 @@ def test_counts(name: str, tmp_path: Path) -> None:
     loaded = gq.load(tmp_path / "m.onnx")
     assert unsized_tensors(loaded) == []
     assert list(count_macs(loaded).values()) == [expected]
+
+
+def load_text(text: str, folder: Path, shape: tuple[int, ...]) -> gq.Model:
+    """Load a graph with a weight `w` of ones, without inferred shapes."""
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 13]> net {text}')
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(shape, np.float32), "w"))
+    onnx.save(model, folder / "m.onnx")
+    return gq.load(folder / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("(float[N, 4, 9, 9] x, float[A, B, C, D] v) => (float[N, 8, 7, 7] y) { y = Conv(x, v) }", (1,)),
+        ("(float[N, 0, 5, 5] x) => (float[N, 6, 7, 7] y) { y = ConvTranspose(x, w) }", (0, 6, 3, 3)),
+        ('(float x) => (float[2, 3] y) { y = Einsum<equation = "i...k,kj->ij">(x, w) }', (5, 3)),
+        ('(float[2] x) => (float[2, 3] y) { y = Einsum<equation = "i...k,kj->ij">(x, w) }', (5, 3)),
+        ("(float[N, 4] x) => (float[N, 6] y) { y = LSTM<hidden_size = 6>(, w, w) }", (1, 24, 6)),
+    ],
+    ids=["weight of unknown sizes", "empty weight", "unknown rank", "rank below the equation's", "no input"],
+)
+def test_ops_without_a_count(text: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """An op whose sizes are unknown, empty or contradictory is omitted."""
+    loaded = load_text(text, tmp_path, shape)
+    assert count_macs(loaded) == {}
+    assert all(tensor.op for tensor in unsized_tensors(loaded))
+
+
+def test_einsum_with_fewer_operands_than_terms(tmp_path: Path) -> None:
+    """The sizes of a missing operand are not needed if others have them."""
+    text = '(float[2, 5] x) => (float[2, 3] y) { y = Einsum<equation = "ik,kj->ij">(x) }'
+    assert list(count_macs(load_text(text, tmp_path, (1,))).values()) == [2 * 3 * 5]
 
 
 @pytest.mark.parametrize(("op", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
@@ -84,3 +118,21 @@ def test_tensorflow_counts_as_onnx_does(samples: Path) -> None:
         count_macs(gq.load(samples / f"digits_cnn{end}")) for end in (".onnx", "_saved_model")
     )
     assert sum(onnx_macs.values()) == sum(tensorflow_macs.values()) == 113_984
+
+
+TRANSPOSED_CONVOLUTION = """
+node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } attr { key: "shape" value { shape {
+    dim { size: -1 } dim { size: 5 } dim { size: 5 } dim { size: 4 } } } } }
+node { name: "w" op: "Const" attr { key: "dtype" value { type: DT_FLOAT } } attr { key: "value" value { tensor {
+    dtype: DT_FLOAT float_val: 1 tensor_shape { dim { size: 3 } dim { size: 3 } dim { size: 6 } dim { size: 4 } } } } } }
+node { name: "s" op: "Const" attr { key: "dtype" value { type: DT_INT32 } } attr { key: "value" value { tensor {
+    dtype: DT_INT32 int_val: [1, 7, 7, 6] tensor_shape { dim { size: 4 } } } } } }
+node { name: "y" op: "Conv2DBackpropInput" input: "s" input: "w" input: "x" attr { key: "T" value { type: DT_FLOAT } }
+    attr { key: "strides" value { list { i: [1, 1, 1, 1] } } } attr { key: "padding" value { s: "VALID" } } }
+"""
+
+
+def test_transposed_convolution_in_tensorflow(tmp_path: Path) -> None:
+    """Each of 5x5x4 elements of the input is multiplied by 3x3x6 weights, whose input channels are the last axis."""
+    (tmp_path / "model.pbtxt").write_text(TRANSPOSED_CONVOLUTION, "utf-8")
+    assert count_macs(gq.load(tmp_path / "model.pbtxt")) == {("", "y"): 5 * 5 * 4 * 3 * 3 * 6}
