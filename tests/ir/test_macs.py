@@ -34,6 +34,7 @@ NETS = {
         (7, 5, 3),
         7 * 5 * 3,
     ),
+    "einsum, empty sum": ("float[N, 0] x", 'y = Einsum<equation = "ik,kj->ij">(x, w)', (0, 3), 0),
     "einsum without result": ("float[N, 7, 5] x", 'y = Einsum<equation = "bik,kj">(x, w)', (5, 3), 7 * 5 * 3),
     "unknown right": ("float[N, 7, 5] x, float[K, 3] v", "y = MatMul(x, v)", (1,), 7 * 3 * 5),
     "unknown left": ("float[N, 7, K] x, float[5, 3] v", "y = MatMul(x, v)", (1,), 7 * 3 * 5),
@@ -124,7 +125,8 @@ TRANSPOSED_CONVOLUTION = """
 node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } attr { key: "shape" value { shape {
     dim { size: -1 } dim { size: 5 } dim { size: 5 } dim { size: 4 } } } } }
 node { name: "w" op: "Const" attr { key: "dtype" value { type: DT_FLOAT } } attr { key: "value" value { tensor {
-    dtype: DT_FLOAT float_val: 1 tensor_shape { dim { size: 3 } dim { size: 3 } dim { size: 6 } dim { size: 4 } } } } } }
+    dtype: DT_FLOAT float_val: 1
+    tensor_shape { dim { size: 3 } dim { size: 3 } dim { size: 6 } dim { size: 4 } } } } } }
 node { name: "s" op: "Const" attr { key: "dtype" value { type: DT_INT32 } } attr { key: "value" value { tensor {
     dtype: DT_INT32 int_val: [1, 7, 7, 6] tensor_shape { dim { size: 4 } } } } } }
 node { name: "y" op: "Conv2DBackpropInput" input: "s" input: "w" input: "x" attr { key: "T" value { type: DT_FLOAT } }
