@@ -49,6 +49,39 @@ def claimed_tensors(model, rules):
     return list(dict.fromkeys(str(match.tensor) for match in RuleMatcher(model, rules).matches()))
 
 
+ATTRIBUTES = """
+g (float[1,4,8,8] x) => (float[1,6,8,8] y, float[1,4,4,8] z) <float[6,2,1,1] w = {1,2,3,4,5,6,7,8,9,1,2,3}>
+{
+    y = Conv <group = 2> (x, w)
+    z = MaxPool <strides = [2, 1], shares = [0.1, 0.3], big = 16777217> (x)
+    n = Conv <group = 0> (x, w)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("attr = { strides = [2, 1] }", ["x:0 > z[0]"]),
+        ("attr = { strides = [[1, 1], [2, 1]] }", ["x:0 > z[0]"]),
+        ("attr = { strides = [2, 2] }", []),
+        ("attr = { strides = [[2], [2, 1, 1]] }", []),
+        ("attr = { shares = [0.1, 0.3] }", ["x:0 > z[0]"]),
+        ("attr = { shares = [0.1, 0.2] }", []),
+        ("attr = { big = 16777217 }", ["x:0 > z[0]"]),
+        ("attr = { big = 16777216 }", []),
+        ("max_group_inputs = 2", ["x:0 > y[0]", "w:0 > y[1]"]),
+        ("max_group_inputs = 1", []),
+        ("min_group_outputs = 3", ["x:0 > y[0]", "w:0 > y[1]"]),
+        ("min_group_outputs = 4", []),
+    ],
+)
+def test_lists_and_groups(tmp_path, condition, expected):
+    """Lists are compared item by item, integers exactly, and channels by group; no group is an unknown size."""
+    rules = rules_of(tmp_path, f'[[rule]]\nname = "r"\nconsumer = {{ {condition} }}\nquantize = "q"\n')
+    assert [use for use, _ in claimed_uses(load_small(tmp_path, ATTRIBUTES), rules)] == expected
+
+
 SMALL = """
 g (float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] z)
 <float[4,3,1,1] w = {1,2,3,4,5,6,7,8,9,1,2,3}, float[4] b = {1,2,3,4}>
@@ -94,6 +127,7 @@ g (float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] z)
         ("{}", "{ min_kernel = 2 }", []),
         ("{}", "{ max_groups = 0 }", []),
         ("{}", '{ min_groups = 1, max_group_inputs = 3, input = "input" }', ["x:0 > c[0]"]),
+        ("{}", "{ min_groups = 1 }", ["x:0 > c[0]", "w:0 > c[1]", "b:0 > c[2]"]),
         ("{}", "{ min_groups = 2 }", []),
         ("{}", "{ max_group_inputs = 2 }", []),
         ("{}", '{ min_group_outputs = 4, input = "input" }', ["x:0 > c[0]"]),
