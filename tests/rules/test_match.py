@@ -209,6 +209,46 @@ def test_any_op_of_a_pattern(tmp_path):
     assert claimed_uses(load_small(tmp_path, text), rules) == [("e:0 > f[1]", "in")]
 
 
+@pytest.mark.parametrize(
+    ("ops", "body", "expected"),
+    [
+        (["a = exp(x)", "p = mul(a, 0.5)"], "a = Exp (x) p = Mul (a, half)", True),
+        (["a = exp(x)", "p = mul(a, 0.5)"], "a = Exp (x) p = Mul (half, a)", True),
+        (["a = exp(x)", "p = mul(a, 0.5)"], "a = Exp (x) p = Mul (a, x)", False),
+        (["a = exp(x)", "p = mul(a, 0.5)"], "a = Exp (x) p = Mul (a, halves)", False),
+        (["a = exp(x)", "p = sub(a, 0.5)"], "a = Exp (x) p = Sub (a, half)", True),
+        (["a = exp(x)", "p = sub(a, 0.5)"], "a = Exp (x) p = Sub (half, a)", False),
+    ],
+)
+def test_operands_of_patterns(tmp_path, ops, body, expected):
+    """A number is a constant of one element, and only commutative ops have two orders."""
+    text = f"g (float[2] x) => (float[2] p) <float half = {{0.5}}, float[2] halves = {{0.5, 0.5}}> {{ {body} }}"
+    pattern = f"[pattern.p]\nops = {ops}\n"
+    rules = rules_of(tmp_path, pattern + rule_text("r", '{ pattern = "p" }'))
+    assert bool(claimed_uses(load_small(tmp_path, text), rules)) == expected
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "expected"),
+    [
+        ('{ kind = "relu > mul" }', "{}", ["m:0 > k[0]"]),
+        ('{ kind = "exp > mul" }', "{}", []),
+        ("{}", '{ kind = "mul > clip > sigmoid" }', ["r:0 > m[1]", "half:0 > m[0]"]),
+        ('{ kind = "clip" }', "{}", ["k:0 > y[0]"]),
+    ],
+)
+def test_slots_that_are_not_the_first(tmp_path, producer, consumer, expected):
+    """Chains go through the operand that is computed, in any slot, and empty slots are no uses."""
+    text = """g (float[2] x) => (float[2] y) <float[2] half = {0.5, 0.5}, float six = {6}> {
+        r = Relu (x)
+        m = Mul (half, r)
+        k = Clip (m, , six)
+        y = Sigmoid (k)
+    }"""
+    rules = rules_of(tmp_path, rule_text("r", producer, consumer))
+    assert sorted(use for use, _ in claimed_uses(load_small(tmp_path, text), rules)) == sorted(expected)
+
+
 SUMS = """
 g (float[1,4,8,8] x, float[1,4,8,8] other) => (float[1,4,8,8] y)
 <float[4,4,1,1] w, float[1,4,1,1] k>
