@@ -234,6 +234,7 @@ def test_operands_of_patterns(tmp_path, ops, body, expected):
         ('{ kind = "relu > mul" }', "{}", ["m:0 > k[0]"]),
         ('{ kind = "exp > mul" }', "{}", []),
         ("{}", '{ kind = "mul > clip > sigmoid" }', ["r:0 > m[1]", "half:0 > m[0]"]),
+        ("{}", '{ kind = "relu > mul > clip" }', ["x:0 > r[0]"]),
         ('{ kind = "clip" }', "{}", ["k:0 > y[0]"]),
     ],
 )
