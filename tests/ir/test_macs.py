@@ -138,3 +138,10 @@ def test_transposed_convolution_in_tensorflow(tmp_path: Path) -> None:
     """Each of 5x5x4 elements of the input is multiplied by 3x3x6 weights, whose input channels are the last axis."""
     (tmp_path / "model.pbtxt").write_text(TRANSPOSED_CONVOLUTION, "utf-8")
     assert count_macs(gq.load(tmp_path / "model.pbtxt")) == {("", "y"): 5 * 5 * 4 * 3 * 3 * 6}
+
+
+def test_partly_known_operand(tmp_path: Path) -> None:
+    """The known axis of an operand is enough if the size of the result was measured."""
+    text = "(float[N, 7, K] x, float[5, M] v) => (float[N, 7, M] y) { y = MatMul(x, v) }"
+    loaded = load_text(text, tmp_path, (1,))
+    assert count_macs(loaded, {gq.TensorRef("", "y"): 7 * 3}) == {("", "y"): 7 * 3 * 5}
