@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from graphquant.ir import CONTROL_EDGE, WEIGHTED_KINDS, DataType, Graph, Model, Op, Parameters, TensorRef, Use
-from graphquant.qdq.family import new_op
+from graphquant.qdq.family import new_constant, new_op
 from graphquant.quantize.preparation_undo import RecordedEdits, ScaledWeight, SkippedStep, Step, remove_unread_ops
 
 if TYPE_CHECKING:
@@ -371,14 +371,5 @@ def _bias_add_op(model: Model, graph: Graph, norm: Op, weighted: Op) -> Op:
 
 
 def _folded_constant(graph: Graph, name: str, value: Array, read: Callable[[], Array] | None = None) -> Op:
-    return new_op(
-        graph,
-        name,
-        str(value.dtype),
-        value.shape,
-        kind="constant",
-        type="Const",
-        roles=(),
-        read_value=read or (lambda: value),
-        rule=FOLD_BATCHNORM_STEP,
-    )
+    constant = new_constant(graph, name, value, op_type="Const", rule=FOLD_BATCHNORM_STEP)
+    return constant if read is None else replace(constant, read_value=read)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from numbers import Real
+from typing import Any, Final
 
 import numpy as np
 
 from graphquant.ir import FUSED_PREFIX, RELU6_BOUNDS, Graph, Model, Op, Shape, TensorRef, Use
-from graphquant.qdq.family import new_op
+from graphquant.qdq.family import new_constant, new_op
 from graphquant.quantize.preparation_undo import RecordedEdits, SkippedStep, Step
-
-if TYPE_CHECKING:
-    from graphquant.numerics import Array
 
 SPLIT_FUSED_STEP: Final = "split-fused"
 
@@ -49,8 +47,8 @@ def split_fused_ops(model: Model) -> Iterator[Step]:
 def skipped_fused_ops(model: Model) -> Iterator[SkippedStep]:
     """Yield the fused ops that were not split, with the reason."""
     for graph, op in _fused_ops(model):
-        reason = _split_obstacle(graph, op) or "it was not requested"
-        yield SkippedStep(step=SPLIT_FUSED_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+        if (reason := _split_obstacle(graph, op)) is not None:
+            yield SkippedStep(step=SPLIT_FUSED_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
 def _fused_ops(model: Model) -> list[tuple[Graph, Op]]:
@@ -78,9 +76,11 @@ def _split_obstacle(graph: Graph, op: Op) -> str | None:
 
 
 def _activation_values(op: Op) -> list[float]:
-    """Return the parameters of the activation, as many as the op has."""
-    if "activation_params" in op.attrs:
-        return [float(value) for value in op.attrs["activation_params"]]
+    """Return the parameters of the activation, as many as the op has; none if they are no list of numbers."""
+    values = op.attrs.get("activation_params")
+    if values is not None:
+        is_numeric = isinstance(values, list) and all(isinstance(value, Real) for value in values)
+        return list(map(float, values)) if is_numeric else []
     count = len(ACTIVATIONS[op.text_attr("activation", "")][1])
     return [op.numeric_attr(name, 0.0) for name in GEMM_PARAMETERS[:count] if name in op.attrs]
 
@@ -154,7 +154,7 @@ class _Split:
         return self._edits.add(self._graph, op, operands)
 
     def _add_constant(self, name: str, value: float) -> TensorRef:
-        array: Array = np.array(value, self._output.dtype or "float32")
-        fields: dict[str, Any] = {"kind": "constant", "roles": (), "read_value": lambda: array, "type": "Const"}
-        op = new_op(self._graph, f"{self._fused.name}/{name}", str(array.dtype), (), rule=SPLIT_FUSED_STEP, **fields)
+        array = np.array(value, self._output.dtype or "float32")
+        name = f"{self._fused.name}/{name}"
+        op = new_constant(self._graph, name, array, op_type="Const", rule=SPLIT_FUSED_STEP)
         return self._edits.add(self._graph, op)

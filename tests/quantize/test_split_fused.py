@@ -133,6 +133,11 @@ def test_ops_in_bodies(tmp_path):
     [
         (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Mish"> (x, w) }}', "'Mish'"),
         (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Clip"> (x, w) }}', "'Clip'"),
+        (
+            f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "Clip", activation_params = ["a", "b"]> (x, w) }}',
+            "'Clip'",
+        ),
+        (f'{IMAGE} {{ y = com.microsoft.FusedConv <activation = "LeakyRelu", activation_params = 1> (x, w)}}', "Leaky"),
         (f"{MATRICES} {{ y = com.microsoft.FusedMatMul <transBatchA = 1> (x, z) }}", "batch"),
         (f'{IMAGE} {{ y = com.microsoft.nchwc.Conv <activation = "Relu"> (x, w) }}', "processor"),
         ("(float x, float z) => (float y) { y = com.microsoft.FusedMatMul <transB = 1> (x, z) }", "input 1"),
