@@ -10,20 +10,17 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
-import networkx as nx
 import numpy as np
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, NodeProto, checker, defs, helper, inliner, shape_inference, version_converter
 
 from graphquant.errors import ModelError
-from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, emit_message, node_bodies
+from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, emit_message, node_bodies, topological_order
 from graphquant.formats.onnx.file_writer import external_tensors
 from graphquant.formats.onnx.index import retain_entries
 from graphquant.formats.onnx.reader import model_from_message
@@ -67,6 +64,7 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     fail = partial(_upgrade_error, model, opset)
     source = model.source.message
     light, hoisted = _hoist_weights(source)
+    _sort_nodes(model, light.graph.node)
     # With an older IR version, the converter ignores initializers.
     light.ir_version = max(light.ir_version, FREE_INITIALIZERS_IR_VERSION)
     if any(True for _ in external_tensors(light)):
@@ -93,26 +91,20 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     return result
 
 
-def _sort_nodes(graph: Any) -> None:
-    """Move each node after the nodes that it reads, as onnx's converter requires and ONNX Runtime does not."""
-    producers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    order: nx.DiGraph[int] = nx.DiGraph()
-    order.add_nodes_from(range(len(graph.node)))
-    for index, node in enumerate(graph.node):
-        bodies = (inner for body in node_bodies(node).values() for inner in nested_graphs(body))
-        names = chain(node.input, (name for body in bodies for reader in body.node for name in reader.input))
-        order.add_edges_from((producers[name], index) for name in names if name in producers)
-    with suppress(nx.NetworkXUnfeasible):  # a cycle, which the checker reports
-        indices = list(nx.lexicographical_topological_sort(order))
-        if indices != sorted(indices):
-            nodes = [type(graph.node[index]).FromString(graph.node[index].SerializeToString()) for index in indices]
-            del graph.node[:]
-            graph.node.extend(nodes)
+def _sort_nodes(model: Model, nodes: Any) -> None:
+    """Move each of the main graph's `nodes` after those that it reads, as onnx requires and ONNX Runtime does not."""
+    order = topological_order(model.main, model.source.graphs[""].node_names)
+    ranks = {output.name: rank for rank, name in enumerate(order) for output in model.main.op(name).outputs}
+    # A node without outputs has no readers, so it may be last.
+    ordered = sorted(nodes, key=lambda node: ranks.get(next(filter(None, node.output), ""), len(order)))
+    if any(node is not moved for node, moved in zip(nodes, ordered, strict=True)):
+        copies = [NodeProto.FromString(node.SerializeToString()) for node in ordered]
+        del nodes[:]
+        nodes.extend(copies)
 
 
 def _convert(message: Any, opset: int) -> Any:
     """Return the message as onnx converts it to `opset`, with the parts that its converter drops."""
-    _sort_nodes(message.graph)
     complete = type(message).FromString(message.SerializeToString())
     for value in (*complete.graph.input, *complete.graph.output):
         if value.type.HasField("tensor_type"):

@@ -179,7 +179,7 @@ class _MessageEmitter:
         with_constants = not isinstance(target, GraphProto)
         copied_nodes = dict(zip(source.node_names, target.node, strict=True))
         nodes = []
-        for name in _topological_order(graph, source.node_names):
+        for name in topological_order(graph, source.node_names):
             op = graph.op(name)
             if isinstance(op.source, NodeProto):
                 nodes.append(copied_nodes[name])
@@ -290,7 +290,7 @@ def _loaded_op(graph: Graph, name: str) -> Op | None:
     return op if op is not None and op.source is not None else None
 
 
-def _topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
+def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
     """Return all ops in topological order, those of `preferred` in that order as far as possible."""
     # The sorting of networkx would not keep the order of the source, and a model would not be saved byte for byte.
     visited: set[str] = set()
