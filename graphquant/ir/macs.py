@@ -40,14 +40,12 @@ def _driving_elements(model: Model, sizes: Mapping[TensorRef, int]) -> Iterator[
 
     A first axis of unknown size is taken to count samples.
     """
-    for name in model.reachable_graphs():
-        graph = model.graphs[name]
-        for counted_op in graph.ops():
-            if counted_op.kind in MAC_KINDS:
-                op = replace(counted_op, kind=counted_op.kind.removeprefix(FUSED_PREFIX))
-                tensor = _driving_tensor(graph, op)
-                known = None if tensor is None else graph.output(tensor).elements_per_sample
-                yield graph, op, known if tensor is None else sizes.get(tensor, known)
+    for graph, counted_op in model.reachable_ops():
+        if counted_op.kind in MAC_KINDS:
+            op = replace(counted_op, kind=counted_op.kind.removeprefix(FUSED_PREFIX))
+            tensor = _driving_tensor(graph, op)
+            known = None if tensor is None else graph.output(tensor).elements_per_sample
+            yield graph, op, known if tensor is None else sizes.get(tensor, known)
 
 
 def _driving_tensor(graph: Graph, op: Op) -> TensorRef | None:

@@ -9,7 +9,7 @@ import onnx.parser
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.onnx_models import load_onnx, run_onnx, run_unoptimized
+from support.onnx_models import CAPTURED_TENSOR, load_onnx, run_onnx, run_unoptimized
 from support.plans import make_plan
 from support.qparams import choose_qparams
 
@@ -236,16 +236,7 @@ def test_narrow_activations_per_channel(tmp_path):
     assert [op.name for op in rewritten.main.ops() if op.rule][2:4] == ["x/quant/low", "x/quant/clip_low"]
 
 
-BRANCH = """
-g (bool p, float[2] x) => (float[2] y)
-{
-    t = Identity (x)
-    y = If (p) <
-        then_branch = th () => (float[2] a) { a = Relu (t) },
-        else_branch = el () => (float[2] b) { b = Neg (t) }
-    >
-}
-"""
+BRANCH = CAPTURED_TENSOR.replace("Tanh", "Identity")
 THEN, ELSE = Use("y/then_branch", "a", 0), Use("y/else_branch", "b", 0)
 
 
