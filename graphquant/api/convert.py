@@ -9,7 +9,7 @@ from graphquant.analysis.conversion_report import ConversionReport, compare_conv
 from graphquant.api.models import check_output
 from graphquant.api.result import Result
 from graphquant.errors import UsageError
-from graphquant.utils.atomic_files import write_file
+from graphquant.utils.atomic_files import lock_output, write_file
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -73,7 +73,9 @@ def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = 
     data = run_tflite_converter(result.model)
     report = compare_conversion(result.model, result.inserted, parse_tflite(data), runtime_tensors(data))
     if path is not None:
-        write_file(Path(path), data, "Give another output with -o.")
+        with lock_output(Path(path)):
+            check_output(Path(path), result.source.path, force=force)  # another process may have written it since
+            write_file(Path(path), data, "Give another output with -o.")
     return report
 
 

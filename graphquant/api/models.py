@@ -12,7 +12,7 @@ from graphquant.errors import UsageError
 from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
 from graphquant.ir.graph import check_tensor_sizes
-from graphquant.utils.atomic_files import remove_stale_files
+from graphquant.utils.atomic_files import lock_output, remove_stale_files
 
 if TYPE_CHECKING:
     from graphquant.utils.options import CalibrateOptions, CompareOptions, InsertOptions
@@ -135,11 +135,9 @@ def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False)
 def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     """Write `model` to `path` atomically and return the path.
 
-    Unlike the commands, this function does not lock the output, so do not write it from two processes at once.
-
     Raises:
-        UsageError: The path exists and `force` is False, it is not writable, its suffix belongs to another format, or
-            the model was loaded from an object in memory.
+        UsageError: The path exists and `force` is False, it is not writable, another process is writing it, its suffix
+            belongs to another format, or the model was loaded from an object in memory.
         ModelError: The model cannot be stored in this form.
     """
     if object_name := formats.memory_object_name(model):
@@ -149,7 +147,10 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
         )
     destination = Path(path)
     check_model_output(destination, model.path, model.format, force=force)
-    formats.format_module(model.format).save(model, destination)
+    with lock_output(destination):
+        # Again, because another process may have written it since.
+        check_model_output(destination, model.path, model.format, force=force)
+        formats.format_module(model.format).save(model, destination)
     return destination
 
 

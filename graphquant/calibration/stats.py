@@ -23,7 +23,7 @@ from graphquant.calibration.targets import COARSE_BITS, FINE_BITS, ObservationTa
 from graphquant.errors import DataError, UsageError
 from graphquant.ir import TensorRef
 from graphquant.observers import EMPTY_SKETCH, Sketch, merge_sketches
-from graphquant.utils.atomic_files import atomic_file
+from graphquant.utils.atomic_files import atomic_file, lock_output
 
 if TYPE_CHECKING:
     from graphquant.calibration.data.check import DataFinding
@@ -120,9 +120,9 @@ class Stats:
         return "" if sketch.count else f"it was empty in all {sketch.empty_arrays} observations"
 
     def save(self, path: str | Path) -> None:
-        """Write the statistics to `path` atomically. Raises a UsageError if the file cannot be written."""
+        """Write the statistics to `path` atomically. Raises a UsageError if the file cannot be written now."""
         try:
-            with atomic_file(Path(path)) as file, zipfile.ZipFile(file, "w") as archive:
+            with lock_output(Path(path)), atomic_file(Path(path)) as file, zipfile.ZipFile(file, "w") as archive:
                 for name, data in _archive_members(self):
                     info = zipfile.ZipInfo(name, MEMBER_DATE)
                     info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16

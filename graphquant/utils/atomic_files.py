@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +25,9 @@ _PARTIAL_FILE = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[0-9a-f]{8}\.
 
 _STAGING_FOLDER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[a-z0-9_]{8}")
 """Name of a folder of `make_staging_folder`."""
+
+_OWN_LOCKS: ContextVar[frozenset[Path]] = ContextVar("own_locks", default=frozenset())
+"""Files that `lock_output` has locked for its callers in this thread."""
 
 _LOCK_FILE = re.compile(r"\.(?P<name>.+)\.lock")  # name of the file of `lock_output`
 
@@ -157,33 +161,43 @@ def _remove_if_stale(path: Path, names: set[str]) -> None:
 
 @contextmanager
 def lock_output(path: Path) -> Iterator[None]:
-    """Keep other processes that call this from writing `path`. The lock ends with the process.
+    """Keep other processes and threads that call this from writing `path`. The lock ends with the process.
 
-    Raises a UsageError if another process has the lock, and an OSError if the lock file cannot be created.
+    Raises a UsageError if another one has the lock, and an OSError if the lock file cannot be created.
     """
-    lock_path = path.with_name(f".{path.name}.lock")
-    while True:
+    lock_path, own_locks = path.with_name(f".{path.name}.lock"), _OWN_LOCKS.get()
+    while lock_path not in own_locks:
         with lock_path.open("ab") as file:
             if not lock_file(file):
                 raise UsageError(f"Another process is writing {path}. Wait until it ends, or use another output.")
             if not os.fstat(file.fileno()).st_nlink:  # the process that had the lock has removed the file
                 continue
+            token = _OWN_LOCKS.set(own_locks | {lock_path})
             try:
                 yield
             finally:
-                with suppress(OSError):  # Windows removes no open file
+                _OWN_LOCKS.reset(token)
+                if sys.platform == "win32":
+                    file.close()  # Windows removes no open file; elsewhere, another process could lock it once closed
+                with suppress(OSError):
                     lock_path.unlink()
             return
+    yield  # a command locks its output, and `save` locks it again
 
 
 def lock_file(file: IO[bytes]) -> bool:
     """Lock an open file until it is closed; return False if another process has the lock."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no fcntl; there, two processes both do the work
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if sys.platform == "win32":
+        import msvcrt
+
+        file.seek(0)  # the lock is on one byte, at the position of the file
+        with suppress(PermissionError):
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            return True
         return False
-    return True
+    import fcntl
+
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False

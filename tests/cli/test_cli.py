@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextvars import Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -464,7 +465,8 @@ def test_two_runs_with_one_output(cli: Callable[..., Any], cnn_folder: Path, ver
     output = cnn_folder / ("out.gqs" if verb == "calibrate" else "out.onnx")
     data = ("--data", cnn_folder / "digits_cnn_calib.npz") if verb != "strip" else ()
     with lock_output(output):
-        message = cli(verb, cnn_folder / "digits_cnn.onnx", *data, "-o", output, "--force", code=2).stderr
+        arguments = (verb, cnn_folder / "digits_cnn.onnx", *data, "-o", output, "--force")
+        message = Context().run(cli, *arguments, code=2).stderr
     assert str(output) in message
     assert not output.exists()
 

@@ -1,13 +1,23 @@
 """Removal of partial files of killed processes, and the lock of an output."""
 
+import fcntl
 import os
+import struct
 import subprocess
 import sys
+from contextvars import Context
+from types import SimpleNamespace
 
 import pytest
 
 from graphquant.errors import UsageError
-from graphquant.utils.atomic_files import atomic_file, lock_output, make_staging_folder, remove_stale_files
+from graphquant.utils.atomic_files import (
+    atomic_file,
+    lock_file,
+    lock_output,
+    make_staging_folder,
+    remove_stale_files,
+)
 
 
 def exited_process_id():
@@ -78,18 +88,58 @@ def test_partial_files_of_another_process_are_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lock_of_an_output(tmp_path):
-    """One process has the lock, other outputs are free, and nothing is left."""
+def lock_as_another(path):
+    """Lock the output for a moment as another thread would."""
+
+    def lock():
+        with lock_output(path):
+            pass
+
+    Context().run(lock)
+
+
+def lock_byte_range(descriptor, mode, size):
+    """Lock bytes at the position of an open file until it is closed, as msvcrt.locking does."""
+    assert mode == 2
+    request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_CUR, 0, size, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    except BlockingIOError as error:
+        raise PermissionError(13, "Permission denied") from error
+
+
+@pytest.fixture(params=["this system", "Windows"])
+def system(request, monkeypatch):
+    """This system, or Windows as far as locks of files go."""
+    if request.param == "Windows":
+        monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=lock_byte_range))
+        monkeypatch.setattr(sys, "platform", "win32")
+
+
+def test_lock_of_an_output(tmp_path, system):
+    """One caller has the lock and can lock again, other outputs are free, and nothing is left."""
     with lock_output(tmp_path / "a.onnx"):
-        with lock_output(tmp_path / "b.onnx"):
+        with lock_output(tmp_path / "b.onnx"), lock_output(tmp_path / "a.onnx"):
             pass
-        with pytest.raises(UsageError), lock_output(tmp_path / "a.onnx"):
-            pass
+        with pytest.raises(UsageError):
+            lock_as_another(tmp_path / "a.onnx")
         remove_stale_files([tmp_path / "a.onnx"])
         assert [path.name for path in tmp_path.iterdir()] == [".a.onnx.lock"]
     with lock_output(tmp_path / "a.onnx"):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_of_a_file_that_grows(tmp_path, system):
+    """A file is locked whatever is in it, and free once it is closed."""
+    path = tmp_path / "journal"
+    with path.open("a+b", buffering=0) as first:
+        assert lock_file(first)
+        first.write(b"one line")
+        with path.open("a+b", buffering=0) as second:
+            assert not lock_file(second)
+    with path.open("a+b") as third:
+        assert lock_file(third)
 
 
 def test_lock_of_a_killed_process(tmp_path):
@@ -120,6 +170,6 @@ def test_lock_that_ends_while_another_process_opens_it(tmp_path, monkeypatch):
         return fstat(descriptor)
 
     monkeypatch.setattr("graphquant.utils.atomic_files.os.fstat", unlink_first)
-    with lock_output(path), pytest.raises(UsageError), lock_output(path):
-        pass
+    with lock_output(path), pytest.raises(UsageError):
+        lock_as_another(path)
     assert links == [0, 1]
