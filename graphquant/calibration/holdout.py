@@ -62,11 +62,9 @@ def open_optional_labels(
     dataset: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None
 ) -> tuple[Dataset, str]:
     """Open the data with its labels if it has class labels; return the data and the key of the labels, or ""."""
-    if not set(LABEL_KEYS) & set(dataset.ignored):
-        return dataset, ""
     try:
         return open_required_labels(dataset, data, inputs, samples)
-    except DataError:  # an array of that name which holds no class indices
+    except DataError:  # no array of that name, or one which holds no class indices
         return dataset, ""
 
 
@@ -124,11 +122,10 @@ class CalibrationData:
         calibrates = self.needs_ranges and self.stats is None
         if self.spec is None or not (calibrates or self.runs_algorithms):
             return None
-        if self.stats is not None and not self._samples_of_stats:
-            return None
         samples = self._split[0] if self.validates else self.dataset
-        if self.stats is not None:
-            return replace(samples, count=min(samples.count, self._samples_of_stats))
+        if self._range_stats is not None:
+            count = min(samples.count, self._samples_of_stats)
+            return replace(samples, count=count) if count else None
         half = samples.count // 2
         leaves_search_set = self.validates and self.has_bounds and half >= MIN_HOLDOUT_SAMPLES
         return replace(samples, count=half) if leaves_search_set else samples
@@ -138,16 +135,20 @@ class CalibrationData:
         """True if there is neither data nor statistics, and the plan needs ranges."""
         return self.needs_ranges and self.spec is None and self.stats is None
 
+    @property
+    def _range_stats(self) -> Stats | None:
+        """The given statistics, or None if they provide no range."""
+        return self.stats if self.needs_ranges else None
+
     @cached_property
     def _samples_of_stats(self) -> int:
-        """Number of leading samples from which the given statistics were computed; 0 if they provide no range."""
-        if self.stats is None or not self.needs_ranges:
-            return 0
+        """Number of leading samples from which the given statistics were computed."""
+        runs = () if self.stats is None else self.stats.runs
         # Some kinds of data have another digest for fewer samples.
         return max(
             (
                 run.samples
-                for run in self.stats.runs
+                for run in runs
                 if run.data_digest in {self.dataset.final_digest(), self.open_samples(run.samples).final_digest()}
             ),
             default=0,
@@ -155,7 +156,7 @@ class CalibrationData:
 
     def _calibration_count(self) -> int:
         """Return the number of leading samples from which the ranges are computed, now or in given statistics."""
-        if self.stats is not None:
+        if self._range_stats is not None:
             return self._samples_of_stats
         return 0 if self.calibration is None else self.calibration.count
 
@@ -193,12 +194,9 @@ class CalibrationData:
         if self.spec is None or not self.validates:
             return None
         holdout, calibration_count = self._split[1], self._calibration_count()
-        if self.stats is None and self.calibration is not None:
-            return holdout
         if calibration_count:
             return replace(holdout, reuses_samples=holdout.reuses_samples or calibration_count > holdout.start)
-        other_data = self.stats is not None and self.needs_ranges
-        holdout = replace(holdout, calibrated_on_other_data=other_data)
+        holdout = replace(holdout, calibrated_on_other_data=self._range_stats is not None)
         return holdout if self.has_search else replace(holdout, start=0, reuses_samples=False)
 
 

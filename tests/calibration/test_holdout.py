@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from graphquant.calibration.data import Dataset
-from graphquant.calibration.holdout import CalibrationData, HoldOut
+import graphquant as gq
+from graphquant.calibration.data import Dataset, open_data
+from graphquant.calibration.holdout import (
+    CalibrationData,
+    HoldOut,
+    open_model_data,
+    open_optional_labels,
+    open_required_labels,
+    sample_range,
+)
+from graphquant.errors import DataError
+from graphquant.formats import InputSpec
+from graphquant.ir import Model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def split_data(count: int = 40, **changes: Any) -> CalibrationData:
@@ -29,9 +44,11 @@ def split_data(count: int = 40, **changes: Any) -> CalibrationData:
     return CalibrationData(open_samples=open_samples, **{**fields, **changes})
 
 
-def stats_of(samples: int, digest: str | None = None) -> Any:
-    """Return statistics of the first samples, or of other data."""
-    return SimpleNamespace(runs=[SimpleNamespace(samples=samples, data_digest=digest or f"first {samples}")])
+def stats_of(*counts: int, digest: str | None = None) -> Any:
+    """Return merged statistics of the first samples, or of other data."""
+    return SimpleNamespace(
+        runs=[SimpleNamespace(samples=count, data_digest=digest or f"first {count}") for count in counts]
+    )
 
 
 def sample_span(holdout: HoldOut | None) -> tuple[int, int, bool] | None:
@@ -39,22 +56,46 @@ def sample_span(holdout: HoldOut | None) -> tuple[int, int, bool] | None:
     return None if holdout is None else (holdout.start, holdout.dataset.count, holdout.reuses_samples)
 
 
+OTHER = stats_of(24, digest="other")
+ALGORITHMS = {"runs_algorithms": True}
+FIXED = {"needs_ranges": False}
 SEARCH = {"has_bounds": True, "has_search": True}
+NO_DATA = {"spec": None}
 CASES: dict[str, tuple[dict[str, Any], Any, Any, Any]] = {
     "calibration": ({}, 32, None, (32, 40, False)),
     "few samples": ({"count": 7}, 7, None, (3, 7, True)),
+    "three samples": ({"count": 3}, 3, None, (0, 3, True)),
+    "eight samples": ({"count": 8}, 4, None, (4, 8, False)),
     "no validation": ({"validates": False}, 40, None, None),
     "bounds": (SEARCH, 16, (16, 32, False), (32, 40, False)),
     "bounds on few samples": ({"count": 9, **SEARCH}, 5, (0, 5, True), (5, 9, False)),
+    "bounds on twelve samples": ({"count": 12, **SEARCH}, 4, (4, 8, False), (8, 12, False)),
     "size budget": ({"has_search": True}, 32, (0, 32, False), (32, 40, False)),
-    "no data": ({"spec": None}, None, None, None),
-    "fixed ranges": ({"needs_ranges": False}, None, None, (0, 40, False)),
-    "algorithms": ({"needs_ranges": False, "runs_algorithms": True}, 32, None, (32, 40, False)),
+    "no data": (NO_DATA, None, None, None),
+    "fixed ranges": (FIXED, None, None, (0, 40, False)),
+    "algorithms": (FIXED | ALGORITHMS, 32, None, (32, 40, False)),
     "given statistics": ({"stats": stats_of(24)}, None, None, (32, 40, False)),
+    "statistics up to the hold-out": ({"stats": stats_of(32)}, None, None, (32, 40, False)),
     "statistics of the hold-out": ({"stats": stats_of(40)}, None, None, (32, 40, True)),
-    "other statistics": ({"stats": stats_of(24, "other")}, None, None, (0, 40, False)),
-    "algorithms with statistics": ({"stats": stats_of(40), "runs_algorithms": True}, 32, None, (32, 40, True)),
-    "bounds with statistics": ({"stats": stats_of(24), **SEARCH}, None, (24, 32, False), (32, 40, False)),
+    "other statistics": ({"stats": OTHER}, None, None, (0, 40, False)),
+    "algorithms with other statistics": ({"stats": OTHER} | ALGORITHMS, None, None, (0, 40, False)),
+    "algorithms with statistics": ({"stats": stats_of(40)} | ALGORITHMS, 32, None, (32, 40, True)),
+    "algorithms with merged statistics": ({"stats": stats_of(24, 8)} | ALGORITHMS, 24, None, (32, 40, False)),
+    "unneeded statistics": ({"stats": OTHER} | FIXED, None, None, (0, 40, False)),
+    "algorithms with unneeded statistics": ({"stats": OTHER} | FIXED | ALGORITHMS, 32, None, (32, 40, False)),
+    "bounds with statistics": ({"stats": stats_of(24)} | SEARCH, None, (24, 32, False), (32, 40, False)),
+    "bounds with statistics of more samples": (
+        {"stats": stats_of(28)} | SEARCH,
+        None,
+        (28, 32, False),
+        (32, 40, False),
+    ),
+    "bounds with statistics of few samples": (
+        {"count": 7, "stats": stats_of(3)} | SEARCH,
+        None,
+        (3, 7, False),
+        (3, 7, True),
+    ),
 }
 
 
@@ -66,7 +107,10 @@ def test_split(case: str) -> None:
     assert (data.calibration and data.calibration.count) == calibration
     assert (sample_span(data.search_set), sample_span(data.validation_set)) == (search, validation)
     other_data = data.validation_set is not None and data.validation_set.calibrated_on_other_data
-    assert other_data == (case == "other statistics")
+    assert other_data == ("other statistics" in case)
+    for holdout in filter(None, (data.search_set, data.validation_set)):
+        assert holdout.spec == "data.npz"
+        assert [feed["x"].item() for feed in holdout.samples()] == list(range(holdout.start, holdout.dataset.count))
 
 
 def test_data_without_samples() -> None:
@@ -76,3 +120,58 @@ def test_data_without_samples() -> None:
     assert not split_data(spec=None, needs_ranges=False).lacks_samples
     with pytest.raises(FrozenInstanceError):
         split_data().calibration = None
+
+
+def test_sample_range() -> None:
+    """A range of samples ends at its maximum count or where the data ends."""
+    data = split_data().dataset
+    for max_count, numbers in ((3, [36, 37, 38]), (9, [36, 37, 38, 39]), (None, [36, 37, 38, 39])):
+        assert [feed["x"].item() for feed in sample_range(data, 36, max_count)] == numbers
+
+
+@pytest.mark.parametrize(
+    ("changes", "checks"),
+    [({}, True), ({"validates": False}, True), (FIXED, True), ({"validates": False} | FIXED, False), (NO_DATA, False)],
+)
+def test_mistakes_in_used_data(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], *, checks: bool) -> None:
+    """All samples are checked if calibration or validation uses any."""
+    monkeypatch.setattr("graphquant.calibration.data.check.check_samples", lambda dataset, model: (dataset, model))
+    data, model = split_data(**changes), Model(format="onnx")
+    assert data.find_mistakes(model) == ((data.dataset, model) if checks else ())
+
+
+CLASSES = np.array([2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "key"),
+    [
+        ({"labels": CLASSES}, "labels"),
+        ({"label": CLASSES}, "label"),
+        ({"label": CLASSES, "labels": CLASSES[::-1]}, "labels"),
+        ({"labels": CLASSES + 0.5}, ""),
+        ({"classes": CLASSES}, ""),
+    ],
+)
+def test_labels(tmp_path: Path, arrays: dict[str, Any], key: str) -> None:
+    """Integers under the key of labels are added to the feeds, also of samples with NaN; other data has no labels."""
+    np.savez(tmp_path / "data.npz", x=np.full((3, 2), np.nan, np.float32), **arrays)
+    inputs = [InputSpec(name="x", dtype="float32", shape=(None, 2))]
+    spec = str(tmp_path / "data.npz")
+    data = open_data(spec, inputs, require_finite=False)
+    labelled, found_key = open_optional_labels(data, spec, inputs, 2)
+    assert found_key == key
+    if key:
+        assert [feed[key].item() for feed in labelled] == arrays[key][:2].tolist()
+        assert open_required_labels(data, spec, inputs, 2)[1] == key
+        return
+    assert labelled is data
+    # Without a key of labels, the error names the one to add; otherwise it names the array.
+    with pytest.raises(DataError, match="'labels'"):
+        open_required_labels(data, spec, inputs, 2)
+
+
+def test_model_data_is_read_in_background(samples: Path) -> None:
+    """The data of a model can be used while the rest of the file is checked."""
+    data = open_model_data(gq.load(samples / "digits_cnn.onnx"), str(samples / "digits_cnn_calib.npz"), 5)
+    assert (data.count, type(data.digest)) == (5, Future)
