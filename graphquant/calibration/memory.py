@@ -112,11 +112,11 @@ def group_observed_tensors(
     budget = max(budget - max(element_counts.values()) * GROUPED_ELEMENT_BYTES, 1)
     total_bytes = max_elements * GROUPED_ELEMENT_BYTES
     target_bytes = total_bytes / max(math.ceil(total_bytes / budget), 2)
-    groups: list[list[TensorRef]] = []
+    groups: list[list[TensorRef]] = [[]]
     group_bytes = 0
     for tensor, element_count in element_counts.items():
         tensor_bytes = element_count * GROUPED_ELEMENT_BYTES
-        if not groups or (tensor_bytes and (group_bytes >= target_bytes or group_bytes + tensor_bytes > budget)):
+        if groups[-1] and tensor_bytes and (group_bytes >= target_bytes or group_bytes + tensor_bytes > budget):
             groups.append([])
             group_bytes = 0
         groups[-1].append(tensor)

@@ -1,4 +1,4 @@
-"""Peak memory of calibration compared with its budget, measured in separate processes."""
+"""Estimates of memory, and the peak memory of calibration compared with its budget, measured in separate processes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.onnx_models import load_onnx
 
 import graphquant as gq
+from graphquant.calibration.memory import (
+    available_memory,
+    estimate_footprint,
+    group_observed_tensors,
+    observation_budget,
+)
 from graphquant.errors import ModelError
+from graphquant.ir import TensorRef
 from graphquant.ir.graph import check_tensor_sizes
 
 BLOCKS = 12
@@ -142,3 +151,82 @@ def test_models_with_large_tensors_are_accepted(tmp_path: Path) -> None:
     check_tensor_sizes(gq.load(write_doubling_model(tmp_path / "b.onnx", 8, 1 << 19)))
     with pytest.raises(ModelError):
         check_tensor_sizes(gq.load(write_doubling_model(tmp_path / "c.onnx", 23)))
+
+
+BODY = "body = body (float[4] e) => (float[4] f) { f = Relu(e) }"
+
+
+@pytest.mark.parametrize(
+    ("graph", "elements", "batch"),
+    [
+        ("(float[N, 16] x) => (float[N, 16] y) { a = Relu(x) y = Relu(a) }", 48, 32),
+        ("(float[N, 524288] x) => (float[N, 524288] y) { y = Relu(x) }", 1 << 20, 16),
+        ("(float[N, 524289] x) => (float[N, 524289] y) { y = Relu(x) }", (1 << 20) + 2, 8),
+        ("(float[N, 16777216] x) => (float[N, 16777216] y) { y = Relu(x) }", 1 << 25, 1),
+        ("(float[N, M] x) => (float[N, M] y) { y = Relu(x) }", None, 8),
+        ("(int64[N, 16] x) => (float[N, 16] y) { y = Cast <to = 1> (x) }", 16, 32),
+        ("(int64[N, 16] x) => (int64[N, 16] y) { y = Neg(x) }", 0, 32),
+        ("(float[N, 16] x) => (float[N, 8] y) { y, unread = Split <axis = 1> (x) }", 24, 32),
+        ("(float[N, 2] x) => (float[N, 2] y) <float[2] w = {1, 2}> { y = Add(x, w) }", 4, 32),
+        (f"(float[3, 4] x) => (float[3, 4] y) {{ y = Scan <num_scan_inputs = 1, {BODY}> (x) }}", None, 8),
+    ],
+)
+def test_footprint(tmp_path: Path, graph: str, elements: int | None, batch: int) -> None:
+    """Float activations that an op reads are counted, unless a body repeats them; blocks are batches of up to 2**24."""
+    model = load_onnx(tmp_path, f"net {graph}")
+    for batch_independent, block_size in ((True, batch), (False, 8)):
+        footprint = estimate_footprint(model, batch_independent=batch_independent)
+        found = footprint.block_size, footprint.elements_per_sample, footprint.join_samples
+        assert found == (block_size, elements, batch_independent)
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "free"), [("1000", "400", 600), ("1000", "1400", 0), ("9000", "0", 5000), ("max", "400", 5000)]
+)
+def test_available_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, used: str, free: int) -> None:
+    """The free memory is that of the machine or, if less, of the container; half of it is the default budget."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5000))
+    monkeypatch.setattr("graphquant.calibration.memory.Path", lambda _, name: tmp_path / name)
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    assert available_memory() == free
+    assert observation_budget(None, []) == max(free // 2, 1)
+
+
+def test_observation_budget() -> None:
+    """Histograms take a part of the budget by their bits; at least one byte remains."""
+    budgets = [observation_budget(1 << 20, bits) for bits in ([0, 0], [7], [10], [7, 10], [10, 10, 10])]
+    assert [(1 << 20) - budget >> 10 for budget in budgets] == [0, 64, 512, 576, 1023]
+    assert budgets[0] == 1 << 20
+    assert budgets[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "lengths"),
+    [
+        ([100, 100], 3200, [2]),
+        ([100, 100], 3199, [1, 1]),
+        ([50] * 12, 250 * 8 + 50 * 8, [4, 4, 4]),  # groups of similar size
+        ([60, 60, 60, 20], 60 * 8 + 120 * 8, [2, 2]),
+        ([60, 61, 60, 20], 61 * 8 + 120 * 8, [1, 1, 2]),  # the first two exceed the rest of the budget by one element
+        ([10, 10, 300], 300 * 8 + 20 * 8, [2, 1]),  # one tensor of any size is computed beside a group
+        ([300, 10, 10], 1, [1, 1, 1]),
+        ([300, 0, 10], 1, [2, 1]),  # an empty tensor needs no group of its own
+    ],
+)
+def test_groups_by_size(sizes: list[int], budget: int, lengths: list[int]) -> None:
+    """Tensors are observed in order, in groups that fit beside the largest tensor."""
+    counts = {TensorRef("", f"t{index}"): size for index, size in enumerate(sizes)}
+    runner = SimpleNamespace(element_counts=lambda tensors, feed: counts)
+    for known_elements in (None, 1 << 20):
+        groups, elements = group_observed_tensors(runner, list(counts), {}, known_elements, budget)
+        assert [tensor for group in groups for tensor in group] == list(counts)
+        assert ([len(group) for group in groups], elements) == (lengths, sum(sizes))
+
+
+def test_known_sizes_that_fit() -> None:
+    """Tensors whose known number of elements fits are not measured."""
+    tensors = (TensorRef("", "a"), TensorRef("", "b"))
+    assert group_observed_tensors(SimpleNamespace(), tensors, {}, 100, 1600) == ([tensors], 100)
+    measured = SimpleNamespace(element_counts=lambda tensors, feed: dict.fromkeys(tensors, 5))
+    assert group_observed_tensors(measured, tensors, {}, 100, 1599) == ([tensors], 10)
