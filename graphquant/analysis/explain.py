@@ -134,7 +134,7 @@ def uses_by_name(
                 yield tensor, use, (tensor.graph, tensor.op) if names_producer else (use.graph, use.op)
     if no_match:
         labels = matcher.all_labels()
-        hint = " It has no float tensors." if name in labels else ""
+        hint = " It has no float tensors." if name_matches(name, *labels) else ""
         hint = hint or ("" if source is None else removed_name_hint(source, matcher.model, name))
         hint = hint or did_you_mean(name, labels) or f"{LIST_NAMES_HINT} A tensor is OP:0."
         raise UsageError(f"No float tensor or op is called {name!r}.{hint}")

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FLOAT_TYPES, Model, Shape, TensorRef, Use
+from graphquant.ir import FLOAT_TYPES, Model, Shape, TensorRef, Use, follow_to_end
 from graphquant.rules.conditions import (
     OpNeighbors,
     attribute_miss_reason,
@@ -47,7 +47,7 @@ def branch_lengths(neighbors: OpNeighbors, ends: list[TensorRef]) -> list[int]:
 
 
 def _ancestor_distances(neighbors: OpNeighbors, end: TensorRef) -> dict[tuple[str, str], int]:
-    """Return the nearest `FARTHEST` ops that `end` is computed from, with the smallest number of steps to each."""
+    """Return the nearest `MAX_ANCESTORS` ops that `end` is computed from, with the smallest number of steps to each."""
     distances = {(end.graph, end.op): 0}
     queue = [(end.graph, end.op)]
     for current in queue:
@@ -89,23 +89,29 @@ def tensor_selector_names(model: Model, tensor: TensorRef) -> tuple[str, ...]:
 
 
 def removed_name_hint(source: Model, prepared: Model, pattern: str) -> str:
-    """Return a sentence on the op that took over what `pattern` matches in the source; "" if it matches nothing there.
+    """Return a sentence on the op that took over a removed op that `pattern` matches in the source; "" if none did.
 
     Preparation removes ops, such as a BatchNorm that is folded, and replaces the weights that they change.
     """
+
+    def source_of_removed_op(tensor: TensorRef) -> TensorRef | None:
+        slots = [] if _contains_op(prepared, tensor) else source.graphs[tensor.graph].slots(tensor.op)
+        return slots[0] if slots else None
+
     for graph, op in source.reachable_ops():
-        name = graph.name
-        tensors = [TensorRef(name, op.name, port) for port in range(len(op.outputs))]
-        if not any(name_matches(pattern, *tensor_selector_names(source, tensor)) for tensor in tensors):
-            continue
-        readers = (use.op for uses in graph.consumers_by_port(op.name).values() for use in uses if use.graph == name)
-        path = [op.name] if op.kind not in {"constant", "input"} else [next(readers, op.name)]
-        while path[-1] not in prepared.graphs.get(name, ()) and (slots := graph.slots(path[-1])):
-            path.append(slots[0].op if slots[0] is not None and slots[0].op not in path else "")
-            if not path[-1]:
-                return ""
-        return f" Preparation removes {op.name!r} and folds it into {path[-1]!r}. Use that name."
+        tensors = [TensorRef(graph.name, op.name, port) for port in range(len(op.outputs))]
+        labels = [name for tensor in tensors for name in tensor_selector_names(source, tensor)]
+        if name_matches(pattern, *labels) and not _contains_op(prepared, tensors[0]):
+            starts = [tensors[0], *(TensorRef(use.graph, use.op) for use in graph.consumers(tensors[0]))]
+            for replacement in (follow_to_end(start, source_of_removed_op) for start in starts):
+                if _contains_op(prepared, replacement):
+                    return f" Preparation removes {op.name!r} and folds it into {replacement.op!r}. Use that name."
     return ""
+
+
+def _contains_op(model: Model, tensor: TensorRef) -> bool:
+    """Return True if `model` has an op with the name and graph of that which computes `tensor`."""
+    return tensor.op in model.graphs.get(tensor.graph, ())
 
 
 def all_producer_names(model: Model) -> Iterator[str]:
@@ -181,7 +187,7 @@ class RuleMiss:
     reason: str  # the first condition that failed; "" if an earlier rule claimed the use
     # Closeness of the match from 0 to 4. Producer and consumer each count 2 if they match, and 1 if only sizes and
     # similar conditions failed or the rule does not name an op.
-    closeness: int = 0
+    closeness: int
 
 
 class RuleMatcher:
@@ -233,10 +239,8 @@ class RuleMatcher:
 
     def evaluate_rule(self, rule: BoundRule, tensor: TensorRef, use: Use) -> RuleMiss:
         """Return the reason why `rule` does not match `use` of `tensor`, and how close it comes."""
-        closeness, reasons = (
-            0,
-            (self._producer_miss_reason(rule, tensor), self._consumer_miss_reason(rule, tensor, use)),
-        )
+        closeness = 0
+        reasons = (self._producer_miss_reason(rule, tensor), self._consumer_miss_reason(rule, tensor, use))
         sides = ((rule.rule.producer, None), (rule.rule.consumer, use))
         for (selector, reading_use), reason in zip(sides, reasons, strict=True):
             if not self._op_mismatch(rule, tensor, reading_use):

@@ -115,9 +115,10 @@ def test_unknown_names(asked):
         asked("layer[0]/tan")
     with pytest.raises(UsageError, match=r"'nothing_like_it'.* graphquant inspect MODEL --format graph-json"):
         asked("nothing_like_it")
-    with pytest.raises(UsageError, match=r"'i'.* no float tensors") as integer:
-        asked("i")
-    assert not re.search("Did you mean|graphquant inspect", str(integer.value))
+    for name in ("i", "[i]"):
+        with pytest.raises(UsageError, match=r"'\[?i\]?'.* no float tensors") as integer:
+            asked(name)
+        assert not re.search("Did you mean|graphquant inspect", str(integer.value))
 
 
 def test_closeness_of_rules(asked):

@@ -15,8 +15,10 @@ from support.rule_files import rule_text
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
-from graphquant.rules import RuleMatcher, load_ruleset, name_matches
+from graphquant.quantize import prepare
+from graphquant.rules import RuleMatcher, load_ruleset, name_matches, removed_name_hint
 from graphquant.rules.conditions import MAX_BINDING_STEPS, OpNeighbors, matches_chain_down, matches_chain_up
+from graphquant.rules.matcher import MAX_ANCESTORS
 from graphquant.rules.pattern_syntax import parse_chain
 
 SCHEME = "[scheme.q]\nbits = 8\n"
@@ -169,6 +171,41 @@ def test_the_first_condition_that_fails_is_named(tmp_path, producer, consumer, r
 
 
 @pytest.mark.parametrize(
+    ("producer", "consumer", "reason"),
+    [
+        ('{ kind = "relu" }', "{}", "producer w is a parameter, not 'relu'"),
+        ('{ kind = "parameter" }', '{ kind = "mul" }', "consumer c is 'conv', not 'mul'"),
+    ],
+)
+def test_parameters_are_named_as_such(tmp_path, producer, consumer, reason):
+    """A weight is called a parameter, and the op that reads it by its kind."""
+    rules = rules_of(tmp_path, rule_text("r", producer, consumer))
+    matcher = RuleMatcher(load_small(tmp_path, SMALL), rules)
+    assert matcher.miss_reason(rules.rules[0], TensorRef("", "w"), Use("", "c", 1)) == reason
+
+
+@pytest.mark.parametrize(
+    ("tensor", "use", "producer", "consumer", "closeness"),
+    [
+        ("r", ("y", 0), '{ kind = "relu" }', '{ kind = "mul" }', 4),
+        ("r", ("y", 0), '{ kind = "relu" }', '{ kind = "add" }', 2),
+        ("r", ("y", 0), '{ kind = "relu", readers = 1 }', '{ kind = "mul" }', 3),
+        ("r", ("y", 0), '{ kind = "relu" }', '{ kind = "mul", input = "bias" }', 3),
+        ("r", ("y", 0), '{ name = "r" }', "{}", 3),
+        ("r", ("y", 0), "{}", '{ type = "Mul" }', 3),
+        ("r", ("y", 0), '{ kind = "conv" }', '{ kind = "add" }', 0),
+        ("w", ("c", 1), '{ kind = "parameter" }', '{ kind = "conv" }', 3),
+        ("w", ("c", 1), '{ kind = "parameter" }', "{ max_channels = 1 }", 2),
+    ],
+)
+def test_closeness_of_rules(tmp_path, tensor, use, producer, consumer, closeness):
+    """Each side counts 2 if it names ops and matches, and 1 if it names none or fails another condition."""
+    rules = rules_of(tmp_path, rule_text("r", producer, consumer))
+    matcher = RuleMatcher(load_small(tmp_path, SMALL), rules)
+    assert matcher.evaluate_rule(rules.rules[0], TensorRef("", tensor), Use("", *use)).closeness == closeness
+
+
+@pytest.mark.parametrize(
     ("text", "sizes"),
     [
         ("y = Conv<group = 2>(x, w)", (4, 8, 3, None)),
@@ -269,11 +306,17 @@ g (float[1,4,8,8] x, float[1,4,8,8] other) => (float[1,4,8,8] y)
         ("y = Add (a, b)", {"b:0 > y[1]": "branch", "a:0 > y[0]": "skip"}),
         ("y = Add (b, a)", {"b:0 > y[0]": "branch", "a:0 > y[1]": "skip"}),
         ("y = Add (x, a)", {"a:0 > y[1]": "branch", "x:0 > y[0]": "skip"}),
+        ("y = Add (t, a)", {"a:0 > y[1]": "branch", "t:0 > y[0]": "skip"}),
         ("c = Conv (other, w) y = Add (a, c)", {"a:0 > y[0]": "branch", "c:0 > y[1]": "skip"}),
         ("c = Conv (x, w) y = Add (a, c)", {"a:0 > y[0]": "branch", "c:0 > y[1]": "skip"}),
         ("y = Add (a, k)", {}),
         ("y = Add (s, x)", {}),
         ("y = Add (a, a)", {"a:0 > y[0]": "branch", "a:0 > y[1]": "skip"}),
+        # t is nearer than x, and from x the path to d would be the longer one
+        (
+            "n = Neg (t) p = Add (n, x) c = Conv (p, w) m = Neg (t) d = Conv (m, w) y = Add (d, c)",
+            {"c:0 > y[1]": "branch", "d:0 > y[0]": "skip"},
+        ),
     ],
 )
 def test_longest_path_and_sibling_rule(tmp_path, text, expected):
@@ -289,6 +332,16 @@ def test_longest_path_and_sibling_rule(tmp_path, text, expected):
         + rule_text("skip", "{}", '{ kind = "add", sibling_rule = "branch" }'),
     )
     assert dict(claimed_uses(load(tmp_path / "model.onnx"), rules)) == expected
+
+
+@pytest.mark.parametrize("ops_between", [MAX_ANCESTORS - 2, MAX_ANCESTORS - 1])
+def test_common_ancestor_of_long_branches(tmp_path, ops_between):
+    """The op where the branches part is found within a bounded number of ops, else the first input is chosen."""
+    steps = "".join(f"r{step + 1} = Relu (r{step}) " for step in range(ops_between))
+    text = f"g (float[2] r0) => (float[2] y) {{ {steps} a = Exp (r0) b = Exp (r{ops_between}) y = Add (a, b) }}"
+    rules = rules_of(tmp_path, rule_text("r", '{ kind = "exp" }', '{ kind = "add", path = "longest" }'))
+    expected = "b:0 > y[1]" if ops_between == MAX_ANCESTORS - 2 else "a:0 > y[0]"
+    assert claimed_uses(load_small(tmp_path, text), rules) == [(expected, "r")]
 
 
 def test_a_use_is_no_sibling_of_itself(tmp_path):
@@ -543,6 +596,89 @@ def test_a_consumers_name_is_that_of_an_op(tmp_path):
         RuleMatcher(load_small(tmp_path, SMALL), rules_of(tmp_path, rule_text(consumer='{ name = "c:0" }')))
 
 
+READERS = """
+g (float[2] x) => (float[2] a, float[2] b, float[2] c, float[2] d, float[2] e, int64[1] s)
+{
+    a = Relu (x) b = Relu (x) c = Relu (x) d = Relu (x) e = Relu (x)
+    f = Relu (x)
+    s = Shape (f)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "readers"),
+    [("x", "@[ab]", "'a', 'b', 'c', 'd', 'e'"), ("f", "a", "'s'"), ("s", "a", None)],
+)
+def test_names_of_ops_that_are_not_connected(tmp_path, producer, consumer, readers):
+    """The error of two names that match, but no use together, has the first five readers."""
+    model = load_small(tmp_path, READERS)
+    ends = {"producer": f'{{ name = "{producer}" }}', "consumer": f'{{ name = "{consumer}" }}'}
+    with pytest.raises(UsageError, match=rf"rules0\.toml:3: rule 'mine': .*{re.escape(repr(consumer))}.*") as error:
+        RuleMatcher(model, rules_of(tmp_path, rule_text("mine", **ends)))
+    assert re.findall(r"Its readers are (.*?)\.", str(error.value)) == ([readers] if readers else [])
+    assert not claimed_uses(model, rules_of(tmp_path, rule_text("mine", **ends, more="optional = true")))
+
+
+@pytest.mark.parametrize("consumer", ["a", "f", "[be]"])
+def test_names_of_connected_ops(tmp_path, consumer):
+    """One of the readers is enough for two names."""
+    rules = rules_of(tmp_path, rule_text("r", '{ name = "x" }', f'{{ name = "{consumer}" }}'))
+    expected = [(f"x:0 > {op}[0]", "r") for op in consumer.strip("[]")]
+    assert claimed_uses(load_small(tmp_path, READERS), rules) == expected
+
+
+def test_an_ops_name_is_that_of_its_first_output(tmp_path):
+    """The name of an op as a producer selects its first output; others need the port or their own name."""
+    message = onnx.parser.parse_model(
+        HEAD + "g (float[2,8] x) => (float[2,4] y, float[2,4] z) { a, b = Split <axis = 1> (x) y = Exp(a) z = Exp(b) }"
+    )
+    message.graph.node[0].name = "halves"
+    onnx.save(message, tmp_path / "model.onnx")
+    model = load(tmp_path / "model.onnx")
+    for name, expected in (("halves", "halves:0"), ("halves:1", "halves:1"), ("b", "halves:1"), ("a", "halves:0")):
+        rules = rules_of(tmp_path, rule_text(producer=f'{{ name = "{name}" }}'))
+        assert claimed_tensors(model, rules) == [expected]
+
+
+REMOVED = """
+g (float[1,2,4,4] x, bool t) => (float[1,2,4,4] y)
+<float[2,2,1,1] w = {1,2,3,4}, float[2] s = {1,2}, float[2] v = {1,2}>
+{
+    d = Identity (x)
+    c = Conv (d, w)
+    n = BatchNormalization (c, s, s, s, v)
+    y = If (t) <then_branch = g1 () => (float[1,2,4,4] a) { i = Identity (n) a = Relu (i) },
+                else_branch = g2 () => (float[1,2,4,4] b) { b = Neg (n) }>
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("n", ("n", "c")),
+        ("n:0", ("n", "c")),
+        ("v", ("v", "c")),
+        ("[w]", ("w", "c")),
+        ("d", ("d", "x")),
+        ("i", ("i", "c")),
+        ("y/then_branch/i:0", ("i", "c")),
+        ("c", None),
+        ("t", None),
+        ("a", None),
+        ("nothing", None),
+    ],
+)
+def test_names_of_removed_ops(tmp_path, pattern, names):
+    """The hint for a removed op names the op that is left, also in the graph outside."""
+    source = load_small(tmp_path, REMOVED)
+    prepared, _ = prepare(source, ["drop-identity", "fold-batchnorm"])
+    hint = removed_name_hint(source, prepared, pattern)
+    assert tuple(re.findall(r"'(.*?)'", hint)) == (names or ())
+    assert removed_name_hint(source, source, pattern) == ""
+
+
 def test_uses_inside_of_bodies(tmp_path):
     """A tensor that a body reads has that use, and names may be qualified by the graph."""
     model = load_small(tmp_path, CAPTURED_TENSOR)
@@ -562,6 +698,8 @@ def test_names():
     assert name_matches("/features/*", "/features/conv")
     assert not name_matches("*", "")
     assert name_matches("conv[1]", "conv[1]")
+    assert name_matches("//", "conv1")
+    assert not name_matches("/", "features/conv")
 
 
 def fan_out(count):
