@@ -124,7 +124,7 @@ class Stats:
         try:
             with lock_output(Path(path)), atomic_file(Path(path)) as file, zipfile.ZipFile(file, "w") as archive:
                 for name, data in _archive_members(self):
-                    info = zipfile.ZipInfo(name, MEMBER_DATE)
+                    info = zipfile.ZipInfo(name)  # its date is the same in all files
                     info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                     archive.writestr(info, data, compresslevel=6)
         except OSError as error:
@@ -256,7 +256,6 @@ STORED_NUMBERS = ("count", "nan", "inf", "empty_arrays", "blocks")
 
 MAX_STATS_BYTES = 1 << 31  # Maximum number of bytes of all arrays of a file. The header may have a sixteenth of it.
 MAX_CHANNELS = 1 << 24
-MEMBER_DATE = (1980, 1, 1, 0, 0, 0)
 
 _MAX_BIN_COUNT = 1 << 40  # maximum number of values in one bin, so that the sum of their dropped bits fits into 64 bits
 
@@ -452,7 +451,7 @@ def _build_stats(header: _StatsHeader, arrays: Mapping[str, Array]) -> Stats:
 def _build_sketch(
     entry: _StatsTensorEntry, *, low: Array, high: Array, bins: Array, counts: Array, sums: Array
 ) -> Sketch:
-    dropped_values = np.uint64(1 << (23 - entry.bits)) if entry.bits else np.uint64(1)
+    max_dropped_bits = np.uint64((1 << (23 - entry.bits)) - 1)
     finite = entry.count - entry.nan - entry.inf
     per_tensor = entry.channels is None
     consistent = (
@@ -463,7 +462,7 @@ def _build_sketch(
         and bool((np.diff(bins.astype(np.int64)) > 0).all())
         and bool((counts > 0).all() and (counts < _MAX_BIN_COUNT).all())
         and (not bins.size or int(bins[-1]) < 1 << (9 + entry.bits))
-        and bool((sums <= counts.astype(np.uint64) * (dropped_values - np.uint64(1))).all())
+        and bool((sums <= counts.astype(np.uint64) * max_dropped_bits).all())
         and sum(map(int, counts)) == (finite if entry.bits and entry.axis is None else 0)
     )
     if not consistent:

@@ -215,6 +215,17 @@ def test_known_sizes_need_no_measuring() -> None:
     assert runner.asked == [(A, B, C)]
 
 
+@pytest.mark.parametrize(("footprint", "elements"), [(LOAD, 200), (JOINED, 800)])
+def test_limit_of_known_sizes(footprint: RunFootprint, elements: int) -> None:
+    """Twice the elements of a run must fit, because static shapes may be too small. Sizes are measured otherwise."""
+    room = (3 << 16) + 16 * elements
+    for max_memory, groups in ((room, [(A, B, C)]), (room - 1, [(A,), (B,), (C,)])):
+        runner = three_tensor_runner(sizes=1 << 60)
+        known = replace(footprint, elements_per_sample=100)
+        calibrate(TARGETS, runner, numbered_samples(5), footprint=known, max_memory=max_memory)
+        assert runner.asked == groups
+
+
 @pytest.mark.parametrize("blocks", [1, 3, 5])
 def test_stop_and_resume(blocks: int) -> None:
     """A stopped and resumed calibration equals an uninterrupted one."""
@@ -233,6 +244,7 @@ def test_invalid_resume() -> None:
     """Other tensors, data, models and shards, and complete statistics, cannot be resumed."""
     stop = partial(calibrate, TARGETS, three_tensor_runner(), should_stop=lambda: True)
     again = partial(calibrate, TARGETS, three_tensor_runner())
+    two_shards = combine_stats([again(numbered_samples(22), shard=(part, 4)) for part in (1, 3)])
     for before, call, reason in (
         (
             stop(numbered_samples(22)),
@@ -250,6 +262,7 @@ def test_invalid_resume() -> None:
             "of another model",
         ),
         (stop(numbered_samples(22)), partial(again, numbered_samples(22), shard=(2, 2)), "of another shard"),
+        (two_shards, partial(again, numbered_samples(22), shard=(1, 2)), "of another shard"),
         (again(numbered_samples(22)), partial(again, numbered_samples(22)), "complete"),
     ):
         with pytest.raises(DataError, match=reason):

@@ -42,6 +42,7 @@ def test_counts() -> None:
     assert (make_data_run((0, 3)).samples_done, make_data_run((0, 3)).complete) == (10, True)
     both = make_stats(make_data_run((0, 3)), make_data_run((1, 2), data_digest="d2", random=True))
     assert (both.samples, both.blocks, both.complete, both.random) == (14, 4, False, True)
+    assert not make_stats(make_data_run((0, 3))).random
 
 
 def test_combine_stats() -> None:
@@ -56,6 +57,9 @@ def test_combine_stats() -> None:
     assert whole.runs == (make_data_run((0, 3)),)
     assert (whole.sketches[A].low, whole.sketches[A].high, whole.sketches[A].blocks) == (-5, 9, 3)
     assert list(whole.sketches) == [A]
+    only_b = make_stats(make_data_run((1, 2)), sketches={B: whole.sketches[A]})
+    assert combine_stats([make_stats(make_data_run((0, 1))), only_b]).sketches[B] == whole.sketches[A]
+    assert replace(whole, data_findings=("few samples",)) == whole  # a file does not have them
     other = make_stats(make_data_run((0, 3), data_digest="d0"), values=(70.0,))
     assert combine_stats([whole, other]) == combine_stats([other, whole])
     assert [one.data_digest for one in combine_stats([whole, other]).runs] == ["d0", "d1"]
@@ -105,7 +109,9 @@ def test_select_by_fingerprint() -> None:
     assert list(found.sketches) == [renamed]
     assert list(found.targets) == [renamed, B]
     hidden = make_stats(make_data_run((0, 3)), unobservable={B: "hidden"})
-    assert select_stats(hidden, {B: ObservationTarget("bb", None, 7)}, "m0", "do this").unobservable == {B: "hidden"}
+    for bits in (7, 10):  # an unobservable tensor lacks no details
+        selected = select_stats(hidden, {B: ObservationTarget("bb", None, bits)}, "m0", "do this")
+        assert selected.unobservable == {B: "hidden"}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +135,7 @@ def test_select_by_fingerprint() -> None:
             "m0",
             "lack 7 tensors .*:\n(  c.*\n){5}  and 2",
         ),
+        ({TensorRef("", f"c{i}"): ObservationTarget("cc") for i in range(5)}, "m0", ":\n(  c.*\n){5}[^ ]"),
     ],
 )
 def test_missing_targets(wanted: dict, model: str, reason: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import zipfile
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,6 +78,9 @@ def test_round_trip(stats_of_every_target: Stats, stats_path: Path, tmp_path: Pa
     found = load_stats(stats_path)
     assert found == stats_of_every_target
     assert list(found.targets) == list(stats_of_every_target.targets)
+    with zipfile.ZipFile(stats_path) as archive:
+        header = json.loads(archive.read("header.json"))
+    assert (header["format"], header["version"]) == ("graphquant statistics", 3)
     found.save(tmp_path / "again.gqs")
     assert (tmp_path / "again.gqs").read_bytes() == stats_path.read_bytes()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["again.gqs", "stats.gqs"]
@@ -163,6 +167,8 @@ HOSTILE = {
     "channels": lambda h: h["tensors"][0].update(channels=1),
     "many channels": lambda h: h["tensors"][3].update(channels=1 << 40),
     "twice": lambda h: h["tensors"].append(h["tensors"][0]),
+    "twice without values": lambda h: h["tensors"].append(h["tensors"][4]),
+    "bits without values": lambda h: h["tensors"][4].update(bits=9),
     "sum": lambda h: h["tensors"][0].update(low_sum="f" * 10**6),
     "no hex": lambda h: h["tensors"][0].update(fingerprint="xyz"),
     "text for number": lambda h: h["tensors"][0].update(port="0"),
@@ -173,6 +179,7 @@ HOSTILE = {
     "no samples": lambda h: h["runs"][0].update(block_size=0),
     "data twice": lambda h: h["runs"].append(h["runs"][0]),
     "hidden": lambda h: h["unobservable"][0].update(tensor=100),
+    "also hidden": lambda h: h["unobservable"].append({"tensor": 100, "reason": ""}),
     "deep": lambda h: h.update(runs=eval("[" * 90 + "]" * 90)),  # noqa: S307  # a literal
     "list": lambda h: h.update(tensors={}),
 }
@@ -183,6 +190,54 @@ def test_inconsistent_headers(stats_path: Path, name: str) -> None:
     """Sizes, counts and ranges that do not match the arrays are rejected."""
     rewritten(stats_path, HOSTILE[name])
     with pytest.raises(DataError, match="cannot be read"):
+        load_stats(stats_path)
+
+
+@pytest.mark.parametrize(
+    ("channels", "tensors", "reason"),
+    [(1 << 24, 8, "'low'"), (1 << 24, 9, "too large"), ((1 << 24) + 1, 1, r"header\.json: tensors\.0\.channels: ")],
+)
+def test_size_limits(stats_path: Path, channels: int, tensors: int, reason: str) -> None:
+    """Tensors may have 2**24 channels, and all arrays 2 GiB."""
+
+    def enlarge(header: dict) -> None:
+        entry = header["tensors"][3] | {"channels": channels, "bins": 0}
+        header["tensors"] = [entry | {"port": port} for port in range(tensors)]
+
+    rewritten(stats_path, enlarge)
+    with pytest.raises(DataError, match=reason):
+        load_stats(stats_path)
+
+
+@pytest.mark.parametrize("count", [(1 << 40) - 1, 1 << 40])
+def test_values_in_one_bin(tmp_path: Path, count: int) -> None:
+    """A bin has fewer than 2**40 values."""
+    tensor = TensorRef("", "x")
+    sketch = replace(sketched(np.ones(1, np.float32), None, 7), count=count, counts=np.array([count]))
+    stats = Stats(model_digest="a", targets={tensor: ObservationTarget("b", None, 7)}, sketches={tensor: sketch})
+    stats.save(tmp_path / "stats.gqs")
+    with contextlib.nullcontext() if count < 1 << 40 else pytest.raises(DataError):
+        assert load_stats(tmp_path / "stats.gqs") == stats
+
+
+def test_missing_array(stats_path: Path) -> None:
+    """A file without one of the arrays is rejected."""
+    with zipfile.ZipFile(stats_path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist() if name != "sums"}
+    with zipfile.ZipFile(stats_path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(DataError, match="'sums'"):
+        load_stats(stats_path)
+
+
+def test_members_shorter_than_declared(stats_path: Path) -> None:
+    """A header that ends before its declared size is rejected, although its checksum is right."""
+    data = bytearray(stats_path.read_bytes())
+    declared_size = data.index(b"PK\x01\x02") + 24  # of the first member, in the central directory
+    data[declared_size] += 1
+    stats_path.write_bytes(data)
+    with pytest.raises(DataError):
         load_stats(stats_path)
 
 
@@ -212,24 +267,26 @@ def test_inconsistent_numbers(stats_of_every_target: Stats, stats_path: Path) ->
     with zipfile.ZipFile(stats_path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
 
-    def first(name: str, dtype: str, value: float) -> bytes:
+    def changed(name: str, dtype: str, index: int, value: float) -> bytes:
         values = np.frombuffer(members[name], dtype).copy()
-        values[0] = value
+        values[index] = value
         return values.tobytes()
 
-    for name, dtype, value in (
-        ("bins", "<u4", 2**32 - 1),
-        ("counts", "<i8", 0),
-        ("counts", "<i8", -1),
-        ("counts", "<i8", 2**62),
-        ("sums", "<u8", 2**64 - 1),
-        ("low", "<f8", np.nan),
-        ("low", "<f8", 1e9),
-        ("high", "<f8", -np.inf),
+    for name, dtype, index, value in (
+        ("bins", "<u4", 0, 2**32 - 1),
+        ("bins", "<u4", -1, 2**16),  # one above the largest bin of 7 bits
+        ("counts", "<i8", 0, 0),
+        ("counts", "<i8", 0, -1),
+        ("counts", "<i8", 0, 2**62),
+        ("sums", "<u8", 0, 2**64 - 1),
+        ("low", "<f8", 0, np.nan),
+        ("low", "<f8", 0, 1e9),
+        ("low", "<f8", 3, 1e9),  # one of four channels
+        ("high", "<f8", 0, -np.inf),
     ):
         with zipfile.ZipFile(stats_path, "w") as archive:
             for member, data in members.items():
-                archive.writestr(member, first(name, dtype, value) if member == name else data)
+                archive.writestr(member, changed(name, dtype, index, value) if member == name else data)
         with pytest.raises(DataError, match="inconsistent"):
             load_stats(stats_path)
 
