@@ -149,24 +149,27 @@ def _op_changes(
 ) -> Iterator[ModelChange]:
     """Changes of an op that both models have."""
     first_op, location = first_graph.op(name), qualified_op_name(second_graph.name, second_op.name)
-    both_stored = first_op.kind in STORED_KINDS and second_op.kind in STORED_KINDS
-    same_value = both_stored and first_op.outputs[:1] and first_op.outputs[0].name == second_op.outputs[0].name
+    stored = first_op.kind in STORED_KINDS  # matched ops are both stored, or have the same type
+    same_value = stored and {output.name for output in first_op.outputs} & {output.name for output in second_op.outputs}
     if name != second_op.name and not same_value:  # a Constant node may have become an initializer
         yield ModelChange("op-renamed", location, f"was {qualified_op_name(first_graph.name, name)}")
     yield from _weight_changes(location, first_op, second_op)
-    if both_stored:
+    if stored:
         return
-    if (first_op.domain, first_op.type) != (second_op.domain, second_op.type):
-        yield ModelChange("op-changed", location, f"{first_op.type} became {second_op.type}")
     if first_op.kind not in BOUNDARY_KINDS:
         yield from _attribute_changes(location, first_op, second_op)
-    elif first_op.outputs and second_op.outputs:
-        before, after = first_op.outputs[0], second_op.outputs[0]
-        if (before.dtype, before.shape) != (after.dtype, after.shape):
-            yield ModelChange("op-changed", location, f"{_describe_type(before)} became {_describe_type(after)}")
+    else:
+        before, after = map(_describe_boundary, (first_op, second_op))
+        if before != after:
+            yield ModelChange("op-changed", location, f"{before} became {after}")
     yield from _wiring_changes(
         first, second, op_pairs, first_graph.slots(name), second_graph.slots(second_op.name), location
     )
+
+
+def _describe_boundary(op: Op) -> str:
+    default = "" if op.read_value is None else " with a default value"
+    return ", ".join(_describe_type(output) + default for output in op.outputs)
 
 
 def _describe_type(array: Output | Array) -> str:
@@ -203,13 +206,17 @@ def _weight_changes(location: str, first_op: Op, second_op: Op) -> Iterator[Mode
     before, after = first_op.read_value(), second_op.read_value()
     if before.dtype != after.dtype or before.shape != after.shape:
         yield ModelChange("weight", location, f"{_describe_type(before)} became {_describe_type(after)}")
-    elif before.dtype.kind in "OSUV":
+    elif before.dtype.kind in "OSU":
         if before.tolist() != after.tolist():
             yield ModelChange("weight", location, "has different values")
     elif before.tobytes() != after.tobytes():
-        errors = np.abs(after.astype(np.float64) - before.astype(np.float64))
-        largest = float(np.nan_to_num(errors, nan=np.inf).max())
-        message = f"{int((errors != 0).sum())} of {errors.size} values differ, by up to {largest:.4g}"
+        raw_before, raw_after = (np.frombuffer(value.tobytes(), f"V{value.itemsize}") for value in (before, after))
+        changed = (raw_before != raw_after).reshape(before.shape)
+        wide = np.result_type(before.dtype, np.float64)  # complex values stay complex
+        with np.errstate(invalid="ignore"):  # an infinite value may change its sign
+            errors = np.abs(after[changed].astype(wide) - before[changed].astype(wide))
+        largest = float(np.nan_to_num(errors, nan=np.inf, posinf=np.inf).max())
+        message = f"{errors.size} of {before.size} values differ, by up to {largest:.4g}"
         yield ModelChange("weight", location, message, largest)
 
 
@@ -350,12 +357,13 @@ def _params_changes(location: str, first: QParams, second: QParams) -> Iterator[
     if messages:
         yield ModelChange("site-changed", location, ", ".join(messages))
     if same_shape and not np.array_equal(first.scale, second.scale):
-        yield _scale_change(location, first.scale, second.scale, _format_span(first.scale), _format_span(second.scale))
+        yield _scale_change(location, first.scale, second.scale)
 
 
-def _scale_change(location: str, before: Array, after: Array, before_text: str, after_text: str) -> ModelChange:
+def _scale_change(location: str, before: Array, after: Array) -> ModelChange:
     size = float(np.abs(after.astype(float) / np.where(before == 0, 1, before) - 1).max())
-    return ModelChange("scale", location, f"{before_text} became {after_text} ({100 * size:.3g}%)", size)
+    message = f"{_format_span(before)} became {_format_span(after)} ({100 * size:.3g}%)"
+    return ModelChange("scale", location, message, size)
 
 
 def _stored_scale_changes(first: Model, second: Model, op_pairs: OpMatching) -> Iterator[ModelChange]:
@@ -370,8 +378,7 @@ def _stored_scale_changes(first: Model, second: Model, op_pairs: OpMatching) -> 
             if before.scale.shape != after.scale.shape or not np.array_equal(before.zero_point, after.zero_point):
                 yield ModelChange("site-changed", location, "other zero points, or another number of scales")
             elif not np.array_equal(before.scale, after.scale):
-                texts = f"{before.scale.min():.6g}", f"{after.scale.min():.6g}"
-                yield _scale_change(location, before.scale, after.scale, *texts)
+                yield _scale_change(location, before.scale, after.scale)
 
 
 def diff_plans(first: Plan, second: Plan) -> Differences:

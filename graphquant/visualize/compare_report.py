@@ -96,7 +96,7 @@ CHANGE_LABELS = {
     "op-added": ("op added", "ops added"),
     "op-removed": ("op removed", "ops removed"),
     "op-renamed": ("op renamed", "ops renamed"),
-    "op-changed": ("op of another type", "ops of another type"),
+    "op-changed": ("input of another type or shape", "inputs of another type or shape"),
     "attribute": ("attribute changed", "attributes changed"),
     "wiring": ("input rewired", "inputs rewired"),
     "weight": ("weight changed", "weights changed"),
