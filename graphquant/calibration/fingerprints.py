@@ -21,7 +21,7 @@ from graphquant.quantize import look_through_dropped_ops
 _FingerprintNode = tuple[str, str, str]
 """("op", graph, name), or ("entry", graph, "") for the conditions and inputs with which a graph is called."""
 
-FINGERPRINT_LENGTH = 32  # length of a fingerprint in hexadecimal characters
+FINGERPRINT_LENGTH = 16  # length of a fingerprint in bytes, each of which is two hexadecimal characters
 
 
 @paused_gc()
@@ -227,4 +227,4 @@ def _hash_chunks(*chunks: bytes | memoryview) -> bytes:
     for chunk in chunks:
         hasher.update(len(chunk).to_bytes(8, "little"))
         hasher.update(chunk)
-    return hasher.digest()[: FINGERPRINT_LENGTH // 2]
+    return hasher.digest()[:FINGERPRINT_LENGTH]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import helper, numpy_helper
 
@@ -14,6 +15,7 @@ import graphquant as gq
 from graphquant import api
 from graphquant.calibration import all_float_targets, preserved_fingerprints
 from graphquant.calibration.fingerprints import fingerprints
+from graphquant.errors import ModelError
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.ir import Call, Model, Op, Output, TensorRef
 from graphquant.ir.graph import Graph
@@ -104,7 +106,54 @@ def test_folded_batchnorm_of_tensorflow() -> None:
     source = _with_batchnorm()
     prepared, _ = prepare(source, ["fold-batchnorm"])
     found = preserved_fingerprints(source, prepared)
-    assert found == {TensorRef("", "norm/bias_add"): all_fingerprints(source)["norm:0"]}
+    before = all_fingerprints(source)
+    assert found == {TensorRef("", "norm/bias_add"): before["norm:0"]}
+    relu = TensorRef("", "relu")
+    assert fingerprints(prepared, [relu], found)[relu] == before["relu:0"] != fingerprints(prepared, [relu])[relu]
+
+
+def test_batchnorm_that_stays_is_not_preserved() -> None:
+    """A BatchNorm that preparation switches to other statistics computes other values."""
+    source = _with_batchnorm()
+    prepared = source.copy()
+    prepared.main.replace_op(replace(source.main.op("norm"), attrs={"is_training": False}))
+    assert preserved_fingerprints(source, prepared) == {}
+
+
+FOLDED = """
+<ir_version: 8, opset_import: ["" : 11]> g (float[1,1,4,4] x) => (float[1,1,4,4] y)
+<float[1,1,1,1] w = {2}, float[1] s = {3}, float[1] v = {1}, float six = {6}>
+{
+    a = Relu (x)
+    c = Conv (a, w)
+    n = BatchNormalization (c, s, s, s, v)
+    i = Identity (n)
+    k = Clip (i, , six)
+    y = Neg (k)
+}
+"""
+
+
+def test_folded_weights_of_an_upgraded_model_are_new() -> None:
+    """After an opset upgrade, the fingerprint of an op is preserved unless preparation replaced its weights."""
+    source = model_from_message(onnx.parser.parse_model(FOLDED))
+    prepared, _ = prepare(source, ["drop-identity", "fold-batchnorm"])
+    assert preserved_fingerprints(source, prepared) == {}
+    prepared.opset = 13
+    before = all_fingerprints(source)
+    preserved = preserved_fingerprints(source, prepared)
+    assert preserved == {TensorRef("", name): before[f"{name}:0"] for name in ("a", "k", "y")}
+    conv = TensorRef("", "c")
+    assert fingerprints(prepared, [conv], preserved)[conv] not in before.values()
+
+
+def test_upgraded_outputs_of_other_names_are_new() -> None:
+    """An upgrade may use the name of an op for a part of its computation, whose output has another name."""
+    source = model_from_message(onnx.parser.parse_model(FOLDED))
+    upgraded = source.copy()
+    upgraded.opset = 13
+    upgraded.main.replace_op(replace(source.main.op("k"), outputs=(Output("k_flat", "float32"),)))
+    assert set(preserved_fingerprints(source, upgraded)) == {TensorRef("", name) for name in "acniy"}
 
 
 def _with_batchnorm() -> Model:
@@ -160,13 +209,48 @@ def _looping(weight: float, start: float, *, cut: bool = False) -> Model:
 
 def test_loop_bodies() -> None:
     """A tensor in a loop body depends on the whole body and on the inputs of the loop."""
-    names = [TensorRef("", "beside"), TensorRef("", "after"), *(TensorRef("loop/body", n) for n in ("product", "sum"))]
+    body_names = [TensorRef("loop/body", name) for name in ("carried", "product", "sum")]
+    names = [TensorRef("", "beside"), TensorRef("", "after"), *body_names]
     before = fingerprints(_looping(2, 3), names)
     assert fingerprints(_looping(2, 3), names) == before
     for other in (_looping(5, 3), _looping(2, 4), _looping(2, 3, cut=True)):
         after = fingerprints(other, names)
-        assert [after[name] == before[name] for name in names] == [True, False, False, False]
-    assert len(set(before.values())) == 4
+        assert [after[name] == before[name] for name in names] == [True, False, False, False, False]
+    assert len(set(before.values())) == 5
+
+
+def _nested_calls(value: float, *, unreachable_caller: bool = False) -> Model:
+    """Create a main graph that calls one graph with `value`, and that graph another one, with a constant."""
+    model = Model(format="onnx")
+    for name in ("", "outer", "inner", "dead"):
+        model.graphs[name] = Graph(name, model.graphs)
+    known = (Output("v", "float32", (2,)),)
+
+    def add(graph: str, name: str, kind: str, inputs=(), value=None, **more) -> TensorRef:
+        read_value = None if value is None else lambda: np.float32(value)
+        op = Op(name=name, kind=kind, type=kind, outputs=known, read_value=read_value, **more)
+        return model.graphs[graph].add_op(op, inputs)
+
+    def call(graph: str, callee: str, inputs) -> None:
+        result = add(graph, "call", "call", inputs, calls=(Call("f", callee),))
+        model.graphs[graph].outputs = [add(graph, "@out", "output", [result]).op]
+
+    call("", "outer", [add("", "value", "constant", value=value)])
+    call("outer", "inner", [add("outer", "fixed", "constant", value=3)])
+    product = add("inner", "product", "mul", [add("inner", "in", "input"), add("inner", "weight", "constant", value=2)])
+    model.graphs["inner"].inputs = ["in"]
+    model.graphs["inner"].outputs = [add("inner", "@out", "output", [product]).op]
+    if unreachable_caller:
+        call("dead", "inner", [add("dead", "other", "constant", value=7)])
+    return model
+
+
+def test_called_graphs() -> None:
+    """An op of a graph depends on the inputs of all calls that lead to it, unless it is a stored value."""
+    names = [TensorRef("inner", "weight"), TensorRef("inner", "in"), TensorRef("inner", "product")]
+    before, after = (fingerprints(_nested_calls(value), names) for value in (1, 5))
+    assert [after[name] == before[name] for name in names] == [True, False, False]
+    assert fingerprints(_nested_calls(1, unreachable_caller=True), names) == before
 
 
 @pytest.mark.parametrize("name", ["digits_rnn_saved_model", "digits_rnn.pb"])
@@ -196,3 +280,78 @@ def test_long_chains() -> None:
         here = graph.add_op(Op(name=f"r{i}", kind="relu", type="Relu", outputs=(Output(f"r{i}", "float32"),)), [here])
     found = fingerprints(model, [here, TensorRef("", "r0")])
     assert len(set(found.values())) == 2
+
+
+class Message:
+    """A message of protobuf, whose text form depends on the release of protobuf."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    def SerializeToString(self, *, deterministic: bool) -> bytes:  # noqa: N802, method of protobuf
+        """Return the bytes of the message."""
+        assert deterministic
+        return self._payload
+
+
+def fingerprint_of_relu(attrs, *, source=None, names=("source", "relu")) -> str:
+    """Return the fingerprint of a Relu with these attributes behind an input or another op."""
+    model = Model(format="onnx")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    fields = {"kind": "input", "type": "Input", **(source or {})}
+    tensor = graph.add_op(Op(name=names[0], outputs=(Output("s", "float32"),), **fields))
+    op = Op(name=names[1], kind="relu", type="Relu", outputs=(Output("r", "float32"),), attrs=attrs)
+    relu = graph.add_op(op, [tensor])
+    return fingerprints(model, [relu])[relu]
+
+
+def large_array(changed: float) -> np.ndarray:
+    """Return an array that NumPy prints in part, with a value in the middle."""
+    return np.where(np.arange(3000) == 1500, np.float32(changed), np.float32(0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ({"axes": (1, 2)}, {"axes": [1, 2]}, True),
+        ({"axes": (1, 2)}, {"axes": (2, 1)}, False),
+        ({"value": large_array(1)}, {"value": large_array(1)}, True),
+        ({"value": large_array(1)}, {"value": large_array(2)}, False),
+        ({"values": [large_array(1)]}, {"values": [large_array(2)]}, False),
+        ({"value": large_array(1)}, {"value": large_array(1).reshape(2, -1)}, False),
+        ({"value": np.float32(0).reshape(1)}, {"value": np.int32(0).reshape(1)}, False),
+        ({"message": Message(b"a")}, {"message": Message(b"a")}, True),
+        ({"message": Message(b"a")}, {"message": Message(b"b")}, False),
+        ({"_class": "a"}, {"_class": "b"}, True),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+        ({"a": 1}, {"b": 1}, False),
+    ],
+)
+def test_attributes(one, other, equal: bool) -> None:
+    """Fingerprints depend on the value of each attribute, but neither on its text form nor on notes for the runtime."""
+    assert (fingerprint_of_relu(one) == fingerprint_of_relu(other)) == equal
+
+
+def unreadable() -> np.ndarray:
+    """Raise the error of weights whose file is missing."""
+    raise ModelError("The file is missing.")
+
+
+def test_names_matter_only_without_values() -> None:
+    """Ops may have any names, while inputs and weights that cannot be read are identified by theirs."""
+    constant = {"kind": "constant", "read_value": lambda: np.float32(1)}
+    expected = fingerprint_of_relu({}, source=constant)
+    assert fingerprint_of_relu({}, source=constant, names=("other", "rectifier")) == expected
+    for source in ({}, {"kind": "constant", "read_value": unreadable}):
+        expected = fingerprint_of_relu({}, source=source)
+        assert fingerprint_of_relu({}, source=source, names=("source", "rectifier")) == expected
+        assert fingerprint_of_relu({}, source=source, names=("other", "relu")) != expected
+    assert fingerprint_of_relu({}, source={"type": "Placeholder"}) != fingerprint_of_relu({})
+
+
+def test_no_tensors_read_no_weights() -> None:
+    """Weights are read only if a fingerprint is requested."""
+    model = Model(format="onnx")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    graph.add_op(Op(name="w", kind="constant", type="C", outputs=(Output("w", "float32"),), read_value=pytest.fail))
+    assert fingerprints(model, []) == {}
