@@ -414,7 +414,7 @@ def _read_stats_arrays(archive: zipfile.ZipFile, tensors: Sequence[_StatsTensorE
 
 def _read_member(archive: zipfile.ZipFile, name: str, size: int) -> bytes:
     with archive.open(name) as stream:
-        data = stream.read(size + 1)
+        data = stream.read(size)
     if len(data) != size:
         raise EOFError(f"{name!r} is truncated")
     return data

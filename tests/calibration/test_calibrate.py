@@ -124,6 +124,9 @@ def test_unreached_tensors() -> None:
     assert found.missing_reason(C) == "it is hidden"
     assert found.sketches[A] == sketch_values(np.array([1.0]), bits=7)
     assert (list(found.targets), found.samples) == ([A, B, C], 3)
+    never_reached = calibrate(TARGETS, Runner(a=lambda x: [x], b=lambda _: []), numbered_samples(3))
+    assert list(never_reached.sketches) == [A]
+    assert never_reached.missing_reason(B) == "no sample reached it"
 
 
 def test_no_targets() -> None:
@@ -238,6 +241,18 @@ def test_stop_and_resume(blocks: int) -> None:
     )
     assert rest == calibrate(TARGETS, three_tensor_runner(), numbered_samples(22))
     assert told == [(min(4 * done, 22), 22) for done in range(blocks, 7)]
+
+
+def test_runs_that_started_before_the_stop() -> None:
+    """Values of runs that end after the stop are not counted."""
+
+    class EagerRunner(Runner):
+        def observe(self, *tensors_and_feeds, **options) -> Iterator[dict]:
+            """Run all feeds before the first result is used."""
+            yield from list(super().observe(*tensors_and_feeds, **options))
+
+    found = calibrate({A: TARGETS[A]}, EagerRunner(a=lambda x: [x]), numbered_samples(22), should_stop=lambda: True)
+    assert (found.samples, found.sketches[A].count, found.sketches[A].high) == (4, 4, 3)
 
 
 def test_invalid_resume() -> None:

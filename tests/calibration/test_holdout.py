@@ -126,7 +126,9 @@ def test_sample_range() -> None:
     """A range of samples ends at its maximum count or where the data ends."""
     data = split_data().dataset
     for max_count, numbers in ((3, [36, 37, 38]), (9, [36, 37, 38, 39]), (None, [36, 37, 38, 39])):
-        assert [feed["x"].item() for feed in sample_range(data, 36, max_count)] == numbers
+        selected = sample_range(data, 36, max_count)
+        assert [feed["x"].item() for feed in selected] == numbers
+        assert [feed["x"].item() for feed in selected.feeds_between(2, 4)] == numbers[2:]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import struct
 import zipfile
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -174,6 +175,8 @@ HOSTILE = {
     "text for number": lambda h: h["tensors"][0].update(port="0"),
     "true for number": lambda h: h["tensors"][0].update(port=True),
     "blocks twice": lambda h: h["runs"][0].update(block_ranges=[[0, 2], [1, 3]]),
+    "blocks in adjacent ranges": lambda h: h["runs"][0].update(block_ranges=[[0, 2], [2, 3]]),
+    "no blocks in a range": lambda h: h["runs"][0].update(block_ranges=[[2, 2]]),
     "blocks backwards": lambda h: h["runs"][0].update(block_ranges=[[2, 0]]),
     "blocks beyond": lambda h: h["runs"][0].update(block_ranges=[[0, 1000]]),
     "no samples": lambda h: h["runs"][0].update(block_size=0),
@@ -231,13 +234,17 @@ def test_missing_array(stats_path: Path) -> None:
         load_stats(stats_path)
 
 
-def test_members_shorter_than_declared(stats_path: Path) -> None:
-    """A header that ends before its declared size is rejected, although its checksum is right."""
+@pytest.mark.parametrize(
+    ("declared_size", "reason"), [(None, "truncated"), (1 << 27, "truncated"), ((1 << 27) + 1, "no readable")]
+)
+def test_members_shorter_than_declared(stats_path: Path, declared_size: int | None, reason: str) -> None:
+    """A header that ends before its declared size is rejected, although its checksum is right, as is one of 128 MiB."""
     data = bytearray(stats_path.read_bytes())
-    declared_size = data.index(b"PK\x01\x02") + 24  # of the first member, in the central directory
-    data[declared_size] += 1
+    position = data.index(b"PK\x01\x02") + 24  # of the size of the first member, in the central directory
+    (size,) = struct.unpack_from("<I", data, position)
+    struct.pack_into("<I", data, position, declared_size or size + 1)
     stats_path.write_bytes(data)
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=reason):
         load_stats(stats_path)
 
 
