@@ -312,9 +312,9 @@ g (float[1,4,8,8] x, float[1,4,8,8] other) => (float[1,4,8,8] y)
         ("y = Add (a, k)", {}),
         ("y = Add (s, x)", {}),
         ("y = Add (a, a)", {"a:0 > y[0]": "branch", "a:0 > y[1]": "skip"}),
-        # t is nearer than x, and from x the path to d would be the longer one
+        # s is nearer than x, from which both paths would be of one length
         (
-            "n = Neg (t) p = Add (n, x) c = Conv (p, w) m = Neg (t) d = Conv (m, w) y = Add (d, c)",
+            "n = Neg (s) q = Neg (x) p = Add (n, q) c = Conv (p, w) m = Neg (s) d = Conv (m, w) y = Add (d, c)",
             {"c:0 > y[1]": "branch", "d:0 > y[0]": "skip"},
         ),
     ],
