@@ -189,14 +189,15 @@ class _TieEdge:
 
 def share_scales(state: SolverState) -> None:
     """Give each site with a range its scale; tied sites get one in common."""
-    edges: dict[int, _TieEdge] = {}
-    pairs = []
+    equal: list[tuple[int, int]] = []
+    differing: list[tuple[int, int]] = []
     for index, site in enumerate(state.sites):
         for source in (state.index_by_use[use] for use in site.tie if use in state.index_by_use):
-            pairs.append((index, source))
-            edges[index] = _TieEdge(source, site.rule)
-            edges.setdefault(source, _TieEdge(index, site.rule))
-    for members in connected_groups(range(len(state.sites)), pairs):
+            is_equal = _sharing_key(site) == _sharing_key(state.sites[source])
+            (equal if is_equal else differing).append((index, source))
+    # A tie between equal schemes explains a shared scale better than one between different schemes.
+    edges = _tie_edges(state, differing) | _tie_edges(state, equal)
+    for members in connected_groups(range(len(state.sites)), differing + equal):
         members_by_key: dict[tuple[object, ...], list[int]] = {}
         for index in members:
             # A per-channel site shares its scales with no other.
@@ -205,10 +206,18 @@ def share_scales(state: SolverState) -> None:
             members_by_key.setdefault(key, []).append(index)
         for sharing in members_by_key.values():
             _share_scale(state, sharing, edges)
-            if members[0] not in sharing:
-                _note_differing_schemes(state, sharing, edges)
+    _note_differing_schemes(state, differing)
     for index in state.params:
         state.skips.pop(index, None)
+
+
+def _tie_edges(state: SolverState, pairs: list[tuple[int, int]]) -> dict[int, _TieEdge]:
+    """Return one tie of each site; `pairs` have a site and the site that it is tied to."""
+    edges: dict[int, _TieEdge] = {}
+    for index, source in pairs:
+        edges[index] = _TieEdge(source, state.sites[index].rule)
+        edges.setdefault(source, _TieEdge(index, state.sites[index].rule))
+    return edges
 
 
 def solve_block_scales(state: SolverState, index: int) -> None:
@@ -271,7 +280,7 @@ def _share_scale(state: SolverState, members: list[int], edges: dict[int, _TieEd
         state.params[index] = params
         if len(ranged) > 1:
             partner = state.sites[ranged[0] if index != ranged[0] else ranged[1]].tensor
-            tie_text = _describe_tie(state, edges.get(index), partner)
+            tie_text = _describe_tie(state, edges[index], partner)
             state.add_note(index, f"it shares scale and zero point with {partner}{tie_text}")
         if raised.any():
             channels_text = f" in {int(raised.sum())} of {raised.size} channels" if raised.ndim else ""
@@ -283,11 +292,10 @@ def _fit_inside_clip(state: SolverState, members: list[int], params: QParams) ->
     """Return `params`, with the next smaller float32 scale if rounding alone exceeds a Clip's limit."""
     if params.scale.ndim:
         return params
-    steps = params.type.limits(narrow=params.narrow)[1] - float(params.zero_point)
-    top = steps * float(params.scale)
+    top = (params.type.limits(narrow=params.narrow)[1] - float(params.zero_point)) * float(params.scale)
     for index in members:
         limits = clip_limits(state.model, state.parameters, state.sites[index].tensor)
-        if limits is not None and steps and limits[1] < top <= limits[1] * (1 + ROUNDING_SHARE):
+        if limits is not None and limits[1] < top <= limits[1] * (1 + ROUNDING_SHARE):
             return replace(params, scale=np.nextafter(params.scale, np.float32(0)))
     return params
 
@@ -300,12 +308,12 @@ def _share_plan_scale(state: SolverState, members: list[int], source_index: int,
         if own_params is None:
             if index in state.ranges or site.tie:
                 state.params[index] = params
-                tie_text = _describe_tie(state, edges.get(index), source)
+                tie_text = _describe_tie(state, edges[index], source)
                 state.add_note(index, f"it shares the scale that the plan gives {source}{tie_text}")
         elif (own_params.scale != params.scale).any() or (own_params.zero_point != params.zero_point).any():
             state.add_note(index, f"it is tied to {source}, for which the plan gives another scale")
             conflict = Conflict(
-                rules=("", edges[index].rule if index in edges else ""),
+                rules=("", edges[index].rule),
                 tensors=(site.tensor, source),
                 wants=(f"the scale {format_values(own_params.scale)}", f"{format_values(params.scale)} for both"),
                 resolution="each keeps its scale from the plan",
@@ -314,7 +322,10 @@ def _share_plan_scale(state: SolverState, members: list[int], source_index: int,
 
 
 def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdge]) -> Range:
-    """Return the union of all ranges, or a fixed one if the others exceed it by less than rounding does."""
+    """Return the union of all ranges, or a fixed one if the others exceed it by less than rounding does.
+
+    Only sites per tensor share a scale, so a union of several ranges has one low and one high end.
+    """
     shared = state.ranges[ranged[0]]
     for index in ranged[1:]:
         shared = shared.union(state.ranges[index])
@@ -332,12 +343,11 @@ def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdg
     fixed_range = state.ranges[fixed]
     low, high = state.sites[fixed].scheme.type.limits()
     excess = MAX_EXCESS_STEPS * (fixed_range.high - fixed_range.low) / (high - low)
-    if (fixed_range.low - shared.low <= excess).all() and (shared.high - fixed_range.high <= excess).all():
+    if fixed_range.low - shared.low <= excess and shared.high - fixed_range.high <= excess:
         return fixed_range
     farthest = next(index for index in ranged if state.ranges[index].union(fixed_range) != fixed_range)
-    edge = edges.get(farthest)
     conflict = Conflict(
-        rules=(state.sites[fixed].rule, edge.rule if edge is not None else ""),
+        rules=(state.sites[fixed].rule, edges[farthest].rule),
         tensors=(state.sites[fixed].tensor, state.sites[farthest].tensor),
         wants=(
             f"the range {format_range(fixed_range)}",
@@ -349,22 +359,19 @@ def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdg
     return shared
 
 
-def _note_differing_schemes(state: SolverState, members: list[int], edges: dict[int, _TieEdge]) -> None:
-    """Note that sites whose schemes differ from those that they are tied to keep their own scales."""
-    for index in members:
-        edge, site = edges[index], state.sites[index]
-        partner = state.sites[edge.tied_index]
-        if _sharing_key(site) == _sharing_key(partner):
+def _note_differing_schemes(state: SolverState, pairs: list[tuple[int, int]]) -> None:
+    """Note that tied sites with different schemes keep their own scales, once for each scheme a site is tied to."""
+    partners = {(index, _sharing_key(state.sites[source])): source for index, source in pairs}
+    for (index, _), source in partners.items():
+        site, partner = state.sites[index], state.sites[source]
+        if index not in state.params or source not in state.params:
             continue
         state.add_note(index, f"it is tied to {partner.tensor}, whose scheme differs, so each has its own scale")
         state.conflicts.append(
             Conflict(
                 rules=(partner.rule, site.rule),
                 tensors=(partner.tensor, site.tensor),
-                wants=(
-                    _describe_scheme(partner),
-                    f"{_describe_scheme(site)}, and rule {edge.rule!r} one scale for both",
-                ),
+                wants=(_describe_scheme(partner), f"{_describe_scheme(site)} and one scale for both"),
                 resolution="each has its own scale",
             )
         )
@@ -377,9 +384,9 @@ def _describe_scheme(site: Site) -> str:
     return f"{scheme.type.name} {scheme.zero}{narrow}{power} per {scheme.per}"
 
 
-def _describe_tie(state: SolverState, edge: _TieEdge | None, mentioned: TensorRef) -> str:
+def _describe_tie(state: SolverState, edge: _TieEdge, mentioned: TensorRef) -> str:
     """Describe the rule that ties a site, and the tied tensor unless it is `mentioned`, to end a sentence."""
-    if edge is None or not edge.rule:
+    if not edge.rule:
         return ""
     partner = state.sites[edge.tied_index].tensor
     return f", by rule {edge.rule!r}" if partner == mentioned else f", as rule {edge.rule!r} ties it to {partner}"

@@ -160,7 +160,7 @@ def test_a_tie_of_schemes_that_differ(tied_net):
     assert [str(conflict) for conflict in solution.conflicts] == [
         (
             "rule 'input' for x:0 requires uint8 asymmetric per tensor, and rule 'join' for y:0 requires uint8"
-            " symmetric per tensor, and rule 'join' one scale for both: each has its own scale"
+            " symmetric per tensor and one scale for both: each has its own scale"
         )
     ]
 
