@@ -32,8 +32,8 @@ class ObservationTarget:
     """Details that calibration collects for a tensor."""
 
     fingerprint: str  # Hash of the fan-in of the tensor. Tensors with the same fingerprint hold the same values.
-    axis: int | None = None  # Channel axis for the minimum and maximum; None for one minimum and maximum of the tensor.
-    bits: int = 0  # mantissa bits of the histogram; 0 for none
+    axis: int | None  # Channel axis for the minimum and maximum; None for one minimum and maximum of the tensor.
+    bits: int  # mantissa bits of the histogram; 0 for none
 
     def shortfall(self, needed: ObservationTarget) -> str:
         """Return the reason why the collected details do not suffice for `needed`, or "" if they do."""

@@ -131,11 +131,11 @@ def test_select_by_fingerprint() -> None:
         ),
         ({A: ObservationTarget("aa", 1, 7)}, "m0", "a:0: .* axis 1"),
         (
-            {TensorRef("", f"c{i}"): ObservationTarget("cc") for i in range(7)},
+            {TensorRef("", f"c{i}"): ObservationTarget("cc", None, 0) for i in range(7)},
             "m0",
             "lack 7 tensors .*:\n(  c.*\n){5}  and 2",
         ),
-        ({TensorRef("", f"c{i}"): ObservationTarget("cc") for i in range(5)}, "m0", ":\n(  c.*\n){5}[^ ]"),
+        ({TensorRef("", f"c{i}"): ObservationTarget("cc", None, 0) for i in range(5)}, "m0", ":\n(  c.*\n){5}[^ ]"),
     ],
 )
 def test_missing_targets(wanted: dict, model: str, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,26 @@ def test_all_float_targets(samples: Path) -> None:
             assert sites <= set(found)
         assert all(target.bits == 7 and target.axis is None for target in found.values())
         assert all(model.output(tensor).dtype in {"float32", "float16"} for tensor in found)
+        assert {model.op(tensor).kind for tensor in found}.isdisjoint({"constant", "variable", "next_iteration"})
+
+
+def test_rescaled_tensors_are_observed_anew(loaded_cnn: gq.Model) -> None:
+    """A tensor has the fingerprint of its value before preparation, unless an algorithm scaled its channels."""
+    prepared = loaded_cnn.copy()
+    prepared.opset = loaded_cnn.opset + 1
+    prepared.main.replace_op(replace(prepared.op(POOL), attrs={**prepared.op(POOL).attrs, "storage_order": 1}))
+    plan = make_plan(site_of_one_use(), site_of_one_use(POOL))
+    before, after, rescaled = (
+        {
+            tensor: target.fingerprint
+            for tensor, target in plan_targets(
+                loaded_cnn, model, plan, full_histograms=True, rescaled=scaled_tensors
+            ).items()
+        }
+        for model, scaled_tensors in ((loaded_cnn, ()), (prepared, ()), (prepared, {POOL}))
+    )
+    assert after == before
+    assert {tensor: rescaled[tensor] == before[tensor] for tensor in rescaled} == {RELU: True, POOL: False}
 
 
 @pytest.mark.parametrize(
