@@ -54,6 +54,7 @@ INDEPENDENT = {
 
 MIXED = {
     "fixed": "(float[1,4] x) => (float[1,4] y) { y = Relu(x) }",
+    "unknown rank": "(float[N,4] x, float[] z) => (float[N,4] y, float[] v) { y = Relu(x)  v = Relu(z) }",
     "scalar": "(float[N,4] x, float z) => (float[N,4] y) { y = Add(x, z) }",
     "softmax": "(float[N,4] x) => (float[N,4] y) { y = Softmax <axis = 0> (x) }",
     "softmax of vectors": "(float[N] x) => (float[N] y) { y = Softmax(x) }",
@@ -310,15 +311,22 @@ def test_observed_tensors_decide() -> None:
         "(float[N,4] x) => (float[N,4] y) { q, s, z = DynamicQuantizeLinear(x)  y = DequantizeLinear(q, s, z) }",
         """(float[N,4] x) => (float[N,4] y) <float one = {1}>
         { a = Abs(x)  m = ReduceMax <keepdims = 0> (a)  d = Max(m, one)  y = Div(x, d) }""",
+        """(float[N,4] x) => (float[N,4] y) <float one = {1}>
+        { a = Abs(x)  m = ReduceMax <keepdims = 0> (a)  d = Min(m, one)  y = Div(x, d) }""",
+        """(float[N,4] x) => (float[N,4] y) <float zero = {0}>
+        { m = ReduceMin <keepdims = 0> (x)  d = Min(m, zero)  y = Sub(x, d) }""",
     ],
-    ids=["dynamic range", "peak above one"],
+    ids=["dynamic range", "peak above one", "peak below one", "negative values"],
 )
 def test_samples_of_one_range(text: str) -> None:
     """A dependence on the range of the batch shows although all samples have one range, below a threshold."""
     runner = create_onnx_runner(model_of_text(text))
-    orders = [np.roll(np.array([[-1, 0.3, 0.7, 1]], np.float32), shift) for shift in range(8)]
-    dataset = Dataset(count=8, digest="da", open_feeds=lambda start, stop: ({"x": x} for x in orders[start:stop]))
-    assert not is_batch_independent(runner, dataset, 8)
+    for lowest in (-1, 0):
+        orders = [np.roll(np.array([[lowest, 0.3, 0.7, 1]], np.float32), shift) for shift in range(8)]
+        dataset = Dataset(
+            count=8, digest="da", open_feeds=lambda start, stop, orders=orders: ({"x": x} for x in orders[start:stop])
+        )
+        assert not is_batch_independent(runner, dataset, 8)
 
 
 def test_batch_size_decides() -> None:
@@ -338,6 +346,10 @@ def test_odd_samples() -> None:
     unequal = [{"x": np.ones((1, 4), np.float32), "z": np.ones((2, 4), np.float32)}]
     dataset = Dataset(count=1, digest="da", open_feeds=lambda start, stop: iter(unequal[start:stop]))
     assert not is_batch_independent(runner, dataset, 8)
+    apart = "(float[N,4] x, float[M,4] z) => (float[N,4] y, float[M,4] v) { y = Relu(x) v = Relu(z) }"
+    assert not is_batch_independent(create_onnx_runner(model_of_text(apart)), dataset, 8)
+    assert not is_batch_independent(runner, random_dataset(runner, rows=0), 1)
+    assert not is_batch_independent(runner, random_dataset(runner, count=0), 1)
     mixing = create_onnx_runner(model_of_text(MIXED["reduce"]))
     assert not is_batch_independent(mixing, random_dataset(mixing, count=1), 8)
 
@@ -388,6 +400,9 @@ def test_equal_within_rounding() -> None:
     assert not equal_within_rounding(values, values.reshape(2, 2))
     assert not equal_within_rounding(np.array([100000]), np.array([100001]))
     assert equal_within_rounding(np.zeros(2), np.zeros(2))
+    rows = np.array([[1, 1e6]], np.float32).T
+    assert equal_within_rounding(rows, rows + 1)
+    assert not equal_within_rounding(rows, rows + 1, batched=True)
 
 
 @pytest.mark.parametrize(
