@@ -56,7 +56,7 @@ def _clip_limit(model: Model, parameters: Parameters, use: Use, attr: str, defau
     if attr in op.attrs or read is None:
         return op.numeric_attr(attr, default) if attr in op.attrs else default
     value = parameters.value(read)
-    return float(value.reshape(-1)[0]) if value is not None and value.size == 1 and value.dtype.kind == "f" else None
+    return float(value.item()) if value is not None and value.size == 1 and value.dtype.kind == "f" else None
 
 
 def saturates_like_clip(params: QParams, limits: tuple[float, float]) -> bool:
@@ -253,8 +253,7 @@ def _sharing_key(site: Site) -> tuple[object, ...]:
 
 def _share_scale(state: SolverState, members: list[int], edges: dict[int, _TieEdge]) -> None:
     """Give sites with equal sharing keys the same scale and zero point."""
-    if len(members) > 1:
-        state.shared_groups.update(dict.fromkeys(members, tuple(members)))
+    state.shared_groups.update(dict.fromkeys(members, tuple(members)))
     explicit = next((index for index in members if index in state.params), None)
     if explicit is not None:
         _share_plan_scale(state, members, explicit, edges)

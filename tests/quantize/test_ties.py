@@ -11,10 +11,11 @@ from support.onnx_models import load_onnx
 from support.plans import make_plan
 
 from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
-from graphquant.numerics import IntType, qparams_from_scale
+from graphquant.numerics import IntType, Range, qparams_from_scale
 from graphquant.observers import sketch_values
 from graphquant.quantize import Site, Skip, SkipCode, saturates_like_clip, solve_scales
-from graphquant.quantize.ties import clip_limits
+from graphquant.quantize.solver_state import SolverState
+from graphquant.quantize.ties import clip_limits, share_scales
 from graphquant.rules import ObserverConfig, Scheme
 
 UINT8 = Scheme(name="act", dtype="uint8", zero="asymmetric", family="onnx-qdq")
@@ -136,6 +137,13 @@ def test_the_pair_before_a_clip_takes_no_scale_of_the_plan(tmp_path):
     assert (pair.scale, pair.zero_point, pair.range, pair.clone_of) == (None, None, None, None)
 
 
+def test_a_clip_whose_output_stays_float_gets_no_pair(tmp_path):
+    """No sample reached the output, so it has no pair to repeat."""
+    model = load_onnx(tmp_path, CLIPPED, {"low": np.float32(-1), "high": np.float32(1)})
+    solution = solve_with_ends(model, [site_of("y", "z[0]", "v[0]")], skips=(FUSED,))
+    assert (len(solution.plan.sites), solution.params, solution.plan.skips) == (1, {}, (FUSED,))
+
+
 def test_a_clip_that_integers_replace_gets_no_pair(tmp_path):
     """The range of the integers ends at both limits."""
     model = load_onnx(tmp_path, CLIPPED, {"low": np.float32(-2), "high": np.float32(2)})
@@ -172,13 +180,13 @@ def test_the_scale_of_a_clip_is_rounded_down(tmp_path, high, largest, expected):
 JOIN = "g (float[1,2,3,3] a, float[1,2,3,3] b) => (float r) { c = Concat<axis = 1>(a, b) READERS }"
 
 
-def solve_join(folder, readers="r = Relu(c)", small=(0.0, 1.0), first=None, second=None, **output_fields):
-    """Solve a Concat of one input up to 255 and one with the ends `small`; return the solution."""
+def solve_join(folder, readers="r = Relu(c)", small=(0.0, 1.0), largest=255.0, second=None, **output_fields):
+    """Solve a Concat of one input up to `largest` and one with the ends `small`; return the solution."""
     model = load_onnx(folder, JOIN.replace("READERS", readers), {"k": np.ones((1, 4, 1, 1), np.float32)})
-    sites = [first or site_of("a", "c[0]"), second or site_of("b", "c[1]"), site_of("c", "r[0]", **output_fields)]
+    sites = [site_of("a", "c[0]"), second or site_of("b", "c[1]"), site_of("c", "r[0]", **output_fields)]
     if readers != "r = Relu(c)":
         sites[2] = replace(sites[2], uses=(Use("", readers.split(" = ")[0], 0),))
-    return solve_with_ends(model, sites, a=(0.0, 255.0), b=small, c=(0.0, 255.0))
+    return solve_with_ends(model, sites, a=(0.0, largest), b=small, c=(0.0, largest))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +211,7 @@ def test_sixteen_integers_behind_a_concat(tmp_path, small, skipped):
 
 def test_the_reason_names_the_input_of_a_concat(tmp_path):
     """The reason has the narrow input, the number of integers that it would span, and the Concat."""
-    for skip in solve_join(tmp_path, small=(0.0, 4.0)).skips.values():
+    for skip in solve_join(tmp_path, small=(0.0, 8.0), largest=510.0).skips.values():
         assert re.findall(r"\w:0|\d\.\d|\w$", skip.reason) == ["b:0", "4.0", "c"]
 
 
@@ -242,6 +250,18 @@ def test_concats_without_quantized_inputs(tmp_path):
     """A Concat of float inputs has no narrow one."""
     model = load_onnx(tmp_path, JOIN.replace("READERS", "r = Relu(c)"))
     assert solve_with_ends(model, [site_of("c", "r[0]")], c=(0.0, 1.0)).params.keys() == {0}
+    sites = [site_of("a", "c[0]"), site_of("c", "r[0]")]
+    assert solve_with_ends(model, sites, c=(0.0, 1.0)).params.keys() == {1}  # no sample reached the input
+
+
+def test_a_concat_that_a_subgraph_reads(tmp_path):
+    """A product in a branch is no reason to keep the Concat quantized: the branch may not run."""
+    branches = "then_branch = th () => (float e) { e = Conv(c, k) }, else_branch = el () => (float f) { f = Relu(c) }"
+    text = JOIN.replace("(float[1", "(bool p, float[1", 1).replace("READERS", f"r = If(p) <{branches}>")
+    model = load_onnx(tmp_path, text, {"k": np.ones((1, 4, 1, 1), np.float32)})
+    uses = tuple(model.main.consumers(TensorRef("", "c")))
+    sites = [site_of("a", "c[0]"), site_of("b", "c[1]"), replace(site_of("c"), uses=uses)]
+    assert solve_with_ends(model, sites, a=(0.0, 255.0), b=(0.0, 1.0), c=(0.0, 255.0)).skips.keys() == {0, 1, 2}
 
 
 def merges(text, *, model_format="onnx", **kinds):
@@ -407,6 +427,22 @@ def test_a_tied_site_with_a_range_of_the_plan_needs_no_source(given):
         site_of("c", "d[0]", **ties_to("c[0]")),
     ]
     assert scales(solve_with_ends(model, sites, c=(0.0, 2.55))) == {1: 0.01, 2: 0.01}
+
+
+def test_a_tie_to_a_tensor_without_a_site():
+    """A site that is tied to a float tensor alone stays float. A range of its own keeps it quantized."""
+    model, tied_site = merges("a; b: a; c: b"), site_of("b", "c[0]", **ties_to("b[0]"))
+    assert solve_with_ends(model, [tied_site], b=(0.0, 1.0)).skips[0].code is SkipCode.TIE
+    assert solve_with_ends(model, [replace(tied_site, range=(0.0, 1.0))]).params.keys() == {0}
+
+
+def test_tied_sites_stay_equal_when_one_is_raised():
+    """A larger scale for one tied site is that of all. Sites of another scheme keep theirs."""
+    state = SolverState(JOINED, make_plan(*joined_sites(UINT8, INT8, UINT8)))
+    state.ranges = dict.fromkeys(range(3), Range(np.float64(0.0), np.float64(255.0)))
+    share_scales(state)
+    state.raise_scale(0, np.float32(4.0), "test")
+    assert [float(state.params[index].scale) for index in range(3)] == [4.0, pytest.approx(255 / 127), 4.0]
 
 
 @pytest.mark.parametrize(("ends", "high"), [((-1.0, 2.55), 2.55), ((-1.0, -0.5), None)])
