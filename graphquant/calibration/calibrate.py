@@ -232,7 +232,7 @@ def collect_stats(
     accumulators = {tensor: SketchAccumulator(target.axis, target.bits) for tensor, target in observed_targets.items()}
     collector = _SketchCollector(accumulators, run.should_stop)
     finished: list[tuple[int, int]] = []
-    samples_before = stats.samples
+    samples_done = stats.samples
     feeds = block_feeds(
         dataset, block_ranges if observed_targets else (), footprint.block_size, join_samples=footprint.join_samples
     )
@@ -240,7 +240,7 @@ def collect_stats(
     if max_elements is not None:  # static shapes are too small for some models
         max_elements *= 2 * (footprint.block_size if footprint.join_samples else 1)
     if run.progress is not None:
-        run.progress(samples_before, total_samples)
+        run.progress(samples_done, total_samples)
     with ThreadPoolExecutor(MAX_CONCURRENT_RUNS) as pool:
         observations = observe_feeds(
             runner,
@@ -257,13 +257,10 @@ def collect_stats(
                 while collector.closed_blocks:
                     block = collector.closed_blocks.popleft()
                     dataset.raise_read_errors()
-                    if finished and finished[-1][1] == block:
-                        finished[-1] = (finished[-1][0], block + 1)
-                    else:
-                        finished.append((block, block + 1))
+                    finished.append((block, block + 1))
+                    samples_done += replace(data_run, block_ranges=(finished[-1],)).samples_done
                     if run.progress is not None:
-                        samples_done = replace(data_run, block_ranges=tuple(finished)).samples_done
-                        run.progress(samples_before + samples_done, total_samples)
+                        run.progress(samples_done, total_samples)
                 if stopped:
                     break
         sketches = dict(zip(accumulators, pool.map(SketchAccumulator.to_sketch, accumulators.values()), strict=True))

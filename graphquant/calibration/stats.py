@@ -124,9 +124,8 @@ class Stats:
         try:
             with lock_output(Path(path)), atomic_file(Path(path)) as file, zipfile.ZipFile(file, "w") as archive:
                 for name, data in _archive_members(self):
-                    info = zipfile.ZipInfo(name)  # its date is the same in all files
-                    info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-                    archive.writestr(info, data, compresslevel=6)
+                    # A ZipInfo has the same date in all files.
+                    archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
 
@@ -348,7 +347,7 @@ def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
     )
     yield HEADER_MEMBER, _header_adapter().dump_json(header, by_alias=True)
     for name, dtype in ARRAY_DTYPES.items():
-        arrays = [np.asarray(getattr(sketch, name)).reshape(-1) for sketch in sketches]
+        arrays = [np.ravel(getattr(sketch, name)) for sketch in sketches]
         yield name, np.concatenate(arrays or [np.zeros(0)]).astype(dtype).tobytes()
 
 
@@ -388,7 +387,7 @@ def load_stats(path: Path) -> Stats:
     except _STATS_READ_ERRORS as error:
         reason = str(error)
         if isinstance(error, ValidationError):
-            first = error.errors(include_url=False)[0]
+            first = error.errors()[0]
             reason = f"{HEADER_MEMBER}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise DataError(
             f"{path} cannot be read as a statistics file: {reason}. Create it again with `graphquant calibrate MODEL"

@@ -151,7 +151,7 @@ def test_inputs_with_different_rows() -> None:
     """Inputs with different numbers of rows are run one by one."""
 
     def run(rows: int) -> list:
-        feeds = [{"x": np.full(1, i), "z": np.full(rows, i)} for i in range(2)]
+        feeds = [{"x": np.full(1, i), "z": np.full((rows, 3), i)} for i in range(2)]
         runner = three_tensor_runner()
         data = Dataset(count=2, digest="da7a", open_feeds=lambda start, stop: iter(feeds[start:stop]))
         calibrate(TARGETS, runner, data, footprint=JOINED)
@@ -218,6 +218,14 @@ def test_known_sizes_need_no_measuring() -> None:
     assert runner.asked == [(A, B, C)]
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_that_fill_sketches(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Several threads collect the same statistics as one."""
+    expected = calibrate(TARGETS, three_tensor_runner(), numbered_samples(9))
+    monkeypatch.setattr("graphquant.calibration.calibrate.FILL_THREADS", threads)
+    assert calibrate(TARGETS, three_tensor_runner(), numbered_samples(9)) == expected
+
+
 @pytest.mark.parametrize(("footprint", "elements"), [(LOAD, 200), (JOINED, 800)])
 def test_limit_of_known_sizes(footprint: RunFootprint, elements: int) -> None:
     """Twice the elements of a run must fit, because static shapes may be too small. Sizes are measured otherwise."""
@@ -234,8 +242,10 @@ def test_stop_and_resume(blocks: int) -> None:
     """A stopped and resumed calibration equals an uninterrupted one."""
     left = iter([False] * (blocks - 1) + [True])
     told: list[tuple[int, int]] = []
-    part = calibrate(TARGETS, three_tensor_runner(), numbered_samples(22), should_stop=lambda: next(left))
-    assert (part.samples, part.complete) == (4 * blocks, False)
+    runner = three_tensor_runner()
+    part = calibrate(TARGETS, runner, numbered_samples(22), should_stop=lambda: next(left))
+    assert (part.samples, part.complete, len(runner.fed)) == (4 * blocks, False, 4 * blocks)
+    assert part.runs[0].block_ranges == ((0, blocks),)
     rest = calibrate(
         TARGETS, three_tensor_runner(), numbered_samples(22), resume_from=part, progress=lambda *what: told.append(what)
     )

@@ -208,6 +208,7 @@ def test_observation_budget() -> None:
         ([100, 100], 3199, [1, 1]),
         ([50] * 12, 250 * 8 + 50 * 8, [4, 4, 4]),  # groups of similar size
         ([60, 60, 60, 20], 60 * 8 + 120 * 8, [2, 2]),
+        ([61, 60, 60], 61 * 8 + 120 * 8, [1, 2]),
         ([60, 61, 60, 20], 61 * 8 + 120 * 8, [1, 1, 2]),  # the first two exceed the rest of the budget by one element
         ([10, 10, 300], 300 * 8 + 20 * 8, [2, 1]),  # one tensor of any size is computed beside a group
         ([300, 10, 10], 1, [1, 1, 1]),

@@ -8,7 +8,7 @@ import random
 import struct
 import zipfile
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -40,9 +40,9 @@ def stats_of_every_target() -> Stats:
     """Return statistics with every kind of target."""
     values = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
     kinds = {"coarse": (None, 7), "fine": (None, 10), "bare": (None, 0), "channels": (0, 7), "empty": (None, 7)}
-    kinds |= {"blank": (None, 10), "blank_channels": (0, 7)}
+    kinds |= {"blank": (None, 10), "blank_channels": (0, 7), "single": (0, 7)}
     odd = np.array([[np.nan, np.inf, -1e300, 5e-324]])
-    shown = {"odd": odd, "blank": values[:0]}
+    shown = {"odd": odd, "blank": values[:0], "single": values[:1]}
     targets = {
         TensorRef("body", name, port): ObservationTarget("c0de", *kind)
         for port, (name, kind) in enumerate(kinds.items())
@@ -82,6 +82,9 @@ def test_round_trip(stats_of_every_target: Stats, stats_path: Path, tmp_path: Pa
     with zipfile.ZipFile(stats_path) as archive:
         header = json.loads(archive.read("header.json"))
     assert (header["format"], header["version"]) == ("graphquant statistics", 3)
+    unreached = replace(found, sketches={})
+    unreached.save(tmp_path / "again.gqs")
+    assert load_stats(tmp_path / "again.gqs") == unreached
     found.save(tmp_path / "again.gqs")
     assert (tmp_path / "again.gqs").read_bytes() == stats_path.read_bytes()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["again.gqs", "stats.gqs"]
@@ -166,6 +169,7 @@ HOSTILE = {
     "bits": lambda h: h["tensors"][0].update(bits=9),
     "coarser bits": lambda h: h["tensors"][1].update(bits=7),
     "channels": lambda h: h["tensors"][0].update(channels=1),
+    "no channels": lambda h: (h["tensors"][3].update(channels=5), h["tensors"][6].update(channels=0)),
     "many channels": lambda h: h["tensors"][3].update(channels=1 << 40),
     "twice": lambda h: h["tensors"].append(h["tensors"][0]),
     "twice without values": lambda h: h["tensors"].append(h["tensors"][4]),
@@ -182,7 +186,9 @@ HOSTILE = {
     "no samples": lambda h: h["runs"][0].update(block_size=0),
     "data twice": lambda h: h["runs"].append(h["runs"][0]),
     "hidden": lambda h: h["unobservable"][0].update(tensor=100),
-    "also hidden": lambda h: h["unobservable"].append({"tensor": 100, "reason": ""}),
+    "also hidden": lambda h: h["unobservable"].append({"tensor": len(h["tensors"]), "reason": ""}),
+    "count of 63 bits": lambda h: h["tensors"][0].update(blocks=1 << 62),
+    "long text": lambda h: h["unobservable"][0].update(reason="x" * ((1 << 20) + 1)),
     "deep": lambda h: h.update(runs=eval("[" * 90 + "]" * 90)),  # noqa: S307  # a literal
     "list": lambda h: h.update(tensors={}),
 }
@@ -212,14 +218,35 @@ def test_size_limits(stats_path: Path, channels: int, tensors: int, reason: str)
         load_stats(stats_path)
 
 
-@pytest.mark.parametrize("count", [(1 << 40) - 1, 1 << 40])
-def test_values_in_one_bin(tmp_path: Path, count: int) -> None:
-    """A bin has fewer than 2**40 values."""
-    tensor = TensorRef("", "x")
-    sketch = replace(sketched(np.ones(1, np.float32), None, 7), count=count, counts=np.array([count]))
+MAX_DROPPED_BITS = (1 << 16) - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "valid"),
+    [
+        ({"counts": [1, 3]}, True),
+        ({"counts": [0, 4]}, False),
+        ({"counts": [(1 << 40) - 1, 1], "count": 1 << 40}, True),
+        ({"counts": [1 << 40, 1], "count": (1 << 40) + 1}, False),
+        ({"sums": [2 * MAX_DROPPED_BITS, 0]}, True),
+        ({"sums": [2 * MAX_DROPPED_BITS + 1, 0]}, False),
+        ({"bins": [0x3F80, (1 << 16) - 1]}, True),
+        ({"bins": [0x3F80, 1 << 16]}, False),
+        ({"bins": [0x3F80, 0x3F80]}, False),
+        ({"low": 3.0}, True),
+        ({"low": 3.1}, False),
+    ],
+)
+def test_limits_of_sketches(tmp_path: Path, changes: dict[str, Any], *, valid: bool) -> None:
+    """A bin has 1 to 2**40 - 1 values, the sum of whose dropped bits is possible; bins ascend within 16 bits."""
+    tensor, sketch = TensorRef("", "x"), sketched(np.array([1, 3], np.float32), None, 7)
+    arrays_changed = {
+        key: np.asarray(value, getattr(sketch, key).dtype) for key, value in changes.items() if key != "count"
+    }
+    sketch = replace(sketch, **{**changes, **arrays_changed})
     stats = Stats(model_digest="a", targets={tensor: ObservationTarget("b", None, 7)}, sketches={tensor: sketch})
     stats.save(tmp_path / "stats.gqs")
-    with contextlib.nullcontext() if count < 1 << 40 else pytest.raises(DataError):
+    with contextlib.nullcontext() if valid else pytest.raises(DataError, match="inconsistent"):
         assert load_stats(tmp_path / "stats.gqs") == stats
 
 
@@ -281,7 +308,6 @@ def test_inconsistent_numbers(stats_of_every_target: Stats, stats_path: Path) ->
 
     for name, dtype, index, value in (
         ("bins", "<u4", 0, 2**32 - 1),
-        ("bins", "<u4", -1, 2**16),  # one above the largest bin of 7 bits
         ("counts", "<i8", 0, 0),
         ("counts", "<i8", 0, -1),
         ("counts", "<i8", 0, 2**62),
@@ -289,6 +315,8 @@ def test_inconsistent_numbers(stats_of_every_target: Stats, stats_path: Path) ->
         ("low", "<f8", 0, np.nan),
         ("low", "<f8", 0, 1e9),
         ("low", "<f8", 3, 1e9),  # one of four channels
+        ("low", "<f8", 3, np.nan),
+        ("high", "<f8", 3, np.nan),
         ("high", "<f8", 0, -np.inf),
     ):
         with zipfile.ZipFile(stats_path, "w") as archive:
