@@ -103,7 +103,7 @@ def summarize_model(model: Model) -> ModelSummary:
     parameters = Parameters(model)
     live = model.reachable_graphs()
     types: Counter[str] = Counter()
-    quantization_ops, coverage, tensors = [], [], []
+    quantization_ops, tensors = [], []
     for name in live:
         graph = model.graphs[name]
         for op in graph.ops():
@@ -119,9 +119,7 @@ def summarize_model(model: Model) -> ModelSummary:
             tensors += stored
             if op.kind in QUANTIZATION_KINDS and not stored and not _is_paired_quantize(graph, op):
                 quantization_ops.append(_read_quantization_op(graph, op, parameters))
-            if op.kind in MAC_KINDS:
-                reason = _float_input_reason(graph, op)
-                coverage.append(OpCoverage(graph=name, op=op.name, kind=op.kind, quantized=not reason, reason=reason))
+    coverage = weighted_op_coverage(model)
     graph_order = {name: number for number, name in enumerate(live)}
     unreachable = tuple(name for name in model.graphs if name not in graph_order and name not in model.saved_functions)
     quantized = {(op_coverage.graph, op_coverage.op) for op_coverage in coverage if op_coverage.quantized}
@@ -130,10 +128,20 @@ def summarize_model(model: Model) -> ModelSummary:
         model=model,
         op_types=dict(sorted(types.items(), key=lambda entry: (-entry[1], entry[0]))),
         quantization_ops=tuple(quantization_ops),
-        coverage=tuple(coverage),
+        coverage=coverage,
         tensors=tuple(tensors),
         unreachable_functions=unreachable,
         float_clone_ops=tuple(_float_clone_ops(model, parameters, quantized)),
+    )
+
+
+def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
+    """Return the weighted ops that a run can reach, and the reasons of those with float inputs."""
+    weighted_ops = ((graph, op) for graph, op in model.reachable_ops() if op.kind in MAC_KINDS)
+    reasons = ((graph, op, _float_input_reason(graph, op)) for graph, op in weighted_ops)
+    return tuple(
+        OpCoverage(graph=graph.name, op=op.name, kind=op.kind, quantized=not reason, reason=reason)
+        for graph, op, reason in reasons
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from graphquant import formats
 from graphquant.analysis.comparison import ErrorSums, SiteFigures, ignore_overflow
-from graphquant.analysis.model_summary import OpCoverage, QuantizationOp, summarize_model
+from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.errors import InternalError
 from graphquant.ir import QUANTIZATION_KINDS, Model, Parameters, TensorRef
 from graphquant.ir.op_matching import OpMatching, consumers_through_qdq, match_ops, unclipped_source, unquantized_source
@@ -90,7 +90,6 @@ class ComparedSites:
     sites: tuple[ComparedSite, ...]  # all of them, in graph order
     float_model: Model  # the float model, prepared like the quantized model
     float_has_quantization: bool  # True if the float model contains quantization, so that observing changes its results
-    coverage: tuple[OpCoverage, ...]  # weighted ops of the quantized model, and whether they run on integers
 
     def tensors_to_observe(self) -> tuple[list[TensorRef], list[TensorRef]]:
         """Tensors to observe in the quantized and in the float model."""
@@ -132,8 +131,8 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
         prepared = prepare_like(float_model, quantized_model)
         op_pairs = match_ops(quantized_model, prepared)
     parameters, float_weights = Parameters(quantized_model), _FloatWeights(quantized_model, prepared, op_pairs)
-    compared, summary, rescaled_tensors = [], summarize_model(quantized_model), _rescaled_tensors(quantized_model)
-    for quantization_op in summary.quantization_ops:
+    compared, rescaled_tensors = [], _rescaled_tensors(quantized_model)
+    for quantization_op in summarize_model(quantized_model).quantization_ops:
         output_tensor = TensorRef(quantization_op.graph, quantization_op.op)
         quantized_tensor = unclipped_source(quantized_model, quantization_op.tensor)
         reads_integers = (
@@ -165,7 +164,6 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
         sites=tuple(compared),
         float_model=prepared,
         float_has_quantization=float_has_quantization,
-        coverage=summary.coverage,
     )
 
 

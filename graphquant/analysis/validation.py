@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from graphquant import formats
 from graphquant.analysis.compare import ComparisonSamples, compare_runners
 from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures, rows_to_show_share
-from graphquant.analysis.site_errors import ComparedSites, match_sites
+from graphquant.analysis.model_summary import weighted_op_coverage
+from graphquant.analysis.site_errors import match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
 from graphquant.calibration import measure_footprint
 from graphquant.calibration.holdout import HoldOut, open_optional_labels, sample_range
@@ -252,15 +253,15 @@ def validate_model(
             max_site_samples=SITE_SAMPLES,
         )
         report = stage_progress(progress, "validating")
-        sites = match_sites(source, quantized) if include_sites else None
-        measured_sites = sites if sites is not None and has_few_sites(len(sites.sites)) else None
+        site_count = sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops())
+        sites = match_sites(source, quantized) if include_sites and has_few_sites(site_count) else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         create = formats.format_module(quantized.format).create_runner
-        comparison = compare_runners(runner, create(quantized), samples, measured_sites, {}, report)
+        comparison = compare_runners(runner, create(quantized), samples, sites, {}, report)
         quantized_macs, total_macs = (
-            (0, 0)
-            if sites is None
-            else count_quantized_macs(source, quantized, sites, measure_tensor_sizes(source, batches, runner, labels))
+            count_quantized_macs(source, quantized, measure_tensor_sizes(source, batches, runner, labels))
+            if include_sites
+            else (0, 0)
         )
     except (MissingDependencyError, ModelError) as error:
         return Validation(
@@ -278,7 +279,7 @@ def validate_model(
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
     )
-    if measured_sites is None or quantized.format != "onnx" or not validation.failures:
+    if sites is None or quantized.format != "onnx" or not validation.failures:
         return validation
     from graphquant.formats.onnx import create_runner  # imported when needed, because onnxruntime is slow to import
 
@@ -371,13 +372,13 @@ def _broken_outputs_message(outputs: Sequence[OutputFigures], comparison: Compar
 
 
 def count_quantized_macs(
-    source: Model, quantized: Model, sites: ComparedSites | None = None, sizes: Mapping[TensorRef, int] | None = None
+    source: Model, quantized: Model, sizes: Mapping[TensorRef, int] | None = None
 ) -> tuple[int, int]:
     """Return the multiply-adds per sample with quantized inputs, and all; zeros if `sizes` lacks unknown sizes."""
     if sizes is None and unsized_tensors(source):
         return 0, 0
-    counts, sites = count_macs(source, sizes), sites or match_sites(source, quantized)
-    quantized_ops = {(op_coverage.graph, op_coverage.op) for op_coverage in sites.coverage if op_coverage.quantized}
+    counts = count_macs(source, sizes)
+    quantized_ops = {(covered.graph, covered.op) for covered in weighted_op_coverage(quantized) if covered.quantized}
     return sum(count for op_id, count in counts.items() if op_id in quantized_ops), sum(counts.values())
 
 

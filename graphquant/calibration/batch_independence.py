@@ -29,6 +29,8 @@ with which a range or a branch that depends on the whole batch would not show.""
 
 ROUNDING_ERROR = 1e-4  # relative error up to which values differ only by float rounding in another order
 
+MAX_JOINED_VALUES = 1 << 16  # maximum number of values of tensors that are compared at once
+
 DEPENDENT_KINDS = LOOP_KINDS | {"enter", "exit", "if", "loop_cond", "merge", "next_iteration", "random", "switch"}
 """Kinds that rule batches out, because other samples may take another path than those that are compared."""
 
@@ -91,7 +93,9 @@ def is_batch_independent(
             return all(
                 outputs.keys() == values.keys()
                 and all(
-                    _rows_agree(outputs[name], value, batch_size, first, len(samples)) for name, value in values.items()
+                    (rows := _paired_rows(outputs[name], value, batch_size, first, len(samples))) is not None
+                    and equal_within_rounding(*rows, batched=True)
+                    for name, value in values.items()
                 )
                 for first, values in enumerate(map(runner.run, samples))
             )
@@ -133,24 +137,34 @@ def _observed_tensors_agree(
     with closing(runner.observe(group, feeds, other_tensors=sorted(others))) as observations:
         batch = next(observations)
         for first, values in enumerate(observations):
-            for tensor in group:
+            # Small tensors of one shape are compared at once, because numpy's overhead dominates them.
+            pairs: dict[tuple[Any, ...], list[tuple[Array, Array]]] = {}
+            for position, tensor in enumerate(group):
                 if len(batch[tensor]) != 1 or len(values[tensor]) != 1:
                     return False
                 (joined,), (value,) = batch[tensor], values[tensor]
-                if not (
-                    equal_within_rounding(value, joined)
-                    or _rows_agree(joined, value, batch_size, first, len(feeds) - 1)
-                ):
+                rows = _paired_rows(joined, value, batch_size, first, len(feeds) - 1)
+                if rows is None and not equal_within_rounding(value, joined):
+                    return False
+                if rows is not None:
+                    chunk = position // max(MAX_JOINED_VALUES // max(rows[1].size, 1), 1)
+                    pairs.setdefault((value.shape, value.dtype, chunk), []).append(rows)
+            for same_shape in pairs.values():
+                expected, actual = map(np.concatenate, zip(*same_shape, strict=True))
+                if not equal_within_rounding(expected, actual, batched=True):
                     return False
     return True
 
 
-def _rows_agree(joined: Array, value: Array, count: int, first: int, step: int) -> bool:
-    """Return True if the values of the samples `first`, `first` + `step` ... of a batch of `count` equal `value`."""
+def _paired_rows(joined: Array, value: Array, count: int, first: int, step: int) -> tuple[Array, Array] | None:
+    """Return `value` for each of the samples `first`, `first` + `step` ... of a batch of `count`, and their values.
+
+    They are None if the batch has another shape.
+    """
     if not value.ndim or not value.size or joined.shape != (count * len(value), *value.shape[1:]):
-        return False
+        return None
     parts = joined.reshape(count, *value.shape)[first::step]
-    return not len(parts) or equal_within_rounding(np.broadcast_to(value, parts.shape), parts, batched=True)
+    return np.broadcast_to(value, parts.shape), parts
 
 
 def equal_within_rounding(expected: Array, actual: Array, *, batched: bool = False) -> bool:
@@ -158,7 +172,7 @@ def equal_within_rounding(expected: Array, actual: Array, *, batched: bool = Fal
 
     With `batched`, that must hold for each entry of the first axis.
     """
-    if expected.dtype.kind != "f" or expected.shape != actual.shape:
+    if expected.dtype.kind != "f" or expected.shape != actual.shape or not expected.size:
         return bool(np.array_equal(expected, actual))
     finite = np.isfinite(expected)
     if not np.array_equal(expected[~finite], actual[~finite], equal_nan=True):

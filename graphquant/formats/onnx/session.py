@@ -9,8 +9,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ from graphquant.formats.onnx.index import input_specs
 from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
+from graphquant.formats.onnx.split_session import create_split_session
 from graphquant.formats.onnx.tensors import first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 
@@ -185,10 +186,8 @@ class OnnxRunner:
 
     def _open_session(self, message: Any, *, watched: bool = False) -> Any:
         """Return a session for a variant of the model; all sessions share the weights that are not in the message."""
-        data, external = serialize_for_session(message, self._external_weights)
-        folder = self.model.source.folder
         mode = SessionMode(watched=watched, optimizes=self._optimizes)
-        return create_session(data, folder, external, self._weights, mode=mode)
+        return _create_session_or_parts(message, self.model.source.folder, self._weights, mode)
 
     @cached_property
     def _weights(self) -> dict[str, Array]:
@@ -254,8 +253,8 @@ def _run_per_thread(runs: Sequence[Callable[[Feeds], ObservedValues]]) -> Callab
 class SessionMode:
     """Purpose of a session, and the files that it writes."""
 
-    # True if most values are outputs. No memory pattern applies to those, so creating one would only cost time and
-    # memory. A run uses one thread, because several runs are concurrent.
+    # True if most values are outputs, or for one of many parts. No memory pattern applies to those, so creating one
+    # would only cost time and memory. A run uses one thread, because several runs are concurrent.
     watched: bool = False
     # True to measure time: weights are packed however much memory that takes, and a run uses one thread, so that it
     # depends least on the load of the machine.
@@ -320,6 +319,20 @@ def create_session(
     return session
 
 
+def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping[str, Array], mode: SessionMode) -> Any:
+    """Return a session for a ModelProto, or sessions of its parts if a single one would take too long."""
+
+    def create(part: Any, mode: SessionMode) -> Any:
+        data, external_bytes = serialize_for_session(part, weights)
+        names = (tensor.name for tensor in part.graph.initializer)
+        part_weights = {name: weights[name] for name in names if name in weights}
+        return create_session(data, folder, external_bytes, part_weights, mode=mode)
+
+    is_split = mode.optimized is None and not mode.watched
+    split = create_split_session(message, partial(create, mode=replace(mode, watched=True))) if is_split else None
+    return split or create(message, mode)
+
+
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
     """Return a ModelProto as bytes, and the size of its external data without the weights `separate_weights`."""
     external = (tensor for tensor in external_tensors(message) if tensor.name not in separate_weights)
@@ -371,11 +384,10 @@ def _create_numbered_session(model: Model, options: Mapping[str, str], optimized
     emission = emit_message(model, defer_weights=True)
     lookup = _number_nodes(model, emission)
     external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(model, emission))
-    data, external_bytes = serialize_for_session(emission.message, external_weights)
     weights = {name: value() for name, value in external_weights.items()}
     mode = SessionMode(extra_options={"session.disable_prepacking": "1", **options}, optimized=optimized)
     try:
-        create_session(data, model.source.folder, external_bytes, weights, mode=mode)
+        _create_session_or_parts(emission.message, model.source.folder, weights, mode)
     except ModelError as error:
         reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
         message = NODE_NUMBER.sub(lookup.name_of_number, reason)

@@ -1,0 +1,123 @@
+"""Sessions of the consecutive parts of a model with very many Q/DQ pairs.
+
+ONNX Runtime creates a session in a time that grows with the square of the number of pairs. A cut is where few values
+pass, preferably behind a QuantizeLinear. Each part repeats the DequantizeLinear nodes that it reads, so that ONNX
+Runtime fuses the same ops as in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
+from onnx.helper import make_tensor_value_info, tensor_dtype_to_np_dtype
+
+from graphquant.formats.onnx.emitter import node_bodies
+from graphquant.formats.onnx.runtime import TENSOR_TYPE
+
+MAX_SESSION_PAIRS = 4000  # maximum number of DequantizeLinear nodes of a model that is not split
+PART_NODES = 600  # minimum number of nodes of a part, not counting repeated ones; there are less than twice as many
+REPEATED_TYPES = frozenset({"DequantizeLinear", "Constant"})
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSession:
+    """Sessions that run one after the other. Each reads inputs of the model and outputs of earlier sessions."""
+
+    sessions: Sequence[Any]
+
+    def run(self, names: Sequence[str], feeds: dict[str, Any]) -> list[Any]:
+        """Return the outputs called `names`, as an InferenceSession does."""
+        values = dict(feeds)
+        for session in self.sessions:
+            outputs = [info.name for info in session.get_outputs()]
+            results = session.run(outputs, {info.name: values[info.name] for info in session.get_inputs()})
+            values.update(zip(outputs, results, strict=True))
+        return [values[name] for name in names]
+
+
+def create_split_session(message: Any, create: Callable[[Any], Any]) -> SplitSession | None:
+    """Return sessions of the parts of a ModelProto, by `create`; None if it has few pairs or cannot be split."""
+    if sum(node.op_type == "DequantizeLinear" for node in message.graph.node) <= MAX_SESSION_PAIRS:
+        return None
+    sessions, infos = [], {info.name: info for info in message.graph.input}
+    for graph, inputs in _split_graph(message.graph):
+        if not infos.keys() >= inputs:
+            return None  # the nodes are not sorted, or a value is no tensor that Python can pass on
+        graph.input.extend(infos[name] for name in sorted(inputs))
+        part = ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, graph=graph)
+        part.functions.extend(message.functions)
+        sessions.append(create(part))
+        for output in sessions[-1].get_outputs():
+            tensor_type = TENSOR_TYPE.fullmatch(output.type)
+            code = TensorProto.DataType.Value(tensor_type[1].upper()) if tensor_type is not None else 0
+            if code and tensor_dtype_to_np_dtype(code).isbuiltin == 1:
+                infos[output.name] = make_tensor_value_info(output.name, code, output.shape or None)
+    return SplitSession(sessions) if all(info.name in infos for info in message.graph.output) else None
+
+
+def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
+    """Yield the parts of a graph without their inputs, and the names of these."""
+    nodes, initializers = list(graph.node), {tensor.name: tensor for tensor in graph.initializer}
+    producers = {value: position for position, node in enumerate(nodes) for value in node.output if value}
+    is_own = [node.op_type not in REPEATED_TYPES for node in nodes]
+    known = {*producers, *initializers, *(info.name for info in graph.input)}
+    outputs = {info.name for info in graph.output}
+    infos = {info.name: info for info in (*graph.value_info, *graph.output)}
+
+    def needs(names: Iterable[str]) -> tuple[set[str], set[int]]:
+        """Return the values that a part needs for `names`, and the positions of the nodes that it repeats."""
+        values: set[str] = set()
+        repeated: set[int] = set()
+        pending = [name for name in names if name in known]
+        for name in pending:  # grows: a DequantizeLinear may read another one
+            position = producers.get(name)
+            if position is None or is_own[position]:
+                values.add(name)
+            elif position not in repeated:
+                repeated.add(position)
+                pending.extend(filter(None, nodes[position].input))
+        return values, repeated
+
+    last_reads = {value: k for k, node in enumerate(nodes) if is_own[k] for value in needs(_read_names(node))[0]}
+    last_reads.update(dict.fromkeys(needs(outputs)[0], len(nodes)))
+    changes = [0] * (len(nodes) + 1)
+    for value, last_read in last_reads.items():
+        if value in producers:
+            cost = 1 if nodes[producers[value]].op_type == "QuantizeLinear" else 2
+            changes[producers[value]] += cost
+            changes[last_read] -= cost
+    costs = list(accumulate(changes))
+    start = end = 0
+    while end < len(nodes):
+        start, candidates = end, range(end + PART_NODES, min(end + 2 * PART_NODES, len(nodes)))
+        end = min(candidates, key=lambda position: costs[position - 1], default=len(nodes))
+        own = [position for position in range(start, end) if is_own[position]]
+        reads = [*(_read_names(nodes[position]) for position in own), *([outputs] if end == len(nodes) else [])]
+        values, positions = needs(name for names in reads for name in names)
+        positions.update(own)
+        made = {value for position in positions for value in nodes[position].output}
+        results = {
+            value for value in made if last_reads.get(value, 0) >= end or (end == len(nodes) and value in outputs)
+        }
+        yield (
+            GraphProto(
+                name=graph.name,
+                node=[nodes[position] for position in sorted(positions)],
+                initializer=[initializers[name] for name in sorted(values) if name in initializers],
+                output=[infos.get(name, ValueInfoProto(name=name)) for name in sorted(results)],
+            ),
+            values - made - initializers.keys(),
+        )
+
+
+def _read_names(node: Any) -> Iterator[str]:
+    """Yield the values that a node reads, and all values that are read in its bodies."""
+    yield from node.input
+    for body in node_bodies(node).values():
+        yield from (info.name for info in body.output)
+        for inner in body.node:
+            yield from _read_names(inner)
