@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from concurrent.futures import Future
 from dataclasses import replace
@@ -61,6 +62,7 @@ class Runner:
         self.tensors, self.size = tensors, sizes
         self.fed: list[list[float]] = []
         self.asked: list[tuple[TensorRef, ...]] = []
+        self.max_in_flight = 0
 
     def unobservable(self, tensors):
         """Return the tensors without a function."""
@@ -74,6 +76,7 @@ class Runner:
         """Yield the values of `tensors` for each feed."""
         assert set(tensors) | set(other_tensors) == {TensorRef("", name) for name in self.tensors}
         self.asked.append(tuple(tensors))
+        self.max_in_flight = max_in_flight
         for feed in feeds:
             self.fed.append(feed["x"].tolist())
             observation = {tensor: self.tensors[tensor.op](feed["x"]) for tensor in tensors}
@@ -216,6 +219,15 @@ def test_known_sizes_need_no_measuring() -> None:
     runner = three_tensor_runner(sizes=1 << 60)
     calibrate(TARGETS, runner, numbered_samples(5), footprint=RunFootprint(block_size=4, elements_per_sample=100))
     assert runner.asked == [(A, B, C)]
+
+
+def test_concurrent_runs() -> None:
+    """Runs are concurrent on several cores: at most one on each, and at most four. Groups are run one by one."""
+    runner, cores = three_tensor_runner(), os.cpu_count() or 1
+    calibrate(TARGETS, runner, numbered_samples(4))
+    assert min(cores, 2) <= runner.max_in_flight <= min(cores, 4)
+    calibrate(TARGETS, runner, numbered_samples(4), max_memory=1)
+    assert runner.max_in_flight == 1
 
 
 @pytest.mark.parametrize("threads", [2, 3])
