@@ -204,8 +204,6 @@ MAX_FLOAT32_EXPONENT = 127  # largest exponent of a float32 power of two
 def meet_limits(state: SolverState) -> None:
     """Raise scales until the limits hold. Report the limits that cannot hold; their tensors keep their scales."""
     limits, given_up = find_hardware_limits(state), set[int]()
-    if not limits:
-        return
     snapshot = state.snapshot()
     Worklist(state, limits, given_up).run()
     if any(isinstance(limits[position], ShiftLimit) for position in given_up):
@@ -268,10 +266,10 @@ class Worklist:
         counts.subtract(map(self._group_leader, shift.negative_uses))
         for use in shift.positive_uses:
             index, times = self.state.index_by_use[use], counts[self._group_leader(use)]
-            if excess <= 0 or times <= 0 or not self.state.is_movable(index):
+            if times <= 0 or not self.state.is_movable(index):
                 continue
             steps = min(-(-excess // times), self._remaining_doublings(index))
-            if steps:
+            if steps > 0:
                 why = (
                     f"its scale was multiplied by {2**steps}: the {shift.name} of {shift.op} exceeded its limit by"
                     f" {initial_excess}"
@@ -292,7 +290,7 @@ class Worklist:
             index = self.state.index_by_use[use]
             own_range, params, site = self.state.ranges.get(index), self.state.params[index], self.state.sites[index]
             smaller = np.ldexp(params.scale, -excess)
-            if own_range is None or own_range.low.any() or own_range.high.any() or smaller < SMALLEST_SCALE:
+            if own_range is None or own_range.low or own_range.high or smaller < SMALLEST_SCALE:
                 continue
             if site.scheme.observe.name == "fixed" or len(self.state.scale_group(index)) > 1:
                 continue
@@ -378,7 +376,7 @@ def power_of_two_position(params: QParams | None) -> int | None:
     """Return -log2 of a scale, None if it is no single power of two."""
     if params is None or params.scale.size != 1:
         return None
-    mantissa, exponent = np.frexp(params.scale.reshape(-1)[0])
+    mantissa, exponent = np.frexp(params.scale.item())
     return int(1 - exponent) if mantissa == 0.5 else None  # noqa: PLR2004  # frexp's own lower end
 
 
@@ -400,7 +398,7 @@ def _min_weight_scale(state: SolverState, fit: BiasFitLimit) -> Array | None:
         return None
     if not value.size or not np.isfinite(value).all() or (weight.scale.ndim and value.size != weight.scale.size):
         return None
-    magnitudes, unit = np.abs(value.astype(np.float64)).reshape(-1), float(data.scale)
+    magnitudes, unit = np.abs(value.astype(np.float64)).ravel(), float(data.scale)
     bias = magnitudes if weight.scale.ndim else magnitudes.max()
     bias_steps = unit * weight.scale.astype(np.float64)
     fits = (bias <= bias_steps * fit.max_integer * (1 - INT32_MARGIN)) & (bias_steps >= SMALLEST_SCALE)
