@@ -23,9 +23,6 @@ CALIBRATION_METHODS = tuple(
 )
 """Observers that any activation may have: they read values and need no argument."""
 
-NON_ACTIVATION_KINDS = frozenset({"constant", "variable", "output", "next_iteration", "loop_cond"})
-"""Kinds of ops whose outputs are not activations, or after which no other op may be inserted."""
-
 
 @dataclass(frozen=True, slots=True)
 class ObservationTarget:
@@ -88,8 +85,8 @@ def all_float_targets(model: Model, bits: int = COARSE_BITS) -> ObservationTarge
     parameters = Parameters(model)
     float_tensors = []
     for graph, op in model.reachable_ops():
-        if op.kind in NON_ACTIVATION_KINDS:
-            continue
+        if op.kind == "next_iteration":
+            continue  # TensorFlow requires that only a Merge reads its output
         read_ports = graph.consumers_by_port(op.name)
         for port, output in enumerate(op.outputs):
             tensor = TensorRef(graph.name, op.name, port)

@@ -17,6 +17,7 @@ from graphquant.calibration.batch_independence import equal_within_rounding
 from graphquant.calibration.data import Dataset
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import create_runner as create_onnx_runner
+from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ INDEPENDENT = {
     "table": "(int64[N,3] x) => (float[N,3,2] y) <float[2,2] w = {1,2,3,4}> { y = Gather(w, x) }",
     "slice": """(float[N,4] x) => (float[N,2] y) <int64[1] a = {1}, int64[1] b = {3}> { y = Slice(x, a, b, a) }""",
     "two inputs": "(float[N,4] x, float[N,4] z) => (float[N,4] y) { y = Add(x, z) }",
+    "inputs of other sizes": "(float[N,4] x, float[N,3] z) => (float[N,7] y) { y = Concat <axis = 1> (x, z) }",
     "zeros": """(float[N,4] x) => (float[N,4] y) { s = Shape(x)  z = ConstantOfShape(s)  y = Add(x, z) }""",
     "quantized": """(float[N,4] x) => (float[N,4] y) <float s = {0.5}, int8 z = {1}>
         { q = QuantizeLinear(x, s, z)  y = DequantizeLinear(q, s, z) }""",
@@ -80,6 +82,9 @@ MIXED = {
         { q, s, z = DynamicQuantizeLinear(x)  y = DequantizeLinear(q, s, z) }""",
     "count": """(float[N,4] x) => (float[N,4] y) <int64 zero = {0}>
         { s = Shape(x)  n = Gather(s, zero)  f = Cast <to = 1> (n)  y = Div(x, f) }""",
+    "later rows": """(float[N,4] x) => (float[N,4] y) <int64 zero = {0}, float one = {1}, float four = {4},
+        float small = {1.2e-4}> { s = Shape(x)  z = ConstantOfShape(s)  o = Add(z, one)  p = CumSum(o, zero)
+          g = Greater(p, four)  f = Cast <to = 1> (g)  m = Mul(f, small)  k = Add(m, one)  y = Mul(x, k) }""",
     "column by count": """(float[N,4] x) => (float[N,1] y) <int64[1] zero = {0}, int64[1] one = {1}>
         { s = Shape(x)  n = Gather(s, zero)  m = Sub(n, one)  y = Slice(x, m, n, one) }""",
     "constant": "(float[N,4] x) => (float[N,4] y, float[1] z) <float[1] c = {1}> { y = Relu(x)  z = Identity(c) }",
@@ -352,6 +357,33 @@ def test_odd_samples() -> None:
     assert not is_batch_independent(runner, random_dataset(runner, count=0), 1)
     mixing = create_onnx_runner(model_of_text(MIXED["reduce"]))
     assert not is_batch_independent(mixing, random_dataset(mixing, count=1), 8)
+    assert not is_batch_independent(mixing, random_dataset(mixing), 2)
+
+
+def test_samples_of_several_sizes() -> None:
+    """Only samples of the first one's size are compared, and batches of open sizes have the default footprint."""
+    runner = create_onnx_runner(model_of_text("(float[N,M] x) => (float[N,M] y) { e = Exp(x)  y = Relu(e) }"))
+    sizes = [np.ones((1, size), np.float32) for size in (3, 5, 3, 4)]
+    dataset = Dataset(count=4, digest="da", open_feeds=lambda start, stop: ({"x": x} for x in sizes[start:stop]))
+    assert is_batch_independent(runner, dataset, 8)
+    footprint = measure_footprint(runner, dataset, [TensorRef("", "e")])
+    assert (footprint.join_samples, footprint.elements_per_sample) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("calls", "opset", "independent"),
+    [
+        ("y = com.example.f(x)", 17, True),
+        ("h = com.example.f(x)  y = com.example.f(h)", 17, False),
+        ("y = com.example.f(x)", 16, True),  # a function of another opset than the model cannot be observed
+    ],
+)
+def test_observed_functions(calls: str, opset: int, independent: bool) -> None:
+    """A tensor with several values in a run is not compared, and one that cannot be observed is ignored."""
+    function = f'<domain: "com.example", opset_import: ["" : {opset}]> f (a) => (b) {{ c = Neg(a)  b = Exp(c) }}'
+    runner = create_onnx_runner(model_of_text(f"(float[N,4] x) => (float[N,4] y) {{ {calls} }} {function}"))
+    tensors = [TensorRef("", "x"), TensorRef("com.example:f", "c")]
+    assert is_batch_independent(runner, random_dataset(runner), 8, tensors) is independent
 
 
 def test_inputs_under_other_names() -> None:

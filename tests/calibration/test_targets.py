@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from support.plans import make_plan
-from support.shared_models import SHARED_MODELS, needs_shared_models
 
 import graphquant as gq
 from graphquant.calibration import (
@@ -20,11 +19,10 @@ from graphquant.calibration import (
     with_observer,
 )
 from graphquant.errors import UsageError
-from graphquant.ir import TensorRef, Use
+from graphquant.ir import Graph, Op, Output, TensorRef, Use
 from graphquant.quantize import Site
 from graphquant.rules import Scheme
 
-ROOT = Path(__file__).parents[2]
 RELU = TensorRef("", "stem/relu")
 POOL = TensorRef("", "max_pool")
 
@@ -94,7 +92,6 @@ def test_all_float_targets(samples: Path) -> None:
             assert sites <= set(found)
         assert all(target.bits == 7 and target.axis is None for target in found.values())
         assert all(model.output(tensor).dtype in {"float32", "float16"} for tensor in found)
-        assert {model.op(tensor).kind for tensor in found}.isdisjoint({"constant", "variable", "next_iteration"})
 
 
 def test_rescaled_tensors_are_observed_anew(loaded_cnn: gq.Model) -> None:
@@ -114,6 +111,19 @@ def test_rescaled_tensors_are_observed_anew(loaded_cnn: gq.Model) -> None:
     )
     assert after == before
     assert {tensor: rescaled[tensor] == before[tensor] for tensor in rescaled} == {RELU: True, POOL: False}
+
+
+def test_targets_of_kinds() -> None:
+    """Stored values, tensors that are not read, integers, and tensors on their way to the next iteration are none."""
+    model = gq.Model(format="tensorflow")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    expected, unread = ("relu", "input", "merge"), (Output("", "float32"),)
+    for kind in (*expected, "constant", "variable", "next_iteration"):
+        graph.add_op(Op(name=kind, kind=kind, type=kind, outputs=(Output("", "float32"), Output("", "int32"))))
+        for port in (0, 1):
+            source = TensorRef("", kind, port)
+            graph.add_op(Op(name=f"reader {port} of {kind}", kind="relu", type="Relu", outputs=unread), [source])
+    assert set(all_float_targets(model)) == {TensorRef("", kind) for kind in expected}
 
 
 @pytest.mark.parametrize(
@@ -152,18 +162,11 @@ def test_unknown_methods(name: str, near: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        ROOT / "sample_models/digits_rnn.pb",
-        pytest.param(SHARED_MODELS / "mtcnn.pb", marks=needs_shared_models),
-    ],
-    ids=["digits_rnn", "mtcnn"],
-)
 @pytest.mark.parametrize("rules", ["onnxruntime", "tflite", "tensorrt"])
-def test_all_float_targets_in_frames(rules: str, path: Path) -> None:
+def test_all_float_targets_in_frames(rules: str, model_folder: Path, samples: Path) -> None:
     """All tensors that a plan needs data for, including those that enter loops, are float targets."""
-    model = gq.load(path)
-    wanted = plan_targets(model, model, gq.plan(model, rules=[rules]), full_histograms=True)
-    assert len(wanted) > 5
-    assert set(wanted) <= set(all_float_targets(model))
+    for path in (samples / "digits_rnn.pb", model_folder / "mtcnn.pb"):
+        model = gq.load(path)
+        wanted = plan_targets(model, model, gq.plan(model, rules=[rules]), full_histograms=True)
+        assert len(wanted) > 5
+        assert set(wanted) <= set(all_float_targets(model))

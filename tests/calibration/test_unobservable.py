@@ -5,6 +5,9 @@ import onnx
 from onnx import parser
 
 import graphquant as gq
+from graphquant.formats.onnx.reader import model_from_message
+from graphquant.formats.onnx.session import create_runner
+from graphquant.ir import TensorRef
 from graphquant.quantize import SkipCode
 
 MODEL = """
@@ -31,3 +34,17 @@ def test_unobservable_tensor_is_skipped(tmp_path):
     assert str(skip.tensor) == "y/body/f/then_branch/t:0"
     assert skip.code is SkipCode.RANGE
     assert "Scan" in skip.reason
+
+
+FUNCTION = """
+<ir_version: 8, opset_import: ["" : 17, "d" : 1]> main (float[N,2] x) => (float[N,2] y) <float[2,2] w = {1,2,3,4}>
+{ y = d.f (x, w) }
+<domain: "d", opset_import: ["" : 16]> f (a, v) => (b) { c = Relu (a)  b = MatMul (c, v) }
+"""
+
+
+def test_tensors_in_functions_of_another_opset_are_rejected():
+    """A function of another opset is not inlined, so that its tensors cannot be observed; the others can."""
+    runner = create_runner(model_from_message(parser.parse_model(FUNCTION)))
+    tensors = [TensorRef("", "x"), TensorRef("d:f", "c")]
+    assert list(runner.unobservable(tensors)) == tensors[1:]

@@ -573,10 +573,11 @@ class _WatchBuilder:
             for tensor in filter(self._in_function, tensors):
                 self._reject(tensor, f"its function cannot be inlined: {first_line(error)}")
             return
-        remaining = {function.name for function in self._message.functions}
+        remaining = {(function.domain, function.name, function.overload) for function in self._message.functions}
         for tensor in filter(self._in_function, tensors):
             name = self._root_graph(tensor.graph)
-            if name in remaining:
+            function = self._protos[name]
+            if (function.domain, function.name, function.overload) in remaining:
                 self._reject(tensor, f"the function {name!r} has another opset than the model")
 
     def _lift_marked(
