@@ -64,7 +64,7 @@ def find_site_ranges(
             continue
         try:
             if site.parameter and _has_explicit_range(site):
-                _check_weight_is_finite(state.parameters.value(site.tensor), site)
+                _check_weight_is_finite(_read_weight(state, site), site)
             if site.scale is not None:
                 state.params[index] = _params_given_by_plan(site, site.scale)
                 continue
@@ -78,6 +78,21 @@ def find_site_ranges(
 def _has_explicit_range(site: Site) -> bool:
     """Return True if the plan or the rule gives range or scale, so that no value is needed for it."""
     return site.scale is not None or site.range is not None or not OBSERVERS[site.scheme.observe.name].needs_values
+
+
+def _read_weight(state: SolverState, site: Site) -> Array | None:
+    """Return the value of a parameter in the view of the site, None if it is unknown.
+
+    A checkpoint can hold another shape than the model declares. The channels of the plan would not fit it.
+    """
+    value, shape = state.parameters.value(site.tensor), site.view or state.parameters.shape(site.tensor)
+    if value is None or shape is None or site.axis is None:
+        return value
+    if site.view is not None and value.size == math.prod(site.view):
+        value = value.reshape(site.view)
+    if value.ndim != len(shape) or any(size not in {None, value.shape[axis]} for axis, size in enumerate(shape)):
+        raise DataError(f"its value has shape {value.shape}, but the model declares {shape}")
+    return value
 
 
 def _check_weight_is_finite(value: Array | None, site: Site) -> None:
@@ -157,7 +172,7 @@ def _read_quantizable_weight(state: SolverState, index: int) -> Array:
     Denormal weights would get denormal scales from the kernels, and a bias would not fit those.
     """
     site = state.sites[index]
-    value = state.parameters.value(site.tensor)
+    value = _read_weight(state, site)
     if value is None:
         raise DataError(
             "it has no single value in the model's files (no checkpoint, ops that cannot be evaluated, or calls that"
@@ -167,12 +182,6 @@ def _read_quantizable_weight(state: SolverState, index: int) -> Array:
         raise DataError(f"its value has type {value.dtype.name}, which is not a float type")
     if value.size == 0:
         raise DataError("it has no elements")
-    if site.view is not None:
-        if value.size != math.prod(site.view):
-            raise DataError(f"its value has shape {value.shape}, but the plan views it as {site.view}")
-        value = value.reshape(site.view)
-    if site.axis is not None and site.axis >= value.ndim:
-        raise DataError(f"its value has {value.ndim} axes, but the plan names axis {site.axis}")
     _check_weight_is_finite(value, site)
     largest = float(max(value.max(), -value.min()))  # not of abs(value), which is as large again
     if 0 < largest < SMALLEST_SCALE:
@@ -186,11 +195,13 @@ def _scale_shape(state: SolverState, site: Site, axis: int) -> tuple[int, ...]:
     """Return the shape of the scales of a site with an axis: (C,), or that of its blocks."""
     shape, block = site.view or state.model.output(site.tensor).shape, site.scheme.block_size
     if shape is None or shape[axis] is None or (block is not None and None in shape):
-        value = state.parameters.value(site.tensor)
-        if value is None or axis >= value.ndim:
+        value = _read_weight(state, site)
+        if value is None:
             raise DataError("the number of its channels is unknown")
         shape = value.shape
     sizes = tuple(size or 0 for size in shape)
+    if not sizes[axis]:
+        raise DataError("it has no elements")
     return (sizes[axis],) if block is None else block_scale_shape(sizes, axis, block)
 
 
@@ -283,10 +294,10 @@ def note_clipped_weights(state: SolverState) -> None:
         is_solved_bias = site.scheme.observe.name == "bias" and not plan_gives_range
         if not site.parameter or not _has_explicit_range(site) or is_solved_bias:
             continue
-        value = state.parameters.value(site.tensor)
+        value = _read_weight(state, site)
         if value is None or value.dtype.name not in FLOAT_TYPES:
             continue
-        outside = _count_clipped_values(value if site.view is None else value.reshape(site.view), params)
+        outside = _count_clipped_values(value, params)
         if outside:
             range_source = f"rule {site.rule!r} fixes" if site.rule and not plan_gives_range else "the plan gives"
             limits = format_range(params.range)

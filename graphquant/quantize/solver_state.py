@@ -191,7 +191,7 @@ class SolverState:
             positions.append(position)
         self.sites = sites
         self.index_by_use = {use: position for position, site in enumerate(sites) for use in site.uses}
-        for values in self._values_by_site():
+        for values in (*self._values_by_site(), self.skips):
             for index in range(planned_count, len(positions)):
                 if index in values and positions[index] != index:
                     value = values.pop(index)

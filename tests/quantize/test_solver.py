@@ -16,9 +16,18 @@ from support.plans import make_plan
 from graphquant.errors import ModelError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
-from graphquant.numerics import IntType, qparams_from_scale
+from graphquant.numerics import DynamicQParams, IntType, qparams_from_scale
 from graphquant.observers import EMPTY_SKETCH, sketch_values
-from graphquant.quantize import Site, Skip, SkipCode, saturates_like_clip, solve_scales
+from graphquant.quantize import (
+    FLOAT8_NOT_RUNNABLE,
+    Site,
+    Skip,
+    SkipCode,
+    explain_scale,
+    saturates_like_clip,
+    solve_scales,
+)
+from graphquant.quantize.solver import RANGE_NOT_TRAINED
 from graphquant.rules import ObserverConfig, Scheme
 from graphquant.visualize.json_objects import ParametersJson
 
@@ -68,10 +77,22 @@ def test_denormal_weights_are_treated_as_zeros(tmp_path):
     assert mixed.changes == ()
 
 
+@pytest.mark.parametrize(
+    ("first", "others", "scale"),
+    [(0.0, 0.0, 1.0), (2.0**-126, 0.0, 2.0**-126), (-127.0, 1e-42, 1.0), (127.0, -1e-42, 1.0)],
+)
+def test_weights_with_a_normal_value_or_of_zeros_are_unchanged(tmp_path, first, others, scale):
+    """A single normal value of either sign, also the smallest one, is quantized. Zeros are zeros already."""
+    weight = np.full((2, 3), others, np.float32)
+    weight[0, 0] = first
+    solution = solve_scales(gemm(tmp_path, weight), make_plan(replace(W, scheme=INT8, axis=None)), {})
+    assert (plain_params(solution.params[0]), solution.changes) == ((scale, 0), ())
+
+
 def weight_changes(tmp_path, *sites, weight=WEIGHT, opset=13):
     """Return tensor, counts, range and rule of each change that the solver reports for the weights of a Gemm."""
     changes = solve_scales(gemm(tmp_path, weight, opset=opset), make_plan(*sites), {}).changes
-    return [re.findall(r"w:0|\d of \d|\[.*?\]|'\w+'|clipped", str(change)) for change in changes]
+    return [re.findall(r"w:0|\d of \d|\[.*?\]|'\w+'|clipped|channels", str(change)) for change in changes]
 
 
 def test_weights_outside_a_fixed_range_are_reported(tmp_path):
@@ -92,8 +113,11 @@ def test_weights_outside_the_range_of_the_plan_are_reported(tmp_path):
     tensor = replace(W, scheme=INT8, axis=None, range=(-1.27, 1.27), rule="mine")
     assert weight_changes(tmp_path, tensor) == [["w:0", "2 of 6", "[-1.27, 1.27]", "clipped"]]
     channels = replace(W, scale=(0.01, 1.0))
-    assert weight_changes(tmp_path, channels) == [["w:0", "1 of 6", "[-127, 127]", "clipped"]]
+    assert weight_changes(tmp_path, channels) == [["w:0", "1 of 6", "[-127, 127]", "channels", "clipped"]]
     assert weight_changes(tmp_path, W) == []
+    half_a_step = np.array([[63.75, -63.75, 0.0], [63.8125, 0.0, 0.0]], np.float32)
+    tensor = replace(tensor, range=None, scale=(0.5,))
+    assert weight_changes(tmp_path, tensor, weight=half_a_step) == [["w:0", "1 of 6", "[-63.5, 63.5]", "clipped"]]
 
 
 def test_weights_have_the_range_of_their_values(tmp_path):
@@ -122,6 +146,8 @@ def test_weights_have_the_range_of_least_error_in_each_channel(tmp_path):
             errors = np.square(row - np.clip(np.rint(row / shares), -127, 127) * shares).sum(1)
             error = np.square(row - np.clip(np.rint(row / scale), -127, 127) * scale).sum()
             assert error <= 1.01 * errors.min()
+    tensor = replace(W, axis=None, scheme=replace(scheme, per="tensor"))  # of one channel: the same values
+    assert solve_scales(load(tmp_path / "model.onnx"), make_plan(tensor), {}).params[0].scale == solution.scale[0]
 
 
 def test_activations_have_the_range_of_their_sketch(tmp_path):
@@ -188,29 +214,45 @@ def test_explicit_ranges_do_not_hide_nan(tmp_path, given):
     assert (solution.params, solution.skips[0].code) == ({}, SkipCode.RANGE)
 
 
-def test_weights_whose_value_is_no_float(tmp_path, monkeypatch):
-    """A spoilt file may promise floats and hold strings."""
+@pytest.mark.parametrize("value", [None, np.array([["a"] * 3] * 2, object)])
+def test_weights_without_a_usable_value(tmp_path, monkeypatch, value):
+    """An unknown value, or strings in place of numbers, is a skip. A range or scale that is given needs no value."""
     model = gemm(tmp_path)
-    monkeypatch.setattr(Parameters, "value", lambda *_: np.array(["a", "b"], object))
-    solution = solve_scales(model, make_plan(replace(W, axis=None, scheme=INT8)), {})
+    monkeypatch.setattr(Parameters, "value", lambda *_: value)
+    solution = solve_scales(model, make_plan(W), {})
     assert (solution.params, solution.skips[0].code) == ({}, SkipCode.RANGE)
-    assert "object" in solution.skips[0].reason
+    for changes in ({"range": (-63.5, 63.5)}, {"scale": (0.5, 0.5)}):
+        solution = solve_scales(model, make_plan(replace(W, **changes)), {})
+        assert (plain_params(solution.params[0]), solution.skips) == (([0.5, 0.5], [0, 0]), {})
+        assert solution.changes == ()
 
 
-def test_empty_weights(tmp_path):
-    """A weight without elements is skipped."""
-    solution = solve_scales(
-        gemm(tmp_path, np.zeros((0, 3), np.float32)), make_plan(replace(W, scheme=INT8, axis=None)), {}
-    )
+@pytest.mark.parametrize("changes", [{}, {"range": (-1.0, 1.0)}, {"scale": (0.5, 0.5)}])
+@pytest.mark.parametrize("shape", [(2,), (3, 3), (2, 3, 1)])
+def test_weights_of_another_shape_than_declared_are_skipped(tmp_path, monkeypatch, changes, shape):
+    """A checkpoint may hold another shape. Scales of channels do not fit it; one scale fits any shape."""
+    model = gemm(tmp_path)
+    monkeypatch.setattr(Parameters, "value", lambda *_: np.ones(shape, np.float32))
+    for axis in (0, 1) if "scale" not in changes else (0,):
+        solution = solve_scales(model, make_plan(replace(W, axis=axis, **changes)), {})
+        assert (solution.params, solution.skips[0].code) == ({}, SkipCode.RANGE)
+    solution = solve_scales(model, make_plan(replace(W, axis=None, scheme=INT8)), {})
+    assert plain_params(solution.params[0]) == (pytest.approx(1 / 127), 0)
+
+
+@pytest.mark.parametrize("changes", [{"scheme": INT8, "axis": None}, {}, {"range": (-1.0, 1.0)}])
+def test_empty_weights(tmp_path, changes):
+    """A weight without elements is skipped, also if no value is needed for the range of its channels."""
+    solution = solve_scales(gemm(tmp_path, np.zeros((0, 3), np.float32)), make_plan(replace(W, **changes)), {})
     assert (solution.params, solution.skips[0].code) == ({}, SkipCode.RANGE)
 
 
 def test_scales_of_the_plan(tmp_path):
     """A range wins over statistics, a scale over everything; per channel one range stands for all."""
     model, sketches = gemm(tmp_path), {TensorRef("", "x"): sketch_values(np.array([-9.0, 9.0]))}
-    assert plain_params(solve_scales(model, make_plan(replace(X, range=(0.0, 2.55))), sketches).params[0]) == (
+    assert plain_params(solve_scales(model, make_plan(replace(X, range=(-1.0, 1.55))), sketches).params[0]) == (
         pytest.approx(0.01),
-        0,
+        100,
     )
     given_scale = replace(X, scale=(0.5,), zero_point=(7,), range=(0.0, 1.0))
     assert plain_params(solve_scales(model, make_plan(given_scale), sketches).params[0]) == (0.5, 7)
@@ -413,6 +455,8 @@ def test_scales_of_the_plan_reach_tied_sites():
     assert solution.skips == {}
     (note,) = solution.notes[1]
     assert re.search("shares the scale .* t0:0$", note)
+    sentences = explain_scale(chain(2), solution.plan, 1, solution)  # none on a range of its own
+    assert sentences == (note, "scale 0.5, range [-4.5, 123]")
     plan_with_scales = make_plan(
         replace(tied_plan.sites[0], scale=(0.5,)), replace(tied_plan.sites[1], scale=(0.25,)), tied_plan.sites[2]
     )
@@ -524,11 +568,16 @@ def test_saturation_of_a_clip(zero_point, limits, expected):
 
 
 def test_each_block_has_the_range_of_its_values(tmp_path):
-    """Blocks of two along the second axis have scales of their own, also the shorter last block."""
-    blocks = replace(W, scheme=replace(INT8, per="block", block_size=2), axis=1)
-    solution = solve_scales(gemm(tmp_path, opset=21), make_plan(blocks), {})
-    assert solution.params[0].scale.tolist() == [[pytest.approx(2 / 127), 1.0], [1.0, 1.0]]
-    assert solution.skips == {}
+    """Blocks of two along the second axis have scales of their own, also the shorter last block.
+
+    A size that the model does not declare is that of the value.
+    """
+    model, blocks = gemm(tmp_path, opset=21), replace(W, scheme=replace(INT8, per="block", block_size=2), axis=1)
+    for shape in ((2, 3), (None, 3), (2, None)):
+        model.main.replace_op(replace(model.main.op("w"), outputs=(Output("w", "float32", shape),)))
+        solution = solve_scales(model, make_plan(blocks), {})
+        assert solution.params[0].scale.tolist() == [[pytest.approx(2 / 127), 1.0], [1.0, 1.0]]
+        assert (solution.skips, solution.ranges) == ({}, {})
 
 
 def test_channels_of_an_unknown_number_are_skipped(tmp_path):
@@ -600,3 +649,222 @@ def test_uneven_concats_leave_other_readers(tmp_path):
     solution = solve_scales(load_onnx(tmp_path, text), make_plan(*sites), sketches)
     assert {index: solution.plan.sites[index].uses for index in solution.params} == {1: (Use("", "t", 0),)}
     assert float(solution.params[1].scale) == pytest.approx(1 / 255)
+
+
+def two_readers(tmp_path, *t_scale):
+    """The solution for a bias of two Gemms whose weights are the same, and whose inputs have a scale each."""
+    text = "(float[1,3] x, float[1,3] t) => (float[1,2] y, float[1,2] z) { y = Gemm(x, w, b) z = Gemm(t, w, b) }"
+    model = load_onnx(tmp_path, f"g {text}", {"w": WEIGHT.T.copy(), "b": np.ones(2, np.float32)})
+    weight = main_graph_site("w", scheme=INT8, parameter=True, scale=(1.0,), uses=(Use("", "y", 1), Use("", "z", 1)))
+    bias = replace(weight, tensor=TensorRef("", "b"), scheme=BIAS, scale=None, uses=(Use("", "y", 2), Use("", "z", 2)))
+    inputs = [replace(X, scale=(0.5,))] + ([main_graph_site("t", reader="z", scale=t_scale)] if t_scale else [])
+    solution = solve_scales(model, make_plan(bias, weight, *inputs), {})
+    bias_sites = {k: site.uses for k, site in enumerate(solution.plan.sites) if site.tensor == bias.tensor}
+    return solution, {k: [str(use) for use in uses] for k, uses in bias_sites.items()}
+
+
+def test_a_bias_is_copied_for_consumers_with_different_scales(tmp_path):
+    """Each copy has the scale of its consumer, and says so. Consumers with equal scales share the bias."""
+    solution, uses = two_readers(tmp_path, 0.25)
+    assert uses == {0: ["y[2]"], 4: ["z[2]"]}
+    assert [plain_params(solution.params[k]) for k in uses] == [(0.5, 0), (0.25, 0)]
+    assert [change.tensor.op for change in solution.changes] == ["b"]
+    assert {k: [re.findall(r"\w\[2\]", note) for note in notes] for k, notes in solution.notes.items()} == {
+        0: [["y[2]"]],
+        4: [["z[2]"]],
+    }
+    solution, uses = two_readers(tmp_path, 0.5)
+    assert (uses, plain_params(solution.params[0])) == ({0: ["y[2]", "z[2]"]}, (0.5, 0))
+    assert (solution.changes, solution.notes) == ((), {})
+
+
+def test_a_bias_stays_float_for_a_consumer_with_a_float_input(tmp_path):
+    """The other consumer reads the quantized bias, which is no copy."""
+    solution, uses = two_readers(tmp_path)
+    assert uses == {0: ["y[2]"], 3: ["z[2]"]}
+    assert (plain_params(solution.params[0]), solution.skips[3].code) == ((0.5, 0), SkipCode.BIAS)
+    assert (solution.changes, solution.notes) == ((), {})
+
+
+@pytest.mark.parametrize(
+    ("scales", "is_normal"),
+    [
+        ((1e-30, 1e-30), False),
+        ((1e30, 1e30), False),
+        ((1e-30, 1e-30, 1.0), False),
+        ((1e30, 1e30, 1.0), False),
+        ((2.0**-63, 2.0**-63), True),
+        ((2.0**-63, 2.0**-63, 2.0**-64), False),
+    ],
+)
+def test_each_scale_of_a_bias_is_a_normal_float32(tmp_path, scales, is_normal):
+    """A bias of zeros fits any scale, but not one that is 0, infinite or denormal in a channel."""
+    x, *weights = scales
+    axis, w_scheme, b_scheme = (0, CHANNEL, replace(BIAS, per="channel")) if weights[1:] else (None, INT8, BIAS)
+    sites = (
+        replace(X, scale=(x,)),
+        replace(W, scheme=w_scheme, axis=axis, scale=tuple(weights)),
+        main_graph_site("b", 2, scheme=b_scheme, axis=axis, parameter=True),
+    )
+    solution = solve_scales(gemm(tmp_path, bias=(0.0, 0.0)), make_plan(*sites), {})
+    assert {k: skip.code for k, skip in solution.skips.items()} == ({} if is_normal else {2: SkipCode.BIAS})
+    assert not is_normal or plain_params(solution.params[2]) == (2.0**-126, 0)
+
+
+IF_ADD = """y = If (p) <
+    then_branch = yes () => (float[1,2] a) { a = Add(t, b) },
+    else_branch = no () => (float[1,2] e) { e = Neg(t) }
+>"""
+
+
+@pytest.mark.parametrize(
+    ("ops", "bias_use", "scale"),
+    [
+        ("t = Gemm(x, w, c) y = Add(t, b)", Use("", "y", 1), 0.125),
+        ("t = MatMul(x, w) y = Mul(t, b)", Use("", "y", 1), None),
+        (f"t = MatMul(x, w) {IF_ADD}", Use("y/then_branch", "a", 1), None),
+    ],
+)
+def test_the_consumer_of_a_bias(tmp_path, ops, bias_use, scale):
+    """An Add after a product in its graph gives the bias a scale, whatever else the product reads; no other op does."""
+    text = f"g (float[1,3] x, bool p) => (float[1,2] y) {{ {ops} }}"
+    vector = np.ones(2, np.float32)
+    model = load_onnx(tmp_path, text, {"w": WEIGHT.T.copy(), "b": vector, **({"c": vector} if ", c" in ops else {})})
+    sites = [
+        main_graph_site("x", reader="t", scale=(0.5,)),
+        main_graph_site("w", 1, reader="t", scheme=INT8, parameter=True, scale=(0.25,)),
+        main_graph_site("b", uses=(bias_use,), graph=bias_use.graph, scheme=BIAS, parameter=True),
+    ]
+    if ", c" in ops:
+        sites.insert(0, main_graph_site("c", 2, reader="t", scheme=BIAS, parameter=True))
+    solution = solve_scales(model, make_plan(*sites), {})
+    bias = len(sites) - 1
+    assert {k: skip.code for k, skip in solution.skips.items()} == ({} if scale else {bias: SkipCode.BIAS})
+    assert bias not in solution.params or plain_params(solution.params[bias]) == (scale, 0)
+
+
+@pytest.mark.parametrize(("changes", "scale"), [({}, 0.01), ({"range": (0.0, 5.1)}, 0.02), ({"scale": (0.5,)}, 0.5)])
+def test_function_clones_have_the_scale_of_their_original(changes, scale):
+    """A clone takes the scale of its original, or the skip, unless the plan gives it a range or scale."""
+    original = main_graph_site("t0", reader="t1")
+    clone = main_graph_site("t1", reader="t2", clone_of=Use("", "t1", 0), **changes)
+    solution = solve_scales(chain(2), make_plan(original, clone), sketches_of(t0=(0.0, 2.55), t1=(0.0, 9.0)))
+    assert [float(solution.params[k].scale) for k in (0, 1)] == pytest.approx([0.01, scale])
+    skips = {k: skip.code for k, skip in solve_scales(chain(2), make_plan(original, clone), {}).skips.items()}
+    assert skips == {0: SkipCode.RANGE} | ({} if changes else {1: SkipCode.TIE})
+
+
+def tensorflow_site(name="t0", reader="t1", dtype="int8", axis=None, **scheme):
+    """A site for QuantizeAndDequantizeV3, or for the family in `scheme`."""
+    options = {"dtype": dtype, "family": "quantize-and-dequantize-v3", "per": "tensor" if axis is None else "channel"}
+    return main_graph_site(name, reader=reader, axis=axis, scheme=Scheme(**{**options, **scheme}))
+
+
+def solve_for_tensorflow(*sites, **sketches):
+    """The solution for a chain of TensorFlow ops, with these values."""
+    model = chain(2)
+    model.format = "tensorflow"
+    values = {TensorRef("", name): sketch for name, sketch in sketches.items()}
+    return solve_scales(model, make_plan(*sites, format="tensorflow"), values)
+
+
+def test_a_dynamic_range_is_that_of_the_values():
+    """Neither the data nor the original of a clone gives its scale."""
+    family = {"family": "quantize-and-dequantize-v4", "range": "dynamic"}
+    clone = replace(tensorflow_site("t1", "t2", **family), clone_of=Use("", "t1", 0))
+    sketch = sketch_values(np.array([-1.0, 1.0]))
+    solution = solve_for_tensorflow(tensorflow_site(), clone, t0=sketch, t1=sketch)
+    assert solution.params[1] == DynamicQParams(type=IntType.parse("int8"))
+    assert isinstance(solution.params[0].type, IntType)
+    assert solution.skips == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "values", "scale"),
+    [
+        ("uint8", "asymmetric", [0.0, 2.55], 0.01),
+        ("uint8", "asymmetric", [-0.01, 2.55], None),
+        ("uint8", "asymmetric", [[-1.0, 1.0], [0.5, 2.0]], None),
+        ("uint8", "symmetric", [-1.0, 2.55], 0.01),
+        ("int8", "symmetric", [-1.28, 1.0], 0.01),
+    ],
+)
+def test_unsigned_integers_without_a_zero_point_start_at_zero(dtype, zero, values, scale):
+    """Negative values need a zero point, unless the scheme is symmetric and so clips them."""
+    axis = 0 if np.ndim(values) > 1 else None
+    site = tensorflow_site(dtype=dtype, zero=zero, axis=axis)
+    solution = solve_for_tensorflow(site, t0=sketch_values(np.array(values), axis))
+    assert {k: skip.code for k, skip in solution.skips.items()} == ({} if scale else {0: SkipCode.RANGE})
+    assert not scale or plain_params(solution.params[0]) == (pytest.approx(scale), 0)
+
+
+def test_a_learned_range_needs_a_gradient():
+    """Only FakeQuant trains its range; other families get a note."""
+    learned = {"range": "learned", "family": "fake-quant", "zero": "asymmetric"}
+    for changes, notes in (({}, {0: (RANGE_NOT_TRAINED,)}), ({"family": "fake-quant", "zero": "asymmetric"}, {})):
+        site = tensorflow_site(**{**learned, "family": "quantize-and-dequantize-v3", "zero": "symmetric", **changes})
+        assert solve_for_tensorflow(site, t0=sketch_values(np.array([-1.0, 1.0]))).notes == notes
+
+
+@pytest.mark.parametrize(("bits", "is_shown"), [(16, True), (17, False)])
+def test_the_range_of_wide_integers_is_not_explained(bits, is_shown):
+    """Up to 16 bits, the range follows the scale."""
+    solution = solve_for_tensorflow(tensorflow_site(dtype=f"int{bits}"), t0=sketch_values(np.array([-1.0, 1.0])))
+    *_, sentence = explain_scale(chain(2), solution.plan, 0, solution)
+    assert ("range" in sentence) is is_shown
+
+
+def test_float8_between_quantized_tensors_is_noted(tmp_path):
+    """A float8 activation, or a float8 weight beside a quantized input, is fused into an op that does not run."""
+    float8 = Scheme(dtype="float8_e4m3fn", family="onnx-qdq")
+    weight, x = replace(W, axis=None, scheme=float8), replace(X, range=(0.0, 1.0))
+    bias = main_graph_site("b", 2, scheme=INT8, parameter=True)
+    for sites, noted in (
+        ((weight,), []),
+        ((weight, x, bias), [0]),
+        ((weight, x), [0]),
+        ((replace(x, scheme=float8),), [0]),
+    ):
+        solution = solve_scales(gemm(tmp_path, opset=19), make_plan(*sites), {})
+        assert solution.notes == dict.fromkeys(noted, (FLOAT8_NOT_RUNNABLE,))
+        assert len(solution.params) == len(sites)
+
+
+@pytest.mark.parametrize(("low", "is_fused"), [(0.0, True), (-1.0, False)])
+def test_skips_of_ops_that_are_not_fused_are_dropped(tmp_path, low, is_fused):
+    """A use that gets a pair after all is in no skip. Other uses, and skips without uses, remain."""
+    text = "g (float[1,4] x) => (float[1,4] y, float[1,4] z) { t = Tanh(x) r = Relu(t) y = Neg(r) z = Neg(t) }"
+    relu, other = Use("", "r", 0), Use("", "z", 0)
+    fused = Skip(tensor=TensorRef("", "t"), uses=(relu,), rule="fuse", reason="fused", fused=True)
+    both, without_uses = replace(fused, uses=(relu, other)), replace(fused, uses=(), fused=False)
+    site = main_graph_site("r", reader="y", range=(low, 1.0))
+    for skip, remaining in ((fused, ()), (both, (replace(both, uses=(other,)),))):
+        plan = replace(make_plan(site), skips=(without_uses, skip))
+        solution = solve_scales(load_onnx(tmp_path, text), plan, {})
+        assert solution.plan.skips == (without_uses, *((skip,) if is_fused else remaining))
+        assert [site.uses for site in solution.plan.sites[1:]] == ([] if is_fused else [(relu,)])
+
+
+def test_the_channels_of_a_depthwise_kernel_lie_on_two_axes():
+    """The view has a channel for each pair of an input channel and a multiplier. Another size is skipped."""
+    model = Model(format="tensorflow")
+    graph, kernel = Graph("", model.graphs), np.array([1.0, 2.0, -3.0, 4.0], np.float32)
+    model.graphs[""] = graph
+    constant = Op(
+        name="w",
+        kind="constant",
+        type="Const",
+        roles=(),
+        outputs=(Output("w", "float32", (1, 1, 2, 2)),),
+        read_value=lambda: kernel.reshape(1, 1, 2, -1),
+    )
+    conv = {"kind": "depthwise_conv", "type": "DepthwiseConv2dNative", "roles": ("weight",), "channel_axis": 2}
+    graph.add_op(Op(name="y", outputs=(Output("y", "float32"),), **conv), [graph.add_op(constant)])
+    site = replace(tensorflow_site("w", "y", axis=2), view=(1, 1, 4), parameter=True)
+    solution = solve_scales(model, make_plan(site, format="tensorflow"), {})
+    assert solution.params[0].range.high.tolist() == pytest.approx([1.0, 2.0, 3.0, 4.0], rel=0.01)
+    given = make_plan(replace(site, scale=(0.02, 0.01, 0.03, 0.01)), format="tensorflow")
+    [change] = solve_scales(model, given, {}).changes
+    assert re.search("^2 of 4 ", change.message)
+    kernel = np.ones(6, np.float32)
+    assert solve_scales(model, given, {}).skips[0].code is SkipCode.RANGE

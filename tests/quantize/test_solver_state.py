@@ -8,7 +8,7 @@ from support.plans import make_plan
 
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
 from graphquant.numerics import IntType, Range, qparams_from_scale
-from graphquant.quantize import Site
+from graphquant.quantize import Site, SkipCode
 from graphquant.quantize.solver_state import SolverState, format_range, format_values
 from graphquant.rules import ObserverConfig, Scheme
 
@@ -111,6 +111,17 @@ def test_copies_with_equal_scales_are_merged():
     assert {index: float(params.scale) for index, params in state.params.items()} == {0: 0.5, 1: 0.5, 2: 0.25, 3: 0.125}
     assert state.notes == {2: ("note 3",), 3: ("note 5",)}
     assert state.ranges.keys() == {3}
+
+
+def test_a_skipped_copy_moves_with_its_skip():
+    """A skipped copy is never merged. It moves up if an earlier copy was."""
+    state = start_state(weight_site("a", "b", "c"), s0=0.5)
+    for name in "bc":
+        state.split_use(0, Use("", name, 1))
+    state.skip_site(2, SkipCode.RANGE, "a reason")
+    state.merge_equal_copies()
+    assert [[use.op for use in site.uses] for site in state.sites] == [["a", "b"], ["c"]]
+    assert (state.params.keys(), state.skips.keys()) == ({0}, {1})
 
 
 def test_a_copy_that_differs_keeps_its_position():
