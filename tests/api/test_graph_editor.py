@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.shared_models import NO_SHARED_MODELS, SHARED_MODELS
+from support.stand_ins import loop_detector_feeds
 from support.tensorflow_models import read_graph_def, run_graph
 
 import graphquant as gq
@@ -398,16 +399,17 @@ CASES = [
     Case("digits_cnn.onnx", "residual_1/conv_weights_fused_bn", BLOCK, ("residual_1/conv[1]",)),
     Case("digits_cnn.onnx", "stem/batch_norm:0", "stem", ("stem/relu[0]",)),
     Case("digits_cnn_saved_model", "max_pool:0", BLOCK, ("__inference_serve_8881/residual_1/conv[0]",)),
-    Case("mtcnn.pb", "pnet/while/PReLU3/Select:0", "conv4-2", ("pnet/while/conv4-2/Conv2D[0]",)),
-    Case("mtcnn.pb", "pnet/while/conv1/Conv2D/Enter", "conv1/Conv2D", ("pnet/while/conv1/Conv2D[1]",)),
+    Case("stand-in/mtcnn.pb", "net/while/Select:0", "skip", ("net/while/skip/Conv2D[0]",)),
+    Case("stand-in/mtcnn.pb", "net/while/conv2/Enter", "conv2", ("net/while/conv2/Conv2D[1]",)),
+    Case("real/mtcnn.pb", "pnet/while/PReLU3/Select:0", "conv4-2", ("pnet/while/conv4-2/Conv2D[0]",)),
+    Case("real/mtcnn.pb", "pnet/while/conv1/Conv2D/Enter", "conv1/Conv2D", ("pnet/while/conv1/Conv2D[1]",)),
 ]
 
 
-def path_of(case, samples):
+def path_of(case, samples, stand_ins):
     """Return the model's path; real models are not part of the project."""
-    path = samples / case.model
-    if not path.exists():
-        path = SHARED_MODELS / case.model
+    folder, _, name = case.model.rpartition("/")
+    path = {"": samples, "stand-in": stand_ins, "real": SHARED_MODELS}[folder] / name
     if not path.exists():
         pytest.skip(NO_SHARED_MODELS)
     return path
@@ -415,9 +417,9 @@ def path_of(case, samples):
 
 @pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}-{case.producer}")
-def test_the_recipe(case, bits, exponent, samples, tmp_path):
+def test_the_recipe(case, bits, exponent, samples, stand_ins, tmp_path):
     """Exactly the named consumers are rerouted, and the saved file has a scale of exactly 2**exponent."""
-    path = path_of(case, samples)
+    path = path_of(case, samples, stand_ins)
     model = gq.load(path)
     before = tensors_in_slots(model)
     quantizer = gq.FixedPoint(bits=bits, exponent=exponent)
@@ -519,16 +521,18 @@ def test_unsupported_formats_are_refused(samples, tmp_path, branch):
         gq.insert_quant_op(gq.load(tmp_path / "old.onnx"), "x", "y", gq.FixedPoint(8, -4))
 
 
-def test_loops_of_tensorflow_1(samples):
+def test_loops_of_tensorflow_1(model_folder):
     """A loop's back edge is not a cycle: all readers are rerouted, and the constants wait for their frame."""
-    model = gq.load(path_of(CASES[-1], samples))
-    (tensor,) = ts(model, "pnet/while/PReLU3/Select")
+    select, *products = "net/while/Select", "net/while/conv2/Conv2D", "net/while/skip/Conv2D"
+    if model_folder == SHARED_MODELS:
+        select, *products = (f"pnet/while/{name}" for name in ("PReLU3/Select", "conv4-1/BiasAdd", "conv4-2/BiasAdd"))
+    model = gq.load(model_folder / "mtcnn.pb")
+    (tensor,) = ts(model, select)
     quantized = ge.make_quant_op(model, tensor, "conv4", gq.FixedPoint(8, -4))
     assert ge.reroute_ts(quantized, tensor) == 2
     assert [str(op) for op in tensor.consumers()] == ["conv4/SlimQuant/quant"]
-    assert model.main.control_inputs("conv4/SlimQuant/quant/min") == ["pnet/while/PReLU3/Select"]
-    for first, second in (("pnet/while/conv4-1/BiasAdd", "pnet/while/conv4-2/BiasAdd"),):
-        assert ge.reroute_ts(*ts(model, first, second), can_modify=[]) == 0
+    assert model.main.control_inputs("conv4/SlimQuant/quant/min") == [select]
+    assert ge.reroute_ts(*ts(model, *products), can_modify=[]) == 0
     check_invariants(model, "reroute")
 
 
@@ -705,29 +709,43 @@ def test_tensorflow_equals_a_graph_made_by_hand(bits, exponent, samples, tmp_pat
     assert not np.array_equal(given_back, float_result)
 
 
+MTCNN_EDITS = (
+    ("pnet/while/pool1/MaxPool", "pnet/while/conv2/Conv2D", 0),
+    ("pnet/while/conv2/Conv2D/Enter", "pnet/while/conv2/Conv2D", 1),
+    ("rnet/cond/pool1/MaxPool", "rnet/cond/conv2/Conv2D", 0),
+)
+LOOP_DETECTOR_EDITS = (
+    ("net/while/pool1/MaxPool", "net/while/conv2/Conv2D", 0),
+    ("net/while/conv2/Enter", "net/while/conv2/Conv2D", 1),
+    ("head/cond/pool3/MaxPool", "head/cond/conv3/Conv2D", 0),
+)
+"""Producer, consumer and slot of edits in a loop and in a branch."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8)])
-def test_a_loop_of_tensorflow_1_equals_one_made_by_hand(bits, exponent, shared, tmp_path):
-    """In the loop and branches of mtcnn, the edited graph equals one with hand-written ops."""
+def test_a_loop_of_tensorflow_1_equals_one_made_by_hand(bits, exponent, model_folder, tmp_path):
+    """In the loop and branches of mtcnn and its stand-in, the edited graph equals one with hand-written ops."""
     pytest.importorskip("tensorflow")
     quantizer = gq.FixedPoint(bits, exponent)
-    model = gq.load(shared / "mtcnn.pb")
-    by_hand = read_graph_def(shared / "mtcnn.pb")
+    model = gq.load(model_folder / "mtcnn.pb")
+    by_hand = read_graph_def(model_folder / "mtcnn.pb")
     nodes = {node.name: node for node in by_hand.node}
-    for producer, consumer, slot in (
-        ("pnet/while/pool1/MaxPool", "pnet/while/conv2/Conv2D", 0),
-        ("pnet/while/conv2/Conv2D/Enter", "pnet/while/conv2/Conv2D", 1),
-        ("rnet/cond/pool1/MaxPool", "rnet/cond/conv2/Conv2D", 0),
-    ):
+    if model_folder == SHARED_MODELS:
+        outputs, edits = ["box:0", "prob:0", "landmarks:0"], MTCNN_EDITS
+        picture = np.load(model_folder / "ultraface/images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
+        feeds = {"input:0": picture, "min_size:0": 20.0, "thresholds:0": [0.6, 0.7, 0.7], "factor:0": 0.709}
+    else:
+        outputs, edits = ["prob:0"], LOOP_DETECTOR_EDITS
+        feeds = {f"{name}:0": value for name, value in loop_detector_feeds().items()}
+    for producer, consumer, slot in edits:
         assert gq.insert_quant_op(model, producer, consumer, quantizer) == 1
         fake_quant_node = by_hand.node.add(name=f"{producer}/by_hand", op="FakeQuantWithMinMaxArgs", input=[producer])
         fake_quant_node.attr["min"].f, fake_quant_node.attr["max"].f = quantizer.min, quantizer.max
         fake_quant_node.attr["num_bits"].i, fake_quant_node.attr["narrow_range"].b = bits, True
         nodes[consumer].input[slot] = fake_quant_node.name
-    picture = np.load(shared / "ultraface/images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
-    feeds = {"input:0": picture, "min_size:0": 20.0, "thresholds:0": [0.6, 0.7, 0.7], "factor:0": 0.709}
     edited = read_graph_def(Path(model.save(tmp_path / "mtcnn.pb")))
-    results = [run_graph(message, ["box:0", "prob:0", "landmarks:0"], feeds) for message in (edited, by_hand)]
+    results = [run_graph(message, outputs, feeds) for message in (edited, by_hand)]
     assert len(results[0][0]) > 0
     assert all(np.array_equal(actual, reference) for actual, reference in zip(*results, strict=True))
 

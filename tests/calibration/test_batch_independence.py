@@ -12,9 +12,15 @@ import pytest
 from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant import formats
-from graphquant.calibration import all_float_targets, is_batch_independent, measure_footprint
+from graphquant.calibration import (
+    all_float_targets,
+    batch_independence,
+    is_batch_independent,
+    measure_footprint,
+)
 from graphquant.calibration.batch_independence import equal_within_rounding
 from graphquant.calibration.data import Dataset
+from graphquant.calibration.memory import group_observed_tensors
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import create_runner as create_onnx_runner
 from graphquant.ir import TensorRef
@@ -360,6 +366,21 @@ def test_odd_samples() -> None:
     assert not is_batch_independent(mixing, random_dataset(mixing), 2)
 
 
+def test_bound_of_observed_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of elements that decides on groups of tensors is no lower than that of the batch."""
+    counts = []
+
+    def group_tensors(runner: Any, tensors: Any, feed: Any, max_elements: int, budget: int) -> Any:
+        counts.append((sum(runner.element_counts(tensors, feed).values()), max_elements))
+        return group_observed_tensors(runner, tensors, feed, max_elements, budget)
+
+    monkeypatch.setattr(batch_independence, "group_observed_tensors", group_tensors)
+    model = model_of_text(INDEPENDENT["attention"])
+    runner = create_onnx_runner(model)
+    assert measure_footprint(runner, random_dataset(runner), tuple(all_float_targets(model))).join_samples
+    assert [elements <= bound for elements, bound in counts] == [True]
+
+
 def test_samples_of_several_sizes() -> None:
     """Only samples of the first one's size are compared, and batches of open sizes have the default footprint."""
     runner = create_onnx_runner(model_of_text("(float[N,M] x) => (float[N,M] y) { e = Exp(x)  y = Relu(e) }"))
@@ -507,18 +528,25 @@ def test_tf_sample_models(name: str, independent: bool) -> None:
 
 
 @pytest.mark.slow
-@needs_shared_models
 @pytest.mark.parametrize(
     ("name", "independent"),
     [
         ("kws/saved_model", True),
-        ("osf/lm_model0_opt.onnx", True),
-        ("odd/occ_model0.onnx", False),
+        ("mtcnn.pb", False),
         ("ultraface/version-RFB-320.onnx", False),
         ("qlstm_tract.onnx", False),
     ],
 )
+def test_models_of_other_tools(name: str, independent: bool, model_folder: Path) -> None:
+    """Models with functions and variables are batched; those with fixed sizes or loops are not."""
+    path = model_folder / name
+    assert is_joined(formats.format_module(formats.detect_format(path)).load(path)) is independent
+
+
+@pytest.mark.slow
+@needs_shared_models
+@pytest.mark.parametrize(("name", "independent"), [("osf/lm_model0_opt.onnx", True), ("odd/occ_model0.onnx", False)])
 def test_real_models(name: str, independent: bool) -> None:
-    """Models with functions and variables are batched; those with fixed sizes, loops or mixing ops are not."""
+    """A model that ONNX Runtime optimized is batched; one with mixing ops is not."""
     path = SHARED_MODELS / name
     assert is_joined(formats.format_module(formats.detect_format(path)).load(path)) is independent

@@ -168,5 +168,5 @@ def test_all_float_targets_in_frames(rules: str, model_folder: Path, samples: Pa
     for path in (samples / "digits_rnn.pb", model_folder / "mtcnn.pb"):
         model = gq.load(path)
         wanted = plan_targets(model, model, gq.plan(model, rules=[rules]), full_histograms=True)
-        assert len(wanted) > 5
+        assert len(wanted) > 3
         assert set(wanted) <= set(all_float_targets(model))

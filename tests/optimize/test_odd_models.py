@@ -134,9 +134,9 @@ def test_a_file_cannot_ask_for_another_weight(tmp_path: Path, place: str) -> Non
         gq.insert(tmp_path / "odd.onnx", data=str(tmp_path / "odd.npz"))
 
 
-def test_copies_of_functions_that_nothing_calls_cost_nothing(shared: Path) -> None:
+def test_copies_of_functions_that_nothing_calls_cost_nothing(model_folder: Path) -> None:
     """A Keras SavedModel has its layers several times; sites of all are one group, whose ops are those that run."""
-    model = api.load(shared / "kws/saved_model")
+    model = api.load(model_folder / "kws/saved_model")
     plan = api.plan(model)
     among = make_scale_groups(model, plan, range(len(plan.sites)), {})
     idle = {site.tensor.graph for site in plan.sites} - set(model.reachable_graphs())

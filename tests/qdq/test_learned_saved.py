@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from reference import fake_quant
 from support.qparams import choose_qparams
+from support.shared_models import SHARED_MODELS
 
 import graphquant as gq
 from graphquant import formats
@@ -262,9 +263,9 @@ def test_the_source_is_not_touched(tf, tmp_path) -> None:
     assert {path.name: path.read_bytes() for path in (tmp_path / "made").rglob("*") if path.is_file()} == first
 
 
-def test_keyword_spotting(tf, tmp_path, shared) -> None:
+def test_keyword_spotting(tf, tmp_path, samples, model_folder) -> None:
     """In a model with many function clones, these share variables. Only TF1's loader can load it."""
-    source = shared / "kws/saved_model"
+    source = model_folder / "kws/saved_model"
     rules = tmp_path / "r.toml"
     rules.write_text(
         '[scheme.s]\nfamily = "fake-quant"\nrange = "learned"\nobserve = {name = "fixed", low = -8.0, high = 8.0}\n'
@@ -272,8 +273,12 @@ def test_keyword_spotting(tf, tmp_path, shared) -> None:
     )
     result = gq.insert(source, rules=[str(rules)])
     assert any(inserted_site.site.clone_of is not None for inserted_site in result.inserted)
-    path, x = result.save(tmp_path / "made"), np.load(shared / "kws/eval.npz")["input_1"][:4]
-    (expected,) = formats.format_module("tensorflow").create_runner(gq.load(path)).run({"input_1": x}).values()
+    path = result.save(tmp_path / "made")
+    name, data = "image", samples / "digits_cnn_eval.npz"
+    if model_folder == SHARED_MODELS:
+        name, data = "input_1", model_folder / "kws/eval.npz"
+    x = np.load(data)[name][:4]
+    (expected,) = formats.format_module("tensorflow").create_runner(gq.load(path)).run({name: x}).values()
     with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
         meta = tf.compat.v1.saved_model.load(session, ["serve"], str(path))
         handles = [
@@ -283,6 +288,8 @@ def test_keyword_spotting(tf, tmp_path, shared) -> None:
         (out,) = meta.signature_def["serving_default"].outputs.values()
         (input_info,) = meta.signature_def["serving_default"].inputs.values()
         np.testing.assert_allclose(session.run(out.name, {input_info.name: x}), expected, rtol=1e-4, atol=1e-5)
-        less = [tf.raw_ops.AssignVariableOp(resource=op.outputs[0], value=0.01) for op in handles if "max" in op.name]
+        less = [
+            tf.raw_ops.AssignVariableOp(resource=op.outputs[0], value=0.01) for op in handles if op.name.endswith("max")
+        ]
         session.run(less)
         assert np.abs(session.run(out.name, {input_info.name: x}) - expected).max() > 1e-3

@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
-from support.stand_ins import write_face_detector, write_speech_detector
 
 import graphquant as gq
 from graphquant import api, formats
@@ -61,17 +60,6 @@ def test_barriers_are_removed(samples: Path, tmp_path: Path) -> None:
     assert emitted_message(stripped.model) == emitted_message(samples / "digits_cnn.onnx")
 
 
-@pytest.fixture(params=["stand-in", "real"])
-def model_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with models for faces and for speech, of the project or real."""
-    if request.param == "real":
-        return request.getfixturevalue("shared")
-    tmp_path.joinpath("ultraface").mkdir()
-    write_face_detector(tmp_path / "ultraface/version-RFB-320.onnx")
-    write_speech_detector(tmp_path / "silero_vad_16k_op15.onnx")
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", ["ultraface/version-RFB-320.onnx", "silero_vad_16k_op15.onnx"])
 def test_real_models_are_restored(model_folder: Path, tmp_path: Path, name: str) -> None:
     """The same for face detectors, whose opset and BatchNorms are undone, and for sound."""
@@ -81,9 +69,9 @@ def test_real_models_are_restored(model_folder: Path, tmp_path: Path, name: str)
     assert emitted_message(stripped.model) == emitted_message(model_folder / name)
 
 
-def test_keyword_spotter_is_restored(shared: Path, tmp_path: Path) -> None:
-    """The same for a SavedModel with 197 functions."""
-    source = shared / "kws/saved_model"
+def test_keyword_spotter_is_restored(model_folder: Path, tmp_path: Path) -> None:
+    """The same for a SavedModel with clones of functions."""
+    source = model_folder / "kws/saved_model"
     stripped = gq.strip(gq.insert(source, rules=["fixed_point"], float_weights=True).save(tmp_path / "out"))
     assert stripped.exact
     assert emitted_message(stripped.model) == emitted_message(source)

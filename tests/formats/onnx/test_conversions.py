@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.shared_models import SHARED_MODELS, needs_shared_models
-from support.stand_ins import write_face_detector
 
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
@@ -94,13 +92,10 @@ def test_attribute_of_another_type_is_rejected(load_text: Any) -> None:
         format_.upgrade_opset(load_text(OLD.replace("axes = [0]", "axes = 0")), 13)
 
 
-@pytest.mark.parametrize(
-    "path", [None, pytest.param(SHARED_MODELS / "ultraface/version-RFB-320.onnx", marks=needs_shared_models)]
-)
 @pytest.mark.parametrize("opset", [13, 17, 21])
-def test_upgrade_of_the_face_detector(opset: int, path: Path | None, tmp_path: Path) -> None:
+def test_upgrade_of_the_face_detector(opset: int, model_folder: Path) -> None:
     """An opset 9 face detector, whose initializers are inputs, gives the same boxes afterwards."""
-    model = format_.load(path or write_face_detector(tmp_path / "detector.onnx"))
+    model = format_.load(model_folder / "ultraface/version-RFB-320.onnx")
     result = format_.upgrade_opset(model, opset)
     check_invariants(result, "upgrade")
     assert set(model.main.nx) <= set(result.main.nx)
@@ -127,10 +122,9 @@ def test_opset_that_does_not_run_is_rejected(load_text: Any, monkeypatch: pytest
         format_.upgrade_opset(model, 21)
 
 
-@needs_shared_models
-def test_quantized_lstm_runs_or_is_rejected() -> None:
+def test_quantized_lstm_runs_or_is_rejected(model_folder: Path) -> None:
     """Releases of onnxruntime whose optimizer fails on the upgraded model reject it; others run it."""
-    model = format_.load(SHARED_MODELS / "qlstm_tract.onnx")
+    model = format_.load(model_folder / "qlstm_tract.onnx")
     try:
         result = format_.upgrade_opset(model, 21)
     except ModelError as error:

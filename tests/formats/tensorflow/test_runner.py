@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.qparams import choose_qparams
 from support.shared_models import SHARED_MODELS, needs_shared_models
+from support.stand_ins import loop_detector_feeds
 
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import create_runner, load, save, session
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
-KWS, MTCNN = SHARED_MODELS / "kws", SHARED_MODELS / "mtcnn.pb"
+KWS = SHARED_MODELS / "kws"
 INT8 = IntType(8, signed=True)
 KERNEL = np.linspace(-1.01, 1.93, 12, dtype=np.float32).reshape(3, 4)  # no value lies between two steps
 
@@ -39,8 +40,10 @@ def evaluation_images(name: str, count: int = 20) -> Array:
     return np.load(SAMPLES / f"{name}_eval.npz")["image"][:count]
 
 
-def faces() -> dict[str, Array]:
-    """Return feeds of the face detector that run all three of its stages."""
+def faces(folder: Path) -> dict[str, Array]:
+    """Return feeds of the face detector that run all three of its stages, or feeds of its stand-in."""
+    if folder != SHARED_MODELS:
+        return loop_detector_feeds()
     picture = np.load(SHARED_MODELS / "ultraface" / "images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
     return {
         "input": picture,
@@ -158,13 +161,12 @@ def test_quantized_weights(tf: Any, path: Path) -> None:
     assert 0 < np.abs(exact["probabilities"] - close["probabilities"]).max() < 0.2
 
 
-@needs_shared_models
-def test_mtcnn_frames(tf: Any) -> None:
+def test_mtcnn_frames(tf: Any, model_folder: Path) -> None:
     """In TF1 loops and conds, per-channel FakeQuants equal constants that were quantized beforehand."""
-    feeds = faces()
-    model, weight_params = quantized_weights(MTCNN)
-    assert len(weight_params) >= 19
-    by_hand = load(MTCNN)
+    feeds, path = faces(model_folder), model_folder / "mtcnn.pb"
+    model, weight_params = quantized_weights(path)
+    assert len(weight_params) >= (19 if model_folder == SHARED_MODELS else 4)
+    by_hand = load(path)
     parameters = Parameters(by_hand)
     for use, tensor, value, axis in known_weights(by_hand):
         reduced_axes = tuple(i for i in range(value.ndim) if i != axis)
@@ -182,20 +184,19 @@ def test_mtcnn_frames(tf: Any) -> None:
     assert len(expected["prob"]) > 0
     for name, value in expected.items():
         np.testing.assert_array_equal(got[name], value)
-    float_result = create_runner(load(MTCNN)).run(feeds)
+    float_result = create_runner(load(path)).run(feeds)
     assert float_result["prob"].shape != got["prob"].shape or not np.array_equal(float_result["prob"], got["prob"])
 
 
-@needs_shared_models
-def test_mtcnn_activations(tf: Any) -> None:
+def test_mtcnn_activations(tf: Any, model_folder: Path) -> None:
     """Activations in TF1 frames are quantized and observed in each iteration."""
-    model = load(MTCNN).copy()
+    model = load(model_folder / "mtcnn.pb").copy()
     graph = model.main
     uses = [Use("", op.name, 0) for op in graph.ops() if op.kind == "conv"]
     before = [graph.source_of(use) for use in uses]
     after = [insert_symmetric(model, use, np.float64(-2), np.float64(2))[0] for use in uses]
     check_invariants(model, "edit")
-    values = observed(model, [*before, *after], faces())
+    values = observed(model, [*before, *after], faces(model_folder))
     rounds = set()
     for source, output in zip(before, after, strict=True):
         rounds.add(len(values[output]))
