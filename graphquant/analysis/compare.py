@@ -48,14 +48,17 @@ class OutputTally:
         self._axes = {CLASS_SCORE_AXES} if batched else {CLASS_SCORE_AXES - 1, CLASS_SCORE_AXES}
         self._batched = batched
         self._errors, self._confidence = ErrorSums(), SqnrConfidence()
+        self._fused_errors, self._observed_errors = ErrorSums(), ErrorSums()
         self._has_floats = False
         self._rows = self._agreements = 0
         self._labelled: int | None = None
         self._correct = [0, 0]
         self._changed_correct = [0, 0]
 
-    def add(self, expected: Array | None, actual: Array | None, labels: Array | None) -> None:
-        """Add the arrays of one run; None if the model gave no output."""
+    def add(
+        self, expected: Array | None, actual: Array | None, labels: Array | None, observed: Array | None = None
+    ) -> None:
+        """Add the arrays of one run; None if the model gave no output. `observed` is `actual` with observed tensors."""
         if expected is None or actual is None:
             if expected is not actual:
                 problem = f"only {'the quantized' if expected is None else 'the float'} model gives it for some sample"
@@ -74,6 +77,9 @@ class OutputTally:
         if expected.size:
             self._has_floats = True
             self._confidence.add(*_sums_of_squares(expected, actual, batched=self._batched))
+            if observed is not None:
+                self._fused_errors.add(expected, actual)
+                self._observed_errors.add(expected, observed)
         if expected.ndim not in self._axes or expected.shape[-1] <= 1:
             return
         top_classes = [np.asarray(values.argmax(-1)).reshape(-1) for values in (expected, actual)]
@@ -113,6 +119,7 @@ class OutputTally:
             agreement_lower_bound=1 - lost_share_upper_bound(rows - self._agreements, 0, rows) if has_rows else None,
             lost_share_upper_bound=lost_share_upper_bound(lost, gained, labelled) if labelled else None,
             broken=errors.broken,
+            fusion_loss=max(0.0, self._observed_errors.sqnr - self._fused_errors.sqnr),
         )
 
 
@@ -210,7 +217,7 @@ def compare_runners(
     batched = load.elements_per_sample is not None and load.join_samples
     batched = batched and is_batch_independent(quantized_runner, batches, load.block_size, inputs=inputs)
     if batched and sites is not None and site_runner is not None:
-        quantized_tensors, float_tensors = sites.tensors_to_observe()
+        quantized_tensors, float_tensors = sites.tensors_to_observe(quantized_runner.output_tensors.values())
         elements = 2 * (load.elements_per_sample or 0) * load.block_size
         batched = is_batch_independent(
             quantized_runner, batches, load.block_size, quantized_tensors, inputs=inputs, max_elements=elements
@@ -240,11 +247,12 @@ def compare_runners(
             )
         completed = 0
         for feed, block in feeds:
-            expected, actual = model_pair.run(feed, pool, measure_sites=completed < site_samples)
+            expected, actual, observed = model_pair.run(feed, pool, measure_sites=completed < site_samples)
             with ignore_overflow():
                 for tally in tallies:
-                    tally.add(expected.get(tally.name), actual.get(tally.quantized_name), feed.get(labels))
-            del expected, actual
+                    name = tally.quantized_name
+                    tally.add(expected.get(tally.name), actual.get(name), feed.get(labels), observed.get(name))
+            del expected, actual, observed
             if block is not None:
                 completed = min((block + 1) * load.block_size, batches.count)
                 for site_feed in site_feeds if completed >= site_samples else ():
@@ -298,10 +306,11 @@ class ModelPairRunner:
         stack: ExitStack,
     ) -> None:
         """Start observing both models on their copies of the feeds, up to `prefetch_limit` runs ahead of `run`."""
-        quantized_tensors, float_tensors = sites.tensors_to_observe()
+        outputs = self._quantized_runner.output_tensors.values()
+        quantized_tensors, float_tensors = sites.tensors_to_observe(outputs)
         hidden = self._quantized_runner.unobservable(quantized_tensors)
         sites.drop_hidden(hidden, site_runner.unobservable(float_tensors))
-        quantized_tensors, float_tensors = sites.tensors_to_observe()
+        quantized_tensors, float_tensors = sites.tensors_to_observe(outputs)
         if (
             float_tensors
             and not sites.float_has_quantization
@@ -332,18 +341,19 @@ class ModelPairRunner:
 
     def run(
         self, feed: Feeds, pool: Executor, *, measure_sites: bool
-    ) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-        """Return the outputs of both models for the next feed, and measure the observed tensors if requested."""
+    ) -> tuple[Mapping[str, Array], Mapping[str, Array], Mapping[str, Array]]:
+        """Return the outputs of both models for the next feed, and measure the observed tensors if requested.
+
+        The last outputs are those of the quantized model while its tensors are observed, empty if none are.
+        """
         if not self._observations or not measure_sites:
             float_outputs = pool.submit(self._float_runner.run, self._without_labels(feed))
             actual = self._quantized_runner.run(self._quantized_feed(feed))
-            return float_outputs.result(), actual
+            return float_outputs.result(), actual, {}
         actual = self._quantized_runner.run(self._quantized_feed(feed))
         expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
         float_values, quantized_values = map(next, self._observations)
-        observed_outputs = {
-            name: float_values[tensor][-1] for name, tensor in self._output_tensors.items() if float_values[tensor]
-        }
+        observed_outputs = _last_values(self._output_tensors, float_values)
         if self._output_tensors and not self._observed_outputs_equal:
             self._observed_outputs_equal = outputs_equal(expected, observed_outputs)
             self._output_tensors = self._output_tensors if self._observed_outputs_equal else {}
@@ -353,7 +363,7 @@ class ModelPairRunner:
         self._pending_values += sum(value.size for values in quantized_values.values() for value in values)
         if self._pending_values > MEASURE_BATCH_VALUES:
             self.measure_pending(pool)
-        return expected, actual
+        return expected, actual, _last_values(self._quantized_runner.output_tensors, quantized_values)
 
     def measure_pending(self, pool: Executor) -> None:
         """Measure the observed tensors that are still pending."""
@@ -370,6 +380,10 @@ class ModelPairRunner:
             measure_sites(0)
         self._pending.clear()
         self._pending_values = 0
+
+
+def _last_values(tensors: Mapping[str, TensorRef], observed: ObservedTensors) -> dict[str, Array]:
+    return {name: observed[tensor][-1] for name, tensor in tensors.items() if observed.get(tensor)}
 
 
 def _reference_runner(sites: ComparedSites, runner: Runner) -> Runner:

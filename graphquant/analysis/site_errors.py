@@ -91,13 +91,15 @@ class ComparedSites:
     float_model: Model  # the float model, prepared like the quantized model
     float_has_quantization: bool  # True if the float model contains quantization, so that observing changes its results
 
-    def tensors_to_observe(self) -> tuple[list[TensorRef], list[TensorRef]]:
-        """Tensors to observe in the quantized and in the float model."""
+    def tensors_to_observe(self, outputs: Iterable[TensorRef]) -> tuple[list[TensorRef], list[TensorRef]]:
+        """Tensors to observe in the quantized model, whose outputs are `outputs`, and in the float model."""
         activations = [site for site in self.sites if not site.parameter]
         quantized_tensors = dict.fromkeys(
             tensor for site in activations for tensor in (site.input_tensor, site.output_tensor) if tensor is not None
         )
         float_tensors = dict.fromkeys(site.float_tensor for site in activations if site.float_tensor is not None)
+        if quantized_tensors:  # else nothing is observed
+            quantized_tensors |= dict.fromkeys(outputs)
         return list(quantized_tensors), list(float_tensors)
 
     def drop_hidden(self, hidden: Mapping[TensorRef, str], hidden_float: Iterable[TensorRef]) -> None:

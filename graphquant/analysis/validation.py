@@ -82,7 +82,7 @@ class Validation:
     quantized_macs: int = 0  # multiply-adds per sample of ops whose inputs are all quantized
     total_macs: int = 0  # multiply-adds per sample of all ops with known sizes
     calibrated_on_other_data: bool = False  # True if the statistics are from other data
-    # SQNR in dB of the outputs that the optimizations of ONNX Runtime make worse, without them, if a bound is missed.
+    # SQNR in dB, without the optimizations of ONNX Runtime, of the outputs that they make worse.
     unoptimized_sqnr: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -120,14 +120,15 @@ class Validation:
         ]
         if comparison.all_empty:
             problems.append(_empty_outputs_message(comparison))
-        return tuple(problems) or (
-            *self.unmeasurable_bounds,
-            *_missed_bounds(comparison.outputs, bounds),
-            *(
-                f"the graph optimizations of onnxruntime change output {name!r}, which has {sqnr:.2f} dB without them;"
-                " run the model with ORT_DISABLE_ALL, or change the quantized types, such as float8 to int8"
-                for name, sqnr in self.unoptimized_sqnr.items()
-            ),
+        return tuple(problems) or (*self.unmeasurable_bounds, *_missed_bounds(comparison.outputs, bounds))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Messages about outputs that the optimizations of ONNX Runtime make worse, whatever the bounds are."""
+        return tuple(
+            f"the graph optimizations of onnxruntime change output {name!r}, which has {sqnr:.2f} dB without them;"
+            " run the model with ORT_DISABLE_ALL, or change the quantized types, such as float8 to int8"
+            for name, sqnr in self.unoptimized_sqnr.items()
         )
 
     @property
@@ -279,7 +280,8 @@ def validate_model(
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
     )
-    if sites is None or quantized.format != "onnx" or not validation.failures:
+    is_suspect = validation.failures or any(output.fusion_loss > OPTIMIZER_LOSS for output in comparison.outputs)
+    if sites is None or quantized.format != "onnx" or not is_suspect:
         return validation
     from graphquant.formats.onnx import create_runner  # imported when needed, because onnxruntime is slow to import
 

@@ -206,6 +206,7 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
         message = "highest sensitivity" if validation.has_sensitivity else "largest errors of their own"
         lines.append(plain_line(f"  {message}: {join_names(texts, MISSED_SHOWN)}"))
     lines += [plain_line(f"failed: {missed_bound}.", "bold red") for missed_bound in missed]
+    lines += [plain_line(f"warning: {warning}.", "bold yellow") for warning in validation.warnings]
     if missed:
         message = "  compare lists every tensor; --exclude keeps some float, --method selects another observer."
         lines.append(plain_line(message, "red"))

@@ -194,6 +194,7 @@ class ValidationJson(JsonObject):
 
     met: Negated = at("failures")
     missed: tuple[str, ...] = at("failures")
+    warnings: tuple[str, ...]
     reused: bool = at("reuses_samples")
     other_data: bool = at("calibrated_on_other_data")
     bounds: BoundsJson
