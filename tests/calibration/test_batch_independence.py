@@ -366,6 +366,30 @@ def test_odd_samples() -> None:
     assert not is_batch_independent(mixing, random_dataset(mixing), 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "names", "batch_size", "independent"),
+    [
+        (INDEPENDENT["linear"], "xy", 2, True),  # no row of the batch for two of the four samples
+        ("(float[N,4] x) => (float[N,M] y) <int64[2] r = {1, 20000}> { t = Tile(x, r)  y = Relu(t) }", "ty", 8, True),
+        # the values of `b` would hide those of `d`, which depend on the batch
+        (
+            """(float[N,4] x) => (float[N,4] y) <float k = {1e6}> { b = Mul(x, k)  m = ReduceMax <axes = [0]> (x)
+            d = Sub(x, m)  y = Add(b, d) }""",
+            "bd",
+            8,
+            False,
+        ),
+        (MIXED["later rows"], "y", 8, False),
+    ],
+    ids=["few rows", "many values", "small and large values", "later rows"],
+)
+def test_observed_tensors_of_one_shape(text: str, names: str, batch_size: int, independent: bool) -> None:
+    """Each tensor must agree in each row, whatever the values of the others are."""
+    runner = create_onnx_runner(model_of_text(text))
+    tensors = [TensorRef("", name) for name in names]
+    assert is_batch_independent(runner, random_dataset(runner), batch_size, tensors) is independent
+
+
 def test_bound_of_observed_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of elements that decides on groups of tensors is no lower than that of the batch."""
     counts = []
