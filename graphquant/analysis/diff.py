@@ -22,7 +22,6 @@ from graphquant.ir.op_matching import (
     unquantized_source,
 )
 from graphquant.numerics import Array, DynamicQParams, QParams
-from graphquant.quantize.prepare import PREPARATION_STEPS
 from graphquant.utils.text import format_shape, join_limited
 
 if TYPE_CHECKING:
@@ -137,9 +136,7 @@ def _quantization_helper_ops(model: Model) -> set[tuple[str, str]]:
     for name, graph in model.graphs.items():
         for op in graph.ops():
             uses = [use for users in graph.consumers_by_port(op.name).values() for use in users]
-            if (op.kind in SCALE_SOURCE_KINDS and uses and all(map(is_scale_use, uses))) or (
-                op.rule and op.rule not in PREPARATION_STEPS and op.kind not in BOUNDARY_KINDS and not is_inserted(op)
-            ):
+            if op.kind in SCALE_SOURCE_KINDS and uses and all(map(is_scale_use, uses)):
                 helper_ops.add((name, op.name))
     return helper_ops
 

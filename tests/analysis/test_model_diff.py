@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,6 +139,44 @@ def test_differences_of_two_texts(
     assert not diff_texts(tmp_path / "same", texts[1], texts[1])
 
 
+WEIGHTS = """net (float[1,4] x) => (float[1,4] y)
+  <float s = {0.5}, float[4] b = {1, 2, 3, 4}, int8[4] i = {2, 4, 6, 8}, float[2,2] other = {1, 2, 3, 4}>
+{
+    [e] w = DequantizeLinear (i, s)
+    [m] h = Mul (x, w)
+    [r] t = Mul (h, s)
+    [a] y = Reshape (t, b)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        ({"6, 8": "6, 12"}, [("weight", "i", "1 of 4 values differ, by up to 4", 4)]),
+        (
+            {"s = {0.5}": "s = {0.25}"},
+            [
+                ("weight", "s", "1 of 1 values differ, by up to 0.25", 0.25),
+                ("scale", "i:0", "0.5 became 0.25 (50%)", 0.5),
+            ],
+        ),
+        (
+            {"[e] w = DequantizeLinear (i, s)": "", "(x, w)": "(x, b)"},
+            [("site-removed", "i:0", "int8, scale 0.5, zero point 0", 0)],
+        ),
+        ({"(t, b)": "(t, other)"}, [("wiring", "a[1]", "b:0 became other:0", 0)]),
+    ],
+)
+def test_constants_and_quantized_weights(
+    tmp_path: Path, second: dict[str, str], expected: list[tuple[Any, ...]]
+) -> None:
+    """A constant is a scale only if quantization ops alone read it. Stored integers stand for a float weight."""
+    assert entries(diff_texts(tmp_path, WEIGHTS, edited(second, WEIGHTS))) == expected
+    reverse = diff_texts(tmp_path / "reverse", edited(second, WEIGHTS), WEIGHTS)
+    assert [change.kind.replace("added", "removed") for change in reverse.changes] == [kind for kind, *_ in expected]
+
+
 def test_another_opset_is_reported(tmp_path: Path) -> None:
     """Two opsets are one difference of the model, which is not a rerouted use."""
     first, second = (load_onnx(tmp_path, NET, opset=opset) for opset in (13, 14))
@@ -210,8 +249,8 @@ def test_added_and_removed_graphs(tmp_path: Path) -> None:
         assert (found, differences.counts["model"]) == (graphs, 2)
 
 
-def stored_model(scale: Any, zero_point: Any) -> Model:
-    """Return a model of one op, with a scale and zero point that its file stores with the tensor."""
+def stored_model(scale: Any, zero_point: Any, outputs: int = 2) -> Model:
+    """Return a model of one op, with a scale and zero point that its file stores with the first output."""
     model = Model(format="tflite")
     model.graphs[""] = Graph("", model.graphs)
     stored = (
@@ -219,9 +258,8 @@ def stored_model(scale: Any, zero_point: Any) -> Model:
         if scale is None
         else StoredQuantization(index=0, sizes=(), scale=np.float32(scale), zero_point=np.int64(zero_point))
     )
-    model.main.add_op(
-        Op(name="op", kind="conv", type="CONV_2D", outputs=(Output("t", "int8", None, stored), Output("u")))
-    )
+    tensors = (Output("t", "int8", None, stored), Output("u"))[:outputs]
+    model.main.add_op(Op(name="op", kind="conv", type="CONV_2D", outputs=tensors))
     return model
 
 
@@ -235,9 +273,10 @@ def stored_model(scale: Any, zero_point: Any) -> Model:
         (([0.5], [3]), ([], []), [("site-changed", "t", "other zero points, or another number of scales", 0)]),
         (([0.5], [3]), (None, None), []),
         ((None, None), ([0.5], [3]), []),
+        (([0.5], [3], 1), ([0.25], [3], 2), [("scale", "t", "0.5 became 0.25 (50%)", 0.5)]),
     ],
 )
-def test_stored_scales(first: tuple[Any, Any], second: tuple[Any, Any], expected: list[tuple[Any, ...]]) -> None:
+def test_stored_scales(first: tuple[Any, ...], second: tuple[Any, ...], expected: list[tuple[Any, ...]]) -> None:
     """Scales that TFLite files store with tensors are compared, with the largest relative change."""
     assert entries(gq.diff(stored_model(*first), stored_model(*second))) == expected
 
@@ -306,3 +345,45 @@ def test_private_attributes_are_no_difference(tmp_path: Path) -> None:
     ]
     assert not gq.diff(*models[:2])
     assert entries(gq.diff(models[0], models[2])) == [("attribute", "y", "far: nothing became 1", 0)]
+
+
+def test_weight_behind_an_identity(tmp_path: Path) -> None:
+    """A frozen weight, which an Identity reads, is a weight and no scale of the quantization."""
+    dtype = 'attr { key: "T" value { type: DT_FLOAT } }'
+    models = []
+    for value in (1, 3):
+        path = tmp_path / f"{value}.pbtxt"
+        path.write_text(f"""node {{ name: "x" op: "Placeholder" attr {{ key: "dtype" value {{ type: DT_FLOAT }} }} }}
+            node {{ name: "w" op: "Const" attr {{ key: "dtype" value {{ type: DT_FLOAT }} }} attr {{ key: "value"
+            value {{ tensor {{ dtype: DT_FLOAT tensor_shape {{ }} float_val: {value} }} }} }} }}
+            node {{ name: "r" op: "Identity" input: "w" {dtype} }}
+            node {{ name: "y" op: "Mul" input: "x" input: "r" {dtype} }} versions {{ producer: 1200 }}""")
+        models.append(gq.load(path))
+    assert entries(gq.diff(*models)) == [("weight", "w", "1 of 1 values differ, by up to 2", 2)]
+
+
+def test_weights_and_variables_of_results(samples: Path) -> None:
+    """Results in memory differ in their integer weights. Variables of learned ranges are scales, not weights."""
+    plan = gq.plan(samples / "digits_cnn.onnx", rules="fixed_point")
+    results = [gq.insert(samples / "digits_cnn.onnx", plan=plan).model for _ in range(2)]
+    assert not gq.diff(*results)
+    weight = next(
+        op
+        for op in results[1].main.ops()
+        if op.outputs and (op.kind, op.outputs[0].dtype, len(op.outputs[0].shape or ())) == ("constant", "int8", 4)
+    )
+    value = weight.read_value() // 2
+    results[1].main.replace_op(replace(weight, read_value=lambda: value))
+    assert gq.diff(*results).counts == {"weight": 1}
+    rule = """[scheme.s]
+        family = "fake-quant"
+        range = "learned"
+        observe = {{ name = "fixed", low = -8.0, high = {high} }}
+        [[rule]]
+        name = "r"
+        consumer = {{ kind = "conv", input = "input" }}
+        quantize = "s" """
+    source = samples / "digits_cnn_saved_model"
+    first, second = (gq.insert(source, rules=[rule.format(high=high)]) for high in (8.0, 4.0))
+    assert gq.diff(first.model, second.model).counts == {"scale": len(first.inserted)}
+    assert gq.diff(source, first.model).counts == {"site-added": len(first.inserted)}

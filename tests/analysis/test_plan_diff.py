@@ -59,3 +59,22 @@ def test_preparation_steps_of_one_plan_are_reported(samples: Path) -> None:
     for first, second, message in ((shorter, plan, "is prepared"), (plan, shorter, "is not prepared")):
         (change,) = gq.diff(first, second).changes
         assert (change.kind, change.location, change.message) == ("plan", f"{step.step} {step.target}", message)
+
+
+def test_digests_and_schemes_of_plans(samples: Path) -> None:
+    """Another model, format or preparation is a change of the plan; another smallest range one of a site."""
+    plan = gq.plan(samples / "digits_cnn.onnx", rules="fixed_point")
+    for name in ("format", "model", "prepared"):
+        other = "other" + "0" * 20
+        (change,) = gq.diff(plan, replace(plan, **{name: other})).changes
+        assert (change.kind, change.location) == ("plan", name)
+        assert change.message == f"{getattr(plan, name)[:12]} became {other[:12]}"
+    site, *others = plan.sites
+    smallest = site.scheme.smallest_range
+    for fields, messages in (
+        ({"name": "other"}, []),
+        ({"smallest_range": 0.5}, [f"smallest_range: {smallest} became 0.5"]),
+    ):
+        changed = replace(site, scheme=replace(site.scheme, **fields))
+        changes = gq.diff(plan, replace(plan, sites=(changed, *others))).changes
+        assert [change.message for change in changes] == messages

@@ -42,6 +42,9 @@ def test_float_weights_give_back_the_source(samples: Path, tmp_path: Path, name:
     out = stripped.model.save(tmp_path / f"stripped_{name}")
     assert emitted_message(out) == emitted_message(samples / name)
     assert not gq.diff(out, samples / name)
+    proof = api.prove_stripped(stripped, samples / name)
+    assert proof.equal
+    assert (proof.other_differences.counts, proof.other_differences.rerouted) == ({}, 0)
 
 
 def test_barriers_are_removed(samples: Path, tmp_path: Path) -> None:
