@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.ir import Model, Parameters, TensorRef, Use
+from graphquant.ir import FLOAT_TYPES, Model, Parameters, TensorRef, Use
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 
 if TYPE_CHECKING:
@@ -229,9 +229,10 @@ class SolverState:
             setattr(self, name, value)
 
     def bias_value(self, tensor: TensorRef) -> Array | None:
-        """Return the value of a bias, None if it is unknown. It is read once."""
+        """Return the value of a bias, None if it is unknown or not of a float type. It is read once."""
         if tensor not in self._bias_values:
-            self._bias_values[tensor] = self.parameters.value(tensor)
+            value = self.parameters.value(tensor)
+            self._bias_values[tensor] = value if value is not None and value.dtype.name in FLOAT_TYPES else None
         return self._bias_values[tensor]
 
 

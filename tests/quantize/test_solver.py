@@ -336,6 +336,19 @@ def test_biases_that_do_not_fit(tmp_path):
     assert solution.skips[2].code is SkipCode.BIAS
 
 
+@pytest.mark.parametrize("value", [np.float32(1), np.ones(3, np.float32), np.array(["a", "b"], object)])
+def test_biases_of_another_shape_or_type_than_declared_stay_float(tmp_path, monkeypatch, value):
+    """A checkpoint may hold another number of channels, or strings."""
+    real = Parameters.value
+    monkeypatch.setattr(
+        Parameters, "value", lambda self, tensor: np.asarray(value) if tensor.op == "b" else real(self, tensor)
+    )
+    bias_site = main_graph_site("b", 2, scheme=replace(BIAS, per="channel"), axis=0, parameter=True)
+    sites = (replace(X, scale=(0.5,)), replace(W, scale=(0.25, 2.0)), bias_site)
+    solution = solve_scales(gemm(tmp_path), make_plan(*sites), {})
+    assert {index: skip.code for index, skip in solution.skips.items()} == {2: SkipCode.BIAS}
+
+
 def test_biases_up_to_the_last_integer(tmp_path):
     """2**31 - 128, the largest float32 that fits int32, is quantized. 2**31, one step beyond int32, is not."""
     sites = replace(X, scale=(1.0,)), replace(W, scheme=INT8, axis=None, scale=(1.0,))
