@@ -114,11 +114,11 @@ class Graph:
 
     def op(self, name: str) -> Op:
         """Return the op called `name`. Raises a KeyError if there is none."""
-        return self.nx.nodes[name]["op"]  # type: ignore[no-any-return]  # node data is untyped
+        return self.nx._node[name]["op"]  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001 `nodes` is slower
 
     def slots(self, name: str) -> list[TensorRef | None]:
         """Return the source tensor of each input slot of op `name`, None for an empty slot. Do not change the list."""
-        return self.nx.nodes[name]["slots"]  # type: ignore[no-any-return]  # node data is untyped
+        return self.nx._node[name]["slots"]  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001 as in `op`
 
     def source_of(self, use: Use) -> TensorRef | None:
         """Return the tensor read at `use`, which must be in this graph."""

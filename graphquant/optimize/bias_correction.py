@@ -214,7 +214,7 @@ def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightE
     reasons = {weighted.weight: weighted.no_bias_reason for weighted in weighted_ops if weighted.bias is None}
     reasons |= {weighted.weight: VARIABLE_BIAS for weighted in weighted_ops if store.is_variable(weighted)}
     usable = [weighted for weighted in weighted_ops if weighted.weight not in reasons]
-    float_means, rounded_means = _isolated_means(edits, usable, samples)
+    float_means, rounded_means = _isolated_means(edits, usable, samples) if usable else ({}, {})
     corrected_ops = []
     for weighted in usable:
         reason = _correct_bias(store, weighted, float_means, rounded_means)

@@ -32,6 +32,7 @@ NAMES_SHOWN = 3  # names in a cell; the remaining ones are counted
 UNFOLDED_WIDTH = 10_000  # width for output that is not a terminal: one line per site, for grep and diff
 COLUMN_GAP = 2  # spaces between columns
 MIN_NAME_WIDTH = 16  # minimum width of a column of names; below it, names get lines of their own
+ROWS_SHOWN = 1000  # maximum number of rows of a table in text; the remaining ones are counted
 CELL_INDENT = 4  # indentation of cells on a line of their own
 MAX_MARKDOWN_LENGTH = 600  # maximum number of characters of a Markdown cell
 NO_MARKUP: Mapping[str, Callable[[Any], str]] = MappingProxyType({})
@@ -207,7 +208,7 @@ class Table(Generic[Row]):
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         heads = [Text(column.heading) for column in self.columns]
         rows = [(heads, "bold", "")]
-        for row in self.rows:
+        for row in self.rows[:ROWS_SHOWN]:
             texts = (column.cell(row) for column in self.columns)
             cells = [Text(escape_unprintable(text)) if isinstance(text, str) else text for text in texts]
             rows.append((cells, self._style(row), escape_unprintable(self._note(row))))
@@ -234,3 +235,5 @@ class Table(Generic[Row]):
                 yield unfolded
                 yield from [Padding(line, (0, 0, 0, CELL_INDENT))] if line.plain.strip() else []
             yield from [Padding(Text(note, "dim"), (0, 0, 0, COLUMN_GAP))] if note else []
+        if len(self.rows) > ROWS_SHOWN:
+            yield Text(f"{len(self.rows) - ROWS_SHOWN} more; the result as JSON lists them")

@@ -9,7 +9,7 @@ import graphquant as gq
 from graphquant import api
 from graphquant.analysis.conversion_report import ConversionReport, ConvertedTensor
 from graphquant.ir import TensorRef
-from graphquant.visualize import check_report, compare_report, statistics_report, text
+from graphquant.visualize import check_report, compare_report, statistics_report, tables, text
 from graphquant.visualize.tables import Column, Table, render_text
 
 TENSOR = Column("tensor", lambda row: row[0])
@@ -54,6 +54,18 @@ def test_without_room_for_cells(monkeypatch) -> None:
         "    int8   0.0123..0.456",
     ]
     assert render_lines(monkeypatch, 20)[3:5] == ["    int8", "    0.0123..0.456"]
+
+
+def test_rows_beyond_the_limit_are_counted(monkeypatch) -> None:
+    """Text ends after the first rows with the number of the others; CSV has all rows."""
+    monkeypatch.setattr(tables, "ROWS_SHOWN", 2)
+    table = Table([TENSOR], [(name,) for name in "abcde"])
+    lines = render_text(table).splitlines()
+    assert lines[:3] == ["tensor", "a", "b"]
+    assert lines[3].split()[0] == "3"
+    assert len(lines) == 4
+    assert table.csv_text().split() == ["tensor", *"abcde"]
+    assert render_text(Table([TENSOR], [("a",), ("b",)])).splitlines() == ["tensor", "a", "b"]
 
 
 def test_double_width_letters(monkeypatch) -> None:
