@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx.parser
 from onnx import helper, numpy_helper
+from support.tflite_files import Writer, code, ints
 
 from graphquant.formats.tensorflow import proto
 
@@ -284,6 +285,47 @@ def write_cloned_saved_model(source: Path, folder: Path) -> Path:
     return folder
 
 
+def write_quantized_tflite(path: Path) -> Path:
+    """Write a quantized TFLite file: a convolution, a depthwise one and a sum, with scales per channel."""
+    rng, tensors, buffers = np.random.default_rng(10), [], [{}]
+
+    def add(name: str, *shape: int, channels: int = 1, axis: int = 0, constant: bool = False) -> int:
+        quantization = {
+            "scale": rng.uniform(0.1, 0.2, channels).astype(np.float32),
+            "zero_point": np.full(channels, 0 if constant else -1),
+            "quantized_dimension": ("i", axis),
+        }
+        if constant:
+            buffers.append({"data": rng.integers(-127, 128, shape, np.int8)})
+        buffer = len(buffers) - 1 if constant else 0
+        tensors.append(
+            {
+                "name": name,
+                "shape": ints(*shape),
+                "type": ("b", 9),
+                "buffer": ("I", buffer),
+                "quantization": quantization,
+            }
+        )
+        return len(tensors) - 1
+
+    image, kernel = add("image", 1, 8, 8, 2), add("kernel", 4, 3, 3, 2, channels=4, constant=True)
+    first, depthwise = add("first/Relu", 1, 8, 8, 4), add("depthwise", 1, 3, 3, 4, channels=4, axis=3, constant=True)
+    second, total = add("second/Relu", 1, 8, 8, 4), add("sum", 1, 8, 8, 4)
+    operators = [
+        {"opcode_index": ("I", index), "inputs": ints(*inputs), "outputs": ints(output)}
+        for index, inputs, output in (
+            (0, (image, kernel, -1), first),
+            (1, (first, depthwise, -1), second),
+            (2, (first, second), total),
+        )
+    ]
+    graph = {"tensors": tensors, "inputs": ints(image), "outputs": ints(total), "operators": operators}
+    codes = [code("CONV_2D"), code("DEPTHWISE_CONV_2D"), code("ADD")]
+    path.write_bytes(Writer().build({"operator_codes": codes, "buffers": buffers, "subgraphs": [graph]}))
+    return path
+
+
 def write_stand_ins(folder: Path, samples: Path) -> Path:
     """Write a stand-in for each shared model that tests name, at its path in the folder of shared models."""
     for name in ("ultraface", "kws"):
@@ -292,5 +334,6 @@ def write_stand_ins(folder: Path, samples: Path) -> Path:
     write_speech_detector(folder / "silero_vad_16k_op15.onnx")
     write_quantized_cell(folder / "qlstm_tract.onnx")
     write_loop_detector(folder / "mtcnn.pb")
+    write_quantized_tflite(folder / "kws/kws_int8.tflite")
     write_cloned_saved_model(samples / "digits_cnn_saved_model", folder / "kws/saved_model")
     return folder

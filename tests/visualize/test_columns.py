@@ -110,8 +110,8 @@ def test_every_verb_is_covered() -> None:
     assert command_names() - covered == {"batch", "rules check", "rules schema", "rules show"}
 
 
-def test_real_models(narrow: None, shared: Path, cli: Callable[..., Any]) -> None:
-    """Long names of real models are not wrapped, and all other lines are short."""
+def test_real_models(narrow: None, model_folder: Path, cli: Callable[..., Any]) -> None:
+    """Long names of models of other tools are not wrapped, and all other lines are short."""
     for command, name in (
         ("inspect", "kws/kws_int8.tflite"),
         ("inspect", "mtcnn.pb"),
@@ -119,7 +119,7 @@ def test_real_models(narrow: None, shared: Path, cli: Callable[..., Any]) -> Non
         ("plan", "ultraface/version-RFB-320.onnx"),
         ("inspect", "qlstm_tract.onnx"),
     ):
-        output = cli(command, shared / name).stdout.replace(str(shared), "SHARED")
+        output = cli(command, model_folder / name).stdout.replace(str(model_folder), "FOLDER")
         assert long_lines(output) == []
 
 

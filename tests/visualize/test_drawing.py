@@ -197,9 +197,9 @@ def test_nested_graphs_are_groups_wired_to_their_owner(tmp_path: Path) -> None:
     assert drawing.boxes[number["", "choice"]].calls == (0, 1)
 
 
-def test_tflite_annotations_are_on_wires_and_constants(shared: Path) -> None:
+def test_tflite_annotations_are_on_wires_and_constants(model_folder: Path) -> None:
     """Scales of TFLite tensors are annotations, and all of them are shown."""
-    drawing = model_drawing(api.load(shared / "kws/kws_int8.tflite"))
+    drawing = model_drawing(api.load(model_folder / "kws/kws_int8.tflite"))
     assert _shown_annotations(drawing) == set(range(len(drawing.annotations)))
     assert {box.inputs for box in drawing.boxes if box.op.kind in {"conv", "depthwise_conv"}} == {"all"}
 
