@@ -53,7 +53,7 @@ def _clip_limit(model: Model, parameters: Parameters, use: Use, attr: str, defau
     """Return one limit of a Clip: an attribute, or the constant that it reads at `use`."""
     graph = model.graphs[use.graph]
     op, read = graph.op(use.op), graph.source_of(use)
-    if attr in op.attrs or read is None:
+    if read is None:
         return op.numeric_attr(attr, default) if attr in op.attrs else default
     value = parameters.value(read)
     return float(value.item()) if value is not None and value.size == 1 and value.dtype.kind == "f" else None
@@ -130,8 +130,8 @@ MIN_SHARED_STEPS = 16  # minimum number of integers that a range must span if it
 def skip_uneven_concats(state: SolverState) -> None:
     """Skip each Concat of which one input would span few integers, unless a product runs on its output."""
     for index, site in enumerate(state.plan.sites):
-        graph, is_explicit = state.model.graphs[site.tensor.graph], site.range is not None or site.scale is not None
-        if graph.op(site.tensor.op).kind not in CONCATENATING_KINDS or index not in state.ranges or is_explicit:
+        graph, has_own_range = state.model.graphs[site.tensor.graph], index in state.ranges and site.range is None
+        if graph.op(site.tensor.op).kind not in CONCATENATING_KINDS or not has_own_range:
             continue
         uses = [Use(graph.name, site.tensor.op, slot) for slot in range(len(graph.slots(site.tensor.op)))]
         input_indices = {use: state.index_by_use[use] for use in uses if use in state.index_by_use}

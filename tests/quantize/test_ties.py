@@ -57,6 +57,7 @@ def scales(solution):
         ("Clip(x, runtime, high)", None),
         ("Clip(x, low, runtime)", None),
         ("Clip(x, integer, high)", None),
+        ("Clip(x, pair, high)", None),
         ("Clip(x, zero, six)", (0.0, 6.0)),
         ("Relu(x)", (0.0, np.inf)),
         ("Neg(x)", None),
@@ -65,7 +66,7 @@ def scales(solution):
 def test_limits_of_a_clip(tmp_path, op, limits):
     """Limits are constants, and infinite if they are omitted. Other limits are unknown."""
     constants = {name: np.float32(value) for name, value in {"low": -1, "high": 2, "zero": 0, "six": 6}.items()}
-    constants["integer"] = np.int64(-1)
+    constants |= {"integer": np.int64(-1), "pair": np.zeros(2, np.float32)}
     model = load_onnx(tmp_path, f"g (float[4] x, float runtime) => (float[4] y) {{ y = {op} }}", constants)
     assert clip_limits(model, Parameters(model), TensorRef("", "y")) == limits
 
@@ -129,12 +130,30 @@ def test_a_pair_before_a_clip(tmp_path, sites, skip, added):
     assert solution.plan.skips == ()
 
 
-def test_the_pair_before_a_clip_takes_no_scale_of_the_plan(tmp_path):
-    """The scale that a plan gives the output is not repeated at the pair before the Clip: the tie implies it."""
+@pytest.mark.parametrize(
+    "given",
+    [{"scale": (0.5,), "zero_point": (3,)}, {"range": (-1.0, 3.0)}, {"scale": (0.5,), "clone_of": Use("", "c", 0)}],
+)
+def test_the_pair_before_a_clip_takes_its_scale_from_the_tie(tmp_path, given):
+    """What a plan gives the output is not repeated at the pair before the Clip, which is added once."""
     model = load_onnx(tmp_path, CLIPPED, {"low": np.float32(-1), "high": np.float32(1)})
-    site = site_of("y", "z[0]", "v[0]", scale=(0.5,), zero_point=(3,))
-    pair = solve_with_ends(model, [site], skips=(FUSED,)).plan.sites[1]
+    sites = site_of("y", "z[0]", "v[0]", **given), site_of("x", "c[0]", scale=(1.0,))
+    solution = solve_with_ends(model, sites, skips=(FUSED, FUSED))
+    *_, pair = solution.plan.sites
+    assert len(solution.plan.sites) == 3
     assert (pair.scale, pair.zero_point, pair.range, pair.clone_of) == (None, None, None, None)
+    assert solution.params[2] is solution.params[0]
+
+
+def test_the_pair_before_a_clip_is_in_the_graph_of_its_tensor(tmp_path):
+    """The pair after the Clip is in the branch that reads it. The pair before the Clip is where the Clip is."""
+    branches = "then_branch = th () => (float e) { e = Abs(y) }, else_branch = el () => (float f) { f = Exp(x) }"
+    text = f"g (bool p, float[4] x) => (float z) {{ c = Neg(x) y = Clip(c, low, high) z = If(p) <{branches}> }}"
+    model = load_onnx(tmp_path, text, {"low": np.float32(-1), "high": np.float32(1)})
+    uses = tuple(model.main.consumers(TensorRef("", "y")))
+    site = replace(site_of("y"), uses=uses, graph=uses[0].graph)
+    solution = solve_with_ends(model, [site], skips=(FUSED,), y=(-1.0, 1.0))
+    assert [entry.graph for entry in solution.plan.sites] == [uses[0].graph, ""]
 
 
 def test_a_clip_whose_output_stays_float_gets_no_pair(tmp_path):
@@ -159,6 +178,8 @@ def test_a_range_that_is_given_is_not_repeated_before_a_clip(value_range):
     plan = make_plan(site_of("y", "z[0]", scheme=scheme), skips=(FUSED,), format="tensorflow")
     solution = solve_scales(model, plan, {TensorRef("", "y"): sketch_values(np.array([-1.0, 1.0]))})
     assert len(solution.plan.sites) == (2 if value_range == "observed" else 1)
+    given_range = Range(np.float64(-1.0), np.float64(1.0)) if value_range == "given" else None
+    assert solution.params[0].op_range == given_range
 
 
 @pytest.mark.parametrize(
@@ -233,6 +254,23 @@ def test_a_concat_whose_plan_gives_the_range(tmp_path, field):
 def test_a_product_behind_a_concat(tmp_path, readers, skipped):
     """A product that reads the values of the Concat, moved or not, keeps it quantized."""
     assert bool(solve_join(tmp_path, readers).skips) is skipped
+
+
+def test_tensors_behind_a_float_concat_share_no_scale_with_those_before_it(tmp_path):
+    """Ties through a Concat that stays float hold no more."""
+    ops = "a = Transpose(x) c = Concat<axis = 1>(a, b) d = Concat<axis = 1>(c, e) r = Relu(d)"
+    model = load_onnx(tmp_path, f"g (float[2,2] x, float[2,2] b, float[2,2] e) => (float r) {{ {ops} }}")
+    sites = [
+        site_of("x", "a[0]"),
+        site_of("a", "c[0]", **ties_to("a[0]")),
+        site_of("b", "c[1]"),
+        site_of("c", "d[0]", **ties_to("c[0]", "c[1]")),
+        site_of("e", "d[1]"),
+        site_of("d", "r[0]", **ties_to("d[0]", "d[1]")),
+    ]
+    ends = {"x": 51.0, "a": 51.0, "b": 1.0, "c": 51.0, "e": 255.0, "d": 255.0}
+    solution = solve_with_ends(model, sites, **{name: (0.0, high) for name, high in ends.items()})
+    assert scales(solution) == {0: 0.2, 4: 1.0, 5: 1.0}
 
 
 def test_the_widest_channel_counts_behind_a_concat(tmp_path):
@@ -342,6 +380,30 @@ def test_conflicts_describe_both_schemes():
     assert conflict.wants[0] == "uint8 asymmetric per tensor"
     assert conflict.wants[1].startswith("int8 symmetric, narrow, powers of two per tensor")
     assert conflict.rules == ("second", "join")
+
+
+@pytest.mark.parametrize("other", [{"range": "given"}, {"family": "quantize-and-dequantize-v2"}])
+def test_ops_that_compute_their_scales_in_different_ways_share_none(other):
+    """In TensorFlow, tied tensors keep their scales if only one has a fixed range, or only one a zero point."""
+    model = merges("a; b: a; c: b", model_format="tensorflow")
+    scheme = Scheme(name="act", dtype="uint8", zero="asymmetric", family="fake-quant")
+    sites = [
+        site_of("a", "b[0]", scheme=scheme),
+        site_of("b", "c[0]", scheme=replace(scheme, **other), **ties_to("b[0]")),
+    ]
+    sketches = {TensorRef("", name): sketch_values(np.array([0.0, high])) for name, high in (("a", 1.0), ("b", 2.0))}
+    solution = solve_scales(model, make_plan(*sites, format="tensorflow"), sketches)
+    assert scales(solution) == {0: 1 / 255, 1: 2 / 255}
+    assert len(solution.conflicts) == 1
+
+
+def test_ranges_of_blocks_are_not_kept(tmp_path):
+    """The scales of a blockwise weight are solved at once. Its ranges would take as much memory again."""
+    text = "g (float[1,2] x) => (float[1,2] y) { y = MatMul(x, w) }"
+    model = load_onnx(tmp_path, text, {"w": np.full((2, 2), 127, np.float32)}, opset=21)
+    scheme = replace(INT8, per="block", block_size=2, observe=ObserverConfig(name="absmax"))
+    solution = solve_with_ends(model, [site_of("w", "y[1]", scheme=scheme, axis=0, parameter=True)])
+    assert (solution.params[0].scale.tolist(), solution.ranges) == ([[1.0, 1.0]], {})
 
 
 def test_channels_share_no_scale():
