@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,8 +14,10 @@ from support.tflite_files import Writer, code, ints
 
 from graphquant.formats.tensorflow import proto
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ONNX_STAND_INS = [
+    Path(name) for name in ("qlstm_tract.onnx", "silero_vad_16k_op15.onnx", "ultraface/version-RFB-320.onnx")
+]
+"""Paths of ONNX models in the folder that `write_stand_ins` writes."""
 
 FACE_DETECTOR = """<ir_version: 3, opset_import: ["" : 9]>
 detector (float[1,3,24,32] input) => (float[1,96,2] scores, float[1,96,4] boxes) {
