@@ -46,11 +46,6 @@ class BiasFitLimit:
     rule: str  # the rule that quantizes the bias, "" if no rule does and the backend will
     max_integer: int  # largest integer of the bias type
 
-    @property
-    def uses(self) -> tuple[Use, ...]:
-        """The uses whose scales the limit constrains."""
-        return self.data, self.weight
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShiftLimit:
@@ -61,11 +56,6 @@ class ShiftLimit:
     positive_uses: tuple[Use, ...]  # uses whose scales may be raised, in order of preference
     negative_uses: tuple[Use, ...]  # uses that count negatively
     max_shift: int  # the largest sum
-
-    @property
-    def uses(self) -> tuple[Use, ...]:
-        """The uses whose scales the limit constrains."""
-        return *self.positive_uses, *self.negative_uses
 
 
 def find_hardware_limits(state: SolverState) -> list[BiasFitLimit | ShiftLimit]:
@@ -97,7 +87,7 @@ def _op_limits(
         bias = own_bias or _following_bias_use(graph, op_name)
         if bias is not None and not _scheme_shifts(state, quantized_uses[1]):
             yield from _bias_fit_limits(state, bias, quantized_uses[0], quantized_uses[1])
-    if op.kind not in WEIGHTED_KINDS | {"add", "mul"} or not quantized_uses:
+    if op.kind not in WEIGHTED_KINDS | {"add", "mul"}:
         return
     if not all(_scheme_shifts(state, use) for use in quantized_uses):
         return
@@ -187,7 +177,7 @@ def _dpu_shift_limits(
 # scale, so its scale may also be lowered, at most once for each `ShiftLimit`, because the positions that it is compared
 # with only decrease.
 #
-# A limit is examined once at the start, and again only when one of its own scales was raised. The work is at most
+# A limit is examined once at the start, and again only when a raised scale can violate it. The work is at most
 # MAX_WEIGHT_DOUBLINGS times the number of uses, linear in ops and edges. If nothing has to be raised, each limit is
 # examined once.
 #
@@ -213,7 +203,7 @@ def meet_limits(state: SolverState) -> None:
         limit = limits[position]
         if isinstance(limit, BiasFitLimit):
             _report_bias_fit(state, limit)
-        elif _shift_excess(state, limit) > 0:  # else raises for other limits met it
+        elif _shift_excess(state, limit) > 0:  # else only raises that were undone violated it
             _report_shift(state, limit)
 
 
@@ -224,34 +214,31 @@ class Worklist:
         """Skip the limits at the indices in `given_up`, and add the limits that this run gives up."""
         self.state, self.limits, self.given_up = state, limits, given_up
         self.doublings: dict[int, int] = {}
-        self.mended_fits: set[int] = set()
         self.limits_by_use: dict[Use, list[int]] = {}
         for position, limit in enumerate(limits):
-            for use in dict.fromkeys(limit.uses):
+            # Other raises relax a limit. A larger input scale can make the weight scale of a bias representable.
+            for use in (limit.data,) if isinstance(limit, BiasFitLimit) else limit.negative_uses:
                 self.limits_by_use.setdefault(use, []).append(position)
         self.queue = deque(position for position in range(len(limits)) if position not in given_up)
         self.waiting = set(self.queue)
 
     def run(self) -> None:
-        """Examine each limit once, and again after one of its scales was raised."""
+        """Examine each limit once, and again after each raise that can violate it."""
         while self.queue:
             position = self.queue.popleft()
             self.waiting.discard(position)
             limit = self.limits[position]
-            if not (
-                self._meet_bias_fit(position, limit) if isinstance(limit, BiasFitLimit) else self._meet_shift(limit)
-            ):
+            if not (self._meet_bias_fit(limit) if isinstance(limit, BiasFitLimit) else self._meet_shift(limit)):
                 self.given_up.add(position)
 
-    def _meet_bias_fit(self, position: int, fit: BiasFitLimit) -> bool:
+    def _meet_bias_fit(self, fit: BiasFitLimit) -> bool:
         """Raise the scale of the weight if necessary; return False if the limit cannot hold."""
         needed = _min_weight_scale(self.state, fit)
-        if needed is None or position in self.mended_fits:
+        if needed is None:
             return True
         index = self.state.index_by_use[fit.weight]
         if not self.state.is_movable(index):
             return False
-        self.mended_fits.add(position)
         factor_text = _format_factor(needed, self.state.params[index].scale)
         why = f"its scale was raised {factor_text} so that bias {fit.bias} fits int32"
         self._raise_scale(index, fit.weight, needed, why)

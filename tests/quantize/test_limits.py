@@ -194,6 +194,9 @@ def test_a_product_that_subgraphs_read_has_no_bias(tmp_path, other):
         ("r = Relu(c) z = Neg(r)", "r", "z[0]"),
         ("r = Relu(c) s = Relu(r) u = Relu(s) z = Neg(u)", "u", "z[0]"),
         ("r = Relu(c) s = Relu(r) u = Relu(s) q = Relu(u) z = Neg(q)", "q", None),
+        ("r = LeakyRelu(c) z = Neg(r)", "r", "z[0]"),
+        ("r = PRelu(c, b) z = Neg(r)", "r", "z[0]"),
+        ("r = Clip(c, zero, six) z = Neg(r)", "r", "z[0]"),
         ("r = Neg(c) z = Neg(r)", "r", None),
         ("r = Relu(c) z = Sub(r, c)", "r", None),
         ("z = Neg(c)", "c", "z[0]"),
@@ -201,7 +204,8 @@ def test_a_product_that_subgraphs_read_has_no_bias(tmp_path, other):
 )
 def test_the_output_behind_fused_ops(tmp_path, ops, quantized, expected):
     """The output of a weighted op is that of up to three ops that are fused with it."""
-    state = state_at(tmp_path, MATMUL.replace("READERS", ops), x=0, w=0, **{quantized: 0})
+    constants = {"zero": 0, "six": 6}
+    state = state_at(tmp_path, MATMUL.replace("READERS", ops), constants=constants, x=0, w=0, **{quantized: 0})
     expected_limits = [] if expected is None else [(expected, "c[1] c[0]", 0), ("c[1] c[0]", expected, 16)]
     assert read_limits(state) == expected_limits
 
@@ -244,6 +248,8 @@ def test_biases_that_rules_quantize_must_fit(tmp_path, dtype, max_integer):
         ("(float[2,4] x) => (float[2,4] z) { c = MatMul(x, w) z = Add(c, b3) }", {}, 1),
         ("(float[2,4] x) => (float[2,4] z) { c = MatMul(x, w) z = Add(c, b2) }", {}, 0),
         ("(float[2,4] x) => (float[2,4] z) { c = MatMul(x, w) z = Neg(c) }", {}, 0),
+        ("(float[2,4] x) => (float[2,4] z) { c = Mul(x, w) z = Add(c, b) }", {}, 0),
+        ("(float[2,4] x) => (float[2,4] z) { c = Gemm(x, w, ) z = Add(c, b) }", {}, 1),
     ],
 )
 def test_biases_without_a_limit(tmp_path, text, fields, count):
@@ -253,36 +259,45 @@ def test_biases_without_a_limit(tmp_path, text, fields, count):
     assert len(find_hardware_limits(state_at(tmp_path, text, fields=fields, **dict.fromkeys(names, 0)))) == count
 
 
+def tensorflow_state(scheme, *reads, bias_shape=(4,)):
+    """Return a state of a product `c` of `x` and `w`, a BiasAdd `y` of a bias without a value, and a reader `z`."""
+    model = Model(format="tensorflow")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    tensors = {}
+    for name, kind, roles, shape, inputs in (
+        ("x", "input", (), (4, 4), ""),
+        ("w", "constant", (), (4, 4), ""),
+        ("b", "constant", (), bias_shape, ""),
+        ("c", "matmul", ("input", "weight"), (4, 4), "xw"),
+        ("y", "bias_add", ("input", "bias"), (4, 4), "cb"),
+        ("z", "neg", ("input",), (4, 4), "y"),
+    ):
+        op = Op(name=name, kind=kind, type=kind, roles=roles, outputs=(Output("", "float32", shape),))
+        tensors[name] = graph.add_op(op, [tensors[read] for read in inputs])
+    sites = [
+        Site(tensor=graph.source_of(use), uses=(use,), graph="", scheme=scheme) for use in uses_of(" ".join(reads))
+    ]
+    state = SolverState(model, make_plan(*sites, format="tensorflow"))
+    state.params = dict.fromkeys(range(len(sites)), qparams_from_scale(np.float32(1), np.int32(0), scheme.type))
+    return state
+
+
 @pytest.mark.parametrize(
     ("family", "shape", "count"),
     [("fake-quant", (4,), 1), ("fake-quant", None, 0), ("quantize-and-dequantize-v3", (4,), 0)],
 )
 def test_biases_of_tensorflow_models(family, shape, count):
-    """TFLite's converter makes int32 biases of FakeQuant models only, and a bias of unknown shape has no limit."""
-    model = Model(format="tensorflow")
-    graph = model.graphs[""] = Graph("", model.graphs)
-    outputs = (Output("", "float32", (4, 4)),)
-    x = graph.add_op(Op(name="x", kind="input", type="Placeholder", roles=(), outputs=outputs))
-    constants = [
-        graph.add_op(
-            Op(name=name, kind="constant", type="Const", outputs=(Output("", "float32", size),), read_value=lambda: 1)
-        )
-        for name, size in (("w", (4, 4)), ("b", shape))
-    ]
-    c = graph.add_op(
-        Op(name="c", kind="matmul", type="MatMul", roles=("input", "weight"), outputs=outputs), [x, constants[0]]
-    )
-    graph.add_op(
-        Op(name="y", kind="bias_add", type="BiasAdd", roles=("input", "bias"), outputs=outputs), [c, constants[1]]
-    )
-    scheme = Scheme(name="int", dtype="int8", family=family)
-    sites = [
-        Site(tensor=TensorRef("", name), uses=uses_of(use), graph="", scheme=scheme)
-        for name, use in (("x", "c[0]"), ("w", "c[1]"))
-    ]
-    state = SolverState(model, make_plan(*sites, format="tensorflow"))
-    state.params = dict.fromkeys((0, 1), qparams_from_scale(np.float32(1), np.int32(0), scheme.type))
+    """TFLite's converter makes int32 biases of FakeQuant models only. A bias of unknown shape has no limit."""
+    state = tensorflow_state(Scheme(name="int", dtype="int8", family=family), "c[0]", "c[1]", bias_shape=shape)
     assert len(find_hardware_limits(state)) == count
+    meet_limits(state)
+    assert (state.changes, state.conflicts) == ([], [])
+
+
+def test_a_bias_add_is_fused():
+    """The output of a product is that of the BiasAdd that reads it."""
+    state = tensorflow_state(replace(SHIFTING, family="fake-quant"), "c[0]", "c[1]", "z[0]")
+    assert read_limits(state) == [("z[0]", "c[1] c[0]", 0), ("c[1] c[0]", "z[0]", 16)]
 
 
 @pytest.mark.parametrize(
@@ -357,6 +372,13 @@ def test_a_shared_scale_that_cannot_help(tmp_path, shared, positions):
     assert (conflict.rules, conflict.tensors) == (("Y", "X"), (TensorRef("", "y"), TensorRef("", "x")))
     assert conflict.resolution.endswith(" by 1")
     assert state.changes == []
+
+
+def test_a_shared_scale_that_cannot_help_stays(tmp_path):
+    """The other input is raised if one shares its scale with the output."""
+    state = state_at(tmp_path, PRODUCT, shared="xy", x=5, t=34, y=5)
+    meet_limits(state)
+    assert positions_of(state) == {"x": 5, "t": 32, "y": 5}
 
 
 def test_a_shared_scale_counts_for_all_of_its_uses(tmp_path):
@@ -461,8 +483,10 @@ def test_zeros_that_are_second(tmp_path):
     """Of two inputs of a product, the one that is zeros takes the smaller scale."""
     state = state_at(tmp_path, PRODUCT, x=0, t=0, y=5)
     state.ranges[1] = ZERO
+    state.params[1] = replace(state.params[1], op_range=ZERO)
     meet_limits(state)
     assert positions_of(state) == {"x": 0, "t": 5, "y": 5}
+    assert state.params[1].op_range is None
 
 
 TWO_READERS = "(float[2,4] x) => (float[2,4] z) { y = Gemm(x, w, b) u = Gemm(x, v, b) z = Sub(y, u) }"
@@ -600,8 +624,8 @@ def test_the_largest_scale_of_a_weight(tmp_path):
 def test_blocks_of_a_weight_have_no_limit(tmp_path):
     """Runtimes convert no bias of a weight with a scale per block."""
     state = fit_state(tmp_path, 1.0, 1.0, [2.0**40, 0, 0, 0])
-    scale = np.ones((2, 4), np.float32)
-    state.params[1] = QParams(scale=scale, zero_point=np.zeros(scale.shape, np.int32), type=INT8.type, axis=0, block=2)
+    scale = np.ones((1, 4), np.float32)
+    state.params[1] = QParams(scale=scale, zero_point=np.zeros(scale.shape, np.int32), type=INT8.type, axis=0, block=4)
     assert weight_scale(state) == scale.tolist()
 
 
@@ -662,6 +686,16 @@ def test_limits_of_both_kinds_that_cannot_hold(tmp_path):
     assert positions_of(state) == {"x": 0, "w": 0, "t": 0, "m": 9}
     assert [conflict.rules for conflict in state.conflicts] == [("M", "T")]
     assert [change.tensor.op for change in state.changes] == ["w"]
+
+
+def test_a_bias_is_examined_again_if_its_input_is_raised(tmp_path):
+    """With the first scale of the input, no float32 scale of the weight would be large enough."""
+    text = "(float[4,4] t) => (float[4,4] z) { m = Mul(t, t) y = Gemm(m, w, b) z = Sub(y, m) }"
+    scales = {"m": 2.0**-100, "w": 1.0, "t": 2.0**-47}
+    state = state_of(tmp_path, text, scales, constants={"b": [2.0**53, 0, 0, 0]}, w={"scheme": INT8})
+    meet_limits(state)
+    assert power_of_two_position(state.params[0]) == 94
+    assert float(state.params[1].scale) == pytest.approx(2.0 ** (53 + 94 - 31), rel=1e-5)
 
 
 @pytest.mark.parametrize("data", ["t", "m"])
