@@ -140,17 +140,19 @@ def test_kws_without_tensorflow(model_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def photographs(shared: Path, tmp_path: Path) -> list[Array]:
-    """Return the face detector's photographs as [1, 3, 240, 320], and save the first ten as `images.npz`."""
-    rgb = np.load(shared / "ultraface/images.npz")["rgb"]
+def photographs(model_folder: Path, tmp_path: Path) -> list[Array]:
+    """Return the face detector's photographs, [1, 3, 240, 320] each, and save the first ten as `images.npz`."""
+    rgb = np.load(model_folder / "ultraface/images.npz")["rgb"]
     images = ((rgb.astype(np.float32) - 127) / 128).transpose(0, 3, 1, 2)
     np.savez(tmp_path / "images.npz", input=images[:10])
     return [image[None] for image in images]
 
 
-def test_ultraface_of_opset_9(shared: Path, tmp_path: Path, photographs: list[Array], cli: Callable[..., Any]) -> None:
+def test_ultraface_of_opset_9(
+    model_folder: Path, tmp_path: Path, photographs: list[Array], cli: Callable[..., Any]
+) -> None:
     """The upgraded detector finds the same faces, and `inspect` shows the scale of each reported site."""
-    source, out = shared / "ultraface/version-RFB-320.onnx", tmp_path / "out.onnx"
+    source, out = model_folder / "ultraface/version-RFB-320.onnx", tmp_path / "out.onnx"
     cli("insert", source, "--data", tmp_path / "images.npz", "-o", out, "--report", tmp_path / "report.json")
     reported = json.loads((tmp_path / "report.json").read_text())["sites"]
     inspected = json.loads(cli("inspect", out, "--format", "json").stdout)
@@ -164,6 +166,8 @@ def test_ultraface_of_opset_9(shared: Path, tmp_path: Path, photographs: list[Ar
         print_measurement(f"ultraface {name}: {sqnr_db(before[name], after[name]):.1f} dB, {len(reported)} sites")
         assert sqnr_db(before[name], after[name]) > 20
     detections = [model_outputs["scores"][..., 1] > 0.7 for model_outputs in (before, after)]
+    if model_folder != SHARED_MODELS:  # the stand-in detects nothing
+        return
     in_both, in_either = (detections[0] & detections[1]).sum(), (detections[0] | detections[1]).sum()
     print_measurement(
         f"ultraface: boxes above 0.7 {detections[0].sum()} float, {detections[1].sum()} int8,"

@@ -230,7 +230,8 @@ def _wiring_changes(
         unquantized_before = None if before is None else unquantized_source(first, before)
         unquantized_after = None if after is None else unquantized_source(second, after)
         if unquantized_before is not None and unquantized_after is not None:
-            reads_folded_value = {first.op(unquantized_before).kind, second.op(unquantized_after).kind} <= STORED_KINDS
+            kinds = first.op(unquantized_before).kind, second.op(unquantized_after).kind
+            reads_folded_value = STORED_KINDS.issuperset(kinds)
             if op_pairs.matching_tensor(unquantized_before) == unquantized_after or (
                 reads_folded_value and (unquantized_before != before or unquantized_after != after)
             ):

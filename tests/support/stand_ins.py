@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx.parser
 from onnx import helper, numpy_helper
+from PIL import Image
 from support.tflite_files import Writer, code, ints
 
 from graphquant.formats.tensorflow import proto
@@ -329,11 +330,23 @@ def write_quantized_tflite(path: Path) -> Path:
     return path
 
 
+def write_images(path: Path) -> Path:
+    """Write smooth random images of the size of `FACE_DETECTOR`, as uint8 under the key `rgb`."""
+    rng = np.random.default_rng(11)
+    images = [
+        Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8)).resize((32, 24), Image.Resampling.BICUBIC)
+        for _ in range(25)
+    ]
+    np.savez(path, rgb=np.stack([np.asarray(image) for image in images]))
+    return path
+
+
 def write_stand_ins(folder: Path, samples: Path) -> Path:
     """Write a stand-in for each shared model that tests name, at its path in the folder of shared models."""
     for name in ("ultraface", "kws"):
         folder.joinpath(name).mkdir()
     write_face_detector(folder / "ultraface/version-RFB-320.onnx")
+    write_images(folder / "ultraface/images.npz")
     write_speech_detector(folder / "silero_vad_16k_op15.onnx")
     write_quantized_cell(folder / "qlstm_tract.onnx")
     write_loop_detector(folder / "mtcnn.pb")

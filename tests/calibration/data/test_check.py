@@ -75,18 +75,19 @@ def test_each_finding(check_arrays) -> None:
     assert kinds(check_dataset(open_data("random:40", [taker]), [taker])) == ["random"]
 
 
-def test_swapped_layouts(shared, check_arrays) -> None:
+def test_swapped_layouts(model_folder, check_arrays) -> None:
     """Reshaped instead of transposed photographs are found in both directions. Correct ones are not; noise is."""
-    photos = np.load(shared / "ultraface/images.npz")["rgb"].astype(np.float32) / 127.5 - 1
+    photos = np.load(model_folder / "ultraface/images.npz")["rgb"].astype(np.float32) / 127.5 - 1
+    height, width = photos.shape[1:3]
     photos = np.concatenate([photos, photos[:, :, ::-1]])  # mirrored: more than 32
     first = photos.transpose(0, 3, 1, 2)
-    assert kinds(check_arrays(first, None, 3, 240, 320)) == []
-    assert kinds(check_arrays(photos, None, 240, 320, 3)) == []
-    found = check_arrays(photos.reshape(first.shape), None, 3, 240, 320)
+    assert kinds(check_arrays(first, None, 3, height, width)) == []
+    assert kinds(check_arrays(photos, None, height, width, 3)) == []
+    found = check_arrays(photos.reshape(first.shape), None, 3, height, width)
     assert kinds(found) == ["layout"]
     assert "look like reshaped NHWC" in found.findings[0].message
     assert "array.transpose(0, 3, 1, 2)" in found.findings[0].message
-    found = check_arrays(np.ascontiguousarray(first).reshape(photos.shape), None, 240, 320, 3)
+    found = check_arrays(np.ascontiguousarray(first).reshape(photos.shape), None, height, width, 3)
     assert kinds(found) == ["layout"]
     assert "array.transpose(0, 2, 3, 1)" in found.findings[0].message
     noise = np.random.default_rng(0).standard_normal((40, 3, 20, 30)).astype(np.float32)

@@ -207,11 +207,11 @@ def test_single_input_required(tmp_path: Path) -> None:
         open_data(str(tmp_path), [float_input(1, 6, 10, 3), other])
 
 
-def test_photographs(shared: Path, tmp_path: Path) -> None:
+def test_photographs(model_folder: Path, tmp_path: Path) -> None:
     """Photographs for the face detector give exactly the values of its authors' formula."""
-    photos = np.load(shared / "ultraface/images.npz")["rgb"][:4]
+    photos = np.load(model_folder / "ultraface/images.npz")["rgb"][:4]
     for number, photo in enumerate(photos):
         (tmp_path / f"{number}.png").write_bytes(encoded(photo))
-    batches = open_data(f"{tmp_path},mean=127,std=128", [InputSpec(name="x", dtype="float32", shape=(1, 3, 240, 320))])
     wanted = ((photos.astype(np.float32) - 127) / 128).transpose(0, 3, 1, 2)
+    batches = open_data(f"{tmp_path},mean=127,std=128", [InputSpec(name="x", dtype="float32", shape=wanted[:1].shape)])
     np.testing.assert_array_equal(np.concatenate([feed["x"] for feed in batches]), wanted)

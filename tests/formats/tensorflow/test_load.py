@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from support.shared_models import SHARED_MODELS, needs_shared_models
+from support.shared_models import SHARED_MODELS
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import emit, load, proto
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
-KWS = SHARED_MODELS / "kws" / "saved_model"
 FILES = [*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")]
 sample_models = pytest.mark.parametrize(
     "path", sorted(path for path in FILES if ".quant" not in path.suffixes), ids=lambda p: p.name
@@ -220,17 +219,16 @@ def test_mtcnn_weights(model_folder: Path) -> None:
     assert model.main.outputs == (["@prob", "@landmarks", "@box"] if is_real else ["@prob"])
 
 
-@needs_shared_models
-def test_kws_weights() -> None:
+def test_kws_weights(model_folder: Path) -> None:
     """The convolutions reachable from the serving signature have variables of the checkpoint as weights."""
-    model = load(KWS)
+    model, is_real = load(model_folder / "kws/saved_model"), model_folder == SHARED_MODELS
     check_invariants(model, "load")
-    assert len(model.graphs) - len(model.saved_functions) == 198
-    assert model.main.outputs == ["@serving_default/dense"]
+    assert len(model.graphs) - len(model.saved_functions) == (198 if is_real else 6)
+    assert model.main.outputs == ["@serving_default/dense" if is_real else "@serving_default/probabilities"]
     parameters = Parameters(model)
     checkpoint, keys = model.source.checkpoint()
     weight_uses = list(weighted(model))
-    assert len(weight_uses) == 9
+    assert len(weight_uses) == (9 if is_real else 7)
     for _, tensor in weight_uses:
         handle = parameters.root_tensor(tensor)
         assert model.op(handle).type == "VarHandleOp"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.qparams import choose_qparams
-from support.shared_models import SHARED_MODELS, needs_shared_models
+from support.shared_models import SHARED_MODELS
 from support.stand_ins import loop_detector_feeds
 
 from graphquant.errors import DataError, MissingDependencyError, ModelError
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
-KWS = SHARED_MODELS / "kws"
 INT8 = IntType(8, signed=True)
 KERNEL = np.linspace(-1.01, 1.93, 12, dtype=np.float32).reshape(3, 4)  # no value lies between two steps
 
@@ -384,20 +383,22 @@ def test_observe_functions(tf: Any) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-@needs_shared_models
-def test_kws(tf: Any, tmp_path: Path) -> None:
-    """A SavedModel that tf.saved_model.load cannot read is edited and saved; the TF1 loader gives the same results."""
-    model, weight_params = quantized_weights(KWS / "saved_model")
-    assert len(weight_params) == 10
-    data = np.load(KWS / "eval.npz")
-    x = next(data[key] for key in data.files if data[key].ndim > 1)[:50].reshape(-1, 49, 10, 1).astype(np.float32)
-    got = create_runner(model).run({"input_1": x})["dense"]
+def test_kws(tf: Any, tmp_path: Path, model_folder: Path) -> None:
+    """Edited SavedModels give the same results in the TF1 loader, also one that tf.saved_model.load cannot read."""
+    name, output, count = "image", "probabilities", 9
+    x = evaluation_images("digits_cnn", 50)
+    if model_folder == SHARED_MODELS:
+        name, output, count = "input_1", "dense", 10
+        x = np.load(model_folder / "kws/eval.npz")["input_1"][:50]
+    model, weight_params = quantized_weights(model_folder / "kws/saved_model")
+    assert len(weight_params) == count
+    got = create_runner(model).run({name: x})[output]
     save(model, tmp_path / "quant")
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         tf.compat.v1.saved_model.loader.load(session, ["serve"], str(tmp_path / "quant"))
-        loaded = session.run("StatefulPartitionedCall:0", {"serving_default_input_1:0": x})
+        loaded = session.run("StatefulPartitionedCall:0", {f"serving_default_{name}:0": x})
     np.testing.assert_allclose(loaded, got, rtol=1e-4, atol=1e-5)
-    exact = create_runner(load(KWS / "saved_model")).run({"input_1": x})["dense"]
+    exact = create_runner(load(model_folder / "kws/saved_model")).run({name: x})[output]
     assert np.mean(exact.argmax(1) == got.argmax(1)) > 0.9
     assert np.abs(exact - got).max() > 1e-4
 
