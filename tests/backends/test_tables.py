@@ -184,6 +184,7 @@ CASES = [
     ),
     ("vitis_ai", P + WP + "t = Conv(a, v) r = Relu(t)" + YP, "fused"),
     ("vitis_ai", P + WP + "t = Conv(a, v) r = PRelu(t, x)" + YP, "fused"),
+    ("vitis_ai", P + int8_qdq("x2", "k", "p4") + "r = Add(a, k)" + YP, "int8"),
     ("vitis_ai", P + int8_qdq("x2", "k", "p6") + "r = Add(a, k)" + YP, "int8"),
     ("vitis_ai", P + int8_qdq("x2", "k", "p14") + "r = Add(a, k)" + YP, "shift"),
     ("vitis_ai", P + int8_qdq("x2", "k", "p6") + "r = Add(a, k)" + int8_qdq("r", "y", "p16"), "shift"),
