@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
@@ -63,7 +63,8 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
     """Yield the parts of a graph without their inputs, and the names of these."""
     nodes, initializers = list(graph.node), {tensor.name: tensor for tensor in graph.initializer}
     producers = {value: position for position, node in enumerate(nodes) for value in node.output if value}
-    is_own = [node.op_type not in REPEATED_TYPES for node in nodes]
+    own = [position for position, node in enumerate(nodes) if node.op_type not in REPEATED_TYPES]
+    is_repeated = [node.op_type in REPEATED_TYPES for node in nodes]
     known = {*producers, *initializers, *(info.name for info in graph.input)}
     outputs = {info.name for info in graph.output}
     infos = {info.name: info for info in (*graph.value_info, *graph.output)}
@@ -75,15 +76,16 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
         pending = [name for name in names if name in known]
         for name in pending:  # grows: a DequantizeLinear may read another one
             position = producers.get(name)
-            if position is None or is_own[position]:
+            if position is None or not is_repeated[position]:
                 values.add(name)
             elif position not in repeated:
                 repeated.add(position)
                 pending.extend(filter(None, nodes[position].input))
         return values, repeated
 
-    last_reads = {value: k for k, node in enumerate(nodes) if is_own[k] for value in needs(_read_names(node))[0]}
-    last_reads.update(dict.fromkeys(needs(outputs)[0], len(nodes)))
+    last_reads = {value: position for position in own for value in needs(_read_names(nodes[position]))[0]}
+    repeated_outputs = [name for name in outputs if name in producers and is_repeated[producers[name]]]
+    last_reads.update(dict.fromkeys(needs(repeated_outputs)[0], len(nodes)))
     changes = [0] * (len(nodes) + 1)
     for value, last_read in last_reads.items():
         if value in producers:
@@ -92,17 +94,14 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
             changes[last_read] -= cost
     costs = list(accumulate(changes))
     start = end = 0
-    while end < len(nodes):
-        start, candidates = end, range(end + PART_NODES, min(end + 2 * PART_NODES, len(nodes)))
-        end = min(candidates, key=lambda position: costs[position - 1], default=len(nodes))
-        own = [position for position in range(start, end) if is_own[position]]
-        reads = [*(_read_names(nodes[position]) for position in own), *([outputs] if end == len(nodes) else [])]
-        values, positions = needs(name for names in reads for name in names)
-        positions.update(own)
+    while end < len(own):
+        start, candidates = end, range(end + PART_NODES, min(end + 2 * PART_NODES, len(own)))
+        end = min(candidates, key=lambda count: costs[own[count - 1]], default=len(own))
+        reads = [_read_names(nodes[position]) for position in own[start:end]]
+        values, positions = needs(chain(*reads, repeated_outputs if end == len(own) else ()))
+        positions.update(own[start:end])
         made = {value for position in positions for value in nodes[position].output}
-        results = {
-            value for value in made if last_reads.get(value, 0) >= end or (end == len(nodes) and value in outputs)
-        }
+        results = {value for value in made if value in outputs or last_reads.get(value, 0) > own[end - 1]}
         yield (
             GraphProto(
                 name=graph.name,

@@ -1,0 +1,133 @@
+"""Sessions of the parts of a quantized model give the bits of one session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import graphquant as gq
+from graphquant.formats.onnx import create_runner, split_session
+from graphquant.formats.onnx.session import SessionError, create_session, require_loadable
+from graphquant.formats.onnx.split_session import SplitSession, create_split_session
+
+SAMPLES = Path(__file__).parents[3] / "sample_models"
+
+
+@pytest.fixture
+def few_pairs_per_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split every model with a pair into parts of two nodes or more."""
+    monkeypatch.setattr(split_session, "MAX_SESSION_PAIRS", 0)
+    monkeypatch.setattr(split_session, "PART_NODES", 2)
+
+
+def quantized_chain(*, residual: bool = False, dtype: str = "float32") -> onnx.ModelProto:
+    """Return six quantized MatMuls with one weight; the outputs are the last dequantized value and an inner one."""
+    weight = np.linalg.qr(np.random.default_rng(0).normal(size=(4, 4)))[0]
+    constants = {"w": np.rint(weight * 127).astype(np.int8), "ws": np.float32(1 / 127), "wz": np.int8(0)}
+    constants |= {"s": np.float32(0.03), "z": np.uint8(128)}
+    nodes = [helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"])]
+    last = "x"
+    for k in range(6):
+        nodes.append(helper.make_node("QuantizeLinear", [last, "s", "z"], [f"q{k}"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"q{k}", "s", "z"], [f"d{k}"]))
+        nodes.append(helper.make_node("MatMul", [f"d{k}", "wd"], [last := f"m{k}"]))
+        if residual and k:
+            nodes.append(helper.make_node("Add", [last, "d0"], [last := f"a{k}"]))
+    nodes.append(helper.make_node("QuantizeLinear", [last, "s", "z"], ["q"]))
+    nodes.append(helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]))
+    if dtype == "bfloat16":
+        nodes.insert(-2, helper.make_node("Cast", [last], ["low"], to=TensorProto.BFLOAT16))
+        nodes.append(helper.make_node("Cast", ["low"], ["high"], to=TensorProto.FLOAT))
+    initializers = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in ("y", "m2")]
+    graph = helper.make_graph(nodes, "chain", inputs, outputs, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def split(message: onnx.ModelProto) -> SplitSession | None:
+    """Return the sessions of the parts of a message."""
+    return create_split_session(message, lambda part: create_session(part.SerializeToString(), None))
+
+
+@pytest.mark.usefixtures("few_pairs_per_part")
+@pytest.mark.parametrize("residual", [False, True])
+def test_parts_give_the_bits_of_the_whole(residual: bool) -> None:
+    """Values that pass several parts, a repeated weight and inner outputs do not change a bit."""
+    message = quantized_chain(residual=residual)
+    sessions = split(message)
+    assert sessions is not None
+    assert len(sessions.sessions) > 2
+    feeds = {"x": np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)}
+    expected = create_session(message.SerializeToString(), None).run(["m2", "y"], feeds)
+    for whole, parts in zip(expected, sessions.run(["m2", "y"], feeds), strict=True):
+        np.testing.assert_array_equal(parts, whole)
+
+
+@pytest.mark.usefixtures("few_pairs_per_part")
+def test_only_quantized_values_pass_a_cut() -> None:
+    """A cut is behind a QuantizeLinear, so that ONNX Runtime fuses each op with its pairs."""
+    sessions = split(quantized_chain())
+    assert sessions is not None
+    passed = {info.name for session in sessions.sessions[:-1] for info in session.get_outputs()} - {"m2"}
+    assert passed <= {f"q{k}" for k in range(6)} | {"q"}
+    assert passed
+
+
+@pytest.mark.usefixtures("few_pairs_per_part")
+def test_models_that_cannot_be_split() -> None:
+    """Nodes out of order, and values that Python cannot pass on, need a single session."""
+    unsorted = quantized_chain()
+    nodes = list(reversed(unsorted.graph.node))
+    del unsorted.graph.node[:]
+    unsorted.graph.node.extend(nodes)
+    assert split(unsorted) is None
+    assert split(quantized_chain(dtype="bfloat16")) is None
+    with_constant = quantized_chain()
+    with_constant.graph.output.append(helper.make_tensor_value_info("s", TensorProto.FLOAT, []))
+    assert split(with_constant) is None
+
+
+def test_few_pairs_have_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with the maximum number of pairs is not split; with one more, it is."""
+    pairs = sum(node.op_type == "DequantizeLinear" for node in quantized_chain().graph.node)
+    monkeypatch.setattr(split_session, "MAX_SESSION_PAIRS", pairs)
+    assert split(quantized_chain()) is None
+    monkeypatch.setattr(split_session, "MAX_SESSION_PAIRS", pairs - 1)
+    assert split(quantized_chain()) is not None
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn", "digits_nested"])
+def test_validation_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with bodies, the quantized model has the same validation in parts, except for float rounding."""
+    data = f"{SAMPLES / name}_calib.npz"
+    whole = gq.insert(SAMPLES / f"{name}.onnx", data=data)
+    monkeypatch.setattr(split_session, "MAX_SESSION_PAIRS", 0)
+    monkeypatch.setattr(split_session, "PART_NODES", 2)
+    parts = gq.insert(SAMPLES / f"{name}.onnx", data=data)
+    runner = create_runner(parts.model)
+    runner.start()
+    assert isinstance(runner._session, SplitSession)
+    figures = []
+    for result in (parts, whole):
+        assert result.validation is not None
+        assert result.validation.comparison is not None
+        figures.append([(output.name, output.sqnr) for output in result.validation.comparison.outputs])
+    assert figures[0] == [(output, pytest.approx(sqnr, abs=0.05)) for output, sqnr in figures[1]]
+
+
+@pytest.mark.usefixtures("few_pairs_per_part")
+def test_errors_of_a_part_name_the_op(tmp_path: Path) -> None:
+    """The op is named that ONNX Runtime rejects in a later part, by the shape of a value of an earlier one."""
+    message = quantized_chain()
+    node = next(node for node in message.graph.node if node.output[0] == "m4")
+    node.name, node.input[1] = "bad", "unfit"
+    message.graph.initializer.append(numpy_helper.from_array(np.ones((5, 4), np.float32), "unfit"))
+    onnx.save(message, tmp_path / "bad.onnx")
+    with pytest.raises(SessionError) as error:
+        require_loadable(gq.load(tmp_path / "bad.onnx"))
+    assert error.value.op_key == ("", "bad")
