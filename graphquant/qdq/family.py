@@ -66,6 +66,7 @@ class QDQSite:
     rounding_mode: RoundingMode | None = None  # rounding of halves; None is the family's default
     args: FamilyArguments = field(default_factory=FamilyArguments)  # the family's own arguments
     opset: int = 0  # the model's opset in the ONNX default domain; 0 in other formats
+    targets: tuple[str, ...] = ()  # the backends that the rule files are for
 
     @property
     def static_params(self) -> QParams:

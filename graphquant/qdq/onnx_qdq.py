@@ -50,6 +50,9 @@ OPSET_WITHOUT_KERNELS = 28  # first opset whose QuantizeLinear and DequantizeLin
 MICROSOFT_DOMAIN = "com.microsoft"
 """onnxruntime's domain, which has 4, 8 and 16 bits in models of any opset, but neither blocks nor float8."""
 
+MICROSOFT_DOMAIN_TARGETS = frozenset({"onnxruntime", "onnxruntime-arm", "openvino"})
+"""Targets that run the ops of both domains alike."""
+
 OPSET_BROADCAST = 8  # first opset whose Max and Min broadcast, which clipping needs for widths without a container
 
 TYPES_OF_4_BITS = frozenset({"int4", "uint4"})
@@ -92,8 +95,13 @@ class OnnxFamily(QDQFamily):
         scale = _add_site_constant(graph, site, "scale", scales)
         zero_point = _add_site_constant(graph, site, "zero_point", zero_points)
         attrs = {} if _is_single_block(params) else {"axis": params.axis, "block_size": params.block}
-        in_microsoft_domain = site.opset >= OPSET_WITHOUT_KERNELS or (
-            site.opset < OPSET_4_AND_16_BITS and container in TYPES_OF_4_AND_16_BITS
+        # From opset 21 on, onnxruntime 1.28 to 1.32 sets output_dtype where it moves a pair past a Transpose, keeps it
+        # where it replaces int8 by uint8, and then rejects the model. Ops of its own domain have no such attribute.
+        is_rejected = container == "int8" and not site.is_parameter and site.opset >= OPSET_4_AND_16_BITS
+        in_microsoft_domain = (
+            site.opset >= OPSET_WITHOUT_KERNELS
+            or (site.opset < OPSET_4_AND_16_BITS and container in TYPES_OF_4_AND_16_BITS)
+            or (is_rejected and bool(site.targets) and MICROSOFT_DOMAIN_TARGETS.issuperset(site.targets))
         )
         fields: dict[str, Any] = {
             "domain": MICROSOFT_DOMAIN if in_microsoft_domain else "",

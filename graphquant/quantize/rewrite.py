@@ -118,7 +118,7 @@ def rewrite(
             prefix = original_prefix or unique_name(name, variable_names)
             variable_names.add(prefix)
             prefixes.update(dict.fromkeys(site.uses, prefix))
-        lowering = replace(lowering, in_frame=site.graph in framed, variable_prefix=prefix)
+        lowering = replace(lowering, in_frame=site.graph in framed, variable_prefix=prefix, targets=plan.targets)
         anchored_graphs = [changed.graphs[graph_name] for graph_name in {site.graph, *(use.graph for use in site.uses)}]
         for anchored_graph in anchored_graphs:
             anchored_graph.anchor = str(site.tensor)  # recorded in the ops that are added

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.measurements import float_bits
 from support.onnx_models import onnx_session, run_onnx
-from support.rule_files import write_rules
+from support.rule_files import rule_text, write_rules
 
 from graphquant import api
 from graphquant.analysis.model_summary import summarize_model
@@ -248,6 +249,31 @@ def test_opset_without_kernels(tmp_path: Path, dtype: str) -> None:
     assert node.domain == "com.microsoft"
     _is_read_back(path, result.inserted[0].params, parameter=True)
     assert [op.op for op in api.strip(path).ops] == [node.name]
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "opset", "domain"),
+    [
+        ("openvino", "int8", 21, "com.microsoft"),
+        ("onnxruntime", "int8", 21, "com.microsoft"),
+        ("openvino", "int8", 20, ""),
+        ("openvino", "uint8", 21, ""),
+        ("tensorrt", "int8", 21, ""),
+    ],
+)
+def test_int8_before_a_transpose(tmp_path: Path, target: str, dtype: str, opset: int, domain: str) -> None:
+    """From opset 21 on, int8 activations use the domain whose pairs onnxruntime moves past a Transpose."""
+    text = f"""<ir_version: 8, opset_import: ["": {opset}]> g (float[4, 4] x) => (float[4, 4] y) {{
+        a = Relu(x) t = Transpose<perm = [1, 0]>(a) y = MatMul(a, t) }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(8, 4, 4)).astype(np.float32))
+    scheme = f'target = "{target}"\n[scheme.q]\ndtype = "{dtype}"\nobserve = "minmax"\n'
+    rules = write_rules(tmp_path, scheme + rule_text(producer='{ kind = "relu" }'))
+    result = api.insert(tmp_path / "net.onnx", rules=rules, data=str(tmp_path / "data.npz"))
+    nodes = onnx.load(result.save(tmp_path / "out.onnx")).graph.node
+    assert {node.domain for node in nodes if node.op_type.endswith("Linear")} == {domain}
+    if target != "tensorrt":
+        assert (result.unjudged_reason, is_loadable(tmp_path / "out.onnx")) == ("", True)
 
 
 @pytest.mark.parametrize(("dtype", "per"), [("int8", "block"), ("float8_e4m3fn", "tensor")])
