@@ -72,14 +72,14 @@ class Site:
             raise ValueError("'range' must be (low, high), finite and in that order")
         if self.zero_point is not None and (self.scale is None or len(self.scale) != len(self.zero_point)):
             raise ValueError("'zero_point' needs 'scale' with as many numbers")
+        qmin, qmax = self.scheme.type.limits(narrow=self.scheme.narrow)
         if self.scale is not None:
             if self.scheme.block_size is not None:
                 raise ValueError("'scale' is not supported for blocks; give 'range'")
             if not self.scale or (self.axis is None and len(self.scale) != 1):
                 raise ValueError("'scale' must have one number, or one per channel with an 'axis'")
-            if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE for value in self.scale):
-                raise ValueError("'scale' must be a positive normal float32")
-        qmin, qmax = self.scheme.type.limits(narrow=self.scheme.narrow)
+            if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE / (qmax - qmin + 1) for value in self.scale):
+                raise ValueError("'scale' must be a positive normal float32 whose range is finite")
         if isinstance(self.scheme.type, FloatType):
             qmin = qmax = 0
         if not all(qmin <= zero <= qmax for zero in self.zero_point or ()):

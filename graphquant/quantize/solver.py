@@ -155,15 +155,9 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
 
 
 def _sketch_blocks(value: Array, axis: int, block: int) -> Sketch:
-    """Return the sketch of a weight with limits per block."""
-    sketches = [sketch_values(chunk, 0) for chunk in iter_blocks(value, axis, block)]
-    return Sketch(
-        low=np.concatenate([sketch.low for sketch in sketches]),
-        high=np.concatenate([sketch.high for sketch in sketches]),
-        count=sum(sketch.count for sketch in sketches),
-        nan=sum(sketch.nan for sketch in sketches),
-        inf=sum(sketch.inf for sketch in sketches),
-    )
+    """Return the limits of each block of a finite weight."""
+    parts = [sketch_values(chunk, 0) for chunk in iter_blocks(value, axis, block)]
+    return Sketch(low=np.concatenate([part.low for part in parts]), high=np.concatenate([part.high for part in parts]))
 
 
 def _read_quantizable_weight(state: SolverState, index: int) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class Solution:
     changes: tuple[ScaleChange, ...] = ()  # raised scales, copies and added pairs
     conflicts: tuple[Conflict, ...] = ()  # requirements that could not all be met
     # The range of each site by itself, by position; sites that follow others have none.
-    ranges: Mapping[int, Range] = field(default_factory=dict)
+    ranges: Mapping[int, Range]
 
 
 MAX_COPIED_READERS = 32  # most readers of a weight that is copied for one of them

@@ -318,7 +318,7 @@ def _with_file_scale(site: Site, output: Output) -> Site | None:
         low, high = quantization.low.astype(float).tolist(), quantization.high.astype(float).tolist()
         is_range = len(low) == len(high) == 1 and -math.inf < low[0] <= high[0] < math.inf
         return replace(site, range=(low[0], high[0])) if is_range and not site.parameter else None
-    if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE for value in scale):
+    if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE / 2**32 for value in scale):  # integers of any type are finite
         return None
     if _scheme_allows(site, dtype, scale, zero_points):
         return replace(site, scale=tuple(scale), zero_point=tuple(zero_points))

@@ -144,6 +144,19 @@ def test_scales_only_grow():
     assert [(change.tensor, change.message) for change in state.changes] == [(WEIGHT, "a reason")]
 
 
+def test_a_restored_state_is_that_of_the_snapshot():
+    """Copies, raised scales and what was noted on them are gone; new ones can be made."""
+    state = start_state(weight_site("a", "b"), s0=0.5)
+    state.ranges[0], params, use = Range(np.float64(-1), np.float64(1)), state.params[0], Use("", "b", 1)
+    for _ in range(2):
+        snapshot = state.snapshot()
+        state.raise_scale(state.split_use(0, use), np.float32(2), "a reason")
+        state.restore(snapshot)
+        assert [site.uses for site in state.sites] == [(Use("", "a", 1), use)]
+        assert (state.index_by_use[use], state.params, state.ranges.keys()) == (0, {0: params}, {0})
+        assert (state.notes, state.changes) == ({}, [])
+
+
 def test_several_values_are_formatted_by_their_ends():
     """Scales of channels are shown as the smallest and the largest one, ranges as the range that contains all."""
     assert format_values(np.array([0.5, 2.0, 0.25])) == "0.25..2"

@@ -104,6 +104,14 @@ def test_constants_and_foreign_parts_are_no_match(planned):
     assert planned_site_of(plan, "stem/relu").scale is None
 
 
+def test_scales_whose_range_is_not_finite_are_unused(planned):
+    """Some integers of such a scale stand for values beyond float32."""
+    source = tflite(("stem/relu", 1e37, -128), ("max_pool", 0.5, -128))
+    _, transfer = transfer_ranges(*planned, source, {})
+    assert [str(transferred.tensor) for transferred in transfer.transferred] == ["max_pool:0"]
+    assert transfer.unused == ("stem/relu",)
+
+
 def test_conflicting_names_match_nothing(planned):
     """If two tensors of the file claim one of the model and differ, it gets neither."""
     double = ("stem/batch_norm;stem/conv;stem/relu", 0.25, -128)
