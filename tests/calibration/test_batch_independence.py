@@ -39,6 +39,8 @@ INDEPENDENT = {
         { y = Gemm(x, w, b) }""",
     "conv": """(float[N,1,4,4] x) => (float[N,1,3,3] y) <float[1,1,2,2] w = {1,2,3,4}, float[1] s = {2},
         float[1] o = {1}> { c = Conv(x, w)  b = BatchNormalization(c, s, o, o, s)  y = Relu(b) }""",
+    "fused by onnxruntime": """(float[N,1,4,4] x) => (float[N,1,3,3] y) <float[1,1,2,2] w = {1,2,3,4}>
+        { y = com.microsoft.FusedConv <activation = "Relu"> (x, w) }""",
     "softmax": "(float[N,4] x) => (float[N,4] y) { y = Softmax(x) }",
     "reduce": "(float[N,4,2] x) => (float[N,4] y) { y = ReduceMean <axes = [-1], keepdims = 0> (x) }",
     "attention": """(float[N,4,2] x) => (float[N,4,2] y)
@@ -282,7 +284,7 @@ def is_joined(model: Model) -> bool:
 
 def model_of_text(text: str, opset: int = 17) -> Model:
     """Return the model with a signature and nodes written as text."""
-    header = f'<ir_version: 8, opset_import: ["" : {opset}, "com.example" : 1]> g'
+    header = f'<ir_version: 8, opset_import: ["" : {opset}, "com.example" : 1, "com.microsoft" : 1]> g'
     return model_from_message(onnx.parser.parse_model(f"{header} {text}"))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.shared_models import SHARED_MODELS
 
 import graphquant as gq
 from graphquant.optimize import search_cheapest_plan
@@ -242,14 +243,17 @@ def test_by_size(samples: Path) -> None:
 
 
 @pytest.mark.slow
-def test_voice_detector(shared: Path) -> None:
-    """The voice detector gets 36 dB with half of its multiply-adds in float, on samples kept for the check."""
-    data = str(shared / "silero_vad.npz")
-    result = gq.insert(shared / "silero_vad_16k_op15.onnx", data=data, min_sqnr=36)
+def test_voice_detector(model_folder: Path) -> None:
+    """Voice detectors meet a bound with half of their multiply-adds in float, in branches too, on hold-out samples."""
+    bound, tensor = 45, "features/then_branch/wide_out:0"
+    if model_folder == SHARED_MODELS:
+        bound, tensor = 36, "/model/stft/Sqrt:0"
+    data = str(model_folder / "silero_vad.npz")
+    result = gq.insert(model_folder / "silero_vad_16k_op15.onnx", data=data, min_sqnr=bound)
     assert result.validation.failures == ()
-    assert result.validation.comparison.sqnr >= 36
+    assert result.validation.comparison.sqnr >= bound
     assert 0 < result.search.cost < 1 / 2
-    assert "/model/stft/Sqrt:0" in {str(tensor) for tensor in result.search.float_tensors}
+    assert tensor in {str(tensor) for tensor in result.search.float_tensors}
 
 
 def test_interrupted_sensitivity_analysis(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:

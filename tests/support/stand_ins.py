@@ -348,6 +348,7 @@ def write_stand_ins(folder: Path, samples: Path) -> Path:
     write_face_detector(folder / "ultraface/version-RFB-320.onnx")
     write_images(folder / "ultraface/images.npz")
     write_speech_detector(folder / "silero_vad_16k_op15.onnx")
+    np.savez(folder / "silero_vad.npz", **speech_detector_data(60))
     write_quantized_cell(folder / "qlstm_tract.onnx")
     write_loop_detector(folder / "mtcnn.pb")
     write_quantized_tflite(folder / "kws/kws_int8.tflite")
