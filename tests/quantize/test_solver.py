@@ -92,7 +92,7 @@ def test_weights_with_a_normal_value_or_of_zeros_are_unchanged(tmp_path, first, 
 def weight_changes(tmp_path, *sites, weight=WEIGHT, opset=13):
     """Return tensor, counts, range and rule of each change that the solver reports for the weights of a Gemm."""
     changes = solve_scales(gemm(tmp_path, weight, opset=opset), make_plan(*sites), {}).changes
-    return [re.findall(r"w:0|\d of \d|\[.*?\]|'\w+'|clipped|channels", str(change)) for change in changes]
+    return [re.findall(r"w:0|\d of \d|\[.*?\]|'\w*'|clipped|channels", str(change)) for change in changes]
 
 
 def test_weights_outside_a_fixed_range_are_reported(tmp_path):
@@ -100,6 +100,8 @@ def test_weights_outside_a_fixed_range_are_reported(tmp_path):
     fixed = replace(W, scheme=replace(INT8, observe=FIXED), axis=None, rule="mine")  # up to 127 / 16 = 7.9375
     clipped = ["w:0", "1 of 6", "[-7.9375, 7.9375]", "'mine'", "clipped"]
     assert weight_changes(tmp_path, fixed) == [clipped]
+    without_rule = [word for word in clipped if word != "'mine'"]
+    assert weight_changes(tmp_path, replace(fixed, rule="")) == [without_rule]
     edge = np.array([[7.9375, -7.96, 7.96], [-8.0, 8.0, 100.0]], np.float32)
     clipped[1] = "3 of 6"
     assert weight_changes(tmp_path, fixed, weight=edge) == [clipped]
@@ -165,6 +167,7 @@ def test_tensors_without_samples_are_skipped(tmp_path):
         skip = solve_scales(model, make_plan(X), sketches).skips[0]
         assert skip.code is SkipCode.RANGE
         assert "no calibration sample" in skip.reason
+    assert solve_scales(model, make_plan(X), {}, {X.tensor: "unseen"}).skips[0].reason == "unseen"
     blank = solve_scales(model, make_plan(X), {TensorRef("", "x"): sketch_values(np.zeros((0, 3)))})
     assert (blank.skips[0].code, "empty" in blank.skips[0].reason) == (SkipCode.RANGE, True)
     nothing = solve_scales(model, make_plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan]))})
@@ -334,6 +337,27 @@ def test_biases_that_do_not_fit(tmp_path):
     )
     assert solution.skips.keys() == {2}
     assert solution.skips[2].code is SkipCode.BIAS
+
+
+def test_a_plan_may_give_the_scale_or_range_of_a_bias(tmp_path):
+    """The plan wins over input scale times weight scale, also if it clips the values."""
+    bias_site = main_graph_site("b", 2, scheme=BIAS, parameter=True)
+    given_scale, given_range = replace(bias_site, scale=(2.0**-32,)), replace(bias_site, range=(-2.0, 2.0))
+    solution = solve_scales(gemm(tmp_path, bias=(0.25, 1.0)), make_plan(given_scale), {})
+    assert (plain_params(solution.params[0]), solution.skips) == ((2.0**-32, 0), {})
+    assert [re.search(r"\d of \d", change.message)[0] for change in solution.changes] == ["1 of 2"]
+    solution = solve_scales(gemm(tmp_path), make_plan(given_range), {})
+    assert plain_params(solution.params[0]) == (pytest.approx(2.0**-30), 0)
+    (sentence,) = explain_scale(gemm(tmp_path), make_plan(bias_site), 0)
+    assert "input scale and weight scale" in sentence
+
+
+def test_scales_of_float16_weights_are_float16(tmp_path):
+    """The model stores each scale in the type of its weight."""
+    text = "g (float16[1,3] x) => (float16[1,2] y) { y = Gemm <transB = 1> (x, w) }"
+    model = load_onnx(tmp_path, text, {"w": WEIGHT.astype(np.float16)}, opset=19)
+    scale = solve_scales(model, make_plan(W), {}).params[0].scale
+    assert scale.tolist() == [float(np.float16(2 / 127)), 1.0]
 
 
 @pytest.mark.parametrize("value", [np.float32(1), np.ones(3, np.float32), np.array(["a", "b"], object)])
@@ -826,9 +850,9 @@ def solve_for_tensorflow(*sites, **sketches):
 def test_a_dynamic_range_is_that_of_the_values():
     """Neither the data nor the original of a clone gives its scale."""
     family = {"family": "quantize-and-dequantize-v4", "range": "dynamic"}
-    clone = replace(tensorflow_site("t1", "t2", **family), clone_of=Use("", "t1", 0))
+    clone = replace(tensorflow_site("t1", "t2", axis=0, narrow=True, **family), clone_of=Use("", "t1", 0))
     solution = solve_for_tensorflow(tensorflow_site(), clone)
-    assert solution.params == {1: DynamicQParams(type=IntType.parse("int8"))}
+    assert solution.params == {1: DynamicQParams(type=IntType.parse("int8"), narrow=True, axis=0)}
     assert solution.skips.keys() == {0}
 
 
@@ -849,6 +873,8 @@ def test_unsigned_integers_without_a_zero_point_start_at_zero(dtype, zero, value
     solution = solve_for_tensorflow(site, t0=sketch_values(np.array(values), axis))
     assert {k: skip.code for k, skip in solution.skips.items()} == ({} if scale else {0: SkipCode.RANGE})
     assert not scale or plain_params(solution.params[0]) == (pytest.approx(scale), 0)
+    if axis is None:
+        assert plain_params(solve_for_tensorflow(replace(site, scale=(0.5,))).params[0]) == (0.5, 0)
 
 
 def test_a_learned_range_needs_a_gradient():
@@ -916,6 +942,8 @@ def test_the_channels_of_a_depthwise_kernel_lie_on_two_axes():
     site = replace(tensorflow_site("w", "y", axis=2), view=(1, 1, 4), parameter=True)
     solution = solve_scales(model, make_plan(site, format="tensorflow"), {})
     assert solution.params[0].range.high.tolist() == pytest.approx([1.0, 2.0, 3.0, 4.0], rel=0.01)
+    same_ranges = make_plan(replace(site, range=(-1.0, 1.0)), format="tensorflow")
+    assert solve_scales(model, same_ranges, {}).params[0].scale.shape == (4,)
     given = make_plan(replace(site, scale=(0.02, 0.01, 0.03, 0.01)), format="tensorflow")
     [change] = solve_scales(model, given, {}).changes
     assert re.search("^2 of 4 ", change.message)
