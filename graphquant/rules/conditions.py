@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from graphquant.ir import (
     matrix_rows,
     output_channels,
 )
-from graphquant.rules.pattern_syntax import ANY_OP, ANY_OPERAND, ChainLink, PatternOp, expand_spellings, parse_chain
+from graphquant.rules.pattern_syntax import ANY_OP, ANY_OPERAND, ChainLink, PatternOp, parse_chain, pattern_definitions
 
 if TYPE_CHECKING:
     from graphquant.rules.rule import Selector
@@ -47,9 +47,9 @@ class OpNeighbors:
         self._single_readers: dict[TensorRef, TensorRef | None] = {}
 
     @cached_property
-    def first_outputs(self) -> list[tuple[TensorRef, str]]:
-        """The first output of each op that can run, with the op's kind."""
-        return [(TensorRef(graph.name, op.name), op.kind) for graph, op in self.model.reachable_ops() if op.outputs]
+    def first_outputs(self) -> list[TensorRef]:
+        """The first output of each op that can run."""
+        return [TensorRef(graph.name, op.name) for graph, op in self.model.reachable_ops() if op.outputs]
 
     def is_kind(self, kinds: AbstractSet[str], tensor: TensorRef) -> bool:
         """Return True if `kinds` contain the op of `tensor`."""
@@ -277,6 +277,8 @@ def _skip_optional_links(links: tuple[ChainLink, ...], index: int) -> frozenset[
 
 # Match patterns, small graphs written as text, against the ops above each op.
 
+MAX_FORWARDING_OPS = 16  # ops in a row, each of which forwards its input, between two parts of a match
+
 MAX_BINDING_STEPS = 2000
 """Operands that are tried for one match of a pattern: commuted operands of a hostile model would never end."""
 
@@ -284,35 +286,45 @@ MAX_BINDING_STEPS = 2000
 def find_pattern(
     neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]
 ) -> dict[str, set[tuple[str, str]]]:
-    """Return for each part the ops that have its role in a match of any spelling; the first match at each op counts."""
+    """Return for each part the ops that have its role in a match; the first match at each op counts."""
     ops_by_name: dict[str, set[tuple[str, str]]] = {part: set() for part in (ANY_OP, *(op.name for op in pattern_ops))}
-    for spelling in expand_spellings(pattern_ops):
-        search, kinds = _PatternSearch(neighbors, name, spelling), spelling[-1].kinds
-        any_kind = not kinds.isdisjoint(("*", "parameter"))
-        for root in (tensor for tensor, kind in neighbors.first_outputs if any_kind or kind in kinds):
-            bound = search.bind_pattern(root) or {}
-            for part in (op.name for op in spelling if bound):
-                for role in {ANY_OP, part} & ops_by_name.keys():
-                    ops_by_name[role].add((root.graph, bound[part].op))
+    search = _PatternSearch(neighbors, name, pattern_ops)
+    for root in search.possible_roots():
+        bound = search.bind_pattern(root) or {}
+        for part, tensor in bound.items():
+            for role in {ANY_OP, part} & ops_by_name.keys() if part in search.definitions else ():
+                ops_by_name[role].add((tensor.graph, tensor.op))
+        ops_by_name[ANY_OP].update(search.forwarding_ops(bound))
     return ops_by_name
 
 
 class _PatternSearch:
-    """Matches the pattern `parts` against the ops above one op."""
+    """Matches a pattern against the ops above one op."""
 
     def __init__(self, neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]) -> None:
+        self.definitions = pattern_definitions(pattern_ops)
         self._neighbors = neighbors
         self._name = name
-        self._root = pattern_ops[-1]
-        self._pattern_ops = {pattern_op.name: pattern_op for pattern_op in pattern_ops}
+        self._root = pattern_ops[-1].name
         self._may_bind_cache: dict[tuple[str, TensorRef], bool] = {}
+        self._helpers = self.definitions.keys() - {op.name for op in pattern_ops}
+        kinds = (alternative.kinds for alternatives in self.definitions.values() for alternative in alternatives)
+        self._skipped_kinds = (TRANSPARENT_KINDS | {"cast"}) - frozenset().union(*kinds)
+
+    def possible_roots(self) -> list[TensorRef]:
+        """Return the first outputs of the ops that the last line may stand for, according to kinds and types alone."""
+        names = [self._root]
+        for name in names:
+            names += [op.operands[0] for op in self.definitions[name] if op.is_alias]
+        ops = [op for name in names for op in self.definitions[name]]
+        return [root for root in self._neighbors.first_outputs if any(self._is_op(op, root) for op in ops)]
 
     def bind_pattern(self, root: TensorRef) -> dict[str, TensorRef] | None:
         """Return the tensor for each name of the pattern if its last op is that of `root`, None without a match.
 
         Only operands that fit by themselves are tried, so that the search backtracks only if a name occurs twice.
         """
-        stack: list[tuple[tuple[tuple[str, TensorRef], ...], dict[str, TensorRef]]] = [(((self._root.name, root),), {})]
+        stack: list[tuple[tuple[tuple[str, TensorRef], ...], dict[str, TensorRef]]] = [(((self._root, root),), {})]
         steps = 0
         while stack:
             goals, bound = stack.pop()
@@ -330,26 +342,53 @@ class _PatternSearch:
             elif (number := _as_number(name)) is not None:
                 if self._is_number(tensor, number):
                     stack.append((rest, bound))
-            elif name not in bound and (name not in self._pattern_ops or self._may_bind(name, tensor)):
-                orders = self._operand_orders(name, tensor) if name in self._pattern_ops else [()]
-                stack.extend(((*order, *rest), {**bound, name: tensor}) for order in reversed(orders))
+            elif name not in bound and name not in self.definitions:
+                stack.append((rest, {**bound, name: tensor}))
+            elif name not in bound:
+                for op in reversed(self.definitions[name]):
+                    # The operand in place of a missing optional op is no match of that op.
+                    is_missing = op.is_alias and op.operands[0] not in self._helpers
+                    extended = bound if is_missing else {**bound, name: tensor}
+                    orders = reversed(self._fitting_orders(op, tensor))
+                    stack.extend(((*order, *rest), extended) for order in orders)
         return None
+
+    def forwarding_ops(self, bound: dict[str, TensorRef]) -> Iterator[tuple[str, str]]:
+        """Yield the ops between two parts of a match that only forward values."""
+        parts = {tensor for name, tensor in bound.items() if name in self.definitions}
+        pending = list(parts)
+        for tensor in pending:
+            for slot in self._neighbors.model.graphs[tensor.graph].slots(tensor.op):
+                if slot is not None and slot not in parts and self._source(slot) in parts:
+                    yield slot.graph, slot.op
+                    pending.append(slot)
+
+    def _is_op(self, op: PatternOp, tensor: TensorRef) -> bool:
+        """Return True if the op of `tensor` has one of the kinds or types."""
+        return self._neighbors.is_kind(op.kinds, tensor) or self._neighbors.model.op(tensor).type in op.types
 
     def _may_bind(self, name: str, tensor: TensorRef) -> bool:
         """Return True if the part could be the op of `tensor` if all names in it were distinct."""
         key = (name, tensor)
         if key not in self._may_bind_cache:
-            pattern_op = self._pattern_ops[name]
-            fits = not pattern_op.types or self._neighbors.model.op(tensor).type in pattern_op.types
-            self._may_bind_cache[key] = (
-                fits
-                and self._neighbors.is_kind(pattern_op.kinds, tensor)
-                and any(
-                    all(operand not in self._pattern_ops or self._may_bind(operand, slot) for operand, slot in order)
-                    for order in self._operand_orders(name, tensor)
-                )
-            )
-        return self._may_bind_cache[key]
+            self._may_bind_cache[key] = any(self._fitting_orders(op, tensor) for op in self.definitions.get(name, ()))
+        return name not in self.definitions or self._may_bind_cache[key]
+
+    def _fitting_orders(self, op: PatternOp, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
+        """Return the assignments of inputs to operands that fit by themselves, of an alias only that of `tensor`."""
+        orders = self._operand_orders(op, tensor) if self._is_op(op, tensor) else []
+        if op.is_alias:
+            orders = [((op.operands[0], tensor),)]
+        return [order for order in orders if all(self._may_bind(operand, slot) for operand, slot in order)]
+
+    def _source(self, tensor: TensorRef) -> TensorRef:
+        """Return the tensor that ops forward as `tensor`, unless the pattern names their kind."""
+        for _ in range(MAX_FORWARDING_OPS):
+            slots = self._neighbors.model.graphs[tensor.graph].slots(tensor.op)
+            if self._neighbors.model.op(tensor).kind not in self._skipped_kinds or not slots or slots[0] is None:
+                break
+            tensor = slots[0]
+        return tensor
 
     def _is_number(self, tensor: TensorRef, number: float) -> bool:
         """Return True if `tensor` is a constant with this single value."""
@@ -359,17 +398,17 @@ class _PatternSearch:
         value = parameters.value(tensor)
         return value is not None and value.size == 1 and bool(np.isclose(float(value.reshape(-1)[0]), number))
 
-    def _operand_orders(self, name: str, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
-        """Return the assignments of the op's inputs to the part's operands."""
-        operands = self._pattern_ops[name].operands
+    def _operand_orders(self, op: PatternOp, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
+        """Return the assignments of the inputs of the op of `tensor` to the operands of a part."""
         model = self._neighbors.model
-        slots = model.graphs[tensor.graph].slots(tensor.op)[: len(operands)]
-        filled = [slot for slot in slots if slot is not None]
-        if len(filled) < len(operands):
+        slots = enumerate(model.graphs[tensor.graph].slots(tensor.op))  # TensorFlow's Split has its axis first
+        data = [slot for index, slot in slots if model.op(tensor).role(index) != "axis"]
+        filled = [self._source(slot) for slot in data[: len(op.operands)] if slot is not None]
+        if len(filled) < len(op.operands):
             return []
-        operand_orders: list[Sequence[str]] = [operands]
-        if model.op(tensor).kind in COMMUTATIVE_KINDS and len(operands) == 2:  # noqa: PLR2004  # two operands can be swapped
-            operand_orders.append(operands[::-1])
+        operand_orders: list[Sequence[str]] = [op.operands]
+        if model.op(tensor).kind in COMMUTATIVE_KINDS and len(set(op.operands)) == 2:  # noqa: PLR2004  # two can be swapped
+            operand_orders.append(op.operands[::-1])
         return [tuple(zip(operand_order, filled, strict=True)) for operand_order in operand_orders]
 
 

@@ -101,9 +101,10 @@ def _reference_mistakes(data: dict[str, Any], library_patterns: Mapping[str, Pat
             hint = _hint(outcome, outcomes, "Known are")
             yield ("rule", index, "quantize"), f"there is no scheme {format_value(outcome)}.{hint}"
         for side, selector in _tables_by_name({side: rule.get(side) for side in ("producer", "consumer")}).items():
-            reference = selector.get("pattern")
-            if isinstance(reference, str) and (text := _pattern_mistake(reference, pattern_lines)):
-                yield ("rule", index, side, "pattern"), text
+            for key in ("pattern", "feeds"):
+                for reference in references.split("|") if isinstance(references := selector.get(key), str) else ():
+                    if text := _pattern_mistake(reference, pattern_lines):
+                        yield ("rule", index, side, key), text
 
 
 def _table_name_mistakes(

@@ -14,7 +14,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FLOAT_TYPES, Model, Shape, TensorRef, Use, follow_to_end
+from graphquant.ir import (
+    CONCATENATING_KINDS,
+    DATA_MOVEMENT_KINDS,
+    FLOAT_TYPES,
+    TRANSPARENT_KINDS,
+    WEIGHTED_KINDS,
+    Model,
+    Shape,
+    TensorRef,
+    Use,
+    follow_to_end,
+)
 from graphquant.rules.conditions import (
     OpNeighbors,
     attribute_miss_reason,
@@ -28,6 +39,9 @@ from graphquant.rules.pattern_syntax import PatternOp, compile_regex, parse_chai
 
 if TYPE_CHECKING:
     from graphquant.rules.rule import BoundRule, RuleSet, Selector
+
+VALUE_MOVING_KINDS = DATA_MOVEMENT_KINDS | CONCATENATING_KINDS | TRANSPARENT_KINDS | {"pad", "neg", "abs", "cast"}
+AFFINE_KINDS = WEIGHTED_KINDS | {"add", "sub", "mul", "div", "bias_add", "batchnorm"}  # affine with parameters
 
 TensorConsumers = Iterable[tuple[TensorRef, list[Use]]]
 
@@ -295,6 +309,8 @@ class RuleMatcher:
                 return f"{tensor if use is None else name} does not match the name {selector.name!r}"
         if selector.pattern is not None and (graph, name) not in self._ops_in_pattern(rule, selector.pattern):
             return f"{name} is not {selector.pattern!r} of that pattern"
+        if selector.feeds is not None and not self._feeds_pattern(rule, selector.feeds, tensor, use):
+            return f"{tensor if use is None else name} does not only feed {selector.feeds!r}"
         if selector.type is not None and op.type not in selector.type.split("|"):
             return f"{name} is of type {op.type!r}, not {selector.type!r}"
         return ""
@@ -345,15 +361,42 @@ class RuleMatcher:
                 self._longest_path_uses[key] = candidates[lengths.index(max(lengths))][1]
         return self._longest_path_uses[key]
 
+    def _feeds_pattern(self, rule: BoundRule, reference: str, tensor: TensorRef, use: Use | None) -> bool:
+        """Return True if the pattern's ops are the only consumers of `tensor`, or of the outputs of the op of `use`."""
+        ops, seen = self._ops_in_pattern(rule, reference), set[tuple[str, str]]()
+        pending = [tensor] if use is None else self._outputs((use.graph, use.op))
+        for current in pending if ops else ():
+            others = {(graph, op) for graph, op, _ in self.neighbors.consumers(current)} - ops - seen
+            others = {op_key for op_key in others if self.model.op(TensorRef(*op_key)).kind != "shape"}
+            seen |= others
+            if len(seen) > MAX_ANCESTORS or not all(map(self._moves_values, others)):
+                return False
+            pending += [output for op_key in sorted(others) for output in self._outputs(op_key)]
+        return bool(ops and pending)
+
+    def _outputs(self, op_key: tuple[str, str]) -> list[TensorRef]:
+        """Return the outputs of an op that have consumers."""
+        consumers = self.neighbors.consumers_by_port(self.model.graphs[op_key[0]], op_key[1])
+        return [TensorRef(*op_key, port) for port in sorted(consumers)]
+
+    def _moves_values(self, op_key: tuple[str, str]) -> bool:
+        """Return True if an op moves values, or scales and shifts them by parameters."""
+        graph = self.model.graphs[op_key[0]]
+        kind, slots = graph.op(op_key[1]).kind, graph.slots(op_key[1])
+        computed = [slot for slot in slots if slot is not None and not self.parameters.is_parameter(slot)]
+        return kind in VALUE_MOVING_KINDS or (kind in AFFINE_KINDS and len(computed) == 1)
+
     def _ops_in_pattern(self, rule: BoundRule, reference: str) -> set[tuple[str, str]]:
-        """Return (graph, op) of every op that has the named role in a match of the pattern."""
+        """Return (graph, op) of every op that has one of the named roles in a match of its pattern."""
         key = (id(rule.patterns), reference)
         if key not in self._ops_by_reference:
-            name, _, op_name = reference.partition(".")
-            pattern_ops = parse_pattern(rule.patterns[name].ops)
-            if pattern_ops not in self._pattern_matches:
-                self._pattern_matches[pattern_ops] = find_pattern(self.neighbors, name, pattern_ops)
-            self._ops_by_reference[key] = self._pattern_matches[pattern_ops][op_name or pattern_ops[-1].name]
+            self._ops_by_reference[key] = set()
+            for name, _, op_name in (part.partition(".") for part in reference.split("|")):
+                pattern_ops = parse_pattern(rule.patterns[name].ops)
+                if pattern_ops not in self._pattern_matches:
+                    self._pattern_matches[pattern_ops] = find_pattern(self.neighbors, name, pattern_ops)
+                matches = self._pattern_matches[pattern_ops]
+                self._ops_by_reference[key] |= matches[op_name or pattern_ops[-1].name]
         return self._ops_by_reference[key]
 
 

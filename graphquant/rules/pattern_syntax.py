@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 _KIND = r"[A-Za-z_*][\w.]*"
 _ALTERNATIVES = re.compile(rf"({_KIND}(?:\|{_KIND})*)(\?)?")
-_LINE = re.compile(rf"(\w+)\s*=\s*({_KIND}(?:\|{_KIND})*)\s*\(([^()]*)\)")
+_LINE = re.compile(rf"(\w+)\s*=\s*({_KIND}(?:\|{_KIND})*)(\?)?\s*\(([^()]*)\)")
 
 ANY_OPERAND = "_"  # an operand of a pattern that matches any input, a different one each time
 ANY_OP = "*"  # selects any op of a pattern
 MAX_CHAIN_LINKS = 16  # longest chain, in links
+MAX_FACTORS = 5  # most operands of a product in a pattern, as each doubles its spellings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,21 @@ class ChainLink:
 
 @dataclass(frozen=True, slots=True)
 class PatternOp:
-    """One line of a pattern, `name = kind(operands)`.
+    """One line of a pattern, `name = kind|Type(operands)`: the op has one of the kinds or one of the framework types.
 
-    `types`, if not empty, restricts the op to framework types. It is for ops without a kind of their own.
+    If an `optional` op is missing, its first operand takes its place.
     """
 
     name: str
     kinds: frozenset[str]
     operands: tuple[str, ...]
     types: frozenset[str] = frozenset()
+    optional: bool = False
+
+    @property
+    def is_alias(self) -> bool:
+        """True for an op without kinds and types, in whose place its operand is matched."""
+        return not self.kinds and not self.types
 
 
 @lru_cache(maxsize=1024)
@@ -86,6 +92,8 @@ def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:
     for index, op in enumerate(ops.values()):
         if early := [operand for operand in op.operands if operand in names[index:]]:
             raise ValueError(f"{early[0]!r} is used before the line that defines it")
+    if ops[names[-1]].optional:
+        raise ValueError(f"the last op {names[-1]!r} is optional; remove its '?'")
     connected = {names[-1]}
     for name in reversed(names):
         connected.update(ops[name].operands if name in connected else ())
@@ -98,90 +106,95 @@ def _parse_pattern_op(line: str) -> PatternOp:
     match = _LINE.fullmatch(line.strip())
     if not match:
         raise ValueError(f"{line!r} does not have the form 'name = kind(operand, ...)'")
-    operands = tuple(word.strip() for word in match[3].split(",")) if match[3].strip() else ()
+    operands = tuple(word.strip() for word in match[4].split(",")) if match[4].strip() else ()
     if invalid := [word for word in operands if not re.fullmatch(r"\w+|-?\d+(\.\d+)?", word)]:
         raise ValueError(f"operand {invalid[0]!r} of {line!r} is not a valid name")
     if match[1] == ANY_OPERAND:
         raise ValueError(f"{ANY_OPERAND!r} in {line!r} stands for any operand; give the op another name")
-    return PatternOp(match[1], frozenset(match[2].split("|")), operands)
+    if match[3] and not operands:
+        raise ValueError(f"{match[1]!r} is optional, but has no operand that could take its place")
+    words = frozenset(match[2].split("|"))
+    types = frozenset(word for word in words if word[0].isupper())
+    return PatternOp(match[1], words - types, operands, types, match[3] is not None)
 
 
-MAX_PATTERN_VARIANTS = 64
-"""Spellings of one pattern. A pattern with more is refused, because each is matched separately."""
-
-SPELLINGS: dict[str, int | None] = {
-    "square": 1,
-    "rsqrt": 1,
-    "squared_difference": 2,
-    "divide_by_sqrt": 2,
-    "join": 2,
-    "product": None,
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("square", "cube", "root", "reciprocal", "rsqrt", "softplus", "projection"), ("a",)),
+    **dict.fromkeys(("squared_difference", "divide_by_sqrt", "join"), ("a", "b")),
+    "product": (),
 }
-"""Functions that frameworks write in several ways, usable as kinds in a pattern, with their number of operands."""
+"""Functions that frameworks write in several ways, usable as kinds in a pattern, with their operands.
+
+A product has any number of them.
+"""
+
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "square": ("y = mul(a, a)", "y = pow(a, 2)", "y = Square|SQUARE(a)"),
+    "cube": ("y = pow(a, 3)", "s = square(a); y = mul(s, a)"),
+    "squared_difference": ("y = SquaredDifference|SQUARED_DIFFERENCE(a, b)", "d = sub(a, b); y = square(d)"),
+    "root": ("y = sqrt(a)", "y = pow(a, 0.5)"),
+    "reciprocal": ("y = div(1, a)", "y = Reciprocal|Inv(a)", "y = pow(a, -1)"),
+    "rsqrt": ("y = Rsqrt|RSQRT(a)", "y = pow(a, -0.5)", "r = root(a); y = reciprocal(r)"),
+    "divide_by_sqrt": ("r = root(b); y = div(a, r)", "r = rsqrt(b); y = mul(a, r)"),
+    "softplus": ("y = Softplus(a)", "e = exp(a); s = add(e, 1); y = log(s)", "e = exp(a); y = Log1p(e)"),
+    "projection": ("y = matmul|gemm|conv(a)", "y = matmul(_, a)"),
+    "join": ("y = concat(a, b)", "y = concat(b, a)"),
+}
+"""The spellings of each function, as lines of which the last one is the result."""
 
 
 @lru_cache(maxsize=1024)
-def expand_spellings(ops: tuple[PatternOp, ...]) -> tuple[tuple[PatternOp, ...], ...]:
-    """Return every spelling of a pattern, without the functions in `SPELLINGS`."""
-    choices = [_spellings_of(op) for op in ops]
-    if (count := math.prod(map(len, choices))) > MAX_PATTERN_VARIANTS:
-        raise ValueError(f"the pattern has {count} spellings; the limit is {MAX_PATTERN_VARIANTS}")
-    return tuple(tuple(op for part in parts for op in part) for parts in product(*choices))
+def pattern_definitions(ops: tuple[PatternOp, ...]) -> dict[str, tuple[PatternOp, ...]]:
+    """Return the ops that each name of a pattern may stand for, without functions.
+
+    The last alternative of an optional op is an alias of the operand that takes its place. Helper ops have names with
+    an apostrophe, which no rule can refer to.
+    """
+    definitions: dict[str, tuple[PatternOp, ...]] = {}
+    pending = list(ops)
+    for op in pending:
+        plain = op.kinds - FUNCTIONS.keys()
+        alternatives = [replace(op, kinds=plain, optional=False)] if plain or op.types else []
+        functions = sorted(op.kinds & FUNCTIONS.keys())
+        spellings = [(name, spelling) for name in functions for spelling in _spellings_of(name, op.operands)]
+        for number, (function, (*helpers, result)) in enumerate(spellings):
+            names = dict(zip(FUNCTIONS[function], op.operands, strict=False))
+            names.update((helper.name, f"{op.name}'{number}{helper.name}") for helper in helpers)
+            if not FUNCTIONS.keys().isdisjoint(result.kinds):
+                names[result.name] = f"{op.name}'{number}"
+                helpers.append(result)
+                result = PatternOp(op.name, frozenset(), (result.name,))  # noqa: PLW2901  # it stands for the helper
+            for part in (*helpers, result):
+                operands = tuple(names.get(operand, operand) for operand in part.operands)
+                renamed = replace(part, name=names.get(part.name, op.name), operands=operands)
+                (alternatives if part is result else pending).append(renamed)
+        if op.optional:
+            alternatives.append(PatternOp(op.name, frozenset(), op.operands[:1]))
+        definitions[op.name] = tuple(alternatives)
+    return definitions
 
 
-def _spellings_of(op: PatternOp) -> list[list[PatternOp]]:  # noqa: PLR0911  # one case for each function
-    """Return the spellings of one line. Helper ops have names with an apostrophe, which no rule can refer to."""
-    name = next(iter(op.kinds)) if len(op.kinds) == 1 else ""
-    if name not in SPELLINGS:
-        return [[op]]
-    expected, operands, helper = SPELLINGS[name], op.operands, f"{op.name}'"
-    if expected is not None and len(operands) != expected:
-        raise ValueError(f"{name!r} takes {expected} operands, not {len(operands)}")
-
-    def line(kind: str, *inputs: str, to: str = op.name, types: tuple[str, ...] = ()) -> PatternOp:
-        return PatternOp(to, frozenset({kind}), inputs, frozenset(types))
-
-    match name:
-        case "square":
-            (x,) = operands
-            return [[line("mul", x, x)], [line("pow", x, "2")], [line("*", x, types=("Square", "SQUARE"))]]
-        case "rsqrt":
-            (x,) = operands
-            root = line("sqrt", x, to=helper)
-            return [[line("rsqrt", x)], [root, line("div", "1", helper)], [line("pow", x, "-0.5")]]
-        case "divide_by_sqrt":
-            x, y = operands
-            root = line("sqrt", y, to=helper)
-            inverse = line("div", "1", helper, to=f"{helper}'")
-            return [
-                [root, line("div", x, helper)],
-                [line("rsqrt", y, to=helper), line("mul", x, helper)],
-                [root, inverse, line("mul", x, inverse.name)],
-            ]
-        case "join":
-            return [[line("concat", *operands)], [line("concat", *operands[::-1])]]
-        case "squared_difference":
-            types = ("SquaredDifference", "SQUARED_DIFFERENCE")
-            squares = _spellings_of(PatternOp(op.name, frozenset({"square"}), (helper,)))
-            difference = line("sub", *operands, to=helper)
-            return [[line("*", *operands, types=types)], *([difference, *square] for square in squares)]
-        case _:
-            return _products(op.name, operands)
+def _spellings_of(function: str, operands: tuple[str, ...]) -> list[list[PatternOp]]:
+    """Return the spellings of a function, each as ops of which the last one is the result."""
+    if function == "product":
+        return _products(operands)
+    if len(operands) != len(FUNCTIONS[function]):
+        raise ValueError(f"{function!r} takes {len(FUNCTIONS[function])} operands, not {len(operands)}")
+    return [[_parse_pattern_op(line) for line in spelling.split(";")] for spelling in SPELLINGS[function]]
 
 
-def _products(name: str, factors: tuple[str, ...]) -> list[list[PatternOp]]:
-    """Return the binary trees of mul ops over `factors`. Operands of each mul match in both orders anyway."""
-    if len(factors) < 2:  # noqa: PLR2004  # a mul has two operands
-        raise ValueError("'product' takes at least 2 operands")
-    trees = []
-    first, rest = factors[0], factors[1:]
-    # The first factor stays on the left side, so that no tree occurs twice.
-    for chosen in (subset for size in range(len(rest)) for subset in combinations(range(len(rest)), size)):
-        left = (first, *(rest[index] for index in chosen))
-        right = tuple(factor for index, factor in enumerate(rest) if index not in chosen)
-        sides: list[list[tuple[list[PatternOp], str]]] = [
-            [([], side[0])] if len(side) == 1 else [(tree, mark) for tree in _products(mark, side)]
-            for side, mark in ((left, f"{name}'"), (right, f'{name}"'))
-        ]
-        trees += [[*a, *b, PatternOp(name, frozenset({"mul"}), (x, y))] for (a, x), (b, y) in product(*sides)]
-    return trees
+def _products(factors: tuple[str, ...]) -> list[list[PatternOp]]:
+    """Return the products of two parts of `factors`. Operands of each mul match in both orders anyway."""
+    if not 2 <= len(factors) <= MAX_FACTORS:  # noqa: PLR2004  # a mul has two operands
+        raise ValueError(f"'product' takes 2 to {MAX_FACTORS} operands")
+    spellings = []
+    first, rest = factors[0], range(1, len(factors))
+    # The first factor stays in the left part, so that no product occurs twice.
+    for chosen in (subset for size in range(len(rest)) for subset in combinations(rest, size)):
+        left = (first, *(factors[index] for index in chosen))
+        right = tuple(factors[index] for index in rest if index not in chosen)
+        sides = {"'l": left, "'r": right}
+        parts = [PatternOp(name, frozenset({"product"}), side) for name, side in sides.items() if len(side) > 1]
+        operands = tuple(side[0] if len(side) == 1 else name for name, side in sides.items())
+        spellings.append([*parts, PatternOp("'y", frozenset({"mul"}), operands)])
+    return spellings

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from graphquant.rules.pattern_syntax import SPELLINGS, compile_regex, expand_spellings, parse_chain, parse_pattern
+from graphquant.rules.pattern_syntax import FUNCTIONS, compile_regex, parse_chain, parse_pattern, pattern_definitions
 from graphquant.rules.scheme import FORBID_EXTRA, NonNegativeInt, Scheme, ShortText, check_known_words
 
 # Conditions on one op, and patterns of several ops, as rule files describe them.
@@ -39,7 +39,10 @@ class Selector:
         name: A glob for the op or tensor name, or a regular expression between slashes `/.../`.
         input: Role of the input that reads the tensor ("input", "weight", "bias"), alternatives separated by `|`.
             Consumers only.
-        pattern: `NAME` (its last op), `NAME.op` or `NAME.*` (any op) of a `[pattern.NAME]` or of a pattern library.
+        pattern: `NAME` (its last op), `NAME.op` or `NAME.*` (any op) of a `[pattern.NAME]` or of a pattern library,
+            alternatives separated by `|`.
+        feeds: `NAME.op` or `NAME.*` of a pattern that every consumer of the tensor, or of the op's outputs, belongs to.
+            Ops between that move values, or add, subtract, multiply or divide by parameters, do not count.
         attr: Attribute conditions: a value that must be equal, or a list of allowed values.
         readers: Number of consumers that the tensor must have. Producers only.
         min_rank: Smallest number of axes of the tensor.
@@ -70,6 +73,7 @@ class Selector:
     name: ShortText | None = None
     input: ShortText | None = None
     pattern: ShortText | None = None
+    feeds: ShortText | None = None
     attr: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     readers: NonNegativeInt | None = None
     min_rank: NonNegativeInt | None = None
@@ -167,8 +171,8 @@ class Pattern:
 
         ops = parse_pattern(value)
         for op in ops:
-            check_known_words("kind", sorted(op.kinds), KINDS if len(op.kinds) > 1 else {*KINDS, *SPELLINGS})
-        expand_spellings(ops)
+            check_known_words("kind", sorted(op.kinds), {*KINDS, *FUNCTIONS})
+        pattern_definitions(ops)
         return value
 
 

@@ -7,7 +7,7 @@ import pytest
 from graphquant.errors import RuleError
 from graphquant.formats.onnx import load
 from graphquant.rules import RuleMatcher, load_ruleset
-from graphquant.rules.pattern_syntax import expand_spellings, parse_pattern
+from graphquant.rules.pattern_syntax import parse_pattern, pattern_definitions
 
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>'
 
@@ -70,17 +70,60 @@ def test_products_in_any_order(tmp_path, body):
     assert matched_ops(tmp_path, ["t = tanh(_)", "y = product(f, t, _)"], body, "float k = {0.5}") == ["a", "t", "y"]
 
 
-def test_number_of_spellings():
-    """Products of three factors have 3 trees, of four 15; a pattern with too many spellings is refused."""
-    assert [len(expand_spellings(parse_pattern([f"y = product({names})"]))) for names in ("a, b, c", "a, b, c, d")] == [
-        3,
-        15,
-    ]
-    with pytest.raises(ValueError, match="takes 1 operands"):
-        expand_spellings(parse_pattern(["y = square(a, b)"]))
-    lines = [f"p{k} = product(a, b, c, d)" for k in range(2)]
-    with pytest.raises(ValueError, match="225 spellings"):
-        expand_spellings(parse_pattern([*lines, "y = add(p0, p1)"]))
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("v = Abs (x) e = Add (k, v) q = Sqrt (e)", ["e", "q", "v"]),
+        ("v = Abs (x) q = Sqrt (v)", ["q", "v"]),
+        ("v = Abs (x) i = Identity (v) e = Add (i, k) q = Sqrt (e)", ["e", "i", "q", "v"]),
+        ("v = Abs (x) e = Mul (v, k) q = Sqrt (e)", []),
+    ],
+)
+def test_optional_ops(tmp_path, body, expected):
+    """An optional op may be missing, not replaced; ops that forward values between parts belong to the match."""
+    pattern = ["v = abs(_)", "e = add?(v, _)", "y = root(e)"]
+    assert matched_ops(tmp_path, pattern, f"{body} y = Neg (q)", "float k = {1.0}") == expected
+
+
+def test_op_types(tmp_path):
+    """A word with a capital letter is an op type."""
+    assert matched_ops(tmp_path, ["y = sqrt|Reciprocal(_)"], "r = Reciprocal (x) y = Abs (r)") == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("t = Transpose (a) s = Mul (t, t) q = Sqrt (s) y = Transpose (q)", ["a", "t"]),
+        ("t = Transpose (a) s = Mul (t, t) q = Sqrt (s) u = Transpose (q) y = Add (u, a)", ["t"]),
+    ],
+)
+def test_feeds(tmp_path, body, expected):
+    """`feeds` holds for tensors that only a pattern reads, also behind ops that move values."""
+    text = f"{HEAD} g (float[2,4] x) => (float[2,4] y) {{ a = Abs (x) {body} }}"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    rules = """
+[scheme.s]
+dtype = "int8"
+[pattern.p]
+ops = ["s = square(_)", "y = sqrt(s)"]
+[[rule]]
+name = "r"
+producer = { kind = "abs|transpose", feeds = "p.s" }
+quantize = "s"
+"""
+    matches = RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset([rules])).matches()
+    assert sorted({match.tensor.op for match in matches}) == expected
+
+
+def test_wrong_numbers_of_operands():
+    """Functions with a wrong number of operands are refused, and products of too many factors."""
+    for line, message in (
+        ("y = square(a, b)", "takes 1 operands"),
+        ("y = product(a)", "takes 2 to 5 operands"),
+        ("y = product(a, b, c, d, e, f)", "takes 2 to 5 operands"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pattern_definitions(parse_pattern([line]))
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ CASES = [
     (
         IMAGE,
         (
-            "c = Conv(x, w) a = Pow(c, two) d = Mul(a, half) e = Add(c, d) f = Mul(e, half) h = Tanh(f) o = Add(h, two)"
-            " g = Mul(c, o) y = Mul(g, half) z = Conv(y, w3)"
+            "c = Conv(x, w) a = Pow(c, three) d = Mul(a, half) e = Add(c, d) f = Mul(e, half) h = Tanh(f)"
+            " o = Add(h, two) g = Mul(c, o) y = Mul(g, half) z = Conv(y, w3)"
         ),
         "c>a+e+g w3>z w>c x>c y>z z>@z",
         "c z",
