@@ -193,7 +193,7 @@ class SolverState:
         self.index_by_use = {use: position for position, site in enumerate(sites) for use in site.uses}
         for values in (*self._values_by_site(), self.skips):
             for index in range(planned_count, len(positions)):
-                if index in values and positions[index] != index:
+                if index in values:
                     value = values.pop(index)
                     if positions[index] >= planned_count:
                         values.setdefault(positions[index], value)

@@ -360,13 +360,11 @@ def test_scales_of_float16_weights_are_float16(tmp_path):
     assert scale.tolist() == [float(np.float16(2 / 127)), 1.0]
 
 
-@pytest.mark.parametrize("value", [np.float32(1), np.ones(3, np.float32), np.array(["a", "b"], object)])
+@pytest.mark.parametrize("value", [None, np.array(1, np.float32), np.ones(3, np.float32), np.array(["a", "b"], object)])
 def test_biases_of_another_shape_or_type_than_declared_stay_float(tmp_path, monkeypatch, value):
-    """A checkpoint may hold another number of channels, or strings."""
+    """A checkpoint may hold another number of channels, strings, or nothing."""
     real = Parameters.value
-    monkeypatch.setattr(
-        Parameters, "value", lambda self, tensor: np.asarray(value) if tensor.op == "b" else real(self, tensor)
-    )
+    monkeypatch.setattr(Parameters, "value", lambda self, tensor: value if tensor.op == "b" else real(self, tensor))
     bias_site = main_graph_site("b", 2, scheme=replace(BIAS, per="channel"), axis=0, parameter=True)
     sites = (replace(X, scale=(0.5,)), replace(W, scale=(0.25, 2.0)), bias_site)
     solution = solve_scales(gemm(tmp_path), make_plan(*sites), {})

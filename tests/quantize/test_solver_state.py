@@ -113,6 +113,29 @@ def test_copies_with_equal_scales_are_merged():
     assert state.ranges.keys() == {3}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tensor": TensorRef("", "v")},
+        {"graph": "body"},
+        {"scheme": replace(INT8, narrow=False)},
+        {"axis": 0},
+        {"view": (2,)},
+        {"rule": "another"},
+    ],
+)
+def test_copies_of_unlike_sites_are_not_merged(changes):
+    """Sites must agree in all but their scales. The uses of a merged copy have the order of the plan."""
+    state = start_state(weight_site("b", "c"), weight_site("d", "a", **changes), s0=0.5, s1=0.5)
+    for index, name in enumerate("ca"):
+        copy_index = state.split_use(index, Use("", name, 1))
+        state.params[copy_index] = replace(state.params[0], scale=np.float32(0.25))
+    state.merge_equal_copies()
+    uses = [[use.op for use in site.uses] for site in state.sites]
+    assert uses == [["b"], ["d"], *([["c"], ["a"]] if changes else [["c", "a"]])]
+
+
 def test_a_skipped_copy_moves_with_its_skip():
     """A skipped copy is never merged. It moves up if an earlier copy was."""
     state = start_state(weight_site("a", "b", "c"), s0=0.5)
