@@ -116,13 +116,11 @@ def _model_changes(first: Model, second: Model, op_pairs: OpMatching) -> Iterato
     """Changes of the whole model."""
     if first.opset != second.opset:
         yield ModelChange("model", "opset", f"{first.opset} became {second.opset}")
-    matched_graphs = set(op_pairs.graphs.values())
-    for name in second.graphs:
-        if name not in matched_graphs:
-            yield ModelChange("model", name, "this graph is new")
-    for name in first.graphs:
-        if name not in op_pairs.graphs:
-            yield ModelChange("model", name, "this graph is gone")
+    matched = set(op_pairs.graphs.values())
+    yield from (ModelChange("model", name, "this graph is new") for name in second.graphs if name not in matched)
+    yield from (
+        ModelChange("model", name, "this graph is gone") for name in first.graphs if name not in op_pairs.graphs
+    )
 
 
 def _quantization_helper_ops(model: Model) -> set[tuple[str, str]]:
