@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+
+GC_THRESHOLDS = 50_000, 20, 20  # with Python's own ones, a tenth of the time for 10,000 ops
 
 
 def run() -> None:
     """Run the command line. Ctrl-C also ends it with one line while modules are imported."""
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         from graphquant.cli import main
 
