@@ -352,6 +352,15 @@ def test_a_plan_may_give_the_scale_or_range_of_a_bias(tmp_path):
     assert "input scale and weight scale" in sentence
 
 
+def test_a_bias_without_elements_has_a_scale(tmp_path):
+    """No value is beyond int32."""
+    model = gemm(tmp_path, np.zeros((0, 3), np.float32), bias=())
+    weight = replace(W, scheme=INT8, axis=None, scale=(0.25,))
+    bias_site = main_graph_site("b", 2, scheme=BIAS, parameter=True)
+    solution = solve_scales(model, make_plan(replace(X, scale=(0.5,)), weight, bias_site), {})
+    assert (plain_params(solution.params[2]), solution.skips) == ((0.125, 0), {})
+
+
 def test_scales_of_float16_weights_are_float16(tmp_path):
     """The model stores each scale in the type of its weight."""
     text = "g (float16[1,3] x) => (float16[1,2] y) { y = Gemm <transB = 1> (x, w) }"
