@@ -3,6 +3,7 @@
 from graphquant.ir.function_clones import FunctionClones
 from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, are_shapes_compatible, check_invariants, paused_gc
 from graphquant.ir.kinds import (
+    AFFINE_KINDS,
     BIAS_ADD_KINDS,
     BOUNDARY_KINDS,
     CLAMPING_KINDS,
@@ -22,6 +23,7 @@ from graphquant.ir.kinds import (
     RESHAPING_KINDS,
     STORED_KINDS,
     TRANSPARENT_KINDS,
+    VALUE_MOVING_KINDS,
     WEIGHTED_KINDS,
 )
 from graphquant.ir.macs import count_macs, unsized_tensors

@@ -147,6 +147,8 @@ DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {
 """Kinds whose output values are input values."""
 
 CONCATENATING_KINDS = frozenset({"concat", "pack"})  # kinds whose output contains all of their inputs
+VALUE_MOVING_KINDS = DATA_MOVEMENT_KINDS | CONCATENATING_KINDS | TRANSPARENT_KINDS | {"pad", "neg", "abs", "cast"}
+AFFINE_KINDS = WEIGHTED_KINDS | {*("add", "sub", "mul", "div", "bias_add", "batchnorm")}  # affine with constants
 
 QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
 """Kinds that are quantization. Their inputs and outputs are not quantized again."""

@@ -14,18 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import (
-    CONCATENATING_KINDS,
-    DATA_MOVEMENT_KINDS,
-    FLOAT_TYPES,
-    TRANSPARENT_KINDS,
-    WEIGHTED_KINDS,
-    Model,
-    Shape,
-    TensorRef,
-    Use,
-    follow_to_end,
-)
+from graphquant.ir import AFFINE_KINDS, FLOAT_TYPES, VALUE_MOVING_KINDS, Model, Shape, TensorRef, Use, follow_to_end
 from graphquant.rules.conditions import (
     OpNeighbors,
     attribute_miss_reason,
@@ -39,9 +28,6 @@ from graphquant.rules.pattern_syntax import PatternOp, compile_regex, parse_chai
 
 if TYPE_CHECKING:
     from graphquant.rules.rule import BoundRule, RuleSet, Selector
-
-VALUE_MOVING_KINDS = DATA_MOVEMENT_KINDS | CONCATENATING_KINDS | TRANSPARENT_KINDS | {"pad", "neg", "abs", "cast"}
-AFFINE_KINDS = WEIGHTED_KINDS | {"add", "sub", "mul", "div", "bias_add", "batchnorm"}  # affine with parameters
 
 TensorConsumers = Iterable[tuple[TensorRef, list[Use]]]
 
