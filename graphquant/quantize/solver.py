@@ -58,10 +58,14 @@ def find_site_ranges(
 
     Raises a ModelError if a weight holds NaN or infinity.
     """
+    reached: dict[str, bool] = {}  # by graph with quantized activations
     for index, site in enumerate(state.sites):
         follows_others = takes_original_scale(site) or (site.scheme.observe.name == "bias" and site.range is None)
         if site.scheme.range == "dynamic" or (site.scale is None and follows_others):
             continue
+        if not (site.parameter or _has_explicit_range(site) or site.tensor in unobservable):
+            sketch, graph = sketches.get(site.tensor, EMPTY_SKETCH), site.tensor.graph
+            reached[graph] = reached.get(graph, False) or sketch.count + sketch.empty_arrays > 0
         try:
             if site.parameter and _has_explicit_range(site):
                 _check_weight_is_finite(_read_weight(state, site), site)
@@ -73,6 +77,18 @@ def find_site_ranges(
                 solve_block_scales(state, index)
         except DataError as error:
             state.skip_site(index, SkipCode.RANGE, unobservable.get(site.tensor, str(error)))
+    _skip_weights_in_bodies(state, {name for name, is_reached in reached.items() if name and not is_reached})
+
+
+def _skip_weights_in_bodies(state: SolverState, unreached: set[str]) -> None:
+    """Keep weights float in bodies that no sample reached. Without ranges of outputs, their ops would run in float."""
+    for index, site in enumerate(tuple(state.sites)):
+        uses = [use for use in site.uses if use.graph in unreached]
+        if uses and site.parameter and index in state.ranges and site.range is None:
+            other_uses = [use for use in site.uses if use not in uses]
+            skipped = state.divide_site(index, [other_uses, uses])[1] if other_uses else index
+            state.skip_site(skipped, SkipCode.RANGE, "no calibration sample reached the ops that read it")
+            del state.ranges[skipped]
 
 
 def _has_explicit_range(site: Site) -> bool:

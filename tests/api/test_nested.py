@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import helper, numpy_helper
 from support.onnx_models import onnx_session
@@ -262,7 +263,7 @@ def test_arguments_of_functions_are_stored(nested_result):
 
 @pytest.mark.parametrize("rules", ["onnxruntime", "weight_only_int4", "weight_only_int8", "qnn", "tensorrt", "generic"])
 def test_branch_that_no_sample_reaches(rules, tmp_path):
-    """Its activations stay float with the reason, and onnxruntime accepts its stored weights."""
+    """Its activations stay float with the reason, and onnxruntime runs it."""
     calib = nested_images("calib")
     np.savez(tmp_path / "bright.npz", image=calib[calib.mean(axis=(1, 2, 3)) > THRESHOLD][:20])
     result = gq.insert(MODEL, rules=rules, data=str(tmp_path / "bright.npz"))
@@ -273,3 +274,27 @@ def test_branch_that_no_sample_reaches(rules, tmp_path):
     run_quantized = classifier(result.model)
     for mask in (nested_images().mean(axis=(1, 2, 3)) > THRESHOLD, nested_images().mean(axis=(1, 2, 3)) <= THRESHOLD):
         assert (run_quantized(nested_images()[mask]).argmax(axis=1) == labels[mask]).mean() > 0.9
+
+
+def test_weights_in_a_branch_that_no_sample_reaches(tmp_path):
+    """A branch without ranges keeps its weights float, also one that a reached op reads, so check has no finding."""
+    text = """<ir_version: 8, opset_import: ["": 13]> g (float[2,8,6,6] x, bool rare) => (float[2,8,6,6] y) {
+        a = Conv(x, shared) r = Relu(a)
+        z = If (rare) <
+            then_branch = yes () => (float[2,8,6,6] t) { d = Conv(r, own) e = Relu(d) h = Conv(e, shared) t = Relu(h) },
+            else_branch = no () => (float[2,8,6,6] f) { i = Conv(r, other) f = Relu(i) }>
+        y = Conv(z, last)
+    }"""
+    model, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
+    for name in ("shared", "own", "other", "last"):
+        weight = rng.normal(size=(8, 8, 1, 1)).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(weight, name))
+    onnx.save(model, tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(16, 2, 8, 6, 6)).astype(np.float32), rare=np.zeros(16, bool))
+    result = gq.insert(tmp_path / "net.onnx", data=f"{tmp_path / 'data.npz'}", rules="onnxruntime")
+    uses = {inserted.site.tensor.op: {use.graph for use in inserted.site.uses} for inserted in result.inserted}
+    skips = {(skip.tensor.op, use.graph) for skip in result.skips for use in skip.uses if skip.code == SkipCode.RANGE}
+    assert uses["shared"] == {""}
+    assert uses["other"] == {"z/else_branch"}
+    assert {("own", "z/then_branch"), ("shared", "z/then_branch")} <= skips
+    assert check_quantized_model(result.model, "onnxruntime").findings == ()
