@@ -157,10 +157,7 @@ def _observed_tensors_agree(
 
 
 def _paired_rows(joined: Array, value: Array, count: int, first: int, step: int) -> tuple[Array, Array] | None:
-    """Return `value` for each of the samples `first`, `first` + `step` ... of a batch of `count`, and their values.
-
-    They are None if the batch has another shape.
-    """
+    """Return `value` for each of the samples `first`, `first` + `step` ... of a batch of `count`, and their values."""
     if not value.ndim or not value.size or joined.shape != (count * len(value), *value.shape[1:]):
         return None
     parts = joined.reshape(count, *value.shape)[first::step]

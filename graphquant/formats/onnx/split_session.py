@@ -48,9 +48,8 @@ def create_split_session(message: Any, create: Callable[[Any], Any]) -> SplitSes
         if not infos.keys() >= inputs:
             return None  # the nodes are not sorted, or a value is no tensor that Python can pass on
         graph.input.extend(infos[name] for name in sorted(inputs))
-        part = ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, graph=graph)
-        part.functions.extend(message.functions)
-        sessions.append(create(part))
+        fields = {"opset_import": message.opset_import, "functions": message.functions}
+        sessions.append(create(ModelProto(ir_version=message.ir_version, graph=graph, **fields)))
         for output in sessions[-1].get_outputs():
             tensor_type = TENSOR_TYPE.fullmatch(output.type)
             code = TensorProto.DataType.Value(tensor_type[1].upper()) if tensor_type is not None else 0
@@ -64,7 +63,7 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
     nodes, initializers = list(graph.node), {tensor.name: tensor for tensor in graph.initializer}
     producers = {value: position for position, node in enumerate(nodes) for value in node.output if value}
     own = [position for position, node in enumerate(nodes) if node.op_type not in REPEATED_TYPES]
-    is_repeated = [node.op_type in REPEATED_TYPES for node in nodes]
+    repeated = {value for node in nodes if node.op_type in REPEATED_TYPES for value in node.output}
     known = {*producers, *initializers, *(info.name for info in graph.input)}
     outputs = {info.name for info in graph.output}
     infos = {info.name: info for info in (*graph.value_info, *graph.output)}
@@ -72,20 +71,19 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
     def needs(names: Iterable[str]) -> tuple[set[str], set[int]]:
         """Return the values that a part needs for `names`, and the positions of the nodes that it repeats."""
         values: set[str] = set()
-        repeated: set[int] = set()
+        positions: set[int] = set()
         pending = [name for name in names if name in known]
         for name in pending:  # grows: a DequantizeLinear may read another one
             position = producers.get(name)
-            if position is None or not is_repeated[position]:
+            if position is None or name not in repeated:
                 values.add(name)
-            elif position not in repeated:
-                repeated.add(position)
+            elif position not in positions:
+                positions.add(position)
                 pending.extend(filter(None, nodes[position].input))
-        return values, repeated
+        return values, positions
 
     last_reads = {value: position for position in own for value in needs(_read_names(nodes[position]))[0]}
-    repeated_outputs = [name for name in outputs if name in producers and is_repeated[producers[name]]]
-    last_reads.update(dict.fromkeys(needs(repeated_outputs)[0], len(nodes)))
+    last_reads.update(dict.fromkeys(needs(outputs & repeated)[0], len(nodes)))
     changes = [0] * (len(nodes) + 1)
     for value, last_read in last_reads.items():
         if value in producers:
@@ -98,19 +96,14 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
         start, candidates = end, range(end + PART_NODES, min(end + 2 * PART_NODES, len(own)))
         end = min(candidates, key=lambda count: costs[own[count - 1]], default=len(own))
         reads = [_read_names(nodes[position]) for position in own[start:end]]
-        values, positions = needs(chain(*reads, repeated_outputs if end == len(own) else ()))
+        values, positions = needs(chain(*reads, outputs & repeated if end == len(own) else ()))
         positions.update(own[start:end])
         made = {value for position in positions for value in nodes[position].output}
         results = {value for value in made if value in outputs or last_reads.get(value, 0) > own[end - 1]}
-        yield (
-            GraphProto(
-                name=graph.name,
-                node=[nodes[position] for position in sorted(positions)],
-                initializer=[initializers[name] for name in sorted(values) if name in initializers],
-                output=[infos.get(name, ValueInfoProto(name=name)) for name in sorted(results)],
-            ),
-            values - made - initializers.keys(),
-        )
+        part = GraphProto(name=graph.name, node=[nodes[position] for position in sorted(positions)])
+        part.initializer.extend(initializers[name] for name in sorted(values) if name in initializers)
+        part.output.extend(infos.get(name, ValueInfoProto(name=name)) for name in sorted(results))
+        yield part, values - made - initializers.keys()
 
 
 def _read_names(node: Any) -> Iterator[str]:
