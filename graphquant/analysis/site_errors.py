@@ -162,11 +162,7 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
         compared.append(site)
     kinds = {op.kind for graph in float_model.graphs.values() for op in graph.ops()}
     float_has_quantization = not kinds.isdisjoint(QUANTIZATION_KINDS)
-    return ComparedSites(
-        sites=tuple(compared),
-        float_model=prepared,
-        float_has_quantization=float_has_quantization,
-    )
+    return ComparedSites(sites=tuple(compared), float_model=prepared, float_has_quantization=float_has_quantization)
 
 
 def _rescaled_tensors(quantized_model: Model) -> frozenset[str]:

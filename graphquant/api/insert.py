@@ -29,13 +29,7 @@ from graphquant.calibration import (
 )
 from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
 from graphquant.errors import EmptyResultError, ModelError, NeedsDataError, UsageError
-from graphquant.optimize import (
-    Objective,
-    PreCalibrationState,
-    build_model,
-    run_precalibration_algorithms,
-    search_plan,
-)
+from graphquant.optimize import Objective, PreCalibrationState, build_model, run_precalibration_algorithms, search_plan
 from graphquant.quantize import Plan, RangeTransfer, Site, read_name_map, transfer_ranges
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import InsertOptions, resolve_options, takes_options
@@ -85,11 +79,7 @@ def insert(
     state = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=data.stats is not None)
     stats = _provide_stats(source, state, data, settings, progress)
     build = partial(
-        build_model,
-        state.model,
-        stats=stats,
-        calibration_data=data.calibration,
-        float_weights=settings.float_weights,
+        build_model, state.model, stats=stats, calibration_data=data.calibration, float_weights=settings.float_weights
     )
     built, trace = search_plan(source, state, build, objective, data, progress)
     result = make_result(source, state, built, trace, stats)
@@ -159,11 +149,7 @@ def _split_data(prepared: Model, plan: Plan, objective: Objective, settings: Ins
 
 
 def _provide_stats(
-    source: Model,
-    state: PreCalibrationState,
-    data: CalibrationData,
-    settings: InsertOptions,
-    progress: Progress | None,
+    source: Model, state: PreCalibrationState, data: CalibrationData, settings: InsertOptions, progress: Progress | None
 ) -> Stats | None:
     """Return the statistics of the plan, selected from given ones or collected from data; None if it needs none."""
     # A search tries other observers, which need histograms even if those of the rules do not.
@@ -181,9 +167,7 @@ def _provide_stats(
     if data.calibration is None or not targets:
         return None
     run = CalibrationRun(
-        model_digest=source.digest,
-        max_memory=settings.max_memory,
-        progress=stage_progress(progress, "calibrating"),
+        model_digest=source.digest, max_memory=settings.max_memory, progress=stage_progress(progress, "calibrating")
     )
     return calibrate_model(state.model, targets, data.calibration, run)
 

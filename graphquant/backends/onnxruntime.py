@@ -225,10 +225,7 @@ ORT_FUSABLE_KINDS = dict.fromkeys(
 """Kinds of activations that are fused with an op of each kind if no quantization is between them."""
 
 ONNXRUNTIME = Backend(
-    name="onnxruntime",
-    description="CPU kernels of ONNX Runtime on x86",
-    judge=ask_onnxruntime,
-    fuses=ORT_FUSABLE_KINDS,
+    name="onnxruntime", description="CPU kernels of ONNX Runtime on x86", judge=ask_onnxruntime, fuses=ORT_FUSABLE_KINDS
 )
 ONNXRUNTIME_ARM = Backend(
     name="onnxruntime-arm",

@@ -338,12 +338,7 @@ OPENVINO_TABLE = RequirementTable(
 )
 
 OPENVINO = _table_backend(
-    OPENVINO_TABLE,
-    name="openvino",
-    description="OpenVINO's CPU plugin",
-    ties_concat=True,
-    bias_type="float",
-    fuses={},
+    OPENVINO_TABLE, name="openvino", description="OpenVINO's CPU plugin", ties_concat=True, bias_type="float", fuses={}
 )
 
 

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.memory import (
-    RunFootprint,
-    estimate_footprint,
-    group_observed_tensors,
-    observation_budget,
-)
+from graphquant.calibration.memory import RunFootprint, estimate_footprint, group_observed_tensors, observation_budget
 from graphquant.errors import ModelError
 from graphquant.ir import LOOP_KINDS, TensorRef
 

@@ -24,12 +24,7 @@ import numpy as np
 
 from graphquant import formats
 from graphquant.calibration.batch_independence import measure_footprint
-from graphquant.calibration.memory import (
-    RunFootprint,
-    concurrent_run_count,
-    group_observed_tensors,
-    observation_budget,
-)
+from graphquant.calibration.memory import RunFootprint, concurrent_run_count, group_observed_tensors, observation_budget
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, uncovered_ranges
 from graphquant.errors import DataError
 from graphquant.observers import SketchAccumulator, add_all
