@@ -342,10 +342,7 @@ class ModelPairRunner:
     def run(
         self, feed: Feeds, pool: Executor, *, measure_sites: bool
     ) -> tuple[Mapping[str, Array], Mapping[str, Array], Mapping[str, Array]]:
-        """Return the outputs of both models for the next feed, and measure the observed tensors if requested.
-
-        The last outputs are those of the quantized model while its tensors are observed, empty if none are.
-        """
+        """Return the next outputs of both models, and of the observed quantized one, whose tensors are measured."""
         if not self._observations or not measure_sites:
             float_outputs = pool.submit(self._float_runner.run, self._without_labels(feed))
             actual = self._quantized_runner.run(self._quantized_feed(feed))
