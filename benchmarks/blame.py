@@ -73,8 +73,9 @@ def measure(model: str, data: str) -> None:
     places = [place for place in found.errors if place in honest]
     mine, theirs = ([of[place] for place in places] for of in (found.errors, honest))
     rank = float(np.corrcoef(ranks(mine), ranks(theirs))[0, 1])
+    runs = found.runs / max(len(found.errors), 1)
     print(
-        f"{Path(model).name:30} {len(places):4} tensors  rank correlation {rank:.3f}  {found.runs_per_op:4.1f} runs"
+        f"{Path(model).name:30} {len(places):4} tensors  rank correlation {rank:.3f}  {runs:4.1f} runs"
         f" each on {found.samples} samples  {middle - start:6.1f} s, one by one {end - middle:6.1f} s"
     )
 

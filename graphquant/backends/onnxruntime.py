@@ -135,7 +135,10 @@ class _RuntimeJudge:
         is_movement = graph.op(name).kind in DATA_MOVEMENT_KINDS
         for port in range(len(graph.op(name).outputs)):
             producer = self.producers.get(TensorRef(graph.name, name, port))
-            while producer is not None and not is_movement and self._is_added_movement(producer):
+            # ONNX Runtime adds ops that move values, as the Reshapes around a Gemm.
+            while producer is not None and not (is_movement or producer in self.optimized.origins):
+                if self._host_op(producer).kind not in DATA_MOVEMENT_KINDS:
+                    break
                 source = self.optimized.model.graphs[producer[0]].slots(producer[1])[0]
                 producer = None if source is None else (source.graph, source.op)
             if producer is not None:
@@ -145,10 +148,6 @@ class _RuntimeJudge:
         # A Reshape without effect is removed, it does not become part of the Conv that reads it.
         is_removed = is_movement and host is not None and self._host_op(host).kind not in DATA_MOVEMENT_KINDS
         return None if is_removed else host
-
-    def _is_added_movement(self, key: OpKey) -> bool:
-        """Return whether ONNX Runtime added an op that moves values, as the Reshapes around a Gemm."""
-        return key not in self.optimized.origins and self._host_op(key).kind in DATA_MOVEMENT_KINDS
 
     def _host_op(self, key: OpKey) -> Op:
         return self.optimized.model.graphs[key[0]].op(key[1])

@@ -173,9 +173,7 @@ QNN_PASSTHROUGH_KINDS = frozenset(
 """Kinds that need no quantization after them."""
 
 
-def _qnn_weight_axis(op: Op) -> int | None:
-    """Return the axis of weight scales: 0 for convolutions, 1 for transposed ones. Other ops have one scale."""
-    return {"conv": 0, "depthwise_conv": 0, "conv_transpose": 1}.get(op.kind)
+_QNN_WEIGHT_AXES = {"conv": 0, "depthwise_conv": 0, "conv_transpose": 1}  # other ops have one scale
 
 
 def _require_symmetric_signed_weight(context: OpContext) -> BrokenRule | None:
@@ -200,7 +198,12 @@ QNN_TABLE = RequirementTable(
     name="QNN",
     rows={
         **dict.fromkeys(
-            PRODUCT_KINDS, (*_QNN_COMMON, require_weight_axis(_qnn_weight_axis), _require_symmetric_signed_weight)
+            PRODUCT_KINDS,
+            (
+                *_QNN_COMMON,
+                require_weight_axis(lambda op: _QNN_WEIGHT_AXES.get(op.kind)),
+                _require_symmetric_signed_weight,
+            ),
         ),
         **dict.fromkeys(
             (

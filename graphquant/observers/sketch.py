@@ -230,17 +230,8 @@ class HistogramBuilder:
 
     def bins(self) -> tuple[Array, Array, Array]:
         """Return the bins with values, uint32 (K,), ascending, their counts, int64 (K,), and sums, uint64 (K,)."""
-        if self._table is None and self._buffer:  # a table of its own would take longer for few values
-            patterns = np.concatenate(self._buffer)
-            patterns = patterns[np.isfinite(patterns)].view(np.uint32)
-            shift = np.uint32(MANTISSA_BITS - self.bits)
-            sums = (patterns & ((np.uint32(1) << shift) - np.uint32(1))).astype(np.uint64)
-            entries = patterns >> shift, np.ones(patterns.size, np.int64), sums
-            self._buffer, self._free_buffer = [], MAX_BUFFERED_VALUES
-            bins = merge_bins([*self._spilled, entries])
-        else:
-            entries = histogram_kernel.unpack_entries(self._count_buffer())  # this may spill
-            bins = merge_bins([*self._spilled, entries]) if self._spilled else entries
+        entries = histogram_kernel.unpack_entries(self._count_buffer())  # this may spill
+        bins = merge_bins([*self._spilled, entries]) if self._spilled else entries
         self._table, self._spilled = None, [bins]
         return bins
 

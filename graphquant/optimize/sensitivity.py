@@ -133,11 +133,6 @@ class Sensitivity:
     samples: int  # number of samples
     interrupted: bool = False  # True if Ctrl-C ended the analysis early
 
-    @property
-    def runs_per_op(self) -> float:
-        """Number of runs per quantization."""
-        return self.runs / max(len(self.errors), 1)
-
     def sqnr(self, graph: str, op: str) -> float | None:
         """SQNR in dB of the outputs with this quantization alone; None if unknown."""
         error = self.errors.get((graph, op))

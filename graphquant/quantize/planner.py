@@ -166,11 +166,8 @@ def _is_rescaled_integer_sum(matcher: RuleMatcher, tensor: TensorRef) -> bool:
 
 def _is_between_reshapes(model: Model, tensor: TensorRef) -> bool:
     """Return True if `tensor` was reshaped to put its channels on one axis, quantized, and reshaped back."""
-
-    def first_operand(current: TensorRef) -> TensorRef | None:
-        return model.graphs[current.graph].source_of(Use(current.graph, current.op, 0))
-
-    kinds = [model.op(ancestor).kind for ancestor in follow(tensor, first_operand, 3)]
+    first_operands = follow(tensor, lambda ref: model.graphs[ref.graph].source_of(Use(ref.graph, ref.op, 0)), 3)
+    kinds = [model.op(ancestor).kind for ancestor in first_operands]
     return kinds[:3] == ["reshape", "qdq", "reshape"] or kinds == ["reshape", "dequantize", "quantize", "reshape"]
 
 

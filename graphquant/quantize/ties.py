@@ -135,11 +135,8 @@ def skip_uneven_concats(state: SolverState) -> None:
             continue
         uses = [Use(graph.name, site.tensor.op, slot) for slot in range(len(graph.slots(site.tensor.op)))]
         input_indices = {use: state.index_by_use[use] for use in uses if use in state.index_by_use}
-        spans = {
-            use: _span(state.ranges[input_index])
-            for use, input_index in input_indices.items()
-            if input_index in state.ranges
-        }
+        ranges = {use: state.ranges[index] for use, index in input_indices.items() if index in state.ranges}
+        spans = {use: np.max(np.maximum(own.high, 0.0) - np.minimum(own.low, 0.0)) for use, own in ranges.items()}
         step = float(site.scheme.grid.qparams(state.ranges[index]).scale)
         narrow_use = min(spans, key=spans.__getitem__, default=None)
         if (
@@ -158,11 +155,6 @@ def skip_uneven_concats(state: SolverState) -> None:
         for skipped in (index, *input_sites):
             state.skip_site(skipped, SkipCode.RANGE, reason)
             state.ranges.pop(skipped, None)
-
-
-def _span(value_range: Range) -> float:
-    """Return the width of a range with 0.0 in it."""
-    return float(np.max(np.maximum(value_range.high, 0.0) - np.minimum(value_range.low, 0.0)))
 
 
 def _feeds_product(state: SolverState, tensor: TensorRef) -> bool:

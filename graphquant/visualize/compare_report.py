@@ -63,16 +63,12 @@ def _percent_text(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-def _output_name(output: OutputFigures) -> str:
-    return output.name if output.name == output.quantized_name else f"{output.name} = {output.quantized_name}"
-
-
 def _accuracy(output: OutputFigures, side: int) -> float | None:
     return None if output.accuracy is None else output.accuracy[side]
 
 
 OUTPUT_COLUMNS: tuple[Column[OutputFigures], ...] = (
-    Column("output", _output_name),
+    Column("output", lambda output: " = ".join(dict.fromkeys((output.name, output.quantized_name)))),
     Column("SQNR", lambda output: output.sqnr, _decibel_text, unit="dB", number=True),
     Column("cosine", lambda output: output.cosine, "{:.6f}".format, number=True),
     Column("max diff", lambda output: None if output.empty else output.max_error, "{:.4g}".format, number=True),

@@ -138,7 +138,8 @@ class _RangeTable:
     columns: Sequence[Column[TensorRange]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        longest, *widths = (self._width(column) for column in (TENSOR, *self.columns))
+        cells = ([column.heading, *map(column.cell, self.ranges)] for column in (TENSOR, *self.columns))
+        longest, *widths = (max(len(escape_unprintable(str(text))) for text in texts) for texts in cells)
         room = options.max_width - min(longest, STATS_NAME_WIDTH) - MIN_HISTOGRAM_WIDTH - COLUMN_GAP
         ends = [*accumulate(width + COLUMN_GAP for width in widths)]
         count = sum(end <= room for end in ends)
@@ -157,9 +158,6 @@ class _RangeTable:
         yield Table((TENSOR, histogram, *self.columns[:count]), self.ranges)
         if omitted := ", ".join(column.name for column in self.columns[count:]):
             yield plain_line(f"For more columns ({omitted}) widen the terminal.", style="dim")
-
-    def _width(self, column: Column[TensorRange]) -> int:
-        return max(len(escape_unprintable(str(text))) for text in (column.heading, *map(column.cell, self.ranges)))
 
 
 STATS_LEGEND = (

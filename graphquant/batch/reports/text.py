@@ -159,13 +159,15 @@ def report_csv(report: BatchReport) -> str:
 
 def batch_report_view(report: BatchReport) -> RenderableType:
     """Render the table, reasons, changes, and a summary."""
-
-    def row_style(outcome: Outcome) -> str:
-        return "" if outcome.passed or outcome.status == "skipped" else "red"
-
     sections: list[RenderableType] = []
     if report.outcomes:
-        sections.append(Table(REPORT_COLUMNS, report.outcomes, style=row_style))
+        sections.append(
+            Table(
+                REPORT_COLUMNS,
+                report.outcomes,
+                style=lambda row: "" if row.passed or row.status == "skipped" else "red",
+            )
+        )
     if any(outcome.int8_share is not None for outcome in report.outcomes):
         sections.append(plain_line(INT8_NOTE, style="dim"))
     for outcome in report.outcomes:

@@ -119,10 +119,6 @@ def _classify_matmul(info: OpInfo, facts: NodeFacts) -> OpInfo:
     return info._replace(channel_axis=len(weight) - 1) if weight is not None and len(weight) > 1 else info
 
 
-def _classify_gemm(info: OpInfo, facts: NodeFacts) -> OpInfo:
-    return info._replace(channel_axis=0 if _numeric_attribute(facts, "transB", 0) else 1)
-
-
 def _classify_clip(info: OpInfo, facts: NodeFacts) -> OpInfo:
     low, high = _numeric_attribute(facts, "min", facts.scalar(1)), _numeric_attribute(facts, "max", facts.scalar(2))
     return info._replace(kind="relu6") if (low, high) == RELU6_BOUNDS else info
@@ -131,6 +127,6 @@ def _classify_clip(info: OpInfo, facts: NodeFacts) -> OpInfo:
 _REFINEMENTS: dict[str, Callable[[OpInfo, NodeFacts], OpInfo]] = {
     "Conv": _classify_conv,
     "MatMul": _classify_matmul,
-    "Gemm": _classify_gemm,
+    "Gemm": lambda info, facts: info._replace(channel_axis=0 if _numeric_attribute(facts, "transB", 0) else 1),
     "Clip": _classify_clip,
 }

@@ -562,7 +562,8 @@ def _op_durations(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], 
 
 def _sum_by_op(durations: Mapping[tuple[str, str], list[float]], lookup: _OpLookup, runs: int) -> OpProfile:
     """Attribute the time of onnxruntime's ops to those of the model, without the overhead of the profiler."""
-    means = {key: _fast_half_mean(seconds) for key, seconds in durations.items()}
+    # Means of the shorter half: the profiler reports whole microseconds, and some runs are interrupted.
+    means = {key: mean(sorted(seconds)[: max(len(seconds) // 2, 1)]) for key, seconds in durations.items()}
     producers = {value: (tensor.graph, tensor.op) for (_, value), tensor in lookup.tensors.items()}
     overhead = min(min(means.values(), default=0.0), MAX_PROFILER_OVERHEAD)
     ops: dict[OpKey, float] = {}
@@ -575,8 +576,3 @@ def _sum_by_op(durations: Mapping[tuple[str, str], list[float]], lookup: _OpLook
             seconds = max(mean_seconds - overhead, 0.0) * count + MIN_OP_SECONDS * count
             totals[op_key] = totals.get(op_key, 0.0) + seconds
     return OpProfile(seconds=ops, conversion_seconds=conversions)
-
-
-def _fast_half_mean(seconds: list[float]) -> float:
-    """Return the mean of the shorter half: the profiler reports whole microseconds, and some runs are interrupted."""
-    return mean(sorted(seconds)[: max(len(seconds) // 2, 1)])
