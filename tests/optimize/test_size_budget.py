@@ -172,7 +172,7 @@ def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
     """They are constants of 4 bits only where an opset has these; rules that want them so raise it."""
     model = samples / "digits_nested.onnx"
     data = str(samples / "digits_nested_calib.npz")
-    result = gq.insert(model, data=data, samples=10, size_budget="24%")
+    result = gq.insert(model, data=data, size_budget="24%")
     assert result.search.size <= result.search.max_size
     few = {tensor.graph for tensor, candidate in result.search.changed_tensors.items() if candidate == "4-bit weights"}
     assert few
