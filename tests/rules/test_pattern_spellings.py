@@ -7,6 +7,7 @@ import pytest
 from graphquant.errors import RuleError
 from graphquant.formats.onnx import load
 from graphquant.rules import RuleMatcher, load_ruleset
+from graphquant.rules.matcher import MAX_ANCESTORS
 from graphquant.rules.pattern_syntax import parse_pattern, pattern_definitions
 
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>'
@@ -90,29 +91,51 @@ def test_op_types(tmp_path):
     assert matched_ops(tmp_path, ["y = sqrt|Reciprocal(_)"], "r = Reciprocal (x) y = Abs (r)") == ["r"]
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("t = Transpose (a) s = Mul (t, t) q = Sqrt (s) y = Transpose (q)", ["a", "t"]),
-        ("t = Transpose (a) s = Mul (t, t) q = Sqrt (s) u = Transpose (q) y = Add (u, a)", ["t"]),
-    ],
-)
-def test_feeds(tmp_path, body, expected):
-    """`feeds` holds for tensors that only a pattern reads, also behind ops that move values."""
-    text = f"{HEAD} g (float[2,4] x) => (float[2,4] y) {{ a = Abs (x) {body} }}"
+def selected_tensors(tmp_path, body, end):
+    """Return the tensors that a rule with the selector `end` matches, by op."""
+    text = f"{HEAD} g (float[2,4] x) => (float[2,4] y) <float k = {{2.0}}> {{ a = Abs (x) {body} }}"
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
-    rules = """
+    rules = f"""
 [scheme.s]
 dtype = "int8"
 [pattern.p]
 ops = ["s = square(_)", "y = sqrt(s)"]
 [[rule]]
 name = "r"
-producer = { kind = "abs|transpose", feeds = "p.s" }
+{end}
 quantize = "s"
 """
     matches = RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset([rules])).matches()
-    assert sorted({match.tensor.op for match in matches}) == expected
+    return sorted({match.tensor.op for match in matches})
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("t = Transpose (a) s = Mul (t, t) q = Sqrt (s) y = Transpose (q)", ["a", "t"]),
+        ("t = Transpose (a) s = Mul (t, t) q = Sqrt (s) u = Transpose (q) y = Add (u, a)", ["t"]),
+        ("m = Mul (a, k) s = Mul (m, m) y = Sqrt (s)", ["a"]),
+        ("m = Mul (a, x) s = Mul (m, m) y = Sqrt (s)", []),
+        ("h = Shape (a) s = Mul (a, a) q = Sqrt (s) y = Reshape (q, h)", ["a"]),
+    ],
+)
+def test_feeds(tmp_path, body, expected):
+    """`feeds` holds for tensors that only a pattern reads, also behind ops that move, scale or shift values."""
+    assert selected_tensors(tmp_path, body, 'producer = { kind = "abs|transpose", feeds = "p.s" }') == expected
+
+
+def test_feeds_of_a_consumer(tmp_path):
+    """The outputs of a consumer must reach the pattern; one that ends in the model's output does not."""
+    body = "t = Transpose (a) s = Mul (t, t) q = Sqrt (s) w = Add (q, k) y = Transpose (x)"
+    assert selected_tensors(tmp_path, body, 'consumer = { kind = "transpose", feeds = "p.s" }') == ["a"]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(MAX_ANCESTORS - 1, ["a"]), (MAX_ANCESTORS, [])])
+def test_feeds_through_many_ops(tmp_path, count, expected):
+    """The search ends after `MAX_ANCESTORS` ops, the one that leaves the limit included."""
+    chain = " ".join(f"t{index + 1} = Transpose (t{index})" for index in range(count))
+    body = f"t0 = Neg (a) {chain} s = Mul (t{count}, t{count}) y = Sqrt (s)"
+    assert selected_tensors(tmp_path, body, 'producer = { kind = "abs", feeds = "p.s" }') == expected
 
 
 def test_wrong_numbers_of_operands():
