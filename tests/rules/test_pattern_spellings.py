@@ -13,8 +13,8 @@ from graphquant.rules.pattern_syntax import parse_pattern, pattern_definitions
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>'
 
 
-def matched_ops(tmp_path, pattern, body, constants=""):
-    """Return the ops with a role in the pattern, by name."""
+def matched_ops(tmp_path, pattern, body, constants="", role="*"):
+    """Return the ops with a role in the pattern, any by default, by name."""
     text = f"{HEAD} g (float[2,4] x, float[2,4] z) => (float[2,4] y) <{constants}> {{ {body} }}"
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     rules = f"""
@@ -24,7 +24,7 @@ dtype = "int8"
 ops = {pattern!r}
 [[rule]]
 name = "r"
-producer = {{ pattern = "p.*" }}
+producer = {{ pattern = "p.{role}" }}
 quantize = "s"
 """
     model = load(tmp_path / "model.onnx")
@@ -93,7 +93,7 @@ def test_op_types(tmp_path):
 
 def selected_tensors(tmp_path, body, end):
     """Return the tensors that a rule with the selector `end` matches, by op."""
-    text = f"{HEAD} g (float[2,4] x) => (float[2,4] y) <float k = {{2.0}}> {{ a = Abs (x) {body} }}"
+    text = f"{HEAD} g (float[2,4] x) => (float[2,4] y) <float k = {{2.0}}, float[4,1] v = {{1.0, 1.0, 1.0, 1.0}}> {{ a = Abs (x) {body} }}"
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     rules = f"""
 [scheme.s]
@@ -116,6 +116,7 @@ quantize = "s"
         ("t = Transpose (a) s = Mul (t, t) q = Sqrt (s) u = Transpose (q) y = Add (u, a)", ["t"]),
         ("m = Mul (a, k) s = Mul (m, m) y = Sqrt (s)", ["a"]),
         ("m = Mul (a, x) s = Mul (m, m) y = Sqrt (s)", []),
+        ("m = Gemm (a, v, k) s = Mul (m, m) y = Sqrt (s)", ["a"]),
         ("h = Shape (a) s = Mul (a, a) q = Sqrt (s) y = Reshape (q, h)", ["a"]),
     ],
 )
@@ -136,6 +137,30 @@ def test_feeds_through_many_ops(tmp_path, count, expected):
     chain = " ".join(f"t{index + 1} = Transpose (t{index})" for index in range(count))
     body = f"t0 = Neg (a) {chain} s = Mul (t{count}, t{count}) y = Sqrt (s)"
     assert selected_tensors(tmp_path, body, 'producer = { kind = "abs", feeds = "p.s" }') == expected
+
+
+def test_missing_optional_op(tmp_path):
+    """The operand in place of a missing optional op does not have its role."""
+    pattern = ["s = square(a)", "n = neg?(s)", "y = sqrt(n)"]
+    assert matched_ops(tmp_path, pattern, "s = Mul (x, x) n = Neg (s) y = Sqrt (n)", role="n") == ["n"]
+    assert matched_ops(tmp_path, pattern, "s = Mul (x, x) y = Sqrt (s)", role="n") == []
+
+
+def test_ops_that_forward_an_operand(tmp_path):
+    """Ops that forward values between two parts belong to the match; those that forward an operand do not."""
+    pattern = ["s = square(a)", "y = sqrt(s)"]
+    body = "i = Identity (x) s = Mul (i, i) j = Identity (s) y = Sqrt (j)"
+    assert matched_ops(tmp_path, pattern, body) == ["j", "s", "y"]
+
+
+def test_omitted_input(tmp_path):
+    """An op without an input that the pattern has an operand for does not match."""
+    assert matched_ops(tmp_path, ["y = Clip(a, b)"], 'y = Clip (x, "", k)', "float k = {1.0}") == []
+
+
+def test_root_that_is_a_function_of_a_function(tmp_path):
+    """The last line may be a function that is spelled with another one."""
+    assert "y" in matched_ops(tmp_path, ["y = squared_difference(a, b)"], "d = Sub (x, z) y = Mul (d, d)")
 
 
 def test_wrong_numbers_of_operands():
