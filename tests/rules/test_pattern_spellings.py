@@ -93,7 +93,8 @@ def test_op_types(tmp_path):
 
 def selected_tensors(tmp_path, body, end):
     """Return the tensors that a rule with the selector `end` matches, by op."""
-    text = f"{HEAD} g (float[2,4] x) => (float[2,4] y) <float k = {{2.0}}, float[4,1] v = {{1.0, 1.0, 1.0, 1.0}}> {{ a = Abs (x) {body} }}"
+    constants = "float k = {2.0}, float[4,1] v = {1.0, 1.0, 1.0, 1.0}"
+    text = f"{HEAD} g (float[2,4] x) => (float[2,4] y) <{constants}> {{ a = Abs (x) {body} }}"
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     rules = f"""
 [scheme.s]
@@ -139,11 +140,31 @@ def test_feeds_through_many_ops(tmp_path, count, expected):
     assert selected_tensors(tmp_path, body, 'producer = { kind = "abs", feeds = "p.s" }') == expected
 
 
+@pytest.mark.parametrize(
+    ("body", "matches"),
+    [
+        ("p = Mul (a, b) q = Mul (c, d) y = Mul (p, q)", True),
+        ("p = Mul (a, b) q = Mul (p, c) y = Mul (q, d)", True),
+        ("p = Mul (c, d) q = Mul (b, p) y = Mul (a, q)", True),
+        ("p = Mul (b, d) q = Mul (c, a) y = Mul (p, q)", True),
+        ("p = Mul (a, a) q = Mul (c, d) y = Mul (p, q)", False),
+        ("p = Mul (b, b) q = Mul (c, d) y = Mul (p, q)", False),
+    ],
+)
+def test_trees_of_a_product(tmp_path, body, matches):
+    """A product matches in any order and grouping of its factors, each of them once."""
+    pattern = ["a = abs(_)", "b = neg(_)", "c = sqrt(_)", "d = exp(_)", "y = product(a, b, c, d)"]
+    ops = matched_ops(tmp_path, pattern, f"a = Abs (x) b = Neg (x) c = Sqrt (x) d = Exp (x) {body}")
+    assert {"a", "b", "c", "d", "y"}.issubset(ops) == matches
+    assert len(pattern_definitions(parse_pattern(["y = product(a, b, c, d, e)"]))["y"]) == 15  # pairs of groups
+
+
 def test_missing_optional_op(tmp_path):
     """The operand in place of a missing optional op does not have its role."""
     pattern = ["s = square(a)", "n = neg?(s)", "y = sqrt(n)"]
     assert matched_ops(tmp_path, pattern, "s = Mul (x, x) n = Neg (s) y = Sqrt (n)", role="n") == ["n"]
     assert matched_ops(tmp_path, pattern, "s = Mul (x, x) y = Sqrt (s)", role="n") == []
+    assert matched_ops(tmp_path, pattern, "s = Mul (x, x) y = Sqrt (s)") == ["s", "y"]
 
 
 def test_ops_that_forward_an_operand(tmp_path):
@@ -169,6 +190,8 @@ def test_wrong_numbers_of_operands():
         ("y = square(a, b)", "takes 1 operands"),
         ("y = product(a)", "takes 2 to 5 operands"),
         ("y = product(a, b, c, d, e, f)", "takes 2 to 5 operands"),
+        ("y = neg?(a)", "is optional"),
+        ("y = neg?()", "has no operand"),
     ):
         with pytest.raises(ValueError, match=message):
             pattern_definitions(parse_pattern([line]))
