@@ -31,15 +31,23 @@ from graphquant.ir import (
     merged_channel_shape,
 )
 from graphquant.numerics import DynamicQParams, IntType, QParams
-from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity
+from graphquant.optimize.sensitivity import (
+    BATCH_SIZE,
+    GroupSwitches,
+    bisect_errors,
+    chunk_sample_feeds,
+    measure_sensitivity,
+)
 from graphquant.qdq import FAMILIES
 from graphquant.quantize import Plan, Site, Skip, SkipCode
 from graphquant.rules import ObserverConfig
 from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
+    from graphquant.calibration.data import Dataset
     from graphquant.calibration.holdout import HoldOut
     from graphquant.optimize.algorithms import BuiltModel
+    from graphquant.optimize.blocks import Block
     from graphquant.quantize.rewrite import InsertedPair
 
 BuildModel = Callable[[Plan], "BuiltModel"]
@@ -324,6 +332,43 @@ def quantizing_op(quantized_model: Model, output: TensorRef) -> OpKey:
     if graph.op(output.op).kind == "reshape":
         output = graph.slots(output.op)[0] or output
     return output.graph, output.op
+
+
+MAX_GROUP_SAMPLES = 8  # samples on which the errors of groups of sites are measured
+BLOCK_MEASUREMENTS = 4
+"""Measured sets of groups for each block. Two are enough to measure each block alone, and two more look inside."""
+
+
+def switch_groups(
+    prepared: Model, plan: Plan, built: BuiltModel, groups: Sequence[Collection[int]], samples: Dataset
+) -> GroupSwitches:
+    """Make a session in which each group of sites of a plan can be bypassed; it runs on a few of the samples.
+
+    `built` is the quantized model of the plan. Raises a ModelError if it cannot be run.
+    """
+    pairs = insertions_by_site(plan, built.insertions)
+    op_groups = [
+        [quantizing_op(built.model, output) for index in group if index in pairs for output in pairs[index].outputs]
+        for group in groups
+    ]
+    runner = formats.format_module(prepared.format).create_runner(prepared)
+    batch_independent = estimate_footprint(
+        prepared, batch_independent=True
+    ).elements_per_sample is not None and is_batch_independent(runner, samples, BATCH_SIZE)
+    inputs = {input_spec.name: input_spec.name for input_spec in runner.inputs}
+    feeds = chunk_sample_feeds(samples, inputs, batch_independent=batch_independent, max_samples=MAX_GROUP_SAMPLES)
+    return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds))
+
+
+def measure_block_errors(
+    prepared: Model, plan: Plan, built: BuiltModel, blocks: Sequence[Block], samples: Dataset
+) -> list[float]:
+    """Measure the error that each block alone adds at the outputs, as a share of their power.
+
+    Blocks with negligible errors share the error of their run. Raises a ModelError if the model cannot be run.
+    """
+    switches = switch_groups(prepared, plan, built, [block.sites for block in blocks], samples)
+    return bisect_errors(switches.error, [[number] for number in range(len(blocks))], 2 * len(blocks))
 
 
 class CandidateTrials:

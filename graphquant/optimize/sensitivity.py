@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Switches make the analysis fast: one session serves many quantizations, each enabled by a boolean input of the model.
 
-SWITCH_PREFIX = "graphquant/switch"  # prefix of the names of switch inputs; the index of the quantization follows
+SWITCH_PREFIX = "graphquant/switch"  # prefix of the names of switch inputs; the number of the switch follows
 
 
 class SwitchPoint(NamedTuple):
@@ -38,14 +38,14 @@ class SwitchPoint(NamedTuple):
 
 
 class SwitchedModel(NamedTuple):
-    """Model with switches, and the name of the switch input by index of the switch point."""
+    """Model with switches, and the name of the input by number of the switch."""
 
     model: Model
     inputs: Mapping[int, str]
 
     def feed(self, on: Collection[int] = ()) -> dict[str, Array]:
-        """Make the feed that enables only the switch points `on`."""
-        return {name: np.array(index in on) for index, name in self.inputs.items()}
+        """Make the feed that enables only the switches `on`."""
+        return {name: np.array(number in on) for number, name in self.inputs.items()}
 
 
 def find_switchable(model: Model, switch_points: Sequence[SwitchPoint]) -> list[int]:
@@ -64,15 +64,16 @@ def find_switchable(model: Model, switch_points: Sequence[SwitchPoint]) -> list[
 
 @paused_gc()
 def insert_switches(
-    model: Model, switch_points: Sequence[SwitchPoint], *, by_input: Iterable[int], on: Collection[int] = ()
+    model: Model, switch_points: Sequence[SwitchPoint], *, by_input: Mapping[int, int], on: Collection[int] = ()
 ) -> SwitchedModel:
     """Insert switches for some quantizations, keep those in `on`, and bypass all others.
 
-    Quantizations at the indices `by_input`, which must be `find_switchable`, get a switch.
+    `by_input` has the number of the switch by index of the quantization, which must be `find_switchable`. Several
+    quantizations may share a switch.
     """
-    changed, inputs = model.copy(), {}
+    changed = model.copy()
+    inputs: dict[int, str] = {}
     replacements: dict[TensorRef, TensorRef] = {}
-    with_switch = set(by_input)
     for index, switch_point in enumerate(switch_points):
         if index in on:
             continue
@@ -84,18 +85,20 @@ def insert_switches(
         else:
             name, constant_type = graph.unique_name(f"{quantized.op}/float"), changed.traits.constant_type
             replacement = add_constant(graph, name, float_source(), op_type=constant_type, rule="")
-        if index in with_switch:
-            inputs[index] = _add_switch_input(changed, index)
-            replacement = _add_select_op(changed, inputs[index], quantized, replacement)
+        if index in by_input:
+            number = by_input[index]
+            if number not in inputs:
+                inputs[number] = _add_switch_input(changed, number)
+            replacement = _add_select_op(changed, inputs[number], quantized, replacement)
         graph.reroute(quantized, uses, replacement)
         replacements[quantized] = replacement
     return SwitchedModel(model=changed, inputs=inputs)
 
 
-def _add_switch_input(model: Model, index: int) -> str:
+def _add_switch_input(model: Model, number: int) -> str:
     """Add a boolean input to the main graph; it is false by default if the format supports defaults."""
     main = model.main
-    name = main.unique_name(f"{SWITCH_PREFIX}_{index}")
+    name = main.unique_name(f"{SWITCH_PREFIX}_{number}")
     if model.traits.named_values:
         main.add_op(Op(name=name, kind="input", type="", roles=(), outputs=(Output(name, "bool", ()),)))
     else:
@@ -160,7 +163,7 @@ def measure_sensitivity(
     of the quantized one. `batch_independent` allows batches of samples. Raises a ModelError if a model cannot be run.
     """
     op_keys, switch_points = _find_switch_points(quantized_model, sites)
-    feeds = list(_chunk_sample_feeds(batches, inputs, batch_independent=batch_independent))
+    feeds = list(chunk_sample_feeds(batches, inputs, batch_independent=batch_independent))
     selected = [index for index, op_key in enumerate(op_keys) if only is None or op_key in only]
     errors: dict[OpKey, float] = {}
     runs, interrupted = 0, False
@@ -186,7 +189,7 @@ def _measure_each(
     with_switch = [index for index in find_switchable(quantized_model, switch_points) if index in remaining]
     for start in range(0, len(with_switch), SWITCHES_PER_SESSION):
         group = with_switch[start : start + SWITCHES_PER_SESSION]
-        variant = insert_switches(quantized_model, switch_points, by_input=group)
+        variant = insert_switches(quantized_model, switch_points, by_input={index: index for index in group})
         session = _SwitchSession(variant.model, feeds, variant.feed())
         for index in group:
             error = session.relative_error(session, variant.feed({index}))
@@ -195,12 +198,120 @@ def _measure_each(
     for index in sorted(remaining - set(with_switch)):
         reference_runs = 0
         if reference is None:
-            reference = _SwitchSession(insert_switches(quantized_model, switch_points, by_input=()).model, feeds, {})
+            reference = _SwitchSession(insert_switches(quantized_model, switch_points, by_input={}).model, feeds, {})
             reference_runs = reference.take_run_count()
-        variant = insert_switches(quantized_model, switch_points, by_input=(), on={index})
+        variant = insert_switches(quantized_model, switch_points, by_input={}, on={index})
         isolated = _SwitchSession(variant.model, feeds, None)
         error = isolated.relative_error(reference, {})
         yield index, error, reference_runs + isolated.take_run_count()
+
+
+# The error of groups of quantizations takes one run for each set of groups, whatever the number of quantizations.
+
+
+class GroupSwitches:
+    """A quantized model with a switch for each group of quantizations, and the samples that it runs on."""
+
+    def __init__(
+        self,
+        quantized_model: Model,
+        sites: ComparedSites,
+        groups: Sequence[Collection[OpKey]],
+        feeds: Sequence[Feeds],
+    ) -> None:
+        """Insert a switch for each of `groups`, which contain quantization ops. Quantizations in no group are bypassed.
+
+        Raises a ModelError if the model cannot be run.
+        """
+        op_keys, self._switch_points = _find_switch_points(quantized_model, sites)
+        group_of = {op_key: number for number, group in enumerate(groups) for op_key in group}
+        numbers = {index: group_of[op_key] for index, op_key in enumerate(op_keys) if op_key in group_of}
+        switchable = set(find_switchable(quantized_model, self._switch_points))
+        self._model = quantized_model
+        self._by_input = {index: number for index, number in numbers.items() if index in switchable}
+        # No input reaches quantizations in functions. Each set of them takes a session of its own.
+        self._fixed = {index: number for index, number in numbers.items() if index not in switchable}
+        self._feeds = feeds
+        self._reference: _SwitchSession | None = None
+        self._session: tuple[frozenset[int], _SwitchSession, SwitchedModel] | None = None
+        self._errors: dict[frozenset[int], float] = {frozenset(): 0.0}
+
+    @property
+    def runs(self) -> int:
+        """Number of sets of groups that were measured."""
+        return len(self._errors) - 1
+
+    def error(self, on: Collection[int]) -> float:
+        """Squared error that the groups `on` add, as a share of the power of the output where it is largest.
+
+        It is infinite if an output has NaN or infinite values.
+        """
+        key = frozenset(on)
+        if key not in self._errors:
+            error = self._measure(key)
+            self._errors[key] = math.inf if math.isnan(error) else error
+        return self._errors[key]
+
+    def _measure(self, on: frozenset[int]) -> float:
+        fixed = frozenset(index for index, number in self._fixed.items() if number in on)
+        if self._session is None or self._session[0] != fixed:
+            variant = insert_switches(self._model, self._switch_points, by_input=self._by_input, on=fixed)
+            is_reference = self._reference is None and not fixed
+            session = _SwitchSession(variant.model, self._feeds, variant.feed() if is_reference else None)
+            self._session = fixed, session, variant
+            if is_reference:  # with all switches off, the model is the float model
+                self._reference = session
+        if self._reference is None:
+            variant = insert_switches(self._model, self._switch_points, by_input={})
+            self._reference = _SwitchSession(variant.model, self._feeds, {})
+        _, session, variant = self._session
+        return session.relative_error(self._reference, variant.feed(on & variant.inputs.keys()))
+
+
+MIN_SPLIT_SHARE = 0.02  # share of the whole error below which a run of groups is not split
+
+
+def bisect_errors(
+    measure: Callable[[Collection[int]], float], blocks: Sequence[Sequence[int]], max_measurements: int
+) -> list[float]:
+    """Estimate the error that each group adds alone, with few measurements.
+
+    Rounding errors are nearly independent, so those of two groups add up. The groups are measured together. Then the
+    run of blocks with the largest error is split, and both parts are measured, until the limit is reached or no part
+    matters. A single block is split into its groups in the same way. Groups that were only measured together share
+    their error.
+
+    Args:
+        measure: Returns the error with only the given groups quantized.
+        blocks: The groups of each block, in graph order. Each index from 0 is in one block.
+        max_measurements: Maximum number of calls of `measure`, at least 1.
+
+    Returns:
+        The error of each group.
+    """
+    errors = [0.0] * sum(map(len, blocks))
+    whole = measure(range(len(errors)))
+    parts: list[tuple[float, tuple[tuple[int, ...], ...]]] = [(whole, tuple(tuple(block) for block in blocks if block))]
+    measurements = 1
+    while measurements + 2 <= max_measurements:
+        splittable = [part for part in parts if len(part[1]) > 1 or len(part[1][0]) > 1]
+        error, part = max(splittable, key=lambda entry: entry[0], default=(0.0, ()))
+        if not part or error <= MIN_SPLIT_SHARE * whole:
+            break
+        pieces = part if len(part) > 1 else tuple((group,) for group in part[0])
+        middle = len(pieces) // 2
+        halves = pieces[:middle], pieces[middle:]
+        parts.remove((error, part))
+        for half in halves:
+            # The groups of a single block form one piece again, which is split further by its groups.
+            merged = half if len(part) > 1 else (tuple(group for piece in half for group in piece),)
+            parts.append((measure([group for piece in half for group in piece]), merged))
+        measurements += 2
+    for error, part in parts:
+        members = [group for block in part for group in block]
+        for group in members:
+            errors[group] = error / len(members)
+    return errors
 
 
 def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[list[OpKey], list[SwitchPoint]]:
@@ -217,9 +328,12 @@ def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[l
     return op_keys, switch_points
 
 
-def _chunk_sample_feeds(batches: Dataset, inputs: Mapping[str, str], *, batch_independent: bool) -> Iterator[Feeds]:
+def chunk_sample_feeds(
+    batches: Dataset, inputs: Mapping[str, str], *, batch_independent: bool, max_samples: int | None = None
+) -> Iterator[Feeds]:
     """Prepare a few samples, spread over the data and batched if possible."""
-    max_samples = MAX_BATCHES * BATCH_SIZE if batch_independent else MAX_SAMPLES
+    if max_samples is None:
+        max_samples = MAX_BATCHES * BATCH_SIZE if batch_independent else MAX_SAMPLES
     count = min(batches.count, max_samples)
     chosen = sorted({index * batches.count // count for index in range(count)})
     samples: Iterator[Feeds] = (

@@ -69,7 +69,7 @@ def test_switches(made: Callable[[str], gq.Result], samples: Path, name: str) ->
     stuck = set(range(len(choices))) - set(open_)
     assert bool(stuck) == (name == "digits_nested.onnx")  # which has sites in a function
     format_ = format_module(result.source.format)
-    variant = insert_switches(result.model, choices, by_input=open_, on=stuck)
+    variant = insert_switches(result.model, choices, by_input={index: index for index in open_}, on=stuck)
     data = np.load(samples / f"{name.partition('.')[0]}_calib.npz")["image"][:4]
     key = format_.input_specs(result.source)[0].name
     feeds = [{key: image[None]} for image in data]
@@ -80,7 +80,7 @@ def test_switches(made: Callable[[str], gq.Result], samples: Path, name: str) ->
     quantized = error_share(plain, joined_outputs(format_.create_runner(result.model), feeds, {}))
     on = error_share(plain, joined_outputs(runner, feeds, variant.feed(set(open_))))
     assert quantized / 4 < on < quantized * 4
-    fixed = insert_switches(result.model, choices, by_input=(), on=set(range(len(choices))))
+    fixed = insert_switches(result.model, choices, by_input={}, on=set(range(len(choices))))
     assert fixed.inputs == {}
     assert error_share(plain, joined_outputs(format_.create_runner(fixed.model), feeds, {})) == pytest.approx(
         quantized, rel=1e-6
