@@ -115,6 +115,7 @@ class OutputTally:
             accuracy=(self._correct[0] / labelled, self._correct[1] / labelled) if labelled else None,
             problem=errors.problem or ("" if finite else f"{errors.nonfinite} values are NaN or infinite"),
             sqnr_lower_bound=self._confidence.lower_bound if has_sqnr and finite else None,
+            sqnr_standard_error=self._confidence.standard_error if has_sqnr and finite else 0.0,
             half_error_samples=self._confidence.half_error_samples if comparable and finite else 0,
             agreement_lower_bound=1 - lost_share_upper_bound(rows - self._agreements, 0, rows) if has_rows else None,
             lost_share_upper_bound=lost_share_upper_bound(lost, gained, labelled) if labelled else None,

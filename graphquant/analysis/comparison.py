@@ -36,6 +36,7 @@ class OutputFigures:
     # Lower bound of SQNR with 95% confidence, valid also for the best plan of a search; minus infinity if there are
     # too few samples, None if the output is not float.
     sqnr_lower_bound: float | None = None
+    sqnr_standard_error: float = 0.0  # standard error of `sqnr` in dB, by the variation between samples
     half_error_samples: int = 0  # number of the worst samples that cause half of the error
     agreement_lower_bound: float | None = None  # lower bound of `agreement`, likewise
     # Upper bound of the share of correct rows that quantization loses; None without labels.
@@ -264,6 +265,18 @@ class SqnrConfidence:
         shares = error / error_sum - power / power_sum
         deviation = DB_PER_NEPER * math.sqrt(shares @ shares * error.size / (error.size - 1))
         return DB_PER_NEPER * math.log(power_sum / error_sum) - _student_quantile(error.size - 2) * deviation
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the SQNR in dB; 0 without errors, infinite if there are too few samples."""
+        power, error = self._sorted_by_error()
+        power_sum, error_sum = float(power.sum()), float(error.sum())
+        if error.size < MIN_SAMPLES or not math.isfinite(power_sum + error_sum):
+            return math.inf
+        if not power_sum or not error_sum:
+            return 0.0
+        shares = error / error_sum - power / power_sum
+        return DB_PER_NEPER * math.sqrt(shares @ shares * error.size / (error.size - 1))
 
     @property
     def half_error_samples(self) -> int:

@@ -6,26 +6,54 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from graphquant import formats
-from graphquant.analysis.compare import ComparisonSamples, compare_runners
-from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures, rows_to_show_share
+from graphquant.analysis.compare import (
+    ComparisonSamples,
+    OutputTally,
+    compare_runners,
+    match_inputs,
+    match_outputs,
+)
+from graphquant.analysis.comparison import (
+    Comparison,
+    ErrorSums,
+    OutputFigures,
+    SiteFigures,
+    ignore_overflow,
+    rows_to_show_share,
+)
 from graphquant.analysis.model_summary import weighted_op_coverage
 from graphquant.analysis.site_errors import match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
-from graphquant.calibration import measure_footprint
+from graphquant.calibration import is_batch_independent, measure_footprint
+from graphquant.calibration.calibrate import block_feeds
 from graphquant.calibration.holdout import HoldOut, open_optional_labels, sample_range
 from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
-from graphquant.ir import Model, TensorRef, count_macs, qualified_op_name, unsized_tensors
+from graphquant.ir import (
+    QUANTIZATION_KINDS,
+    RESHAPING_KINDS,
+    Model,
+    TensorRef,
+    count_macs,
+    follow,
+    qualified_op_name,
+    unsized_tensors,
+)
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.text import format_distinct
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
-    from graphquant.formats import Runner
+    from graphquant.formats import Feeds, Runner
+    from graphquant.numerics import Array
 
 DEFAULT_MIN_SQNR = 20.0  # SQNR in dB that each output should reach if no bound is set; 8 bits usually give 25 to 45
+CLASSIFIER_KINDS = frozenset({"softmax", "log_softmax"})
+"""Kinds that turn scores into probabilities. A few uncertain samples cause most of the error behind them, although the
+class stays, so that without a bound the error of the scores counts."""
+PROBABILITY_PATH_KINDS = RESHAPING_KINDS | QUANTIZATION_KINDS | {"identity"}  # kinds between a softmax and an output
 
 MAX_UNBOUNDED_SAMPLES = 32
 """Maximum number of validation samples without a bound: enough to detect a ruined model quickly."""
@@ -41,6 +69,10 @@ OPTIMIZER_LOSS = 6.0  # loss of SQNR in dB by the optimizations of a runtime tha
 NO_SQNR = "no output contains floats, so there is no SQNR"
 NO_AGREEMENT = "no output contains class scores or integers, so there is no agreement"
 NO_ACCURACY = "the data has no 'labels' that match an output with one class per row, so there is no accuracy"
+
+
+BoundStatus = Literal["met", "met-not-proven", "missed"]
+"""Status of bounds: met with confidence, met as measured on too few samples for confidence, or missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +111,15 @@ class Validation:
     float_failed: bool = False  # True if the float model cannot be run, so that the comparison is missing
     reuses_samples: bool  # True if calibration, an optimization algorithm or a search used the validation samples
     bounds: Bounds  # the requested bounds
+    # SQNR in dB that each output should reach without bounds, or None. A miss is a warning.
+    target_sqnr: float | None = DEFAULT_MIN_SQNR
+    # SQNR in dB of the scores before a softmax, by output; measured for outputs below the target.
+    score_sqnr: Mapping[str, float] = field(default_factory=dict)
     quantized_macs: int = 0  # multiply-adds per sample of ops whose inputs are all quantized
     total_macs: int = 0  # multiply-adds per sample of all ops with known sizes
     calibrated_on_other_data: bool = False  # True if the statistics are from other data
+    # Number of parts of the samples, each measured with the ranges of the others; 0 for a single hold-out.
+    folds: int = 0
     # SQNR in dB, without the optimizations of ONNX Runtime, of the outputs that they make worse.
     unoptimized_sqnr: Mapping[str, float] = field(default_factory=dict)
 
@@ -108,11 +146,33 @@ class Validation:
         return self.comparison is not None and any(site.sensitivity is not None for site in self.comparison.sites)
 
     @property
+    def worst_sqnr(self) -> float | None:
+        """SQNR in dB of the worst output, without bounds of its scores if those are better; None without float outputs.
+
+        It is minus infinity with new NaN or infinite values. Outputs that cannot be compared otherwise do not count.
+        """
+        outputs = () if self.comparison is None else self.comparison.outputs
+        return min((sqnr for output in outputs if (sqnr := self._judged_sqnr(output)) is not None), default=None)
+
+    def _judged_sqnr(self, output: OutputFigures) -> float | None:
+        if output.broken:
+            return -math.inf
+        if output.sqnr is None or output.problem or self.bounds:
+            return output.sqnr
+        return max(output.sqnr, self.score_sqnr.get(output.name, -math.inf))
+
+    @property
+    def misses_target(self) -> bool:
+        """True if no bound is set, and an output is below the target."""
+        worst = self.worst_sqnr
+        return not self.bounds and self.target_sqnr is not None and worst is not None and worst < self.target_sqnr
+
+    @property
     def failures(self) -> tuple[str, ...]:
-        """Messages about missed bounds. Without bounds, each output must reach `DEFAULT_MIN_SQNR`."""
+        """Messages about missed bounds. Without bounds, each output must reach `target_sqnr`."""
         if self.comparison is None:
             return (f"the model could not be measured: {self.problem}",)
-        comparison, bounds = self.comparison, self.bounds or Bounds(min_sqnr=DEFAULT_MIN_SQNR)
+        comparison, bounds = self.comparison, self.bounds or Bounds(min_sqnr=self.target_sqnr)
         problems = [
             f"output {output.name!r} cannot be compared: {output.problem}"
             for output in comparison.outputs
@@ -120,7 +180,8 @@ class Validation:
         ]
         if comparison.all_empty:
             problems.append(_empty_outputs_message(comparison))
-        return tuple(problems) or (*self.unmeasurable_bounds, *_missed_bounds(comparison.outputs, bounds))
+        outputs = [replace(output, sqnr=self._judged_sqnr(output)) for output in comparison.outputs]
+        return tuple(problems) or (*self.unmeasurable_bounds, *_missed_bounds(outputs, bounds))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -145,6 +206,15 @@ class Validation:
             (bounds.max_accuracy_drop, any(output.accuracy is not None for output in outputs), NO_ACCURACY),
         )
         return tuple(message for bound, is_measurable, message in measurable if bound is not None and not is_measurable)
+
+    @property
+    def status(self) -> BoundStatus | None:
+        """Status of the bounds; None without bounds."""
+        if not self.bounds:
+            return None
+        if self.failures:
+            return "missed"
+        return "met-not-proven" if self.caveats else "met"
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -234,11 +304,12 @@ def validate_model(
     progress: Progress | None,
     *,
     include_sites: bool = True,
+    target_sqnr: float | None = DEFAULT_MIN_SQNR,
 ) -> Validation:
     """Compare a quantized model with its float model on a hold-out; on few samples if there is no bound.
 
-    `include_sites` also measures quantized tensors and counts multiply-adds. Raises a DataError if a sample does not
-    fit the model.
+    `include_sites` also measures quantized tensors and counts multiply-adds. `target_sqnr` applies without bounds.
+    Raises a DataError if a sample does not fit the model.
     """
     try:
         runner = formats.format_module(source.format).create_runner(source)
@@ -271,15 +342,21 @@ def validate_model(
             float_failed=not _can_run(source, holdout.dataset),
             reuses_samples=holdout.reuses_samples,
             bounds=bounds,
+            target_sqnr=target_sqnr,
         )
     validation = Validation(
         comparison=comparison,
         reuses_samples=holdout.reuses_samples,
         bounds=bounds,
+        target_sqnr=target_sqnr,
         quantized_macs=quantized_macs,
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
     )
+    if validation.misses_target:
+        low_outputs = [figures for figures in comparison.outputs if (figures.sqnr or 0.0) < (target_sqnr or 0.0)]
+        score_sqnr = _measure_scores((source, runner), (quantized, create(quantized)), low_outputs, batches, labels)
+        validation = replace(validation, score_sqnr=score_sqnr)
     is_suspect = validation.failures or any(output.fusion_loss > OPTIMIZER_LOSS for output in comparison.outputs)
     if sites is None or quantized.format != "onnx" or not is_suspect:
         return validation
@@ -292,6 +369,153 @@ def validate_model(
         if before.sqnr is not None and after.sqnr is not None and before.sqnr > after.sqnr + OPTIMIZER_LOSS
     }
     return replace(validation, unoptimized_sqnr=unoptimized_sqnr)
+
+
+def _measure_scores(
+    source: tuple[Model, Runner],
+    quantized: tuple[Model, Runner],
+    outputs: Sequence[OutputFigures],
+    batches: Dataset,
+    labels: str,
+) -> dict[str, float]:
+    """Measure the SQNR in dB of the scores from which a softmax makes each of `outputs`; others are omitted."""
+    tensors: list[dict[str, TensorRef]] = []
+    for side, (model, runner) in enumerate((source, quantized)):
+        found = {
+            figures.name: find_scores(
+                model, runner.output_tensors.get(figures.quantized_name if side else figures.name)
+            )
+            for figures in outputs
+        }
+        scores = {name: tensor for name, tensor in found.items() if tensor is not None}
+        hidden = runner.unobservable(list(scores.values()))
+        tensors.append({name: tensor for name, tensor in scores.items() if tensor not in hidden})
+    names = [name for name in tensors[0] if name in tensors[1]]
+    if not names:
+        return {}
+    inputs = match_inputs(source[1].inputs, quantized[1].inputs)
+    feeds = [{name: value for name, value in feed.items() if name != labels} for feed in batches]
+    quantized_feeds = ({name: feed[other] for name, other in inputs.items()} for feed in feeds)
+    sums = {name: ErrorSums() for name in names}
+    observations = (
+        runner.observe([side_tensors[name] for name in names], side_feeds)
+        for (_, runner), side_tensors, side_feeds in zip(
+            (source, quantized), tensors, (iter(feeds), quantized_feeds), strict=True
+        )
+    )
+    with ignore_overflow():
+        for expected, actual in zip(*observations, strict=True):
+            for name in names:
+                for pair in zip(expected[tensors[0][name]], actual[tensors[1][name]], strict=True):
+                    sums[name].add(*pair)
+    return {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
+
+
+def find_scores(model: Model, output: TensorRef | None) -> TensorRef | None:
+    """Find the input of the softmax that makes `output`, through reshapes, copies and Q/DQ pairs."""
+
+    def source(tensor: TensorRef) -> TensorRef | None:
+        op = model.op(tensor)
+        if op.kind not in PROBABILITY_PATH_KINDS:
+            return None
+        return model.graphs[tensor.graph].slots(op.name)[op.main_slot]
+
+    for tensor in () if output is None else follow(output, source):
+        op = model.op(tensor)
+        if op.kind in CLASSIFIER_KINDS:
+            return model.graphs[tensor.graph].slots(op.name)[op.main_slot]
+    return None
+
+
+MAX_CACHED_BYTES = 1 << 28  # maximum size of samples and float outputs that stay in memory between validations
+
+
+class FoldValidator:
+    """Validates plans on the folds of the data, each fold on a model whose ranges come from the other folds.
+
+    The float model runs once, unless its outputs need too much memory.
+    """
+
+    def __init__(self, source: Model, folds: Sequence[HoldOut], bounds: Bounds) -> None:
+        """Validate against `source`. Raises a DataError if the labels are unusable, and a ModelError for the model."""
+        self._source, self._folds, self._bounds = source, folds, bounds
+        self._runner = formats.format_module(source.format).create_runner(source)
+        first = folds[0]
+        data, self._labels = open_optional_labels(first.dataset, first.spec, self._runner.inputs, first.max_samples)
+        self._parts = [sample_range(replace(data, count=fold.dataset.count), fold.start, None) for fold in folds]
+        self._footprint = measure_footprint(self._runner, self._parts[0])
+        self._joins_samples: bool | None = None  # known once a quantized model was run
+        self._cache: list[list[tuple[Feeds, dict[str, Array]]]] | None = None
+        self._cached_bytes = 0
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of all folds."""
+        return sum(part.count for part in self._parts)
+
+    def validate(self, models: Sequence[Model]) -> Validation:
+        """Compare the model of each fold with the float model. Raises a DataError if a sample does not fit."""
+        reuses_samples = any(fold.reuses_samples for fold in self._folds)
+        try:
+            comparison = self._compare(models)
+        except (MissingDependencyError, ModelError) as error:
+            return Validation(
+                comparison=None,
+                problem=str(error),
+                float_failed=not _can_run(self._source, self._folds[0].dataset),
+                reuses_samples=reuses_samples,
+                bounds=self._bounds,
+            )
+        return Validation(
+            comparison=comparison, reuses_samples=reuses_samples, bounds=self._bounds, folds=len(self._folds)
+        )
+
+    def _compare(self, models: Sequence[Model]) -> Comparison:
+        tallies: list[OutputTally] = []
+        for fold, model in enumerate(models):
+            runner = formats.format_module(model.format).create_runner(model)
+            inputs = match_inputs(self._runner.inputs, runner.inputs)
+            if self._joins_samples is None:
+                self._joins_samples = self._footprint.join_samples and is_batch_independent(
+                    runner, self._parts[0], self._footprint.block_size, inputs=inputs
+                )
+            if not tallies:
+                names = match_outputs(self._runner.outputs, runner.outputs, {})
+                batched = self._joins_samples
+                tallies = [OutputTally(name, other, batched=batched) for name, other in names.items()]
+            for feed, expected in self._expected_outputs(fold):
+                actual = runner.run({name: feed[other] for name, other in inputs.items()})
+                with ignore_overflow():
+                    for tally in tallies:
+                        values = expected.get(tally.name), actual.get(tally.quantized_name)
+                        tally.add(*values, feed.get(self._labels))
+        return Comparison(
+            samples=self.samples,
+            random=self._parts[0].random,
+            outputs=tuple(tally.figures() for tally in tallies),
+            sites=(),
+            labels=self._labels,
+        )
+
+    def _expected_outputs(self, fold: int) -> Iterator[tuple[Feeds, dict[str, Array]]]:
+        """Yield the samples of a fold and the outputs of the float model."""
+        if self._cache is not None and len(self._cache) > fold:
+            yield from self._cache[fold]
+            return
+        pairs: list[tuple[Feeds, dict[str, Array]]] = []
+        part, block_size = self._parts[fold], self._footprint.block_size
+        blocks = [(0, -(-part.count // block_size))]
+        for feed, _ in block_feeds(part, blocks, block_size, join_samples=bool(self._joins_samples)):
+            expected = self._runner.run({name: value for name, value in feed.items() if name != self._labels})
+            self._cached_bytes += sum(value.nbytes for value in (*feed.values(), *expected.values()))
+            pairs.append((feed, expected))
+            if self._cached_bytes > MAX_CACHED_BYTES:
+                pairs.clear()
+            yield feed, expected
+        if self._cache is None:
+            self._cache = []
+        if self._cached_bytes <= MAX_CACHED_BYTES and len(self._cache) == fold:
+            self._cache.append(pairs)
 
 
 def has_few_sites(count: int) -> bool:

@@ -68,7 +68,8 @@ def calibrate(
     if data is None:
         raise UsageError("There is no calibration data. Pass an .npz file, or random:8 for a test.")
     source = load_source(model, settings)
-    prepared, resolved_plan = prepare_and_plan(source, PlanOptions(rules=settings.rules), plan)
+    # The statistics also serve a later `insert` that minimizes size or latency, so no op is left out by its cost.
+    prepared, resolved_plan = prepare_and_plan(source, PlanOptions(rules=settings.rules), plan, by_cost=False)
     if settings.everything:
         prepared, targets = source, all_float_targets(source, finest_histogram_bits(resolved_plan))
     else:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
 from graphquant.analysis.compare import with_sensitivity
-from graphquant.analysis.validation import Bounds, check_runtime_accepts, has_few_sites, validate_model
+from graphquant.analysis.validation import (
+    DEFAULT_MIN_SQNR,
+    Bounds,
+    Validation,
+    check_runtime_accepts,
+    has_few_sites,
+    validate_model,
+)
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats
 from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_and_plan
@@ -22,17 +32,36 @@ from graphquant.backends import judge_ops
 from graphquant.calibration import (
     CalibrationRun,
     Stats,
+    calibrate_folds,
     calibrate_model,
+    combine_stats,
     plan_targets,
     select_stats,
     sites_needing_data,
 )
 from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
-from graphquant.errors import EmptyResultError, ModelError, NeedsDataError, UsageError
-from graphquant.optimize import Objective, PreCalibrationState, build_model, run_precalibration_algorithms, search_plan
+from graphquant.errors import DataError, EmptyResultError, ModelError, NeedsDataError, UsageError
+from graphquant.optimize import (
+    BuiltModel,
+    Objective,
+    PreCalibrationState,
+    RepairRequest,
+    SearchBudget,
+    SearchFold,
+    SearchTrace,
+    Workspace,
+    build_model,
+    repair_plan,
+    run_precalibration_algorithms,
+    search_plan,
+)
+from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float
+from graphquant.optimize.repair import ALGORITHM_RUNS, PLAN_RUNS, REPAIR_SAMPLES
+from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.quantize import Plan, RangeTransfer, Site, read_name_map, transfer_ranges
+from graphquant.rules import NEGATION
 from graphquant.utils import Progress, stage_progress
-from graphquant.utils.options import InsertOptions, resolve_options, takes_options
+from graphquant.utils.options import NO_TARGET, InsertOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -77,17 +106,32 @@ def insert(
         raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
     findings = data.find_mistakes(source) if plan.sites else ()
     state = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=data.stats is not None)
-    stats = _provide_stats(source, state, data, settings, progress)
+    start = time.monotonic()
+    stats, folds = _provide_folds(source, state, data, settings, progress)
     build = partial(
         build_model, state.model, stats=stats, calibration_data=data.calibration, float_weights=settings.float_weights
     )
-    built, trace = search_plan(source, state, build, objective, data, progress)
+    built, trace = search_plan(source, state, build, stats, objective, data, folds, progress)
     result = make_result(source, state, built, trace, stats)
-    stats_path = Path(settings.stats) if stats and isinstance(settings.stats, str | Path) else None
-    result = replace(result, stats_path=stats_path, tflite_ranges=transfer, data_findings=findings)
+    validation = _validate(result, data, settings, objective.bounds, progress)
+    if validation is not None and validation.misses_target and _allows_repair(objective, data, settings):
+        budget = SearchBudget(settings.search_time, _calibration_runs(data, plan), time.monotonic() - start)
+        workspace = Workspace(state=state, stats=stats, build=build)
+        context = _RepairContext(source, prepared, data, settings, budget, progress)
+        result = context.repair(workspace, built, validation)
+        validation = _validate(result, data, settings, objective.bounds, progress)
+    stats_path = Path(settings.stats) if result.stats and isinstance(settings.stats, str | Path) else None
+    result = replace(
+        result,
+        stats_path=stats_path,
+        tflite_ranges=transfer,
+        data_findings=findings,
+        validation=validation,
+        strict=settings.strict,
+    )
     if not (result.inserted or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))
-    return _validate(result, data, objective.bounds, progress)
+    return _measure_time(_judge_execution(result), data)
 
 
 def _check_options(settings: InsertOptions) -> Objective:
@@ -106,7 +150,7 @@ def _check_options(settings: InsertOptions) -> Objective:
     return Objective(
         minimize=settings.optimize,
         bounds=Bounds(
-            min_sqnr=settings.min_sqnr,
+            min_sqnr=None if settings.min_sqnr == NO_TARGET else settings.min_sqnr,
             min_agreement=settings.min_agreement,
             max_accuracy_drop=settings.max_accuracy_drop,
         ),
@@ -149,7 +193,13 @@ def _split_data(prepared: Model, plan: Plan, objective: Objective, settings: Ins
 
 
 def _provide_stats(
-    source: Model, state: PreCalibrationState, data: CalibrationData, settings: InsertOptions, progress: Progress | None
+    source: Model,
+    state: PreCalibrationState,
+    data: CalibrationData,
+    settings: InsertOptions,
+    progress: Progress | None,
+    *,
+    full_histograms: bool = False,
 ) -> Stats | None:
     """Return the statistics of the plan, selected from given ones or collected from data; None if it needs none."""
     # A search tries other observers, which need histograms even if those of the rules do not.
@@ -157,7 +207,7 @@ def _provide_stats(
         source,
         state.model,
         state.plan,
-        full_histograms=data.has_bounds and data.stats is None,
+        full_histograms=(full_histograms or data.has_bounds) and data.stats is None,
         rescaled=state.rescaled_tensors,
     )
     if data.stats is not None:
@@ -172,24 +222,167 @@ def _provide_stats(
     return calibrate_model(state.model, targets, data.calibration, run)
 
 
-def _validate(result: Result, data: CalibrationData, bounds: Bounds, progress: Progress | None) -> Result:
-    """Return the result with its errors on the hold-out, and with the execution of each op in ONNX Runtime."""
-    validation, unjudged_reason = None, ""
-    if result.inserted:
-        if data.validation_set is not None:
-            validation = validate_model(result.source, result.model, data.validation_set, bounds, progress)
-            sensitivity = None if result.search is None else result.search.sensitivity
-            if sensitivity is not None and validation.comparison is not None:
-                comparison = with_sensitivity(validation.comparison, sensitivity.sqnr)
-                validation = replace(validation, comparison=comparison)
-        unjudged_reason = check_runtime_accepts(
-            result.source, result.model, validation, other_backend=not result.plan.for_onnxruntime
+def _provide_folds(
+    source: Model, state: PreCalibrationState, data: CalibrationData, settings: InsertOptions, progress: Progress | None
+) -> tuple[Stats | None, tuple[SearchFold, ...]]:
+    """Return the statistics of the plan and the folds in which a search with bounds measures plans."""
+    if not data.fold_count:
+        return _provide_stats(source, state, data, settings, progress), ()
+    targets = plan_targets(source, state.model, state.plan, full_histograms=True, rescaled=state.rescaled_tensors)
+    parts: list[tuple[Stats | None, tuple[int, int]]] = []
+    if targets and data.stats is None:
+        run = CalibrationRun(
+            model_digest=source.digest, max_memory=settings.max_memory, progress=stage_progress(progress, "calibrating")
         )
-    verdicts = result.verdicts
+        parts += calibrate_folds(state.model, targets, data.dataset, run, data.fold_count)
+    else:  # only algorithms need samples
+        ends = [data.dataset.count * index // data.fold_count for index in range(data.fold_count + 1)]
+        parts += [(None, span) for span in pairwise(ends)]
+
+    def combine(selected: Sequence[Stats | None]) -> Stats | None:
+        known = [stats for stats in selected if stats is not None]
+        return combine_stats(known) if known else None
+
+    folds = []
+    for index, (_, (start, stop)) in enumerate(parts):
+        held_out, others = data.make_fold(start, stop)
+        fold_stats = combine([stats for other, (stats, _) in enumerate(parts) if other != index])
+        build = partial(
+            build_model, state.model, stats=fold_stats, calibration_data=others, float_weights=settings.float_weights
+        )
+        folds.append(SearchFold(held_out=held_out, build=build, stats=fold_stats))
+    return combine([stats for stats, _ in parts]), tuple(folds)
+
+
+def _validate(
+    result: Result, data: CalibrationData, settings: InsertOptions, bounds: Bounds, progress: Progress | None
+) -> Validation | None:
+    """Measure the errors of a result on the hold-out; None without data."""
+    if data.validation_set is None or not result.inserted:
+        return None
+    target = None if settings.min_sqnr == NO_TARGET else DEFAULT_MIN_SQNR
+    validation = validate_model(result.source, result.model, data.validation_set, bounds, progress, target_sqnr=target)
+    sensitivity = None if result.search is None else result.search.sensitivity
+    if sensitivity is not None and validation.comparison is not None:
+        validation = replace(validation, comparison=with_sensitivity(validation.comparison, sensitivity.sqnr))
+    by_folds = None if result.search is None else result.search.search_validation
+    return validation if by_folds is None else _with_fold_outputs(validation, by_folds)
+
+
+def _with_fold_outputs(validation: Validation, by_folds: Validation) -> Validation:
+    """Return the validation with the outputs that were measured by folds.
+
+    The ranges of the final model come from all samples, so that its own figures on them are too good. They count only
+    if the model cannot be measured or is worse than its folds.
+    """
+    measured = validation.comparison
+    if not by_folds.folds or measured is None or by_folds.comparison is None or validation.failures:
+        return validation
+    outputs = by_folds.comparison.outputs
+    comparison = replace(measured, outputs=outputs, samples=by_folds.comparison.samples)
+    return replace(validation, comparison=comparison, reuses_samples=by_folds.reuses_samples, folds=by_folds.folds)
+
+
+def _judge_execution(result: Result) -> Result:
+    """Return the result with the execution of each op in ONNX Runtime. Reject a model that its runtime rejects."""
+    unjudged_reason, verdicts = "", result.verdicts
+    if result.inserted:
+        unjudged_reason = check_runtime_accepts(
+            result.source, result.model, result.validation, other_backend=not result.plan.for_onnxruntime
+        )
     if result.model.traits.judgeable and has_few_sites(len(result.inserted)):
         with suppress(ModelError, OSError):  # the report does without it
             verdicts = judge_ops(result.model, "onnxruntime")
-    return replace(result, validation=validation, unjudged_reason=unjudged_reason, verdicts=verdicts)
+    return replace(result, unjudged_reason=unjudged_reason, verdicts=verdicts)
+
+
+def _measure_time(result: Result, data: CalibrationData) -> Result:
+    """Return the result with its time relative to float, as onnxruntime runs both on this machine."""
+    ratio = None if result.search is None else result.search.outcome_ratio
+    is_timed = ratio is None and result.validation is not None and result.plan.for_onnxruntime
+    if is_timed and result.model.format == "onnx" and model_constant_bytes(result.source) <= MAX_TIMED_BYTES:
+        with suppress(ModelError, DataError, OSError):  # the report does without it
+            ratio = time_beside_float(result.source, result.model, data.dataset)
+    return replace(result, time_ratio=ratio)
+
+
+def _allows_repair(objective: Objective, data: CalibrationData, settings: InsertOptions) -> bool:
+    """Return True if the plan may change so that the outputs reach the default target.
+
+    A given plan, a size budget and another objective than multiply-adds are requests that a repair would break. Errors
+    on random data mean nothing.
+    """
+    is_fixed = settings.plan is not None or settings.size_budget is not None or objective.minimize != "macs"
+    return not (is_fixed or data.dataset.random)
+
+
+def _calibration_runs(data: CalibrationData, plan: Plan) -> int:
+    """Return the number of runs of a sample that calibration and the optimization algorithms took, about."""
+    count = 0 if data.calibration is None else data.calibration.count
+    return max(count, REPAIR_SAMPLES) + ALGORITHM_RUNS * len(plan.algorithms) + PLAN_RUNS
+
+
+@dataclass(frozen=True, slots=True)
+class _RepairContext:
+    """The inputs of one `insert` that a repair needs."""
+
+    source: Model
+    prepared: Model
+    data: CalibrationData
+    settings: InsertOptions
+    budget: SearchBudget
+    progress: Progress | None
+
+    def repair(self, workspace: Workspace, built: BuiltModel, validation: Validation) -> Result:
+        """Return the result of the cheapest plan whose outputs reach the default target, or of the best plan."""
+        data = self.data
+        request = RepairRequest(
+            source=self.source,
+            prepared=self.prepared,
+            workspace=workspace,
+            built=built,
+            target_sqnr=DEFAULT_MIN_SQNR,
+            default_sqnr=validation.worst_sqnr if validation.worst_sqnr is not None else -math.inf,
+            calibration=data.calibration,
+            search_samples=data.dataset if data.calibration is None else data.calibration,
+            has_stats=data.stats is not None,
+            calibrate=self._calibrate,
+            validate=self._measure,
+            disabled_algorithms=frozenset(
+                name.removeprefix(NEGATION) for name in self.settings.algorithms if name.startswith(NEGATION)
+            ),
+            budget=self.budget,
+            progress=self.progress,
+        )
+        repaired, repair = repair_plan(request)
+        trace = SearchTrace(
+            minimize="macs",
+            plan=repaired.plan,
+            interrupted=repair.stopped == "interrupt",
+            plans=repair.plans,
+            cost=repaired.cost,
+            repair=repair,
+        ).with_candidates(repaired.changed_tensors)
+        return make_result(self.source, repaired.workspace.state, repaired.built, trace, repaired.workspace.stats)
+
+    def _calibrate(self, state: PreCalibrationState) -> Workspace:
+        stats = _provide_stats(self.source, state, self.data, self.settings, self.progress, full_histograms=True)
+        build = partial(
+            build_model,
+            state.model,
+            stats=stats,
+            calibration_data=self.data.calibration,
+            float_weights=self.settings.float_weights,
+        )
+        return Workspace(state=state, stats=stats, build=build)
+
+    def _measure(self, built: BuiltModel) -> float:
+        if self.data.validation_set is None:
+            raise ValueError("a repair follows a validation")
+        validation = validate_model(
+            self.source, built.model, self.data.validation_set, Bounds(), None, include_sites=False
+        )
+        return -math.inf if validation.worst_sqnr is None else validation.worst_sqnr
 
 
 REASONS_LISTED = 3  # skip reasons in the message about an empty result

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from graphquant import formats
 from graphquant.api.models import as_model
 from graphquant.calibration import with_observer
+from graphquant.backends.integer_placement import place_by_cost
+from graphquant.backends.onnxruntime_costs import read_cost_table
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize import choose_algorithms
 from graphquant.qdq import FAMILIES
@@ -31,7 +33,7 @@ from graphquant.quantize import (
 )
 from graphquant.rules import RuleSet, Selector, load_ruleset
 from graphquant.utils.option_types import parse_names
-from graphquant.utils.options import PlanOptions, resolve_options, takes_options
+from graphquant.utils.options import InsertOptions, PlanOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -59,9 +61,12 @@ def plan(model: Model | str | Path, options: PlanOptions | None = None, /, **val
 
 
 def prepare_and_plan(
-    source: Model, options: PlanOptions | None = None, plan: Plan | str | Path | None = None
+    source: Model, options: PlanOptions | None = None, plan: Plan | str | Path | None = None, *, by_cost: bool = True
 ) -> tuple[Model, Plan]:
-    """Return the prepared model and its plan: `plan` if there is one, else the plan of the rules."""
+    """Return the prepared model and its plan: `plan` if there is one, else the plan of the rules.
+
+    With `by_cost`, ops stay float where the cost table of the rules estimates that int8 does not pay.
+    """
     settings = options or PlanOptions()
     if plan is not None:
         resolved_plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
@@ -70,9 +75,17 @@ def prepare_and_plan(
     if settings.requantize:
         ruleset = replace(ruleset, prepare=tuple(dict.fromkeys(("requantize", *ruleset.prepare))))
     ruleset = replace(ruleset, algorithms=choose_algorithms(ruleset.algorithms, settings.algorithms))
+    if not (by_cost and _minimizes_float_work(settings)):
+        ruleset = replace(ruleset, costs="")
     selection = select_sites(source, settings.include, settings.exclude, settings.family)
     prepared, resolved_plan = plan_with_rules(source, ruleset, selection)
     return prepared, with_observer(resolved_plan, settings.method)
+
+
+def _minimizes_float_work(settings: PlanOptions) -> bool:
+    """Return True unless the size or the measured latency decides which ops stay float."""
+    is_insertion = isinstance(settings, InsertOptions)
+    return not is_insertion or (settings.optimize == "macs" and settings.size_budget is None)
 
 
 def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) -> tuple[Model, Plan]:
@@ -102,6 +115,8 @@ def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) ->
         for skipped in find_skipped_steps(prepared, ruleset.prepare)
     ]
     plan = replace(plan, skips=(*skipped_steps, *plan.skips))
+    if ruleset.costs and model.format == "onnx" and {*plan.targets} <= {"onnxruntime"}:
+        plan = place_by_cost(prepared, plan, read_cost_table(ruleset.costs))
     return (prepared, plan) if plan.sites else (model, replace(plan, steps=(), prepared=model.digest))
 
 

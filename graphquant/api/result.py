@@ -31,7 +31,7 @@ from graphquant.utils import HtmlRepresentation
 if TYPE_CHECKING:
     from graphquant.backends import Verdict
     from graphquant.calibration.data.check import DataFinding
-    from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace
+    from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace, TimeRatio
     from graphquant.quantize.rewrite import InsertedPair
 
 
@@ -59,6 +59,8 @@ class Result(HtmlRepresentation):
         verdicts: How the installed ONNX Runtime runs each op; none in other formats, if it cannot load the model, and
             for more than 10,000 quantized tensors.
         data_findings: Likely mistakes in the data.
+        strict: True if a bound that is met but not proven is a failure.
+        time_ratio: Time of a run relative to the float model on this machine, or None if it was not measured.
     """
 
     model: Model
@@ -79,6 +81,8 @@ class Result(HtmlRepresentation):
     verdicts: tuple[Verdict, ...] = ()
     search: SearchTrace | None = None
     data_findings: tuple[DataFinding, ...] = ()
+    strict: bool = False
+    time_ratio: TimeRatio | None = None
 
     @property
     def calibration_samples(self) -> int:
@@ -107,6 +111,26 @@ class Result(HtmlRepresentation):
             return self.validation.quantized_share
         quantized, total = count_quantized_macs(self.source, self.model)
         return quantized / total if total else None
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Reasons for exit code 1: missed bounds, and if `strict` the reasons of `strict_failures`."""
+        if self.strict:
+            return self.strict_failures
+        validation = self._measured
+        return validation.failures if validation is not None and validation.bounds else ()
+
+    @property
+    def strict_failures(self) -> tuple[str, ...]:
+        """Bounds or default targets that are missed, or bounds that are met but not proven."""
+        validation = self._measured
+        caveats = () if self.search is None else self.search.caveats
+        return () if validation is None else validation.failures or caveats
+
+    @property
+    def _measured(self) -> Validation | None:
+        """The validation, or without a hold-out that of the search."""
+        return self.validation or (None if self.search is None else self.search.search_validation)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the quantized model and return its path; see `save`."""

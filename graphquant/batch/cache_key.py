@@ -11,6 +11,7 @@ import os
 import platform
 import sqlite3
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ from graphquant.errors import UsageError
 from graphquant.formats import SUFFIXES
 from graphquant.formats.model_files import model_files
 from graphquant.rules import find_rule_file
-from graphquant.rules.load import INLINE_ARROW
+from graphquant.rules.load import INLINE_ARROW, resolve_costs
 from graphquant.utils.tf_determinism import onednn_setting
 
 VERSIONED_PACKAGES = (
@@ -81,6 +82,19 @@ def program_digest(file_hashes: FileHashes) -> str:
     return _json_sha256(digests, package_versions(), platform.machine(), platform.system(), onednn_setting())
 
 
+def _cost_tables(rules: Iterable[str]) -> Iterator[Path]:
+    """Yield the cost tables that the user's rule files name."""
+    for name in rules:
+        if INLINE_ARROW in name or "\n" in name:
+            continue
+        path = find_rule_file(name)
+        with suppress(OSError, ValueError):  # reading the rules reports these
+            costs = tomllib.loads(path.read_text("utf-8")).get("costs")
+            table = Path(resolve_costs(costs, path)) if isinstance(costs, str) else None
+            if table is not None and table.is_file():
+                yield table
+
+
 def cache_inputs(
     entry: Entry, file_hashes: FileHashes, program: str, digest_data: Callable[[str], tuple[str, bool]]
 ) -> CacheInputs:
@@ -94,6 +108,7 @@ def cache_inputs(
         name if INLINE_ARROW in name or "\n" in name else file_hashes.digest(find_rule_file(name))
         for name in entry.rules
     ]
+    rule_contents += [file_hashes.digest(path) for path in _cost_tables(entry.rules)]
     rules = _json_sha256(rule_contents) if rule_contents else ""
     data, deterministic = ("", True) if entry.data is None else digest_data(entry.data)
     if entry.stats is not None:

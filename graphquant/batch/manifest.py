@@ -265,7 +265,9 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
 def _build_gates(entry_settings: Mapping[str, Any]) -> Gates:
     check = entry_settings.get("check", False)
     bounds = {
-        name: entry_settings[name] for name in (*METRIC_GATES, "min_quantized", "max_size") if name in entry_settings
+        name: entry_settings[name]
+        for name in (*METRIC_GATES, "strict", "min_quantized", "max_size")
+        if name in entry_settings
     }
     return Gates(**bounds, check=check if isinstance(check, str) else "" if check else None)
 

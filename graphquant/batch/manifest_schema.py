@@ -17,7 +17,7 @@ from graphquant.calibration import CALIBRATION_METHODS
 from graphquant.errors import ManifestError, UsageError, did_you_mean
 from graphquant.qdq import FAMILIES
 from graphquant.rules import DocumentKind, describe_table_schema
-from graphquant.utils.option_types import Count, Decibels, Share
+from graphquant.utils.option_types import Count, Decibels, SearchTime, Share
 from graphquant.utils.options import InsertOptions, OptionField, option_fields
 from graphquant.utils.text import parse_size
 
@@ -47,6 +47,8 @@ _TextList = Annotated[tuple[_Text, ...], Field(min_length=1, max_length=1000)]
 def _setting_type(option: OptionField) -> Any:
     """Return the type of an option in TOML. TOML has types, so a string is not accepted as a number."""
     base = option.annotation
+    if base is SearchTime:
+        return base
     if get_origin(base) is Annotated:
         base = get_args(base)[0]
     if get_origin(base) is tuple:
@@ -55,7 +57,7 @@ def _setting_type(option: OptionField) -> Any:
         return base
     strict = {
         bool: StrictBool,
-        Decibels: Annotated[StrictFloat, Field(allow_inf_nan=False)],
+        Decibels: Annotated[StrictFloat, Field(allow_inf_nan=False)] | Literal["none"],
         Count: Annotated[StrictInt, Field(ge=1)],
         Share: Share,
     }

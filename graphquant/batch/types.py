@@ -47,9 +47,11 @@ class _Record:
 class Gates(_Record):
     """Bounds for an output."""
 
-    min_sqnr: float | None = None  # of the worst output, dB
+    # Of the worst output, dB; None for the default target, which is no gate; "none" for no target.
+    min_sqnr: float | Literal["none"] | None = None
     min_agreement: float | None = None  # of the worst output, a share
     max_accuracy_drop: float | None = None  # loss against the float model, a share; the data must have labels
+    strict: bool = False  # True if a bound must be proven, and without a bound each output must reach 20 dB
     min_quantized: float | None = None  # multiply-adds with quantized inputs, a share
     max_size: int | None = None  # bytes of the output
     # Backend whose check must have no findings, "" for the check without a backend, None for no check.
@@ -58,7 +60,7 @@ class Gates(_Record):
     @property
     def needs_data(self) -> bool:
         """True if the float model and the output must be run for comparison."""
-        return any(getattr(self, name) is not None for name in METRIC_GATES)
+        return any(getattr(self, name) not in {None, "none"} for name in METRIC_GATES)
 
 
 METRIC_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop")  # gates on metrics; they are options of `insert` too
@@ -89,6 +91,7 @@ class Entry(_Record):
     ranges: str | None = None
     ranges_map: str | None = None
     optimize: Literal["macs", "size", "latency"] = "macs"
+    search_time: str = "10x"
     size_budget: str | None = None
     allow_links: bool = False
     gates: Gates = field(default_factory=Gates)  # bounds for the output
@@ -184,6 +187,7 @@ class Outcome(_Record):
     int8_ops: tuple[int, int] | None = None
     quantized_share: float | None = None  # share of multiply-adds whose inputs are all quantized, None if unknown
     metrics: OutcomeMetrics | None = None  # difference from the float model, None if not measured
+    strict_failure: str = ""  # reason why the gate `strict` rejects the output, "" if it does not
     data_warnings: tuple[str, ...] = ()  # likely mistakes in the calibration data
     versions: dict[str, str] = field(default_factory=dict)  # versions of graphquant and of the packages that it ran on
     seconds: float = 0.0  # duration; 0 if the output was present or cached

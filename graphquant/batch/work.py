@@ -68,10 +68,14 @@ def gate_misses(gates: Gates, outcome: Outcome) -> tuple[GateMiss, ...]:
     messages: dict[str, str] = {}
     for gate in METRIC_GATES:
         bound = getattr(gates, gate)
+        if bound == "none":
+            continue
         if bound is not None and metrics is None:
             messages[gate] = "there is no data to measure it"
         elif bound is not None and metrics is not None:
             messages[gate] = metrics.problem or _metric_miss(gate, bound, metrics)
+    if gates.strict:
+        messages["strict"] = outcome.strict_failure or ("" if metrics else "there is no data to measure it")
     if gates.min_quantized is not None:
         messages["min_quantized"] = quantized_share_failure(outcome.quantized_share, gates.min_quantized)
     if gates.max_size is not None and size > gates.max_size:
@@ -195,6 +199,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
         int8_ops=int8_ops,
         quantized_share=result.quantized_share,
         metrics=outcome_metrics(result),
+        strict_failure="; ".join(result.strict_failures),
         data_warnings=tuple(f"warning: {finding.message}" for finding in result.data_findings),
         versions=package_versions(),
     )

@@ -187,6 +187,33 @@ def calibrate_model(
     return collect_stats(runner, targets, dataset, footprint, run)
 
 
+def calibrate_folds(
+    model: Model,
+    targets: Mapping[TensorRef, ObservationTarget],
+    dataset: Dataset,
+    run: CalibrationRun,
+    fold_count: int,
+) -> list[tuple[Stats, tuple[int, int]]]:
+    """Collect the statistics of `targets` for each of `fold_count` parts of the data, with the samples [start, stop).
+
+    `combine_stats` gives the statistics of several folds. There are fewer folds than requested if there are fewer
+    samples.
+    """
+    runner = formats.format_module(model.format).create_runner(model)
+    footprint = measure_footprint(runner, dataset, tuple(targets), max_memory=run.max_memory)
+    fold_size = -(-dataset.count // fold_count)
+    # Folds consist of whole blocks of nearly equal size.
+    footprint = replace(footprint, block_size=-(-fold_size // -(-fold_size // footprint.block_size)))
+    block_count = -(-dataset.count // footprint.block_size)
+    fold_count = min(fold_count, block_count)
+    folds = []
+    for index in range(fold_count):
+        start, stop = (block_count * end // fold_count * footprint.block_size for end in (index, index + 1))
+        stats = collect_stats(runner, targets, dataset, footprint, replace(run, shard=(index + 1, fold_count)))
+        folds.append((stats, (start, min(stop, dataset.count))))
+    return folds
+
+
 def collect_stats(
     runner: Runner,
     targets: Mapping[TensorRef, ObservationTarget],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,11 +14,14 @@ from graphquant.formats import InputSpec
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.data.check import DataFinding
+    from graphquant.calibration.data.dataset import Feed
     from graphquant.calibration.stats import Stats
     from graphquant.ir import Model
 
 MIN_HOLDOUT_SAMPLES = 4  # Minimum size of the hold-out. Data with fewer than twice as many samples is not split.
 HOLDOUT_DIVISOR = 5  # the hold-out is one in this many samples
+MIN_FOLDS, MAX_FOLDS = 2, 4  # number of folds for many and for few samples
+MANY_SAMPLES = 48  # number of samples from which half of them give good ranges
 LABEL_KEYS = ("labels", "label")  # keys under which data may store the class of each sample
 
 
@@ -126,9 +129,38 @@ class CalibrationData:
         if self._range_stats is not None:
             count = min(samples.count, self._samples_of_stats)
             return replace(samples, count=count) if count else None
-        half = samples.count // 2
-        leaves_search_set = self.validates and self.has_bounds and half >= MIN_HOLDOUT_SAMPLES
-        return replace(samples, count=half) if leaves_search_set else samples
+        return self.dataset if self.fold_count else samples
+
+    @property
+    def fold_count(self) -> int:
+        """Number of folds in which a search with bounds measures plans; 0 for a set of samples of its own.
+
+        All samples serve for ranges and for measurements: the plan of each fold has ranges of the other folds. The
+        final ranges come from all samples. More folds leave each more samples for ranges, and take more time.
+        """
+        calibrates = self.needs_ranges and self.stats is None
+        if self.spec is None or not (self.validates and self.has_bounds and (calibrates or self.runs_algorithms)):
+            return 0
+        if self._range_stats is not None or self.dataset.count < 2 * MIN_HOLDOUT_SAMPLES:
+            return 0
+        return MIN_FOLDS if self.dataset.count >= MANY_SAMPLES else MAX_FOLDS
+
+    def make_fold(self, start: int, stop: int) -> tuple[HoldOut, Dataset]:
+        """Return the samples [start, stop) to measure, and all others, which give the ranges."""
+        data = self.dataset
+        held_out = HoldOut(
+            spec=self.spec or "",
+            max_samples=self.max_samples,
+            dataset=replace(data, count=stop),
+            start=start,
+            reuses_samples=False,
+        )
+
+        def open_others(first: int, last: int) -> Iterator[Feed]:
+            yield from data.feeds_between(first, min(last, start))
+            yield from data.feeds_between(max(first, start) + stop - start, last + stop - start)
+
+        return held_out, replace(data, count=data.count - (stop - start), open_feeds=open_others)
 
     @property
     def lacks_samples(self) -> bool:
@@ -172,14 +204,17 @@ class CalibrationData:
     def search_set(self) -> HoldOut | None:
         """Samples on which a search measures plans, or None without a search, data or validation.
 
-        They are neither calibrated on nor part of the hold-out, because ranges fit their own calibration samples better
-        than any others. If fewer than 4 such samples remain, the search uses the calibration samples nevertheless.
+        With folds, these are all samples. Otherwise they are neither calibrated on nor part of the hold-out, because
+        ranges fit their own calibration samples better than any others. If fewer than 4 such samples remain, the search
+        uses the calibration samples nevertheless.
         """
         if self.spec is None or not (self.validates and self.has_search):
             return None
         # Without bounds a search only ranks the candidates, for which calibration samples are good enough.
         calibration_count = self._calibration_count() if self.has_bounds else 0
         remaining, holdout = self._split
+        if self.fold_count:
+            return replace(holdout, dataset=self.dataset, start=0, reuses_samples=False)
         reuses_samples = calibration_count > remaining.count - MIN_HOLDOUT_SAMPLES
         start = 0 if reuses_samples else calibration_count
         return replace(holdout, dataset=remaining, start=start, reuses_samples=reuses_samples)
@@ -188,12 +223,14 @@ class CalibrationData:
     def validation_set(self) -> HoldOut | None:
         """Samples for validation, or None without data or validation.
 
-        If the data was not split for calibration, these are all samples, or the last fifth if the data was used: by the
-        statistics, or by a search.
+        With folds, these are all samples. The same holds if the data was not split for calibration, unless statistics
+        or a search used it; then these are the last fifth.
         """
         if self.spec is None or not self.validates:
             return None
         holdout, calibration_count = self._split[1], self._calibration_count()
+        if self.fold_count:
+            return replace(holdout, start=0, reuses_samples=True)
         if calibration_count:
             return replace(holdout, reuses_samples=holdout.reuses_samples or calibration_count > holdout.start)
         holdout = replace(holdout, calibrated_on_other_data=self._range_stats is not None)

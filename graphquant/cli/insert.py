@@ -16,7 +16,7 @@ from graphquant.cli.output import (
     write_text_or_json,
 )
 from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import InsertOptions, ReadOptions
+from graphquant.utils.options import NO_TARGET, InsertOptions, ReadOptions
 from graphquant.utils.text import quantized_share_failure
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 @click.argument("model", type=PATH)
 @click.option("-o", "--output", type=PATH, help="Default: the name of MODEL with .quant in it.")
 @options_of(InsertOptions)
-@click.option(
-    "--strict",
-    is_flag=True,
-    help="Exit code 1 if an output is below 20 dB in the validation, or if a bound is inconclusive.",
-)
 @click.option("--dry-run", is_flag=True, help="Do everything except writing the model.")
 @click.option("--report", type=PATH, metavar="FILE", help="Write the result as JSON.")
 @HTML
@@ -39,7 +34,6 @@ if TYPE_CHECKING:
 def insert_command(
     model: Path,
     output: Path | None,
-    strict: bool,
     dry_run: bool,
     report: Path | None,
     html: Path | None,
@@ -53,7 +47,7 @@ def insert_command(
     cheapest plan that meets it; see docs/search.md.
     """
     settings = collect_options(InsertOptions, values)
-    _check_combinations(settings, strict=strict)
+    _check_combinations(settings)
     from graphquant import api
     from graphquant.api.models import default_output
 
@@ -70,10 +64,10 @@ def insert_command(
         result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
     _write_and_print(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
     note = "Nothing was written." if dry_run else f"{target} was written."
-    _exit_with_result(result, settings, note, strict=strict)
+    _exit_with_result(result, settings, note)
 
 
-def _check_combinations(settings: InsertOptions, *, strict: bool) -> None:
+def _check_combinations(settings: InsertOptions) -> None:
     """Reject options that exclude each other, or that need another option."""
     makes_plan = (settings.rules, settings.include, settings.exclude, settings.family, settings.algorithms)
     if settings.plan is not None and (any(makes_plan) or settings.requantize):
@@ -84,8 +78,8 @@ def _check_combinations(settings: InsertOptions, *, strict: bool) -> None:
     if settings.data is None and settings.samples is not None:
         raise UsageError("--samples limits the samples of --data. Add --data.")
     bounds = (settings.min_sqnr, settings.min_agreement, settings.max_accuracy_drop)
-    has_bounds = bounds != (None, None, None)
-    if (strict or has_bounds) and (not settings.validate or settings.data is None):
+    has_bounds = any(bound not in {None, NO_TARGET} for bound in bounds)
+    if (settings.strict or has_bounds) and (not settings.validate or settings.data is None):
         raise UsageError("--strict and bounds need the validation. Add --data, and remove --no-validate.")
     if settings.optimize == "latency" and settings.data is None:
         raise UsageError("--optimize latency runs the model on samples. Add --data.")
@@ -147,18 +141,13 @@ def _write_and_print(
         )
 
 
-def _exit_with_result(result: Result, settings: InsertOptions, written_note: str, *, strict: bool) -> None:
-    """Fail if the validation, the quantized share or the search missed a bound, or with `strict` is inconclusive."""
-    search = result.search
-    validation = result.validation or (search.search_validation if search is not None else None)
-    if validation is not None and validation.failures and (strict or validation.bounds):
-        raise FindingsError(f"The validation failed: {'; '.join(validation.failures)}. {written_note}")
+def _exit_with_result(result: Result, settings: InsertOptions, written_note: str) -> None:
+    """Fail if a bound or the quantized share is missed, or with `strict` if a bound is not proven."""
+    if result.failures:
+        raise FindingsError(f"The validation failed: {'; '.join(result.failures)}. {written_note}")
     minimum = settings.min_quantized
     if minimum is not None and (failure := quantized_share_failure(result.quantized_share, minimum)):
         raise FindingsError(f"{failure}. {written_note}")
-    if search is not None and not (search.bounds_met if strict else search.confirmed):
-        message = "; ".join(search.failures or search.caveats)
-        raise FindingsError(f"The search did not confirm the bounds: {message}. {written_note}")
 
 
 @click.command("strip")

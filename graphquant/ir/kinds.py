@@ -5,7 +5,11 @@ The op tables of all formats and the rule files use these words. Add a descripti
 
 from __future__ import annotations
 
-PSEUDO_KINDS = {"parameter": "any tensor whose value is known before the model runs", "*": "any op"}
+PSEUDO_KINDS = {
+    "parameter": "any tensor whose value is known before the model runs",
+    "stem": "a convolution above which no other op has a weight",
+    "*": "any op",
+}
 """Words that rule files may use in place of a kind, with their meaning. No op has one of them as its kind."""
 
 KINDS = {

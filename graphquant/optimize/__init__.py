@@ -10,6 +10,7 @@ from graphquant.optimize.algorithms import (
     run_precalibration_algorithms,
 )
 from graphquant.optimize.latency import TimeRatio, measure_time_ratio
-from graphquant.optimize.search import Objective, SearchTrace, search_plan
+from graphquant.optimize.repair import RepairRequest, RepairTrace, SearchBudget, Workspace, repair_plan
+from graphquant.optimize.search import Objective, SearchFold, SearchTrace, search_plan
 from graphquant.optimize.selection import search_cheapest_plan
 from graphquant.optimize.sensitivity import Sensitivity

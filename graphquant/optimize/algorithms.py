@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from graphquant import formats
 from graphquant.calibration import Stats, estimate_footprint
 from graphquant.errors import ModelError, UsageError, did_you_mean
-from graphquant.ir import Model, check_invariants, paused_gc
+from graphquant.ir import Model, TensorRef, Use, check_invariants, paused_gc
 from graphquant.numerics import DynamicQParams, IntType, QParams
 from graphquant.optimize.algorithm import (
     MIN_GAIN_STANDARD_ERRORS,
@@ -33,6 +33,7 @@ from graphquant.optimize.channel_statistics import sketch_sample_ranges
 from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATION, apply_cross_layer_equalization
 from graphquant.optimize.smoothquant import SMOOTHQUANT, apply_smoothquant
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, apply_adaround, apply_gptq
+from graphquant.optimize.weighted_ops import find_weighted_ops
 from graphquant.quantize import Plan, Site, Skip, SkipCode, Solution, solve_scales
 from graphquant.quantize.rewrite import InsertedPair, IntegerCache, rewrite
 from graphquant.rules import ALGORITHM_NAMES, NEGATION, ObserverConfig
@@ -113,6 +114,7 @@ class BuiltModel:
     insertions: list[InsertedPair]  # the inserted Q/DQ pairs
     params: dict[int, QParams | DynamicQParams]  # scale and zero point by index of the site
     skips: dict[int, Skip]  # sites that the solver skipped, by index
+    float_weights: bool = False  # True if weights are stored as floats
 
 
 def build_model(
@@ -125,6 +127,76 @@ def build_model(
     sketches, unobservable = (stats.sketches, stats.unobservable) if stats else ({}, {})
     solution = solve_scales(prepared, plan, sketches, unobservable)
     edits = run_postcalibration_algorithms(prepared, solution, plan, calibration_data)
+    return _rewrite_edited(edits, float_weights=float_weights)
+
+
+def rebuild_model(base: BuiltModel, plan: Plan, stats: Stats | None) -> BuiltModel:
+    """Build the model of another plan with the weight edits of `base`, without running the algorithms again.
+
+    `plan` may keep more sites in float and give activations other ranges, and `stats` may be others. Ops whose weight
+    stays float get their original weight and bias. The weights of both plans must have the same types.
+    """
+    sketches, unobservable = (stats.sketches, stats.unobservable) if stats else ({}, {})
+    prepared, edited = base.edits.prepared_model, base.edits.model
+    if edited is prepared:
+        edits = replace(base.edits, solution=solve_scales(prepared, plan, sketches, unobservable))
+        return _rewrite_edited(edits, float_weights=base.float_weights)
+    model = edited.copy()
+    weights = {use for site in plan.sites if site.parameter for use in site.uses}
+    for weighted in find_weighted_ops(prepared, base.edits.solution):
+        if weighted.weight not in weights:
+            for use in filter(None, (weighted.weight, weighted.bias)):
+                _restore_constant(prepared, model, use)
+    moved_plan = _follow_moved_constants(plan, prepared, model, base.edits.solution.plan)
+    solution = solve_scales(model, moved_plan, sketches, unobservable)
+    edits = replace(base.edits, model=model, solution=solution, integer_cache=None)
+    return _rewrite_edited(edits, float_weights=base.float_weights)
+
+
+def _restore_constant(prepared: Model, model: Model, use: Use) -> None:
+    """Let `use` read the constant of the prepared model again."""
+    tensor = prepared.graphs[use.graph].source_of(use)
+    graph = model.graphs[use.graph]
+    added = graph.source_of(use)
+    if added != tensor:
+        graph.set_source(use, tensor)
+        if added is not None and not graph.consumers(added):
+            model.graphs[added.graph].remove_op(added.op)
+    while tensor is not None:
+        op = prepared.op(tensor)
+        if model.op(tensor) is not op:
+            model.graphs[tensor.graph].replace_op(op)
+        tensor = next(iter(prepared.graphs[tensor.graph].slots(tensor.op)), None)
+
+
+def _follow_moved_constants(plan: Plan, prepared: Model, model: Model, edited_plan: Plan) -> Plan:
+    """Return the plan with the sites of constants that an algorithm added to the model."""
+    edited_sites = {use: site for site in edited_plan.sites for use in site.uses}
+
+    def new_source(use: Use) -> TensorRef | None:
+        source = model.graphs[use.graph].source_of(use)
+        return None if source == prepared.graphs[use.graph].source_of(use) else source
+
+    sites: list[Site] = []
+    for site in plan.sites:
+        moved_uses = [use for use in site.uses if site.parameter and new_source(use) is not None]
+        kept_uses = tuple(use for use in site.uses if use not in moved_uses)
+        sites += [replace(site, uses=kept_uses)] if kept_uses or not moved_uses else []
+        for use in moved_uses:
+            tensor = new_source(use) or site.tensor
+            sites.append(replace(site, tensor=tensor, uses=(use,), graph=use.graph, tie=(), clone_of=None))
+    planned_uses = {use for site in sites for use in site.uses}
+    quantized_ops = {(use.graph, use.op) for site in plan.sites if site.parameter for use in site.uses}
+    for use, site in edited_sites.items():
+        # A bias that an algorithm gave to an op without any.
+        is_added = use not in planned_uses and prepared.graphs[use.graph].source_of(use) is None
+        if is_added and (use.graph, use.op) in quantized_ops and model.graphs[use.graph].source_of(use) == site.tensor:
+            sites.append(site)
+    return replace(plan, sites=tuple(sites))
+
+
+def _rewrite_edited(edits: WeightEdits, *, float_weights: bool) -> BuiltModel:
+    """Rewrite the graph with the scales of the solution."""
     solved_plan, params, skips = edits.solution.plan, dict(edits.solution.params), dict(edits.solution.skips)
     for index, site in enumerate(solved_plan.sites if float_weights else ()):
         # A float weight is quantized at run time, and no op quantizes to int32.
@@ -135,7 +207,9 @@ def build_model(
     model, insertions = rewrite(
         edits.model, solved_plan, params, float_weights=float_weights, integer_cache=edits.integer_cache
     )
-    return BuiltModel(edits=edits, model=model, insertions=insertions, params=params, skips=skips)
+    return BuiltModel(
+        edits=edits, model=model, insertions=insertions, params=params, skips=skips, float_weights=float_weights
+    )
 
 
 def run_precalibration_algorithms(
@@ -239,7 +313,7 @@ def _algorithm_samples(prepared: Model, plan: Plan, calibration_data: Dataset) -
     count = ALGORITHM_SAMPLES
     if elements is not None:
         count = min(max(MAX_ACTIVATION_ELEMENTS // max(elements, 1), ALGORITHM_SAMPLES), MAX_ALGORITHM_SAMPLES)
-    feeds = list(_spread_samples(calibration_data, count))
+    feeds = list(spread_samples(calibration_data, count))
     return AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=create_runner)
 
 
@@ -249,7 +323,7 @@ def _quantized_weight_elements(prepared: Model, plan: Plan) -> int:
     return sum(math.prod(dim or 1 for dim in shape) for shape in shapes if shape is not None)
 
 
-def _spread_samples(batches: Dataset, count: int) -> Iterator[Feeds]:
+def spread_samples(batches: Dataset, count: int) -> Iterator[Feeds]:
     """Yield `count` samples from all over the data."""
     if batches.count <= count:
         yield from batches

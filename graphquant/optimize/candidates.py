@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from graphquant import formats
 from graphquant.analysis import match_sites
 from graphquant.analysis.model_summary import COPYING_KINDS
@@ -30,13 +28,15 @@ from graphquant.ir import (
     follow_to_end,
     merged_channel_shape,
 )
-from graphquant.numerics import DynamicQParams, IntType, QParams
+from graphquant.numerics import IntType
+from graphquant.optimize.blocks import Block, find_blocks
 from graphquant.optimize.sensitivity import (
     BATCH_SIZE,
     GroupSwitches,
     bisect_errors,
     chunk_sample_feeds,
     measure_sensitivity,
+    share_errors,
 )
 from graphquant.qdq import FAMILIES
 from graphquant.quantize import Plan, Site, Skip, SkipCode
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.holdout import HoldOut
     from graphquant.optimize.algorithms import BuiltModel
-    from graphquant.optimize.blocks import Block
     from graphquant.quantize.rewrite import InsertedPair
 
 BuildModel = Callable[[Plan], "BuiltModel"]
@@ -334,9 +333,26 @@ def quantizing_op(quantized_model: Model, output: TensorRef) -> OpKey:
     return output.graph, output.op
 
 
-MAX_GROUP_SAMPLES = 8  # samples on which the errors of groups of sites are measured
-BLOCK_MEASUREMENTS = 4
-"""Measured sets of groups for each block. Two are enough to measure each block alone, and two more look inside."""
+MIN_GROUP_SAMPLES, MAX_GROUP_SAMPLES = 8, 64
+"""Number of samples on which the errors of groups of sites are measured: few, but more in small models."""
+
+MAX_GROUP_ELEMENTS = 1 << 21  # maximum number of elements of all activations if there are more samples than the minimum
+
+
+def quantizing_ops_by_site(plan: Plan, built: BuiltModel) -> dict[int, list[OpKey]]:
+    """Return the ops that quantize each site of a plan, including copies that the solver or an algorithm added."""
+    index_by_use = {use: index for index, site in enumerate(plan.sites) for use in site.uses}
+    index_by_op = {(use.graph, use.op): index for use, index in index_by_use.items() if plan.sites[index].parameter}
+    ops: dict[int, list[OpKey]] = {}
+    for pair in built.insertions:
+        uses = pair.site.uses
+        known = (index_by_use[use] for use in uses if use in index_by_use)
+        # A bias that an algorithm added to an op belongs to a parameter of the op.
+        owners = (index_by_op[use.graph, use.op] for use in uses if (use.graph, use.op) in index_by_op)
+        index = next(known, next(owners, None) if pair.site.parameter else None)
+        if index is not None:
+            ops.setdefault(index, []).extend(quantizing_op(built.model, output) for output in pair.outputs)
+    return ops
 
 
 def switch_groups(
@@ -346,17 +362,16 @@ def switch_groups(
 
     `built` is the quantized model of the plan. Raises a ModelError if it cannot be run.
     """
-    pairs = insertions_by_site(plan, built.insertions)
-    op_groups = [
-        [quantizing_op(built.model, output) for index in group if index in pairs for output in pairs[index].outputs]
-        for group in groups
-    ]
+    ops = quantizing_ops_by_site(plan, built)
+    op_groups = [[op_key for index in group for op_key in ops.get(index, ())] for group in groups]
     runner = formats.format_module(prepared.format).create_runner(prepared)
-    batch_independent = estimate_footprint(
-        prepared, batch_independent=True
-    ).elements_per_sample is not None and is_batch_independent(runner, samples, BATCH_SIZE)
+    elements = estimate_footprint(prepared, batch_independent=True).elements_per_sample
+    batch_independent = elements is not None and is_batch_independent(runner, samples, MIN_GROUP_SAMPLES)
     inputs = {input_spec.name: input_spec.name for input_spec in runner.inputs}
-    feeds = chunk_sample_feeds(samples, inputs, batch_independent=batch_independent, max_samples=MAX_GROUP_SAMPLES)
+    count = MIN_GROUP_SAMPLES
+    if elements is not None:
+        count = min(max(MAX_GROUP_ELEMENTS // max(elements, 1), MIN_GROUP_SAMPLES), MAX_GROUP_SAMPLES)
+    feeds = chunk_sample_feeds(samples, inputs, batch_independent=batch_independent, max_samples=count)
     return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds))
 
 
@@ -368,7 +383,141 @@ def measure_block_errors(
     Blocks with negligible errors share the error of their run. Raises a ModelError if the model cannot be run.
     """
     switches = switch_groups(prepared, plan, built, [block.sites for block in blocks], samples)
-    return bisect_errors(switches.error, [[number] for number in range(len(blocks))], 2 * len(blocks))
+    parts = bisect_errors(switches.error, [[number] for number in range(len(blocks))], 2 * len(blocks))
+    errors = share_errors(parts)
+    return [errors[number] for number in range(len(blocks))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupErrors:
+    """Errors that groups of sites with one scale add at the outputs, measured by blocks."""
+
+    # Error that each candidate of a site adds, by index of the site and name. Sites of one group share its error.
+    errors: CandidateErrors
+    measured_sites: frozenset[int]  # sites whose error was measured alone, with the candidate of the rules
+    blocks: tuple[Block, ...]
+    runs: int  # number of runs
+    interrupted: bool  # True if Ctrl-C ended the measurements
+
+
+MEASUREMENTS_PER_BLOCK = 3  # two measure each block alone; the rest looks inside the blocks that matter
+MAX_SET_MEASUREMENTS = 48  # maximum number of measured sets of groups
+MAX_TRIED_BLOCKS = 6  # number of blocks, largest errors first, for which other candidates are tried
+
+
+class GroupTrials:
+    """Measurements of the groups of sites of a plan with one scale, by blocks first."""
+
+    def __init__(
+        self,
+        prepared: Model,
+        plan: Plan,
+        built: BuiltModel,
+        samples: Dataset,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Measure sites of `plan` on a few of the samples; `built` is its quantized model."""
+        self._prepared, self._plan, self._built, self._samples = prepared, plan, built, samples
+        self._progress = progress
+        indices = sorted(insertions_by_site(plan, built.insertions))
+        self._groups = group_shared_scales(plan, indices)
+        self.blocks = find_blocks(prepared, plan, indices)  # blocks of the model, in graph order
+        self._block_of_site = {index: number for number, block in enumerate(self.blocks) for index in block.sites}
+        # Groups by block. Tied sites in several blocks count for the first one. An unreachable graph adds no error.
+        self._members: list[list[int]] = [[] for _ in self.blocks]
+        for number, group in enumerate(self._groups):
+            if blocks := [self._block_of_site[index] for index in group if index in self._block_of_site]:
+                self._members[min(blocks)].append(number)
+        self.measured_sites: frozenset[int] = frozenset()  # sites whose error was measured alone
+        self.interrupted = False  # True if Ctrl-C ended the measurements
+        self.runs = 0  # number of runs
+        self._measured_sets = 0
+
+    def measure_candidates(self, rebuild: BuildModel) -> tuple[CandidateErrors, dict[str, Plan]]:
+        """Measure the error of each candidate of each site until `interrupted`. Return the errors and the plans.
+
+        Sites of one group share its error. `rebuild` builds the quantized model of a candidate plan. The errors of
+        candidates are measured for whole blocks, and only for those with the largest errors. Raises a ModelError if a
+        model cannot be run.
+        """
+        group_errors = dict.fromkeys(range(len(self._groups)), 0.0)
+        candidate_plans: dict[str, Plan] = {}
+        ratios: dict[tuple[int, str], float] = {}
+        try:
+            switches = switch_groups(self._prepared, self._plan, self._built, self._groups, self._samples)
+            group_errors |= self._measure_groups(switches)
+            candidate_plans = make_candidate_plans(self._prepared, self._plan)
+            for name, candidate_plan in candidate_plans.items():
+                if name != f"{WIDE_ACTIVATION_BITS} bits":
+                    built = rebuild(candidate_plan)
+                    ratios |= self._measure_ratios(name, candidate_plan, built, switches, group_errors)
+            self.runs += switches.runs
+        except KeyboardInterrupt:
+            self.interrupted = True
+        errors = {
+            index: self._site_errors(index, group_errors[number] / len(group), candidate_plans, ratios)
+            for number, group in enumerate(self._groups)
+            for index in group
+        }
+        return errors, candidate_plans
+
+    def _measure_groups(self, switches: GroupSwitches) -> dict[int, float]:
+        """Measure the error of each group with the candidate of the rules."""
+        limit = min(MEASUREMENTS_PER_BLOCK * len(self.blocks) + 1, MAX_SET_MEASUREMENTS)
+
+        def measure(on: Collection[int]) -> float:
+            error = switches.error(on)
+            self._measured_sets += 1
+            if self._progress is not None:
+                self._progress(self._measured_sets, limit)
+            return error
+
+        known = [[number for number in block if number in switches.groups] for block in self._members]
+        parts = bisect_errors(measure, known, limit)
+        self.measured_sites = frozenset(
+            index for numbers, _ in parts if len(numbers) == 1 for index in self._groups[numbers[0]]
+        )
+        unknown = {number for block in self._members for number in block} - switches.groups
+        return {**share_errors(parts), **dict.fromkeys(unknown, UNKNOWN_ERROR)}
+
+    def _measure_ratios(
+        self,
+        name: str,
+        candidate_plan: Plan,
+        built: BuiltModel,
+        switches: GroupSwitches,
+        group_errors: Mapping[int, float],
+    ) -> dict[tuple[int, str], float]:
+        """Measure the error of a candidate relative to the rules, for the blocks with the largest errors."""
+        ratios: dict[tuple[int, str], float] = {}
+        candidate = switch_groups(self._prepared, candidate_plan, built, self._groups, self._samples)
+        block_errors = [math.fsum(group_errors[group] for group in members) for members in self._members]
+        worst = sorted(range(len(self.blocks)), key=lambda number: -block_errors[number])
+        for number in worst[:MAX_TRIED_BLOCKS]:
+            sites = [index for group in self._members[number] for index in self._groups[group]]
+            rules_error = switches.error(self._members[number])
+            if rules_error and any(candidate_plan.sites[index] != self._plan.sites[index] for index in sites):
+                ratios[number, name] = candidate.error(self._members[number]) / rules_error
+        self.runs += candidate.runs
+        return ratios
+
+    def _site_errors(
+        self,
+        index: int,
+        rules_error: float,
+        candidate_plans: Mapping[str, Plan],
+        ratios: Mapping[tuple[int, str], float],
+    ) -> dict[str, float]:
+        """Return the error of each candidate of a site that is worth choosing."""
+        site, errors = self._plan.sites[index], {RULE_CANDIDATE: rules_error}
+        for name, candidate_plan in candidate_plans.items():
+            ratio = ratios.get((self._block_of_site.get(index, -1), name), math.inf)
+            if name == f"{WIDE_ACTIVATION_BITS} bits":
+                # Each bit halves the step, which divides the squared error by 4. A run would not tell more.
+                ratio = 4.0 ** (site.scheme.type.bits - WIDE_ACTIVATION_BITS)
+            if candidate_plan.sites[index] != site and ratio < MAX_ERROR_RATIO:
+                errors[name] = rules_error * ratio
+        return errors
 
 
 class CandidateTrials:
@@ -381,51 +530,7 @@ class CandidateTrials:
         self._batch_independent = estimate_footprint(
             prepared, batch_independent=True
         ).elements_per_sample is not None and is_batch_independent(self._runner, search_set.samples(), BATCH_SIZE)
-        self._runs = 0.0
         self.interrupted = False  # True if Ctrl-C ended an analysis
-        # Indices of the sites whose error was measured with the rules' candidate.
-        self.measured_sites: frozenset[int] = frozenset()
-
-    def runs_per_site(self, errors: CandidateErrors) -> float:
-        """Number of runs per site."""
-        return self._runs / max(len(errors), 1)
-
-    def measure_candidates(
-        self, plan: Plan, rules_build: BuiltModel, build: BuildModel
-    ) -> tuple[CandidateErrors, dict[str, Plan]]:
-        """Measure the error of each candidate of each site until `interrupted`. Return the errors and the plans.
-
-        `plan` is that of the rules, and `rules_build` its quantized model. Raises a ModelError if a model cannot be
-        run.
-        """
-        rules_pairs = insertions_by_site(plan, rules_build.insertions)
-        measured = self.measure_errors(rules_build.model, rules_pairs, rules_pairs)
-        self.measured_sites = frozenset(measured)
-        errors: CandidateErrors = {i: {RULE_CANDIDATE: measured.get(i, UNKNOWN_ERROR)} for i in rules_pairs}
-        candidate_plans = make_candidate_plans(self._prepared, plan)
-        tried_params = {index: {_params_key(pair.params)} for index, pair in rules_pairs.items()}
-        for name, candidate_plan in candidate_plans.items():
-            if self.interrupted:
-                break
-            changed_sites = [i for i in rules_pairs if candidate_plan.sites[i] != plan.sites[i]]
-            if name == f"{WIDE_ACTIVATION_BITS} bits":
-                # Each bit halves the step, which divides the squared error by 4. A run would not tell more.
-                measured = {
-                    i: errors[i][RULE_CANDIDATE] * 4.0 ** (plan.sites[i].scheme.type.bits - WIDE_ACTIVATION_BITS)
-                    for i in changed_sites
-                }
-            else:
-                built = build(candidate_plan)
-                pairs = insertions_by_site(candidate_plan, built.insertions)
-                keys = {index: _params_key(pair.params) for index, pair in pairs.items()}
-                untried = [i for i in changed_sites if i in pairs and keys[i] not in tried_params[i]]
-                measured = self.measure_errors(built.model, pairs, untried) if untried else {}
-                for index, key in keys.items():
-                    tried_params.setdefault(index, set()).add(key)
-            for index, error in measured.items():
-                if error < MAX_ERROR_RATIO * errors[index][RULE_CANDIDATE]:
-                    errors[index][name] = error
-        return errors, candidate_plans
 
     def measure_errors(
         self, quantized_model: Model, pairs: Mapping[int, InsertedPair], indices: Collection[int]
@@ -446,7 +551,6 @@ class CandidateTrials:
             only=all_ops,
             progress=stage_progress(self._progress, "sensitivity"),
         )
-        self._runs += sensitivity.runs
         self.interrupted |= sensitivity.interrupted
         errors = {op_key: error for op_key, error in sensitivity.errors.items() if math.isfinite(error)}
         live_graphs = {*quantized_model.reachable_graphs()}
@@ -456,9 +560,3 @@ class CandidateTrials:
             for index, op_keys in ops_by_site.items()
             if errors.keys() >= set(op_keys)
         }
-
-
-def _params_key(params: QParams | DynamicQParams) -> object:
-    if isinstance(params, DynamicQParams):
-        return params
-    return params.type, params.axis, np.asarray(params.scale).tobytes(), np.asarray(params.zero_point).tobytes()

@@ -279,13 +279,18 @@ class TimeRatio:
 
 
 def measure_time_ratio(
-    first_run: TimedRun, second_run: TimedRun, *, seconds: float, clock: Clock = time.process_time
+    first_run: TimedRun,
+    second_run: TimedRun,
+    *,
+    seconds: float,
+    clock: Clock = time.process_time,
+    min_rounds: int = MIN_ROUNDS,
 ) -> TimeRatio:
     """Time two functions in alternating slices of a few runs; the order alternates too.
 
     The clock counts processor time, so other programs do not lengthen the runs of one thread. Other load of the machine
-    in a round affects both functions, so ratios are more reliable than times. The limit of `seconds` applies unless the
-    ratio is known precisely before.
+    in a round affects both functions, so ratios are more reliable than times. The limit of `seconds` applies after
+    `min_rounds`, unless the ratio is known precisely before.
     """
     runs = []
     for run in (first_run, second_run):
@@ -298,9 +303,10 @@ def measure_time_ratio(
         order = (1, 0) if len(pairs) % 2 else (0, 1)
         slices = {index: _shortest_block_seconds(*runs[index], clock) for index in order}
         pairs.append((slices[0], slices[1]))
-        if len(pairs) >= MIN_ROUNDS:
+        is_over = clock() >= end
+        if len(pairs) >= (min_rounds if is_over else MIN_ROUNDS):
             result = _median_with_bounds(pairs)
-            if clock() >= end or result.high - result.low < MAX_RATIO_WIDTH:
+            if is_over or result.high - result.low < MAX_RATIO_WIDTH:
                 return result
 
 
@@ -380,3 +386,16 @@ class LatencyTimer:
         """Return the median ratio of several pairs of new sessions. Memory layout changes times by some percent."""
         ratios = [self.time_ratio(self.make_run(model), self.make_run(baseline)) for _ in range(pairs)]
         return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]
+
+
+REPORT_SECONDS = 0.3  # processor seconds of the comparison with float in the report of `insert`, besides the first runs
+MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
+
+
+def time_beside_float(source: Model, quantized: Model, batches: Dataset) -> TimeRatio:
+    """Return the time of a quantized model relative to float, from runs in turn within about a second.
+
+    Raises a ModelError if a model cannot be run, and a DataError if a sample does not fit the model.
+    """
+    timer = LatencyTimer.for_data(source, batches, as_tflite=False)
+    return measure_time_ratio(timer.make_run(quantized), timer.make_run(source), seconds=REPORT_SECONDS, min_rounds=1)

@@ -12,19 +12,23 @@ Latency needs no bound. Without any gain in latency, the search returns a plan i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from graphquant.analysis.validation import Bounds, Validation, measure_tensor_sizes, validate_model
-from graphquant.errors import UsageError
+from graphquant.analysis import match_sites
+from graphquant.analysis.validation import Bounds, FoldValidator, Validation, measure_tensor_sizes
+from graphquant.backends import judge_ops
+from graphquant.errors import ModelError, UsageError
+from graphquant.optimize.algorithms import rebuild_model
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
+    HIGH_PRECISION_CANDIDATES,
     RULE_CANDIDATE,
     BuildModel,
     CandidateErrors,
-    CandidateTrials,
+    GroupTrials,
     ScaleGroup,
     byte_costs,
     insertions_by_site,
@@ -32,11 +36,12 @@ from graphquant.optimize.candidates import (
     make_candidate_plans,
     make_scale_groups,
     quantizing_op,
+    quantizing_ops_by_site,
     replace_sites,
 )
 from graphquant.optimize.latency import LatencyTimer, PlanProfiler, TimeRatio, make_latency_groups, minimize_latency
-from graphquant.optimize.selection import PlanQuality, Selection, search_cheapest_plan
-from graphquant.optimize.sensitivity import Sensitivity
+from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
+from graphquant.optimize.sensitivity import Sensitivity, SiteBypass
 from graphquant.optimize.size_budget import (
     SizedPlan,
     WeightBitsChooser,
@@ -44,13 +49,18 @@ from graphquant.optimize.size_budget import (
     model_constant_bytes,
     parse_size_budget,
 )
+from graphquant.optimize.weight_rounding import ADAROUND, GPTQ
 from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
+    from graphquant.analysis.validation import BoundStatus
+    from graphquant.calibration import Stats
+    from graphquant.calibration.data import Dataset
     from graphquant.calibration.holdout import CalibrationData, HoldOut
     from graphquant.ir import Model, OpKey, TensorRef, Use
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel
+    from graphquant.optimize.repair import RepairTrace
     from graphquant.quantize import Plan
 
 SEARCH_RULE, LATENCY_RULE = "search", "latency"
@@ -118,6 +128,7 @@ class SearchTrace:
     float_reason: str = ""  # reason why nothing is quantized, or ""
     # If the chosen plan quantizes nothing, the bounds that the best other plan misses.
     missed_bounds: tuple[str, ...] = ()
+    repair: RepairTrace | None = None  # changes for the default target; None if the default plan met it
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -130,14 +141,14 @@ class SearchTrace:
         return () if self.search_validation is None else self.search_validation.caveats
 
     @property
-    def bounds_met(self) -> bool:
-        """True if the search samples confirm all bounds, or there are none."""
-        return not self.failures and not self.caveats
+    def status(self) -> BoundStatus | None:
+        """Status of the bounds on the search samples; None without bounds."""
+        return None if self.search_validation is None else self.search_validation.status
 
     @property
-    def confirmed(self) -> bool:
-        """True if the bounds are confirmed as well as these samples allow, or there are none."""
-        return self.search_validation is None or self.search_validation.confirmed
+    def bounds_met(self) -> bool:
+        """True if the search samples meet all bounds with confidence, or there are none."""
+        return self.status in {None, "met"}
 
     @property
     def all_float(self) -> bool:
@@ -153,17 +164,29 @@ class SearchTrace:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchFold:
+    """A part of the samples on which a search measures plans, and the ranges and algorithms of all other samples."""
+
+    held_out: HoldOut  # the samples of the part
+    build: BuildModel  # builds the quantized model of a plan without these samples
+    stats: Stats | None  # statistics without these samples; None if no range depends on data
+
+
 def search_plan(
     source: Model,
     rules_state: PreCalibrationState,
     build: BuildModel,
+    stats: Stats | None,
     objective: Objective,
     data: CalibrationData,
+    folds: Sequence[SearchFold] = (),
     progress: Progress | None = None,
 ) -> tuple[BuiltModel, SearchTrace | None]:
     """Search the plan of the lowest cost that keeps the limits of an objective.
 
-    `rules_state` has the prepared model and the plan of the rules, and `build` builds the quantized model of a plan.
+    `rules_state` has the prepared model and the plan of the rules, and `build` builds the quantized model of a plan
+    with the ranges `stats`. Plans are measured on `folds`, by default on one that consists of the search samples.
 
     Returns:
         The quantized model of the chosen plan, and the trace of the search; None if there was nothing to search.
@@ -174,16 +197,18 @@ def search_plan(
         UsageError: A bound applies to no output, or the size budget is invalid or cannot be met.
     """
     search_set = data.search_set
-    stages = _SearchStages(source, rules_state.model, build, objective, search_set, progress)
+    if search_set is not None and not folds:
+        folds = (SearchFold(held_out=search_set, build=build, stats=stats),)
+    stages = _SearchStages(source, rules_state.model, build, stats, objective, search_set, tuple(folds), progress)
     unchanged = trace = SearchTrace(minimize=objective.minimize, plan=rules_state.plan)
     trace = stages.choose_weight_bits(trace)
-    timer, float_costs = None, None
+    timer, float_costs, built = None, None, None
     if objective.minimize == "latency":
         timer = LatencyTimer.for_data(source, data.dataset, as_tflite=objective.as_tflite)
         trace, float_costs = stages.choose_fastest_sites(trace, timer)
     if search_set is not None and objective.bounds and trace.plan.sites:
-        trace = stages.meet_bounds(trace, search_set, float_costs)
-    built = build(trace.plan)
+        trace, built = stages.meet_bounds(trace, float_costs)
+    built = built or build(trace.plan)
     if timer is not None:
         confirmed = stages.confirm_gain(trace, timer, built.model)
         if confirmed.plan is not trace.plan:
@@ -201,14 +226,18 @@ class _SearchStages:
     source: Model
     prepared: Model
     build: BuildModel
+    stats: Stats | None
     objective: Objective
     search_set: HoldOut | None
+    folds: tuple[SearchFold, ...]
     progress: Progress | None
 
-    def _validate(self, model: Model) -> Validation:
-        if self.search_set is None:
+    def _validate(self, plan: Plan) -> Validation:
+        """Validate a plan, with its algorithms, on the folds."""
+        if not self.folds:
             raise ValueError("a validation needs search samples")
-        return validate_model(self.source, model, self.search_set, self.objective.bounds, None, include_sites=False)
+        validator = FoldValidator(self.source, [fold.held_out for fold in self.folds], self.objective.bounds)
+        return validator.validate([fold.build(plan).model for fold in self.folds])
 
     def choose_weight_bits(self, trace: SearchTrace) -> SearchTrace:
         """Choose the weight bit widths of least error within the budget, or of least size within the bounds."""
@@ -237,7 +266,7 @@ class _SearchStages:
         if families_with_float_weights(plan) or not make_candidate_plans(self.prepared, plan, small=True):
             return trace
         rules_model = self.build(plan).model
-        if not self._validate(rules_model).confirmed:
+        if self._validate(plan).failures:
             return trace
         report = stage_progress(self.progress, "searching")
         failing_size, passing_size = -math.inf, model_constant_bytes(rules_model)
@@ -250,7 +279,7 @@ class _SearchStages:
                     break
                 if sized.size <= failing_size:
                     failing_size = limit  # No plan has a size between the two.
-                elif self._validate(self.build(sized.plan).model).confirmed:
+                elif not self._validate(sized.plan).failures:
                     trace, passing_size = self._with_sized_plan(trace, sized, chooser, None), sized.size
                 else:
                     failing_size = sized.size
@@ -344,71 +373,294 @@ class _SearchStages:
             float_reason=reason,
         )
 
-    def meet_bounds(self, trace: SearchTrace, search_set: HoldOut, costs: Mapping[OpKey, float] | None) -> SearchTrace:
-        """Choose the candidates of the lowest cost that meet the bounds; weights with a chosen bit width stay."""
+    def meet_bounds(self, trace: SearchTrace, costs: Mapping[OpKey, float] | None) -> tuple[SearchTrace, BuiltModel]:
+        """Choose the candidates of the lowest cost that meet the bounds; weights with a chosen bit width stay.
+
+        Return also the quantized model of the plan.
+        """
         plan, bounds = trace.plan, self.objective.bounds
         rules_build = self.build(plan)
-        rules_validation = self._validate(rules_build.model)
+        measurer = PlanMeasurer(self.source, self.prepared, plan, rules_build, self.folds, bounds)
+        rules_validation = measurer.validate(plan)
         if rules_validation.unmeasurable_bounds:
             raise UsageError(
                 f"Some bounds cannot be measured: {'; '.join(rules_validation.unmeasurable_bounds)}. Remove them."
             )
         unchanged = replace(trace, plans=1, search_validation=rules_validation)
-        if rules_validation.confirmed or rules_validation.comparison is None or not rules_build.insertions:
-            return unchanged
-        trials = CandidateTrials(self.prepared, search_set, self.progress)
-        errors, candidate_plans = trials.measure_candidates(plan, rules_build, self.build)
+        if not rules_validation.failures or rules_validation.comparison is None or not rules_build.insertions:
+            return unchanged, rules_build
+        report = stage_progress(self.progress, "sensitivity")
+        trials = GroupTrials(self.prepared, plan, *measurer.first_fold(), report)
+        errors, candidate_plans = trials.measure_candidates(measurer.rebuild_first_fold)
         if trials.interrupted:
-            return replace(unchanged, interrupted=True, runs_per_site=trials.runs_per_site(errors))
+            return replace(unchanged, interrupted=True), rules_build
         fixed_sites = [index for index, site in enumerate(plan.sites) if site.uses[0] in trace.sized_weights]
         groups = make_scale_groups(self.prepared, plan, sorted(errors), errors, fixed_sites)
-        drafts = _CandidatePlans(plan, candidate_plans, groups, errors, bounds)
-        rules_selection: Selection = (0,) * len(groups)
-        validations, quantizing = {rules_selection: rules_validation}, {rules_selection}
-
-        def measure(selection: Selection) -> PlanQuality:
-            if selection not in validations:
-                built = self.build(drafts.build_plan(selection))
-                validations[selection] = self._validate(built.model)
-                quantizing.update([selection] if built.insertions else [])
-            validation = validations[selection]
-            return PlanQuality(met=validation.confirmed, sqnr=_worst_confirmed_sqnr(validation))
-
         if not costs:
             # Latency falls back to MACs if the runtime reports no times of ops.
-            if self.objective.minimize == "size":
-                costs = byte_costs(self.prepared)
-            else:
-                costs = mac_costs(self.prepared, measure_tensor_sizes(self.prepared, search_set.samples()))
-        result = search_cheapest_plan(
-            groups, costs, measure, target_sqnr=bounds.min_sqnr, progress=stage_progress(self.progress, "searching")
+            costs = self._costs(measurer.samples)
+        float_ops = _ops_in_float_anyway(plan, rules_build.model) & costs.keys()
+        search = _BoundSearch(plan, candidate_plans, groups, errors, bounds, measurer, rules_validation)
+        result = search.run(
+            {op: 0.0 if op in float_ops else cost for op, cost in costs.items()},
+            [block.ops for block in trials.blocks],
+            stage_progress(self.progress, "searching"),
         )
-        changed = drafts.changed_candidates(result.selection)
-        best = max((validations[selection] for selection in quantizing), key=_worst_confirmed_sqnr)
+        changed = result.changed
         quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
-        validation_runs = 2 * len(validations) * search_set.samples().count / len(errors)
         trace = trace.with_candidates({plan.sites[i].tensor: name for i, name in changed.items()})
         sensitivities = {
-            plan.sites[i].tensor: _error_to_db(errors[i][RULE_CANDIDATE])
+            plan.sites[i].tensor: _error_to_db(errors[i][RULE_CANDIDATE]) if i in trials.measured_sites else None
             for i, name in changed.items()
             if name == FLOAT_CANDIDATE
         }
-        return replace(
+        in_float = float_ops | result.float_ops
+        validation_runs = (result.validations + 1) * measurer.samples.count
+        trace = replace(
             trace,
-            plan=drafts.build_plan(result.selection),
-            missed_bounds=() if result.selection in quantizing else best.failures or best.caveats,
+            plan=result.plan,
+            missed_bounds=result.missed_bounds,
             float_tensors={**trace.float_tensors, **sensitivities},
             interrupted=trace.interrupted or result.interrupted,
-            plans=result.plans,
-            cost=result.cost,
-            runs_per_site=trials.runs_per_site(errors) + validation_runs,
-            search_validation=validations[result.selection],
+            plans=result.validations,
+            cost=math.fsum(costs[op] for op in in_float) / (math.fsum(costs.values()) or 1.0),
+            runs_per_site=(trials.runs + validation_runs) / len(errors),
+            search_validation=result.validation,
             site_errors={
                 new_index: errors[i][changed.get(i, RULE_CANDIDATE)]
                 for new_index, i in enumerate(quantized)
                 if i in trials.measured_sites
             },
         )
+        return trace, measurer.build_final(trace.plan, self.build, self.stats)
+
+    def _costs(self, samples: Dataset) -> dict[OpKey, float]:
+        """Return the cost of each op in float: bytes of its weights, or multiply-adds."""
+        if self.objective.minimize == "size":
+            return byte_costs(self.prepared)
+        return mac_costs(self.prepared, measure_tensor_sizes(self.prepared, samples))
+
+
+def _ops_in_float_anyway(plan: Plan, quantized_model: Model) -> frozenset[OpKey]:
+    """Return the ops that ONNX Runtime runs in float although they are quantized, so that float costs nothing."""
+    if not (quantized_model.traits.judgeable and plan.for_onnxruntime):
+        return frozenset()
+    try:
+        verdicts = judge_ops(quantized_model, "onnxruntime")
+    except (ModelError, OSError):  # the validation reports a model that cannot be loaded
+        return frozenset()
+    return frozenset((verdict.graph, verdict.op) for verdict in verdicts if verdict.status == "float")
+
+
+MAX_MARGIN_DB = 1.0
+"""Largest margin in dB by which a changed plan should exceed its bound. The margin is the standard error between
+samples, so that the plan more likely than not meets the bound on other samples. A larger one would cost int8 ops."""
+
+MAX_SEARCHES = 3  # maximum number of searches, each of which aims higher by the miss of the previous plan
+
+
+class PlanMeasurer:
+    """Validations of plans on folds, with the weight edits that the algorithms made for the plan of the rules.
+
+    A plan that keeps more sites in float is measured on the model of the rules with these sites bypassed.
+    """
+
+    def __init__(
+        self,
+        source: Model,
+        prepared: Model,
+        plan: Plan,
+        built: BuiltModel,
+        folds: Sequence[SearchFold],
+        bounds: Bounds,
+    ) -> None:
+        """Measure variants of `plan`, whose model with ranges from all samples is `built`."""
+        self._prepared, self._plan, self._built, self._folds = prepared, plan, built, folds
+        self._validator = FoldValidator(source, [fold.held_out for fold in folds], bounds)
+        self._recent_builds: list[tuple[Plan, list[BuiltModel]]] = []  # of the last plans, the newest last
+        self._bypasses: tuple[Plan, list[SiteBypass]] | None = None
+
+    @property
+    def samples(self) -> Dataset:
+        """The samples of the first fold."""
+        return self._folds[0].held_out.samples()
+
+    def first_fold(self) -> tuple[BuiltModel, Dataset]:
+        """Return the model of the rules of the first fold, and the samples of the fold."""
+        return self._builds(self._plan)[0], self.samples
+
+    def rebuild_first_fold(self, plan: Plan) -> BuiltModel:
+        """Return the model of a plan for the first fold."""
+        return self._build_fold(self._folds[0], plan)
+
+    def validate(self, plan: Plan) -> Validation:
+        """Validate a plan on all folds."""
+        return self._validator.validate([built.model for built in self._builds(plan)])
+
+    def validate_bypassed(self, plan: Plan, float_sites: Collection[int]) -> Validation:
+        """Validate a plan with further sites in float, by index in `plan`."""
+        if self._bypasses is None or self._bypasses[0] is not plan:
+            bypasses = [
+                SiteBypass(built.model, match_sites(self._prepared, built.model), quantizing_ops_by_site(plan, built))
+                for built in self._builds(plan)
+            ]
+            self._bypasses = plan, bypasses
+        return self._validator.validate([bypass.make_model(float_sites) for bypass in self._bypasses[1]])
+
+    def build_final(self, plan: Plan, build: BuildModel, stats: Stats | None) -> BuiltModel:
+        """Return the model of a plan with ranges from all samples."""
+        if plan is self._plan:
+            return self._built
+        fits = self._fits_edits(plan)
+        return rebuild_model(self._built, plan, stats) if fits else build(plan)
+
+    def _builds(self, plan: Plan) -> list[BuiltModel]:
+        known = next((builds for recent, builds in self._recent_builds if recent is plan), None)
+        if known is None:
+            known = [self._build_fold(fold, plan) for fold in self._folds]
+            self._recent_builds = [*self._recent_builds[-1:], (plan, known)]
+        return known
+
+    def _build_fold(self, fold: SearchFold, plan: Plan) -> BuiltModel:
+        fits = self._fits_edits(plan)
+        return rebuild_model(self._built, plan, fold.stats) if fits else fold.build(plan)
+
+    def _fits_edits(self, plan: Plan) -> bool:
+        """Return True if the weight edits for the plan of the rules fit `plan`.
+
+        Rounding algorithms fit the weights so closely to their samples that they run again without those of the fold.
+        """
+        schemes = {use: site.scheme for site in self._plan.sites if site.parameter for use in site.uses}
+        same_weights = all(
+            schemes.get(use) == site.scheme for site in plan.sites if site.parameter for use in site.uses
+        )
+        return same_weights and {GPTQ, ADAROUND}.isdisjoint(plan.algorithms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BoundResult:
+    """Result of a search for bounds."""
+
+    plan: Plan
+    validation: Validation  # validation of the plan
+    changed: dict[int, str]  # candidates of the sites that differ from the rules, by index
+    float_ops: frozenset[OpKey]  # ops that the plan keeps in float
+    validations: int  # number of validated plans
+    missed_bounds: tuple[str, ...]  # if the plan quantizes nothing, the bounds that the best other plan misses
+    interrupted: bool
+
+
+class _BoundSearch:
+    """The search for the cheapest plan within bounds, once the errors of the candidates are known."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        candidate_plans: Mapping[str, Plan],
+        groups: Sequence[ScaleGroup],
+        errors: CandidateErrors,
+        bounds: Bounds,
+        measurer: PlanMeasurer,
+        rules_validation: Validation,
+    ) -> None:
+        self._plan, self._bounds, self._measurer, self._errors = plan, bounds, measurer, errors
+        self._candidate_plans = candidate_plans
+        self._validations: dict[tuple[tuple[int, str], ...], Validation] = {(): rules_validation}
+        # Better ranges cost no multiply-adds, so they come first, if they bring a gain together.
+        self._groups = [_choose_quantized_candidate(group, best=True) for group in groups]
+        self._drafts = self._make_drafts()
+        self._base_plan = self._drafts.build_plan((0,) * len(groups))
+        if self._base_plan != plan:
+            better = measurer.validate(self._base_plan)
+            if _worst_sqnr(better) <= _worst_sqnr(rules_validation) and better.failures:
+                self._groups = [_choose_quantized_candidate(group, best=False) for group in groups]
+                self._drafts, self._base_plan = self._make_drafts(), plan
+            else:
+                self._validations[self._key((0,) * len(groups))] = better
+        else:
+            self._base_plan = plan
+
+    def _make_drafts(self) -> _CandidatePlans:
+        return _CandidatePlans(self._plan, self._candidate_plans, self._groups, self._errors, self._bounds)
+
+    def _key(self, selection: Selection) -> tuple[tuple[int, str], ...]:
+        return tuple(sorted(self._drafts.changed_candidates(selection).items()))
+
+    def run(
+        self,
+        costs: Mapping[OpKey, float],
+        blocks: Sequence[frozenset[OpKey]],
+        progress: Callable[[int, int], None] | None,
+    ) -> _BoundResult:
+        """Search until the chosen plan, built as it will be, meets the bounds, or cannot."""
+        raised_aim, target = 0.0, self._bounds.min_sqnr
+        interrupted = False
+        for attempt in range(MAX_SEARCHES):
+            result = search_cheapest_plan(
+                self._groups,
+                costs,
+                lambda selection, extra=raised_aim: self._measure(selection, extra),  # type: ignore[misc]
+                target_sqnr=None if target is None else target + raised_aim,
+                blocks=blocks,
+                progress=progress,
+            )
+            interrupted |= result.interrupted
+            selection, plan = result.selection, self._drafts.build_plan(result.selection)
+            validation = self._validations[self._key(selection)]
+            if any(self._groups[i].candidates[index].high_precision for i, index in enumerate(selection)):
+                # The bypassed model of a fold differs slightly from the built one.
+                validation = self._measurer.validate(plan)
+            if target is None or interrupted or not validation.failures or attempt == MAX_SEARCHES - 1:
+                break
+            if not plan.sites or not result.quality.met:
+                break
+            raised_aim += max(target - _worst_sqnr(validation), 0.0) + MIN_RAISE_DB
+        self._validations[self._key(selection)] = validation
+        quantizing = {key: known for key, known in self._validations.items() if not self._is_all_float(key)}
+        best = max(quantizing.values(), key=_worst_sqnr)
+        return _BoundResult(
+            plan=plan,
+            validation=validation,
+            changed=dict(self._key(selection)),
+            float_ops=high_precision_ops(self._groups, selection),
+            validations=len(self._validations),
+            missed_bounds=best.failures or best.caveats if self._is_all_float(self._key(selection)) else (),
+            interrupted=interrupted,
+        )
+
+    def _is_all_float(self, key: tuple[tuple[int, str], ...]) -> bool:
+        float_sites = {index for index, name in key if name == FLOAT_CANDIDATE}
+        return {index for group in self._groups for index in group.sites} <= float_sites
+
+    def _measure(self, selection: Selection, extra: float) -> PlanQuality:
+        """Return the quality of a selection; the bound is `extra` dB higher."""
+        key = self._key(selection)
+        if key not in self._validations:
+            names = dict(key)
+            high_precision = {
+                index for index, name in names.items() if name in HIGH_PRECISION_CANDIDATES and name != FLOAT_CANDIDATE
+            }
+            if high_precision:
+                validation = self._measurer.validate(self._drafts.build_plan(selection))
+            else:
+                float_sites = [index for index, name in names.items() if name == FLOAT_CANDIDATE]
+                validation = self._measurer.validate_bypassed(self._base_plan, float_sites)
+            self._validations[key] = validation
+        validation = self._validations[key]
+        sqnr = _worst_sqnr(validation) - min(_standard_error_of_worst(validation), MAX_MARGIN_DB)
+        target = self._bounds.min_sqnr
+        return PlanQuality(met=not validation.failures and (target is None or sqnr >= target + extra), sqnr=sqnr)
+
+
+MIN_RAISE_DB = 0.3  # smallest step in dB by which the aim of a search is raised
+
+
+def _choose_quantized_candidate(group: ScaleGroup, *, best: bool) -> ScaleGroup:
+    """Return the group with one candidate that costs nothing: the best, or that of the rules, and the others."""
+    quantized = [candidate for candidate in group.candidates if not candidate.high_precision]
+    high = [candidate for candidate in group.candidates if candidate.high_precision]
+    chosen = min(quantized, key=lambda candidate: candidate.error) if best else quantized[0]
+    return replace(group, candidates=(chosen, *high))
 
 
 def _with_float_sites(plan: Plan, float_sites: Iterable[int], reason: str) -> Plan:
@@ -416,11 +668,17 @@ def _with_float_sites(plan: Plan, float_sites: Iterable[int], reason: str) -> Pl
     return replace_sites(plan, dict.fromkeys(float_sites), LATENCY_RULE, lambda _index: reason)
 
 
-def _worst_confirmed_sqnr(validation: Validation) -> float:
-    """Return the SQNR in dB that the worst output has with confidence; -1 if none was measured."""
+def _worst_sqnr(validation: Validation) -> float:
+    """Return the SQNR in dB of the worst output; -1 if none was measured."""
     outputs = () if validation.comparison is None else validation.comparison.outputs
-    sqnrs = [output.sqnr if output.sqnr_lower_bound is None else output.sqnr_lower_bound for output in outputs]
-    return min((sqnr for sqnr in sqnrs if sqnr is not None), default=-1.0)
+    return min((output.sqnr for output in outputs if output.sqnr is not None), default=-1.0)
+
+
+def _standard_error_of_worst(validation: Validation) -> float:
+    """Return the standard error in dB of the worst output's SQNR."""
+    outputs = () if validation.comparison is None else validation.comparison.outputs
+    known = [output for output in outputs if output.sqnr is not None]
+    return min(known, key=lambda output: output.sqnr or 0.0).sqnr_standard_error if known else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,20 @@ NEGLIGIBLE_ERROR_SHARE = 0.05  # share of the error sum that is below the uncert
 SUM_TOLERANCE = 1e-9  # relative tolerance of a sum of errors
 
 
-def choose_selection(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> Selection:
+def choose_selection(
+    groups: Sequence[ScaleGroup],
+    costs: Mapping[OpKey, float],
+    max_error: float,
+    blocks: Sequence[frozenset[OpKey]] = (),
+) -> Selection:
     """Choose the candidate of each group, by index, so that the errors add up to at most `max_error`.
 
-    `costs` are those of ops in high precision, and `max_error` is a share of the outputs.
+    `costs` are those of ops in high precision, and `max_error` is a share of the outputs. The ops of a block may become
+    float together, which also frees the tensors between them.
     """
     ops = sorted({op for group in groups for op in group.ops})
     if len(ops) > MAX_EXHAUSTIVE_OPS:
-        return settle_selection(groups, _greedy_high_ops(groups, costs, max_error), max_error)
+        return settle_selection(groups, _greedy_high_ops(groups, costs, max_error, blocks), max_error)
     best = math.inf, settle_selection(groups, frozenset(ops), max_error)
     change_cost = FLOAT_GROUP_COST * max(sum(costs.values()), 1.0)
     for price, op_set in _op_sets_by_cost(ops, costs):
@@ -124,8 +130,16 @@ def _op_sets_by_cost(ops: Sequence[OpKey], costs: Mapping[OpKey, float]) -> list
     return sorted(priced, key=lambda entry: entry[0])
 
 
-def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> frozenset[OpKey]:
-    """Choose ops by their error reduction per cost, then return ops to integers, the most expensive first."""
+def _greedy_high_ops(
+    groups: Sequence[ScaleGroup],
+    costs: Mapping[OpKey, float],
+    max_error: float,
+    blocks: Sequence[frozenset[OpKey]] = (),
+) -> frozenset[OpKey]:
+    """Choose ops by their error reduction per cost, then return ops to integers, the most expensive first.
+
+    A step is the ops of one group, or those of a whole block.
+    """
     indices_by_op: dict[OpKey, list[int]] = {}
     lowest_errors, reductions = list[float](), list[float]()
     for index, group in enumerate(groups):
@@ -134,26 +148,29 @@ def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float],
         quantized = [candidate for candidate in group.candidates if not (candidate.high_precision and group.ops)]
         lowest_errors.append(min(candidate.error for candidate in quantized))
         reductions.append(lowest_errors[-1] - min(candidate.error for candidate in group.candidates))
+    # Each step has its ops, and its own group if no op reads that one.
+    known_ops = indices_by_op.keys()
+    steps = [(group.ops, index) for index, group in enumerate(groups) if reductions[index]]
+    steps += [(block & known_ops, -1) for block in blocks if len(block & known_ops) > 1]
     high_ops: set[OpKey] = set()
-    error, float_groups = sum(lowest_errors), set[int]()
+    error, float_groups = fsum(lowest_errors), set[int]()
 
-    def freed_groups(index: int) -> set[int]:
-        """Return the group and those that no quantized op reads once the ops of the group run in high precision."""
-        touched = {other for op in groups[index].ops for other in indices_by_op[op]} - float_groups
-        return {index} | {other for other in touched if groups[other].ops <= high_ops | groups[index].ops}
+    def freed_groups(ops: frozenset[OpKey], own: int) -> set[int]:
+        """Return the groups that no quantized op reads once the ops run in high precision."""
+        touched = {index for op in ops for index in indices_by_op[op]} | ({own} if own >= 0 else set())
+        return {index for index in touched - float_groups if groups[index].ops <= high_ops | ops}
 
     while error > max_error:
-        ratios = {
-            index: fsum(reductions[freed] for freed in freed_groups(index))
-            / max(fsum(costs[op] for op in group.ops - high_ops), FLOAT_GROUP_COST)
-            for index, group in enumerate(groups)
-            if index not in float_groups and reductions[index]
-        }
+        ratios: dict[int, float] = {}
+        for number, (ops, own) in enumerate(steps):
+            reduction = fsum(reductions[freed] for freed in freed_groups(ops, own))
+            if reduction > 0:
+                ratios[number] = reduction / max(fsum(costs[op] for op in ops - high_ops), FLOAT_GROUP_COST)
         if not ratios:
             break
-        chosen = max(ratios, key=ratios.__getitem__)
-        freed = freed_groups(chosen)
-        high_ops |= groups[chosen].ops
+        ops, own = steps[max(ratios, key=ratios.__getitem__)]
+        freed = freed_groups(ops, own)
+        high_ops |= ops
         float_groups |= freed
         error -= fsum(reductions[index] for index in freed)
     for op in sorted(high_ops, key=lambda key: (-costs[key], key)):
@@ -202,14 +219,15 @@ def search_cheapest_plan(
     measure: Callable[[Selection], PlanQuality],
     *,
     target_sqnr: float | None,
+    blocks: Sequence[frozenset[OpKey]] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> SelectionResult:
     """Search the cheapest selection that meets a bound.
 
-    `costs` are those of each op in high precision. `measure` builds and measures a plan; `progress` receives the number
-    of measured plans and its maximum.
+    `costs` are those of each op in high precision, and `blocks` are ops that may become float together. `measure`
+    builds and measures a plan; `progress` receives the number of measured plans and its maximum.
     """
-    return _PlanSearch(groups, costs, measure, progress).run(target_sqnr)
+    return _PlanSearch(groups, costs, measure, blocks, progress).run(target_sqnr)
 
 
 class _PlanSearch:
@@ -220,9 +238,11 @@ class _PlanSearch:
         groups: Sequence[ScaleGroup],
         costs: Mapping[OpKey, float],
         measure: Callable[[Selection], PlanQuality],
+        blocks: Sequence[frozenset[OpKey]],
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._groups, self._costs, self._measure, self._progress = groups, costs, measure, progress
+        self._blocks = blocks
         self._qualities: dict[Selection, PlanQuality] = {}
         self._best = self._measure_selection((0,) * len(groups))
 
@@ -299,7 +319,7 @@ class _PlanSearch:
 
     def _try_aim(self, aim: float) -> PlanQuality:
         """Measure the cheapest selection with an estimated SQNR of at least `aim` dB."""
-        return self._try_selection(choose_selection(self._groups, self._costs, 10 ** (-aim / 10)))
+        return self._try_selection(choose_selection(self._groups, self._costs, 10 ** (-aim / 10), self._blocks))
 
     def _try_selection(self, selection: Selection) -> PlanQuality:
         """Measure a selection once, and keep it if it is the best."""

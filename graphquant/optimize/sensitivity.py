@@ -206,6 +206,27 @@ def _measure_each(
         yield index, error, reference_runs + isolated.take_run_count()
 
 
+class SiteBypass:
+    """A quantized model whose sites can be bypassed, as in a plan that keeps them in float."""
+
+    def __init__(
+        self, quantized_model: Model, sites: ComparedSites, ops_by_site: Mapping[int, Collection[OpKey]]
+    ) -> None:
+        """Bypass sites of `quantized_model`; `ops_by_site` has the quantization ops of each site of its plan."""
+        op_keys, self._switch_points = _find_switch_points(quantized_model, sites)
+        self._model = quantized_model
+        indices = {op_key: index for index, op_key in enumerate(op_keys)}
+        self._points = {
+            site: {indices[op_key] for op_key in ops if op_key in indices} for site, ops in ops_by_site.items()
+        }
+
+    def make_model(self, float_sites: Collection[int]) -> Model:
+        """Return the model with these sites in float."""
+        bypassed = {point for site in float_sites for point in self._points.get(site, ())}
+        on = set(range(len(self._switch_points))) - bypassed
+        return insert_switches(self._model, self._switch_points, by_input={}, on=on).model
+
+
 # The error of groups of quantizations takes one run for each set of groups, whatever the number of quantizations.
 
 
@@ -231,6 +252,7 @@ class GroupSwitches:
         self._by_input = {index: number for index, number in numbers.items() if index in switchable}
         # No input reaches quantizations in functions. Each set of them takes a session of its own.
         self._fixed = {index: number for index, number in numbers.items() if index not in switchable}
+        self.groups = frozenset(numbers.values())  # groups with a quantization whose float tensor is known
         self._feeds = feeds
         self._reference: _SwitchSession | None = None
         self._session: tuple[frozenset[int], _SwitchSession, SwitchedModel] | None = None
@@ -238,8 +260,8 @@ class GroupSwitches:
 
     @property
     def runs(self) -> int:
-        """Number of sets of groups that were measured."""
-        return len(self._errors) - 1
+        """Number of runs."""
+        return (len(self._errors) - 1) * len(self._feeds)
 
     def error(self, on: Collection[int]) -> float:
         """Squared error that the groups `on` add, as a share of the power of the output where it is largest.
@@ -269,49 +291,55 @@ class GroupSwitches:
 
 
 MIN_SPLIT_SHARE = 0.02  # share of the whole error below which a run of groups is not split
+MAX_ERROR = 1e6  # error that stands for infinity, so that sums and differences stay finite
+
+ErrorPart = tuple[tuple[int, ...], float]  # groups that were measured together, and their error
 
 
 def bisect_errors(
     measure: Callable[[Collection[int]], float], blocks: Sequence[Sequence[int]], max_measurements: int
-) -> list[float]:
-    """Estimate the error that each group adds alone, with few measurements.
+) -> list[ErrorPart]:
+    """Estimate the errors that groups add, with few measurements.
 
     Rounding errors are nearly independent, so those of two groups add up. The groups are measured together. Then the
     run of blocks with the largest error is split, and both parts are measured, until the limit is reached or no part
-    matters. A single block is split into its groups in the same way. Groups that were only measured together share
-    their error.
+    matters. A single block is split into its groups in the same way.
 
     Args:
         measure: Returns the error with only the given groups quantized.
-        blocks: The groups of each block, in graph order. Each index from 0 is in one block.
+        blocks: The groups of each block, in graph order.
         max_measurements: Maximum number of calls of `measure`, at least 1.
 
     Returns:
-        The error of each group.
+        Parts that contain each group once. A group of its own part was measured alone.
     """
-    errors = [0.0] * sum(map(len, blocks))
-    whole = measure(range(len(errors)))
-    parts: list[tuple[float, tuple[tuple[int, ...], ...]]] = [(whole, tuple(tuple(block) for block in blocks if block))]
-    measurements = 1
-    while measurements + 2 <= max_measurements:
-        splittable = [part for part in parts if len(part[1]) > 1 or len(part[1][0]) > 1]
+    whole = tuple(tuple(block) for block in blocks if block)
+    if not whole:
+        return []
+
+    def measure_part(part: tuple[tuple[int, ...], ...]) -> float:
+        return min(measure([group for block in part for group in block]), MAX_ERROR)
+
+    parts = [(measure_part(whole), whole)]
+    max_error = parts[0][0]
+    for _ in range((max_measurements - 1) // 2):
+        splittable = [entry for entry in parts if len(entry[1]) > 1 or len(entry[1][0]) > 1]
         error, part = max(splittable, key=lambda entry: entry[0], default=(0.0, ()))
-        if not part or error <= MIN_SPLIT_SHARE * whole:
+        if not part or error <= MIN_SPLIT_SHARE * max_error:
             break
-        pieces = part if len(part) > 1 else tuple((group,) for group in part[0])
-        middle = len(pieces) // 2
-        halves = pieces[:middle], pieces[middle:]
-        parts.remove((error, part))
-        for half in halves:
-            # The groups of a single block form one piece again, which is split further by its groups.
-            merged = half if len(part) > 1 else (tuple(group for piece in half for group in piece),)
-            parts.append((measure([group for piece in half for group in piece]), merged))
-        measurements += 2
-    for error, part in parts:
-        members = [group for block in part for group in block]
-        for group in members:
-            errors[group] = error / len(members)
-    return errors
+        position = parts.index((error, part))
+        if len(part) > 1:
+            halves = (part[: len(part) // 2], part[len(part) // 2 :])
+        else:
+            middle = len(part[0]) // 2
+            halves = ((part[0][:middle],), (part[0][middle:],))
+        parts[position : position + 1] = [(measure_part(half), half) for half in halves]
+    return [(tuple(group for block in part for group in block), error) for error, part in parts]
+
+
+def share_errors(parts: Sequence[ErrorPart]) -> dict[int, float]:
+    """Divide the error of each part among its groups."""
+    return {group: error / len(groups) for groups, error in parts for group in groups}
 
 
 def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[list[OpKey], list[SwitchPoint]]:

@@ -105,6 +105,7 @@ class SkipCode(StrEnum):
     BIAS = "bias"  # no usable bias scale
     PREPARATION = "preparation"  # a preparation step left the op unchanged
     OPTIMIZATION = "optimization"  # a search or an algorithm keeps it in float
+    COST = "cost"  # float is estimated to be faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,7 @@ class Plan(HtmlRepresentation):
         unused: Rules that matched nothing.
         digest: Hex SHA-256 of the rule files' contents, "" if unknown.
         algorithms: Names of the optimization algorithms to run.
+        warnings: Doubts about the plan as a whole.
     """
 
     format: str
@@ -160,6 +162,7 @@ class Plan(HtmlRepresentation):
     digest: str = ""
     algorithms: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def for_onnxruntime(self) -> bool:
@@ -204,6 +207,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "skips": [_skip_to_json(skip) for skip in plan.skips],
         "unused": list(plan.unused),
         "algorithms": list(plan.algorithms),
+        **({"warnings": list(plan.warnings)} if plan.warnings else {}),
     }
 
 

@@ -55,7 +55,23 @@ class OpNeighbors:
         """Return True if `kinds` contain the op of `tensor`."""
         if "*" in kinds or self.model.op(tensor).kind in kinds:
             return True
+        if "stem" in kinds and (tensor.graph, tensor.op) in self._stems:
+            return True
         return "parameter" in kinds and self.parameters.is_parameter(tensor)
+
+    @cached_property
+    def _stems(self) -> set[tuple[str, str]]:
+        """The convolutions of the main graph that are computed from its inputs by ops without weights."""
+        graph = self.model.main
+        weighted = [op for op in graph.ops() if op.kind in MAC_KINDS]
+        below = set[str]()
+        pending = [op.name for op in weighted]
+        for name in pending:
+            uses = (use for uses in self.consumers_by_port(graph, name).values() for use in uses)
+            readers = dict.fromkeys(use.op for use in uses if use.graph == graph.name and use.op not in below)
+            below.update(readers)
+            pending += readers
+        return {(graph.name, op.name) for op in weighted if op.kind in CONVOLUTION_KINDS and op.name not in below}
 
     def consumers_by_port(self, graph: Graph, op: str) -> dict[int, list[Use]]:
         """Return the consumers of each output of an op."""

@@ -229,6 +229,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     rules: list[BoundRule] = []
     descriptions: list[str] = []
     targets: dict[str, None] = {}
+    costs = ""
     digest = hashlib.sha256()
     for position, (name, path) in enumerate(zip(names, paths, strict=True)):
         label = f"rules[{position}]" if "\n" in name else name
@@ -253,6 +254,9 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))
         descriptions.append(file.description)
         targets |= dict.fromkeys(filter(None, [file.target]))
+        if file.costs and not costs:
+            costs = resolve_costs(file.costs, path)
+            digest.update(_costs_digest(costs))
         schemes = {key: replace(scheme, name=key) for key, scheme in file.scheme.items()}
         for index, rule in enumerate(file.rule):
             find_line = partial(nearest_line, lines, ("rule", index))
@@ -266,8 +270,20 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         digest=digest.hexdigest(),
         prepare=tuple(name for name, enabled in prepare.items() if enabled),
         algorithms=tuple(name for name, enabled in algorithms.items() if enabled),
+        costs=costs,
         rules=tuple(rules),
     )
+
+
+def resolve_costs(name: str, rule_file: Path | None) -> str:
+    """Return the name of the shipped cost table, or the path of a file next to the rule file that names it."""
+    return str(Path(rule_file or "").parent / name) if name.endswith(RULE_FILE_SUFFIX) else name
+
+
+def _costs_digest(costs: str) -> bytes:
+    """Return the digest of a user's cost table; that of the shipped one is part of the program."""
+    path = Path(costs)
+    return hashlib.sha256(path.read_bytes()).digest() if costs.endswith(RULE_FILE_SUFFIX) and path.is_file() else b""
 
 
 def _parse_inline_rule(text: str) -> dict[str, Any]:

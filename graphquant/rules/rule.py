@@ -257,6 +257,8 @@ class RuleFile:
             ("not fold-batchnorm").
         algorithms: Optimization algorithms to run ("bias-correction"), or to switch off ("not bias-correction").
         use: Names of shipped pattern libraries ("transformers", "detection") whose patterns the rules may name.
+        costs: Table of kernel costs by which ops stay float where int8 does not pay: "onnxruntime" for the shipped one,
+            or a TOML file, relative to the rule file. Without one, the rules alone decide.
         scheme: Schemes by name.
         pattern: Patterns by name.
         rule: The rules, in order.
@@ -267,6 +269,7 @@ class RuleFile:
     prepare: list[Annotated[str, _step_choices(PREPARATION_NAMES)]] = Field(default_factory=list)
     algorithms: list[Annotated[str, _step_choices(ALGORITHM_NAMES)]] = Field(default_factory=list)
     use: list[ShortText] = Field(default_factory=list)
+    costs: str = ""
     scheme: dict[str, Scheme] = Field(default_factory=dict)
     pattern: dict[str, Pattern] = Field(default_factory=dict)
     rule: list[Rule] = Field(default_factory=list)
@@ -307,4 +310,5 @@ class RuleSet:
     digest: str  # hex SHA-256 over the files' contents
     prepare: tuple[str, ...]  # steps to run before matching, each once; the first file that names a step decides
     algorithms: tuple[str, ...] = ()  # optimization algorithms to run, likewise
+    costs: str = ""  # table of kernel costs, by name or path, or "" for none; the first file that names one decides
     rules: tuple[BoundRule, ...]

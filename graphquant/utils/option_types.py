@@ -43,6 +43,25 @@ def parse_finite(value: float) -> float:
     return value
 
 
+def parse_search_time(value: Any) -> str:
+    """Return a limit of the search's time: seconds such as "90s", or a factor such as "10x" of the calibration's time.
+
+    A number without a unit counts seconds.
+    """
+    text = str(value).strip().lower()
+    unit = text[-1:] if text[-1:] in {"s", "x"} else "s"
+    try:
+        number = math.nan if isinstance(value, bool) else float(text.removesuffix(unit))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        message = (
+            f"{escape_unprintable(str(value)[:40])} is not a time. Use seconds, such as 90s, or a factor, such as 10x"
+        )
+        raise ValueError(message)
+    return f"{number:g}{unit}"
+
+
 def parse_bytes(value: Any) -> int:
     """Return a number of bytes, given as a number or as a size such as "512MB"."""
     try:
@@ -62,6 +81,8 @@ def parse_names(value: Any) -> tuple[str, ...]:
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 Share = Annotated[float, BeforeValidator(parse_share)]
 Decibels = Annotated[float, AfterValidator(parse_finite)]
+SqnrTarget = Decibels | Literal["none"]
+SearchTime = Annotated[str, BeforeValidator(parse_search_time)]
 NonNegative = Annotated[float, Field(ge=0), AfterValidator(parse_finite)]
 Seconds = Annotated[float, Field(gt=0), AfterValidator(parse_finite)]
 NumberFromZero = Annotated[int, Field(ge=0)]

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
         Names,
         ObjectOrPath,
         Runtime,
+        SearchTime,
         Share,
+        SqnrTarget,
     )
+
+NO_TARGET = "none"  # value of `min_sqnr` that disables the default target
 
 OptionsClass = TypeVar("OptionsClass", bound="Options")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -148,12 +152,20 @@ class InsertOptions(PlanOptions):
         flag="--no-validate",
         help="Calibrate on all samples and do not validate the quantized model.",
     )
-    min_sqnr: Decibels | None = option(
-        None, "Minimum SQNR of each output. A bound starts a search for the cheapest plan that meets it.", metavar="DB"
+    min_sqnr: SqnrTarget | None = option(
+        None,
+        "Minimum SQNR of each output. The search finds the cheapest plan that meets it. Default: a target of 20 dB,"
+        " whose miss is a warning; 'none' disables it.",
+        metavar="DB|none",
     )
     min_agreement: Share | None = option(None, "Minimum top-1 agreement of each output: 0.99 or 99%.", metavar="SHARE")
     max_accuracy_drop: Share | None = option(
         None, "Maximum loss of accuracy of each output: 0.005 or 0.5%. The data needs labels.", metavar="SHARE"
+    )
+    strict: bool = option(
+        False,
+        "Exit code 1 also if an output misses the default target of 20 dB, if the samples are too few to prove that a"
+        " bound is met, or if the models could not be compared.",
     )
     min_quantized: Share | None = option(
         None,
@@ -165,6 +177,11 @@ class InsertOptions(PlanOptions):
         "Cost to minimize: float MACs, weight bytes, or latency on this machine. Latency needs no bound.",
         metavar="COST",
         choices=("macs", "size", "latency"),
+    )
+    search_time: SearchTime = option(
+        "10x",
+        "Limit of the search: seconds, such as 90s, or a multiple of the calibration's time, such as 10x.",
+        metavar="TIME",
     )
     size_budget: str | None = option(
         None,

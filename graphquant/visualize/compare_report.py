@@ -219,7 +219,7 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
     choices = f"; {pluralize(len(search.float_tensors), 'site')} in float" if search.float_tensors else ""
     for candidate, count in sorted(Counter(search.changed_tensors.values()).items()):
         choices += f"; {pluralize(count, 'site')} with {candidate}"
-    has_validated_changes = search.plans > 0 and not (search.plans == 1 and search.confirmed)
+    has_validated_changes = search.plans > 0 and not (search.plans == 1 and not search.failures)
     if search.size is not None:
         limit = f"of the limit {search.max_size:,}" if search.max_size is not None else "within the bounds"
         message = f"Constants take {search.size:,} bytes {limit}; in float they took {search.float_size:,}"
@@ -229,10 +229,9 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
             lines.append(plain_line(f"  error estimated from the bit width only: {tensors}", "yellow"))
     if not search.plans:
         return lines
-    caveats = [plain_line(f"inconclusive: {caveat}", "yellow") for caveat in search.caveats]
+    caveats = _caveat_lines(search)
     if not has_validated_changes:
-        qualifier = " on these samples, but other samples may miss them" if caveats else ""
-        return [*lines, plain_line(f"Searched: this plan meets the bounds{qualifier}."), *caveats]
+        return [*lines, plain_line("Searched: this plan meets the bounds."), *caveats]
     message = f"Searched {pluralize(search.plans, 'plan')}, {search.runs_per_site:.1f} runs for each site"
     message += f", float ops with {percent(search.cost)} of the cost{choices}"
     lines += [plain_line(f"{message}."), *caveats]
@@ -240,6 +239,16 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
         lines.append(plain_line("The search was interrupted; this is its best plan.", "yellow"))
     lines += [plain_line(f"failed: {missed} on the samples of the search", "yellow") for missed in search.failures]
     return lines
+
+
+def _caveat_lines(search: SearchTrace) -> list[RenderableType]:
+    """Render the reasons why bounds are met as measured, but not proven."""
+    validation = search.search_validation
+    lines: list[RenderableType] = []
+    if search.status == "met-not-proven" and validation is not None and validation.comparison is not None:
+        count = pluralize(validation.comparison.samples, "sample")
+        lines.append(plain_line(f"The bounds are met on {count}, not proven.", "yellow"))
+    return [*lines, *(plain_line(f"inconclusive: {caveat}", "yellow") for caveat in search.caveats)]
 
 
 def _latency_lines(search: SearchTrace) -> list[RenderableType]:
@@ -271,6 +280,7 @@ def _validation_summary(validation: Validation, comparison: Comparison) -> str:
     """Return the number of samples and the metrics of the worst outputs."""
     data_text = "also used for ranges, algorithms or a search" if validation.reuses_samples else "from the hold-out"
     data_text = "of other data than the statistics" if validation.calibrated_on_other_data else data_text
+    data_text = f"in {validation.folds} parts, each with ranges of the others" if validation.folds > 1 else data_text
     ranked = sorted(comparison.outputs, key=lambda output: math.inf if output.sqnr is None else output.sqnr)
     outputs = join_names([_output_metrics_text(output) for output in ranked if not output.empty], WORST_SHOWN)
     samples = pluralize(comparison.samples, "sample")

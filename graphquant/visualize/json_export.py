@@ -173,6 +173,7 @@ class Search(JsonObject):
     cost: float
     runs: float = at("runs_per_site")
     met: bool = at("bounds_met")
+    status: Literal["met", "met-not-proven", "missed"] | None
     missed: tuple[str, ...] = at("failures")
     caveats: tuple[str, ...]
     float_tensors: Annotated[tuple[FloatTensor, ...], _pairs("tensor", "sensitivity_db")]
@@ -193,6 +194,7 @@ class ValidationJson(JsonObject):
     """Validation of the quantized model."""
 
     met: Negated = at("failures")
+    status: Literal["met", "met-not-proven", "missed"] | None
     missed: tuple[str, ...] = at("failures")
     warnings: tuple[str, ...]
     reused: bool = at("reuses_samples")
@@ -271,6 +273,10 @@ class InsertResult(JsonResult):
     validation: ValidationJson | None = at("result.validation")
     ops: tuple[CheckedOp, ...] = at("result.verdicts")
     data_findings: tuple[DataFinding, ...] = at("result.data_findings")
+    latency: Annotated[LatencyRatio, BeforeValidator(lambda result: _latency_ratio(result.time_ratio, 1))] = at(
+        "result"
+    )
+    warnings: tuple[str, ...] = at("result.plan.warnings")
     skips: tuple[SkipJson, ...] = at("result.skips")
     unused: tuple[str, ...] = at("result.plan.unused")
     ranges: Ranges | None = at("result.tflite_ranges")

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
 FLOAT_OPS_SHOWN = 5  # maximum number of float ops to print
+CONVERSIONS_SHOWN = 3  # maximum number of float ops with conversions to print
+MAX_TIME_RATIO = 1.05  # time relative to float above which a warning is printed
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -53,7 +55,7 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.algorithms:
         message = f"Optimization algorithms, applied where data shows a gain: {', '.join(plan.algorithms)}"
         sections.append(plain_line(message))
-    sections += _unused_rules_lines(plan, shipped=True)
+    sections += _unused_rules_lines(plan, shipped=True) + _plan_warnings(plan)
     uses = pluralize(sum(len(site.uses) for site in plan.sites), "use")
     message = f"{pluralize(len(plan.sites), 'site')}, {uses} rerouted, {len(plan.skips)} skipped."
     return Group(*sections, plain_line(message, style="bold"))
@@ -77,9 +79,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
     sections += _unused_rules_lines(result.plan, shipped=False)
-    sections += search_view(result.search)
+    sections += _plan_warnings(result.plan) + search_view(result.search)
     if result.inserted:
-        sections += [*validation_view(result.validation), *_runtime_lines(result)]
+        sections += [*validation_view(result.validation), *_runtime_lines(result), *_slowdown_lines(result)]
     if result.unjudged_reason:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
         sections.append(plain_line(message, style="yellow"))
@@ -91,6 +93,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     samples = pluralize(result.calibration_samples, "sample")
     message += f", calibrated on {samples}" if result.calibration_samples else ""
     message += f" (statistics of {result.stats_path})" if result.stats_path else ""
+    message += f", {result.time_ratio.median:.2f} of float's time" if result.time_ratio is not None else ""
     message += f". Written to {output}" if output else ". Nothing written (dry run)."
     return Group(*sections, plain_line(message, style="bold"))
 
@@ -115,6 +118,25 @@ def _runtime_lines(result: Result) -> list[RenderableType]:
     if len(lines) > FLOAT_OPS_SHOWN:
         lines[FLOAT_OPS_SHOWN:] = [f"  in float: {len(lines) - FLOAT_OPS_SHOWN} more; --report lists all ops"]
     return [plain_line(line) for line in (f"{message}, {counts['float']} in float.", *lines)]
+
+
+def _plan_warnings(plan: Plan) -> list[RenderableType]:
+    return [plain_line(f"warning: {warning}", style="yellow") for warning in plan.warnings]
+
+
+def _slowdown_lines(result: Result) -> list[RenderableType]:
+    """Return a warning if the result is slower than float on this machine, with the ops that convert most values."""
+    ratio = result.time_ratio
+    if ratio is None or ratio.median <= MAX_TIME_RATIO:
+        return []
+    from graphquant.backends.integer_placement import converted_values
+
+    converted = list(converted_values(result.model, result.verdicts).items())[:CONVERSIONS_SHOWN]
+    listed = ", ".join(f"{qualified_op_name(*op)} ({count:,})" for op, count in converted)
+    message = f"warning: the result takes {ratio.median:.2f} times as long as float on this machine."
+    message += f" These float ops convert most values: {listed}." if listed else ""
+    hint = " --optimize latency measures which ops are faster in float."
+    return [plain_line(message + hint, style="yellow")]
 
 
 def _worst_activation(result: Result) -> list[RenderableType]:

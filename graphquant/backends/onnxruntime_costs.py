@@ -1,0 +1,264 @@
+"""A static cost model of ONNX Runtime's CPU kernels: seconds of each op in float and in int8, from its shapes.
+
+An op's cost is a sum of products: amounts of work, such as multiply-adds or values to write, times the nanoseconds of
+each in a table. `benchmarks/kernel_costs.py` fits a table on the machine on which it runs.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import prod
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from graphquant.errors import UsageError
+from graphquant.ir import (
+    CONVOLUTION_KINDS,
+    MATRIX_PRODUCT_KINDS,
+    RECURRENT_KINDS,
+    Graph,
+    Op,
+    Parameters,
+    Shape,
+    TensorRef,
+)
+
+SHIPPED_TABLE = "onnxruntime"
+"""Name of the shipped table in the key `costs` of a rule file."""
+
+Work = Mapping[str, float]
+"""Amounts of work by their names in a table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelWork:
+    """The work of one op: the kernel that does it, and its amounts for a float and for an int8 kernel."""
+
+    kernel: str  # name of the kernel in a table, without "float" or "int8"
+    float_work: Work
+    int8_work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Nanoseconds for each unit of work, by kernel ("conv.dense float") and name of the work."""
+
+    costs: dict[str, dict[str, float]]
+    machine: str = ""  # processor on which the table was fitted
+    onnxruntime: str = ""  # release for which it was fitted
+    threads: int = 1  # threads of each op
+
+    def knows(self, kernel: str) -> bool:
+        """Return True if the table has the float and the int8 form of a kernel."""
+        return {f"{kernel} float", f"{kernel} int8"} <= self.costs.keys()
+
+    def nanoseconds(self, kernel: str, work: Work) -> float:
+        """Return the time of `work`. A kernel that the table lacks costs nothing."""
+        row = self.costs.get(kernel, {})
+        return sum(row.get(name, 0.0) * amount for name, amount in work.items())
+
+
+@lru_cache(maxsize=8)
+def read_cost_table(name: str) -> CostTable:
+    """Return the table of a rule file: the shipped one, or the TOML file at a path.
+
+    Raises a UsageError if the file cannot be read, or is no table.
+    """
+    path = Path(__file__).with_name("onnxruntime_costs.toml") if name == SHIPPED_TABLE else Path(name)
+    try:
+        return TypeAdapter(CostTable).validate_python(tomllib.loads(path.read_text("utf-8")))
+    except OSError as error:
+        raise UsageError(f"The cost table {path} cannot be read: {error.strerror}.") from error
+    except (ValidationError, ValueError) as error:
+        raise UsageError(
+            f"{path} is not a cost table. `python benchmarks/kernel_costs.py --out FILE.toml` writes one."
+        ) from error
+
+
+def write_cost_table(table: CostTable, path: Path) -> None:
+    """Write a table as TOML."""
+    lines = [
+        "# Nanoseconds for each unit of work of ONNX Runtime's kernels, written by benchmarks/kernel_costs.py.",
+        f'machine = "{table.machine}"',
+        f'onnxruntime = "{table.onnxruntime}"',
+        f"threads = {table.threads}",
+    ]
+    for kernel, costs in sorted(table.costs.items()):
+        lines += ["", f'[costs."{kernel}"]', *(f"{name} = {value:.4g}" for name, value in sorted(costs.items()))]
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+# Kernels of ONNX Runtime process blocks of this many output channels, and the int8 ones groups of so many products.
+CHANNEL_BLOCK, PRODUCT_GROUP = 16, 4
+FEW_INPUT_CHANNELS = 4  # up to so many, the first convolution of images has a float kernel of its own
+IMAGE_RANK = 4  # rank of feature maps, whose float convolutions run in a blocked layout
+
+
+def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | None:
+    """Return the work of an op for one sample; None if no table has its kind, or if a size is unknown."""
+    describe = _SILU_DESCRIPTIONS[op.kind] if _is_silu_part(graph, op) else _DESCRIPTIONS.get(op.kind)
+    if describe is None or op.domain:
+        return None
+    tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
+    inputs = [_known_sizes(parameters.shape(tensor)) for tensor in tensors]
+    output = _known_sizes(op.outputs[0].shape) if op.outputs else None
+    if not inputs or inputs[0] is None or output is None:
+        return None
+    return describe(op, inputs, output, [parameters.is_parameter(tensor) for tensor in tensors])
+
+
+def _is_silu_part(graph: Graph, op: Op) -> bool:
+    """Return True for the ops of x * sigmoid(x), which ONNX Runtime runs as one float op."""
+    slots = graph.slots(op.name)
+    if op.kind == "sigmoid":
+        readers = graph.consumers(TensorRef(graph.name, op.name))
+        is_read_once = len(readers) == 1 and readers[0].graph == graph.name
+        return is_read_once and graph.op(readers[0].op).kind == "mul" and slots[0] in graph.slots(readers[0].op)
+    if op.kind != "mul" or None in slots or {tensor.graph for tensor in slots if tensor} != {graph.name}:
+        return False
+    gates = [tensor for tensor in slots if tensor is not None and graph.op(tensor.op).kind == "sigmoid"]
+    return any(graph.slots(gate.op)[0] in slots and len(graph.consumers(gate)) == 1 for gate in gates)
+
+
+def count_values(graph: Graph, tensor: TensorRef) -> float:
+    """Return the number of values of a tensor for one sample; 0 if it is unknown."""
+    return float(prod(_known_sizes(graph.output(tensor).shape) or (0,)))
+
+
+def _known_sizes(shape: Shape | None) -> tuple[int, ...] | None:
+    """Return a shape whose first axis counts as one sample if its size is unknown; None if another size is unknown."""
+    if shape is None or None in shape[1:]:
+        return None
+    return tuple(size if size is not None else 1 for size in shape)
+
+
+Sizes = tuple[int, ...]
+Describe = Callable[[Op, list[Sizes | None], Sizes, list[bool]], KernelWork | None]
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _describe_conv(op: Op, inputs: list[Sizes | None], output: Sizes, _constant: list[bool]) -> KernelWork | None:
+    data, weight = inputs[0], inputs[1] if len(inputs) > 1 else None
+    if data is None or weight is None or len(weight) < 3 or len(output) != len(weight) or 0 in weight:  # noqa: PLR2004
+        return None
+    groups = max(int(op.numeric_attr("group", 1)), 1)
+    channels, group_inputs, kernel = weight[0], weight[1], prod(weight[2:])
+    positions, group_outputs = output[0] * prod(output[2:]), max(channels // groups, 1)
+    name = "conv.dense" if kernel > 1 else "conv.pointwise"
+    if groups > 1:
+        name = "conv.depthwise" if group_inputs == group_outputs == 1 else "conv.grouped"
+    elif group_inputs <= FEW_INPUT_CHANNELS:
+        name = "conv.first"
+    name += "" if len(output) == IMAGE_RANK else ".line"
+    common = {"ops": 1.0, "inputs": float(prod(data)), "outputs": float(prod(output)), "weights": float(prod(weight))}
+    columns = float(positions * groups * group_inputs * kernel)
+    if name.startswith("conv.depthwise"):
+        work = {**common, "macs": float(prod(output) * kernel)}
+        return KernelWork(kernel=name, float_work=work, int8_work=work)
+    block = CHANNEL_BLOCK
+    float_macs = float(positions * groups * _rounded_up(group_outputs, block) * group_inputs * kernel)
+    products = _rounded_up(group_inputs * kernel, PRODUCT_GROUP)
+    int8_macs = float(positions * groups * _rounded_up(group_outputs, block) * products)
+    common["columns"] = columns
+    if groups > 1:
+        common["groups"] = float(groups)
+    return KernelWork(kernel=name, float_work={**common, "macs": float_macs}, int8_work={**common, "macs": int8_macs})
+
+
+def _describe_product(op: Op, inputs: list[Sizes | None], output: Sizes, constant: list[bool]) -> KernelWork | None:
+    left, right = inputs[0], inputs[1] if len(inputs) > 1 else None
+    if left is None or right is None or len(left) < 2 or len(right) < 2 or 0 in left or not output:  # noqa: PLR2004
+        return None
+    columns = output[-1]
+    sums = left[-2] if op.kind == "gemm" and op.numeric_attr("transA", 0) else left[-1]
+    # A stack of left matrices times one matrix is one product with more rows.
+    stack = prod(right[:-2])
+    rows = max(prod(output) // max(columns * stack, 1), 1)
+    name = "product"
+    if not constant[1]:
+        name = "product.activations"
+    elif rows == 1:
+        name = "product.row"
+    common = {
+        "ops": 1.0,
+        "inputs": float(stack * rows * sums),
+        "outputs": float(prod(output)),
+        "weights": float(stack * sums * columns),
+        "stack": float(stack),
+    }
+    blocked = stack * rows * _rounded_up(columns, CHANNEL_BLOCK)
+    return KernelWork(
+        kernel=name,
+        float_work={**common, "macs": float(blocked * sums)},
+        int8_work={**common, "macs": float(blocked * _rounded_up(sums, PRODUCT_GROUP))},
+    )
+
+
+def _describe_values(
+    kernel: str, op: Op, inputs: list[Sizes | None], output: Sizes, constant: list[bool]
+) -> KernelWork | None:
+    """Describe an op whose time depends on the number of values that it reads or writes."""
+    values = float(max(prod(output), *(prod(sizes) for sizes in inputs[:1] if sizes is not None)))
+    work = {"ops": 1.0, "values": values}
+    if op.kind in {"add", "mul"}:
+        broadcast = any(sizes is not None and sizes != output for sizes in inputs)
+        kernel += ".broadcast" if broadcast else ""
+        work["inputs"] = float(sum(not is_constant for is_constant in constant)) * values
+    if op.kind == "softmax":
+        work["rows"] = float(prod(output) / max(output[-1] if output else 1, 1))
+    if op.kind in {"max_pool", "avg_pool"}:
+        kernel_shape = op.attrs.get("kernel_shape")
+        work["macs"] = float(prod(output) * prod(kernel_shape or (1,)))
+    return KernelWork(kernel=kernel, float_work=work, int8_work=work)
+
+
+def _describe_transposed_conv(
+    op: Op, inputs: list[Sizes | None], output: Sizes, _constant: list[bool]
+) -> KernelWork | None:
+    data, weight = inputs[0], inputs[1] if len(inputs) > 1 else None
+    if data is None or weight is None or len(weight) < 3 or not weight[0]:  # noqa: PLR2004
+        return None
+    macs = float(prod(data) * prod(weight) // weight[0])
+    work = {"ops": 1.0, "outputs": float(prod(output)), "macs": macs}
+    return KernelWork(kernel=op.kind, float_work=work, int8_work=work)
+
+
+def _describe_recurrent(op: Op, inputs: list[Sizes | None], _output: Sizes, _constant: list[bool]) -> KernelWork | None:
+    data, weights = inputs[0], [sizes for sizes in inputs[1:3] if sizes is not None]
+    if data is None or not data:
+        return None
+    work = {"ops": 1.0, "steps": float(data[0]), "macs": float(prod(data[:-1]) * sum(map(prod, weights)))}
+    return KernelWork(kernel=op.kind, float_work=work, int8_work=work)
+
+
+VIEW_KINDS = frozenset({"reshape", "flatten", "squeeze", "unsqueeze", "identity", "dropout"})
+MOVE_KINDS = frozenset({"slice", "split", "gather", "expand", "tile", "depth_to_space"})
+VALUE_KINDS = frozenset(
+    {
+        *("add", "mul", "concat", "sigmoid", "softmax", "leaky_relu", "avg_pool", "global_avg_pool", "max_pool"),
+        *("resize", "transpose", "tanh", "relu", "clip", "sub", "div"),
+    }
+)
+
+_DESCRIPTIONS: dict[str, Describe] = {
+    **dict.fromkeys(CONVOLUTION_KINDS, _describe_conv),
+    **dict.fromkeys(MATRIX_PRODUCT_KINDS, _describe_product),
+    **dict.fromkeys(RECURRENT_KINDS, _describe_recurrent),
+    "conv_transpose": _describe_transposed_conv,
+    **{kind: partial(_describe_values, kind) for kind in VALUE_KINDS},
+    **dict.fromkeys(VIEW_KINDS, partial(_describe_values, "view")),
+    **dict.fromkeys(MOVE_KINDS, partial(_describe_values, "move")),
+}
+"""Functions that describe the work of an op, by its kind."""
+
+_SILU_DESCRIPTIONS: dict[str, Describe] = {
+    kind: partial(_describe_values, f"silu.{kind}") for kind in ("sigmoid", "mul")
+}
+"""Functions for the ops of x * sigmoid(x)."""

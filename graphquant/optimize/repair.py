@@ -1,0 +1,705 @@
+"""Repair of a plan whose outputs miss a target: the cheapest changes first, float blocks last.
+
+The steps, in the order of their price:
+
+1. Other ranges: candidate observers, for the whole plan and then by block.
+2. Bias correction.
+3. Cross-layer equalization and SmoothQuant, which may insert products.
+4. AdaRound and GPTQ, which round the weights in another way.
+5. Float blocks, chosen by their error and their multiply-adds.
+
+Each step starts with the best plan of the previous one. Once the target is met, changes that it does not need are taken
+back, the most expensive first. Work is counted in runs of samples, so that the result does not depend on the machine;
+the time limit only protects from runs that take unexpectedly long.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from graphquant import formats
+from graphquant.analysis.compare import match_inputs, match_outputs
+from graphquant.analysis.comparison import ErrorSums, ignore_overflow
+from graphquant.analysis.validation import find_scores, measure_tensor_sizes
+from graphquant.optimize.algorithms import (
+    POST_CALIBRATION_ALGORITHMS,
+    PRE_CALIBRATION_ALGORITHMS,
+    choose_algorithms,
+    run_precalibration_algorithms,
+    spread_samples,
+)
+from graphquant.optimize.bias_correction import BIAS_CORRECTION
+from graphquant.optimize.blocks import Block, find_blocks
+from graphquant.optimize.candidates import (
+    FLOAT_CANDIDATE,
+    HIGH_PRECISION_CANDIDATES,
+    MIN_GROUP_SAMPLES,
+    RULE_CANDIDATE,
+    Candidate,
+    ScaleGroup,
+    insertions_by_site,
+    mac_costs,
+    make_candidate_plans,
+    make_scale_groups,
+    replace_sites,
+    switch_groups,
+)
+from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATION
+from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
+from graphquant.optimize.sensitivity import bisect_errors, share_errors
+from graphquant.optimize.smoothquant import SMOOTHQUANT
+from graphquant.optimize.weight_rounding import ADAROUND, GPTQ
+
+if TYPE_CHECKING:
+    from graphquant.calibration import Stats
+    from graphquant.calibration.data import Dataset
+    from graphquant.formats import Feeds
+    from graphquant.ir import Model, OpKey, TensorRef
+    from graphquant.numerics import Array
+    from graphquant.optimize.algorithm import PreCalibrationState
+    from graphquant.optimize.algorithms import BuiltModel
+    from graphquant.optimize.candidates import BuildModel
+    from graphquant.quantize import Plan, Site
+    from graphquant.utils import Progress
+
+REPAIR_RULE = "repair"  # rule of the sites and skips that a repair changes
+
+RANGES, FLOAT_BLOCKS = "ranges", "float"
+"""Names of the steps that are no optimization algorithms."""
+
+SCALING_ALGORITHMS = (CROSS_LAYER_EQUALIZATION, SMOOTHQUANT)  # they run together, because both need new statistics
+ROUNDING_ALGORITHMS = (ADAROUND, GPTQ)
+
+MIN_GAIN_DB = 0.5  # smallest gain of a change that is kept although the target is still missed
+AIM_MARGIN_DB = 0.5  # dB above the target to aim at, because other samples have other errors
+MAX_HOLDOUT_GAP_DB = 6.0  # maximum by which the aim rises because the hold-out has more error than the search samples
+MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
+REPAIR_SAMPLES = 16  # number of samples on which plans are measured
+PLAN_RUNS = 24  # runs of a sample that take as long as the solution, the rewrite and the session of one plan
+ALGORITHM_RUNS = 64  # runs of a sample that an optimization algorithm takes, about
+MIN_LIMIT_SECONDS = 10.0
+"""Minimum of a time limit that is a multiple of the calibration's time. A calibration of a few samples takes so little
+that the load of the machine would decide."""
+
+MAX_PLANS = 60  # number of plans at which the progress bar is full
+MAX_OUTPUT_BYTES = 1 << 26  # maximum bytes of the float outputs of all search samples
+MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
+CHEAP_SHARE = 0.6  # share of the work after which no further algorithm is tried
+BISECTION_MEASUREMENTS = 32  # maximum number of measurements that find the blocks with large errors
+MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
+NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
+MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as a share of the outputs' power
+
+StopReason = Literal["", "work", "time", "interrupt"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairStep:
+    """One kind of change that a repair tried."""
+
+    change: str  # "ranges", "float", or the names of optimization algorithms
+    targets: tuple[str, ...] = ()  # changed tensors, or float blocks
+    sqnr: float  # SQNR in dB of the worst output with this change and those before it, on the search samples
+    kept: bool  # True if the final plan has the change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairTrace:
+    """Result of a repair."""
+
+    target_sqnr: float  # target in dB
+    default_sqnr: float  # SQNR in dB of the worst output with the default plan, on the hold-out
+    sqnr: float = -math.inf  # the same with the final plan
+    steps: tuple[RepairStep, ...] = ()
+    float_blocks: tuple[str, ...] = ()  # first and last weighted op of each block that stays float
+    blocks: int = 0  # number of blocks
+    plans: int = 0  # number of measured plans
+    stopped: StopReason = ""  # limit that ended the search early, or ""
+
+    @property
+    def met(self) -> bool:
+        """True if the hold-out meets the target."""
+        return self.sqnr >= self.target_sqnr
+
+
+class SearchLimitError(Exception):
+    """The search has reached a limit. Its best plan so far is the result."""
+
+    def __init__(self, reason: StopReason) -> None:
+        """Create the exception with the limit."""
+        super().__init__(reason)
+        self.reason: StopReason = reason
+
+
+class SearchBudget:
+    """Work and time that a search may use.
+
+    A factor of the calibration's time limits the runs of samples. They are counted before they start, so the result is
+    the same on any machine. Seconds limit only the time.
+    """
+
+    def __init__(self, search_time: str, calibration_runs: int, calibration_seconds: float) -> None:
+        """Start the clock. `search_time` is as in `InsertOptions`."""
+        amount, is_factor = float(search_time[:-1]), search_time.endswith("x")
+        seconds = max(amount * calibration_seconds, MIN_LIMIT_SECONDS) if is_factor else amount
+        self._deadline = time.monotonic() + seconds
+        self.max_runs = amount * calibration_runs if is_factor else math.inf
+        self.runs = 0.0
+
+    def charge(self, runs: float) -> None:
+        """Count runs that are about to start. Raises a SearchLimitError if there is no work or time left."""
+        if self.runs + runs > self.max_runs:
+            raise SearchLimitError("work")
+        if time.monotonic() > self._deadline:
+            raise SearchLimitError("time")
+        self.runs += runs
+
+    def extend(self, runs: float) -> None:
+        """Allow some more runs, which build the plan that a search ends with."""
+        self.max_runs += runs
+        self._deadline = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """A prepared model with its statistics, and the function that builds the quantized model of a plan."""
+
+    state: PreCalibrationState
+    stats: Stats | None
+    build: BuildModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Changes of the default plan. Sites are indices in it, and workspaces keep them."""
+
+    candidates: tuple[tuple[int, str], ...] = ()  # sites with other ranges or weight scales, and their candidate
+    algorithms: tuple[str, ...] = ()  # optimization algorithms in addition to those of the rules
+    float_sites: frozenset[int] = frozenset()
+    float_blocks: tuple[str, ...] = ()  # names of the blocks of `float_sites`
+    cost: float = 0.0  # multiply-adds of the float blocks as a share of all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairedPlan:
+    """The plan of a repair with its quantized model, and the changed tensors with their candidate."""
+
+    workspace: Workspace
+    plan: Plan
+    built: BuiltModel
+    changed_tensors: Mapping[TensorRef, str]
+    cost: float
+
+
+class OutputMeter:
+    """Measures the worst output of quantized models on a few samples. The float model runs only once."""
+
+    def __init__(self, source: Model, samples: Dataset, target_sqnr: float) -> None:
+        """Run the float model on samples from all over the data."""
+        self._source, self._target_sqnr = source, target_sqnr
+        self._runner = formats.format_module(source.format).create_runner(source)
+        feeds = list(spread_samples(samples, REPAIR_SAMPLES))
+        self._expected = [self._runner.run(feeds[0])]
+        size = sum(value.nbytes for value in self._expected[0].values())
+        self.feeds: list[Feeds] = feeds[: max(MAX_OUTPUT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
+        self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
+        self._scores: dict[str, list[Array]] = {}
+
+    def worst_sqnr(self, quantized: Model) -> float:
+        """Measure the SQNR in dB of the worst float output; of its scores behind a softmax, if those are better."""
+        runner = formats.format_module(quantized.format).create_runner(quantized)
+        inputs = match_inputs(self._runner.inputs, runner.inputs)
+        names = match_outputs(self._runner.outputs, runner.outputs, {})
+        feeds = [{name: feed[source_name] for name, source_name in inputs.items()} for feed in self.feeds]
+        sums = {name: ErrorSums() for name in names}
+        with ignore_overflow():
+            for feed, expected in zip(feeds, self._expected, strict=True):
+                outputs = runner.run(feed)
+                for name, quantized_name in names.items():
+                    value = expected.get(name)
+                    if value is not None and value.dtype.kind == "f" and quantized_name in outputs:
+                        sums[name].add(value, outputs[quantized_name])
+        measured = {name: total for name, total in sums.items() if total.count and not total.problem}
+        sqnr = {name: total.sqnr for name, total in measured.items()}
+        for name in [name for name, value in sqnr.items() if value < self._target_sqnr]:
+            tensor = find_scores(quantized, runner.output_tensors.get(names[name]))
+            if tensor is not None and not runner.unobservable([tensor]):
+                sqnr[name] = max(
+                    sqnr[name], self._score_sqnr(name, [seen[tensor] for seen in runner.observe([tensor], feeds)])
+                )
+        return min(sqnr.values(), default=math.inf)
+
+    def _score_sqnr(self, output: str, actual: Sequence[Sequence[Array]]) -> float:
+        """Return the SQNR in dB of the scores from which a softmax makes `output`; minus infinity if it is unknown."""
+        tensor = find_scores(self._source, self._runner.output_tensors.get(output))
+        if tensor is None or self._runner.unobservable([tensor]):
+            return -math.inf
+        if output not in self._scores:
+            self._scores[output] = [
+                value for seen in self._runner.observe([tensor], self.feeds) for value in seen[tensor]
+            ]
+        total = ErrorSums()
+        with ignore_overflow():
+            for pair in zip(self._scores[output], (value for values in actual for value in values), strict=False):
+                total.add(*pair)
+        return total.sqnr if total.count and not total.problem else -math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairRequest:
+    """A plan that misses its target, and the data and limits of its repair."""
+
+    source: Model
+    prepared: Model  # the prepared model, without changes by optimization algorithms
+    workspace: Workspace  # that of the default plan
+    built: BuiltModel  # the quantized model of the default plan
+    target_sqnr: float  # target in dB
+    default_sqnr: float  # SQNR in dB of the worst output with the default plan, on the hold-out
+    calibration: Dataset | None  # calibration samples; None if all ranges come from statistics or are fixed
+    search_samples: Dataset  # samples on which plans are measured
+    has_stats: bool  # True if statistics are given, which describe only the prepared model
+    # Return the workspace of a state, with statistics for each observer.
+    calibrate: Callable[[PreCalibrationState], Workspace]
+    validate: Callable[[BuiltModel], float]  # measure the SQNR in dB of the worst output on the hold-out
+    disabled_algorithms: frozenset[str]  # algorithms that must not run
+    budget: SearchBudget
+    progress: Progress | None
+
+
+def repair_plan(request: RepairRequest) -> tuple[RepairedPlan, RepairTrace]:
+    """Search the cheapest change of a plan that meets the target on the hold-out. Ctrl-C keeps the best plan so far.
+
+    Raises:
+        DataError: A sample does not fit the model.
+        ModelError: A model cannot be run.
+    """
+    return _Repair(request).run()
+
+
+DEFAULT_RECIPE = Recipe()
+
+
+class _Repair:
+    """State of a repair: the current recipe, and the steps so far."""
+
+    def __init__(self, request: RepairRequest) -> None:
+        self._request = request
+        self._aim = request.target_sqnr + AIM_MARGIN_DB
+        self._workspaces = {(): request.workspace}  # by the scaling algorithms
+        self._measured: dict[tuple[Recipe, bool], float] = {}
+        self._last_built: tuple[Recipe, bool, BuiltModel] = (DEFAULT_RECIPE, False, request.built)
+        self._meter: OutputMeter | None = None
+        self._steps: list[RepairStep] = []
+        self._blocks: tuple[Block, ...] = ()
+        self._groups: list[ScaleGroup] = []
+        self._costs: dict[OpKey, float] = {}
+        self._current, self._current_sqnr = DEFAULT_RECIPE, -math.inf
+        self._judged = {DEFAULT_RECIPE: request.default_sqnr}  # recipes that the hold-out has judged
+
+    def run(self) -> tuple[RepairedPlan, RepairTrace]:
+        """Try the steps until the hold-out meets the target, or a limit is reached."""
+        stopped: StopReason = ""
+        try:
+            self._search()
+        except SearchLimitError as error:
+            stopped = error.reason
+        except KeyboardInterrupt:
+            stopped = "interrupt"
+        if stopped:
+            self._judge_on_holdout()
+        recipe = max(self._judged, key=lambda entry: (*self._rank(self._judged[entry], entry), entry == self._current))
+        changes = {RANGES: recipe.candidates, FLOAT_BLOCKS: recipe.float_sites}
+        trace = RepairTrace(
+            target_sqnr=self._request.target_sqnr,
+            default_sqnr=self._request.default_sqnr,
+            sqnr=self._judged[recipe],
+            steps=tuple(
+                replace(step, kept=bool(changes.get(step.change, step.change in recipe.algorithms)))
+                for step in self._steps
+            ),
+            float_blocks=recipe.float_blocks,
+            blocks=len(self._blocks),
+            plans=len(self._measured),
+            stopped=stopped,
+        )
+        plan, workspace = self._plan(recipe), self._workspace(recipe)
+        names = {**dict(recipe.candidates), **dict.fromkeys(recipe.float_sites, FLOAT_CANDIDATE)}
+        return RepairedPlan(
+            workspace=workspace,
+            plan=plan,
+            built=self._build(recipe, quick=False),
+            changed_tensors={workspace.state.plan.sites[index].tensor: name for index, name in names.items()},
+            cost=recipe.cost,
+        ), trace
+
+    def _search(self) -> None:
+        request = self._request
+        self._charge(PLAN_RUNS + REPAIR_SAMPLES)
+        self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr)
+        self._current_sqnr = self._measure(DEFAULT_RECIPE)
+        # Ranges fit the calibration samples, so that the hold-out has more error.
+        gap = self._current_sqnr - request.default_sqnr
+        self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
+        self._try_ranges()
+        steps = [
+            self._float_hopeless_blocks,
+            self._try_ranges,
+            lambda: self._try_algorithms((BIAS_CORRECTION,)),
+            self._try_scaling,
+            self._try_rounding,
+        ]
+        for _ in range(MAX_ROUNDS):
+            # Float blocks need the rest of the work.
+            while (
+                steps and self._current_sqnr < self._aim and request.budget.runs < CHEAP_SHARE * request.budget.max_runs
+            ):
+                steps.pop(0)()
+            if self._current_sqnr < self._aim:
+                self._search_float_blocks()
+            self._take_back()
+            holdout_sqnr = self._judge_on_holdout()
+            if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
+                break
+            self._aim = max(self._current_sqnr + request.target_sqnr - holdout_sqnr, self._aim) + AIM_MARGIN_DB
+
+    def _rank(self, sqnr: float, recipe: Recipe) -> tuple[bool, float]:
+        """Order of recipes: those that meet the target by their cost, then the others by their SQNR."""
+        is_met = sqnr >= self._request.target_sqnr
+        return is_met, -recipe.cost if is_met else sqnr
+
+    def _judge_on_holdout(self) -> float:
+        if self._current not in self._judged:
+            self._judged[self._current] = self._request.validate(self._build(self._current, quick=False))
+        return self._judged[self._current]
+
+    # Plans and their quality
+
+    def _charge(self, runs: float) -> None:
+        self._request.budget.charge(runs)
+
+    def _workspace(self, recipe: Recipe) -> Workspace:
+        return self._workspaces[tuple(name for name in recipe.algorithms if name in PRE_CALIBRATION_ALGORITHMS)]
+
+    def _plan(self, recipe: Recipe, *, quick: bool = False) -> Plan:
+        """Return the plan of a recipe; with `quick`, without the algorithms that run after calibration."""
+        workspace = self._workspace(recipe)
+        plan = workspace.state.plan
+        replacements: dict[int, Site | None] = {}
+        if recipe.candidates:
+            candidate_plans = make_candidate_plans(workspace.state.model, plan)
+            replacements |= {index: candidate_plans[name].sites[index] for index, name in recipe.candidates}
+        replacements |= dict.fromkeys(recipe.float_sites)
+        names = dict(recipe.candidates)
+
+        def reason_at(index: int) -> str:
+            if index in recipe.float_sites:
+                return f"its block stays float, so that the outputs reach {self._request.target_sqnr:g} dB"
+            return f"chosen ({names[index]}), so that the outputs reach {self._request.target_sqnr:g} dB"
+
+        algorithms = choose_algorithms(plan.algorithms, recipe.algorithms)
+        if quick:
+            algorithms = tuple(name for name in algorithms if name not in POST_CALIBRATION_ALGORITHMS)
+        changed = replace_sites(plan, replacements, REPAIR_RULE, reason_at)
+        return replace(changed, algorithms=algorithms)
+
+    def _build(self, recipe: Recipe, *, quick: bool) -> BuiltModel:
+        last_recipe, was_quick, built = self._last_built
+        if (last_recipe, was_quick) != (recipe, quick):
+            built = self._workspace(recipe).build(self._plan(recipe, quick=quick))
+            self._last_built = recipe, quick, built
+        return built
+
+    def _plan_runs(self, recipe: Recipe, *, quick: bool = False) -> float:
+        """Return the number of runs that take as long as building and measuring a plan."""
+        algorithms = [
+            name for name in self._plan(recipe, quick=quick).algorithms if name in POST_CALIBRATION_ALGORITHMS
+        ]
+        return PLAN_RUNS + REPAIR_SAMPLES + ALGORITHM_RUNS * len(algorithms)
+
+    def _measure(self, recipe: Recipe, *, quick: bool = False) -> float:
+        """Measure the SQNR in dB of the worst output; a plan that quantizes nothing has minus infinity."""
+        quick = quick or not any(name in POST_CALIBRATION_ALGORITHMS for name in self._plan(recipe).algorithms)
+        key = recipe, quick
+        if key not in self._measured:
+            self._charge(self._plan_runs(recipe, quick=quick))
+            built = self._build(recipe, quick=quick)
+            if self._meter is None:
+                raise ValueError("the meter is created before any measurement")
+            self._measured[key] = self._meter.worst_sqnr(built.model) if built.insertions else -math.inf
+            if self._request.progress is not None:
+                self._request.progress("repairing", min(len(self._measured), MAX_PLANS), MAX_PLANS)
+        return self._measured[key]
+
+    def _try(self, change: str, recipe: Recipe, targets: Sequence[object] = ()) -> bool:
+        """Measure a recipe, and make it the current one if it gains enough. Return True if it does."""
+        sqnr = self._measure(recipe)
+        self._steps.append(RepairStep(change=change, targets=tuple(map(str, targets)), sqnr=sqnr, kept=False))
+        if sqnr < self._current_sqnr + MIN_GAIN_DB and not sqnr >= self._aim > self._current_sqnr:
+            return False
+        self._current, self._current_sqnr = recipe, sqnr
+        return True
+
+    # Steps
+
+    def _try_ranges(self) -> None:
+        """Try each candidate for all sites at once, and then the better one for each block."""
+        workspace = self._request.workspace
+        if self._request.calibration is not None and not self._request.has_stats:
+            # The default plan may need no histograms.
+            self._charge(self._request.calibration.count)
+            workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
+        plan = workspace.state.plan
+        candidate_plans = {
+            name: candidate_plan
+            for name, candidate_plan in make_candidate_plans(workspace.state.model, plan).items()
+            if name not in HIGH_PRECISION_CANDIDATES
+        }
+        changed = {
+            name: [index for index, site in enumerate(plan.sites) if candidate_plan.sites[index] != site]
+            for name, candidate_plan in candidate_plans.items()
+        }
+        baseline = sqnr = self._measure(self._current, quick=True)
+        best = self._current
+        for name, indices in changed.items():
+            recipe = replace(self._current, candidates=tuple((index, name) for index in indices))
+            if self._measure(recipe, quick=True) > sqnr:
+                best, sqnr = recipe, self._measure(recipe, quick=True)
+        if candidate_plans and sqnr < self._aim:
+            best, sqnr = self._improve_worst_blocks(best, changed)
+        if sqnr >= baseline + MIN_GAIN_DB:
+            self._try(RANGES, best, [plan.sites[index].tensor for index, _ in best.candidates])
+
+    def _improve_worst_blocks(self, recipe: Recipe, changed: Mapping[str, Sequence[int]]) -> tuple[Recipe, float]:
+        """Try the other candidates in the blocks of the largest errors, one block after the other.
+
+        `changed` has the sites that each candidate changes. Return the best recipe and its SQNR in dB.
+        """
+        errors = {key: error for key, error in self._block_errors().items() if error}
+        sites: dict[OpKey, set[int]] = defaultdict(set)
+        for group in self._find_groups():
+            if recipe.float_sites.isdisjoint(group.sites):
+                sites[min(group.ops)] |= set(group.sites)
+        keys = sorted(sites.keys() & errors.keys(), key=lambda key: (-errors[key], key))[:MAX_IMPROVED_BLOCKS]
+        total = sum(errors[key] for key in sites.keys() & errors.keys())
+        sqnr = self._measure(recipe, quick=True)
+        for key in (key for key in keys if errors[key] >= NOTABLE_ERROR_SHARE * total):
+            start = dict(recipe.candidates)
+            for name, indices in {RULE_CANDIDATE: (), **changed}.items():
+                candidates = {index: known for index, known in start.items() if index not in sites[key]}
+                candidates |= {index: name for index in indices if index in sites[key]}
+                trial = replace(recipe, candidates=tuple(sorted(candidates.items())))
+                if self._measure(trial, quick=True) > sqnr:
+                    recipe, sqnr = trial, self._measure(trial, quick=True)
+        return recipe, sqnr
+
+    def _block_errors(self) -> dict[OpKey, float]:
+        """Return the error that each block adds with the default plan, with the tensors that it computes."""
+        errors = dict.fromkeys(_block_keys(self._blocks), 0.0)
+        for group in self._find_groups():
+            errors[min(group.ops)] = errors.get(min(group.ops), 0.0) + group.candidates[0].error
+        return errors
+
+    def _float_hopeless_blocks(self) -> None:
+        """Keep the blocks in float whose error alone misses the aim. Behind them, no other change shows its gain."""
+        max_error = 10 ** (-self._aim / 10)
+        hopeless = {key for key, error in self._block_errors().items() if error > max_error}
+        recipe = self._with_float_blocks(self._current, hopeless)
+        if hopeless and recipe.float_sites:
+            self._try_float(recipe)
+
+    def _with_float_blocks(self, recipe: Recipe, keys: Collection[OpKey]) -> Recipe:
+        """Return a recipe with these float blocks. Tensors that other blocks compute or read stay quantized."""
+        groups = [group for group in self._find_groups() if group.ops <= set(keys)]
+        used = sorted({key for group in groups for key in group.ops})
+        costs = self._block_costs()
+        return replace(
+            recipe,
+            float_sites=frozenset(index for group in groups for index in group.sites),
+            float_blocks=tuple(self._blocks[int(number)].name for _, number in used),
+            cost=sum(costs[key] for key in used) / (sum(costs.values()) or 1.0),
+        )
+
+    def _block_costs(self) -> dict[OpKey, float]:
+        """Return the multiply-adds of each block."""
+        if not self._costs:
+            model = self._request.workspace.state.model
+            op_costs = mac_costs(model, measure_tensor_sizes(model, self._request.search_samples))
+            self._costs = {
+                key: sum(op_costs.get(op, 0.0) for op in block.ops)
+                for key, block in zip(_block_keys(self._blocks), self._blocks, strict=True)
+            }
+        return self._costs
+
+    def _find_groups(self) -> list[ScaleGroup]:
+        """Return the sites that share a scale, with the blocks that must be float before they can, and their errors.
+
+        A tensor between two blocks stays quantized unless both are float. The errors are those of the default plan.
+        """
+        if not self._groups:
+            model, plan = self._request.workspace.state.model, self._plan(DEFAULT_RECIPE, quick=True)
+            built = self._build(DEFAULT_RECIPE, quick=True)
+            self._blocks = find_blocks(model, plan, sorted(insertions_by_site(plan, built.insertions)))
+            groups = _group_by_block(model, plan, self._blocks)
+            members: dict[OpKey, list[int]] = {}
+            for number, group in enumerate(groups):
+                members.setdefault(min(group.ops), []).append(number)
+            by_block = [members[key] for key in sorted(members)]
+            measure = self._measure_switched(DEFAULT_RECIPE, groups)
+            errors = share_errors(bisect_errors(measure, by_block, min(BISECTION_MEASUREMENTS, 2 * len(groups))))
+            self._groups = [
+                replace(group, candidates=(replace(group.candidates[0], error=errors[number]), group.candidates[1]))
+                for number, group in enumerate(groups)
+            ]
+        return self._groups
+
+    def _measure_switched(self, recipe: Recipe, groups: Sequence[ScaleGroup]) -> Callable[[Collection[int]], float]:
+        """Return a function that measures the error with only the given groups quantized, without another session."""
+        plan, built = self._plan(recipe, quick=True), self._build(recipe, quick=True)
+        self._charge(PLAN_RUNS)
+        model, sites = self._workspace(recipe).state.model, [group.sites for group in groups]
+        switches = switch_groups(model, plan, built, sites, self._request.search_samples)
+
+        def measure(on: Collection[int]) -> float:
+            self._charge(MIN_GROUP_SAMPLES)
+            return min(switches.error(on), MAX_BLOCK_ERROR)
+
+        return measure
+
+    def _try_algorithms(self, names: Sequence[str]) -> None:
+        """Try algorithms that run after calibration in addition to those of the current recipe."""
+        current = self._plan(self._current)
+        names = [
+            name for name in names if name not in self._request.disabled_algorithms and name not in current.algorithms
+        ]
+        if not names or self._request.calibration is None:
+            return
+        recipe = replace(self._current, algorithms=(*self._current.algorithms, *names))
+        self._try(names[0], recipe)
+
+    def _try_scaling(self) -> None:
+        """Try cross-layer equalization and SmoothQuant, which change the model before calibration."""
+        request = self._request
+        current = self._plan(self._current)
+        names = tuple(
+            name
+            for name in SCALING_ALGORITHMS
+            if name not in request.disabled_algorithms and name not in current.algorithms
+        )
+        if not names or request.calibration is None or request.has_stats:
+            return
+        self._charge(ALGORITHM_RUNS * len(names) + request.calibration.count)
+        plan = request.workspace.state.plan_without_factors(request.workspace.state.plan)
+        plan = replace(plan, algorithms=choose_algorithms(plan.algorithms, names))
+        state = run_precalibration_algorithms(request.prepared, plan, request.calibration, has_stats=False)
+        applied = {result.algorithm for result in state.results if result.applied}
+        if applied.isdisjoint(names):
+            return
+        self._workspaces[names] = request.calibrate(state)
+        recipe = replace(self._current, algorithms=(*names, *self._current.algorithms))
+        self._try(" and ".join(name for name in names if name in applied), recipe)
+
+    def _try_rounding(self) -> None:
+        """Try AdaRound and GPTQ, unless the rounding of weights is a small part of the error."""
+        plan = self._plan(self._current)
+        weights = frozenset(index for index, site in enumerate(plan.sites) if site.parameter)
+        exact_weights = replace(self._current, float_sites=weights)
+        if self._measure(exact_weights, quick=True) - self._measure(self._current, quick=True) < MIN_GAIN_DB:
+            return
+        for name in ROUNDING_ALGORITHMS:
+            if self._current_sqnr < self._aim:
+                self._try_algorithms((name,))
+
+    def _search_float_blocks(self) -> None:
+        """Keep the blocks in float that cost the fewest multiply-adds for the missing decibels."""
+        base = replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
+        groups, costs = self._find_groups(), self._block_costs()
+        # The rest of the gap is by algorithms and by other samples, and nearly the same with some blocks in float.
+        measure_error = self._measure_switched(base, groups)
+        offset = self._measure(base) - _error_to_db(measure_error(range(len(groups))))
+        offset = offset if math.isfinite(offset) else 0.0
+
+        def recipe_of(selection: Selection) -> Recipe:
+            return self._with_float_blocks(base, high_precision_ops(groups, selection))
+
+        estimates: dict[Selection, float] = {}
+
+        def measure(selection: Selection) -> PlanQuality:
+            on = [number for number, index in enumerate(selection) if not index]
+            # Without any quantization there is no error, but nothing is gained either.
+            estimates[selection] = _error_to_db(measure_error(on)) if on else -math.inf
+            sqnr = estimates[selection] + offset
+            return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
+
+        for _ in range(MAX_ROUNDS):
+            try:
+                selection = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim).selection
+            except SearchLimitError:
+                # The best plan so far still has to be built.
+                ranks = {entry: self._rank(sqnr + offset, recipe_of(entry)) for entry, sqnr in estimates.items()}
+                self._request.budget.extend(self._plan_runs(base))
+                self._try_float(recipe_of(max(ranks, key=ranks.__getitem__)))
+                raise
+            self._try_float(recipe_of(selection))
+            missing = self._aim - self._measure(recipe_of(selection))
+            if missing <= 0 or not math.isfinite(missing):
+                return
+            offset -= missing
+
+    def _try_float(self, recipe: Recipe) -> None:
+        """Make a recipe with float blocks the current one if it is better."""
+        sqnr = self._measure(recipe)
+        self._steps.append(RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=sqnr, kept=False))
+        if self._is_better(recipe, sqnr):
+            self._current, self._current_sqnr = recipe, sqnr
+
+    def _is_better(self, recipe: Recipe, sqnr: float) -> bool:
+        """Return True if a recipe meets the aim at a lower cost than the current one, or is closer to the aim."""
+        is_met, was_met = sqnr >= self._aim, self._current_sqnr >= self._aim
+        if is_met and was_met:
+            return recipe.cost < self._current.cost
+        return is_met or (not was_met and sqnr > self._current_sqnr)
+
+    def _take_back(self) -> None:
+        """Remove the changes that the aim does not need, the most expensive first."""
+        if self._current_sqnr < self._aim:
+            return
+        for algorithm in (*ROUNDING_ALGORITHMS, *SCALING_ALGORITHMS, BIAS_CORRECTION, RANGES):
+            recipe = self._current
+            if algorithm == RANGES:
+                recipe = replace(recipe, candidates=())
+            else:
+                dropped = SCALING_ALGORITHMS if algorithm in SCALING_ALGORITHMS else (algorithm,)
+                recipe = replace(recipe, algorithms=tuple(name for name in recipe.algorithms if name not in dropped))
+            if recipe != self._current and (sqnr := self._measure(recipe)) >= self._aim:
+                self._current, self._current_sqnr = recipe, sqnr
+
+
+def _block_keys(blocks: Sequence[Block]) -> list[OpKey]:
+    """Return a key for each block, as if the block was a single op."""
+    return [(FLOAT_BLOCKS, f"{number:06d}") for number in range(len(blocks))]
+
+
+def _group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[ScaleGroup]:
+    """Group the sites that share a scale, with the keys of the blocks that compute or read them in place of ops."""
+    keys = _block_keys(blocks)
+    key_by_op = {op: key for key, block in zip(keys, blocks, strict=True) for op in block.ops}
+    key_by_site = {index: key for key, block in zip(keys, blocks, strict=True) for index in block.sites}
+    candidates = (
+        Candidate(name=RULE_CANDIDATE, error=0.0),
+        Candidate(name=FLOAT_CANDIDATE, error=0.0, high_precision=True),
+    )
+    groups = []
+    for group in make_scale_groups(model, plan, sorted(key_by_site), {}):
+        block_keys = {key_by_site[index] for index in group.sites}
+        block_keys |= {key_by_op[op] for op in group.ops if op in key_by_op}
+        groups.append(ScaleGroup(sites=group.sites, ops=frozenset(block_keys), candidates=candidates))
+    return groups
+
+
+def _error_to_db(error: float) -> float:
+    return -10 * math.log10(error) if error else math.inf
