@@ -150,7 +150,7 @@ def _check_options(settings: InsertOptions) -> Objective:
     return Objective(
         minimize=settings.optimize,
         bounds=Bounds(
-            min_sqnr=None if settings.min_sqnr == NO_TARGET else settings.min_sqnr,
+            min_sqnr=None if isinstance(settings.min_sqnr, str) else settings.min_sqnr,  # "none"
             min_agreement=settings.min_agreement,
             max_accuracy_drop=settings.max_accuracy_drop,
         ),
@@ -358,7 +358,7 @@ class _RepairContext:
         trace = SearchTrace(
             minimize="macs",
             plan=repaired.plan,
-            interrupted=repair.stopped == "interrupt",
+            interrupted=repair.stop_reason == "interrupt",
             plans=repair.plans,
             cost=repaired.cost,
             repair=repair,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +26,7 @@ from graphquant import formats
 from graphquant.analysis.compare import match_inputs, match_outputs
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
 from graphquant.analysis.validation import find_scores, measure_tensor_sizes
+from graphquant.calibration import estimate_footprint
 from graphquant.optimize.algorithms import (
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
@@ -38,7 +39,6 @@ from graphquant.optimize.blocks import Block, find_blocks
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     HIGH_PRECISION_CANDIDATES,
-    MIN_GROUP_SAMPLES,
     RULE_CANDIDATE,
     Candidate,
     ScaleGroup,
@@ -90,12 +90,13 @@ MAX_PLANS = 60  # number of plans at which the progress bar is full
 MAX_OUTPUT_BYTES = 1 << 26  # maximum bytes of the float outputs of all search samples
 MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
 CHEAP_SHARE = 0.6  # share of the work after which no further algorithm is tried
-BISECTION_MEASUREMENTS = 32  # maximum number of measurements that find the blocks with large errors
+MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
+BISECTION_MEASUREMENTS = 24  # maximum number of measurements that find the blocks with large errors
 MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
 NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
 MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as a share of the outputs' power
 
-StopReason = Literal["", "work", "time", "interrupt"]
+StopReason = Literal["work", "time", "interrupt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ class RepairTrace:
     float_blocks: tuple[str, ...] = ()  # first and last weighted op of each block that stays float
     blocks: int = 0  # number of blocks
     plans: int = 0  # number of measured plans
-    stopped: StopReason = ""  # limit that ended the search early, or ""
+    stop_reason: StopReason | None = None  # limit that ended the search early, or None
 
     @property
     def met(self) -> bool:
@@ -206,7 +207,7 @@ class OutputMeter:
         feeds = list(spread_samples(samples, REPAIR_SAMPLES))
         self._expected = [self._runner.run(feeds[0])]
         size = sum(value.nbytes for value in self._expected[0].values())
-        self.feeds: list[Feeds] = feeds[: max(MAX_OUTPUT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
+        self.feeds = feeds[: max(MAX_OUTPUT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
         self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
         self._scores: dict[str, list[Array]] = {}
 
@@ -290,27 +291,28 @@ class _Repair:
     def __init__(self, request: RepairRequest) -> None:
         self._request = request
         self._aim = request.target_sqnr + AIM_MARGIN_DB
-        self._workspaces = {(): request.workspace}  # by the scaling algorithms
+        self._workspaces: dict[tuple[str, ...], Workspace] = {(): request.workspace}  # by the scaling algorithms
         self._measured: dict[tuple[Recipe, bool], float] = {}
         self._last_built: tuple[Recipe, bool, BuiltModel] = (DEFAULT_RECIPE, False, request.built)
-        self._meter: OutputMeter | None = None
+        self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr)
         self._steps: list[RepairStep] = []
         self._blocks: tuple[Block, ...] = ()
         self._groups: list[ScaleGroup] = []
         self._costs: dict[OpKey, float] = {}
+        self._algorithm_gains: dict[tuple[str, ...], float] = {}  # gain of the algorithms of recipes, in dB
         self._current, self._current_sqnr = DEFAULT_RECIPE, -math.inf
         self._judged = {DEFAULT_RECIPE: request.default_sqnr}  # recipes that the hold-out has judged
 
     def run(self) -> tuple[RepairedPlan, RepairTrace]:
         """Try the steps until the hold-out meets the target, or a limit is reached."""
-        stopped: StopReason = ""
+        stop_reason: StopReason | None = None
         try:
             self._search()
         except SearchLimitError as error:
-            stopped = error.reason
+            stop_reason = error.reason
         except KeyboardInterrupt:
-            stopped = "interrupt"
-        if stopped:
+            stop_reason = "interrupt"
+        if stop_reason:
             self._judge_on_holdout()
         recipe = max(self._judged, key=lambda entry: (*self._rank(self._judged[entry], entry), entry == self._current))
         changes = {RANGES: recipe.candidates, FLOAT_BLOCKS: recipe.float_sites}
@@ -325,7 +327,7 @@ class _Repair:
             float_blocks=recipe.float_blocks,
             blocks=len(self._blocks),
             plans=len(self._measured),
-            stopped=stopped,
+            stop_reason=stop_reason,
         )
         plan, workspace = self._plan(recipe), self._workspace(recipe)
         names = {**dict(recipe.candidates), **dict.fromkeys(recipe.float_sites, FLOAT_CANDIDATE)}
@@ -340,8 +342,7 @@ class _Repair:
     def _search(self) -> None:
         request = self._request
         self._charge(PLAN_RUNS + REPAIR_SAMPLES)
-        self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr)
-        self._current_sqnr = self._measure(DEFAULT_RECIPE)
+        self._current_sqnr = self._estimate(DEFAULT_RECIPE)
         # Ranges fit the calibration samples, so that the hold-out has more error.
         gap = self._current_sqnr - request.default_sqnr
         self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
@@ -428,16 +429,25 @@ class _Repair:
         if key not in self._measured:
             self._charge(self._plan_runs(recipe, quick=quick))
             built = self._build(recipe, quick=quick)
-            if self._meter is None:
-                raise ValueError("the meter is created before any measurement")
             self._measured[key] = self._meter.worst_sqnr(built.model) if built.insertions else -math.inf
             if self._request.progress is not None:
                 self._request.progress("repairing", min(len(self._measured), MAX_PLANS), MAX_PLANS)
         return self._measured[key]
 
+    def _estimate(self, recipe: Recipe) -> float:
+        """Return the SQNR in dB of a plan from that without the algorithms that run after calibration.
+
+        Their gain is nearly the same with other ranges and with some blocks in float, and they take most of the time.
+        """
+        gains = self._algorithm_gains
+        if recipe.algorithms not in gains:
+            gain = self._measure(recipe) - self._measure(recipe, quick=True)
+            gains[recipe.algorithms] = gain if math.isfinite(gain) else 0.0
+        return self._measure(recipe, quick=True) + gains[recipe.algorithms]
+
     def _try(self, change: str, recipe: Recipe, targets: Sequence[object] = ()) -> bool:
         """Measure a recipe, and make it the current one if it gains enough. Return True if it does."""
-        sqnr = self._measure(recipe)
+        sqnr = self._estimate(recipe)
         self._steps.append(RepairStep(change=change, targets=tuple(map(str, targets)), sqnr=sqnr, kept=False))
         if sqnr < self._current_sqnr + MIN_GAIN_DB and not sqnr >= self._aim > self._current_sqnr:
             return False
@@ -488,13 +498,15 @@ class _Repair:
         total = sum(errors[key] for key in sites.keys() & errors.keys())
         sqnr = self._measure(recipe, quick=True)
         for key in (key for key in keys if errors[key] >= NOTABLE_ERROR_SHARE * total):
-            start = dict(recipe.candidates)
+            start, sqnr_before = dict(recipe.candidates), sqnr
             for name, indices in {RULE_CANDIDATE: (), **changed}.items():
                 candidates = {index: known for index, known in start.items() if index not in sites[key]}
                 candidates |= {index: name for index in indices if index in sites[key]}
                 trial = replace(recipe, candidates=tuple(sorted(candidates.items())))
                 if self._measure(trial, quick=True) > sqnr:
                     recipe, sqnr = trial, self._measure(trial, quick=True)
+            if sqnr < sqnr_before + MIN_GAIN_DB:
+                break  # other ranges do not help where they would help most
         return recipe, sqnr
 
     def _block_errors(self) -> dict[OpKey, float]:
@@ -562,13 +574,25 @@ class _Repair:
         plan, built = self._plan(recipe, quick=True), self._build(recipe, quick=True)
         self._charge(PLAN_RUNS)
         model, sites = self._workspace(recipe).state.model, [group.sites for group in groups]
-        switches = switch_groups(model, plan, built, sites, self._request.search_samples)
+        samples = self._switched_samples()
+        switches = switch_groups(model, plan, built, sites, samples)
 
         def measure(on: Collection[int]) -> float:
-            self._charge(MIN_GROUP_SAMPLES)
+            self._charge(2 * samples.count)  # a model with switches takes about twice as long
             return min(switches.error(on), MAX_BLOCK_ERROR)
 
         return measure
+
+    def _switched_samples(self) -> Dataset:
+        """Return the samples on which groups are measured: few if a run takes long."""
+        elements = estimate_footprint(self._request.prepared, batch_independent=False).elements_per_sample
+        is_large = elements is None or elements > MAX_SMALL_ELEMENTS
+        feeds = self._meter.feeds[:: 4 if is_large else 2]
+
+        def open_feeds(first: int, last: int) -> Iterator[dict[str, Array]]:
+            yield from map(dict, feeds[first:last])
+
+        return replace(self._request.search_samples, count=len(feeds), open_feeds=open_feeds)
 
     def _try_algorithms(self, names: Sequence[str]) -> None:
         """Try algorithms that run after calibration in addition to those of the current recipe."""
@@ -620,7 +644,7 @@ class _Repair:
         groups, costs = self._find_groups(), self._block_costs()
         # The rest of the gap is by algorithms and by other samples, and nearly the same with some blocks in float.
         measure_error = self._measure_switched(base, groups)
-        offset = self._measure(base) - _error_to_db(measure_error(range(len(groups))))
+        offset = self._estimate(base) - _error_to_db(measure_error(range(len(groups))))
         offset = offset if math.isfinite(offset) else 0.0
 
         def recipe_of(selection: Selection) -> Recipe:
@@ -641,18 +665,18 @@ class _Repair:
             except SearchLimitError:
                 # The best plan so far still has to be built.
                 ranks = {entry: self._rank(sqnr + offset, recipe_of(entry)) for entry, sqnr in estimates.items()}
-                self._request.budget.extend(self._plan_runs(base))
+                self._request.budget.extend(self._plan_runs(base, quick=True))
                 self._try_float(recipe_of(max(ranks, key=ranks.__getitem__)))
                 raise
             self._try_float(recipe_of(selection))
-            missing = self._aim - self._measure(recipe_of(selection))
+            missing = self._aim - self._estimate(recipe_of(selection))
             if missing <= 0 or not math.isfinite(missing):
                 return
             offset -= missing
 
     def _try_float(self, recipe: Recipe) -> None:
         """Make a recipe with float blocks the current one if it is better."""
-        sqnr = self._measure(recipe)
+        sqnr = self._estimate(recipe)
         self._steps.append(RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=sqnr, kept=False))
         if self._is_better(recipe, sqnr):
             self._current, self._current_sqnr = recipe, sqnr
@@ -675,7 +699,7 @@ class _Repair:
             else:
                 dropped = SCALING_ALGORITHMS if algorithm in SCALING_ALGORITHMS else (algorithm,)
                 recipe = replace(recipe, algorithms=tuple(name for name in recipe.algorithms if name not in dropped))
-            if recipe != self._current and (sqnr := self._measure(recipe)) >= self._aim:
+            if recipe != self._current and (sqnr := self._estimate(recipe)) >= self._aim:
                 self._current, self._current_sqnr = recipe, sqnr
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphquant.analysis import Comparison, Differences, OutputFigures, SiteFigures
     from graphquant.analysis.validation import Validation
     from graphquant.api import Proof, StripResult
-    from graphquant.optimize import SearchTrace
+    from graphquant.optimize import RepairTrace, SearchTrace
 
 
 def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
@@ -179,8 +179,12 @@ def uncertainty_lines(comparison: Comparison) -> list[RenderableType]:
     return [plain_line(f"  {few}on others, with 95% confidence, {join_names(bounds, WORST_SHOWN)}", "yellow")]
 
 
+FLOAT_BLOCKS = "float"  # step of a repair, as in `optimize.repair`, whose import is slow
 WORST_SHOWN = 3  # number of outputs and tensors to list if all bounds are met
 MISSED_SHOWN = 6  # number of tensors to list if a bound is missed
+
+
+TARGET_MISSED = ("warning", "bold yellow")  # label and style of an output below the target that nobody requested
 
 
 def validation_view(validation: Validation | None) -> list[RenderableType]:
@@ -201,7 +205,8 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
         texts = [f"{site.tensor} {error:.1f} dB" for site, error in zip(worst_sites, errors, strict=True)]
         message = "highest sensitivity" if validation.has_sensitivity else "largest errors of their own"
         lines.append(plain_line(f"  {message}: {join_names(texts, MISSED_SHOWN)}"))
-    lines += [plain_line(f"failed: {missed_bound}.", "bold red") for missed_bound in missed]
+    label, style = ("failed", "bold red") if validation.bounds or not validation.misses_target else TARGET_MISSED
+    lines += [plain_line(f"{label}: {missed_bound}.", style) for missed_bound in missed]
     lines += [plain_line(f"warning: {warning}.", "bold yellow") for warning in validation.warnings]
     if missed:
         message = "  compare lists every tensor; --exclude keeps some float, --method selects another observer."
@@ -209,10 +214,12 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
     return lines
 
 
-def search_view(search: SearchTrace | None) -> list[RenderableType]:
-    """Render the result of the search for a plan: latency, size, and bounds."""
+def search_view(search: SearchTrace | None, validation: Validation | None = None) -> list[RenderableType]:
+    """Render the result of the search for a plan: latency, size, bounds and repair, whose plan `validation` measured."""
     if search is None:
         return []
+    if search.repair is not None:
+        return _repair_lines(search.repair, None if validation is None else validation.quantized_share)
     lines = _latency_lines(search) if search.runtime else []
     if search.all_float:
         return lines
@@ -239,6 +246,28 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
         lines.append(plain_line("The search was interrupted; this is its best plan.", "yellow"))
     lines += [plain_line(f"failed: {missed} on the samples of the search", "yellow") for missed in search.failures]
     return lines
+
+
+def _repair_lines(repair: RepairTrace, quantized_share: float | None) -> list[RenderableType]:
+    """Render the changes of a repair with their gain and their cost in one line, and the limit that ended it."""
+    changes = list(dict.fromkeys(step.change for step in repair.steps if step.kept and step.change != FLOAT_BLOCKS))
+    if repair.float_blocks:
+        changes.append(f"{join_names(repair.float_blocks, WORST_SHOWN)} left in float")
+    figures = [f"{join_names(changes, len(changes))}: {_sqnr_text(repair.sqnr)}" if changes else "no change helps"]
+    figures += [f"{percent(quantized_share)} of MACs in int8"] if changes and quantized_share is not None else []
+    lines: list[RenderableType] = [
+        plain_line(f"default plan {_sqnr_text(repair.default_sqnr)}; {', '.join(figures)}", "bold")
+    ]
+    if repair.stop_reason == "interrupt":
+        lines.append(plain_line("The search was interrupted; this is its best plan.", "yellow"))
+    elif repair.stop_reason is not None:
+        limit = "limit of work" if repair.stop_reason == "work" else "time limit"
+        lines.append(plain_line(f"The search ended at its {limit}; --search-time allows more.", "yellow"))
+    return lines
+
+
+def _sqnr_text(sqnr: float) -> str:
+    return f"{sqnr:.1f} dB" if math.isfinite(sqnr) else "no SQNR"
 
 
 def _caveat_lines(search: SearchTrace) -> list[RenderableType]:
@@ -282,7 +311,9 @@ def _validation_summary(validation: Validation, comparison: Comparison) -> str:
     data_text = "of other data than the statistics" if validation.calibrated_on_other_data else data_text
     data_text = f"in {validation.folds} parts, each with ranges of the others" if validation.folds > 1 else data_text
     ranked = sorted(comparison.outputs, key=lambda output: math.inf if output.sqnr is None else output.sqnr)
-    outputs = join_names([_output_metrics_text(output) for output in ranked if not output.empty], WORST_SHOWN)
+    scores = validation.score_sqnr
+    texts = [_output_metrics_text(output, scores.get(output.name)) for output in ranked if not output.empty]
+    outputs = join_names(texts, WORST_SHOWN)
     samples = pluralize(comparison.samples, "sample")
     if empty_names := [output.name for output in ranked if output.empty]:
         verb = "it was" if len(empty_names) == 1 else "they were"
@@ -291,10 +322,12 @@ def _validation_summary(validation: Validation, comparison: Comparison) -> str:
     return f"Validated on {samples} {data_text}: {outputs}"
 
 
-def _output_metrics_text(output: OutputFigures) -> str:
+def _output_metrics_text(output: OutputFigures, score_sqnr: float | None) -> str:
     figures = []
     if output.sqnr is not None:
         figures.append({math.inf: "equal", -math.inf: "no SQNR"}.get(output.sqnr, f"{output.sqnr:.1f} dB"))
+    if score_sqnr is not None:
+        figures.append(f"{score_sqnr:.1f} dB before its softmax")
     if output.agreement is not None:
         figures.append(f"{percent(output.agreement)} agree")
     if output.accuracy is not None:

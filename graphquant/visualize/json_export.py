@@ -27,6 +27,7 @@ from graphquant.visualize.json_objects import (
     Digests,
     JsonObject,
     JsonResult,
+    Metric,
     Negated,
     OptionalText,
     ParametersJson,
@@ -164,6 +165,28 @@ class SearchLatency(JsonObject):
     ] = at("itself")
 
 
+class RepairStepJson(JsonObject):
+    """A kind of change that a repair tried; `sqnr` is that with the changes before it."""
+
+    change: str
+    targets: tuple[str, ...]
+    sqnr: Metric
+    kept: bool
+
+
+class Repair(JsonObject):
+    """Changes of a plan whose outputs missed the default target, in dB of the worst output on the hold-out."""
+
+    met: bool
+    target: float = at("target_sqnr")
+    default_sqnr: Metric
+    sqnr: Metric
+    steps: tuple[RepairStepJson, ...]
+    float_blocks: tuple[str, ...]
+    blocks: int
+    stopped: Literal["work", "time", "interrupt"] | None = at("stop_reason")
+
+
 class Search(JsonObject):
     """Result of the search for a plan."""
 
@@ -180,6 +203,7 @@ class Search(JsonObject):
     changed: Annotated[tuple[ChangedTensor, ...], _pairs("tensor", "candidate")] = at("changed_tensors")
     size: Annotated[SearchSize | None, if_set("size")] = at("itself")
     latency: Annotated[SearchLatency | None, if_set("runtime")] = at("itself")
+    repair: Repair | None
 
 
 class BoundsJson(JsonObject):

@@ -79,7 +79,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
     sections += _unused_rules_lines(result.plan, shipped=False)
-    sections += _plan_warnings(result.plan) + search_view(result.search)
+    sections += _plan_warnings(result.plan) + search_view(result.search, result.validation)
     if result.inserted:
         sections += [*validation_view(result.validation), *_runtime_lines(result), *_slowdown_lines(result)]
     if result.unjudged_reason:
