@@ -30,6 +30,7 @@ from graphquant.numerics import (
 from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, sketch_values
 from graphquant.quantize.limits import meet_limits
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan
+from graphquant.quantize.saturation import limit_to_responsive
 from graphquant.quantize.solver_state import (
     Solution,
     SolverState,
@@ -135,7 +136,7 @@ def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef
             lows, highs = zip(*((channel.low, channel.high) for channel in ranges), strict=True)
             value_range = Range(np.array(lows), np.array(highs))
     if site.axis is None:
-        value_range = Range(value_range.low.min(), value_range.high.max())
+        value_range = _limit_range(state, index, Range(value_range.low.min(), value_range.high.max()))
     elif value_range.low.ndim == 0 or site.scheme.block_size is not None:
         shape = _scale_shape(state, site, site.axis)
         expand = np.reshape if value_range.low.ndim else np.broadcast_to
@@ -146,6 +147,18 @@ def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef
             ' zero = "symmetric", or the family fake-quant'
         )
     return value_range
+
+
+def _limit_range(state: SolverState, index: int, observed: Range) -> Range:
+    """Return the part of an activation's range to which its readers respond; see `limit_to_responsive`."""
+    site = state.sites[index]
+    if site.parameter or isinstance(site.scheme.type, FloatType) or _has_explicit_range(site):
+        return observed
+    qmin, qmax = site.scheme.type.limits()
+    limited = limit_to_responsive(state.model, state.parameters, site.tensor, site.uses, observed, qmax - qmin)
+    if limited is not observed:
+        state.add_note(index, f"the ops that read it return constants outside of {format_range(limited)}")
+    return limited
 
 
 def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRef, Sketch]) -> list[Sketch]:

@@ -14,6 +14,9 @@ import numpy as np
 from graphquant.errors import UsageError
 from graphquant.ir import (
     COMMUTATIVE_KINDS,
+    CONVOLUTION_KINDS,
+    LOOP_KINDS,
+    MAC_KINDS,
     TRANSPARENT_KINDS,
     Graph,
     Model,
@@ -65,7 +68,8 @@ class OpNeighbors:
         graph = self.model.main
         weighted = [op for op in graph.ops() if op.kind in MAC_KINDS]
         below = set[str]()
-        pending = [op.name for op in weighted]
+        # Ops with bodies or functions may contain weights.
+        pending = [op.name for op in graph.ops() if op.kind in MAC_KINDS | LOOP_KINDS | {"call", "if"}]
         for name in pending:
             uses = (use for uses in self.consumers_by_port(graph, name).values() for use in uses)
             readers = dict.fromkeys(use.op for use in uses if use.graph == graph.name and use.op not in below)

@@ -119,7 +119,8 @@ def _parse_pattern_op(line: str) -> PatternOp:
 
 
 FUNCTIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("square", "cube", "root", "reciprocal", "rsqrt", "softplus", "projection", "gate", "gated"), ("a",)),
+    **dict.fromkeys(("square", "cube", "root", "reciprocal", "rsqrt", "softplus", "projection"), ("a",)),
+    **dict.fromkeys(("gate", "hard_gate", "gated"), ("a",)),
     **dict.fromkeys(("squared_difference", "divide_by_sqrt", "join"), ("a", "b")),
     "product": (),
 }
@@ -139,15 +140,14 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "softplus": ("y = Softplus(a)", "e = exp(a); s = add(e, 1); y = log(s)", "e = exp(a); y = Log1p(e)"),
     "projection": ("y = matmul|gemm|conv(a)", "y = matmul(_, a)"),
     "join": ("y = concat(a, b)", "y = concat(b, a)"),
-    # Sigmoid, hard sigmoid, its forms relu6(x + 3) / 6 and clip(0.2 * x + 0.5), and the gate of Mish
-    "gate": (
-        "y = sigmoid|hard_sigmoid(a)",
+    "hard_gate": (
+        "y = hard_sigmoid(a)",
         "b = add(a, 3); r = relu6|clip(b); y = mul|div(r, _)",
         "b = add(a, 3); m = max|min(b, _); r = max|min(m, _); y = mul|div(r, _)",
         "m = mul|div(a, _); b = add(m, 0.5); y = clip(b)",
-        "p = softplus(a); y = tanh(p)",
+        "m = mul|div(a, _); b = add(m, 0.5); l = max|min(b, _); y = max|min(l, _)",
     ),
-    # x * gate(x)
+    "gate": ("y = sigmoid|hard_gate(a)", "p = softplus(a); y = tanh(p)"),
     "gated": (
         "y = hard_swish|gelu|Mish|Swish|QuickGelu(a)",
         "g = gate(a); y = mul(a, g)",

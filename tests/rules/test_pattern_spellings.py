@@ -159,6 +159,57 @@ def test_trees_of_a_product(tmp_path, body, matches):
     assert len(pattern_definitions(parse_pattern(["y = product(a, b, c, d, e)"]))["y"]) == 15  # pairs of groups
 
 
+CLIP = (
+    "float three = {3.0}, float zero = {0.0}, float six = {6.0}, float fifth = {0.2}, float half = {0.5},"
+    " float one = {1.0}"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("g = Sigmoid (x) y = Mul (x, g)", ["g", "y"]),
+        ("g = HardSigmoid (x) y = Mul (g, x)", ["g", "y"]),
+        ("k = Mul (x, fifth) g = Sigmoid (k) y = Mul (x, g)", ["g", "k", "y"]),
+        ("a = Add (x, three) r = Clip (a, zero, six) g = Div (r, six) y = Mul (x, g)", ["a", "g", "r", "y"]),
+        ("a = Add (three, x) r = Clip (a, zero, six) p = Mul (x, r) y = Div (p, six)", ["a", "p", "r", "y"]),
+        (
+            "a = Add (x, three) m = Min (six, a) r = Max (zero, m) p = Mul (r, x) y = Mul (p, fifth)",
+            ["a", "m", "p", "r", "y"],
+        ),
+        ("m = Mul (x, fifth) a = Add (m, half) r = Clip (a, zero, one) y = Mul (x, r)", ["a", "m", "r", "y"]),
+        ("p = Softplus (x) t = Tanh (p) y = Mul (x, t)", ["p", "t", "y"]),
+        ("e = Exp (x) a = Add (e, one) p = Log (a) t = Tanh (p) y = Mul (t, x)", ["a", "e", "p", "t", "y"]),
+        ("y = HardSwish (x)", ["y"]),
+        ("g = Sigmoid (z) y = Mul (x, g)", []),
+        ("a = Add (x, half) r = Clip (a, zero, six) g = Div (r, six) y = Mul (x, g)", []),
+        ("g = Tanh (x) y = Mul (x, g)", []),
+        ("g = Sigmoid (x) y = Add (x, g)", []),
+    ],
+)
+def test_gated_activations(tmp_path, body, expected):
+    """`gated(x)` is x times its own gate in all spellings, and no product with the gate of another tensor."""
+    assert matched_ops(tmp_path, ["y = gated(a)"], body, CLIP) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("y = Conv (i, w)", ["y"]),
+        ("n = Mul (i, i) c = Conv (n, w) y = Conv (c, w)", ["c"]),
+        ("c = Conv (i, w) r = Relu (c) d = Conv (r, w) e = Conv (i, w) y = Add (d, e)", ["c", "e"]),
+        ("m = MatMul (i, w) y = Conv (m, w)", []),
+    ],
+)
+def test_stems(tmp_path, body, expected):
+    """A stem is a convolution that no other weight is above, whatever else is."""
+    text = f"{HEAD} g (float[1,1,1,1] i) => (float[1,1,1,1] y) <float[1,1,1,1] w = {{2.0}}> {{ {body} }}"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    rules = '[scheme.s]\ndtype = "int8"\n[[rule]]\nname = "r"\nproducer = { kind = "stem" }\nquantize = "s"\n'
+    matches = RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset([rules])).matches()
+    assert sorted({match.tensor.op for match in matches}) == expected
+
+
 def test_missing_optional_op(tmp_path):
     """The operand in place of a missing optional op does not have its role."""
     pattern = ["s = square(a)", "n = neg?(s)", "y = sqrt(n)"]

@@ -41,6 +41,50 @@ CASES = [
         "c>o+s o>s p>y w>c x2>y x>c",
         "c o s y",
     ),
+    # a hard swish and a gate of squeeze-and-excitation stay float inside
+    (
+        IMAGE,
+        "c = Conv(x, w) a = Add(c, three) r = Clip(a, zero, six) g = Div(r, six) y = Mul(c, g) d = Conv(y, w3)",
+        "c>a+y d>@d w3>d w>c x>c y>d",
+        "c d",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) a = Add(c, three) r = Clip(a, zero, six) p = Mul(c, r) y = Div(p, six) d = Conv(y, w3)",
+        "c>a+p d>@d w3>d w>c x>c y>d",
+        "c d",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) g = HardSigmoid(c) y = Mul(x2, g) d = Conv(y, w3)",
+        "c>g d>@d w3>d w>c x2>y x>c y>d",
+        "c d",
+    ),
+    # the stem of an image network stays float with its activation and the depthwise convolution behind
+    (
+        IMAGE,
+        "c = Conv(x, w) s = Sigmoid(c) y = Mul(c, s) d = Conv<group = 16>(y, deep) r = Relu(d) o = Conv(r, w3)",
+        "o>@o r>o w3>o",
+        "r o",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) s = Sigmoid(c) y = Mul(c, s) d = Conv<group = 16>(y, deep) t = Sin(d)",
+        "d>t",
+        "",
+    ),
+    (
+        IMAGE,
+        "f = Conv(x, w) c = Conv(f, w3) s = Sigmoid(c) y = Mul(c, s) d = Conv<group = 16>(y, deep)",
+        "c>s+y d>@d deep>d f>c s>y w3>c w>f x>f y>d",
+        "f c s y d",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) r = Relu(c) d = Conv<group = 16>(r, deep)",
+        "d>@d deep>d r>d w>c x>c",
+        "c r d",
+    ),
     # convolutions, and what they absorb
     (IMAGE, "c = Conv(x, w) s = Sin(c)", "c>s w>c x>c", "c"),
     (IMAGE, "c = Conv(x, w) r = Relu(c) s = Sin(r)", "r>s w>c x>c", "c r"),

@@ -1,0 +1,149 @@
+"""Ranges of activations outside of which the ops that read them return a constant.
+
+A hard swish returns 0 below -3, and a SiLU nearly 0 below -6. Values beyond need no integers of their own: all of them
+may be clipped to the end of the range. The steps between become smaller by the same share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.ir import TRANSPARENT_KINDS, Model, Op, Parameters, TensorRef, Use
+from graphquant.numerics import Array, Range
+from graphquant.quantize.ties import clip_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+GRID_POINTS = 1025  # values at which the ops are evaluated
+MAX_OPS = 32  # ops below a tensor that are evaluated
+FLAT_SLOPE = 0.25  # largest slope of a constant end, as a share of the mean slope
+
+
+def _erf(x: Array) -> Array:
+    return np.array([math.erf(value) for value in x])
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+_UNARY: Mapping[str, Callable[[Array], Array]] = {
+    "sigmoid": _sigmoid,
+    "tanh": np.tanh,
+    "hard_swish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
+    "gelu": lambda x: x * (1 + _erf(x / math.sqrt(2))) / 2,
+    "erf": _erf,
+    "softplus": lambda x: np.logaddexp(x, 0),
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "neg": np.negative,
+    "abs": np.abs,
+    **dict.fromkeys(TRANSPARENT_KINDS, lambda x: x),
+}
+_BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "pow": np.power,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+"""Ops that are evaluated, by kind. The tensors that other ops read must not change."""
+
+
+def limit_to_responsive(
+    model: Model, parameters: Parameters, tensor: TensorRef, uses: Iterable[Use], observed: Range, levels: int
+) -> Range:
+    """Return the part of the `observed` range of `tensor` outside of which its readers return a constant.
+
+    A result counts as constant if it changes by at most half of one of `levels` steps of its own range.
+    """
+    low, high = float(observed.low), float(observed.high)
+    if not low < high:
+        return observed
+    grid = np.linspace(low, high, GRID_POINTS)
+    with np.errstate(all="ignore"):
+        results = _evaluate_readers(model, parameters, tensor, uses, grid)
+    first, last = 0, GRID_POINTS - 1
+    bounds = [_responsive_indices(values, levels) for values in results]
+    if bounds:
+        first, last = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
+    if first >= last or (first, last) == (0, GRID_POINTS - 1):
+        return observed
+    return Range(np.asarray(grid[first]), np.asarray(grid[last]))
+
+
+def _responsive_indices(values: Array, levels: int) -> tuple[int, int]:
+    """Return the last index up to which `values` are constant, and the first one from which they are."""
+    if not np.isfinite(values).all():
+        return 0, len(values) - 1
+    spread = np.ptp(values)
+
+    def last_constant(row: Array) -> int:
+        # The slope tells the flat end of a SiLU from the last half step of a straight line.
+        steepest = np.maximum.accumulate(np.abs(np.diff(row, prepend=row[0])))
+        deviation = np.maximum(np.maximum.accumulate(row) - row, row - np.minimum.accumulate(row))
+        is_flat = steepest <= FLAT_SLOPE * spread / len(row)
+        return int(np.flatnonzero(is_flat & (deviation <= spread / (2 * levels)))[-1])
+
+    return last_constant(values), len(values) - 1 - last_constant(values[::-1])
+
+
+def _evaluate_readers(
+    model: Model, parameters: Parameters, tensor: TensorRef, uses: Iterable[Use], grid: Array
+) -> list[Array]:
+    """Return the values that leave the element-wise ops below `tensor` if it holds `grid`; [] if `grid` itself does."""
+    values, pending, unknown = {tensor: grid}, list(uses), dict[Use, TensorRef]()
+    for use in pending:
+        source = model.graphs[use.graph].slots(use.op)[use.slot]
+        result = TensorRef(use.graph, use.op)
+        if source is None or result in values:
+            continue
+        output = None
+        if use.graph == tensor.graph and len(values) < MAX_OPS:
+            output = _evaluate_op(model, parameters, model.graphs[use.graph].op(use.op), result, values)
+        if output is None:
+            unknown[use] = source  # another operand may be evaluated later
+            continue
+        values[result] = output
+        pending += [later for later in unknown if TensorRef(later.graph, later.op) not in values]
+        pending += model.graphs[use.graph].consumers_by_port(use.op).get(0, [])
+    ends = {source for use, source in unknown.items() if TensorRef(use.graph, use.op) not in values}
+    return [] if tensor in ends else [values[end] for end in values if end in ends]
+
+
+def _evaluate_op(
+    model: Model, parameters: Parameters, op: Op, result: TensorRef, values: Mapping[TensorRef, Array]
+) -> Array | None:
+    """Return the output of an op, None if it is not element-wise or an operand is unknown."""
+    slots = model.graphs[result.graph].slots(op.name)
+    operands = [_operand(parameters, slot, values) for slot in slots[: 2 if op.kind in _BINARY else 1]]
+    if not operands or any(operand is None for operand in operands):
+        return None
+    first, *others = (operand for operand in operands if operand is not None)
+    limits = clip_limits(model, parameters, result)
+    if limits is not None:
+        return np.clip(first, *limits)
+    if op.kind == "hard_sigmoid":
+        alpha, beta = (op.numeric_attr("alpha", 0.2), op.numeric_attr("beta", 0.5))
+        return np.clip(alpha * first + beta, 0, 1)
+    if op.kind in _UNARY:
+        return _UNARY[op.kind](first)
+    return _BINARY[op.kind](first, others[0]) if op.kind in _BINARY and len(slots) == 2 else None  # noqa: PLR2004
+
+
+def _operand(parameters: Parameters, slot: TensorRef | None, values: Mapping[TensorRef, Array]) -> Array | None:
+    """Return the values of an evaluated tensor or of a constant with one element."""
+    if slot is None or slot in values:
+        return None if slot is None else values[slot]
+    if not parameters.is_parameter(slot) or math.prod(size or 0 for size in parameters.shape(slot) or ()) != 1:
+        return None
+    value = parameters.value(slot)
+    return None if value is None or value.size != 1 else np.full(GRID_POINTS, float(value.reshape(-1)[0]))

@@ -1,0 +1,114 @@
+"""Ranges of activations end where the ops that read them return constants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from graphquant.formats.onnx import load
+from graphquant.ir import Parameters, TensorRef
+from graphquant.numerics import Range
+from graphquant.quantize.saturation import limit_to_responsive
+
+CONSTANTS = (
+    "float three = {3.0}, float zero = {0.0}, float six = {6.0}, float sixth = {0.16666667}, float fifth = {0.2},"
+    " float half = {0.5}, float one = {1.0}, float root = {1.41421356}, float[4] vector = {1.0, 1.0, 1.0, 1.0}"
+)
+
+HARD_SWISHES = {
+    "divided gate": "a = Add(c, three) r = Clip(a, zero, six) g = Div(r, six) y = Mul(c, g)",
+    "divided product": "a = Add(c, three) r = Clip(a, zero, six) p = Mul(c, r) y = Div(p, six)",
+    "multiplied gate": "a = Add(three, c) m = Max(a, zero) r = Min(six, m) g = Mul(r, sixth) y = Mul(g, c)",
+    "relu and min": "a = Add(c, three) m = Relu(a) r = Min(m, six) g = Mul(r, sixth) y = Mul(g, c)",
+    "hard sigmoid": "h = HardSigmoid<alpha = 0.16666667, beta = 0.5>(c) y = Mul(c, h)",
+    "single op": "y = HardSwish(c)",
+    "forwarded": "i = Identity(c) h = HardSigmoid<alpha = 0.16666667, beta = 0.5>(i) y = Mul(c, h)",
+}
+SILU = "s = Sigmoid(c) y = Mul(c, s)"
+MISH = "p = Softplus(c) t = Tanh(p) y = Mul(c, t)"
+MISH_PARTS = "e = Exp(c) f = Add(e, one) p = Log(f) t = Tanh(p) y = Mul(c, t)"
+GELU = "d = Div(c, root) e = Erf(d) f = Add(e, one) g = Mul(c, f) y = Mul(g, half)"
+
+
+def limited(tmp_path: Path, body: str, low: float, high: float, levels: int = 255) -> tuple[float, float]:
+    """Return the limited range of the tensor `c`, as read by all of its consumers."""
+    text = (
+        f'<ir_version: 10, opset_import: ["" : 20]> g (float[2,4] x, float[2,4] z) => (float[2,4] y)'
+        f" <{CONSTANTS}> {{ c = Neg(x) {body} }}"
+    )
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    model = load(tmp_path / "model.onnx")
+    tensor = TensorRef("", "c")
+    uses = model.main.consumers_by_port("c")[0]
+    observed = Range(np.asarray(low), np.asarray(high))
+    limits = limit_to_responsive(model, Parameters(model), tensor, uses, observed, levels)
+    return float(limits.low), float(limits.high)
+
+
+@pytest.mark.parametrize("body", HARD_SWISHES.values(), ids=HARD_SWISHES.keys())
+def test_hard_swish(tmp_path: Path, body: str) -> None:
+    """A hard swish is 0 below -3 in every spelling; its upper end is not limited."""
+    low, high = limited(tmp_path, body, -30.0, 20.0)
+    assert low == pytest.approx(-3, abs=0.1)
+    assert high == 20
+
+
+@pytest.mark.parametrize(
+    ("body", "low", "high"),
+    [
+        (SILU, -4.8, 20),
+        (MISH, -4.8, 20),
+        (MISH_PARTS, -4.8, 20),
+        (GELU, -2.2, 20),
+        ("y = Gelu(c)", -2.2, 20),
+        ("y = Relu(c)", 0, 20),
+        ("y = Clip(c, zero, six)", 0, 6),
+        ("y = Max(c, zero)", 0, 20),
+        ("y = Min(c, six)", -30, 6),
+        ("y = Sigmoid(c)", -6.2, 6.2),
+        ("y = Tanh(c)", -3.1, 3.1),
+        ("y = HardSigmoid(c)", -2.5, 2.5),
+        ("y = HardSigmoid<alpha = 0.1>(c)", -5, 5),
+        ("m = Mul(c, fifth) a = Add(m, half) r = Clip(a, zero, one) y = Mul(z, r)", -2.5, 2.5),
+        ("a = Add(c, three) r = Clip(a, zero, six) g = Div(r, six) y = Mul(z, g)", -3, 3),
+        ("n = Neg(c) y = Relu(n)", -30, 0),
+    ],
+)
+def test_saturating_readers(tmp_path: Path, body: str, low: float, high: float) -> None:
+    """The range ends where the results change by less than half a step of their own."""
+    assert limited(tmp_path, body, -30.0, 20.0) == pytest.approx((low, high), abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "s = Sigmoid(c) q = Mul(c, s) y = Add(q, c)",  # a residual sum reads it too
+        "h = HardSigmoid(z) y = Mul(c, h)",  # a gate of another tensor
+        "r = Relu(c) q = Sin(c) y = Add(r, q)",  # an unknown op
+        "a = Add(c, vector) y = Relu(a)",  # one value for each channel
+        "y = LeakyRelu(c)",
+    ],
+)
+def test_responsive_readers(tmp_path: Path, body: str) -> None:
+    """A reader that responds to all values, or that is unknown, keeps the whole range."""
+    assert limited(tmp_path, body, -30.0, 20.0) == pytest.approx((-30, 20), abs=0.2)
+
+
+def test_logarithm_of_a_gate(tmp_path: Path) -> None:
+    """A logarithm responds where the sigmoid before it hardly does."""
+    assert limited(tmp_path, "s = Sigmoid(c) y = Log(s)", -30.0, 20.0) == pytest.approx((-30, 2.8), abs=0.2)
+
+
+def test_result_without_change(tmp_path: Path) -> None:
+    """A tensor that is clipped to a constant throughout keeps its range."""
+    assert limited(tmp_path, "y = Relu(c)", -30.0, -20.0) == (-30, -20)
+    assert limited(tmp_path, "y = Relu(c)", 0.0, 0.0) == (0, 0)
+
+
+def test_fine_types(tmp_path: Path) -> None:
+    """More levels have smaller steps, so the range of a SiLU is longer."""
+    assert limited(tmp_path, SILU, -30.0, 20.0, levels=65535)[0] < -9
