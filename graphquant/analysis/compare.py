@@ -96,6 +96,10 @@ class OutputTally:
                 self._correct[side] += int(correct[side].sum())
                 self._changed_correct[side] += int((correct[side] & ~correct[opposite]).sum())
 
+    def sample_errors(self) -> list[float]:
+        """Return the squared errors of the added samples."""
+        return self._confidence.sample_errors
+
     def figures(self) -> OutputFigures:
         """Return the figures over all samples."""
         errors, rows, comparable = self._errors, self._rows, not self._errors.problem

@@ -284,6 +284,11 @@ class SqnrConfidence:
         error = self._sorted_by_error()[1]
         return int(np.searchsorted(error.cumsum(), error.sum() / 2)) + 1 if error.size else 0
 
+    @property
+    def sample_errors(self) -> list[float]:
+        """Squared errors of the samples in the order in which they were added."""
+        return [float(error) for error in np.concatenate([*self._error, np.zeros(0)])]
+
     def _sorted_by_error(self) -> tuple[Array, Array]:
         """Squares and errors by decreasing error."""
         power, error = (np.concatenate([*chunks, np.zeros(0)]) for chunks in (self._power, self._error))

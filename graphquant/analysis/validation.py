@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from graphquant import formats
@@ -447,6 +448,7 @@ class FoldValidator:
         self._joins_samples: bool | None = None  # known once a quantized model was run
         self._cache: list[list[tuple[Feeds, dict[str, Array]]]] | None = None
         self._cached_bytes = 0
+        self.sample_errors: list[list[float]] = []  # squared errors of the worst output by fold, in the last validation
 
     @property
     def samples(self) -> int:
@@ -489,10 +491,14 @@ class FoldValidator:
                     for tally in tallies:
                         values = expected.get(tally.name), actual.get(tally.quantized_name)
                         tally.add(*values, feed.get(self._labels))
+        outputs = tuple(tally.figures() for tally in tallies)
+        known = [(figures.sqnr, index) for index, figures in enumerate(outputs) if figures.sqnr is not None]
+        errors = iter(tallies[min(known)[1]].sample_errors() if known else ())
+        self.sample_errors = [list(islice(errors, part.count)) for part in self._parts]
         return Comparison(
             samples=self.samples,
             random=self._parts[0].random,
-            outputs=tuple(tally.figures() for tally in tallies),
+            outputs=outputs,
             sites=(),
             labels=self._labels,
         )

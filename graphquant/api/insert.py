@@ -276,7 +276,7 @@ def _with_fold_outputs(validation: Validation, by_folds: Validation) -> Validati
     if the model cannot be measured or is worse than its folds.
     """
     measured = validation.comparison
-    if not by_folds.folds or measured is None or by_folds.comparison is None or validation.failures:
+    if by_folds.folds <= 1 or measured is None or by_folds.comparison is None or validation.failures:
         return validation
     outputs = by_folds.comparison.outputs
     comparison = replace(measured, outputs=outputs, samples=by_folds.comparison.samples)

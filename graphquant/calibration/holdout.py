@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MIN_HOLDOUT_SAMPLES = 4  # Minimum size of the hold-out. Data with fewer than twice as many samples is not split.
 HOLDOUT_DIVISOR = 5  # the hold-out is one in this many samples
 MIN_FOLDS, MAX_FOLDS = 2, 4  # number of folds for many and for few samples
-MANY_SAMPLES = 48  # number of samples from which half of them give good ranges
+MANY_SAMPLES = 32  # number of samples from which half of them give good ranges
 LABEL_KEYS = ("labels", "label")  # keys under which data may store the class of each sample
 
 

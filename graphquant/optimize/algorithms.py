@@ -40,7 +40,7 @@ from graphquant.rules import ALGORITHM_NAMES, NEGATION, ObserverConfig
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
-    from graphquant.formats import Feeds
+    from graphquant.formats import Feeds, Runner
 
 WEIGHT_CLIPPING: Final = "weight-clipping"
 
@@ -303,18 +303,23 @@ def run_postcalibration_algorithms(
 def _algorithm_samples(prepared: Model, plan: Plan, calibration_data: Dataset) -> AlgorithmData:
     """Choose samples, every second one to fit the algorithms and the others to validate them."""
     create_runner = formats.format_module(prepared.format).create_runner
-    elements = estimate_footprint(prepared, batch_independent=False).elements_per_sample
-    if elements is None and calibration_data.count > ALGORITHM_SAMPLES:
-        # Shapes that are unknown before a run: count the elements of the quantized activations in one.
-        runner, feed = create_runner(prepared), next(iter(calibration_data.feeds_between(0, 1)))
-        tensors = list(dict.fromkeys(site.tensor for site in plan.sites if not site.parameter))
-        hidden = runner.unobservable(tensors)
-        elements = sum(runner.element_counts([tensor for tensor in tensors if tensor not in hidden], feed).values())
     count = ALGORITHM_SAMPLES
-    if elements is not None:
+    if calibration_data.count > ALGORITHM_SAMPLES:
+        elements = activation_elements(create_runner(prepared), plan, calibration_data)
         count = min(max(MAX_ACTIVATION_ELEMENTS // max(elements, 1), ALGORITHM_SAMPLES), MAX_ALGORITHM_SAMPLES)
     feeds = list(spread_samples(calibration_data, count))
     return AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=create_runner)
+
+
+def activation_elements(runner: Runner, plan: Plan, samples: Dataset) -> int:
+    """Return the number of elements of all activations, or if shapes are unknown of the quantized ones in one run."""
+    elements = estimate_footprint(runner.model, batch_independent=False).elements_per_sample
+    if elements is not None:
+        return elements
+    tensors = list(dict.fromkeys(site.tensor for site in plan.sites if not site.parameter))
+    hidden = runner.unobservable(tensors)
+    feed = next(iter(samples.feeds_between(0, 1)))
+    return sum(runner.element_counts([tensor for tensor in tensors if tensor not in hidden], feed).values())
 
 
 def _quantized_weight_elements(prepared: Model, plan: Plan) -> int:

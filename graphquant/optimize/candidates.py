@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from graphquant.ir import (
     merged_channel_shape,
 )
 from graphquant.numerics import IntType
+from graphquant.optimize.algorithms import activation_elements
 from graphquant.optimize.blocks import Block, find_blocks
 from graphquant.optimize.sensitivity import (
     BATCH_SIZE,
@@ -45,6 +46,7 @@ from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
+    from graphquant.calibration.data.dataset import Feed
     from graphquant.calibration.holdout import HoldOut
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.quantize.rewrite import InsertedPair
@@ -337,6 +339,7 @@ MIN_GROUP_SAMPLES, MAX_GROUP_SAMPLES = 8, 64
 """Number of samples on which the errors of groups of sites are measured: few, but more in small models."""
 
 MAX_GROUP_ELEMENTS = 1 << 21  # maximum number of elements of all activations if there are more samples than the minimum
+MAX_SINGLE_SAMPLES = 32  # maximum number of samples that run one by one
 
 
 def quantizing_ops_by_site(plan: Plan, built: BuiltModel) -> dict[int, list[OpKey]]:
@@ -356,21 +359,36 @@ def quantizing_ops_by_site(plan: Plan, built: BuiltModel) -> dict[int, list[OpKe
 
 
 def switch_groups(
-    prepared: Model, plan: Plan, built: BuiltModel, groups: Sequence[Collection[int]], samples: Dataset
+    prepared: Model,
+    plan: Plan,
+    built: BuiltModel,
+    groups: Sequence[Collection[int]],
+    samples: Dataset,
+    sample_order: Sequence[int] = (),
 ) -> GroupSwitches:
     """Make a session in which each group of sites of a plan can be bypassed; it runs on a few of the samples.
 
-    `built` is the quantized model of the plan. Raises a ModelError if it cannot be run.
+    `built` is the quantized model of the plan. The samples are the first ones of `sample_order`, by default a few from
+    all over the data. Raises a ModelError if the model cannot be run.
     """
     ops = quantizing_ops_by_site(plan, built)
     op_groups = [[op_key for index in group for op_key in ops.get(index, ())] for group in groups]
     runner = formats.format_module(prepared.format).create_runner(prepared)
-    elements = estimate_footprint(prepared, batch_independent=True).elements_per_sample
-    batch_independent = elements is not None and is_batch_independent(runner, samples, MIN_GROUP_SAMPLES)
+    batch_independent = estimate_footprint(
+        prepared, batch_independent=True
+    ).elements_per_sample is not None and is_batch_independent(runner, samples, MIN_GROUP_SAMPLES)
     inputs = {input_spec.name: input_spec.name for input_spec in runner.inputs}
-    count = MIN_GROUP_SAMPLES
-    if elements is not None:
-        count = min(max(MAX_GROUP_ELEMENTS // max(elements, 1), MIN_GROUP_SAMPLES), MAX_GROUP_SAMPLES)
+    max_count = MAX_GROUP_SAMPLES if batch_independent else MAX_SINGLE_SAMPLES
+    elements = activation_elements(runner, plan, samples)
+    count = min(max(MAX_GROUP_ELEMENTS // max(elements, 1), MIN_GROUP_SAMPLES), max_count, samples.count)
+    if sample_order:
+        chosen = sorted(sample_order[:count])
+        feeds_between = samples.feeds_between
+
+        def open_chosen(start: int, stop: int) -> Iterator[Feed]:
+            return (feed for index in chosen[start:stop] for feed in feeds_between(index, index + 1))
+
+        samples = replace(samples, count=len(chosen), open_feeds=open_chosen)
     feeds = chunk_sample_feeds(samples, inputs, batch_independent=batch_independent, max_samples=count)
     return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds))
 
@@ -414,11 +432,12 @@ class GroupTrials:
         plan: Plan,
         built: BuiltModel,
         samples: Dataset,
+        sample_order: Sequence[int] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Measure sites of `plan` on a few of the samples; `built` is its quantized model."""
+        """Measure sites of `plan` on the first samples of an order; `built` is its quantized model."""
         self._prepared, self._plan, self._built, self._samples = prepared, plan, built, samples
-        self._progress = progress
+        self._sample_order, self._progress = sample_order, progress
         indices = sorted(insertions_by_site(plan, built.insertions))
         self._groups = group_shared_scales(plan, indices)
         self.blocks = find_blocks(prepared, plan, indices)  # blocks of the model, in graph order
@@ -444,7 +463,7 @@ class GroupTrials:
         candidate_plans: dict[str, Plan] = {}
         ratios: dict[tuple[int, str], float] = {}
         try:
-            switches = switch_groups(self._prepared, self._plan, self._built, self._groups, self._samples)
+            switches = self._switch_groups(self._plan, self._built)
             group_errors |= self._measure_groups(switches)
             candidate_plans = make_candidate_plans(self._prepared, self._plan)
             for name, candidate_plan in candidate_plans.items():
@@ -460,6 +479,9 @@ class GroupTrials:
             for index in group
         }
         return errors, candidate_plans
+
+    def _switch_groups(self, plan: Plan, built: BuiltModel) -> GroupSwitches:
+        return switch_groups(self._prepared, plan, built, self._groups, self._samples, self._sample_order)
 
     def _measure_groups(self, switches: GroupSwitches) -> dict[int, float]:
         """Measure the error of each group with the candidate of the rules."""
@@ -490,7 +512,7 @@ class GroupTrials:
     ) -> dict[tuple[int, str], float]:
         """Measure the error of a candidate relative to the rules, for the blocks with the largest errors."""
         ratios: dict[tuple[int, str], float] = {}
-        candidate = switch_groups(self._prepared, candidate_plan, built, self._groups, self._samples)
+        candidate = self._switch_groups(candidate_plan, built)
         block_errors = [math.fsum(group_errors[group] for group in members) for members in self._members]
         worst = sorted(range(len(self.blocks)), key=lambda number: -block_errors[number])
         for number in worst[:MAX_TRIED_BLOCKS]:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from graphquant.analysis import match_sites
@@ -40,7 +41,13 @@ from graphquant.optimize.candidates import (
     replace_sites,
 )
 from graphquant.optimize.latency import LatencyTimer, PlanProfiler, TimeRatio, make_latency_groups, minimize_latency
-from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
+from graphquant.optimize.selection import (
+    PlanQuality,
+    Selection,
+    high_precision_ops,
+    search_cheapest_plan,
+    selection_cost,
+)
 from graphquant.optimize.sensitivity import Sensitivity, SiteBypass
 from graphquant.optimize.size_budget import (
     SizedPlan,
@@ -390,8 +397,8 @@ class _SearchStages:
         if not rules_validation.failures or rules_validation.comparison is None or not rules_build.insertions:
             return unchanged, rules_build
         report = stage_progress(self.progress, "sensitivity")
-        trials = GroupTrials(self.prepared, plan, *measurer.first_fold(), report)
-        errors, candidate_plans = trials.measure_candidates(measurer.rebuild_first_fold)
+        trials = GroupTrials(self.prepared, plan, *measurer.select_worst_fold(), report)
+        errors, candidate_plans = trials.measure_candidates(measurer.rebuild_worst_fold)
         if trials.interrupted:
             return replace(unchanged, interrupted=True), rules_build
         fixed_sites = [index for index, site in enumerate(plan.sites) if site.uses[0] in trace.sized_weights]
@@ -456,7 +463,9 @@ MAX_MARGIN_DB = 1.0
 """Largest margin in dB by which a changed plan should exceed its bound. The margin is the standard error between
 samples, so that the plan more likely than not meets the bound on other samples. A larger one would cost int8 ops."""
 
-MAX_SEARCHES = 3  # maximum number of searches, each of which aims higher by the miss of the previous plan
+MIN_INT8_RATIO = 0.95  # least share of int8 ops that a plan with the margin must have, relative to one without
+
+MAX_SEARCHES = 2  # maximum number of searches, each of which aims higher by the miss of the previous plan
 
 
 class PlanMeasurer:
@@ -477,21 +486,35 @@ class PlanMeasurer:
         """Measure variants of `plan`, whose model with ranges from all samples is `built`."""
         self._prepared, self._plan, self._built, self._folds = prepared, plan, built, folds
         self._validator = FoldValidator(source, [fold.held_out for fold in folds], bounds)
+        self._worst_fold = 0
         self._recent_builds: list[tuple[Plan, list[BuiltModel]]] = []  # of the last plans, the newest last
         self._bypasses: tuple[Plan, list[SiteBypass]] | None = None
 
     @property
     def samples(self) -> Dataset:
-        """The samples of the first fold."""
-        return self._folds[0].held_out.samples()
+        """The samples of all folds."""
+        first, last = self._folds[0].held_out, self._folds[-1].held_out
+        return replace(first, dataset=last.dataset).samples()
 
-    def first_fold(self) -> tuple[BuiltModel, Dataset]:
-        """Return the model of the rules of the first fold, and the samples of the fold."""
-        return self._builds(self._plan)[0], self.samples
+    def select_worst_fold(self) -> tuple[BuiltModel, Dataset, list[int]]:
+        """Return the model of the rules of the fold with the largest error, its samples, and these by importance.
 
-    def rebuild_first_fold(self, plan: Plan) -> BuiltModel:
-        """Return the model of a plan for the first fold."""
-        return self._build_fold(self._folds[0], plan)
+        A few samples may cause most of the error, and sites that are measured without them would seem exact. Therefore
+        the sample with the largest error comes first, then one from all over the data, and so on alternately.
+        """
+        totals = [math.fsum(errors) for errors in self._validator.sample_errors]
+        self._worst_fold = max(range(len(totals)), key=totals.__getitem__, default=0)
+        samples = self._folds[self._worst_fold].held_out.samples()
+        errors = self._validator.sample_errors[self._worst_fold] if totals else []
+        worst = sorted(range(len(errors)), key=lambda index: -errors[index])
+        spread = sorted(range(samples.count), key=lambda index: f"{index:b}"[::-1])
+        pairs = zip_longest(worst, spread)
+        order = list(dict.fromkeys(index for pair in pairs for index in pair if index is not None))
+        return self._builds(self._plan)[self._worst_fold], samples, order
+
+    def rebuild_worst_fold(self, plan: Plan) -> BuiltModel:
+        """Return the model of a plan for that fold."""
+        return self._build_fold(self._folds[self._worst_fold], plan)
 
     def validate(self, plan: Plan) -> Validation:
         """Validate a plan on all folds."""
@@ -566,6 +589,7 @@ class _BoundSearch:
         self._plan, self._bounds, self._measurer, self._errors = plan, bounds, measurer, errors
         self._candidate_plans = candidate_plans
         self._validations: dict[tuple[tuple[int, str], ...], Validation] = {(): rules_validation}
+        self._measured: dict[Selection, Validation] = {}  # of the current groups
         # Better ranges cost no multiply-adds, so they come first, if they bring a gain together.
         self._groups = [_choose_quantized_candidate(group, best=True) for group in groups]
         self._drafts = self._make_drafts()
@@ -605,13 +629,14 @@ class _BoundSearch:
                 progress=progress,
             )
             interrupted |= result.interrupted
-            selection, plan = result.selection, self._drafts.build_plan(result.selection)
-            validation = self._validations[self._key(selection)]
+            selection = self._prefer_int8(result.selection, costs)
+            plan, validation = self._drafts.build_plan(selection), self._measured[selection]
             if any(self._groups[i].candidates[index].high_precision for i, index in enumerate(selection)):
                 # The bypassed model of a fold differs slightly from the built one.
                 validation = self._measurer.validate(plan)
             if target is None or interrupted or not validation.failures or attempt == MAX_SEARCHES - 1:
                 break
+            self._measured[selection] = validation
             if not plan.sites or not result.quality.met:
                 break
             raised_aim += max(target - _worst_sqnr(validation), 0.0) + MIN_RAISE_DB
@@ -627,6 +652,14 @@ class _BoundSearch:
             missed_bounds=best.failures or best.caveats if self._is_all_float(self._key(selection)) else (),
             interrupted=interrupted,
         )
+
+    def _prefer_int8(self, selection: Selection, costs: Mapping[OpKey, float]) -> Selection:
+        """Return the cheapest measured selection that meets the bounds if the margin costs too many int8 ops."""
+        met = [other for other, validation in self._measured.items() if not validation.failures]
+        cheapest = min(met, key=lambda other: selection_cost(self._groups, other, costs), default=selection)
+        total = math.fsum(costs.values())
+        int8_costs = [total - selection_cost(self._groups, other, costs) for other in (selection, cheapest)]
+        return selection if int8_costs[0] >= MIN_INT8_RATIO * int8_costs[1] else cheapest
 
     def _is_all_float(self, key: tuple[tuple[int, str], ...]) -> bool:
         float_sites = {index for index, name in key if name == FLOAT_CANDIDATE}
@@ -646,7 +679,8 @@ class _BoundSearch:
                 float_sites = [index for index, name in names.items() if name == FLOAT_CANDIDATE]
                 validation = self._measurer.validate_bypassed(self._base_plan, float_sites)
             self._validations[key] = validation
-        validation = self._validations[key]
+        self._measured.setdefault(selection, self._validations[key])
+        validation = self._measured[selection]
         sqnr = _worst_sqnr(validation) - min(_standard_error_of_worst(validation), MAX_MARGIN_DB)
         target = self._bounds.min_sqnr
         return PlanQuality(met=not validation.failures and (target is None or sqnr >= target + extra), sqnr=sqnr)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import fsum
 from typing import TYPE_CHECKING
 
-from graphquant.analysis.comparison import MAX_SEARCH_PLANS
 from graphquant.optimize.candidates import FLOAT_GROUP_COST, Candidate, ScaleGroup
 
 if TYPE_CHECKING:
@@ -98,20 +97,23 @@ def settle_selection(groups: Sequence[ScaleGroup], ops: frozenset[OpKey], max_er
 def cheaper_selections(
     groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], ops: frozenset[OpKey], max_ratio: float
 ) -> list[Selection]:
-    """List selections that cost at most `max_ratio` of those with `ops` in high precision, by increasing error.
+    """List selections that cost at most `max_ratio` of those with `ops` in high precision.
 
-    With few ops all subsets are listed, with many those with one op less.
+    With few ops all subsets are listed by increasing error, with many those with one op less by the error for each unit
+    of cost.
     """
     all_ops = sorted({op for group in groups for op in group.ops})
     max_cost = fsum(costs[op] for op in ops) * max_ratio
-    op_sets: Iterable[frozenset[OpKey]]
     if len(all_ops) <= MAX_EXHAUSTIVE_OPS:
         op_sets = [op_set for price, op_set in _op_sets_by_cost(all_ops, costs) if price <= max_cost]
-    else:
-        dearest = sorted(ops, key=lambda op: (-costs[op], op))[:MAX_DROPPED_OPS]
-        op_sets = [ops - {op} for op in dearest]
-    selections = dict.fromkeys(settle_selection(groups, op_set, 0.0) for op_set in op_sets)
-    return sorted(selections, key=lambda selection: total_error(groups, selection))
+        selections = dict.fromkeys(settle_selection(groups, op_set, 0.0) for op_set in op_sets)
+        return sorted(selections, key=lambda selection: total_error(groups, selection))
+    dearest = sorted(ops, key=lambda op: (-costs[op], op))[:MAX_DROPPED_OPS]
+    ratios: dict[Selection, float] = {}
+    for op in dearest:
+        selection = settle_selection(groups, ops - {op}, 0.0)
+        ratios.setdefault(selection, total_error(groups, selection) / max(costs[op], FLOAT_GROUP_COST))
+    return sorted(ratios, key=ratios.__getitem__)
 
 
 def lighter_selection(groups: Sequence[ScaleGroup], selection: Selection) -> Selection:
@@ -183,13 +185,14 @@ def _greedy_high_ops(
     return frozenset(high_ops)
 
 
-MAX_MEASUREMENTS = MAX_SEARCH_PLANS  # maximum number of measured plans
+MAX_MEASUREMENTS = 12  # maximum number of measured plans, at most `MAX_SEARCH_PLANS`, until no cheaper one is tried
 MAX_CLIMB_PLANS, MAX_REFINE_PLANS = 8, 3
 """Maximum number of plans until one meets the bound, and then to reduce the aim."""
 
 CLIMB_STEP_DB = 3.0  # step of the aim in dB if the distance to the bound is unknown
 MIN_AIM_STEP_DB = 0.3  # smallest difference of two aims in dB that is worth a plan
 NEAR_MISS_DB = 2.0  # miss in dB that a nearly equal plan may correct, because errors have heavy tails
+UNCERTAIN_DB = 2.0  # predicted miss in dB up to which a plan is measured, because estimates are uncertain
 MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss the bound
 MAX_COST_RATIO = 0.98  # relative cost below which a cheaper plan is tried
 
@@ -311,11 +314,19 @@ class _PlanSearch:
         while waiting:
             selection = waiting.pop()
             if selection not in self._qualities:
-                return selection
+                if target_sqnr is None or self._predict_sqnr(selection) >= target_sqnr - UNCERTAIN_DB:
+                    return selection
+                continue
             if target_sqnr is not None and target_sqnr - NEAR_MISS_DB < self._qualities[selection].sqnr < target_sqnr:
                 lighter = lighter_selection(self._groups, selection)
                 waiting += [lighter] if lighter != selection else []
         return None
+
+    def _predict_sqnr(self, selection: Selection) -> float:
+        """Predict the SQNR in dB of a selection from that of the best plan and the estimated errors of both."""
+        best_error, error = (total_error(self._groups, other) for other in (self._best[0], selection))
+        known = best_error > 0 and error > 0 and math.isfinite(self._best[1].sqnr)
+        return self._best[1].sqnr + 10 * math.log10(best_error / error) if known else math.inf
 
     def _try_aim(self, aim: float) -> PlanQuality:
         """Measure the cheapest selection with an estimated SQNR of at least `aim` dB."""

@@ -67,9 +67,11 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any, Any]] = {
     "three samples": ({"count": 3}, 3, None, (0, 3, True)),
     "eight samples": ({"count": 8}, 4, None, (4, 8, False)),
     "no validation": ({"validates": False}, 40, None, None),
-    "bounds": (SEARCH, 16, (16, 32, False), (32, 40, False)),
-    "bounds on few samples": ({"count": 9, **SEARCH}, 5, (0, 5, True), (5, 9, False)),
-    "bounds on twelve samples": ({"count": 12, **SEARCH}, 4, (4, 8, False), (8, 12, False)),
+    "bounds": (SEARCH, 40, (0, 40, False), (0, 40, True)),
+    "bounds on eight samples": ({"count": 8, **SEARCH}, 8, (0, 8, False), (0, 8, True)),
+    "bounds on seven samples": ({"count": 7, **SEARCH}, 7, (0, 7, True), (3, 7, True)),
+    "bounds on fixed ranges": (FIXED | SEARCH, None, (0, 32, False), (32, 40, False)),
+    "bounds on fixed ranges with algorithms": (FIXED | ALGORITHMS | SEARCH, 40, (0, 40, False), (0, 40, True)),
     "size budget": ({"has_search": True}, 32, (0, 32, False), (32, 40, False)),
     "no data": (NO_DATA, None, None, None),
     "fixed ranges": (FIXED, None, None, (0, 40, False)),
@@ -111,6 +113,37 @@ def test_split(case: str) -> None:
     for holdout in filter(None, (data.search_set, data.validation_set)):
         assert holdout.spec == "data.npz"
         assert [feed["x"].item() for feed in holdout.samples()] == list(range(holdout.start, holdout.dataset.count))
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 0),
+        ({"count": 31, **SEARCH}, 4),
+        ({"count": 32, **SEARCH}, 2),
+        ({"count": 7, **SEARCH}, 0),
+        ({"has_search": True}, 0),
+        (FIXED | SEARCH, 0),
+        (FIXED | ALGORITHMS | SEARCH, 2),
+        ({"validates": False, **SEARCH}, 0),
+        ({"stats": stats_of(24), **SEARCH}, 0),
+        (NO_DATA | SEARCH, 0),
+    ],
+)
+def test_number_of_folds(changes: dict[str, Any], count: int) -> None:
+    """A search with bounds measures plans in folds if ranges or algorithms use the samples, and there are enough."""
+    assert split_data(**changes).fold_count == count
+
+
+def test_samples_of_a_fold() -> None:
+    """A fold measures its samples, and all others give the ranges, in order, whichever of them are read."""
+    held_out, others = split_data(10, **SEARCH).make_fold(3, 6)
+    assert sample_span(held_out) == (3, 6, False)
+    assert [feed["x"].item() for feed in held_out.samples()] == [3, 4, 5]
+    assert others.count == 7
+    for start, stop in ((0, 7), (0, 2), (2, 5), (3, 7), (4, 6), (5, 9)):
+        expected = [0, 1, 2, 6, 7, 8, 9][start:stop]
+        assert [feed["x"].item() for feed in others.feeds_between(start, stop)] == expected
 
 
 def test_data_without_samples() -> None:

@@ -13,10 +13,11 @@ from support.rule_files import weight_rule
 
 import graphquant as gq
 from graphquant.api.plan import prepare_and_plan
-from graphquant.ir import TensorRef
+from graphquant.ir import TensorRef, Use
 from graphquant.numerics import IntType, qparams_from_scale
 from graphquant.optimize import candidates as candidates_module
-from graphquant.optimize.candidates import RULE_CANDIDATE, CandidateTrials, make_candidate_plans, make_scale_groups
+from graphquant.optimize.blocks import Block
+from graphquant.optimize.candidates import RULE_CANDIDATE, GroupTrials, make_candidate_plans, make_scale_groups
 from graphquant.quantize import Plan, Site, check_plan
 from graphquant.rules import Scheme
 from graphquant.utils.options import PlanOptions
@@ -111,54 +112,82 @@ def make_pair(scale: float) -> Any:
     return SimpleNamespace(params=qparams_from_scale(np.float32(scale), np.int32(0), IntType(8, False)))
 
 
-def test_errors_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates whose error is below 95% of the rules' are listed; each further bit divides the error by 4.
+class Switches:
+    """Given errors of groups of sites, which add up."""
 
-    Parameters that were measured already are not measured again, and a site without an error counts as 1.
-    """
+    groups, runs = frozenset({0, 1, 2}), 5
+
+    def __init__(self, errors: dict[int, float]) -> None:
+        self.errors, self.measured = errors, list[list[int]]()
+
+    def error(self, on: Any) -> float:
+        """Note the groups, and return their error."""
+        self.measured.append(sorted(on))
+        return sum(self.errors[group] for group in on)
+
+
+@pytest.fixture
+def group_trials(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Plan, dict[str, Plan]]:
+    """Return the trials of four sites in two blocks, the first two of which share a scale, and other plans."""
     scheme = Scheme(name="act", dtype="uint8", family="onnx-qdq")
-    sites = tuple(Site(tensor=TensorRef("", name), uses=(), graph="", scheme=scheme) for name in "abcd")
+    sites = tuple(
+        Site(tensor=TensorRef("", name), uses=(Use("", "y", slot),), graph="", scheme=scheme)
+        for slot, name in enumerate("abcde")
+    )
+    sites = (sites[0], replace(sites[1], tie=sites[0].uses), *sites[2:])
     plan = Plan(format="onnx", model="", prepared="", rules=(), sites=sites)
     other = replace(plan, sites=tuple(replace(site, rule="other") for site in sites))
-    monkeypatch.setattr(candidates_module, "insertions_by_site", lambda _plan, insertions: insertions)
-    candidate_plans = {
-        "mse range": other,
-        "minmax range": replace(other, sites=(*sites[:3], other.sites[3])),
-        "16 bits": other,
-    }
-    monkeypatch.setattr(candidates_module, "make_candidate_plans", lambda *_: candidate_plans)
-    rules_pairs = {index: make_pair(0.5) for index in range(4)}
-    # The third site has the same parameters as before.
-    builds = [
-        SimpleNamespace(
-            model="mse", insertions={0: make_pair(0.1), 1: make_pair(0.2), 2: make_pair(0.5), 3: make_pair(0.3)}
-        ),
-        SimpleNamespace(model="minmax", insertions={3: make_pair(0.3)}),
-    ]
-    errors = {
-        "rules": {0: 1e-2, 1: 1e-3, 2: 4.0**-8},
-        "mse": {0: 0.949e-2, 1: 0.951e-3, 3: 0.5},
-    }
-    measured = []
+    plans = {"mse range": other, "minmax range": replace(other, sites=(*sites[:3], *other.sites[3:])), "16 bits": other}
+    monkeypatch.setattr(candidates_module, "make_candidate_plans", lambda *_: plans)
+    monkeypatch.setattr(candidates_module, "insertions_by_site", lambda *_: dict.fromkeys(range(5)))
+    blocks = (Block(sites=(0, 1, 2), ops=frozenset(), name="first"), Block(sites=(3,), ops=frozenset(), name="second"))
+    monkeypatch.setattr(candidates_module, "find_blocks", lambda *_: blocks)
+    built = SimpleNamespace(insertions=())
+    return GroupTrials("prepared", plan, built, "samples", [2, 1]), plan, plans  # type: ignore[arg-type]
 
-    def measure(_: Any, model: Any, pairs: Any, indices: Any) -> dict[int, float]:
-        measured.append((model, list(indices)))
-        assert pairs.keys() >= set(indices)
-        return errors[model]
 
-    monkeypatch.setattr(CandidateTrials, "measure_errors", measure)
-    trials = object.__new__(CandidateTrials)
-    trials._prepared, trials.interrupted, trials._runs = None, False, 6.0
-    rules_build = SimpleNamespace(model="rules", insertions=rules_pairs)
-    candidate_errors, plans = trials.measure_candidates(plan, rules_build, lambda _: builds.pop(0))
-    assert measured == [("rules", [0, 1, 2, 3]), ("mse", [0, 1, 3])]
-    assert candidate_errors == {
-        0: {RULE_CANDIDATE: 1e-2, "mse range": 0.949e-2, "16 bits": 1e-2 / 4**8},
-        1: {RULE_CANDIDATE: 1e-3, "16 bits": 1e-3 / 4**8},
-        2: {RULE_CANDIDATE: 4.0**-8, "16 bits": 4.0**-16},
-        3: {RULE_CANDIDATE: 1.0, "mse range": 0.5, "16 bits": 4.0**-8},
+def test_errors_of_candidates(group_trials: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are measured first, then the groups inside; sites of a group share its error, as those of a part.
+
+    Candidates are measured by block, and listed below 95% of the rules' error. Each further bit divides the error by 4.
+    A site in no reachable block adds nothing, and one that no switch can bypass counts as 1.
+    """
+    trials, plan, plans = group_trials
+    rules, mse, minmax = (
+        Switches({0: 2e-2, 1: 1e-3, 2: 1e-2}),
+        Switches({0: 1e-2, 1: 1e-3, 2: 1e-2}),
+        Switches({2: 5e-3}),
+    )
+    by_plan = {id(plan): rules, id(plans["mse range"]): mse, id(plans["minmax range"]): minmax}
+    monkeypatch.setattr(candidates_module, "switch_groups", lambda _prepared, some_plan, *_: by_plan[id(some_plan)])
+    errors, made = trials.measure_candidates(lambda some_plan: some_plan)
+    assert made is plans
+    assert rules.measured[:5] == [[0, 1, 2], [0, 1], [2], [0], [1]]
+    ratio = pytest.approx(1.1e-2 / 2.1e-2)
+    assert {name: error / 1e-2 for name, error in errors[0].items()} == {
+        RULE_CANDIDATE: 1.0,
+        "mse range": ratio,
+        "16 bits": 4.0**-8,
     }
-    assert plans is candidate_plans
-    assert trials.measured_sites == {0, 1, 2}
-    assert trials.runs_per_site(candidate_errors) == 1.5
-    assert trials.runs_per_site({}) == 6.0
+    assert errors[1] == errors[0]
+    assert errors[2].keys() == {RULE_CANDIDATE, "mse range", "16 bits"}
+    assert errors[3] == {RULE_CANDIDATE: 1e-2, "minmax range": pytest.approx(5e-3), "16 bits": 1e-2 / 4**8}
+    assert errors[4] == {RULE_CANDIDATE: 0.0, "16 bits": 0.0}
+    assert trials.measured_sites == {0, 1, 2, 3}
+    assert trials.runs == 15
+    assert not trials.interrupted
+
+
+def test_unknown_errors(group_trials: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that no switch can bypass is the first to become float; Ctrl-C keeps what is known."""
+    trials, _, _ = group_trials
+    switches = Switches({0: 2e-2, 1: 1e-3})
+    switches.groups = frozenset({0, 1})
+    monkeypatch.setattr(candidates_module, "switch_groups", lambda *_: switches)
+
+    def interrupt(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    errors, _ = trials.measure_candidates(interrupt)
+    assert [errors[index][RULE_CANDIDATE] for index in range(5)] == [1e-2, 1e-2, 1e-3, 1.0, 0.0]
+    assert trials.interrupted

@@ -17,19 +17,23 @@ if TYPE_CHECKING:
 
 
 def test_the_validation_has_the_sensitivities(samples: Path, tmp_path: Path) -> None:
-    """Report and output rank the tensors of the chosen plan by sensitivity, as compare measures it."""
+    """Report and output rank the tensors of the chosen plan by sensitivity, as compare measures it.
+
+    Only tensors that the search measured alone have one, the largest errors first.
+    """
     model, data, out = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz", tmp_path / "out.onnx"
     result = gq.insert(model, data=str(data), min_sqnr=55)
     result.save(out)
     sites = InsertResult.of(result).as_json()["validation"]["comparison"]["sites"]
     message = "\n".join(map(str, validation_view(result.validation)))
+    sites = [site for site in sites if site["sensitivity_db"] is not None]
     sensitivities = [site["sensitivity_db"] for site in sites]
-    assert len(sensitivities) > 3
+    assert sensitivities
     assert sensitivities == sorted(sensitivities)
     assert f"highest sensitivity: {sites[0]['tensor']} {sensitivities[0]:.1f} dB" in message
     assert "of their own" not in message
     measured = {entry.tensor: entry.sensitivity for entry in gq.compare(model, out, str(data), sensitivity=True).sites}
-    assert measured.keys() == {site["tensor"] for site in sites}
+    assert measured.keys() >= {site["tensor"] for site in sites}
     # Measured on other samples, with the rules' plan for all other sites. Local errors are 20 dB larger.
     assert sensitivities == pytest.approx([measured[site["tensor"]] for site in sites], abs=8)
 

@@ -25,6 +25,7 @@ from graphquant.optimize.search import (
     MAX_RELATIVE_TIME,
     OUTCOME_PAIRS,
     Objective,
+    SearchFold,
     SearchTrace,
     _SearchStages,
     search_plan,
@@ -52,16 +53,23 @@ def make_trace(plan=None, **fields):
     return SearchTrace(minimize="latency", plan=plan or plan_of_names(), **fields)
 
 
-def make_stages(build=None, progress=None, search_set=None, **objective):
+def make_stages(build=None, progress=None, search_set=None, folds=(), **objective):
     """Return the stages for an objective."""
     return _SearchStages(
         source=SimpleNamespace(size=4000),
         prepared="prepared",
-        build=build or (lambda plan: SimpleNamespace(model=SimpleNamespace(plan=plan), insertions=plan.sites)),
+        build=build or (lambda plan: SimpleNamespace(model=make_model(plan), insertions=plan.sites)),
+        stats="stats",
         objective=Objective(**objective),
         search_set=search_set,
+        folds=folds,
         progress=progress,
     )
+
+
+def make_model(plan):
+    """Return the model of a plan, which no backend judges."""
+    return SimpleNamespace(plan=plan, traits=SimpleNamespace(judgeable=False))
 
 
 def tensors(mapping):
@@ -118,12 +126,13 @@ def test_defaults():
 def test_verdicts_of_a_trace():
     """Without a validation there are no bounds to miss. Failures and caveats are those of the validation."""
     assert make_trace().bounds_met
-    assert make_trace().confirmed
-    for validation in (make_validation(40.0, lower=35.0), make_validation(40.0, lower=20.0), make_validation(20.0)):
+    assert make_trace().status is None
+    validations = make_validation(40.0, lower=35.0), make_validation(40.0, lower=20.0), make_validation(20.0)
+    for validation, status in zip(validations, ("met", "met-not-proven", "missed"), strict=True):
         trace = make_trace(search_validation=validation)
         assert (trace.failures, trace.caveats) == (validation.failures, validation.caveats)
-        assert trace.bounds_met == (not validation.failures and not validation.caveats)
-        assert trace.confirmed == validation.confirmed
+        assert trace.bounds_met == (status == "met")
+        assert trace.status == validation.status == status
     assert [bool(v.failures) for v in (make_validation(40.0, lower=20.0), make_validation(20.0))] == [False, True]
     assert make_trace(plan=plan_of_names(""), runtime="onnxruntime").all_float
     assert not make_trace(plan=plan_of_names("")).all_float
@@ -140,18 +149,24 @@ def test_candidates_of_a_trace():
 
 
 @pytest.mark.parametrize(
-    ("lower", "sqnrs", "worst"),
-    [(None, (40.0, 20.0), 20.0), (None, (None, 50.0), 50.0), (15.0, (40.0,), 15.0), (None, (), -1)],
+    ("sqnrs", "worst", "error"),
+    [((40.0, 20.0), 20.0, 0.5), ((None, 50.0), 50.0, 0.5), ((40.0,), 40.0, 0.5), ((), -1, 0)],
 )
-def test_worst_output(lower, sqnrs, worst):
-    """The worst output counts with the SQNR that is confirmed, if there is one."""
-    assert search._worst_confirmed_sqnr(make_validation(*sqnrs, lower=lower)) == worst
+def test_worst_output(sqnrs, worst, error):
+    """The worst output counts as it was measured, with its standard error."""
+    validation = make_validation(*sqnrs, lower=3.0)
+    outputs = [
+        replace(output, sqnr_standard_error=0.5 if output.sqnr == worst else 9.0)
+        for output in validation.comparison.outputs
+    ]
+    validation = replace(validation, comparison=replace(validation.comparison, outputs=tuple(outputs)))
+    assert (search._worst_sqnr(validation), search._standard_error_of_worst(validation)) == (worst, error)
 
 
 def test_no_comparison():
     """A model that cannot be measured is worse than all others."""
     validation = Validation(comparison=None, reuses_samples=False, bounds=Bounds())
-    assert search._worst_confirmed_sqnr(validation) == -1
+    assert search._worst_sqnr(validation) == -1
     assert [search._error_to_db(error) for error in (0.0, 1e-3)] == [None, pytest.approx(30)]
 
 
@@ -194,7 +209,7 @@ def sizes(monkeypatch):
 def minimize_size(monkeypatch, passing, plan=None, **changes):
     """Return the trace of the least size with which `passing` is true of a model's size, and the reported progress."""
     reported = []
-    monkeypatch.setattr(_SearchStages, "_validate", lambda _, model: SimpleNamespace(confirmed=passing(model.size)))
+    monkeypatch.setattr(_SearchStages, "_validate", lambda _, plan: SimpleNamespace(failures=not passing(plan.size)))
     defaults = {
         "minimize": "size",
         "bounds": Bounds(min_sqnr=30),
@@ -290,12 +305,29 @@ def test_a_validation_needs_samples():
 
 
 def test_validations_of_a_search(monkeypatch):
-    """Plans are compared with the source on the search samples, without figures of each site."""
+    """Plans are compared with the source on all folds, each built without the samples of the fold."""
     calls = []
-    monkeypatch.setattr(search, "validate_model", lambda *arguments, **options: calls.append((arguments, options)))
-    stages = make_stages(search_set="samples", bounds=Bounds(min_sqnr=1))
-    stages._validate("model")
-    assert calls == [((stages.source, "model", "samples", Bounds(min_sqnr=1), None), {"include_sites": False})]
+
+    class Validator:
+        """Note the arguments."""
+
+        def __init__(self, *arguments):
+            calls.append(arguments)
+
+        def validate(self, models):
+            """Return the models."""
+            return models
+
+    monkeypatch.setattr(search, "FoldValidator", Validator)
+    folds = tuple(
+        SearchFold(
+            held_out=f"part {index}", build=lambda plan, index=index: SimpleNamespace(model=(plan, index)), stats=None
+        )
+        for index in range(2)
+    )
+    stages = make_stages(search_set="samples", folds=folds, bounds=Bounds(min_sqnr=1))
+    assert stages._validate("plan") == [("plan", 0), ("plan", 1)]
+    assert calls == [(stages.source, ["part 0", "part 1"], Bounds(min_sqnr=1))]
 
 
 # -- latency ------------------------------------------------------------------------------------
@@ -482,22 +514,57 @@ ERRORS = {
 class Trials:
     """Given errors of the candidates of each site: the sum of all of them is the error of a plan."""
 
-    interrupted, measured_sites = False, frozenset({0, 1, 2})
+    interrupted, measured_sites, blocks, runs = False, frozenset({0, 1, 2}), (), 12
 
-    def __init__(self, prepared, search_set, progress):
-        assert (prepared, type(search_set)) == ("prepared", SearchSet)
+    def __init__(self, prepared, plan, built, samples, order, progress):
+        assert (prepared, built, samples.count, order) == ("prepared", "worst fold", 20, [1, 0])
         assert progress is None or callable(progress)
+        self.plan = plan
 
-    def measure_candidates(self, plan, rules_build, build):
+    def measure_candidates(self, rebuild):
         """Return the errors, and a plan with another scheme."""
-        assert rules_build.model.plan is plan
-        assert callable(build)
+        assert rebuild("plan") == "rebuilt plan"
         other = replace(ACTIVATION, name="mse")
-        return ERRORS, {"mse range": replace(plan, sites=tuple(replace(site, scheme=other) for site in plan.sites))}
+        sites = tuple(replace(site, scheme=other) for site in self.plan.sites)
+        return ERRORS, {"mse range": replace(self.plan, sites=sites)}
 
-    def runs_per_site(self, errors):
-        """Return a number."""
-        return 3.0
+
+class Measurer:
+    """Measures plans by the sum of the errors of their sites."""
+
+    samples = SimpleNamespace(count=20)
+
+    def __init__(self, source, prepared, plan, built, folds, bounds):
+        assert (prepared, built.model.plan, folds) == ("prepared", plan, ("fold",))
+        self.bound = bounds.min_sqnr
+
+    def select_worst_fold(self):
+        """Return stand-ins."""
+        return "worst fold", self.samples, [1, 0]
+
+    def rebuild_worst_fold(self, plan):
+        """Return a stand-in."""
+        return f"rebuilt {plan}"
+
+    def build_final(self, plan, build, stats):
+        """Return the model of a plan."""
+        assert stats == "stats"
+        return build(plan)
+
+    def validate_bypassed(self, plan, float_sites):
+        """Validate a plan without some sites."""
+        return self.validate(replace(plan, sites=tuple(s for i, s in enumerate(plan.sites) if i not in float_sites)))
+
+    def validate(self, plan):
+        """Note the plan; after some plans, Ctrl-C ends the search."""
+        if len(VALIDATED) == Measurer.limit:
+            raise KeyboardInterrupt
+        VALIDATED.append(plan)
+        sqnr = -10 * math.log10(model_error(plan))
+        return make_validation(sqnr, bounds=Bounds(min_sqnr=self.bound), lower=sqnr - Measurer.margin)
+
+
+VALIDATED = []
 
 
 @pytest.fixture
@@ -523,20 +590,13 @@ def trials(monkeypatch):
 
         return of
 
-    monkeypatch.setattr(search, "CandidateTrials", Trials)
+    monkeypatch.setattr(search, "GroupTrials", Trials)
+    monkeypatch.setattr(search, "PlanMeasurer", Measurer)
     monkeypatch.setattr(search, "make_scale_groups", make_groups)
     monkeypatch.setattr(search, "mac_costs", costs("macs"))
     monkeypatch.setattr(search, "byte_costs", costs("bytes"))
     monkeypatch.setattr(search, "measure_tensor_sizes", lambda *arguments: ("sizes", *arguments))
     return asked
-
-
-class SearchSet:
-    """Twenty samples."""
-
-    def samples(self):
-        """Return them."""
-        return SimpleNamespace(count=20)
 
 
 def model_error(plan):
@@ -552,19 +612,13 @@ def meet_bounds(monkeypatch, bound, trace=None, costs=None, *, margin=0.0, plans
 
     `margin` is that of the confidence in dB, and Ctrl-C ends the search after some `plans`.
     """
-    validated = []
-
-    def validate(_, model):
-        if len(validated) == plans:
-            raise KeyboardInterrupt
-        validated.append(model.plan)
-        sqnr = -10 * math.log10(model_error(model.plan))
-        return make_validation(sqnr, bounds=Bounds(min_sqnr=bound), lower=sqnr - margin)
-
-    monkeypatch.setattr(_SearchStages, "_validate", validate)
-    search_set = SearchSet()
-    stages = make_stages(search_set=search_set, **{"bounds": Bounds(min_sqnr=bound)} | changes)
-    return stages.meet_bounds(trace or make_trace(), search_set, costs), validated
+    VALIDATED.clear()
+    monkeypatch.setattr(Measurer, "limit", plans, raising=False)
+    monkeypatch.setattr(Measurer, "margin", margin, raising=False)
+    stages = make_stages(search_set="samples", folds=("fold",), **{"bounds": Bounds(min_sqnr=bound)} | changes)
+    trace, built = stages.meet_bounds(trace or make_trace(), costs)
+    assert built.model.plan.sites == trace.plan.sites
+    return trace, list(VALIDATED)
 
 
 def decibels(reason):
@@ -585,12 +639,12 @@ def test_the_cheapest_candidates(trials, monkeypatch):
     (skip,) = trace.plan.skips
     assert (skip.tensor.op, skip.rule, skip.code) == ("d", "search", SkipCode.OPTIMIZATION)
     assert decibels(skip.reason) == ["25", "-0.0"]
-    assert tensors(trace.float_tensors) == {"d": pytest.approx(0)}
+    assert tensors(trace.float_tensors) == {"d": None}  # it was not measured alone
     assert tensors(trace.changed_tensors) == {"a": "mse range"}
     assert trace.site_errors == {0: 2e-3, 1: 1e-3, 2: 1e-5}
     assert trace.cost == pytest.approx(1 / 13)
-    assert trace.plans == len(validated)
-    assert trace.runs_per_site == 3.0 + 2 * len(validated) * 20 / 4
+    assert trace.plans == len(validated) - 1  # the chosen plan is validated once more as it is built
+    assert trace.runs_per_site == (12 + (trace.plans + 1) * 20) / 4
     assert trace.search_validation.comparison.outputs[0].sqnr == pytest.approx(-10 * math.log10(3.01e-3), abs=1e-4)
     assert trace.missed_bounds == ()
     assert not trace.interrupted
@@ -632,8 +686,8 @@ def test_errors_that_were_not_measured(trials, monkeypatch):
 def test_an_interrupted_search_for_bounds(trials, monkeypatch):
     """Ctrl-C keeps the best plan so far, and an earlier interruption is not forgotten."""
     reported = []
-    trace, validated = meet_bounds(monkeypatch, 25.0, plans=1, progress=lambda *numbers: reported.append(numbers))
-    assert (trace.interrupted, trace.plans, len(validated)) == (True, 1, 1)
+    trace, validated = meet_bounds(monkeypatch, 25.0, plans=2, progress=lambda *numbers: reported.append(numbers))
+    assert (trace.interrupted, trace.plans, len(validated)) == (True, 2, 2)
     assert reported == [("searching", 1, MAX_MEASUREMENTS)]
     assert len(trace.plan.sites) == 4
     assert meet_bounds(monkeypatch, 25.0, make_trace(interrupted=True))[0].interrupted
@@ -651,7 +705,7 @@ def test_costs_of_the_objective(trials, monkeypatch):
     trace, _ = meet_bounds(monkeypatch, 35.0, costs=costs)
     assert tensors(trace.changed_tensors) == {}
     assert sorted(tensors(trace.float_tensors)) == ["a", "b", "d"]
-    assert tensors(trace.float_tensors) == {"a": pytest.approx(20), "b": pytest.approx(30), "d": pytest.approx(0)}
+    assert tensors(trace.float_tensors) == {"a": pytest.approx(20), "b": pytest.approx(30), "d": None}
     assert trace.site_errors == {0: 1e-5}
 
 
@@ -660,7 +714,7 @@ def test_sized_weights_are_fixed(trials, monkeypatch):
     trace = make_trace(sized_weights=frozenset([Use("", "y", 2)]), float_tensors={TensorRef("", "z"): 1.0})
     trace, _ = meet_bounds(monkeypatch, 25.0, trace)
     assert trials["fixed"] == [2]
-    assert tensors(trace.float_tensors) == {"z": 1.0, "d": pytest.approx(0)}
+    assert tensors(trace.float_tensors) == {"z": 1.0, "d": None}
 
 
 def test_the_rules_meet_the_bounds(trials, monkeypatch):
@@ -677,13 +731,14 @@ def test_interrupted_trials(trials, monkeypatch):
     """Ctrl-C in the sensitivity analysis keeps the plan of the rules."""
     monkeypatch.setattr(Trials, "interrupted", True)
     trace, validated = meet_bounds(monkeypatch, 25.0)
-    assert (trace.interrupted, trace.runs_per_site, trace.plans, len(validated)) == (True, 3.0, 1, 1)
+    assert (trace.interrupted, trace.plans, len(validated)) == (True, 1, 1)
     assert len(trace.plan.sites) == 4
 
 
 def test_bounds_that_only_float_meets(trials, monkeypatch):
     """If nothing quantized meets the bounds, the trace has the misses of the best plan that quantizes something."""
     trace, validated = meet_bounds(monkeypatch, 60.0)
+    assert trace.status == "met"
     assert trace.plan.sites == ()
     assert len(trace.plan.skips) == 4
     best = max((plan for plan in validated if plan.sites), key=lambda plan: -model_error(plan))
@@ -693,29 +748,27 @@ def test_bounds_that_only_float_meets(trials, monkeypatch):
     assert trace.cost == 1.0
 
 
-def test_bounds_that_only_float_confirms(trials, monkeypatch):
-    """If the best quantized plan meets the bounds without confirming them, its caveats are the misses."""
-    trace, _ = meet_bounds(monkeypatch, 45.0, margin=25.0)
-    assert trace.plan.sites == ()
-    best = make_validation(-10 * math.log10(1e-5 + 1e-9), bounds=Bounds(min_sqnr=45.0), lower=25.0)
-    assert best.failures == ()
-    assert len(trace.missed_bounds) == len(best.caveats) == 1
+def test_a_bound_that_is_met_without_proof(trials, monkeypatch):
+    """A plan that meets the bound as measured stays, however far it is from a proof."""
+    trace, validated = meet_bounds(monkeypatch, -1.0, margin=25.0)
+    assert (trace.status, trace.plans, len(validated)) == ("met-not-proven", 1, 1)
+    assert trace.plan.sites == plan_of_names().sites
+    trace, _ = meet_bounds(monkeypatch, 25.0, margin=25.0)
+    assert (trace.status, tensors(trace.float_tensors)) == ("met-not-proven", {"d": None})
 
 
 def test_bounds_that_cannot_be_measured(trials, monkeypatch):
     """A bound that applies to no output is a usage error."""
-    monkeypatch.setattr(
-        _SearchStages, "_validate", lambda *_: SimpleNamespace(unmeasurable_bounds=("labels", "classes"))
-    )
+    monkeypatch.setattr(Measurer, "validate", lambda *_: SimpleNamespace(unmeasurable_bounds=("labels", "classes")))
     with pytest.raises(UsageError, match="labels; classes"):
-        make_stages(search_set="samples", bounds=Bounds(min_sqnr=1)).meet_bounds(make_trace(), SearchSet(), None)
+        make_stages(folds=("fold",), bounds=Bounds(min_sqnr=1)).meet_bounds(make_trace(), None)
 
 
 def test_a_model_that_cannot_be_compared(trials, monkeypatch):
     """Without a comparison nothing is searched."""
     validation = Validation(comparison=None, problem="broken", reuses_samples=False, bounds=Bounds(min_sqnr=1))
-    monkeypatch.setattr(_SearchStages, "_validate", lambda *_: validation)
-    trace = make_stages(search_set="samples", bounds=Bounds(min_sqnr=1)).meet_bounds(make_trace(), SearchSet(), None)
+    monkeypatch.setattr(Measurer, "validate", lambda *_: validation)
+    trace, _ = make_stages(folds=("fold",), bounds=Bounds(min_sqnr=1)).meet_bounds(make_trace(), None)
     assert (trace.search_validation, trace.plans, trials) == (validation, 1, {})
 
 
@@ -748,7 +801,7 @@ def stages(monkeypatch):
 
     note("choose_weight_bits", lambda trace: trace)
     note("choose_fastest_sites", lambda trace: (replace(trace, runtime="rt"), {("", "a"): 1.0}))
-    note("meet_bounds", lambda trace: replace(trace, plans=2))
+    note("meet_bounds", lambda trace: (replace(trace, plans=2), None))
     note("confirm_gain", lambda trace: trace)
     monkeypatch.setattr(
         search, "LatencyTimer", SimpleNamespace(for_data=lambda *arguments, as_tflite: (*arguments, as_tflite))
@@ -766,7 +819,7 @@ def run_search(objective, plan=None, insertions=()):
         return SimpleNamespace(model="model", insertions=insertions)
 
     state = PreCalibrationState(model="prepared", plan=plan or plan_of_names())
-    model, trace = search_plan("source", state, build, objective, data, print)
+    model, trace = search_plan("source", state, build, "stats", objective, data, (), print)
     return model, trace, built
 
 
@@ -780,7 +833,7 @@ def test_stages_of_each_objective(stages):
     calls.clear()
     _, trace, built = run_search(Objective(bounds=Bounds(min_sqnr=1)), plan)
     assert (trace.plans, len(built)) == (2, 1)
-    assert calls == [("choose_weight_bits",), ("meet_bounds", "samples", None)]
+    assert calls == [("choose_weight_bits",), ("meet_bounds", None)]
     calls.clear()
     _, trace, _ = run_search(Objective(size_budget="1MB"), plan)
     assert trace is None
@@ -792,7 +845,7 @@ def test_stages_of_each_objective(stages):
     assert calls == [("choose_weight_bits",), ("choose_fastest_sites", timer), ("confirm_gain", timer, "model")]
     calls.clear()
     run_search(Objective(minimize="latency", as_tflite=True, bounds=Bounds(min_sqnr=1)), plan)
-    assert calls[2] == ("meet_bounds", "samples", {("", "a"): 1.0})
+    assert calls[2] == ("meet_bounds", {("", "a"): 1.0})
     calls.clear()
     run_search(Objective(bounds=Bounds(min_sqnr=1)), plan_of_names(""))
     assert calls == [("choose_weight_bits",)]
@@ -819,9 +872,9 @@ def test_sensitivities_of_ops(stages, monkeypatch):
     ]
     monkeypatch.setattr(search, "quantizing_op", lambda model, output: ("", output))
     _, note = stages
-    note("meet_bounds", lambda trace: replace(trace, site_errors={0: 1e-2, 1: 1e-1}))
+    note("meet_bounds", lambda trace: (replace(trace, site_errors={0: 1e-2, 1: 1e-1}), None))
     _, trace, _ = run_search(Objective(bounds=Bounds(min_sqnr=1)), plan, pairs)
     sensitivities = [trace.sensitivity.sqnr("", op) for op in ("qa", "qa2", "qb", "qc")]
     assert sensitivities == [pytest.approx(20), pytest.approx(20), pytest.approx(10), None]
-    note("meet_bounds", lambda trace: replace(trace, plans=2))
+    note("meet_bounds", lambda trace: (replace(trace, plans=2), None))
     assert run_search(Objective(bounds=Bounds(min_sqnr=1)), plan, pairs)[1].sensitivity is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,16 @@ from graphquant.api.plan import prepare_for_plan
 from graphquant.calibration import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
-from graphquant.optimize.sensitivity import _find_switch_points, find_switchable, insert_switches, measure_sensitivity
+from graphquant.optimize.sensitivity import (
+    GroupSwitches,
+    SiteBypass,
+    _find_switch_points,
+    bisect_errors,
+    find_switchable,
+    insert_switches,
+    measure_sensitivity,
+    share_errors,
+)
 from graphquant.quantize.rewrite import rewrite
 
 if TYPE_CHECKING:
@@ -188,3 +198,71 @@ def test_usage(cli: Callable[..., Any], tmp_path: Path) -> None:
     """Sensitivity without quantized tensors is a usage error."""
     output = cli("compare", "a.onnx", "b.onnx", "--data", "random:1", "--sensitivity", "--outputs-only", code=2).stderr
     assert output.startswith("error: --sensitivity")
+
+
+def test_errors_by_bisection() -> None:
+    """Runs of blocks with a large error are split, then the groups inside; the others share the error of their run."""
+    errors = [1e-3, 1e-4, 0.0, 5e-2, 1e-5, 2e-5, 3e-5, 4e-5]
+    blocks = [[0, 1], [2, 3, 4], [5], [], [6, 7]]
+    measured = []
+
+    def measure(groups: Any) -> float:
+        measured.append(list(groups))
+        return sum(errors[group] for group in groups)
+
+    parts = bisect_errors(measure, blocks, 9)
+    assert measured == [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 3, 4],
+        [5, 6, 7],
+        [0, 1],
+        [2, 3, 4],
+        [2],
+        [3, 4],
+        [3],
+        [4],
+    ]
+    assert [groups for groups, _ in parts] == [(0, 1), (2,), (3,), (4,), (5, 6, 7)]
+    shares = share_errors(parts)
+    assert shares == pytest.approx({0: 5.5e-4, 1: 5.5e-4, 2: 0, 3: 5e-2, 4: 1e-5, 5: 3e-5, 6: 3e-5, 7: 3e-5})
+    assert share_errors(bisect_errors(measure, blocks, 1)) == pytest.approx(dict.fromkeys(range(8), sum(errors) / 8))
+    measured.clear()
+    assert len(bisect_errors(measure, blocks, 99)) == 6  # parts below 2% of the whole error are not split
+    assert bisect_errors(measure, [[], []], 9) == []
+    infinite = bisect_errors(lambda groups: math.inf if 1 in groups else 0.0, [[0], [1]], 9)
+    assert infinite == [((0,), 0.0), ((1,), 1e6)]
+
+
+@pytest.mark.parametrize("name", ["digits_cnn.onnx", "digits_nested.onnx"])
+def test_groups_of_quantizations(made: Callable[[str], gq.Result], samples: Path, name: str) -> None:
+    """The error of a group is that of the model with only its quantizations, also in functions, and groups add up."""
+    result = made(name)
+    sites = match_sites(result.source, result.model)
+    ops = [(site.quantization_op.graph, site.quantization_op.op) for site in sites.sites]
+    groups = [ops[: len(ops) // 2], ops[len(ops) // 2 :]]
+    key = format_module(result.source.format).input_specs(result.source)[0].name
+    images = np.load(samples / f"{name.partition('.')[0]}_calib.npz")["image"][:4]
+    feeds = [{key: image[None]} for image in images]
+    switches = GroupSwitches(result.model, sites, groups, feeds)
+    runner = format_module(result.source.format).create_runner
+    plain = joined_outputs(runner(result.source), feeds, {})
+    whole = switches.error([0, 1])
+    assert whole == pytest.approx(error_share(plain, joined_outputs(runner(result.model), feeds, {})), rel=0.7)
+    assert switches.error([0]) + switches.error([1]) == pytest.approx(whole, rel=0.7)
+    assert switches.error([]) == 0.0
+    assert (switches.groups, switches.runs) == ({0, 1}, 3 * len(feeds))
+    assert switches.error([1, 0]) == whole
+    assert switches.runs == 3 * len(feeds)
+
+
+def test_bypassed_sites(made: Callable[[str], gq.Result], samples: Path) -> None:
+    """A model without its sites is the float model, and one with all of them is the quantized one."""
+    result = made("digits_cnn.onnx")
+    sites = match_sites(result.source, result.model)
+    by_site = {index: [(site.quantization_op.graph, site.quantization_op.op)] for index, site in enumerate(sites.sites)}
+    bypass = SiteBypass(result.model, sites, by_site)
+    runner = format_module("onnx").create_runner
+    feeds = [{"image": image[None]} for image in np.load(samples / "digits_cnn_calib.npz")["image"][:4]]
+    plain, quantized = (joined_outputs(runner(model), feeds, {}) for model in (result.source, result.model))
+    assert error_share(plain, joined_outputs(runner(bypass.make_model(by_site)), feeds, {})) < 1e-10
+    assert error_share(quantized, joined_outputs(runner(bypass.make_model(())), feeds, {})) == 0
