@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from graphquant import formats
 from graphquant.api.models import as_model
-from graphquant.calibration import with_observer
 from graphquant.backends.integer_placement import place_by_cost
 from graphquant.backends.onnxruntime_costs import read_cost_table
+from graphquant.calibration import with_observer
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize import choose_algorithms
 from graphquant.qdq import FAMILIES
@@ -84,8 +84,7 @@ def prepare_and_plan(
 
 def _minimizes_float_work(settings: PlanOptions) -> bool:
     """Return True unless the size or the measured latency decides which ops stay float."""
-    is_insertion = isinstance(settings, InsertOptions)
-    return not is_insertion or (settings.optimize == "macs" and settings.size_budget is None)
+    return not isinstance(settings, InsertOptions) or (settings.optimize == "macs" and settings.size_budget is None)
 
 
 def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) -> tuple[Model, Plan]:

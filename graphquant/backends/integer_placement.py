@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from graphquant.backends.findings import Verdict
 from graphquant.backends.onnxruntime_conditions import CONDITIONS
-from graphquant.backends.onnxruntime_costs import CostTable, KernelWork, count_values, describe_work
+from graphquant.backends.onnxruntime_costs import (
+    CostTable,
+    KernelWork,
+    count_values,
+    describe_work,
+    find_silu_gate,
+)
 from graphquant.ir import (
     BIAS_ADD_KINDS,
     FLOAT_TYPES,
@@ -32,18 +38,30 @@ from graphquant.ir import (
 from graphquant.numerics import FloatType
 from graphquant.quantize import Plan, Site, Skip, SkipCode
 
-COST_RULE = "cost"
-"""Rule of the skips of ops that are faster in float."""
+if TYPE_CHECKING:
+    from graphquant.backends.findings import Verdict
 
-INT8_ADVANTAGE = 0.95
-"""Factor of estimated int8 times. Estimates are uncertain, and processors differ, so near equality int8 is kept."""
+INT8_FACTORS = (0.6, 0.8, 1.0)
+"""Factors of the estimated int8 times of weighted ops, in the order in which they are tried.
 
+Estimates are uncertain and other processors differ, so int8 is preferred as long as the whole model is faster.
+"""
+
+MAX_TIME_RATIO = 0.95  # estimated time of the model relative to float with which the search for a factor ends
+MAX_NEIGHBORS = 8  # largest number of ops that are changed together with their reader or producer
 MAX_ROUNDS = 4  # rounds of the search for a better placement; most models need two
 BYTE_BITS = 8
 CLAMP_KINDS = frozenset({"relu", "relu6", "clip"})  # kinds that a product limits its output by
-QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
+SILU_PARTS = ("sigmoid", "mul")
+"""Kernels of a float SiLU after an int8 op. ONNX Runtime does not join them, because each reads a tensor of its own."""
 
-WorkTotals = Counter[tuple[str, str]]
+QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
+PLANAR_POOL = "max_pool.planar"
+"""Kernel of an int8 MaxPool whose input is not the output of an int8 op. It is many times slower than the one in the
+layout of int8 convolutions."""
+
+
+WorkTotals = dict[tuple[str, str], float]
 """Amounts by kernel ("conv.dense int8") and name of the work."""
 
 
@@ -55,10 +73,23 @@ class FusedOps:
     work: KernelWork | None = None
     has_int8_kernel: bool = False  # True if the plan lets it run on integers
     quantized_output: bool = False  # True if its int8 kernel writes integers; some products write floats
-    fixed: bool = False  # True if the plan quantizes it in another way than to 8 bits
+    is_float_only: bool = False  # True for weighted ops, and those without an int8 kernel, that run in float
+    fixed: bool = False  # True if the plan decides alone: it has no shape, or is not quantized to 8 bits
     has_weight: bool = False
+    is_max_pool: bool = False
+    is_silu: bool = False
     reads: list[int] = field(default_factory=list)  # indices of the tensors that it reads
     writes: list[int] = field(default_factory=list)  # indices of the tensors that it writes
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """True if the inputs stay as the plan has them, although nothing is known about the op's time."""
+        return self.fixed or not (self.has_int8_kernel or self.is_float_only)
+
+    @property
+    def dequantizations(self) -> int:
+        """Number of DequantizeLinears of an input. ONNX Runtime gives each float reader one of its own."""
+        return 2 if self.is_silu else 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +143,9 @@ class Placement:
     def _host(self, graph: Graph, op: Op) -> int | None:
         """Return the group whose last op ONNX Runtime joins with `op`."""
         slots = [(Use(graph.name, op.name, slot), tensor) for slot, tensor in enumerate(graph.slots(op.name)) if tensor]
+        gate = find_silu_gate(graph, op)
+        if gate:
+            return self.group_by_op.get((graph.name, gate))
         activations = [(use, tensor) for use, tensor in slots if not self.parameters.is_parameter(tensor)]
         if len(activations) != 1:
             return None
@@ -156,16 +190,20 @@ class Placement:
         graph_name, name = group.members[0]
         graph = self.model.graphs[graph_name]
         op = graph.op(name)
-        group.has_weight = op.kind in WEIGHTED_KINDS
-        group.work = describe_work(graph, op, self.parameters)
-        data_slots = [
-            slot
-            for slot, tensor in enumerate(graph.slots(name))
-            if tensor is not None and op.role(slot) in {"input", "weight"} and _is_float(graph, tensor)
+        group.is_silu = op.kind == "sigmoid" and len(group.members) > 1
+        group.has_weight, group.is_max_pool = op.kind in WEIGHTED_KINDS, op.kind == "max_pool"
+        group.work = describe_work(graph, graph.op(group.members[-1][1]) if group.is_silu else op, self.parameters)
+        data_uses = [
+            Use(graph_name, member, slot)
+            for _, member in group.members[: 2 if group.is_silu else 1]
+            for slot, tensor in enumerate(graph.slots(member))
+            if tensor is not None and graph.op(member).role(slot) in {"input", "weight"} and _is_float(graph, tensor)
         ]
-        input_sites = [self.site_by_use.get(Use(graph_name, name, slot)) for slot in data_slots]
+        input_sites = [self.site_by_use.get(use) for use in data_uses]
         group.fixed = any(site is not None and not _is_plain_byte(site) for site in input_sites)
-        if op.domain or op.type not in CONDITIONS or not data_slots or None in input_sites:
+        has_conditions = not op.domain and op.type in CONDITIONS
+        group.is_float_only = group.has_weight or not has_conditions
+        if not has_conditions or not data_uses or None in input_sites:
             return
         tail_graph, tail = self.model.graphs[group.members[-1][0]], group.members[-1][1]
         uses = [use for uses in tail_graph.consumers_by_port(tail).values() for use in uses]
@@ -174,6 +212,8 @@ class Placement:
         # An integer product may write floats; other integer ops need a pair after them.
         writes_floats = op.kind in MATRIX_PRODUCT_KINDS and not any(is_quantized) and not self._becomes_gemm(group)
         group.has_int8_kernel = group.quantized_output or writes_floats
+        # Without a shape there is no estimate, so the plan decides.
+        group.fixed |= group.has_int8_kernel and group.has_weight and group.work is None
 
     def _becomes_gemm(self, group: FusedOps) -> bool:
         """Return True if ONNX Runtime joins a product of matrices and a clamp whose output is float to a float op.
@@ -194,23 +234,32 @@ class Placement:
     def total_work(self, int8_groups: Iterable[int]) -> WorkTotals:
         """Return the work of all ops and conversions if the groups `int8_groups` run on integers."""
         labels = {*int8_groups}
-        total: WorkTotals = Counter()
+        total: defaultdict[tuple[str, str], float] = defaultdict(float)
         for index, group in enumerate(self.groups):
             if group.work is not None:
-                kind, work = "int8" if index in labels else "float", group.work
-                for name, amount in (work.int8_work if index in labels else work.float_work).items():
-                    total[f"{work.kernel} {kind}", name] += amount
+                is_int8, kernels = index in labels, [group.work.kernel]
+                if is_int8 and group.is_max_pool and not labels >= {*self.producers(group)}:
+                    kernels = [PLANAR_POOL]
+                elif not is_int8 and group.is_silu and labels & {*self.producers(group)}:
+                    kernels = list(SILU_PARTS)
+                for kernel in kernels:
+                    for name, amount in (group.work.int8_work if is_int8 else group.work.float_work).items():
+                        total[f"{kernel} {'int8' if is_int8 else 'float'}", name] += amount
         for tensor in self.tensors:
-            for conversion in self.needed_conversions(tensor, labels):
+            for conversion in self._needed_conversions(tensor, labels):
                 total[conversion, "ops"] += 1
                 total[conversion, "values"] += tensor.values
         return total
 
-    def needed_conversions(self, tensor: Activation, int8_groups: set[int]) -> list[str]:
+    def producers(self, group: FusedOps) -> list[int]:
+        """Return the groups whose outputs `group` reads."""
+        return [self.tensors[position].producer for position in group.reads]
+
+    def _needed_conversions(self, tensor: Activation, int8_groups: set[int]) -> list[str]:
         """Return the kernels of the conversions that a tensor needs."""
         if tensor.producer in int8_groups and self.groups[tensor.producer].quantized_output:
-            is_needed = any(reader not in int8_groups for reader in tensor.readers)
-            return [tensor.conversion(DEQUANTIZE)] if is_needed else []
+            count = sum(self.groups[reader].dequantizations for reader in tensor.readers if reader not in int8_groups)
+            return [tensor.conversion(DEQUANTIZE)] * count
         is_needed = any(reader in int8_groups for reader in tensor.readers)
         return [tensor.conversion(QUANTIZE)] if is_needed else []
 
@@ -226,10 +275,14 @@ def _is_plain_byte(site: Site) -> bool:
     return is_plain and not isinstance(scheme.type, FloatType) and scheme.type.bits == BYTE_BITS
 
 
-class _PlacementSearch:
-    """Search for the groups that run on integers. Times are in nanoseconds."""
+class PlacementSearch:
+    """Search for the groups that run on integers.
 
-    def __init__(self, placement: Placement, table: CostTable) -> None:
+    Times are in nanoseconds, those of weighted ops in int8 times a factor.
+    """
+
+    def __init__(self, placement: Placement, table: CostTable, int8_factor: float = 1.0) -> None:
+        """Start with all groups in float. A smaller factor keeps more multiply-adds in int8."""
         self.placement = placement
         groups, tensors = placement.groups, placement.tensors
         self.decidable = placement.decidable
@@ -238,11 +291,14 @@ class _PlacementSearch:
             self.is_decidable[index] = True
         self.float_cost, self.int8_cost = [0.0] * len(groups), [0.0] * len(groups)
         for index, group in enumerate(groups):
+            if group.work is None:
+                continue
+            kernel = group.work.kernel
+            self.float_cost[index] = self.int8_cost[index] = table.nanoseconds(f"{kernel} float", group.work.float_work)
             # An op of which the table knows one form only is not judged.
-            if group.work is not None and table.knows(group.work.kernel):
-                kernel = group.work.kernel
-                self.float_cost[index] = table.nanoseconds(f"{kernel} float", group.work.float_work)
-                self.int8_cost[index] = INT8_ADVANTAGE * table.nanoseconds(f"{kernel} int8", group.work.int8_work)
+            if table.knows(kernel):
+                factor = int8_factor if group.has_weight else 1.0
+                self.int8_cost[index] = factor * table.nanoseconds(f"{kernel} int8", group.work.int8_work)
         conversion_work = [{"ops": 1.0, "values": tensor.values} for tensor in tensors]
         self.quantize_cost, self.dequantize_cost = (
             [
@@ -251,9 +307,25 @@ class _PlacementSearch:
             ]
             for name in (QUANTIZE, DEQUANTIZE)
         )
+        # Additional time of a group in float that reads the output of an int8 op, and the other way round.
+        self.split_cost, self.planar_cost = [0.0] * len(groups), [0.0] * len(groups)
+        for index, group in enumerate(groups):
+            if group.is_silu and group.work is not None:
+                parts = sum(table.nanoseconds(f"{part} float", group.work.float_work) for part in SILU_PARTS)
+                self.split_cost[index] = max(parts - self.float_cost[index], 0.0)
+            elif group.is_max_pool and group.work is not None:
+                planar = table.nanoseconds(f"{PLANAR_POOL} int8", group.work.int8_work)
+                self.planar_cost[index] = max(planar - self.int8_cost[index], 0.0)
         self.is_int8 = [group.fixed for group in groups]
-        self.time = 0.0  # total time, relative to the start
+        self.time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
         self.int8_readers = [sum(self.is_int8[reader] for reader in tensor.readers) for tensor in tensors]
+        self.dequantize_times = [
+            sum(self._dequantize_time(position, reader) for reader in tensor.readers if not self.is_int8[reader])
+            for position, tensor in enumerate(tensors)
+        ]
+        self.planar_times = [
+            sum(self.planar_cost[reader] for reader in tensor.readers if self.is_int8[reader]) for tensor in tensors
+        ]
 
     def flip(self, index: int) -> None:
         """Change one group between float and int8."""
@@ -261,16 +333,24 @@ class _PlacementSearch:
         affected = [*group.reads, *(group.writes if group.quantized_output else ())]
         before = sum(map(self._conversion_time, affected))
         self.is_int8[index] = becomes_int8
+        sign = 1 if becomes_int8 else -1
         for position in group.reads:
-            self.int8_readers[position] += 1 if becomes_int8 else -1
+            self.int8_readers[position] += sign
+            self.dequantize_times[position] -= sign * self._dequantize_time(position, index)
+            self.planar_times[position] += sign * self.planar_cost[index]
         difference = self.int8_cost[index] - self.float_cost[index]
         self.time += (difference if becomes_int8 else -difference) + sum(map(self._conversion_time, affected)) - before
 
     def _conversion_time(self, position: int) -> float:
         tensor = self.placement.tensors[position]
         if self.is_int8[tensor.producer] and self.placement.groups[tensor.producer].quantized_output:
-            return self.dequantize_cost[position] if self.int8_readers[position] < len(tensor.readers) else 0.0
-        return self.quantize_cost[position] if self.int8_readers[position] else 0.0
+            return self.dequantize_times[position]
+        return self.quantize_cost[position] + self.planar_times[position] if self.int8_readers[position] else 0.0
+
+    def _dequantize_time(self, position: int, reader: int) -> float:
+        """Return the time that an int8 tensor adds to a float reader."""
+        count = self.placement.groups[reader].dequantizations
+        return count * self.dequantize_cost[position] + self.split_cost[reader]
 
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""
@@ -289,12 +369,17 @@ class _PlacementSearch:
         """Return the groups that run on integers in the faster of two placements, from all int8 and from all float."""
         outcomes = []
         for start in (self.decidable, ()):
-            for index in self.decidable:
-                if self.is_int8[index] != (index in start):
-                    self.flip(index)
+            self.set_int8(start)
             self._improve()
             outcomes.append((self.time, [index for index in self.decidable if self.is_int8[index]]))
         return min(outcomes, key=lambda outcome: outcome[0])[1]
+
+    def set_int8(self, indices: Iterable[int]) -> None:
+        """Let exactly the groups `indices` run on integers."""
+        chosen = {*indices}
+        for index in self.decidable:
+            if self.is_int8[index] != (index in chosen):
+                self.flip(index)
 
     def _improve(self) -> None:
         for number in range(MAX_ROUNDS):
@@ -302,6 +387,7 @@ class _PlacementSearch:
             changed |= self._try_regions()
             for index in self.decidable:
                 changed |= self.try_flips([index])
+            changed |= self._try_neighbors()
             if not changed:
                 break
 
@@ -311,6 +397,18 @@ class _PlacementSearch:
         for label in (True, False):
             for region in self.regions(label):
                 changed |= self.try_flips(region)
+        return changed
+
+    def _try_neighbors(self) -> bool:
+        """Try to change each op with its producers and with its readers of the same kind."""
+        changed = False
+        for index in self.decidable:
+            group, label = self.placement.groups[index], self.is_int8[index]
+            readers = [reader for position in group.writes for reader in self.placement.tensors[position].readers]
+            for others in (self.placement.producers(group), readers):
+                same = [i for i in dict.fromkeys(others) if self.is_decidable[i] and self.is_int8[i] == label]
+                if same and len(same) <= MAX_NEIGHBORS and self.is_int8[index] == label:
+                    changed |= self.try_flips([index, *same])
         return changed
 
     def regions(self, label: bool) -> list[list[int]]:
@@ -331,58 +429,71 @@ class _PlacementSearch:
 
         The conversions of other edges are estimated from the present placement. The exact time decides.
         """
-        groups, tensors = self.placement.groups, self.placement.tensors
-        best: list[list[float]] = [[self.float_cost[i], self.int8_cost[i]] for i in range(len(groups))]
+        tensors = self.placement.tensors
+        parents = self._choose_parents(last_parent=last_parent)
+        times = self._own_times(parents)
+        choices = self._choose_labels(parents, times)
+        labels: list[int] = []
+        for index, position in enumerate(parents):
+            if position is None:
+                labels.append(int(times[index][1] <= times[index][0]))
+            else:
+                labels.append(choices[index][labels[tensors[position].producer]])
+        return self.try_flips([index for index in self.decidable if labels[index] != self.is_int8[index]])
+
+    def _choose_parents(self, *, last_parent: bool) -> list[int | None]:
+        """Return for each group the tensor whose producer comes before it in the forest, or None for a root."""
+        tensors, parents = self.placement.tensors, list[int | None]()
+        for index, group in enumerate(self.placement.groups):
+            candidates = [position for position in group.reads if tensors[position].producer < index]
+            parents.append(candidates[-1 if last_parent else 0] if candidates else None)
+        return parents
+
+    def _own_times(self, parents: Sequence[int | None]) -> list[list[float]]:
+        """Return the time of each group in float and in int8, with its share in conversions outside of the forest."""
+        groups = self.placement.groups
+        times = [[self.float_cost[index], self.int8_cost[index]] for index in range(len(groups))]
         for index, group in enumerate(groups):
             if not self.is_decidable[index]:
-                best[index][not group.fixed] = float("inf")
-        parents: list[int | None] = [None] * len(groups)
-        for index, group in enumerate(groups):
-            candidates = [position for position in group.reads if tensors[position].producer < index]
-            if candidates:
-                parents[index] = candidates[-1 if last_parent else 0]
+                times[index][not group.fixed] = float("inf")
             for position in group.reads:
                 if position != parents[index]:
-                    self._add_other_edge(best, index, position)
-        choices: list[tuple[int, int]] = [(0, 0)] * len(groups)
-        for index in reversed(range(len(groups))):
+                    self._add_other_edge(times, index, position)
+        return times
+
+    def _choose_labels(self, parents: Sequence[int | None], times: list[list[float]]) -> dict[int, tuple[int, int]]:
+        """Return the best label of each group for both labels of its parent, and add its time to that of the parent."""
+        choices = {}
+        for index in reversed(range(len(parents))):
             position = parents[index]
             if position is None:
                 continue
-            producer = tensors[position].producer
             chosen = []
-            for producer_label in (0, 1):
-                totals = [best[index][label] + self._edge_time(position, producer_label, label) for label in (0, 1)]
-                label = int(totals[1] <= totals[0])
-                chosen.append(label)
-                best[producer][producer_label] += totals[label]
+            for parent_label in (0, 1):
+                totals = [
+                    times[index][label] + self._edge_time(position, index, parent_label, label) for label in (0, 1)
+                ]
+                chosen.append(int(totals[1] <= totals[0]))
+                times[self.placement.tensors[position].producer][parent_label] += totals[chosen[-1]]
             choices[index] = (chosen[0], chosen[1])
-        labels = [0] * len(groups)
-        for index in range(len(groups)):
-            position = parents[index]
-            if position is None:
-                labels[index] = int(best[index][1] <= best[index][0])
-            else:
-                labels[index] = choices[index][labels[tensors[position].producer]]
-        return self.try_flips([index for index in self.decidable if labels[index] != self.is_int8[index]])
+        return choices
 
-    def _add_other_edge(self, best: list[list[float]], index: int, position: int) -> None:
+    def _add_other_edge(self, times: list[list[float]], index: int, position: int) -> None:
         """Add half of an edge's conversion to the reader, and half to the producer, as if the other one were fixed."""
         producer = self.placement.tensors[position].producer
         for label in (0, 1):
-            best[index][label] += self._edge_time(position, int(self.is_int8[producer]), label) / 2
-            best[producer][label] += self._edge_time(position, label, int(self.is_int8[index])) / 2
+            times[index][label] += self._edge_time(position, index, int(self.is_int8[producer]), label) / 2
+            times[producer][label] += self._edge_time(position, index, label, int(self.is_int8[index])) / 2
 
-    def _edge_time(self, position: int, producer_label: int, reader_label: int) -> float:
-        """Return the share of an edge in its tensor's conversion, which readers of the same kind need only once."""
+    def _edge_time(self, position: int, reader: int, producer_label: int, reader_label: int) -> float:
+        """Return the share of an edge in the conversions of its tensor. All int8 readers need it quantized once."""
         tensor = self.placement.tensors[position]
         writes_integers = producer_label and self.placement.groups[tensor.producer].quantized_output
         if bool(writes_integers) == bool(reader_label):
             return 0.0
-        int8_readers = self.int8_readers[position]
         if reader_label:
-            return self.quantize_cost[position] / max(int8_readers, 1)
-        return self.dequantize_cost[position] / max(len(tensor.readers) - int8_readers, 1)
+            return self.quantize_cost[position] / max(self.int8_readers[position], 1) + self.planar_cost[reader]
+        return self._dequantize_time(position, reader)
 
 
 def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
@@ -391,26 +502,36 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     If no weighted op would stay on integers, the plan keeps all its sites and gets a warning.
     """
     placement = Placement(model, plan)
-    search = _PlacementSearch(placement, table)
-    int8_groups = {*search.run()}
-    float_groups = [index for index in placement.decidable if index not in int8_groups]
-    if not float_groups:
-        return plan
-    if not any(placement.groups[index].has_weight for index in int8_groups):
-        return replace(plan, warnings=(*plan.warnings, ALL_FLOAT_WARNING))
-    for index in placement.decidable:
-        if search.is_int8[index] != (index in int8_groups):
-            search.flip(index)
-    return without_float_ops(placement, plan, int8_groups, _explain_regions(search))
+    search = PlacementSearch(placement, table)
+    float_time = search.time
+    outcomes: list[tuple[float, list[int]]] = []
+    for factor in INT8_FACTORS:
+        int8_groups = PlacementSearch(placement, table, factor).run()
+        members = {*int8_groups}
+        if not any(group.has_weight and (i in members or group.fixed) for i, group in enumerate(placement.groups)):
+            break
+        search.set_int8(int8_groups)
+        outcomes.append((search.time / float_time, int8_groups))
+        if outcomes[-1][0] <= MAX_TIME_RATIO:
+            break
+    if not outcomes:
+        placed = without_float_ops(placement, plan, {*placement.decidable}, {})
+        warnings = (*plan.warnings, *([ALL_FLOAT_WARNING] if placement.decidable else []))
+        return replace(placed if placed.sites else plan, warnings=warnings)
+    ratio, int8_groups = min(outcomes, key=lambda outcome: outcome[0])
+    if ratio > 1:
+        plan = replace(plan, warnings=(*plan.warnings, f"the model is estimated to take {ratio:.2f} of float's time"))
+    search.set_int8(int8_groups)
+    return without_float_ops(placement, plan, {*int8_groups}, _explain_regions(search))
 
 
 ALL_FLOAT_WARNING = (
-    "no part of the model is estimated to be faster on integers than in float, so the plan follows the rules alone;"
-    " measure the result before you use it"
+    "no part of the model is estimated to be faster on integers than in float, so the plan follows the rules alone."
+    " Measure the result before you use it"
 )
 
 
-def _explain_regions(search: _PlacementSearch) -> dict[int, str]:
+def _explain_regions(search: PlacementSearch) -> dict[int, str]:
     """Return the reason why groups stay float, with the estimated times of their region."""
     reasons = {}
     for region in search.regions(label=False):
@@ -430,14 +551,16 @@ def _explain_regions(search: _PlacementSearch) -> dict[int, str]:
 
 def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], reasons: Mapping[int, str]) -> Plan:
     """Return the plan without the uses that no int8 op needs."""
-    sites, skips = [], [_without_fusion(placement, skip, int8_groups) for skip in plan.skips]
+    sites = []
+    fused_skips = [_without_fusion(placement, skip, int8_groups) for skip in plan.skips]
+    skips: list[Skip] = []
 
     def group_of(op: OpKey) -> int:
         return placement.group_by_op.get(op, -1)
 
     def is_needed(site: Site, use: Use) -> bool:
         reader, producer = group_of((use.graph, use.op)), group_of((site.tensor.graph, site.tensor.op))
-        if reader in int8_groups or (reader >= 0 and placement.groups[reader].fixed):
+        if reader in int8_groups or (reader >= 0 and placement.groups[reader].keeps_inputs):
             return True
         # An int8 op writes integers only if all readers of its output read them.
         return not site.parameter and producer in int8_groups and placement.groups[producer].quantized_output
@@ -458,7 +581,7 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
             Skip(tensor=site.tensor, uses=tuple(uses), rule=site.rule, reason=reason, code=SkipCode.COST)
             for reason, uses in dropped.items()
         ]
-    return replace(plan, sites=tuple(sites), skips=tuple(skips))
+    return replace(plan, sites=tuple(sites), skips=(*fused_skips, *skips)) if skips else plan
 
 
 NO_INT8_READER = "int8 does not pay: the ops that read it run in float"

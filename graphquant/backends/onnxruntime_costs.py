@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -62,7 +62,6 @@ class CostTable:
         return sum(row.get(name, 0.0) * amount for name, amount in work.items())
 
 
-@lru_cache(maxsize=8)
 def read_cost_table(name: str) -> CostTable:
     """Return the table of a rule file: the shipped one, or the TOML file at a path.
 
@@ -94,46 +93,45 @@ def write_cost_table(table: CostTable, path: Path) -> None:
 
 # Kernels of ONNX Runtime process blocks of this many output channels, and the int8 ones groups of so many products.
 CHANNEL_BLOCK, PRODUCT_GROUP = 16, 4
+UNKNOWN_SIZE = 16  # size that is assumed for axes whose size is known only when the model runs
 FEW_INPUT_CHANNELS = 4  # up to so many, the first convolution of images has a float kernel of its own
 IMAGE_RANK = 4  # rank of feature maps, whose float convolutions run in a blocked layout
 
 
 def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | None:
-    """Return the work of an op for one sample; None if no table has its kind, or if a size is unknown."""
-    describe = _SILU_DESCRIPTIONS[op.kind] if _is_silu_part(graph, op) else _DESCRIPTIONS.get(op.kind)
+    """Return the work of an op for one sample; None if no table has its kind, or if a rank is unknown."""
+    describe = _DESCRIPTIONS.get("silu" if find_silu_gate(graph, op) else op.kind)
     if describe is None or op.domain:
         return None
     tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
-    inputs = [_known_sizes(parameters.shape(tensor)) for tensor in tensors]
-    output = _known_sizes(op.outputs[0].shape) if op.outputs else None
+    inputs = [_assumed_sizes(parameters.shape(tensor)) for tensor in tensors]
+    output = _assumed_sizes(op.outputs[0].shape) if op.outputs else None
     if not inputs or inputs[0] is None or output is None:
         return None
     return describe(op, inputs, output, [parameters.is_parameter(tensor) for tensor in tensors])
 
 
-def _is_silu_part(graph: Graph, op: Op) -> bool:
-    """Return True for the ops of x * sigmoid(x), which ONNX Runtime runs as one float op."""
-    slots = graph.slots(op.name)
-    if op.kind == "sigmoid":
-        readers = graph.consumers(TensorRef(graph.name, op.name))
-        is_read_once = len(readers) == 1 and readers[0].graph == graph.name
-        return is_read_once and graph.op(readers[0].op).kind == "mul" and slots[0] in graph.slots(readers[0].op)
-    if op.kind != "mul" or None in slots or {tensor.graph for tensor in slots if tensor} != {graph.name}:
-        return False
-    gates = [tensor for tensor in slots if tensor is not None and graph.op(tensor.op).kind == "sigmoid"]
-    return any(graph.slots(gate.op)[0] in slots and len(graph.consumers(gate)) == 1 for gate in gates)
+def find_silu_gate(graph: Graph, op: Op) -> str:
+    """Return the sigmoid if `op` is the product of x * sigmoid(x), else "". ONNX Runtime runs both as one float op."""
+    slots = [tensor for tensor in graph.slots(op.name) if tensor is not None and tensor.graph == graph.name]
+    if op.kind != "mul" or len(slots) != 2:  # noqa: PLR2004  # factors
+        return ""
+    for x, gate in (slots, reversed(slots)):
+        if graph.op(gate.op).kind == "sigmoid" and graph.slots(gate.op)[0] == x and len(graph.consumers(gate)) == 1:
+            return gate.op
+    return ""
 
 
 def count_values(graph: Graph, tensor: TensorRef) -> float:
     """Return the number of values of a tensor for one sample; 0 if it is unknown."""
-    return float(prod(_known_sizes(graph.output(tensor).shape) or (0,)))
+    return float(prod(_assumed_sizes(graph.output(tensor).shape) or (0,)))
 
 
-def _known_sizes(shape: Shape | None) -> tuple[int, ...] | None:
-    """Return a shape whose first axis counts as one sample if its size is unknown; None if another size is unknown."""
-    if shape is None or None in shape[1:]:
+def _assumed_sizes(shape: Shape | None) -> tuple[int, ...] | None:
+    """Return a shape with guesses for unknown sizes: one sample along the first axis; None if the rank is unknown."""
+    if shape is None:
         return None
-    return tuple(size if size is not None else 1 for size in shape)
+    return tuple(size if size is not None else (UNKNOWN_SIZE if axis else 1) for axis, size in enumerate(shape))
 
 
 Sizes = tuple[int, ...]
@@ -207,7 +205,7 @@ def _describe_values(
     """Describe an op whose time depends on the number of values that it reads or writes."""
     values = float(max(prod(output), *(prod(sizes) for sizes in inputs[:1] if sizes is not None)))
     work = {"ops": 1.0, "values": values}
-    if op.kind in {"add", "mul"}:
+    if kernel in {"add", "mul"}:
         broadcast = any(sizes is not None and sizes != output for sizes in inputs)
         kernel += ".broadcast" if broadcast else ""
         work["inputs"] = float(sum(not is_constant for is_constant in constant)) * values
@@ -252,13 +250,9 @@ _DESCRIPTIONS: dict[str, Describe] = {
     **dict.fromkeys(MATRIX_PRODUCT_KINDS, _describe_product),
     **dict.fromkeys(RECURRENT_KINDS, _describe_recurrent),
     "conv_transpose": _describe_transposed_conv,
+    "silu": partial(_describe_values, "silu"),
     **{kind: partial(_describe_values, kind) for kind in VALUE_KINDS},
     **dict.fromkeys(VIEW_KINDS, partial(_describe_values, "view")),
     **dict.fromkeys(MOVE_KINDS, partial(_describe_values, "move")),
 }
 """Functions that describe the work of an op, by its kind."""
-
-_SILU_DESCRIPTIONS: dict[str, Describe] = {
-    kind: partial(_describe_values, f"silu.{kind}") for kind in ("sigmoid", "mul")
-}
-"""Functions for the ops of x * sigmoid(x)."""

@@ -64,18 +64,32 @@ class OpNeighbors:
 
     @cached_property
     def _stems(self) -> set[tuple[str, str]]:
-        """The convolutions of the main graph that are computed from its inputs by ops without weights."""
-        graph = self.model.main
-        weighted = [op for op in graph.ops() if op.kind in MAC_KINDS]
+        """The convolutions that are computed from inputs of the model by ops without weights."""
+        stems: dict[str, set[str]] = {}  # by graph
+        called_below: set[str] = set()
+        pending = list(self.model.entry_graphs)
+        for name in pending:
+            if name in stems:
+                continue
+            graph = self.model.graphs[name]
+            below = self._ops_below_weights(graph)
+            stems[name] = {op.name for op in graph.ops() if op.kind in CONVOLUTION_KINDS} - below
+            for op in graph.ops():
+                called = [call.graph for call in op.calls] if op.kind == "call" else []
+                (called_below.update if op.name in below else pending.extend)(called)
+        return {(name, op) for name, ops in stems.items() if name not in called_below for op in ops}
+
+    def _ops_below_weights(self, graph: Graph) -> set[str]:
+        """Return the ops of a graph that are computed from the result of an op with a weight."""
         below = set[str]()
         # Ops with bodies or functions may contain weights.
         pending = [op.name for op in graph.ops() if op.kind in MAC_KINDS | LOOP_KINDS | {"call", "if"}]
         for name in pending:
-            uses = (use for uses in self.consumers_by_port(graph, name).values() for use in uses)
-            readers = dict.fromkeys(use.op for use in uses if use.graph == graph.name and use.op not in below)
+            uses = [use for uses in self.consumers_by_port(graph, name).values() for use in uses]
+            readers = {use.op: None for use in uses if use.graph == graph.name and use.op not in below}
             below.update(readers)
             pending += readers
-        return {(graph.name, op.name) for op in weighted if op.kind in CONVOLUTION_KINDS and op.name not in below}
+        return below
 
     def consumers_by_port(self, graph: Graph, op: str) -> dict[int, list[Use]]:
         """Return the consumers of each output of an op."""

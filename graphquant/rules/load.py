@@ -254,15 +254,14 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))
         descriptions.append(file.description)
         targets |= dict.fromkeys(filter(None, [file.target]))
-        if file.costs and not costs:
-            costs = resolve_costs(file.costs, path)
-            digest.update(_costs_digest(costs))
+        costs = costs or resolve_costs(file.costs, path)
         schemes = {key: replace(scheme, name=key) for key, scheme in file.scheme.items()}
         for index, rule in enumerate(file.rule):
             find_line = partial(nearest_line, lines, ("rule", index))
             rules.append(BoundRule(rule, label, find_line, schemes.get(rule.quantize), file.pattern))
     if failures:
         raise RuleError("\n".join(failures))
+    digest.update(_costs_digest(costs))
     return RuleSet(
         files=tuple(names),
         descriptions=tuple(descriptions),

@@ -1,0 +1,211 @@
+"""Ops that stay float by their estimated cost, in plans of the shipped rules."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from support.onnx_models import load_onnx, run_onnx
+
+import graphquant as gq
+from graphquant.api.plan import plan_with_rules, prepare_and_plan, resolve_ruleset, select_sites
+from graphquant.backends import judge_ops
+from graphquant.backends.integer_placement import (
+    ALL_FLOAT_WARNING,
+    Placement,
+    PlacementSearch,
+    converted_values,
+    place_by_cost,
+)
+from graphquant.backends.onnxruntime_costs import CostTable, write_cost_table
+from graphquant.errors import UsageError
+from graphquant.quantize import SkipCode
+from graphquant.rules import load_ruleset, shipped_rule_files
+from graphquant.utils.options import InsertOptions, PlanOptions
+
+CONVERSIONS = ("quantize", "dequantize", "quantize.map", "dequantize.map")
+
+
+def cost_table(conversion=0.0, **ratios) -> CostTable:
+    """Return a table in which float ops take 100 ns, and int8 ops of the kernels `ratios` times as long."""
+    kernels = {name.replace("_", ".", 1): ratio for name, ratio in ratios.items()}
+    return CostTable(
+        costs={
+            **{f"{kernel} float": {"ops": 100.0} for kernel in kernels},
+            **{f"{kernel} int8": {"ops": 100.0 * ratio} for kernel, ratio in kernels.items()},
+            **{name: {"ops": conversion} for name in CONVERSIONS},
+        }
+    )
+
+
+def net(folder, body, outputs="float[1, 8, 6, 6] y", **shapes):
+    """Return a loaded model with seeded weights, its prepared form, and the plan of the rules without costs."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    source = load_onnx(folder, f"g (float[1, 8, 6, 6] x) => ({outputs}) {{ {body} }}", weights)
+    ruleset = replace(resolve_ruleset(source, "onnxruntime"), costs="", algorithms=())
+    return source, *plan_with_rules(source, ruleset, select_sites(source))
+
+
+CONV = "Conv<pads = [1, 1, 1, 1]>"
+POINTS = (8, 8, 1, 1)
+KERNEL = (8, 8, 3, 3)
+CHAIN = f"a = Conv(x, v) b = {CONV}(a, w) y = Conv(b, u)"
+
+
+def quantized_weights(plan) -> set[str]:
+    """Return the names of the quantized weights."""
+    return {site.tensor.op for site in plan.sites if site.parameter}
+
+
+def test_faster_ops_stay(tmp_path):
+    """A plan whose ops are all faster in int8 does not change."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    assert place_by_cost(prepared, plan, cost_table(20.0, conv_dense=0.5, conv_pointwise=0.5)) is plan
+
+
+def test_slow_op_is_float(tmp_path):
+    """An op that loses more than its conversions cost is float with its weight; its neighbors stay int8."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    placed = place_by_cost(prepared, plan, cost_table(20.0, conv_dense=4.0, conv_pointwise=0.2))
+    assert quantized_weights(placed) == {"v", "u"}
+    skips = [skip for skip in placed.skips if skip.code == SkipCode.COST]
+    assert {skip.tensor.op for skip in skips} == {"w"}
+    assert all("us in float" in skip.reason for skip in skips)
+
+
+def test_conversions_count(tmp_path):
+    """An op that is slower in int8 stays between int8 ops if conversions cost more."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    table = cost_table(400.0, conv_dense=4.0, conv_pointwise=0.2)
+    placement = Placement(prepared, plan)
+    assert PlacementSearch(placement, table).run() == []
+    middle = PlacementSearch(placement, cost_table(50.0, conv_dense=1.9, conv_pointwise=0.01)).run()
+    assert middle == placement.decidable
+
+
+def test_all_float(tmp_path):
+    """If no weighted op is faster in int8, the plan of the rules stays, with a warning."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    placed = place_by_cost(prepared, plan, cost_table(20.0, conv_dense=4.0, conv_pointwise=4.0))
+    assert placed.sites == plan.sites
+    assert placed.warnings == (ALL_FLOAT_WARNING,)
+
+
+def test_slower_than_float(tmp_path):
+    """A model that is estimated to be slower than float says so, also if ops that are not much slower stay int8."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    placed = place_by_cost(prepared, plan, cost_table(0.0, conv_dense=1.2, conv_pointwise=1.2))
+    assert placed.sites == plan.sites
+    assert len(placed.warnings) == 1
+    assert "1.20" in placed.warnings[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_optimum(tmp_path, seed):
+    """The search comes close to the least time of all placements, in nets with branches and costs at random."""
+    rng = np.random.default_rng(seed)
+    body = f"""
+        a = Conv(x, v) b = {CONV}(a, w) c = Add(a, b) d = Conv(c, u) e = Sigmoid(d) f = Mul(d, e)
+        h = GlobalAveragePool(f) i = Conv(h, s) k = Mul(f, i) y = Concat<axis = 1>(k, c)
+    """
+    _, prepared, plan = net(tmp_path, body, "float[1, 16, 6, 6] y", v=POINTS, w=KERNEL, u=POINTS, s=POINTS)
+    kernels = ("conv.dense", "conv.pointwise", "add", "silu", "mul.broadcast", "concat")
+    costs = {
+        f"{kernel} {kind}": {"ops": float(rng.uniform(10, 100))}
+        for kernel in (*kernels, "global_avg_pool")
+        for kind in ("float", "int8")
+    }
+    table = CostTable(costs={**costs, **{name: {"ops": float(rng.uniform(5, 60))} for name in CONVERSIONS}})
+    placement = Placement(prepared, plan)
+    assert len(placement.decidable) == 9
+    search = PlacementSearch(placement, table)
+    times = []
+    for count in range(len(placement.decidable) + 1):
+        for groups in combinations(placement.decidable, count):
+            search.set_int8(groups)
+            times.append(search.time)
+    search.set_int8(PlacementSearch(placement, table).run())
+    assert search.time <= 1.04 * min(times)
+
+
+def test_time_of_work(tmp_path):
+    """The time of the search is that of the work of the placement."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    table = cost_table(7.0, conv_dense=0.5, conv_pointwise=0.25)
+    placement = Placement(prepared, plan)
+    search = PlacementSearch(placement, table)
+    search.set_int8(placement.decidable[1:])
+    work = placement.total_work(placement.decidable[1:])
+    assert search.time == sum(table.nanoseconds(kernel, {name: amount}) for (kernel, name), amount in work.items())
+    assert search.time == 100 + 50 + 25 + 2 * 7
+
+
+def test_clamped_product(tmp_path):
+    """ONNX Runtime joins a product of matrices and a Relu with float output to a float op, so no pair is useful."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(0, 0.3, (8, 8)).astype(np.float32) for name in "wv"}
+    text = (
+        "g (float[1, 8] x) => (float[1, 8] y) { a = MatMul(x, w) b = Relu(a) c = MatMul(b, v) d = Relu(c) y = Exp(d) }"
+    )
+    source = load_onnx(tmp_path, text, weights)
+    ruleset = replace(resolve_ruleset(source, "onnxruntime"), costs="", algorithms=())
+    prepared, plan = plan_with_rules(source, ruleset, select_sites(source))
+    placement = Placement(prepared, plan)
+    assert [placement.groups[index].members[0][1] for index in placement.decidable] == ["a"]
+    placed = place_by_cost(prepared, plan, cost_table(1.0, product_row=0.1))
+    assert quantized_weights(placed) == {"w"}
+    np.savez(tmp_path / "data.npz", x=rng.normal(0, 1, (8, 1, 8)).astype(np.float32))
+    result = gq.insert(source, plan=placed, data=str(tmp_path / "data.npz"))
+    statuses = {verdict.op: verdict.status for verdict in judge_ops(result.model, "onnxruntime")}
+    assert statuses["a"] == "int8"
+    assert statuses["c"] == "float"
+    assert quantized_weights(plan) == {"w", "v"}
+
+
+def test_float_pool(tmp_path):
+    """A float MaxPool before a QuantizeLinear is not moved behind it; `strip` removes what prevents that."""
+    body = "a = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(x) y = Conv(a, v)"
+    source, _, plan = net(tmp_path, body, v=POINTS)
+    samples = np.random.default_rng(1).normal(0, 1, (8, 1, 8, 6, 6)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=samples)
+    result = gq.insert(source, plan=plan, data=str(tmp_path / "data.npz"))
+    statuses = {verdict.op: verdict.status for verdict in judge_ops(result.model, "onnxruntime")}
+    assert statuses == {"a": "float", "y": "int8"}
+    assert "a/barrier" in result.model.main
+    stripped = gq.strip(result.model).model
+    assert "a/barrier" not in stripped.main
+    expected = run_onnx(source, {"x": samples[0]})[0]
+    np.testing.assert_allclose(run_onnx(stripped, {"x": samples[0]})[0], expected, atol=0.05)
+
+
+def test_converted_values(tmp_path):
+    """Values that a float op converts in each run are counted, weights included."""
+    source, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    placed = place_by_cost(prepared, plan, cost_table(20.0, conv_dense=4.0, conv_pointwise=0.2))
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(1).normal(0, 1, (8, 1, 8, 6, 6)).astype(np.float32))
+    result = gq.insert(source, plan=placed, data=str(tmp_path / "data.npz"))
+    converted = converted_values(result.model, result.verdicts)
+    assert converted[("", "b")] == 8 * 36
+    assert ("", "a") not in converted
+
+
+def test_rules_with_costs(tmp_path):
+    """A rule file names a table, relative to itself; the digest of the rules covers it; size and latency ignore it."""
+    source, _, _ = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    text = shipped_rule_files()["onnxruntime"].read_text("utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("costs")]
+    (tmp_path / "mine.toml").write_text("\n".join(['costs = "costs.toml"', *lines]), "utf-8")
+    rules = str(tmp_path / "mine.toml")
+    write_cost_table(cost_table(20.0, conv_dense=4.0, conv_pointwise=0.2), tmp_path / "costs.toml")
+    digest = load_ruleset([rules]).digest
+    assert quantized_weights(prepare_and_plan(source, PlanOptions(rules=rules))[1]) == {"v", "u"}
+    for options in (InsertOptions(rules=rules, optimize="size"), InsertOptions(rules=rules, optimize="latency")):
+        assert quantized_weights(prepare_and_plan(source, options)[1]) == {"v", "w", "u"}
+    assert quantized_weights(prepare_and_plan(source, PlanOptions(rules=rules), by_cost=False)[1]) == {"v", "w", "u"}
+    write_cost_table(cost_table(20.0, conv_dense=0.5, conv_pointwise=0.2), tmp_path / "costs.toml")
+    assert load_ruleset([rules]).digest != digest
+    assert quantized_weights(prepare_and_plan(source, PlanOptions(rules=rules))[1]) == {"v", "w", "u"}
+    (tmp_path / "costs.toml").unlink()
+    with pytest.raises(UsageError):
+        prepare_and_plan(source, PlanOptions(rules=rules))

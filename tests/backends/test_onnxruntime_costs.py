@@ -1,0 +1,120 @@
+"""The work of ops by their shapes, and tables of costs."""
+
+import numpy as np
+import pytest
+from support.onnx_models import load_onnx
+
+from graphquant.backends.onnxruntime_costs import (
+    SHIPPED_TABLE,
+    CostTable,
+    KernelWork,
+    describe_work,
+    read_cost_table,
+    write_cost_table,
+)
+from graphquant.errors import UsageError
+from graphquant.ir import Parameters
+
+
+def work_of(folder, text, op_type, **constants) -> KernelWork | None:
+    """Return the work of the only op of a type in a model that is given as text."""
+    values = {name: np.ones(shape, np.float32) for name, shape in constants.items()}
+    model = load_onnx(folder, f"g {text}", values)
+    op = next(op for op in model.main.ops() if op.type == op_type)
+    return describe_work(model.main, op, Parameters(model))
+
+
+CONV_CASES = {
+    "dense": ("conv.dense", "[1, 8, 6, 6]", (20, 8, 3, 3), 1, 36 * 32 * 72, 36 * 32 * 72),
+    "pointwise": ("conv.pointwise", "[1, 6, 6, 6]", (16, 6, 1, 1), 1, 36 * 16 * 6, 36 * 16 * 8),
+    "first": ("conv.first", "[1, 3, 6, 6]", (16, 3, 3, 3), 1, 36 * 16 * 27, 36 * 16 * 28),
+    "depthwise": ("conv.depthwise", "[1, 8, 6, 6]", (8, 1, 3, 3), 8, 36 * 8 * 9, 36 * 8 * 9),
+    "grouped": ("conv.grouped", "[1, 16, 6, 6]", (16, 8, 1, 1), 2, 36 * 32 * 8, 36 * 32 * 8),
+}
+
+
+@pytest.mark.parametrize("name", CONV_CASES)
+def test_convolutions(tmp_path, name):
+    """Channels count in blocks of 16, and products of int8 kernels in groups of 4; a free batch counts one sample."""
+    kernel, shape, weight, groups, float_macs, int8_macs = CONV_CASES[name]
+    pads = [weight[2] // 2] * 4
+    for batch in (shape, shape.replace("[1", "[N")):
+        text = f"(float{batch} x) => (float[N, {weight[0]}, 6, 6] y) {{ y = Conv<group={groups}, pads={pads}>(x, w) }}"
+        work = work_of(tmp_path, text, "Conv", w=weight)
+        assert work is not None
+        assert work.kernel == kernel
+        assert work.float_work["macs"] == float_macs
+        assert work.int8_work["macs"] == int8_macs
+        assert work.int8_work["outputs"] == 36 * weight[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernel", "macs"), [(1, "product.row", 16 * 10), (5, "product", 5 * 16 * 10), ("N", "product.row", 160)]
+)
+def test_products(tmp_path, rows, kernel, macs):
+    """A product of one row has a kernel of its own. Sums of the int8 kernel count in groups of 4."""
+    work = work_of(
+        tmp_path, f"(float[{rows}, 10] x) => (float[{rows}, 12] y) {{ y = MatMul(x, w) }}", "MatMul", w=(10, 12)
+    )
+    assert work is not None
+    assert (work.kernel, work.float_work["macs"]) == (kernel, macs)
+    assert work.int8_work["macs"] == macs / 10 * 12
+    assert work.float_work["weights"] == 120
+
+
+def test_product_of_activations(tmp_path):
+    """A stack of products of two activations counts each matrix."""
+    text = "(float[2, 3, 8, 4] x, float[2, 3, 4, 16] z) => (float[2, 3, 8, 16] y) { y = MatMul(x, z) }"
+    work = work_of(tmp_path, text, "MatMul")
+    assert work is not None
+    assert work.kernel == "product.activations"
+    assert work.float_work["stack"] == 6
+    assert work.float_work["macs"] == 6 * 8 * 16 * 4
+
+
+def test_silu(tmp_path):
+    """The product of x * sigmoid(x), one op in float, differs from that of other tensors."""
+    silu = "(float[1, 4, 5, 5] x, float[1, 4, 5, 5] z) => (float[1, 4, 5, 5] y) { s = Sigmoid(x) y = Mul(x, s) }"
+    other = silu.replace("Mul(x, s)", "Mul(z, s)")
+    kernels = [work_of(tmp_path, text, op) for text in (silu, other) for op in ("Sigmoid", "Mul")]
+    assert [work.kernel for work in kernels if work] == ["sigmoid", "silu", "sigmoid", "mul"]
+
+
+def test_unknown_shapes(tmp_path):
+    """A tensor of unknown rank has no work; an unknown size other than the batch is assumed."""
+    text = "(float[1, 4, H, W] x) => (float[1, 4, H, W] y) { y = Sigmoid(x) }"
+    work = work_of(tmp_path, text, "Sigmoid")
+    assert work is not None
+    assert work.float_work["values"] == 4 * 16 * 16
+    assert (
+        work_of(tmp_path, "(float x, int64[2] s) => (float y) { z = Reshape(x, s) y = Sigmoid(z) }", "Sigmoid") is None
+    )
+
+
+def test_table(tmp_path):
+    """A table that is written is read again; the costs of a kernel are those of its work."""
+    table = CostTable(costs={"add float": {"ops": 5.0, "values": 0.25}}, machine="m", onnxruntime="1.0", threads=2)
+    write_cost_table(table, tmp_path / "table.toml")
+    assert read_cost_table(str(tmp_path / "table.toml")) == table
+    assert table.nanoseconds("add float", {"ops": 1, "values": 8, "rows": 3}) == 7.0
+    assert table.nanoseconds("sub float", {"ops": 1}) == 0.0
+    assert not table.knows("add")
+
+
+def test_shipped_table():
+    """The shipped table has float and int8 costs of all kernels of convolutions and products, none negative."""
+    table = read_cost_table(SHIPPED_TABLE)
+    kernels = ("conv.dense", "conv.pointwise", "conv.first", "conv.depthwise", "conv.grouped", "conv.dense.line")
+    assert all(table.knows(kernel) for kernel in (*kernels, "product", "product.row", "product.activations"))
+    assert all(cost > 0 for costs in table.costs.values() for cost in costs.values())
+    assert {"quantize", "quantize.map", "dequantize", "dequantize.map"} <= table.costs.keys()
+
+
+@pytest.mark.parametrize("content", [None, "costs = 3", "costs = {", b"\xff"])
+def test_bad_tables(tmp_path, content):
+    """A missing or invalid table is a mistake of the user."""
+    path = tmp_path / "table.toml"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError):
+        read_cost_table(str(path))
