@@ -58,7 +58,6 @@ from graphquant.optimize.weight_rounding import ADAROUND, GPTQ
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
     from graphquant.calibration.data import Dataset
-    from graphquant.formats import Feeds
     from graphquant.ir import Model, OpKey, TensorRef
     from graphquant.numerics import Array
     from graphquant.optimize.algorithm import PreCalibrationState
@@ -76,12 +75,14 @@ SCALING_ALGORITHMS = (CROSS_LAYER_EQUALIZATION, SMOOTHQUANT)  # they run togethe
 ROUNDING_ALGORITHMS = (ADAROUND, GPTQ)
 
 MIN_GAIN_DB = 0.5  # smallest gain of a change that is kept although the target is still missed
+MIN_WEIGHT_SHARE_DB = 1.5  # smallest gain by float weights for which their rounding is optimized; it keeps a part of it
 AIM_MARGIN_DB = 0.5  # dB above the target to aim at, because other samples have other errors
 MAX_HOLDOUT_GAP_DB = 6.0  # maximum by which the aim rises because the hold-out has more error than the search samples
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
 REPAIR_SAMPLES = 16  # number of samples on which plans are measured
 PLAN_RUNS = 24  # runs of a sample that take as long as the solution, the rewrite and the session of one plan
 ALGORITHM_RUNS = 64  # runs of a sample that an optimization algorithm takes, about
+ROUNDING_RUNS = 320  # runs of a sample that AdaRound or GPTQ takes in addition, about
 MIN_LIMIT_SECONDS = 10.0
 """Minimum of a time limit that is a multiple of the calibration's time. A calibration of a few samples takes so little
 that the load of the machine would decide."""
@@ -89,11 +90,16 @@ that the load of the machine would decide."""
 MAX_PLANS = 60  # number of plans at which the progress bar is full
 MAX_OUTPUT_BYTES = 1 << 26  # maximum bytes of the float outputs of all search samples
 MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
+MAX_SHIFT_DB = 3.0
+"""Largest difference in dB between two ways to measure that is assumed to be the same for other plans. A larger gain by
+algorithms repairs an error that these plans do not have."""
+
 CHEAP_SHARE = 0.6  # share of the work after which no further algorithm is tried
 MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
 BISECTION_MEASUREMENTS = 24  # maximum number of measurements that find the blocks with large errors
 MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
 NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
+UNMASKED_GAIN_DB = 3.0  # gain by float blocks from which other ranges are tried again, because they may help now
 MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as a share of the outputs' power
 
 StopReason = Literal["work", "time", "interrupt"]
@@ -348,10 +354,10 @@ class _Repair:
         self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
         self._try_ranges()
         steps = [
-            self._float_hopeless_blocks,
-            self._try_ranges,
             lambda: self._try_algorithms((BIAS_CORRECTION,)),
             self._try_scaling,
+            self._try_rounding,
+            self._float_hopeless_blocks,
             self._try_rounding,
         ]
         for _ in range(MAX_ROUNDS):
@@ -360,7 +366,7 @@ class _Repair:
                 steps and self._current_sqnr < self._aim and request.budget.runs < CHEAP_SHARE * request.budget.max_runs
             ):
                 steps.pop(0)()
-            if self._current_sqnr < self._aim:
+            if self._current_sqnr < self._aim or self._current.float_sites:
                 self._search_float_blocks()
             self._take_back()
             holdout_sqnr = self._judge_on_holdout()
@@ -443,6 +449,8 @@ class _Repair:
         if recipe.algorithms not in gains:
             gain = self._measure(recipe) - self._measure(recipe, quick=True)
             gains[recipe.algorithms] = gain if math.isfinite(gain) else 0.0
+        if abs(gains[recipe.algorithms]) > MAX_SHIFT_DB:
+            return self._measure(recipe)
         return self._measure(recipe, quick=True) + gains[recipe.algorithms]
 
     def _try(self, change: str, recipe: Recipe, targets: Sequence[object] = ()) -> bool:
@@ -458,10 +466,10 @@ class _Repair:
 
     def _try_ranges(self) -> None:
         """Try each candidate for all sites at once, and then the better one for each block."""
-        workspace = self._request.workspace
-        if self._request.calibration is not None and not self._request.has_stats:
+        workspace = self._workspaces[()]
+        if workspace is self._request.workspace and self._request.calibration is not None:
             # The default plan may need no histograms.
-            self._charge(self._request.calibration.count)
+            self._charge(0 if self._request.has_stats else self._request.calibration.count)
             workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
         plan = workspace.state.plan
         candidate_plans = {
@@ -517,12 +525,13 @@ class _Repair:
         return errors
 
     def _float_hopeless_blocks(self) -> None:
-        """Keep the blocks in float whose error alone misses the aim. Behind them, no other change shows its gain."""
+        """Keep the tensors in float whose error alone misses the aim. Behind them, no other change shows its gain."""
         max_error = 10 ** (-self._aim / 10)
-        hopeless = {key for key, error in self._block_errors().items() if error > max_error}
-        recipe = self._with_float_blocks(self._current, hopeless)
-        if hopeless and recipe.float_sites:
-            self._try_float(recipe)
+        hopeless = {key for group in self._find_groups() if group.candidates[0].error > max_error for key in group.ops}
+        before = self._current_sqnr
+        self._try_float(self._with_float_blocks(self._current, hopeless))
+        if self._current_sqnr > before + UNMASKED_GAIN_DB:
+            self._try_ranges()
 
     def _with_float_blocks(self, recipe: Recipe, keys: Collection[OpKey]) -> Recipe:
         """Return a recipe with these float blocks. Tensors that other blocks compute or read stay quantized."""
@@ -625,14 +634,17 @@ class _Repair:
             return
         self._workspaces[names] = request.calibrate(state)
         recipe = replace(self._current, algorithms=(*names, *self._current.algorithms))
-        self._try(" and ".join(name for name in names if name in applied), recipe)
+        first, *others = (name for name in names if name in applied)
+        self._try(first, recipe)
+        self._steps += [replace(self._steps[-1], change=name) for name in others]
 
     def _try_rounding(self) -> None:
         """Try AdaRound and GPTQ, unless the rounding of weights is a small part of the error."""
         plan = self._plan(self._current)
         weights = frozenset(index for index, site in enumerate(plan.sites) if site.parameter)
         exact_weights = replace(self._current, float_sites=weights)
-        if self._measure(exact_weights, quick=True) - self._measure(self._current, quick=True) < MIN_GAIN_DB:
+        potential = self._measure(exact_weights, quick=True) - self._measure(self._current, quick=True)
+        if potential < MIN_WEIGHT_SHARE_DB:
             return
         for name in ROUNDING_ALGORITHMS:
             if self._current_sqnr < self._aim:
@@ -645,7 +657,7 @@ class _Repair:
         # The rest of the gap is by algorithms and by other samples, and nearly the same with some blocks in float.
         measure_error = self._measure_switched(base, groups)
         offset = self._estimate(base) - _error_to_db(measure_error(range(len(groups))))
-        offset = offset if math.isfinite(offset) else 0.0
+        offset = min(max(offset, -MAX_SHIFT_DB), MAX_SHIFT_DB) if math.isfinite(offset) else 0.0
 
         def recipe_of(selection: Selection) -> Recipe:
             return self._with_float_blocks(base, high_precision_ops(groups, selection))
@@ -676,6 +688,8 @@ class _Repair:
 
     def _try_float(self, recipe: Recipe) -> None:
         """Make a recipe with float blocks the current one if it is better."""
+        if not recipe.float_sites:
+            return
         sqnr = self._estimate(recipe)
         self._steps.append(RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=sqnr, kept=False))
         if self._is_better(recipe, sqnr):

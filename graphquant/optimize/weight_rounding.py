@@ -30,7 +30,7 @@ ADAROUND: Final = "adaround"
 
 GPTQ_DAMPING: Final = 0.01  # share of the mean of H's diagonal that GPTQ adds to the diagonal, as in the paper
 MAX_SWEEPS: Final = 8  # maximum number of passes of AdaRound over all weights
-MAX_ROUNDED_BITS: Final = 4  # bit width above which rounding to nearest is good enough
+MAX_ROUNDED_BITS: Final = 8  # bit width above which rounding to nearest is exact enough
 MAX_GRAM_ROWS: Final = 1024  # maximum number of positions of a feature map, spread over all of it
 MAX_GRAM_INPUTS: Final = 4096
 """Maximum number of inputs of a sum. Larger Gram matrices need more memory than they gain."""

@@ -112,12 +112,30 @@ def test_shares(name: str, value: object, share: float) -> None:
         ("samples", 0),
         ("optimize", "speed"),
         ("max_memory", "3XB"),
+        ("min_sqnr", "off"),
+        ("search_time", "0s"),
+        ("search_time", "-1x"),
+        ("search_time", "infx"),
+        ("search_time", True),
+        ("search_time", "10 minutes"),
     ],
 )
 def test_invalid_values_are_rejected(name: str, value: object) -> None:
     """An invalid value is a usage error that names the option, from Python as well."""
     with pytest.raises(UsageError, match=rf"{name} is invalid: "):
         InsertOptions(**{name: value})
+
+
+@pytest.mark.parametrize(("value", "limit"), [("10x", "10x"), (90, "90s"), ("2.50 S", "2.5s"), (" .5X", "0.5x")])
+def test_search_times(value: object, limit: str) -> None:
+    """A time of a search is a number of seconds, or a factor with its sign."""
+    assert InsertOptions(search_time=value).search_time == limit
+
+
+@pytest.mark.parametrize(("value", "target"), [(None, None), ("none", "none"), ("25", 25.0), (25, 25.0)])
+def test_targets(value: object, target: object) -> None:
+    """The minimum SQNR is a number, "none" to disable the default target, or None for it."""
+    assert InsertOptions(min_sqnr=value).min_sqnr == target
 
 
 def test_unknown_options_are_rejected() -> None:

@@ -68,6 +68,7 @@ def test_attestation_content(entry_and_outcome):
                     "ranges": None,
                     "ranges_map": None,
                     "optimize": "macs",
+                    "search_time": "10x",
                     "size_budget": None,
                 },
                 "internalParameters": {"key": "e" * 64},

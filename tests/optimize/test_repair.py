@@ -1,0 +1,245 @@
+"""The repair of plans whose outputs miss the default target."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from onnx import helper, numpy_helper, save
+from support.onnx_models import run_onnx
+
+import graphquant as gq
+from graphquant.optimize import repair
+from graphquant.optimize.repair import MIN_LIMIT_SECONDS, SearchBudget, SearchLimitError
+from graphquant.visualize.json_export import InsertResult
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphquant.api import Result
+
+OUTLIERS = [3, 11, 19]  # channels of the hidden layer that are much larger than the others
+NO_SCALING = ("not smoothquant", "not cross-layer-equalization")
+
+
+@pytest.fixture
+def outlier_net(tmp_path: Path) -> Path:
+    """Write a net whose first layer has outlier channels, and its data; return the folder."""
+    rng = np.random.default_rng(7)
+    scale = np.ones(32)
+    scale[OUTLIERS] = 300
+    weights = {
+        "w0": rng.standard_normal((16, 32)) * scale / 4,
+        "w1": rng.standard_normal((32, 32)) / scale[:, None] / 5,
+        "w2": rng.standard_normal((32, 32)) / 5,
+        "w3": rng.standard_normal((32, 8)) / 5,
+    }
+    nodes = []
+    tensor = "x"
+    for index in range(4):
+        nodes.append(helper.make_node("MatMul", [tensor, f"w{index}"], [f"m{index}"], name=f"layer{index}"))
+        tensor = f"m{index}"
+        if index < 3:
+            nodes.append(helper.make_node("Relu", [tensor], [f"r{index}"], name=f"relu{index}"))
+            tensor = f"r{index}"
+    graph = helper.make_graph(
+        nodes,
+        "outliers",
+        [helper.make_tensor_value_info("x", 1, ["N", 16])],
+        [helper.make_tensor_value_info(tensor, 1, ["N", 8])],
+        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    save(model, tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.standard_normal((80, 16)).astype(np.float32))
+    return tmp_path
+
+
+def insert_net(folder: Path, **options: Any) -> Result:
+    """Quantize the net in a folder with its data."""
+    return gq.insert(folder / "net.onnx", **{"data": str(folder / "data.npz"), **options})
+
+
+def kept_changes(result: Result) -> set[str]:
+    """Return the kinds of change that the final plan has."""
+    assert result.search is not None
+    assert result.search.repair is not None
+    return {step.change for step in result.search.repair.steps if step.kept}
+
+
+def test_outlier_channels_are_scaled_before_anything_is_float(outlier_net: Path) -> None:
+    """SmoothQuant is cheaper than float: it alone repairs the net, and all multiply-adds stay quantized."""
+    plain = insert_net(outlier_net, min_sqnr="none")
+    assert plain.search is None
+    assert plain.validation is not None
+    assert plain.validation.worst_sqnr < 20
+    assert plain.validation.failures == ()
+    result = insert_net(outlier_net)
+    assert result.search is not None
+    trace = result.search.repair
+    assert trace is not None
+    assert trace.met
+    assert trace.default_sqnr == plain.validation.worst_sqnr
+    assert trace.sqnr == result.validation.worst_sqnr >= 20
+    assert "smoothquant" in kept_changes(result)
+    assert trace.float_blocks == ()
+    assert result.quantized_share == plain.quantized_share
+
+
+def test_float_blocks_are_the_last_change(outlier_net: Path) -> None:
+    """Without the scaling algorithms, only blocks in float reach the target: those beside the outliers."""
+    result = insert_net(outlier_net, algorithms=NO_SCALING)
+    assert result.search is not None
+    trace = result.search.repair
+    assert trace is not None
+    assert trace.met
+    assert "float" in kept_changes(result)
+    assert 0 < len(trace.float_blocks) < trace.blocks
+    assert not {"smoothquant", "cross-layer-equalization"} & {entry.algorithm for entry in result.algorithm_results}
+    assert result.search.float_tensors
+    assert {skip.rule for skip in result.skips if skip.tensor in result.search.float_tensors} == {"repair"}
+    assert 0 < result.quantized_share < 1
+
+
+def test_the_plan_of_a_repair_gives_the_same_model(outlier_net: Path) -> None:
+    """The plan of the result, applied to the source, gives the same bytes, and so does a second run."""
+    result, again = insert_net(outlier_net), insert_net(outlier_net)
+    applied = insert_net(outlier_net, plan=result.plan)
+    assert applied.search is None
+    for name, other in (("again", again), ("applied", applied)):
+        other.save(outlier_net / f"{name}.onnx")
+    result.save(outlier_net / "first.onnx")
+    first = (outlier_net / "first.onnx").read_bytes()
+    assert (outlier_net / "again.onnx").read_bytes() == first
+    feeds = {"x": np.ones((2, 16), np.float32)}
+    outputs = [run_onnx(outlier_net / f"{name}.onnx", feeds) for name in ("first", "applied")]
+    np.testing.assert_array_equal(*(np.asarray(values) for values in outputs))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_sqnr": 3}, {"min_agreement": 0}, {"optimize": "size"}, {"validate": False}, {"data": "random:16"}],
+)
+def test_requests_that_a_repair_would_break(outlier_net: Path, options: dict[str, Any]) -> None:
+    """Bounds, another objective, no validation and random data exclude the default target."""
+    result = insert_net(outlier_net, **options)
+    assert result.search is None or result.search.repair is None
+
+
+def test_little_work_keeps_the_default_plan(outlier_net: Path) -> None:
+    """The limit of work ends the search before it starts; the default plan stays, and the reason is stored."""
+    result = insert_net(outlier_net, search_time="0.01x")
+    plain = insert_net(outlier_net, min_sqnr="none")
+    assert result.search is not None
+    assert result.search.repair is not None
+    assert result.search.repair.stop_reason == "work"
+    assert result.search.repair.steps == ()
+    assert result.plan.sites == plain.plan.sites
+    assert result.validation is not None
+    assert result.validation.misses_target
+    assert result.failures == ()
+
+
+@pytest.mark.parametrize("method", ["_try_scaling", "_find_groups", "_search_float_blocks"])
+def test_interrupts_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Ctrl-C during any step ends the search with its best plan so far."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(repair._Repair, method, interrupt)
+    algorithms = NO_SCALING if method == "_search_float_blocks" else ()
+    result = insert_net(outlier_net, algorithms=algorithms)
+    assert result.search is not None
+    assert result.search.interrupted
+    assert result.search.repair is not None
+    assert result.search.repair.stop_reason == "interrupt"
+    assert result.search.repair.sqnr >= result.search.repair.default_sqnr
+    assert result.inserted
+
+
+def test_json_of_a_repair(outlier_net: Path) -> None:
+    """The JSON has the changes as fields."""
+    data = InsertResult.of(insert_net(outlier_net)).as_json()["search"]["repair"]
+    assert data["met"] is True
+    assert data["target"] == 20
+    assert data["default_sqnr"] < 20 <= data["sqnr"]
+    assert data["stopped"] is None
+    assert [step["change"] for step in data["steps"] if step["kept"]][-1] == "smoothquant"
+
+
+def test_a_budget_counts_runs_before_they_start() -> None:
+    """A factor of the calibration's time limits the runs; the last one that fits is allowed."""
+    budget = SearchBudget("2x", 100, 3600.0)
+    budget.charge(150)
+    budget.charge(50)
+    with pytest.raises(SearchLimitError) as error:
+        budget.charge(1)
+    assert error.value.reason == "work"
+    assert budget.runs == 200
+    budget.extend(5)
+    budget.charge(5)
+
+
+@pytest.mark.parametrize(("search_time", "seconds"), [("90s", 90.0), ("2x", 14.0), ("1x", MIN_LIMIT_SECONDS)])
+def test_a_budget_ends_with_its_time(monkeypatch: pytest.MonkeyPatch, search_time: str, seconds: float) -> None:
+    """Seconds limit the time, and a factor does so with the calibration's time, but not below ten seconds."""
+    now = 1000.0
+    monkeypatch.setattr("graphquant.optimize.repair.time.monotonic", lambda: now)
+    budget = SearchBudget(search_time, 100, 7.0)
+    assert (budget.max_runs == math.inf) == search_time.endswith("s")
+    now += seconds
+    budget.charge(1)
+    now += 0.1
+    with pytest.raises(SearchLimitError) as error:
+        budget.charge(1)
+    assert error.value.reason == "time"
+
+
+COARSE = """
+[scheme.coarse]
+bits = 8
+observe = { name = "fixed-point", exponent = 1 }
+[[rule]]
+name = "coarse"
+producer = { name = "x" }
+consumer = { kind = "matmul" }
+quantize = "coarse"
+"""
+
+
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_scores_before_a_softmax_count(tmp_path: Path, spread: float) -> None:
+    """Probabilities are below the target in both nets, but only where the scores are too does the target fail."""
+    rng = np.random.default_rng(3)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["scores"], name="scores"),
+        helper.make_node("Mul", ["scores", "factor"], ["scaled"], name="scaled"),
+        helper.make_node("Softmax", ["scaled"], ["y"], name="softmax", axis=-1),
+    ]
+    # A step of 2 is fine enough for the scores of inputs around 8. The factor makes the probabilities sensitive.
+    weight, factor = rng.standard_normal((8, 40)) / 8, np.array(64.0 / spread)
+    graph = helper.make_graph(
+        nodes,
+        "classifier",
+        [helper.make_tensor_value_info("x", 1, ["N", 8])],
+        [helper.make_tensor_value_info("y", 1, ["N", 40])],
+        [
+            numpy_helper.from_array(value.astype(np.float32), name)
+            for name, value in (("w", weight), ("factor", factor))
+        ],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=(rng.standard_normal((40, 8)) * spread).astype(np.float32))
+    (tmp_path / "coarse.toml").write_text(COARSE)
+    rules = str(tmp_path / "coarse.toml")
+    validation = insert_net(tmp_path, rules=rules, search_time="0.01x").validation
+    assert validation is not None
+    assert validation.comparison is not None
+    assert validation.comparison.sqnr is not None
+    assert validation.comparison.sqnr < 20
+    assert (validation.score_sqnr["y"] >= 20) == (spread == 8.0)
+    assert validation.misses_target == (spread == 1.0)
+    assert validation.worst_sqnr == max(validation.comparison.sqnr, validation.score_sqnr["y"])
