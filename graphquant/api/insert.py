@@ -46,6 +46,7 @@ from graphquant.optimize import (
     Objective,
     PreCalibrationState,
     RepairRequest,
+    RepairTrace,
     SearchBudget,
     SearchFold,
     SearchTrace,
@@ -65,6 +66,7 @@ from graphquant.utils.options import NO_TARGET, InsertOptions, resolve_options, 
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
+    from graphquant.optimize.candidates import BuildModel
 
 
 @takes_options(InsertOptions)
@@ -108,16 +110,25 @@ def insert(
     state = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=data.stats is not None)
     start = time.monotonic()
     stats, folds = _provide_folds(source, state, data, settings, progress)
-    build = partial(
-        build_model, state.model, stats=stats, calibration_data=data.calibration, float_weights=settings.float_weights
-    )
-    built, trace = search_plan(source, state, build, stats, objective, data, folds, progress)
+    workspace = Workspace(state=state, stats=stats, build=_make_build(state, stats, data, settings))
+    context = _RepairContext(source, prepared, data, settings, start, progress)
+    repair, search_objective = None, objective
+    if objective.bounds.min_sqnr is not None and data.search_set is not None and context.allows(objective):
+        improved, repair = context.choose_algorithms(workspace, objective.bounds.min_sqnr)
+        if improved is not workspace:
+            stats, folds = _provide_folds(source, improved.state, data, settings, progress)
+            build = _make_build(improved.state, stats, data, settings)
+            workspace = replace(improved, stats=stats, build=build)
+        if repair.stop_reason == "interrupt":
+            search_objective = replace(objective, bounds=Bounds())
+    state, stats = workspace.state, workspace.stats
+    built, trace = search_plan(source, state, workspace.build, stats, search_objective, data, folds, progress)
+    if repair is not None and repair.steps:
+        base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
+        trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
     result = make_result(source, state, built, trace, stats)
     validation = _validate(result, data, settings, objective.bounds, progress)
-    if validation is not None and validation.misses_target and _allows_repair(objective, data, settings):
-        budget = SearchBudget(settings.search_time, _calibration_runs(data, plan), time.monotonic() - start)
-        workspace = Workspace(state=state, stats=stats, build=build)
-        context = _RepairContext(source, prepared, data, settings, budget, progress)
+    if validation is not None and validation.misses_target and context.allows(objective):
         result = context.repair(workspace, built, validation)
         validation = _validate(result, data, settings, objective.bounds, progress)
     stats_path = Path(settings.stats) if result.stats and isinstance(settings.stats, str | Path) else None
@@ -306,20 +317,12 @@ def _measure_time(result: Result, data: CalibrationData) -> Result:
     return replace(result, time_ratio=ratio)
 
 
-def _allows_repair(objective: Objective, data: CalibrationData, settings: InsertOptions) -> bool:
-    """Return True if the plan may change so that the outputs reach the default target.
-
-    A given plan, a size budget and another objective than multiply-adds are requests that a repair would break. Errors
-    on random data mean nothing.
-    """
-    is_fixed = settings.plan is not None or settings.size_budget is not None or objective.minimize != "macs"
-    return not (is_fixed or data.dataset.random)
-
-
-def _calibration_runs(data: CalibrationData, plan: Plan) -> int:
-    """Return the number of runs of a sample that calibration and the optimization algorithms took, about."""
-    count = 0 if data.calibration is None else data.calibration.count
-    return max(count, REPAIR_SAMPLES) + ALGORITHM_RUNS * len(plan.algorithms) + PLAN_RUNS
+def _make_build(
+    state: PreCalibrationState, stats: Stats | None, data: CalibrationData, settings: InsertOptions
+) -> BuildModel:
+    return partial(
+        build_model, state.model, stats=stats, calibration_data=data.calibration, float_weights=settings.float_weights
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,31 +333,30 @@ class _RepairContext:
     prepared: Model
     data: CalibrationData
     settings: InsertOptions
-    budget: SearchBudget
+    start: float  # monotonic time at which calibration started, in seconds
     progress: Progress | None
+
+    def allows(self, objective: Objective) -> bool:
+        """Return True if a repair may change the plan.
+
+        A given plan, a size budget and another objective than multiply-adds are requests that a repair would break.
+        Errors on random data mean nothing.
+        """
+        settings = self.settings
+        is_fixed = settings.plan is not None or settings.size_budget is not None or objective.minimize != "macs"
+        return not (is_fixed or self.data.dataset.random)
+
+    def choose_algorithms(self, workspace: Workspace, min_sqnr: float) -> tuple[Workspace, RepairTrace]:
+        """Return the workspace with the algorithms that bring its plan closer to a bound, before a search for it."""
+        repaired, trace = repair_plan(self._request(workspace, workspace.build(workspace.state.plan), min_sqnr, None))
+        if not any(step.kept for step in trace.steps):
+            return workspace, trace
+        return replace(repaired.workspace, state=replace(repaired.workspace.state, plan=repaired.plan)), trace
 
     def repair(self, workspace: Workspace, built: BuiltModel, validation: Validation) -> Result:
         """Return the result of the cheapest plan whose outputs reach the default target, or of the best plan."""
-        data = self.data
-        request = RepairRequest(
-            source=self.source,
-            prepared=self.prepared,
-            workspace=workspace,
-            built=built,
-            target_sqnr=DEFAULT_MIN_SQNR,
-            default_sqnr=validation.worst_sqnr if validation.worst_sqnr is not None else -math.inf,
-            calibration=data.calibration,
-            search_samples=data.dataset if data.calibration is None else data.calibration,
-            has_stats=data.stats is not None,
-            calibrate=self._calibrate,
-            validate=self._measure,
-            disabled_algorithms=frozenset(
-                name.removeprefix(NEGATION) for name in self.settings.algorithms if name.startswith(NEGATION)
-            ),
-            budget=self.budget,
-            progress=self.progress,
-        )
-        repaired, repair = repair_plan(request)
+        default_sqnr = validation.worst_sqnr if validation.worst_sqnr is not None else -math.inf
+        repaired, repair = repair_plan(self._request(workspace, built, DEFAULT_MIN_SQNR, default_sqnr))
         trace = SearchTrace(
             minimize="macs",
             plan=repaired.plan,
@@ -365,16 +367,36 @@ class _RepairContext:
         ).with_candidates(repaired.changed_tensors)
         return make_result(self.source, repaired.workspace.state, repaired.built, trace, repaired.workspace.stats)
 
+    def _request(
+        self, workspace: Workspace, built: BuiltModel, target_sqnr: float, default_sqnr: float | None
+    ) -> RepairRequest:
+        data, algorithms = self.data, self.settings.algorithms
+        samples = data.dataset if data.calibration is None else data.calibration
+        # The calibration and its algorithms, counted in runs of a sample.
+        calibration_runs = max(samples.count, REPAIR_SAMPLES) + PLAN_RUNS
+        calibration_runs += ALGORITHM_RUNS * len(workspace.state.plan.algorithms)
+        return RepairRequest(
+            source=self.source,
+            prepared=self.prepared,
+            workspace=workspace,
+            built=built,
+            target_sqnr=target_sqnr,
+            default_sqnr=default_sqnr,
+            calibration=data.calibration,
+            search_samples=samples,
+            has_stats=data.stats is not None,
+            calibrate=self._calibrate,
+            validate=self._measure,
+            disabled_algorithms=frozenset(
+                name.removeprefix(NEGATION) for name in algorithms if name.startswith(NEGATION)
+            ),
+            budget=SearchBudget(self.settings.search_time, calibration_runs, time.monotonic() - self.start),
+            progress=self.progress,
+        )
+
     def _calibrate(self, state: PreCalibrationState) -> Workspace:
         stats = _provide_stats(self.source, state, self.data, self.settings, self.progress, full_histograms=True)
-        build = partial(
-            build_model,
-            state.model,
-            stats=stats,
-            calibration_data=self.data.calibration,
-            float_weights=self.settings.float_weights,
-        )
-        return Workspace(state=state, stats=stats, build=build)
+        return Workspace(state=state, stats=stats, build=_make_build(state, stats, self.data, self.settings))
 
     def _measure(self, built: BuiltModel) -> float:
         if self.data.validation_set is None:
