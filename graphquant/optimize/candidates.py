@@ -419,8 +419,8 @@ class GroupErrors:
 
 
 MEASUREMENTS_PER_BLOCK = 3  # two measure each block alone; the rest looks inside the blocks that matter
-MAX_SET_MEASUREMENTS = 48  # maximum number of measured sets of groups
-MAX_TRIED_BLOCKS = 6  # number of blocks, largest errors first, for which other candidates are tried
+MAX_SET_MEASUREMENTS = 32  # maximum number of measured sets of groups
+MAX_TRIED_BLOCKS = 4  # number of blocks, largest errors first, for which other candidates are tried
 
 
 class GroupTrials:

@@ -185,7 +185,7 @@ def _greedy_high_ops(
     return frozenset(high_ops)
 
 
-MAX_MEASUREMENTS = 12  # maximum number of measured plans, at most `MAX_SEARCH_PLANS`, until no cheaper one is tried
+MAX_MEASUREMENTS = 10  # maximum number of measured plans, at most `MAX_SEARCH_PLANS`, until no cheaper one is tried
 MAX_CLIMB_PLANS, MAX_REFINE_PLANS = 8, 3
 """Maximum number of plans until one meets the bound, and then to reduce the aim."""
 

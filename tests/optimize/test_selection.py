@@ -11,7 +11,6 @@ from graphquant.optimize.selection import (
     MAX_COST_RATIO,
     MAX_DROPPED_OPS,
     MAX_EXHAUSTIVE_OPS,
-    MAX_MEASUREMENTS,
     MAX_REFINE_PLANS,
     PlanQuality,
     _greedy_high_ops,
@@ -240,6 +239,12 @@ def test_greedy_ops_are_returned():
     assert _greedy_high_ops(groups, make_costs(a=1.0, b=1.0, e=21.0), 1.5) == {key("e")}
 
 
+@pytest.fixture(autouse=True)
+def _many_plans(monkeypatch):
+    """Allow many plans, so that other limits end a search."""
+    monkeypatch.setattr(module, "MAX_MEASUREMENTS", 24)
+
+
 def scripted_search(groups, costs, met, *, target_sqnr=None, sqnr=20.0):
     """Search with plans that meet the bound if `met` says so. Return the result and the measured selections."""
     measured, reported = [], []
@@ -251,7 +256,7 @@ def scripted_search(groups, costs, met, *, target_sqnr=None, sqnr=20.0):
     result = search_cheapest_plan(
         groups, costs, measure, target_sqnr=target_sqnr, progress=lambda *numbers: reported.append(numbers)
     )
-    assert reported == [(index + 1, MAX_MEASUREMENTS) for index in range(len(measured))]
+    assert reported == [(index + 1, module.MAX_MEASUREMENTS) for index in range(len(measured))]
     assert len(set(measured)) == len(measured) == result.plans
     assert not result.interrupted
     return result, measured
@@ -296,7 +301,7 @@ TRAJECTORIES = {
     (1, 36.0): "000000000 121201121 121210021 121010021 121201021",
     (1, None): """
     000000000 021010011 120000020 121200021 121210021 121200121 121010021 121201121 121201021 021211111 021211011
-    021202111
+    021202111 021201111 021202011
     """,
     (2, 36.0): """
     000000000 121202121 121212121 121012121 120211020 021212111 120201020 010212111 021202111 020211010
