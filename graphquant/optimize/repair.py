@@ -120,8 +120,10 @@ class RepairTrace:
     """Result of a repair."""
 
     target_sqnr: float  # target in dB
-    default_sqnr: float  # SQNR in dB of the worst output with the default plan, on the hold-out
-    sqnr: float = -math.inf  # the same with the final plan
+    requested: bool  # True for a bound: algorithms were tried before the search for it
+    # SQNR in dB of the worst output with the default plan, on the hold-out, or on the search samples for a bound.
+    default_sqnr: float
+    sqnr: float  # the same with the final plan
     steps: tuple[RepairStep, ...] = ()
     float_blocks: tuple[str, ...] = ()  # first and last weighted op of each block that stays float
     blocks: int = 0  # number of blocks
@@ -266,7 +268,9 @@ class RepairRequest:
     workspace: Workspace  # that of the default plan
     built: BuiltModel  # the quantized model of the default plan
     target_sqnr: float  # target in dB
-    default_sqnr: float  # SQNR in dB of the worst output with the default plan, on the hold-out
+    # SQNR in dB of the worst output with the default plan, on the hold-out; None if a bound is searched for afterwards.
+    # Then only algorithms are tried, and the search samples measure them.
+    default_sqnr: float | None
     calibration: Dataset | None  # calibration samples; None if all ranges come from statistics or are fixed
     search_samples: Dataset  # samples on which plans are measured
     has_stats: bool  # True if statistics are given, which describe only the prepared model
@@ -306,8 +310,10 @@ class _Repair:
         self._groups: list[ScaleGroup] = []
         self._costs: dict[OpKey, float] = {}
         self._algorithm_gains: dict[tuple[str, ...], float] = {}  # gain of the algorithms of recipes, in dB
-        self._current, self._current_sqnr = DEFAULT_RECIPE, -math.inf
-        self._judged = {DEFAULT_RECIPE: request.default_sqnr}  # recipes that the hold-out has judged
+        self._current, self._current_sqnr, self._start_sqnr = DEFAULT_RECIPE, -math.inf, -math.inf
+        self._judged: dict[Recipe, float] = {}  # SQNR in dB on the hold-out
+        if request.default_sqnr is not None:
+            self._judged[DEFAULT_RECIPE] = request.default_sqnr
 
     def run(self) -> tuple[RepairedPlan, RepairTrace]:
         """Try the steps until the hold-out meets the target, or a limit is reached."""
@@ -318,13 +324,17 @@ class _Repair:
             stop_reason = error.reason
         except KeyboardInterrupt:
             stop_reason = "interrupt"
-        if stop_reason:
+        requested = self._request.default_sqnr is None
+        if requested:
+            self._judged = {DEFAULT_RECIPE: self._start_sqnr, self._current: self._current_sqnr}
+        elif stop_reason:
             self._judge_on_holdout()
         recipe = max(self._judged, key=lambda entry: (*self._rank(self._judged[entry], entry), entry == self._current))
         changes = {RANGES: recipe.candidates, FLOAT_BLOCKS: recipe.float_sites}
         trace = RepairTrace(
             target_sqnr=self._request.target_sqnr,
-            default_sqnr=self._request.default_sqnr,
+            requested=requested,
+            default_sqnr=self._judged[DEFAULT_RECIPE],
             sqnr=self._judged[recipe],
             steps=tuple(
                 replace(step, kept=bool(changes.get(step.change, step.change in recipe.algorithms)))
@@ -348,18 +358,21 @@ class _Repair:
     def _search(self) -> None:
         request = self._request
         self._charge(PLAN_RUNS + REPAIR_SAMPLES)
-        self._current_sqnr = self._estimate(DEFAULT_RECIPE)
+        self._current_sqnr = self._start_sqnr = self._estimate(DEFAULT_RECIPE)
+        algorithm_steps = [
+            lambda: self._try_algorithms((BIAS_CORRECTION,)),
+            self._try_scaling,
+            self._try_rounding,
+        ]
+        if request.default_sqnr is None:
+            while algorithm_steps and self._current_sqnr < self._aim:
+                algorithm_steps.pop(0)()
+            return
         # Ranges fit the calibration samples, so that the hold-out has more error.
         gap = self._current_sqnr - request.default_sqnr
         self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
         self._try_ranges()
-        steps = [
-            lambda: self._try_algorithms((BIAS_CORRECTION,)),
-            self._try_scaling,
-            self._try_rounding,
-            self._float_hopeless_blocks,
-            self._try_rounding,
-        ]
+        steps = [*algorithm_steps, self._float_hopeless_blocks, self._try_rounding]
         for _ in range(MAX_ROUNDS):
             # Float blocks need the rest of the work.
             while (
@@ -570,16 +583,22 @@ class _Repair:
             for number, group in enumerate(groups):
                 members.setdefault(min(group.ops), []).append(number)
             by_block = [members[key] for key in sorted(members)]
-            measure = self._measure_switched(DEFAULT_RECIPE, groups)
-            errors = share_errors(bisect_errors(measure, by_block, min(BISECTION_MEASUREMENTS, 2 * len(groups))))
+            measure, creates_sessions = self._measure_switched(DEFAULT_RECIPE, groups)
+            limit = BISECTION_MEASUREMENTS // 2 if creates_sessions else BISECTION_MEASUREMENTS
+            errors = share_errors(bisect_errors(measure, by_block, min(limit, 2 * len(groups))))
             self._groups = [
                 replace(group, candidates=(replace(group.candidates[0], error=errors[number]), group.candidates[1]))
                 for number, group in enumerate(groups)
             ]
         return self._groups
 
-    def _measure_switched(self, recipe: Recipe, groups: Sequence[ScaleGroup]) -> Callable[[Collection[int]], float]:
-        """Return a function that measures the error with only the given groups quantized, without another session."""
+    def _measure_switched(
+        self, recipe: Recipe, groups: Sequence[ScaleGroup]
+    ) -> tuple[Callable[[Collection[int]], float], bool]:
+        """Return a function that measures the error with only the given groups quantized.
+
+        Return also whether each call creates a session.
+        """
         plan, built = self._plan(recipe, quick=True), self._build(recipe, quick=True)
         self._charge(PLAN_RUNS)
         model, sites = self._workspace(recipe).state.model, [group.sites for group in groups]
@@ -587,10 +606,11 @@ class _Repair:
         switches = switch_groups(model, plan, built, sites, samples)
 
         def measure(on: Collection[int]) -> float:
-            self._charge(2 * samples.count)  # a model with switches takes about twice as long
+            # A model with switches takes about twice as long.
+            self._charge(2 * samples.count + (PLAN_RUNS if switches.creates_sessions else 0))
             return min(switches.error(on), MAX_BLOCK_ERROR)
 
-        return measure
+        return measure, switches.creates_sessions
 
     def _switched_samples(self) -> Dataset:
         """Return the samples on which groups are measured: few if a run takes long."""
@@ -655,7 +675,7 @@ class _Repair:
         base = replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
         groups, costs = self._find_groups(), self._block_costs()
         # The rest of the gap is by algorithms and by other samples, and nearly the same with some blocks in float.
-        measure_error = self._measure_switched(base, groups)
+        measure_error, _ = self._measure_switched(base, groups)
         offset = self._estimate(base) - _error_to_db(measure_error(range(len(groups))))
         offset = min(max(offset, -MAX_SHIFT_DB), MAX_SHIFT_DB) if math.isfinite(offset) else 0.0
 

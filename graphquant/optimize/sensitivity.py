@@ -263,6 +263,11 @@ class GroupSwitches:
         """Number of runs."""
         return (len(self._errors) - 1) * len(self._feeds)
 
+    @property
+    def creates_sessions(self) -> bool:
+        """True if each set of groups takes a session of its own, because no input reaches some quantizations."""
+        return bool(self._fixed)
+
     def error(self, on: Collection[int]) -> float:
         """Squared error that the groups `on` add, as a share of the power of the output where it is largest.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphquant.analysis import Comparison, Differences, OutputFigures, SiteFigures
     from graphquant.analysis.validation import Validation
     from graphquant.api import Proof, StripResult
-    from graphquant.optimize import RepairTrace, SearchTrace
+    from graphquant.optimize import SearchTrace
 
 
 def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
@@ -214,12 +214,10 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
     return lines
 
 
-def search_view(search: SearchTrace | None, validation: Validation | None = None) -> list[RenderableType]:
-    """Render the result of the search for a plan: latency, size, bounds and repair, whose plan `validation` measured."""
-    if search is None:
+def search_view(search: SearchTrace | None) -> list[RenderableType]:
+    """Render the result of the search for a plan: latency, size, and bounds."""
+    if search is None or (search.repair is not None and not search.repair.requested):
         return []
-    if search.repair is not None:
-        return _repair_lines(search.repair, None if validation is None else validation.quantized_share)
     lines = _latency_lines(search) if search.runtime else []
     if search.all_float:
         return lines
@@ -248,8 +246,12 @@ def search_view(search: SearchTrace | None, validation: Validation | None = None
     return lines
 
 
-def _repair_lines(repair: RepairTrace, quantized_share: float | None) -> list[RenderableType]:
+def repair_view(search: SearchTrace | None, validation: Validation | None) -> list[RenderableType]:
     """Render the changes of a repair with their gain and their cost in one line, and the limit that ended it."""
+    repair = None if search is None else search.repair
+    if repair is None:
+        return []
+    quantized_share = None if validation is None or repair.requested else validation.quantized_share
     changes = list(dict.fromkeys(step.change for step in repair.steps if step.kept and step.change != FLOAT_BLOCKS))
     if repair.float_blocks:
         changes.append(f"{join_names(repair.float_blocks, WORST_SHOWN)} left in float")

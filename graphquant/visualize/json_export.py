@@ -175,9 +175,10 @@ class RepairStepJson(JsonObject):
 
 
 class Repair(JsonObject):
-    """Changes of a plan whose outputs missed the default target, in dB of the worst output on the hold-out."""
+    """Changes of a plan whose outputs missed a target, in dB of the worst output."""
 
     met: bool
+    requested: bool
     target: float = at("target_sqnr")
     default_sqnr: Metric
     sqnr: Metric

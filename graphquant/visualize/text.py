@@ -20,7 +20,7 @@ from graphquant.ir import MAC_KINDS, Model, qualified_op_name
 from graphquant.numerics import DynamicQParams, QParams
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.text import format_shape
-from graphquant.visualize.compare_report import data_warnings, search_view, validation_view
+from graphquant.visualize.compare_report import data_warnings, repair_view, search_view, validation_view
 from graphquant.visualize.tables import (
     Column,
     Row,
@@ -79,7 +79,8 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
     sections += _unused_rules_lines(result.plan, shipped=False)
-    sections += _plan_warnings(result.plan) + search_view(result.search, result.validation)
+    sections += _plan_warnings(result.plan) + repair_view(result.search, result.validation)
+    sections += search_view(result.search)
     if result.inserted:
         sections += [*validation_view(result.validation), *_runtime_lines(result), *_slowdown_lines(result)]
     if result.unjudged_reason:
