@@ -63,7 +63,7 @@ def _weight(rng: np.random.Generator, reader: tuple[str, int] | None, shape: Any
     return values * np.float32((2 / fan) ** 0.5)
 
 
-def transformer(layers: int = 2, width: int = 32, heads: int = 4, length: int = 16) -> Any:
+def transformer(layers: int = 2, width: int = 32, heads: int = 4, length: int = 16, hidden: int = 64) -> Any:
     """An encoder: attention, layer normalisation, a GELU of Erf, and a head."""
     size = width // heads
     lines = []
@@ -107,8 +107,10 @@ def transformer(layers: int = 2, width: int = 32, heads: int = 4, length: int = 
             values[f"{name}_{layer}"] = _weight(rng, None, np.array([width, width]))
         for name in ("bq", "bk", "bv", "bo", "bdn", "g", "h"):
             values[f"{name}_{layer}"] = _weight(rng, None, np.array([width])) + np.float32(name == "g")
-        values[f"wup_{layer}"], values[f"bup_{layer}"] = (_weight(rng, None, np.array(s)) for s in ([width, 64], [64]))
-        values[f"wdn_{layer}"] = _weight(rng, None, np.array([64, width]))
+        values[f"wup_{layer}"], values[f"bup_{layer}"] = (
+            _weight(rng, None, np.array(s)) for s in ([width, hidden], [hidden])
+        )
+        values[f"wdn_{layer}"] = _weight(rng, None, np.array([hidden, width]))
     return _filled(message, values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,12 +77,18 @@ def cases(given: Path, folder: Path, only: list[str], left_out: list[str]) -> It
             pictures = np.concatenate(list(noise(24)))
             yield case(path.stem, message, {key: pictures[:16]}, {key: pictures[16:]}, 8)
     rng = np.random.default_rng(3)
-    for name, made in (("transformer", transformer), ("lstm", lstm)):
+    seeded = {
+        "transformer": (transformer, 64),
+        "lstm": (lstm, 64),
+        # 403 MB of weights
+        "large_transformer": (partial(transformer, layers=8, width=1024, heads=16, length=64, hidden=4096), 16),
+    }
+    for name, (made, samples) in seeded.items():
         if wanted(name):
             message = made()
             shape = [size.dim_value for size in message.graph.input[0].type.tensor_type.shape.dim][1:]
             values = rng.standard_normal((160, *shape)).astype(np.float32)
-            yield case(name, message, {"x": values[:80]}, {"x": values[80:]}, 64)
+            yield case(name, message, {"x": values[:80]}, {"x": values[80:]}, samples)
 
 
 def upgraded(message: onnx.ModelProto) -> onnx.ModelProto:

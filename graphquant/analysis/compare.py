@@ -22,7 +22,7 @@ from graphquant.analysis.comparison import (
 )
 from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent
 from graphquant.calibration.calibrate import block_feeds, tee_items
-from graphquant.calibration.memory import RunFootprint, concurrent_run_count, observation_budget
+from graphquant.calibration.memory import RunFootprint, concurrent_run_count, observation_budget, return_freed_memory
 from graphquant.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -184,6 +184,7 @@ def _quote_names(names: Sequence[str]) -> str:
 
 COMPARE_THREADS = 2  # threads: without sites one per model, and otherwise threads that measure
 MAX_PREFETCHED_RUNS = 2  # maximum number of prefetched runs of an observed model, memory permitting
+MAX_PREFETCHED_BYTES = 1 << 28  # memory for them, so that a comparison needs no more than calibration
 
 MEASURE_BATCH_VALUES = 1 << 16
 """Number of values that is worth a thread. Smaller arrays are collected until they reach it."""
@@ -240,7 +241,7 @@ def compare_runners(
                 stack.enter_context(closing(site_feed))
             prefetch_limit = concurrent_run_count(
                 2 * (load.elements_per_sample or MEASURE_BATCH_VALUES) * (load.block_size if batched else 1),
-                observation_budget(None, ()),
+                min(observation_budget(None, ()), MAX_PREFETCHED_BYTES),
                 MAX_PREFETCHED_RUNS,
             )
             model_pair.start_observing(
@@ -354,6 +355,9 @@ class ModelPairRunner:
             return float_outputs.result(), actual, {}
         actual = self._quantized_runner.run(self._quantized_feed(feed))
         expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
+        if self._output_tensors and not self._observed_outputs_equal:
+            self._float_runner.free_large_session()  # it will run again only if the observed model differs
+            return_freed_memory()
         float_values, quantized_values = map(next, self._observations)
         observed_outputs = _last_values(self._output_tensors, float_values)
         if self._output_tensors and not self._observed_outputs_equal:
@@ -392,7 +396,7 @@ def _reference_runner(sites: ComparedSites, runner: Runner) -> Runner:
     """Return a runner of the float model as `sites` refers to it: `runner`, unless that is a prepared copy."""
     if sites.float_model is runner.model:
         return runner
-    return formats.format_module(runner.model.format).create_runner(sites.float_model)
+    return formats.create_runner(sites.float_model)
 
 
 def with_sensitivity(comparison: Comparison, sqnr_of: Callable[[str, str], float | None]) -> Comparison:

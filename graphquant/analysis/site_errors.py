@@ -126,12 +126,16 @@ class ComparedSites:
         return tuple(sorted((site.figures() for site in self.sites), key=rank))
 
 
-def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
-    """Match the quantizations of `quantized_model` with the float model. Weights are measured at once."""
-    prepared, op_pairs = float_model, None
+def match_sites(float_model: Model, quantized_model: Model, prepared: Model | None = None) -> ComparedSites:
+    """Match the quantizations of `quantized_model` with the float model. Weights are measured at once.
+
+    `prepared` is the float model with the preparation steps of the quantized one; by default they are repeated.
+    """
+    op_pairs = None
     if float_model.format == quantized_model.format:
-        prepared = prepare_like(float_model, quantized_model)
+        prepared = prepared or prepare_like(float_model, quantized_model)
         op_pairs = match_ops(quantized_model, prepared)
+    prepared = prepared or float_model
     parameters, float_weights = Parameters(quantized_model), _FloatWeights(quantized_model, prepared, op_pairs)
     compared, rescaled_tensors = [], _rescaled_tensors(quantized_model)
     for quantization_op in summarize_model(quantized_model).quantization_ops:

@@ -306,14 +306,16 @@ def validate_model(
     *,
     include_sites: bool = True,
     target_sqnr: float | None = DEFAULT_MIN_SQNR,
+    prepared: Model | None = None,
 ) -> Validation:
     """Compare a quantized model with its float model on a hold-out; on few samples if there is no bound.
 
     `include_sites` also measures quantized tensors and counts multiply-adds. `target_sqnr` applies without bounds.
-    Raises a DataError if a sample does not fit the model.
+    `prepared` is the source as it was prepared for quantization, if that is known. Raises a DataError if a sample does
+    not fit the model.
     """
     try:
-        runner = formats.format_module(source.format).create_runner(source)
+        runner = formats.shared_runner(source, "source")
         batches, labels = open_optional_labels(holdout.dataset, holdout.spec, runner.inputs, holdout.max_samples)
         # Data that was opened again with labels is not cut off where the hold-out ends.
         batches = replace(batches, count=holdout.dataset.count)
@@ -327,10 +329,9 @@ def validate_model(
         )
         report = stage_progress(progress, "validating")
         site_count = sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops())
-        sites = match_sites(source, quantized) if include_sites and has_few_sites(site_count) else None
+        sites = match_sites(source, quantized, prepared) if include_sites and has_few_sites(site_count) else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
-        create = formats.format_module(quantized.format).create_runner
-        comparison = compare_runners(runner, create(quantized), samples, sites, {}, report)
+        comparison = compare_runners(runner, formats.create_runner(quantized), samples, sites, {}, report)
         quantized_macs, total_macs = (
             count_quantized_macs(source, quantized, measure_tensor_sizes(source, batches, runner, labels))
             if include_sites
@@ -356,7 +357,9 @@ def validate_model(
     )
     if validation.misses_target:
         low_outputs = [figures for figures in comparison.outputs if (figures.sqnr or 0.0) < (target_sqnr or 0.0)]
-        score_sqnr = _measure_scores((source, runner), (quantized, create(quantized)), low_outputs, batches, labels)
+        score_sqnr = _measure_scores(
+            (source, runner), (quantized, formats.create_runner(quantized)), low_outputs, batches, labels
+        )
         validation = replace(validation, score_sqnr=score_sqnr)
     is_suspect = validation.failures or any(output.fusion_loss > OPTIMIZER_LOSS for output in comparison.outputs)
     if sites is None or quantized.format != "onnx" or not is_suspect:

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 
 @takes_options(InsertOptions)
+@formats.shared_runners()
 def insert(
     model: Model | str | Path,
     options: InsertOptions | None = None,
@@ -106,10 +107,11 @@ def insert(
     data = _split_data(prepared, plan, objective, settings)
     if data.lacks_samples:
         raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
-    findings = data.find_mistakes(source) if plan.sites else ()
+    check = data.start_check(source) if plan.sites else None
     state = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=data.stats is not None)
     start = time.monotonic()
     stats, folds = _provide_folds(source, state, data, settings, progress)
+    findings = () if check is None else check.finish(None if stats is None or data.stats else state.model)
     workspace = Workspace(state=state, stats=stats, build=_make_build(state, stats, data, settings))
     context = _RepairContext(source, prepared, data, settings, start, progress)
     repair, search_objective = None, objective
@@ -127,7 +129,9 @@ def insert(
         base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
         trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
     result = make_result(source, state, built, trace, stats)
-    validation = _validate(result, data, settings, objective.bounds, progress)
+    # Scaled channels would differ from those of the source.
+    like_source = None if state.rescaled_tensors else state.model
+    validation = _validate(result, data, settings, objective.bounds, progress, like_source)
     if validation is not None and validation.misses_target and context.allows(objective):
         result = context.repair(workspace, built, validation)
         validation = _validate(result, data, settings, objective.bounds, progress)
@@ -142,6 +146,8 @@ def insert(
     )
     if not (result.inserted or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))
+    for role in formats.RUNNER_ROLES:  # their sessions would need memory beside those that are timed
+        formats.release_runner(role)
     return _measure_time(_judge_execution(result), data)
 
 
@@ -266,13 +272,20 @@ def _provide_folds(
 
 
 def _validate(
-    result: Result, data: CalibrationData, settings: InsertOptions, bounds: Bounds, progress: Progress | None
+    result: Result,
+    data: CalibrationData,
+    settings: InsertOptions,
+    bounds: Bounds,
+    progress: Progress | None,
+    prepared: Model | None = None,
 ) -> Validation | None:
     """Measure the errors of a result on the hold-out; None without data."""
     if data.validation_set is None or not result.inserted:
         return None
     target = None if settings.min_sqnr == NO_TARGET else DEFAULT_MIN_SQNR
-    validation = validate_model(result.source, result.model, data.validation_set, bounds, progress, target_sqnr=target)
+    validation = validate_model(
+        result.source, result.model, data.validation_set, bounds, progress, target_sqnr=target, prepared=prepared
+    )
     sensitivity = None if result.search is None else result.search.sensitivity
     if sensitivity is not None and validation.comparison is not None:
         validation = replace(validation, comparison=with_sensitivity(validation.comparison, sensitivity.sqnr))

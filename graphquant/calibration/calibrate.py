@@ -24,7 +24,13 @@ import numpy as np
 
 from graphquant import formats
 from graphquant.calibration.batch_independence import measure_footprint
-from graphquant.calibration.memory import RunFootprint, concurrent_run_count, group_observed_tensors, observation_budget
+from graphquant.calibration.memory import (
+    RunFootprint,
+    concurrent_run_count,
+    group_observed_tensors,
+    observation_budget,
+    return_freed_memory,
+)
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, uncovered_ranges
 from graphquant.errors import DataError
 from graphquant.observers import SketchAccumulator, add_all
@@ -182,7 +188,7 @@ def calibrate_model(
     model: Model, targets: Mapping[TensorRef, ObservationTarget], dataset: Dataset, run: CalibrationRun
 ) -> Stats:
     """Run the data through a model and collect the statistics of `targets`; see `collect_stats`."""
-    runner = formats.format_module(model.format).create_runner(model)
+    runner = formats.shared_runner(model, "prepared")
     footprint = measure_footprint(runner, dataset, tuple(targets), max_memory=run.max_memory)
     return collect_stats(runner, targets, dataset, footprint, run)
 
@@ -199,7 +205,7 @@ def calibrate_folds(
     `combine_stats` gives the statistics of several folds. There are fewer folds than requested if there are fewer
     samples.
     """
-    runner = formats.format_module(model.format).create_runner(model)
+    runner = formats.shared_runner(model, "prepared")
     footprint = measure_footprint(runner, dataset, tuple(targets), max_memory=run.max_memory)
     fold_size = -(-dataset.count // fold_count)
     # Folds consist of whole blocks of nearly equal size.
@@ -287,6 +293,7 @@ def collect_stats(
                     break
         sketches = dict(zip(accumulators, pool.map(SketchAccumulator.to_sketch, accumulators.values()), strict=True))
     reached_sketches = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count or sketch.empty_arrays}
+    return_freed_memory()
     digest, new_ranges = dataset.final_digest(), tuple(finished if observed_targets else block_ranges)
     stats = replace(stats, runs=tuple(replace(known_run, data_digest=digest) for known_run in stats.runs))
     new_run = replace(data_run, data_digest=digest, block_ranges=new_ranges)

@@ -13,7 +13,7 @@ from graphquant.formats import InputSpec
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
-    from graphquant.calibration.data.check import DataFinding
+    from graphquant.calibration.data.check import SampleCheck
     from graphquant.calibration.data.dataset import Feed
     from graphquant.calibration.stats import Stats
     from graphquant.ir import Model
@@ -192,13 +192,13 @@ class CalibrationData:
             return self._samples_of_stats
         return 0 if self.calibration is None else self.calibration.count
 
-    def find_mistakes(self, model: Model) -> tuple[DataFinding, ...]:
-        """Return the likely mistakes in the samples if a float model runs on them; see `check_samples`."""
+    def start_check(self, model: Model) -> SampleCheck | None:
+        """Check the values of the samples if a float model runs on them; see `SampleCheck`."""
         if self.spec is None or not (self.validates or self.calibration is not None):
-            return ()
-        from graphquant.calibration.data.check import check_samples
+            return None
+        from graphquant.calibration.data.check import start_check
 
-        return check_samples(self.dataset, model)
+        return start_check(self.dataset, model)
 
     @cached_property
     def search_set(self) -> HoldOut | None:

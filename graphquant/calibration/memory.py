@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ the blocked layout that its convolutions prefer.
 REPEATED_KINDS = LOOP_KINDS | {"enter"}
 """Kinds of ops whose bodies run more than once, so that static shapes do not give the number of elements."""
 
+LARGE_PROCESS_BYTES = 1 << 28  # memory of the process from which freed memory is returned
 HISTOGRAM_BYTES = {0: 0, 7: 64 << 10, 10: 512 << 10}
 """Typical bytes of a histogram by its number of mantissa bits. It stays in memory until calibration ends."""
 
@@ -70,14 +72,35 @@ def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | Non
 
 def available_memory() -> int:
     """Return the free memory in bytes, limited by the control group of the container."""
-    import psutil
-
-    bounds = [psutil.virtual_memory().available]
-    # psutil reports the memory of the machine, not of the container. "max" is no number: there is no limit.
+    bounds = [_machine_memory()]
+    # That is the memory of the machine, not of the container. "max" is no number: there is no limit.
     with suppress(OSError, ValueError):
         limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
         bounds.append(limit - used)
     return max(min(bounds), 0)
+
+
+def _machine_memory() -> int:
+    """Return the free memory of the machine in bytes."""
+    with suppress(OSError, StopIteration, ValueError):  # Linux only, where psutil reads the same line
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system if the process is large.
+
+    The allocator of glibc keeps the memory that threads have freed, which would add to the peak of the next step.
+    """
+    with suppress(OSError, AttributeError):  # only Linux has the file, and only glibc the function
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        if pages * os.sysconf("SC_PAGE_SIZE") > LARGE_PROCESS_BYTES:
+            import ctypes
+
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def observation_budget(budget: int | None, histogram_bits: Iterable[int]) -> int:

@@ -116,7 +116,6 @@ def _write_and_print(
 ) -> None:
     """Write the model, the report and the page, and print the result."""
     from graphquant.visualize import text
-    from graphquant.visualize.json_export import InsertResult
 
     conversion, written = None, None if dry_run else target
     if to_tflite:
@@ -126,6 +125,8 @@ def _write_and_print(
     elif written is not None:
         written = result.save(target, force=force)
     if report is not None:
+        from graphquant.visualize.json_export import InsertResult
+
         write_text_or_json(report, InsertResult.of(result, str(written) if written else None, conversion).as_json())
     if html is not None:
         from graphquant.visualize.drawing import result_drawing

@@ -79,27 +79,29 @@ def write_drawing_page(path: Path, drawing: Drawing, stats: Stats | None = None)
 
 
 @contextmanager
-def _terminal_bar(last_column: type[Any]) -> Iterator[Any]:
-    """Show a progress bar on stderr, or yield None if stderr is not a terminal."""
+def _terminal_bar(last_column: str) -> Iterator[Any]:
+    """Show a progress bar on stderr, or yield None if it is no terminal. `last_column` names a class of rich."""
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as ProgressBar
+    from rich import progress as rich_progress
 
     from graphquant.visualize import tables
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), last_column()
-    with ProgressBar(*columns, console=tables.make_console(stderr=True), transient=True) as bar:
+    columns = (
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        getattr(rich_progress, last_column)(),
+    )
+    with rich_progress.Progress(*columns, console=tables.make_console(stderr=True), transient=True) as bar:
         yield bar
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress | None]:
     """Return a progress callback that draws a bar for each stage on stderr, or None if stderr is not a terminal."""
-    from rich.progress import TimeRemainingColumn
-
-    with _terminal_bar(TimeRemainingColumn) as bar:
+    with _terminal_bar("TimeRemainingColumn") as bar:
         tasks: dict[str, Any] = {}
 
         def update(stage: str, completed: int, total: int) -> None:
@@ -147,7 +149,5 @@ class BatchProgress:
 @contextmanager
 def batch_progress(total: int) -> Iterator[BatchProgress]:
     """Show the progress of a batch of `total` models."""
-    from rich.progress import TimeElapsedColumn
-
-    with _terminal_bar(TimeElapsedColumn) as bar:
+    with _terminal_bar("TimeElapsedColumn") as bar:
         yield BatchProgress(total, bar)

@@ -9,10 +9,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_args
 
 import numpy.typing as npt
 
@@ -63,6 +65,9 @@ class Runner(Protocol):
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """Run one feed and return the model's outputs by name."""
 
+    def free_large_session(self) -> None:
+        """Free what only `run` needs if that is much memory; the next run creates it again."""
+
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
 
@@ -77,13 +82,15 @@ class Runner(Protocol):
         other_tensors: Sequence[TensorRef] = (),
         max_in_flight: int = 1,
         on_result: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
+        ancestors_only: bool = False,
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
         """Yield for each feed the values of each tensor: none if it was not reached, several inside loops.
 
-        Values of up to `max_in_flight` feeds may exist or be in progress. With 1, a feed is read only when its values
-        are requested. `on_result` receives the values in order, on any thread, and may remove values that need not stay
-        in memory. `other_tensors` are observed by other calls on the same feeds, because memory does not suffice for
-        all at once. Values must have the same bits no matter how tensors are divided among such calls.
+        With `ancestors_only`, ops that no value depends on may be left out. Values of up to `max_in_flight` feeds may
+        exist or be in progress. With 1, a feed is read only when its values are requested. `on_result` receives the
+        values in order, on any thread, and may remove values that need not stay in memory. `other_tensors` are observed
+        by other calls on the same feeds, because memory does not suffice for all at once. Values must have the same
+        bits no matter how tensors are divided among such calls.
         """
 
 
@@ -156,6 +163,59 @@ KERAS_SUFFIXES = (".keras", ".h5")
 def format_module(name: str) -> FormatModule:
     """Import and return the package of the format called `name`."""
     return cast("FormatModule", import_module(FORMATS[name]))
+
+
+RunnerRole = Literal["source", "prepared", "quantized"]
+RUNNER_ROLES: tuple[RunnerRole, ...] = get_args(RunnerRole)
+_SHARED_RUNNERS: ContextVar[dict[RunnerRole, Runner] | None] = ContextVar("shared_runners", default=None)
+
+
+@contextmanager
+def shared_runners() -> Iterator[None]:
+    """Within this context, `shared_runner` keeps one runner for each role, so that a model is loaded only once."""
+    token = _SHARED_RUNNERS.set({})
+    try:
+        yield
+    finally:
+        _SHARED_RUNNERS.reset(token)
+
+
+def shared_runner(model: Model, role: RunnerRole) -> Runner:
+    """Return the runner of a model that does not change any more. It replaces the runner of another model."""
+    return share_runner(create_runner(model), role)
+
+
+def share_runner(runner: Runner, role: RunnerRole) -> Runner:
+    """Let `create_runner` return this runner for its model from now on."""
+    runners = _SHARED_RUNNERS.get()
+    if runners is not None:
+        runners[role] = runner
+    return runner
+
+
+def create_runner(model: Model) -> Runner:
+    """Return the shared runner of this model, or else a new one."""
+    # Models that differ in their metadata alone share their graphs.
+    shared = (runner for runner in (_SHARED_RUNNERS.get() or {}).values() if runner.model.graphs is model.graphs)
+    return next(shared, None) or format_module(model.format).create_runner(model)
+
+
+def run_outputs(runner: Runner, feeds: Iterable[Feeds]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Yield the outputs for each feed, of a session that already observes tensors if possible.
+
+    Such a session may fuse other ops, so that the outputs differ by rounding from those of `Runner.run`.
+    """
+    tensors = runner.output_tensors
+    if tensors.keys() < set(runner.outputs):
+        yield from map(runner.run, feeds)
+        return
+    for values in runner.observe(list(tensors.values()), feeds):
+        yield {name: values[tensor][-1] for name, tensor in tensors.items() if values[tensor]}
+
+
+def release_runner(role: RunnerRole) -> None:
+    """Free the sessions of a shared runner."""
+    (_SHARED_RUNNERS.get() or {}).pop(role, None)
 
 
 def detect_format(path: Path) -> str:

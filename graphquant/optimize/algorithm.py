@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
+from graphquant.formats import run_outputs, share_runner
 from graphquant.ir import Model, TensorRef, Use, check_invariants
-from graphquant.quantize.rewrite import IntegerCache, rewrite
+from graphquant.quantize.rewrite import InsertedPair, IntegerCache, rewrite
 
 if TYPE_CHECKING:
     from graphquant.formats import Feeds, Runner
@@ -46,13 +47,15 @@ class AlgorithmData:
     create_runner: Callable[[Model], Runner]  # create a runner for a model
 
     def observe(
-        self, model: Model, tensors: Iterable[TensorRef], max_in_flight: int = 1
+        self, model: Model, tensors: Iterable[TensorRef], max_in_flight: int = 1, *, ancestors_only: bool = False
     ) -> Iterator[dict[TensorRef, list[Array]]]:
         """Yield for each of `feeds` the values of those `tensors` that can be observed."""
         runner, distinct_tensors = self.create_runner(model), list(dict.fromkeys(tensors))
         refused = runner.unobservable(distinct_tensors)
         if observable := [tensor for tensor in distinct_tensors if tensor not in refused]:
-            yield from runner.observe(observable, self.feeds, max_in_flight=max_in_flight)
+            yield from runner.observe(
+                observable, self.feeds, max_in_flight=max_in_flight, ancestors_only=ancestors_only
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,19 @@ class WeightEdits:
 
     def quantized_model(self) -> Model:
         """Rewrite the model with all its Q/DQ pairs. Raises a UsageError if the plan does not fit the model."""
-        return rewrite(self.model, self.solution.plan, self.solution.params, integer_cache=self.integer_cache)[0]
+        return self.rewritten()[0]
+
+    def rewritten(self) -> tuple[Model, list[InsertedPair]]:
+        """Return the quantized model and its Q/DQ pairs. The last rewrite is kept, because it is often the result."""
+        cache = self.integer_cache
+        if cache is not None and cache.last_rewrite is not None:
+            model, solution, last_result = cache.last_rewrite
+            if model is self.model and solution is self.solution:
+                return last_result
+        result = rewrite(self.model, self.solution.plan, self.solution.params, integer_cache=cache)
+        if cache is not None:
+            cache.last_rewrite = self.model, self.solution, result
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +156,7 @@ def apply_validated(
         if errors_before is None:
             edits = solve_state(state)
             runner = samples.create_runner(edits.model)
-            float_outputs = [runner.run(feed) for feed in samples.validation_feeds]
+            float_outputs = list(run_outputs(runner, samples.validation_feeds))
             errors_before = _measure_output_errors(edits, float_outputs, samples)
         errors_after = _measure_output_errors(solve_state(candidate), float_outputs, samples)
         reason = rejection_reason(errors_before, errors_after, min_standard_errors)
@@ -155,7 +170,7 @@ def apply_validated(
 
 def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, samples: AlgorithmData) -> Array:
     """Measure the squared error of each float output relative to its power: float64 (samples, outputs)."""
-    runner = samples.create_runner(edits.quantized_model())
+    runner = share_runner(samples.create_runner(edits.quantized_model()), "quantized")
     names = [
         name
         for name, value in float_outputs[0].items()

@@ -204,9 +204,12 @@ def _rewrite_edited(edits: WeightEdits, *, float_weights: bool) -> BuiltModel:
             del params[index]
             reason, code = "weights are kept float", SkipCode.OPTIMIZATION
             skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=reason, code=code)
-    model, insertions = rewrite(
-        edits.model, solved_plan, params, float_weights=float_weights, integer_cache=edits.integer_cache
-    )
+    if float_weights:
+        model, insertions = rewrite(
+            edits.model, solved_plan, params, float_weights=True, integer_cache=edits.integer_cache
+        )
+    else:
+        model, insertions = edits.rewritten()
     return BuiltModel(
         edits=edits, model=model, insertions=insertions, params=params, skips=skips, float_weights=float_weights
     )
@@ -302,13 +305,12 @@ def run_postcalibration_algorithms(
 
 def _algorithm_samples(prepared: Model, plan: Plan, calibration_data: Dataset) -> AlgorithmData:
     """Choose samples, every second one to fit the algorithms and the others to validate them."""
-    create_runner = formats.format_module(prepared.format).create_runner
     count = ALGORITHM_SAMPLES
     if calibration_data.count > ALGORITHM_SAMPLES:
-        elements = activation_elements(create_runner(prepared), plan, calibration_data)
+        elements = activation_elements(formats.create_runner(prepared), plan, calibration_data)
         count = min(max(MAX_ACTIVATION_ELEMENTS // max(elements, 1), ALGORITHM_SAMPLES), MAX_ALGORITHM_SAMPLES)
     feeds = list(spread_samples(calibration_data, count))
-    return AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=create_runner)
+    return AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=formats.create_runner)
 
 
 def activation_elements(runner: Runner, plan: Plan, samples: Dataset) -> int:

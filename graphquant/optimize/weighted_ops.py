@@ -102,7 +102,8 @@ def measure_channel_means(model: Model, means: Sequence[ChannelMean], samples: A
     Raises a ModelError if the model cannot be run.
     """
     rows: dict[TensorRef, list[Array]] = defaultdict(list)
-    for values_by_tensor in samples.observe(model, (mean.observed_tensor for mean in means), MAX_RUNS_IN_FLIGHT):
+    observed = [mean.observed_tensor for mean in means]
+    for values_by_tensor in samples.observe(model, observed, MAX_RUNS_IN_FLIGHT, ancestors_only=True):
         for mean in means:
             values = [np.asarray(value, np.float64) for value in values_by_tensor.get(mean.observed_tensor, ())]
             flattened = [value.reshape(-1, value.shape[-1]) for value in values if value.size]

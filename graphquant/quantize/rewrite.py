@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,6 +44,9 @@ from graphquant.qdq.family import new_op
 from graphquant.quantize.plan import Plan, Site, check_plan
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
+if TYPE_CHECKING:
+    from graphquant.quantize.solver_state import Solution
+
 FRAME_KINDS = frozenset({"enter", "switch"})
 """Kinds that occur only in TF1 loop and cond frames. A constant without inputs would be outside of the frame."""
 
@@ -70,6 +74,8 @@ class IntegerCache:
     def __init__(self) -> None:
         """Start with an empty cache."""
         self._integers: dict[tuple[Callable[[], Array], QParams | DynamicQParams], Array] = {}
+        # The model and solution of the last rewrite, and its result.
+        self.last_rewrite: tuple[Model, Solution, tuple[Model, list[InsertedPair]]] | None = None
 
     def get_or_compute(
         self, value: Callable[[], Array], params: QParams | DynamicQParams, compute: Callable[[], Array]

@@ -140,15 +140,17 @@ def remove_stale_files(outputs: Iterable[str | Path]) -> None:
 
 
 def _remove_if_stale(path: Path, names: set[str]) -> None:
-    import psutil
-
     lock = _LOCK_FILE.fullmatch(path.name)
     if lock and lock["name"] in names:
         with suppress(UsageError), lock_output(path.with_name(lock["name"])):
             return
     partial, staging = _PARTIAL_FILE.fullmatch(path.name), _STAGING_FOLDER.fullmatch(path.name)
     match = partial or staging
-    if match is None or psutil.pid_exists(int(match["process"])):
+    if match is None:
+        return
+    import psutil  # imported when needed, because most folders have no such file
+
+    if psutil.pid_exists(int(match["process"])):
         return
     if partial and {partial["name"], partial["name"].rpartition(".")[0]} & names:
         path.unlink()

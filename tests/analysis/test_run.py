@@ -71,7 +71,7 @@ def test_float_model_runs_unobserved_once(
 
     monkeypatch.setattr(OnnxRunner, "run", counted)
     # The check of the data and the measurement of batch independence run the model as well.
-    monkeypatch.setattr("graphquant.calibration.data.check.check_model_data", lambda *_, **__: ())
+    monkeypatch.setattr("graphquant.calibration.data.check.check_samples", lambda *_, **__: ())
     monkeypatch.setattr("graphquant.calibration.batch_independence._probe_samples", lambda *_: [])
     plain = gq.compare(samples / f"{name}.onnx", path, str(data), samples=40, sites=False)
     runs_without_sites = len(runs)

@@ -170,9 +170,9 @@ def test_sample_range() -> None:
 )
 def test_mistakes_in_used_data(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], *, checks: bool) -> None:
     """All samples are checked if calibration or validation uses any."""
-    monkeypatch.setattr("graphquant.calibration.data.check.check_samples", lambda dataset, model: (dataset, model))
+    monkeypatch.setattr("graphquant.calibration.data.check.start_check", lambda dataset, model: (dataset, model))
     data, model = split_data(**changes), Model(format="onnx")
-    assert data.find_mistakes(model) == ((data.dataset, model) if checks else ())
+    assert data.start_check(model) == ((data.dataset, model) if checks else None)
 
 
 CLASSES = np.array([2, 0, 1])

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import psutil
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.onnx_models import load_onnx
 
 import graphquant as gq
 from graphquant.calibration.memory import (
+    _machine_memory,
     available_memory,
     estimate_footprint,
     group_observed_tensors,
@@ -185,12 +187,21 @@ def test_footprint(tmp_path: Path, graph: str, elements: int | None, batch: int)
 )
 def test_available_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, used: str, free: int) -> None:
     """The free memory is that of the machine or, if less, of the container; half of it is the default budget."""
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5000))
+    monkeypatch.setattr("graphquant.calibration.memory._machine_memory", lambda: 5000)
     monkeypatch.setattr("graphquant.calibration.memory.Path", lambda _, name: tmp_path / name)
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{used}\n")
     assert available_memory() == free
     assert observation_budget(None, []) == max(free // 2, 1)
+
+
+def test_machine_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free memory of the machine is that of psutil, whether the system has a file with it or not."""
+    measured = _machine_memory()
+    assert measured == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    monkeypatch.setattr("graphquant.calibration.memory.Path", lambda *_: Path("missing"))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5000))
+    assert _machine_memory() == 5000
 
 
 def test_observation_budget() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -24,6 +25,9 @@ from graphquant.rules import Scheme
 
 class Runner:
     """A runner of a model that is its own outputs, one for each sample."""
+
+    outputs = ("y",)
+    output_tensors: ClassVar = {}
 
     def __init__(self, outputs):
         self._outputs = iter(outputs)
@@ -132,7 +136,7 @@ def test_observed_tensors():
             calls.append(tensors)
             return [tensor for tensor in tensors if tensor == "b"]
 
-        def observe(self, tensors, feeds, *, max_in_flight):
+        def observe(self, tensors, feeds, *, max_in_flight, ancestors_only):
             """Return the arguments."""
             yield tensors, feeds, max_in_flight
 

@@ -133,20 +133,26 @@ class _InputStats:
         self.value_count += values.size
         self.feeds += 1
         if len(self.digests) <= MAX_DISTINCT:
-            is_text = values.dtype.hasobject
-            content = repr(values.tolist()).encode() if is_text else np.ascontiguousarray(values).tobytes()
-            self.digests.add(hashlib.sha256(f"{values.shape}".encode() + content).digest())
+            digest = hashlib.sha256(f"{values.shape}".encode())
+            if values.dtype.hasobject:
+                digest.update(repr(values.tolist()).encode())
+            else:
+                digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)  # without a copy
+            self.digests.add(digest.digest())
         if dtype_kind(values.dtype) not in {"int", "float"}:
             return
-        non_finite = non_finite_mask(values)
-        nan = int(np.isnan(values[non_finite].astype(np.float64)).sum())
-        self.nan += nan
-        self.inf += int(non_finite.sum()) - nan
-        numbers = values[~non_finite].astype(np.float64)
+        numbers = values.reshape(-1)
+        if (non_finite := non_finite_mask(numbers)).any():
+            nan = int(np.isnan(numbers[non_finite].astype(np.float64)).sum())
+            self.nan += nan
+            self.inf += int(non_finite.sum()) - nan
+            numbers = numbers[~non_finite]
+        if numbers.dtype not in {np.dtype(np.float32), np.dtype(np.float64)}:
+            numbers = numbers.astype(np.float64)
         if numbers.size:
             self.low = min(self.low, float(numbers.min()))
             self.high = max(self.high, float(numbers.max()))
-            self.total += float(numbers.sum())
+            self.total += float(numbers.sum(dtype=np.float64))
             self.finite_count += numbers.size
             self.integral = self.integral and bool((numbers == np.rint(numbers)).all())
             self.blank_feeds += numbers.size > 1 and bool((numbers == numbers[0]).all())
@@ -172,12 +178,11 @@ class _InputStats:
         if layout is None or dtype_kind(values.dtype) not in {"int", "float"}:
             return
         width = values.shape[3] if layout == "NCHW" else values.shape[2]
-        for image in values.reshape(len(values), -1).astype(np.float64):
-            planar, interleaved = (
-                float(np.abs(image[distance:] - image[:-distance]).mean())
-                for distance in (width, width * COLOUR_CHANNELS)
+        for image in values.reshape(len(values), -1).astype(np.float32):
+            planar, interleaved, distant = (
+                _mean_difference(image, distance) for distance in (width, width * COLOUR_CHANNELS, image.size // 2)
             )
-            self.distant_difference += float(np.abs(image - np.roll(image, image.size // 2)).mean())
+            self.distant_difference += distant
             self.layout_difference += planar if layout == "NCHW" else interleaved
             self.swapped_difference += interleaved if layout == "NCHW" else planar
 
@@ -197,69 +202,104 @@ class _InputStats:
         )
 
 
+def _mean_difference(values: Array, distance: int) -> float:
+    """Return the mean absolute difference of float32 values that are `distance` positions apart."""
+    differences = values[distance:] - values[:-distance]
+    return float(np.abs(differences, out=differences).mean())
+
+
 def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | None = None) -> DataReport:
     """Read all data once and report likely mistakes. Open it with `require_finite=False` to count NaN."""
     uses = {} if model is None else find_input_uses(model, inputs)
-    stats_of_inputs, findings = _check_values(dataset, inputs, uses, None, dataset.count)
+    stats_of_inputs, _ = _read_samples(dataset, inputs, dataset.count, 0)
     return DataReport(
         samples=dataset.count,
         digest=dataset.final_digest(),
         inputs=tuple(stats.summarize(model_input) for model_input, stats in stats_of_inputs),
         ignored=dataset.ignored,
-        findings=findings,
+        findings=_find_mistakes(dataset, stats_of_inputs, uses, None),
     )
 
 
 def check_samples(dataset: Dataset, model: Model) -> tuple[DataFinding, ...]:
     """Return the likely mistakes in the samples for a float model. Raises a DataError if they cannot be right."""
-    try:
-        runner = formats.format_module(model.format).create_runner(model)
-    except (MissingDependencyError, ModelError):  # reported where the model must run
-        return ()
-    return check_model_data(dataset, runner)
+    check = start_check(dataset, model)
+    return () if check is None else check.finish()
 
 
 def check_model_data(dataset: Dataset, runner: Runner) -> tuple[DataFinding, ...]:
     """Check the first samples, and the response of the float model to a few of them; return the warnings."""
-    if dataset.random:  # every report says so
-        return ()
-    uses = find_input_uses(runner.model, runner.inputs)
-    findings = _check_values(dataset, runner.inputs, uses, runner, min(dataset.count, CHECKED_SAMPLES))[1]
-    for finding in findings:
-        if finding.level == "error":
-            raise DataError(finding.message)
-    # The figures of each command show how little a few samples say.
-    return tuple(finding for finding in findings if finding.kind != "few-samples")
+    return SampleCheck(dataset, runner).finish()
 
 
-def _check_values(
-    dataset: Dataset,
-    inputs: Sequence[InputSpec],
-    uses: Mapping[str, InputUse],
-    runner: Runner | None,
-    sample_count: int,
-) -> tuple[list[tuple[InputSpec, _InputStats]], tuple[DataFinding, ...]]:
-    """Read the first samples, run the model on a few of them, and return statistics of each input and findings."""
+def start_check(dataset: Dataset, model: Model) -> SampleCheck | None:
+    """Check the first samples for a float model; None if it cannot run. Raises a DataError for impossible values."""
+    try:
+        return SampleCheck(dataset, formats.shared_runner(model, "source"))
+    except (MissingDependencyError, ModelError):  # reported where the model must run
+        return None
+
+
+class SampleCheck:
+    """The check of some samples in two steps: their values at once, and the response of the model when it can run."""
+
+    def __init__(self, dataset: Dataset, runner: Runner) -> None:
+        """Check the values of the first samples. Raises a DataError if no model can use them."""
+        self._dataset, self._runner = dataset, runner
+        self._uses = find_input_uses(runner.model, runner.inputs)
+        if not dataset.random:  # every report says that data is random
+            count = min(dataset.count, CHECKED_SAMPLES)
+            self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, count, RUN_SAMPLES)
+            for finding in _find_mistakes(dataset, self._stats_of_inputs, self._uses, None):
+                if finding.level == "error":
+                    raise DataError(finding.message)
+
+    def finish(self, calibrated_model: Model | None = None) -> tuple[DataFinding, ...]:
+        """Run the model on a few samples and return all warnings.
+
+        `calibrated_model` has the same outputs, and its shared runner has a session already.
+        """
+        if self._dataset.random:
+            return ()
+        response = None
+        if len(self._stats_of_inputs) == len(self._runner.inputs):
+            with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
+                output_runner = None if calibrated_model is None else formats.create_runner(calibrated_model)
+                response = _ModelResponse(self._runner, output_runner, self._uses, self._feeds)
+        findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
+        # The figures of each command show how little a few samples say.
+        return tuple(finding for finding in findings if finding.kind != "few-samples")
+
+
+def _read_samples(
+    dataset: Dataset, inputs: Sequence[InputSpec], sample_count: int, max_feeds: int
+) -> tuple[list[tuple[InputSpec, _InputStats]], list[Feeds]]:
+    """Read the first samples; return the statistics of each input that is no sequence, and a few samples."""
     reader = iter(dataset.feeds_between(0, sample_count))
     first = list(islice(reader, 1))
     # A sequence of tensors is not checked, and a model that reads one is not run.
     sequences = {name for feed in first for name, value in feed.items() if isinstance(value, list)}
     stats_of_inputs = [(model_input, _InputStats()) for model_input in inputs if model_input.name not in sequences]
-    runner = runner if len(stats_of_inputs) == len(inputs) else None
     # Samples in order of time may begin with silence, so the model runs on samples from the whole range.
     step = max(sample_count // RUN_SAMPLES, 1)
     feeds: list[Feeds] = []
     for index, feed in enumerate(chain(first, reader)):
-        if runner is not None and index % step == 0 and len(feeds) < RUN_SAMPLES:
+        if index % step == 0 and len(feeds) < max_feeds:
             feeds.append(feed)
         for model_input, stats in stats_of_inputs:
             stats.add(feed[model_input.name])
             if index < LAYOUT_CHECK_SAMPLES:
                 stats.compare_layouts(model_input, feed[model_input.name])
-    response = None
-    if runner is not None:
-        with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
-            response = _ModelResponse(runner, uses, feeds)
+    return stats_of_inputs, feeds
+
+
+def _find_mistakes(
+    dataset: Dataset,
+    stats_of_inputs: Sequence[tuple[InputSpec, _InputStats]],
+    uses: Mapping[str, InputUse],
+    response: _ModelResponse | None,
+) -> tuple[DataFinding, ...]:
+    """Return the likely mistakes, from the statistics of each input and the response of a model."""
     findings = [DataFinding(kind, None, message) for kind, message in _dataset_findings(dataset).items()]
     varying = sum(stats.low < stats.high for _, stats in stats_of_inputs)
     for model_input, stats in stats_of_inputs:
@@ -279,7 +319,7 @@ def _check_values(
                 findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}", level))
     if response is not None and varying:
         findings += [DataFinding(kind, None, message) for kind, message in response.findings().items()]
-    return stats_of_inputs, tuple(findings)
+    return tuple(findings)
 
 
 def _image_layout(model_input: InputSpec, shape: Sequence[int]) -> str | None:
@@ -403,17 +443,19 @@ def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
 class _ModelResponse:
     """Response of a model to a few samples."""
 
-    def __init__(self, runner: Runner, uses: Mapping[str, InputUse], feeds: Sequence[Feeds]) -> None:
-        """Run the model on `feeds`."""
+    def __init__(
+        self, runner: Runner, output_runner: Runner | None, uses: Mapping[str, InputUse], feeds: Sequence[Feeds]
+    ) -> None:
+        """Run the model on `feeds`; see `SampleCheck.finish` for the two runners."""
         self._runner, self._feeds = runner, feeds
-        self._outputs = [runner.run(feed) for feed in feeds]
+        self._outputs = list(formats.run_outputs(output_runner, feeds) if output_runner else map(runner.run, feeds))
         layers = {name: use.layer for name, use in uses.items() if use.layer is not None}
         tensors = tuple(dict.fromkeys(layer.tensor for layer in layers.values()))
         observable = [tensor for tensor in tensors if tensor not in runner.unobservable(tensors)]
         # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
         if observable:
-            observations = list(runner.observe(observable, feeds))
+            observations = list(runner.observe(observable, feeds, ancestors_only=True))
             for name, layer in layers.items():
                 values = [array for values in observations for array in values.get(layer.tensor, ())]
                 if (ratio := scale_ratio(layer, values)) is not None:

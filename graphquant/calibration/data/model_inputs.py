@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,7 +95,8 @@ def scale_ratio(layer: InputLayer, values: Sequence[Array]) -> float | None:
         return None
     deviations = np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
     is_stored = layer.spread > 0
-    return float(np.median(deviations[is_stored] / layer.spread[is_stored])) if is_stored.any() else None
+    # Not `np.median`: it imports masked arrays, which takes as long as all else of a small model's check.
+    return median((deviations[is_stored] / layer.spread[is_stored]).tolist()) if is_stored.any() else None
 
 
 def _products(weight: Array, values: Sequence[Array]) -> Iterator[Array]:

@@ -30,7 +30,6 @@ from onnx import (
     serialization,
     shape_inference,
 )
-from onnx.reference import ReferenceEvaluator
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.external_data import message_tensors
@@ -69,6 +68,8 @@ def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array]
     """
     if not isinstance(op.source, NodeProto):
         return None
+    from onnx.reference import ReferenceEvaluator  # imported when needed, because that takes as long as all of onnx
+
     node = NodeProto()
     node.CopyFrom(op.source)
     del node.input[:], node.output[:]

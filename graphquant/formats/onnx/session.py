@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -29,7 +29,7 @@ from graphquant.formats.onnx.index import input_specs
 from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
-from graphquant.formats.onnx.split_session import create_split_session
+from graphquant.formats.onnx.split_session import create_split_session, read_names
 from graphquant.formats.onnx.tensors import first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 
@@ -64,6 +64,7 @@ class OnnxRunner:
         self._emission = emit_message(model, defer_weights=True)
         read_names = _read_weight_names(model, self._emission)
         self._external_weights = take_session_weights(self._emission.message, self._emission.deferred, read_names)
+        self._weights: dict[str, Array] = {}  # values of weights that are not in the message, by name
         self._session: Any = None
         self._full_watch: _WatchSession | None = None
         self._flagged_watch: _WatchSession | None = None
@@ -74,7 +75,11 @@ class OnnxRunner:
     def start(self) -> None:
         """Create the session, which otherwise happens at the first run; raise ModelError if that fails."""
         if self._session is None:
-            self._session = self._open_session(self._emission.message)
+            self._session = self._open_session(self._emission.message, SessionMode(optimizes=self._optimizes))
+
+    def create_timed_session(self) -> Any:
+        """Return a new session to measure time."""
+        return self._open_session(self._emission.message, SessionMode(timed=True))
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """Run one feed and return the model's outputs by name; raise ModelError if that fails."""
@@ -108,7 +113,7 @@ class OnnxRunner:
         ):
             self._full_watch = None
             self._full_watch = self._create_watch(tensors)  # `observe` reuses it
-            static_counts = self._full_watch.static_element_counts(feed)
+            static_counts = self._full_watch.static_element_counts(tensors, feed)
             if static_counts is not None:
                 return static_counts
             self._full_watch = None
@@ -126,6 +131,7 @@ class OnnxRunner:
         other_tensors: Sequence[TensorRef] = (),
         max_in_flight: int = 1,
         on_result: Callable[[ObservedValues], object] | None = None,
+        ancestors_only: bool = False,
     ) -> Generator[ObservedValues, None, None]:
         """Yield for each feed the values of each tensor: none if it was not reached, several inside loops.
 
@@ -141,6 +147,7 @@ class OnnxRunner:
                 processed, others are run, each on a thread of its own.
             on_result: Receives the values of each feed in order, on the thread that ran it. Values that it removes are
                 not yielded.
+            ancestors_only: True to leave out the nodes that no value of `tensors` depends on.
 
         Raises:
             UnobservableTensorError: A tensor is `unobservable`.
@@ -148,24 +155,28 @@ class OnnxRunner:
         """
         if other_tensors:
             self._full_watch, watch_session = None, self._watch_by_flag({*tensors, *other_tensors})
-        else:
-            if self._full_watch is None or self._full_watch.probes.keys() != set(tensors):
-                self._full_watch = None  # free the previous session first
-                self._full_watch = self._create_watch(tensors)
+        elif self._full_watch is not None and self._full_watch.probes.keys() >= set(tensors):
             watch_session = self._full_watch
-            if on_result is not None:  # After other calls, such as tests of batches, the same session is used again.
-                self._full_watch = None
+        elif ancestors_only:
+            watch_session = self._create_watch(tensors, ancestors_only=True)
+        else:
+            self._full_watch = None  # free the previous session first
+            watch_session = self._full_watch = self._create_watch(tensors)
         run = watch_session.run_function(tensors)
         is_small = self._model_bytes <= SESSION_PER_THREAD_BYTES and len(watch_session.probes) <= MAX_COPIED_TENSORS
         if on_result is not None and is_small:
-            copies = [self._create_watch(list(watch_session.probes)) for _ in range(max_in_flight - 1)]
+            copies = [
+                self._create_watch(list(watch_session.probes), ancestors_only=ancestors_only)
+                for _ in range(max_in_flight - 1)
+            ]
             run = _run_per_thread([run, *(copy.run_function(tensors) for copy in copies)])
         yield from prefetch(run, feeds, max_in_flight, on_result)
 
     @property
     def _model_bytes(self) -> int:
         """Size of the model with its weights."""
-        return int(self._emission.message.ByteSize()) + sum(value.nbytes for value in self._weights.values())
+        sizes = (tensor_bytes(t) for t in self._emission.message.graph.initializer if t.name in self._external_weights)
+        return int(self._emission.message.ByteSize()) + sum(sizes)
 
     def _watch_by_flag(self, tensors: set[TensorRef]) -> _WatchSession:
         """Return a session that returns any of `tensors` by flag."""
@@ -174,25 +185,39 @@ class OnnxRunner:
             self._flagged_watch = self._create_watch(sorted(tensors), "values by flag")
         return self._flagged_watch
 
-    def _create_watch(self, tensors: Sequence[TensorRef], mode: WatchMode = "values") -> _WatchSession:
-        """Return a session that watches `tensors`."""
-        watched_message = watch_tensors(self.model, self._emission, sorted(set(tensors)), mode)
+    def _create_watch(
+        self, tensors: Sequence[TensorRef], mode: WatchMode = "values", *, ancestors_only: bool = False
+    ) -> _WatchSession:
+        """Return a session that watches `tensors`, and all float outputs that cost nothing more."""
+        outputs = () if mode != "values" or ancestors_only else self.output_tensors.values()
+        watched = {*tensors, *(tensor for tensor in outputs if self.model.output(tensor).dtype == "float32")}
+        watched_message = watch_tensors(self.model, self._emission, sorted(watched), mode)
         for error in watched_message.rejected.values():
             raise error
-        probes, flags = {tensor: watched_message.probes[tensor] for tensor in tensors}, watched_message.flags
-        if not outputs_to_fetch(probes.values()):
-            return _WatchSession(None, probes, flags)
-        return _WatchSession(self._open_session(watched_message.message, watched=True), probes, flags)
+        probes, flags = {tensor: watched_message.probes[tensor] for tensor in watched}, watched_message.flags
+        fetched = outputs_to_fetch(probes[tensor] for tensor in tensors)
+        if not fetched:
+            return _WatchSession(None, {tensor: probes[tensor] for tensor in tensors}, flags)
+        if ancestors_only:
+            _keep_ancestors(watched_message.message.graph, fetched)
+        session_mode = SessionMode(watched=True, optimizes=self._optimizes)
+        return _WatchSession(self._open_session(watched_message.message, session_mode), probes, flags)
 
-    def _open_session(self, message: Any, *, watched: bool = False) -> Any:
+    def _open_session(self, message: Any, mode: SessionMode) -> Any:
         """Return a session for a variant of the model; all sessions share the weights that are not in the message."""
-        mode = SessionMode(watched=watched, optimizes=self._optimizes)
-        return _create_session_or_parts(message, self.model.source.folder, self._weights, mode)
+        names = [tensor.name for tensor in message.graph.initializer if tensor.name in self._external_weights]
+        for name in names:
+            if name not in self._weights:
+                self._weights[name] = self._external_weights[name]()
+        weights = {name: self._weights[name] for name in names}
+        return _create_session_or_parts(message, self.model.source.folder, weights, mode)
 
-    @cached_property
-    def _weights(self) -> dict[str, Array]:
-        """Values of the weights that are not in the message, by name."""
-        return {name: value() for name, value in self._external_weights.items()}
+    def free_large_session(self) -> None:
+        """Free the session of `run` if its weights need much memory; the next run creates it again."""
+        if self._model_bytes > SESSION_PER_THREAD_BYTES:
+            self._session = None
+            if self._full_watch is None and self._flagged_watch is None:
+                self._weights.clear()
 
 
 def create_runner(model: Model, *, optimizes: bool = True) -> OnnxRunner:
@@ -211,11 +236,12 @@ class _WatchSession:
     probes: Mapping[TensorRef, Probe]  # source of each tensor's values
     flags: Sequence[str]  # all flag inputs
 
-    def static_element_counts(self, feed: Feeds) -> dict[TensorRef, int] | None:
-        """Return the elements of each tensor in one run, None if onnxruntime does not know all shapes."""
+    def static_element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int] | None:
+        """Return the elements of each of `tensors` in one run, None if onnxruntime does not know all shapes."""
         shapes = {} if self.session is None else {output.name: output.shape for output in self.session.get_outputs()}
         counts = {}
-        for tensor, probe in self.probes.items():
+        for tensor in tensors:
+            probe = self.probes[tensor]
             shape = shapes[probe.sources[0].outputs[0]] if probe.sources else np.shape(probe.values({}, feed)[0])
             if probe.sources and (not shape or not all(isinstance(size, int) for size in shape)):
                 return None  # onnxruntime reports an unknown rank as no axes
@@ -338,6 +364,27 @@ def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -
     external = (tensor for tensor in external_tensors(message) if tensor.name not in separate_weights)
     external_bytes = sum(map(tensor_bytes, external))
     return message_bytes(message), external_bytes
+
+
+def _keep_ancestors(graph: Any, names: Sequence[str]) -> None:
+    """Remove the outputs of a graph except `names`, and all nodes and initializers that these do not need."""
+    nodes = list(graph.node)
+    producers = {value: position for position, node in enumerate(nodes) for value in node.output if value}
+    needed, pending, positions = set(names), list(names), set()
+    for name in pending:  # grows
+        position = producers.get(name)
+        if position is not None and position not in positions:
+            positions.add(position)
+            new_names = set(read_names(nodes[position])) - needed
+            needed |= new_names
+            pending += new_names
+    del graph.node[:]
+    graph.node.extend(nodes[position] for position in sorted(positions))
+    needed.update(info.name for info in graph.input)  # an input without its default would have to be fed
+    for entries, kept_names in ((graph.initializer, needed), (graph.output, set(names))):
+        for index in reversed(range(len(entries))):
+            if entries[index].name not in kept_names:
+                del entries[index]
 
 
 def _read_weight_names(model: Model, emission: Emission) -> set[str]:
@@ -476,8 +523,7 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
 
     Raises a ModelError if onnxruntime rejects the model, or a run failed.
     """
-    data, external_bytes = serialize_for_session(emit_message(model).message)
-    session = create_session(data, model.source.folder, external_bytes, mode=SessionMode(timed=True))
+    session = OnnxRunner(model).create_timed_session()
     for feed in feeds:
         run_session(session, None, feed)
     return lambda: [session.run(None, feed) for feed in feeds]

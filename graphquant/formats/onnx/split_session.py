@@ -82,7 +82,7 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
                 pending.extend(filter(None, nodes[position].input))
         return values, positions
 
-    last_reads = {value: position for position in own for value in needs(_read_names(nodes[position]))[0]}
+    last_reads = {value: position for position in own for value in needs(read_names(nodes[position]))[0]}
     last_reads.update(dict.fromkeys(needs(outputs & repeated)[0], len(nodes)))
     changes = [0] * (len(nodes) + 1)
     for value, last_read in last_reads.items():
@@ -95,7 +95,7 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
     while end < len(own):
         start, candidates = end, range(end + PART_NODES, min(end + 2 * PART_NODES, len(own)))
         end = min(candidates, key=lambda count: costs[own[count - 1]], default=len(own))
-        reads = [_read_names(nodes[position]) for position in own[start:end]]
+        reads = [read_names(nodes[position]) for position in own[start:end]]
         values, positions = needs(chain(*reads, outputs & repeated if end == len(own) else ()))
         positions.update(own[start:end])
         made = {value for position in positions for value in nodes[position].output}
@@ -106,10 +106,10 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
         yield part, values - made - initializers.keys()
 
 
-def _read_names(node: Any) -> Iterator[str]:
+def read_names(node: Any) -> Iterator[str]:
     """Yield the values that a node reads, and all values that are read in its bodies."""
     yield from node.input
     for body in node_bodies(node).values():
         yield from (info.name for info in body.output)
         for inner in body.node:
-            yield from _read_names(inner)
+            yield from read_names(inner)

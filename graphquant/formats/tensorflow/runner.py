@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import DataError, ModelError, did_you_mean
@@ -91,6 +91,7 @@ class TensorFlowRunner:
         self._specs_by_key = {key: spec for spec in (*optional, *self.inputs) for key in (*spec.aliases, spec.name)}
         self._unfetchable = unfetchable_ops(model.main)
         self._output_watch: TensorWatch | None = None
+        self._last_watch: TensorWatch | None = None
 
     @cached_property
     def _session(self) -> TensorFlowSession:
@@ -129,6 +130,9 @@ class TensorFlowRunner:
         parts = {key: name.partition(":") for key, name in self._fetches.items()}
         return {key: TensorRef("", op, int(port or 0)) for key, (op, _, port) in parts.items()}
 
+    def free_large_session(self) -> None:
+        """Do nothing: all runs share one session."""
+
     @staticmethod
     def unobservable(_tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return no tensors: queues can observe every function and frame."""
@@ -148,19 +152,42 @@ class TensorFlowRunner:
         other_tensors: Sequence[TensorRef] = (),
         max_in_flight: int = 1,
         on_result: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
+        ancestors_only: bool = False,
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
         """Yield the values of each tensor, feed by feed; see `Runner.observe`.
 
         Runs never overlap, because a model may have state; the next feed runs while the values of one are processed.
         TensorFlow fuses ops with no observed tensor between them, so the sizes of `other_tensors` are fetched as well.
         """
-        with closing(self._start_watch(tensors, other_tensors)) as watch:
+        watch = None if other_tensors else self._last_watch
+        if watch is None or not set(watch.tensors) >= set(tensors):
+            if self._last_watch is not None:
+                self._last_watch.close()
+            # Other calls often observe the same tensors or the outputs, and a session takes longer than many runs.
+            outputs = () if other_tensors or ancestors_only else self._fetchable_outputs()
+            watch = self._start_watch([*tensors, *outputs], other_tensors, ancestors_only=ancestors_only)
+            self._last_watch = None if other_tensors or ancestors_only else watch
+        requested = list(dict.fromkeys(tensors))
+        run = partial(watch.observe, tensors=requested)
+        try:
             yield from prefetch(
-                lambda feed: watch.observe(self._make_feed_dict(feed)), feeds, max_in_flight, on_result, threads=1
+                lambda feed: run(self._make_feed_dict(feed)), feeds, max_in_flight, on_result, threads=1
             )
+        finally:
+            if watch is not self._last_watch:
+                watch.close()
+
+    def _fetchable_outputs(self) -> list[TensorRef]:
+        """Return the outputs that have one value in each run."""
+        return [tensor for tensor in self.output_tensors.values() if tensor.op not in self._unfetchable]
 
     def _start_watch(
-        self, tensors: Sequence[TensorRef], other_tensors: Sequence[TensorRef] = (), *, count_elements: bool = False
+        self,
+        tensors: Sequence[TensorRef],
+        other_tensors: Sequence[TensorRef] = (),
+        *,
+        count_elements: bool = False,
+        ancestors_only: bool = False,
     ) -> TensorWatch:
         """Start a watch of the values of `tensors`, or their element counts, and of counts of `other_tensors`."""
         watched = dict.fromkeys([*tensors, *other_tensors])
@@ -181,7 +208,12 @@ class TensorFlowRunner:
             direct_fetches=names | sizes,
             queued_tensors=dict(zip(queued, session.add_queues(dtypes), strict=True)),
             # Outputs are run and not fetched: on the untaken branch of a TF1 cond they have no value.
-            target_ops=[session.operation(name) for name in output_fetches(instrumented, session.message).values()],
+            target_ops=[
+                session.operation(name)
+                for name in (
+                    () if ancestors_only and not queued else output_fetches(instrumented, session.message).values()
+                )
+            ],
         )
 
     def _make_feed_dict(self, feeds: Feeds) -> dict[str, Any]:

@@ -256,13 +256,22 @@ class TensorWatch:
     queued_tensors: dict[TensorRef, _ObservationQueue]  # the queues of tensors that may have no value or several
     target_ops: list[Any]  # the operations that a run executes
 
-    def observe(self, feed_dict: dict[str, Any]) -> dict[TensorRef, list[Any]]:
-        """Return the values of each tensor in one run."""
-        values = self.session.run([*self.direct_fetches.values(), *self.target_ops], feed_dict)
-        observed = {tensor: [value] for tensor, value in zip(self.direct_fetches, values, strict=False)}
+    def observe(
+        self, feed_dict: dict[str, Any], tensors: Sequence[TensorRef] | None = None
+    ) -> dict[TensorRef, list[Any]]:
+        """Return the values of all tensors, or of some of them, in one run."""
+        requested = self.tensors if tensors is None else tensors
+        counted = self.direct_fetches.keys() - set(self.tensors)  # they are run so that nothing is fused
+        fetches = {
+            tensor: fetch
+            for tensor, fetch in self.direct_fetches.items()
+            if tensors is None or tensor in counted or tensor in set(tensors)
+        }
+        values = self.session.run([*fetches.values(), *self.target_ops], feed_dict)
+        observed = {tensor: [value] for tensor, value in zip(fetches, values, strict=False)}
         queued = self.session.drain_queues(list(self.queued_tensors.values()))
         observed.update(zip(self.queued_tensors, queued, strict=True))
-        return {tensor: observed.get(tensor, []) for tensor in self.tensors}
+        return {tensor: observed.get(tensor, []) for tensor in requested}
 
     def close(self) -> None:
         """Close the session if nothing else uses it."""
