@@ -27,7 +27,7 @@ from graphquant.numerics import (
     qparams_from_scale,
     round_scale_to_float16,
 )
-from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, sketch_values
+from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, bin_means, sketch_values
 from graphquant.quantize.limits import meet_limits
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan
 from graphquant.quantize.saturation import limit_to_responsive
@@ -50,6 +50,14 @@ from graphquant.quantize.ties import (
 # The range of each site by itself: from the plan, the rule, the weight's value or the calibration data.
 
 TAKES_INFINITE_VALUES = "it has infinite values, as masks do, which integers cannot represent"
+
+SENTINEL_SIZE = 5_000.0  # smallest magnitude of values that stand for "none", as masks of -10000 do
+LARGEST_MASK = 1e30  # beyond it, rounding to a scale could give infinity
+SENTINEL_GAP = 256.0  # smallest quotient of such values and the largest ordinary one
+TAKES_SENTINELS = "its values of {:.3g}, as masks have, leave no integers to the ordinary ones of at most {:.3g}"
+IS_SENTINEL = (
+    "its values of {:.3g} stand for infinity, as those of masks do; tensors that share a scale would lose theirs"
+)
 
 
 def find_site_ranges(
@@ -169,6 +177,7 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
         return [EMPTY_SKETCH]
     if site.parameter:
         value, bits = _read_quantizable_weight(state, index), observer.required_bits(site.scheme.type)
+        _refuse_sentinel_constant(value)
         if site.axis is not None and site.scheme.block_size is not None:
             return [_sketch_blocks(value, site.axis, site.scheme.block_size)]
         if site.axis is None or not bits:
@@ -180,7 +189,30 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
         raise DataError(reason if sketch.empty_arrays else "no calibration sample reached it")
     if sketch.inf:
         raise DataError(TAKES_INFINITE_VALUES)
+    _refuse_sentinels(sketch)
     return [sketch]
+
+
+def _refuse_sentinels(sketch: Sketch) -> None:
+    """Refuse values like those of a mask that was added to scores: two groups that are decades apart."""
+    extreme = max(abs(float(sketch.low.min(initial=0.0))), abs(float(sketch.high.max(initial=0.0))))
+    if extreme < SENTINEL_SIZE or not sketch.bits:
+        return
+    sizes = np.sort(np.abs(bin_means(sketch)))
+    starts = np.flatnonzero((sizes[1:] > SENTINEL_GAP * sizes[:-1]) & (sizes[1:] >= SENTINEL_SIZE)) + 1
+    if starts.size and sizes[starts[0] - 1] > 0:
+        raise DataError(TAKES_SENTINELS.format(sizes[starts[0]], sizes[starts[0] - 1]))
+    if starts.size and extreme > LARGEST_MASK:
+        raise DataError(IS_SENTINEL.format(extreme))
+
+
+def _refuse_sentinel_constant(value: Array) -> None:
+    """Refuse a constant all of whose values are zero or huge. It may share a scale with ordinary values."""
+    if not value.size or 0 < abs(float(value.reshape(-1)[0])) < SENTINEL_SIZE:
+        return  # one ordinary value is enough
+    sizes = np.abs(value[value != 0])
+    if sizes.size and float(sizes.min()) >= SENTINEL_SIZE:
+        raise DataError(IS_SENTINEL.format(float(sizes.max())))
 
 
 def _sketch_blocks(value: Array, axis: int, block: int) -> Sketch:

@@ -206,6 +206,35 @@ def test_constants_with_infinity_are_skipped(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("values", "skipped"),
+    [
+        ([-10000.0, -9990.0, 3.0, -7.0], True),  # scores and a mask
+        ([-1e9, 3.0, -7.0], True),
+        ([-1e9, 0.0, 0.0], False),  # a mask alone: two integers represent it
+        ([-3.4e38, 0.0, 0.0], True),  # rounding could make it infinite
+        ([1e-30, 1e-6, 1.0], False),  # small values beside ordinary ones, as probabilities are
+        ([3.0, 70.0, 2500.0], False),  # a large activation
+        ([1.0, 200.0, 4000.0, 60000.0], False),  # values of all sizes
+    ],
+)
+def test_activations_with_values_of_masks(tmp_path, values, skipped):
+    """Activations with values that stand for infinity beside ordinary ones are skipped."""
+    scheme = replace(UINT8, observe=ObserverConfig(name="auto"))
+    sketches = {TensorRef("", "x"): sketch_values(np.array(values, np.float32), bits=7)}
+    solution = solve_scales(gemm(tmp_path), make_plan(replace(X, scheme=scheme)), sketches)
+    assert ([skip.code for skip in solution.skips.values()] == [SkipCode.RANGE]) == skipped
+    assert bool(solution.params) != skipped
+
+
+@pytest.mark.parametrize(("value", "skipped"), [(-1e9, True), (-10000.0, True), (4000.0, False)])
+def test_constants_with_values_of_masks_are_skipped(tmp_path, value, skipped):
+    """A constant of huge values and zeros is skipped, also if zeros come first."""
+    weight = np.array([[0.0, value, 0.0], [value, value, 0.0]], np.float32)
+    solution = solve_scales(gemm(tmp_path, weight), make_plan(replace(W, scheme=INT8, axis=None)), {})
+    assert [skip.code for skip in solution.skips.values()] == [SkipCode.RANGE] * skipped
+
+
+@pytest.mark.parametrize(
     "given", [{"range": (-1.0, 1.0)}, {"scale": (0.5, 0.5)}, {"scheme": replace(CHANNEL, observe=FIXED)}]
 )
 def test_explicit_ranges_do_not_hide_nan(tmp_path, given):

@@ -83,3 +83,62 @@ def test_layernorm_of_tensorflow():
     """The LayerNorm of the recurrent sample model stays float inside too."""
     plan = gq.plan(Path(__file__).parents[3] / "sample_models/digits_rnn.pb")
     assert not inner(plan, {"Mean", "sub", "Square", "Mean_1", "add_1", "Rsqrt", "mul_1", "mul_2", "add_2"})
+
+
+BATCHNORM = {
+    "c": ("Conv2D", "image", "weight"),
+    "wide": ("AddV2", "variance", "eps"),
+    "root": ("Rsqrt", "wide"),
+    "gain": ("Mul", "root", "gamma"),
+    "m": ("Mul", "c", "gain"),
+    "shift": ("Mul", "mean", "gain"),
+    "rest": ("Sub", "beta", "shift"),
+    "y": ("AddV2", "m", "rest"),
+    "s": ("Sigmoid", "y"),
+    "a": ("Mul", "y", "s"),
+    "n": ("IdentityN", "a", "y"),
+    "d": ("DepthwiseConv2dNative", "n", "weight"),
+}
+"""A convolution, its BatchNorm as Keras 3 writes it with variables, a SiLU, and a depthwise convolution."""
+
+
+def write_batchnorm(folder, *, stem):
+    """Write the net as a graph in text. Without `stem`, another convolution is before it."""
+    nodes = {} if stem else {"first": ("Conv2D", "image", "weight")}
+    for name, (kind, *read) in BATCHNORM.items():
+        nodes[name] = (kind, *("first" if one == "image" and not stem else one for one in read))
+    lines = ['node { name: "image" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }']
+    for name in ("eps", "gamma", "beta", "mean", "variance", "weight"):
+        shape = (
+            "dim { size: 1 } dim { size: 1 } dim { size: 4 } dim { size: 4 }" if name == "weight" else "dim { size: 4 }"
+        )
+        lines.append(f'node {{ name: "{name}" op: "VariableV2" attr {{ key: "dtype" value {{ type: DT_FLOAT }} }}')
+        lines.append(f'attr {{ key: "shape" value {{ shape {{ {shape} }} }} }} }}')
+    for name, (kind, *read) in nodes.items():
+        inputs = " ".join(f'input: "{one}"' for one in read)
+        attrs = 'attr { key: "T" value { type: DT_FLOAT } }'
+        if kind == "IdentityN":
+            attrs = 'attr { key: "T" value { list { type: DT_FLOAT type: DT_FLOAT } } }'
+        if "Conv" in kind or "conv" in kind:
+            attrs += ' attr { key: "strides" value { list { i: 1 i: 1 i: 1 i: 1 } } }'
+            attrs += ' attr { key: "padding" value { s: "SAME" } }'
+        lines.append(f'node {{ name: "{name}" op: "{kind}" {inputs} {attrs} }}')
+    (folder / "keras.pbtxt").write_text("\n".join(lines), "utf-8")
+    return folder / "keras.pbtxt"
+
+
+def test_batchnorm_of_keras(tmp_path):
+    """No range is inside a BatchNorm of variables, and one is behind it."""
+    plan = gq.plan(write_batchnorm(tmp_path, stem=False))
+    assert inner(plan, {"c", "m", "y", "gain", "rest", "shift", "root", "wide"}) == set()
+    quantized = {(site.tensor.op, use.op) for site in plan.sites for use in site.uses}
+    assert {("y", "s"), ("y", "a"), ("weight", "c"), ("first", "c")} <= quantized
+    assert not {("a", "n")} <= quantized or ("n", "d") in quantized
+
+
+def test_stem_of_keras(tmp_path):
+    """A stem with such a BatchNorm and a SiLU, whose result an IdentityN forwards, stays float."""
+    plan = gq.plan(write_batchnorm(tmp_path, stem=True))
+    names = {"image", "weight", *BATCHNORM} - {"d"}
+    assert inner(plan, names) == set()
+    assert not [site for site in plan.sites for use in site.uses if use.op == "d"]

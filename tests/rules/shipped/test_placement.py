@@ -56,9 +56,9 @@ CASES = [
     ),
     (
         IMAGE,
-        "c = Conv(x, w) g = HardSigmoid(c) y = Mul(x2, g) d = Conv(y, w3)",
-        "c>g d>@d w3>d w>c x2>y x>c y>d",
-        "c d",
+        "c = Conv(x, w) f = Conv(x2, w) g = HardSigmoid(c) y = Mul(f, g) d = Conv(y, w3)",
+        "c>g d>@d f>y w3>d w>c+f x2>f x>c y>d",
+        "c f d",
     ),
     # the stem of an image network stays float with its activation and the depthwise convolution behind
     (
@@ -160,6 +160,15 @@ CASES = [
         "s = MatMul(q, kk) d = Mul(s, half) a = Where(mask, d, tiny) p = Softmax(a) y = MatMul(p, u)",
         "kk>s p>y q>s u>y",
         "s y",
+    ),
+    (
+        "float[1,2,16,16] q, float[1,2,16,16] kk, float[1,2,16,16] u, float[1,1,16,16] mask",
+        (
+            "s = MatMul(q, kk) d = Mul(s, half) a = Sub(d, mask) t = Transpose<perm = [0, 2, 1, 3]>(a) p = Softmax(t)"
+            " v = Transpose<perm = [0, 2, 1, 3]>(p) y = MatMul(v, u)"
+        ),
+        "kk>s q>s u>y v>y",
+        "s t v y",
     ),
     (
         IMAGE,
