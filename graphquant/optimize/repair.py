@@ -81,6 +81,7 @@ MAX_HOLDOUT_GAP_DB = 6.0  # maximum by which the aim rises because the hold-out 
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
 REPAIR_SAMPLES = 16  # number of samples on which plans are measured
 PLAN_RUNS = 24  # runs of a sample that take as long as the solution, the rewrite and the session of one plan
+SWITCHED_RUNS = 8  # runs of a sample that take as long as measuring one set of groups
 ALGORITHM_RUNS = 64  # runs of a sample that an optimization algorithm takes, about
 ROUNDING_RUNS = 320  # runs of a sample that AdaRound or GPTQ takes in addition, about
 MIN_LIMIT_SECONDS = 10.0
@@ -329,7 +330,10 @@ class _Repair:
             self._judged = {DEFAULT_RECIPE: self._start_sqnr, self._current: self._current_sqnr}
         elif stop_reason:
             self._judge_on_holdout()
-        recipe = max(self._judged, key=lambda entry: (*self._rank(self._judged[entry], entry), entry == self._current))
+        bar = self._request.target_sqnr
+        recipe = max(
+            self._judged, key=lambda entry: (self._rank(self._judged[entry], entry, bar), entry == self._current)
+        )
         changes = {RANGES: recipe.candidates, FLOAT_BLOCKS: recipe.float_sites}
         trace = RepairTrace(
             target_sqnr=self._request.target_sqnr,
@@ -387,9 +391,9 @@ class _Repair:
                 break
             self._aim = max(self._current_sqnr + request.target_sqnr - holdout_sqnr, self._aim) + AIM_MARGIN_DB
 
-    def _rank(self, sqnr: float, recipe: Recipe) -> tuple[bool, float]:
-        """Order of recipes: those that meet the target by their cost, then the others by their SQNR."""
-        is_met = sqnr >= self._request.target_sqnr
+    def _rank(self, sqnr: float, recipe: Recipe, bar: float) -> tuple[bool, float]:
+        """Order of recipes: those that reach `bar` dB by their cost, then the others by their SQNR."""
+        is_met = sqnr >= bar
         return is_met, -recipe.cost if is_met else sqnr
 
     def _judge_on_holdout(self) -> float:
@@ -606,8 +610,8 @@ class _Repair:
         switches = switch_groups(model, plan, built, sites, samples)
 
         def measure(on: Collection[int]) -> float:
-            # A model with switches takes about twice as long.
-            self._charge(2 * samples.count + (PLAN_RUNS if switches.creates_sessions else 0))
+            # A model with switches takes about twice as long, but the samples of a small one run together.
+            self._charge(SWITCHED_RUNS + (PLAN_RUNS if switches.creates_sessions else 0))
             return min(switches.error(on), MAX_BLOCK_ERROR)
 
         return measure, switches.creates_sessions
@@ -696,7 +700,9 @@ class _Repair:
                 selection = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim).selection
             except SearchLimitError:
                 # The best plan so far still has to be built.
-                ranks = {entry: self._rank(sqnr + offset, recipe_of(entry)) for entry, sqnr in estimates.items()}
+                ranks = {
+                    entry: self._rank(sqnr + offset, recipe_of(entry), self._aim) for entry, sqnr in estimates.items()
+                }
                 self._request.budget.extend(self._plan_runs(base, quick=True))
                 self._try_float(recipe_of(max(ranks, key=ranks.__getitem__)))
                 raise

@@ -255,7 +255,8 @@ def repair_view(search: SearchTrace | None, validation: Validation | None) -> li
     changes = list(dict.fromkeys(step.change for step in repair.steps if step.kept and step.change != FLOAT_BLOCKS))
     if repair.float_blocks:
         changes.append(f"{join_names(repair.float_blocks, WORST_SHOWN)} left in float")
-    figures = [f"{join_names(changes, len(changes))}: {_sqnr_text(repair.sqnr)}" if changes else "no change helps"]
+    nothing = "no change helps" if repair.stop_reason is None else "no change"
+    figures = [f"{join_names(changes, len(changes))}: {_sqnr_text(repair.sqnr)}" if changes else nothing]
     figures += [f"{percent(quantized_share)} of MACs in int8"] if changes and quantized_share is not None else []
     lines: list[RenderableType] = [
         plain_line(f"default plan {_sqnr_text(repair.default_sqnr)}; {', '.join(figures)}", "bold")
