@@ -226,6 +226,7 @@ def make_plan(
         builder.add_match(match)
     builder.follow_ties()
     builder.skip_captured_uses()
+    builder.skip_weights_of_float16_ops()
     sites = builder.build_sites()
     return Plan(
         format=model.format,
@@ -388,6 +389,30 @@ class _PlanBuilder:
                 if any(reader.graph != use.graph and reader not in planned_uses for reader in readers):
                     site.uses.remove(use)
                     self._add_skip(replace(site.first_match, use=use), SkipCode.CAPTURE, CAPTURED_BY_SUBGRAPH)
+            if not site.uses:
+                del self._sites[key]
+
+    def skip_weights_of_float16_ops(self) -> None:
+        """Remove the weights of ops whose float16 input onnxruntime cannot take as integers.
+
+        The ops run in float, and each run would dequantize the weights: an int8 SqueezeNet took twice the time.
+        """
+        model, targets = self.matcher.model, self.matcher.ruleset.targets
+        if targets and not any(target.startswith("onnxruntime") for target in targets):
+            return
+        reasons = {
+            (use.graph, use.op): skip.reason
+            for skip in self._skips.values()
+            if skip.code is SkipCode.SCHEME and model.output(skip.first_match.tensor).dtype == "float16"
+            for use in skip.uses
+            if not self.matcher.parameters.is_parameter(skip.first_match.tensor)
+        }
+        for key, site in list(self._sites.items()) if reasons else ():
+            for use in list(site.uses):
+                reason = reasons.get((use.graph, use.op))
+                if reason is not None and self.matcher.parameters.is_parameter(site.first_match.tensor):
+                    site.uses.remove(use)
+                    self._add_skip(replace(site.first_match, use=use), SkipCode.SCHEME, reason)
             if not site.uses:
                 del self._sites[key]
 

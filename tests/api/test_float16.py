@@ -1,4 +1,4 @@
-"""float16 models: weights are stored as integers with float16 scales, and activations stay float."""
+"""float16 models: weights are stored as integers with float16 scales, or stay float where activations do."""
 
 import numpy as np
 import onnx
@@ -8,9 +8,9 @@ from support.onnx_models import run_onnx
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
-from graphquant.errors import UsageError
+from graphquant.errors import EmptyResultError, UsageError
 from graphquant.formats import onnx as onnx_format
-from graphquant.ir import Parameters, Use
+from graphquant.ir import Parameters
 from graphquant.numerics import IntType, dequantize, qparams_from_scale, quantize, round_scale_to_float16
 from graphquant.quantize import SkipCode
 
@@ -40,7 +40,6 @@ def float16_path(tmp_path):
         ("weight_only_int8", 21, "kw"),
         ("weight_only_int4", 21, "kw"),
         ("tables_int4", 21, "t"),
-        ("onnxruntime", 19, "kw"),
     ],
 )
 def test_weights(float16_path, rules, opset, names, float_weights):
@@ -74,10 +73,28 @@ def test_weights(float16_path, rules, opset, names, float_weights):
         assert np.array_equal(stored_params[insertion.output.op].scale, insertion.params.scale)
 
 
-def test_activations_stay_float(float16_path):
-    """Activations are skipped because the family does not support them."""
-    result = gq.insert(float16_path, data="random:2")
-    assert {skip.code for skip in result.skips if Use("", "c", 0) in skip.uses} == {SkipCode.SCHEME}
+def test_ops_stay_float(float16_path):
+    """Activations are skipped because the family does not support them, and the weights next to them with them."""
+    result = gq.insert(float16_path, data="random:2", allow_empty=True)
+    assert result.inserted == ()
+    codes = {use: skip.code for skip in result.skips for use in skip.uses}
+    assert {codes["", "c", 0], codes["", "c", 1], codes["", "y", 1]} == {SkipCode.SCHEME}
+    with pytest.raises(EmptyResultError, match="float32"):
+        gq.insert(float16_path, data="random:2")
+
+
+@pytest.mark.parametrize(("target", "weights"), [("", 0), ("openvino", 2)])
+def test_weights_for_other_backends(float16_path, target, weights):
+    """Weights are quantized for a backend that computes on float16 itself."""
+    rules = f"""target = "{target}"
+[scheme.s]
+dtype = "int8"
+[[rule]]
+name = "input"
+consumer = {{ kind = "conv|matmul", input = "input|weight" }}
+quantize = "s"
+"""
+    assert len(gq.plan(float16_path, rules=[rules]).sites) == weights
 
 
 @pytest.mark.parametrize("float_weights", [False, True])
