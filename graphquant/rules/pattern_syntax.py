@@ -175,7 +175,11 @@ def pattern_definitions(ops: tuple[PatternOp, ...]) -> dict[str, tuple[PatternOp
         functions = sorted(op.kinds & FUNCTIONS.keys())
         spellings = [(name, spelling) for name in functions for spelling in _spellings_of(name, op.operands)]
         for number, (function, (*helpers, result)) in enumerate(spellings):
-            names = dict(zip(FUNCTIONS[function], op.operands, strict=False))
+            names = {
+                # `_` is any input, but the same one wherever the spelling repeats the operand.
+                parameter: f"{op.name}'{number}{parameter}" if operand == ANY_OPERAND else operand
+                for parameter, operand in zip(FUNCTIONS[function], op.operands, strict=False)
+            }
             names.update((helper.name, f"{op.name}'{number}{helper.name}") for helper in helpers)
             if not FUNCTIONS.keys().isdisjoint(result.kinds):
                 names[result.name] = f"{op.name}'{number}"

@@ -45,6 +45,14 @@ def test_square(tmp_path, body, constants, expected):
     assert matched_ops(tmp_path, ["s = square(a)"], body, constants) == expected
 
 
+@pytest.mark.parametrize(("body", "expected"), [("y = Mul (x, x)", ["y"]), ("y = Mul (x, z)", [])])
+def test_square_of_any_input(tmp_path, body, expected):
+    """An operand `_` of a function is the same input wherever a spelling repeats it."""
+    assert matched_ops(tmp_path, ["s = square(_)"], body) == expected
+    swish = f"g = Sigmoid ({body[-2]}) y = Mul (x, g)"
+    assert matched_ops(tmp_path, ["s = gated(_)"], swish) == (["g", "y"] if expected else [])
+
+
 @pytest.mark.parametrize(
     ("body", "constants"),
     [
