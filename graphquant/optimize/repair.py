@@ -27,6 +27,7 @@ from graphquant.analysis.compare import match_inputs, match_outputs
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
 from graphquant.analysis.validation import find_scores, measure_tensor_sizes
 from graphquant.calibration import estimate_footprint
+from graphquant.errors import ModelError
 from graphquant.optimize.algorithms import (
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
@@ -98,12 +99,13 @@ algorithms repairs an error that these plans do not have."""
 CHEAP_SHARE = 0.6  # share of the work after which no further algorithm is tried
 MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
 BISECTION_MEASUREMENTS = 24  # maximum number of measurements that find the blocks with large errors
+MIN_BLOCKS = 4  # number of blocks below which each weighted op is a block, because few blocks leave no choice
 MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
 NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
 UNMASKED_GAIN_DB = 3.0  # gain by float blocks from which other ranges are tried again, because they may help now
 MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as a share of the outputs' power
 
-StopReason = Literal["work", "time", "interrupt"]
+StopReason = Literal["work", "time", "interrupt", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,8 @@ class RepairTrace:
     float_blocks: tuple[str, ...] = ()  # first and last weighted op of each block that stays float
     blocks: int = 0  # number of blocks
     plans: int = 0  # number of measured plans
-    stop_reason: StopReason | None = None  # limit that ended the search early, or None
+    stop_reason: StopReason | None = None  # limit or error that ended the search early, or None
+    problem: str = ""  # the error, or ""
 
     @property
     def met(self) -> bool:
@@ -288,7 +291,7 @@ def repair_plan(request: RepairRequest) -> tuple[RepairedPlan, RepairTrace]:
 
     Raises:
         DataError: A sample does not fit the model.
-        ModelError: A model cannot be run.
+        ModelError: The float model cannot be run.
     """
     return _Repair(request).run()
 
@@ -319,10 +322,13 @@ class _Repair:
     def run(self) -> tuple[RepairedPlan, RepairTrace]:
         """Try the steps until the hold-out meets the target, or a limit is reached."""
         stop_reason: StopReason | None = None
+        problem = ""
         try:
             self._search()
         except SearchLimitError as error:
             stop_reason = error.reason
+        except ModelError as error:  # such as a model with switches that the runtime rejects
+            stop_reason, problem = "error", str(error)
         except KeyboardInterrupt:
             stop_reason = "interrupt"
         requested = self._request.default_sqnr is None
@@ -348,6 +354,7 @@ class _Repair:
             blocks=len(self._blocks),
             plans=len(self._measured),
             stop_reason=stop_reason,
+            problem=problem,
         )
         plan, workspace = self._plan(recipe), self._workspace(recipe)
         names = {**dict(recipe.candidates), **dict.fromkeys(recipe.float_sites, FLOAT_CANDIDATE)}
@@ -582,6 +589,8 @@ class _Repair:
             model, plan = self._request.workspace.state.model, self._plan(DEFAULT_RECIPE, quick=True)
             built = self._build(DEFAULT_RECIPE, quick=True)
             self._blocks = find_blocks(model, plan, sorted(insertions_by_site(plan, built.insertions)))
+            if len(self._blocks) < MIN_BLOCKS:
+                self._blocks = _split_blocks(model, plan, self._blocks)
             groups = _group_by_block(model, plan, self._blocks)
             members: dict[OpKey, list[int]] = {}
             for number, group in enumerate(groups):
@@ -746,6 +755,22 @@ class _Repair:
 def _block_keys(blocks: Sequence[Block]) -> list[OpKey]:
     """Return a key for each block, as if the block was a single op."""
     return [(FLOAT_BLOCKS, f"{number:06d}") for number in range(len(blocks))]
+
+
+def _split_blocks(model: Model, plan: Plan, blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Split blocks into their weighted ops, each with the tensors that it computes or reads first."""
+    sites = sorted(index for block in blocks for index in block.sites)
+    ops_by_site = {index: group.ops for group in make_scale_groups(model, plan, sites, {}) for index in group.sites}
+    split: list[Block] = []
+    for block in blocks:
+        remaining = list(block.sites)
+        for op in sorted(block.ops):
+            # Tensors that no weighted op touches go with the first op.
+            own = [index for index in remaining if op in ops_by_site[index] or not ops_by_site[index] & block.ops]
+            remaining = [index for index in remaining if index not in own]
+            split += [Block(sites=tuple(own), ops=frozenset({op}), name=op[1])] if own else []
+        split += [] if block.ops else [block]
+    return tuple(split)
 
 
 def _group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[ScaleGroup]:

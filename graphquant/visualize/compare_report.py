@@ -263,6 +263,8 @@ def repair_view(search: SearchTrace | None, validation: Validation | None) -> li
     ]
     if repair.stop_reason == "interrupt":
         lines.append(plain_line("The search was interrupted; this is its best plan.", "yellow"))
+    elif repair.problem:
+        lines.append(plain_line(f"warning: the search ended early: {repair.problem}", "yellow"))
     elif repair.stop_reason is not None:
         limit = "limit of work" if repair.stop_reason == "work" else "time limit"
         lines.append(plain_line(f"The search ended at its {limit}; --search-time allows more.", "yellow"))

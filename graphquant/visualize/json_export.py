@@ -185,7 +185,8 @@ class Repair(JsonObject):
     steps: tuple[RepairStepJson, ...]
     float_blocks: tuple[str, ...]
     blocks: int
-    stopped: Literal["work", "time", "interrupt"] | None = at("stop_reason")
+    stopped: Literal["work", "time", "interrupt", "error"] | None = at("stop_reason")
+    problem: OptionalText
 
 
 class Search(JsonObject):

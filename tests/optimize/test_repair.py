@@ -11,6 +11,7 @@ from onnx import helper, numpy_helper, save
 from support.onnx_models import run_onnx
 
 import graphquant as gq
+from graphquant.errors import ModelError
 from graphquant.optimize import repair
 from graphquant.optimize.repair import MIN_LIMIT_SECONDS, SearchBudget, SearchLimitError
 from graphquant.visualize.json_export import InsertResult
@@ -157,6 +158,20 @@ def test_interrupts_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.Mo
     assert result.search.repair is not None
     assert result.search.repair.stop_reason == "interrupt"
     assert result.search.repair.sqnr >= result.search.repair.default_sqnr
+    assert result.inserted
+
+
+def test_errors_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of the search that the runtime rejects ends the search; the best plan so far is the result."""
+
+    def fail(*_: object) -> None:
+        raise ModelError("no kernel")
+
+    monkeypatch.setattr("graphquant.optimize.repair.switch_groups", fail)
+    result = insert_net(outlier_net)
+    assert result.search is not None
+    assert result.search.repair is not None
+    assert (result.search.repair.stop_reason, result.search.repair.problem) == ("error", "no kernel")
     assert result.inserted
 
 
