@@ -47,10 +47,19 @@ INT8_FACTORS = (0.6, 0.8, 1.0)
 Estimates are uncertain and other processors differ, so int8 is preferred as long as the whole model is faster.
 """
 
-MAX_TIME_RATIO = 0.95  # estimated time of the model relative to float with which the search for a factor ends
+MAP_CONVERSION_FACTOR = 1.5
+"""Factor of the estimated times of conversions of feature maps. Around them ONNX Runtime also changes the layout, and
+large maps leave the cache, so that many small int8 parts take longer than the sum of their ops."""
+
+TIME_RATIOS = (0.75, 0.95)
+"""Estimated times of the model relative to float, the first of which any factor reaches decides. Among its factors, the
+one that keeps most in int8 is used."""
+
+COST_RULE = "costs"  # rule of the skips of ops that are faster in float
 MAX_NEIGHBORS = 8  # largest number of ops that are changed together with their reader or producer
 MAX_ROUNDS = 4  # rounds of the search for a better placement; most models need two
 BYTE_BITS = 8
+UNEXAMINED_TYPES = frozenset({"Where", "ArgMax"})
 CLAMP_KINDS = frozenset({"relu", "relu6", "clip"})  # kinds that a product limits its output by
 SILU_PARTS = ("sigmoid", "mul")
 """Kernels of a float SiLU after an int8 op. ONNX Runtime does not join them, because each reads a tensor of its own."""
@@ -73,18 +82,12 @@ class FusedOps:
     work: KernelWork | None = None
     has_int8_kernel: bool = False  # True if the plan lets it run on integers
     quantized_output: bool = False  # True if its int8 kernel writes integers; some products write floats
-    is_float_only: bool = False  # True for weighted ops, and those without an int8 kernel, that run in float
     fixed: bool = False  # True if the plan decides alone: it has no shape, or is not quantized to 8 bits
     has_weight: bool = False
     is_max_pool: bool = False
     is_silu: bool = False
     reads: list[int] = field(default_factory=list)  # indices of the tensors that it reads
     writes: list[int] = field(default_factory=list)  # indices of the tensors that it writes
-
-    @property
-    def keeps_inputs(self) -> bool:
-        """True if the inputs stay as the plan has them, although nothing is known about the op's time."""
-        return self.fixed or not (self.has_int8_kernel or self.is_float_only)
 
     @property
     def dequantizations(self) -> int:
@@ -201,9 +204,9 @@ class Placement:
         ]
         input_sites = [self.site_by_use.get(use) for use in data_uses]
         group.fixed = any(site is not None and not _is_plain_byte(site) for site in input_sites)
-        has_conditions = not op.domain and op.type in CONDITIONS
-        group.is_float_only = group.has_weight or not has_conditions
-        if not has_conditions or not data_uses or None in input_sites:
+        # These have int8 kernels under conditions of their own, which are not examined here.
+        group.fixed |= op.type in UNEXAMINED_TYPES
+        if group.fixed or op.domain or op.type not in CONDITIONS or not data_uses or None in input_sites:
             return
         tail_graph, tail = self.model.graphs[group.members[-1][0]], group.members[-1][1]
         uses = [use for uses in tail_graph.consumers_by_port(tail).values() for use in uses]
@@ -302,7 +305,7 @@ class PlacementSearch:
         conversion_work = [{"ops": 1.0, "values": tensor.values} for tensor in tensors]
         self.quantize_cost, self.dequantize_cost = (
             [
-                table.nanoseconds(tensor.conversion(name), work)
+                (MAP_CONVERSION_FACTOR if tensor.is_map else 1.0) * table.nanoseconds(tensor.conversion(name), work)
                 for tensor, work in zip(tensors, conversion_work, strict=True)
             ]
             for name in (QUANTIZE, DEQUANTIZE)
@@ -512,13 +515,14 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
             break
         search.set_int8(int8_groups)
         outcomes.append((search.time / float_time, int8_groups))
-        if outcomes[-1][0] <= MAX_TIME_RATIO:
+        if outcomes[-1][0] <= TIME_RATIOS[0]:
             break
     if not outcomes:
         placed = without_float_ops(placement, plan, {*placement.decidable}, {})
-        warnings = (*plan.warnings, *([ALL_FLOAT_WARNING] if placement.decidable else []))
+        warnings = (*plan.warnings, *([ALL_FLOAT_WARNING] if plan.sites else []))
         return replace(placed if placed.sites else plan, warnings=warnings)
-    ratio, int8_groups = min(outcomes, key=lambda outcome: outcome[0])
+    fast_enough = (outcome for limit in TIME_RATIOS for outcome in outcomes if outcome[0] <= limit)
+    ratio, int8_groups = next(fast_enough, min(outcomes, key=lambda outcome: outcome[0]))
     if ratio > 1:
         plan = replace(plan, warnings=(*plan.warnings, f"the model is estimated to take {ratio:.2f} of float's time"))
     search.set_int8(int8_groups)
@@ -560,7 +564,7 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
 
     def is_needed(site: Site, use: Use) -> bool:
         reader, producer = group_of((use.graph, use.op)), group_of((site.tensor.graph, site.tensor.op))
-        if reader in int8_groups or (reader >= 0 and placement.groups[reader].keeps_inputs):
+        if reader in int8_groups or (reader >= 0 and placement.groups[reader].fixed):
             return True
         # An int8 op writes integers only if all readers of its output read them.
         return not site.parameter and producer in int8_groups and placement.groups[producer].quantized_output
@@ -578,7 +582,7 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
                 reason = reasons.get(reader) or reasons.get(producer) or NO_INT8_READER
                 dropped[reason].append(use)
         skips += [
-            Skip(tensor=site.tensor, uses=tuple(uses), rule=site.rule, reason=reason, code=SkipCode.COST)
+            Skip(tensor=site.tensor, uses=tuple(uses), rule=COST_RULE, reason=reason, code=SkipCode.COST)
             for reason, uses in dropped.items()
         ]
     return replace(plan, sites=tuple(sites), skips=(*fused_skips, *skips)) if skips else plan

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 
 from graphquant import api
 from graphquant.analysis import diff_models
+from graphquant.api.plan import prepare_and_plan
 from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.ir.op_matching import match_ops
 from graphquant.visualize.annotations import HeatColumn, Heatmap, heatmap_data
@@ -152,7 +153,8 @@ def test_changes_locate_their_boxes(
 def test_every_change_of_a_quantized_sample_is_located(samples: Path) -> None:
     """Every inserted site of a sample model is a change with annotations."""
     source = samples / "digits_cnn.onnx"
-    result = api.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=8)
+    plan = prepare_and_plan(api.load(source), by_cost=False)[1]
+    result = api.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=8, plan=plan)
     before, after, _ = api.align_preparation(api.load(source), result.model)
     merged = _merge(before, after)
     differences = viewer_changes(diff_models(before, after), merged, (before, after))
