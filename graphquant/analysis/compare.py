@@ -13,12 +13,15 @@ import numpy as np
 
 from graphquant import formats
 from graphquant.analysis.comparison import (
+    MIN_SAMPLES,
     Comparison,
     ErrorSums,
+    MetricFigures,
     OutputFigures,
     SqnrConfidence,
     ignore_overflow,
     lost_share_upper_bound,
+    student_quantile,
 )
 from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent
 from graphquant.calibration.calibrate import block_feeds, tee_items
@@ -28,6 +31,7 @@ from graphquant.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from graphquant.analysis.site_errors import ComparedSites
     from graphquant.calibration.data import Dataset
+    from graphquant.calibration.metric import Metric
     from graphquant.formats import Feeds, InputSpec, Runner
     from graphquant.ir import TensorRef
     from graphquant.numerics import Array
@@ -128,12 +132,48 @@ class OutputTally:
         )
 
 
+class MetricTally:
+    """Scores of both models over all samples."""
+
+    def __init__(self, metric: Metric, inputs: Sequence[str], output_names: Mapping[str, str]) -> None:
+        """Create an empty tally. `output_names` has the quantized output by float output."""
+        self._metric, self._inputs, self._output_names = metric, frozenset(inputs), output_names
+        self._scores: list[tuple[int, float, float]] = []
+
+    def add(self, feed: Mapping[str, Array], expected: Mapping[str, Array], actual: Mapping[str, Array]) -> None:
+        """Add the outputs of one run of both models."""
+        labels = {name: value for name, value in feed.items() if name not in self._inputs}
+        rows = max((len(value) for value in (labels or feed).values() if np.ndim(value)), default=1)
+        renamed = {name: actual[other] for name, other in self._output_names.items() if other in actual}
+        before, after = (self._metric.score(outputs, labels) for outputs in (expected, renamed))
+        self._scores.append((rows, before, after))
+
+    def figures(self) -> MetricFigures | None:
+        """Return the mean scores, None without samples."""
+        if not self._scores:
+            return None
+        rows, *scores = np.array(self._scores, np.float64).T
+        before, after = (float(np.average(values, weights=rows)) for values in scores)
+        drops, count = scores[0] - scores[1], len(rows)
+        bound = math.inf
+        if count >= MIN_SAMPLES:
+            shares = rows / rows.sum() * (drops - (before - after))
+            deviation = math.sqrt(float(shares @ shares) * count / (count - 1))
+            bound = before - after + student_quantile(count - 1) * deviation
+        return MetricFigures(name=self._metric.name, scores=(before, after), drop_upper_bound=bound)
+
+
 def _sums_of_squares(expected: Array, actual: Array, *, batched: bool) -> tuple[Array, Array]:
     """Sums of squares of an output and of its errors by sample (first axis), float64 (N,)."""
     rows = len(expected) if batched and expected.ndim else 1
     flat_expected = expected.reshape(rows, -1).astype(np.float64)
     errors = actual.reshape(rows, -1) - flat_expected
     return np.einsum("ij,ij->i", flat_expected, flat_expected), np.einsum("ij,ij->i", errors, errors)
+
+
+def model_inputs(runner: Runner, feed: Feeds) -> dict[str, Any]:
+    """Return the entries of a feed that the model takes, without labels."""
+    return {spec.name: feed[spec.name] for spec in runner.inputs}
 
 
 def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dict[str, str]:
@@ -198,6 +238,7 @@ class ComparisonSamples:
     footprint: RunFootprint  # footprint of a run of the float model
     labels: str = ""  # key of the labels in the dataset, or ""
     max_site_samples: int | None = None  # number of samples on which quantized tensors are measured, or None for all
+    metric: Metric | None = None  # the user's metric
 
 
 def compare_runners(
@@ -229,13 +270,15 @@ def compare_runners(
             quantized_runner, batches, load.block_size, quantized_tensors, inputs=inputs, max_elements=elements
         ) and is_batch_independent(site_runner, batches, load.block_size, float_tensors, max_elements=elements)
     tallies = [OutputTally(name, quantized_name, batched=batched) for name, quantized_name in output_names.items()]
+    input_names = [spec.name for spec in float_runner.inputs]
+    scores = None if samples.metric is None else MetricTally(samples.metric, input_names, output_names)
     blocks = -(-batches.count // load.block_size)
     site_samples = batches.count if samples.max_site_samples is None else samples.max_site_samples
     all_feeds = block_feeds(batches, [(0, blocks)], load.block_size, join_samples=batched)
     feeds, *site_feeds = tee_items(all_feeds, 1 if sites is None or site_runner is None else 1 + COMPARE_THREADS)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(COMPARE_THREADS))
-        model_pair = ModelPairRunner(float_runner, quantized_runner, inputs, labels)
+        model_pair = ModelPairRunner(float_runner, quantized_runner, inputs)
         if sites is not None and site_runner is not None:
             for site_feed in site_feeds:
                 stack.enter_context(closing(site_feed))
@@ -258,6 +301,8 @@ def compare_runners(
                 for tally in tallies:
                     name = tally.quantized_name
                     tally.add(expected.get(tally.name), actual.get(name), feed.get(labels), observed.get(name))
+            if scores is not None:
+                scores.add(feed, expected, actual)
             del expected, actual, observed
             if block is not None:
                 completed = min((block + 1) * load.block_size, batches.count)
@@ -272,6 +317,7 @@ def compare_runners(
         outputs=tuple(tally.figures() for tally in tallies),
         sites=() if sites is None else sites.figures(),
         labels=labels,
+        metric=None if scores is None else scores.figures(),
     )
 
 
@@ -293,9 +339,9 @@ def outputs_equal(expected: Mapping[str, Array], actual: Mapping[str, Array]) ->
 class ModelPairRunner:
     """Run both models side by side, unobserved and observed."""
 
-    def __init__(self, float_runner: Runner, quantized_runner: Runner, inputs: Mapping[str, str], labels: str) -> None:
+    def __init__(self, float_runner: Runner, quantized_runner: Runner, inputs: Mapping[str, str]) -> None:
         self._float_runner, self._quantized_runner = float_runner, quantized_runner
-        self._inputs, self._labels = inputs, labels
+        self._inputs = inputs
         self._sites: ComparedSites | None = None
         self._observations: list[Iterator[ObservedTensors]] = []
         self._output_tensors: Mapping[str, TensorRef] = {}
@@ -339,7 +385,7 @@ class ModelPairRunner:
 
     def _without_labels(self, feed: Feeds) -> dict[str, Any]:
         """Remove the labels from a feed."""
-        return {name: value for name, value in feed.items() if name != self._labels}
+        return model_inputs(self._float_runner, feed)
 
     def _quantized_feed(self, feed: Feeds) -> dict[str, Any]:
         """Rename the inputs of a feed for the quantized model."""

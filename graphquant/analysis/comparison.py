@@ -81,6 +81,20 @@ class SiteFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricFigures:
+    """Scores by the user's metric, means over all samples."""
+
+    name: str  # module:function, or the name of the function
+    scores: tuple[float, float]  # of the float and of the quantized model
+    drop_upper_bound: float  # upper bound of the drop with 95% confidence; infinite if there are too few samples
+
+    @property
+    def drop(self) -> float:
+        """Loss of the quantized model."""
+        return self.scores[0] - self.scores[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(HtmlRepresentation):
     """Result of running two models on the same data."""
 
@@ -91,6 +105,7 @@ class Comparison(HtmlRepresentation):
     sites: tuple[SiteFigures, ...]
     labels: str  # key of the labels in the data, or ""
     data_findings: tuple[DataFinding, ...] = ()  # likely mistakes in the data
+    metric: MetricFigures | None = None  # scores by the user's metric, or None without one
 
     @property
     def all_empty(self) -> bool:
@@ -264,7 +279,7 @@ class SqnrConfidence:
             return -math.inf
         shares = error / error_sum - power / power_sum
         deviation = DB_PER_NEPER * math.sqrt(shares @ shares * error.size / (error.size - 1))
-        return DB_PER_NEPER * math.log(power_sum / error_sum) - _student_quantile(error.size - 2) * deviation
+        return DB_PER_NEPER * math.log(power_sum / error_sum) - student_quantile(error.size - 2) * deviation
 
     @property
     def standard_error(self) -> float:
@@ -303,7 +318,7 @@ def _tail_index(error: Array) -> float:
     return min(float(np.log(top[:-1] / top[-1]).mean()), MAX_TAIL_INDEX) if top[-1] > 0 else MAX_TAIL_INDEX
 
 
-def _student_quantile(freedom: int) -> float:
+def student_quantile(freedom: int) -> float:
     """Quantile of Student's distribution (Gaver and Kafadar 1984; exact to 1% from 3 degrees of freedom)."""
     return math.sqrt(freedom * math.expm1(CONFIDENCE_QUANTILE**2 * (freedom - 1.5) / (freedom - 1) ** 2))
 

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Literal
 from graphquant import formats
 from graphquant.analysis.compare import (
     ComparisonSamples,
+    MetricTally,
     OutputTally,
     compare_runners,
     match_inputs,
     match_outputs,
+    model_inputs,
 )
 from graphquant.analysis.comparison import (
     Comparison,
     ErrorSums,
+    MetricFigures,
     OutputFigures,
     SiteFigures,
     ignore_overflow,
@@ -30,7 +33,7 @@ from graphquant.analysis.site_errors import match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
 from graphquant.calibration import is_batch_independent, measure_footprint
 from graphquant.calibration.calibrate import block_feeds
-from graphquant.calibration.holdout import HoldOut, open_optional_labels, sample_range
+from graphquant.calibration.holdout import HoldOut, open_labels, sample_range
 from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
 from graphquant.ir import (
     QUANTIZATION_KINDS,
@@ -70,6 +73,8 @@ OPTIMIZER_LOSS = 6.0  # loss of SQNR in dB by the optimizations of a runtime tha
 NO_SQNR = "no output contains floats, so there is no SQNR"
 NO_AGREEMENT = "no output contains class scores or integers, so there is no agreement"
 NO_ACCURACY = "the data has no 'labels' that match an output with one class per row, so there is no accuracy"
+NO_METRIC = "no metric was measured"
+TOO_FEW = "was measured on too few samples for a confident statement"
 
 
 BoundStatus = Literal["met", "met-not-proven", "missed"]
@@ -83,21 +88,23 @@ class Bounds:
     min_sqnr: float | None = None  # minimum SQNR of each output, in dB
     min_agreement: float | None = None  # minimum share of rows of each output whose top-1 class does not change, 0 to 1
     max_accuracy_drop: float | None = None  # maximum loss of accuracy of each output, as a share of rows, 0 to 1
+    max_metric_drop: float | None = None  # maximum loss of the user's metric, in its unit
 
     def __post_init__(self) -> None:
         """Reject bounds that are NaN or infinite, which every or no model would meet."""
-        for bound in filter(None, (self.min_sqnr, self.min_agreement, self.max_accuracy_drop)):
+        for bound in filter(None, (self.min_sqnr, self.min_agreement, self.max_accuracy_drop, self.max_metric_drop)):
             if not math.isfinite(bound):
                 raise UsageError(f"The bound {bound} is not a finite number. Use a finite number.")
 
     def __bool__(self) -> bool:
-        return (self.min_sqnr, self.min_agreement, self.max_accuracy_drop) != (None, None, None)
+        return self != Bounds()
 
     def __str__(self) -> str:
         texts = [
             f"{self.min_sqnr:g} dB" if self.min_sqnr is not None else "",
             f"{100 * self.min_agreement:g}% agreement" if self.min_agreement is not None else "",
             f"at most {_points(self.max_accuracy_drop)} accuracy drop" if self.max_accuracy_drop is not None else "",
+            f"at most {self.max_metric_drop:g} metric drop" if self.max_metric_drop is not None else "",
         ]
         return ", ".join(filter(None, texts)) or f"{DEFAULT_MIN_SQNR:g} dB"
 
@@ -182,7 +189,7 @@ class Validation:
         if comparison.all_empty:
             problems.append(_empty_outputs_message(comparison))
         outputs = [replace(output, sqnr=self._judged_sqnr(output)) for output in comparison.outputs]
-        return tuple(problems) or (*self.unmeasurable_bounds, *_missed_bounds(outputs, bounds))
+        return tuple(problems) or (*self.unmeasurable_bounds, *_missed_bounds(outputs, comparison.metric, bounds))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -205,6 +212,7 @@ class Validation:
             (bounds.min_sqnr, any(output.sqnr is not None for output in outputs), NO_SQNR),
             (bounds.min_agreement, any(output.agreement is not None for output in outputs), NO_AGREEMENT),
             (bounds.max_accuracy_drop, any(output.accuracy is not None for output in outputs), NO_ACCURACY),
+            (bounds.max_metric_drop, self.comparison.metric is not None, NO_METRIC),
         )
         return tuple(message for bound, is_measurable, message in measurable if bound is not None and not is_measurable)
 
@@ -235,6 +243,11 @@ class Validation:
         caveats = [
             caveat for output in self.comparison.outputs for caveat in _output_caveats(output, self.bounds, samples)
         ]
+        metric, bound = self.comparison.metric, self.bounds.max_metric_drop
+        if metric is not None and bound is not None and metric.drop_upper_bound > bound:
+            measurable = math.isfinite(metric.drop_upper_bound)
+            text = f"drops by at most {metric.drop_upper_bound:.4g} {CONFIDENCE}" if measurable else TOO_FEW
+            caveats.append((f"the metric {metric.name} {text}", measurable and metric.drop > 0))
         if self.reuses_samples and self.bounds:
             reuse = "calibration, an optimization algorithm or a search used these samples"
             caveats.append((f"{reuse}, so the error on other samples may be larger", False))
@@ -253,11 +266,7 @@ def _output_caveats(output: OutputFigures, bounds: Bounds, samples: int) -> Iter
     sqnr, agreement, lost = output.sqnr_lower_bound, output.agreement_lower_bound, output.lost_share_upper_bound or 0
     if bounds.min_sqnr is not None and sqnr is not None and sqnr < bounds.min_sqnr:
         measurable = sqnr > -math.inf
-        message = (
-            f"has at least {sqnr:.2f} dB {CONFIDENCE}"
-            if measurable
-            else "was measured on too few samples for a confident statement"
-        )
+        message = f"has at least {sqnr:.2f} dB {CONFIDENCE}" if measurable else TOO_FEW
         if measurable and CONCENTRATED_ERROR_DIVISOR * output.half_error_samples < samples:
             message += f", because {output.half_error_samples} of {samples} samples cause half of its error"
         yield f"output {output.name!r} {message}", measurable
@@ -280,8 +289,8 @@ def _empty_outputs_message(comparison: Comparison) -> str:
     return f"nothing was compared, because every output was empty for all {comparison.samples} samples"
 
 
-def _missed_bounds(outputs: Sequence[OutputFigures], bounds: Bounds) -> Iterator[str]:
-    """Yield a message for each output that misses a bound."""
+def _missed_bounds(outputs: Sequence[OutputFigures], metric: MetricFigures | None, bounds: Bounds) -> Iterator[str]:
+    """Yield a message for each output that misses a bound, and for the metric."""
     sqnr, agreement, drop = bounds.min_sqnr, bounds.min_agreement, bounds.max_accuracy_drop
     for output in outputs:
         if sqnr is not None and output.sqnr is not None and not output.sqnr >= sqnr:
@@ -295,6 +304,9 @@ def _missed_bounds(outputs: Sequence[OutputFigures], bounds: Bounds) -> Iterator
         if drop is not None and output.accuracy is not None and output.accuracy[0] - output.accuracy[1] > drop:
             shares = " to ".join(f"{100 * share:.2f}%" for share in output.accuracy)
             yield f"the accuracy of output {output.name!r} drops from {shares}, and the bound is {_points(drop)}"
+    if bounds.max_metric_drop is not None and metric is not None and metric.drop > bounds.max_metric_drop:
+        scores = " to ".join(f"{score:.4g}" for score in metric.scores)
+        yield f"the metric {metric.name} drops from {scores}, and the bound is {bounds.max_metric_drop:g}"
 
 
 def validate_model(
@@ -316,7 +328,7 @@ def validate_model(
     """
     try:
         runner = formats.shared_runner(source, "source")
-        batches, labels = open_optional_labels(holdout.dataset, holdout.spec, runner.inputs, holdout.max_samples)
+        batches, labels = open_labels(holdout, runner.inputs)
         # Data that was opened again with labels is not cut off where the hold-out ends.
         batches = replace(batches, count=holdout.dataset.count)
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
@@ -326,6 +338,7 @@ def validate_model(
             footprint=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
             labels=labels,
             max_site_samples=SITE_SAMPLES,
+            metric=holdout.metric,
         )
         report = stage_progress(progress, "validating")
         site_count = sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops())
@@ -333,7 +346,7 @@ def validate_model(
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         comparison = compare_runners(runner, formats.create_runner(quantized), samples, sites, {}, report)
         quantized_macs, total_macs = (
-            count_quantized_macs(source, quantized, measure_tensor_sizes(source, batches, runner, labels))
+            count_quantized_macs(source, quantized, measure_tensor_sizes(source, batches, runner))
             if include_sites
             else (0, 0)
         )
@@ -358,7 +371,7 @@ def validate_model(
     if validation.misses_target:
         low_outputs = [figures for figures in comparison.outputs if (figures.sqnr or 0.0) < (target_sqnr or 0.0)]
         score_sqnr = _measure_scores(
-            (source, runner), (quantized, formats.create_runner(quantized)), low_outputs, batches, labels
+            (source, runner), (quantized, formats.create_runner(quantized)), low_outputs, batches
         )
         validation = replace(validation, score_sqnr=score_sqnr)
     is_suspect = validation.failures or any(output.fusion_loss > OPTIMIZER_LOSS for output in comparison.outputs)
@@ -380,7 +393,6 @@ def _measure_scores(
     quantized: tuple[Model, Runner],
     outputs: Sequence[OutputFigures],
     batches: Dataset,
-    labels: str,
 ) -> dict[str, float]:
     """Measure the SQNR in dB of the scores from which a softmax makes each of `outputs`; others are omitted."""
     tensors: list[dict[str, TensorRef]] = []
@@ -398,7 +410,7 @@ def _measure_scores(
     if not names:
         return {}
     inputs = match_inputs(source[1].inputs, quantized[1].inputs)
-    feeds = [{name: value for name, value in feed.items() if name != labels} for feed in batches]
+    feeds = [model_inputs(source[1], feed) for feed in batches]
     quantized_feeds = ({name: feed[other] for name, other in inputs.items()} for feed in feeds)
     sums = {name: ErrorSums() for name in names}
     observations = (
@@ -445,7 +457,7 @@ class FoldValidator:
         self._source, self._folds, self._bounds = source, folds, bounds
         self._runner = formats.format_module(source.format).create_runner(source)
         first = folds[0]
-        data, self._labels = open_optional_labels(first.dataset, first.spec, self._runner.inputs, first.max_samples)
+        data, self._labels = open_labels(first, self._runner.inputs)
         self._parts = [sample_range(replace(data, count=fold.dataset.count), fold.start, None) for fold in folds]
         self._footprint = measure_footprint(self._runner, self._parts[0])
         self._joins_samples: bool | None = None  # known once a quantized model was run
@@ -477,6 +489,7 @@ class FoldValidator:
 
     def _compare(self, models: Sequence[Model]) -> Comparison:
         tallies: list[OutputTally] = []
+        scores: MetricTally | None = None
         for fold, model in enumerate(models):
             runner = formats.format_module(model.format).create_runner(model)
             inputs = match_inputs(self._runner.inputs, runner.inputs)
@@ -488,12 +501,16 @@ class FoldValidator:
                 names = match_outputs(self._runner.outputs, runner.outputs, {})
                 batched = self._joins_samples
                 tallies = [OutputTally(name, other, batched=batched) for name, other in names.items()]
+                metric, input_names = self._folds[0].metric, [spec.name for spec in self._runner.inputs]
+                scores = None if metric is None else MetricTally(metric, input_names, names)
             for feed, expected in self._expected_outputs(fold):
                 actual = runner.run({name: feed[other] for name, other in inputs.items()})
                 with ignore_overflow():
                     for tally in tallies:
                         values = expected.get(tally.name), actual.get(tally.quantized_name)
                         tally.add(*values, feed.get(self._labels))
+                if scores is not None:
+                    scores.add(feed, expected, actual)
         outputs = tuple(tally.figures() for tally in tallies)
         known = [(figures.sqnr, index) for index, figures in enumerate(outputs) if figures.sqnr is not None]
         errors = iter(tallies[min(known)[1]].sample_errors() if known else ())
@@ -504,6 +521,7 @@ class FoldValidator:
             outputs=outputs,
             sites=(),
             labels=self._labels,
+            metric=None if scores is None else scores.figures(),
         )
 
     def _expected_outputs(self, fold: int) -> Iterator[tuple[Feeds, dict[str, Array]]]:
@@ -515,7 +533,7 @@ class FoldValidator:
         part, block_size = self._parts[fold], self._footprint.block_size
         blocks = [(0, -(-part.count // block_size))]
         for feed, _ in block_feeds(part, blocks, block_size, join_samples=bool(self._joins_samples)):
-            expected = self._runner.run({name: value for name, value in feed.items() if name != self._labels})
+            expected = self._runner.run(model_inputs(self._runner, feed))
             self._cached_bytes += sum(value.nbytes for value in (*feed.values(), *expected.values()))
             pairs.append((feed, expected))
             if self._cached_bytes > MAX_CACHED_BYTES:
@@ -617,17 +635,15 @@ def count_quantized_macs(
     return sum(count for op_id, count in counts.items() if op_id in quantized_ops), sum(counts.values())
 
 
-def measure_tensor_sizes(
-    model: Model, batches: Dataset, runner: Runner | None = None, labels: str = ""
-) -> dict[TensorRef, int]:
+def measure_tensor_sizes(model: Model, batches: Dataset, runner: Runner | None = None) -> dict[TensorRef, int]:
     """Measure on the first sample the element counts that multiply-adds depend on and shapes do not give.
 
-    The `runner` of the model is created if needed. `labels` is the key of the labels in `batches`, or "".
+    The `runner` of the model is created if needed.
     """
     tensors_to_measure = unsized_tensors(model)
     if not tensors_to_measure:
         return {}
     runner = runner or formats.format_module(model.format).create_runner(model)
     hidden = runner.unobservable(tensors_to_measure)
-    feed = {name: value for name, value in next(batches.feeds_between(0, 1)).items() if name != labels}
+    feed = model_inputs(runner, next(batches.feeds_between(0, 1)))
     return runner.element_counts([tensor for tensor in tensors_to_measure if tensor not in hidden], feed)

@@ -21,7 +21,8 @@ from graphquant.analysis.compare import ComparisonSamples, match_inputs, with_se
 from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
-from graphquant.calibration.holdout import open_optional_labels
+from graphquant.calibration.holdout import open_labelled_data
+from graphquant.calibration.metric import load_metric
 from graphquant.errors import UsageError
 from graphquant.quantize import Plan, read_plan
 from graphquant.utils import Progress, stage_progress
@@ -75,7 +76,8 @@ def compare(
     float_runner = formats.format_module(float_ir.format).create_runner(float_ir)
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
     findings = check_samples(batches, float_ir)
-    batches, labels = open_optional_labels(batches, data, float_runner.inputs, settings.samples)
+    metric = load_metric(settings.metric)
+    batches, labels = open_labelled_data(batches, data, float_runner.inputs, settings.samples, metric)
     quantized_runner = formats.format_module(quantized_ir.format).create_runner(quantized_ir)
     sensitivity = None
     if sites is not None and settings.sensitivity:
@@ -83,7 +85,9 @@ def compare(
     comparison = compare_runners(
         float_runner,
         quantized_runner,
-        ComparisonSamples(dataset=batches, footprint=measure_footprint(float_runner, batches), labels=labels),
+        ComparisonSamples(
+            dataset=batches, footprint=measure_footprint(float_runner, batches), labels=labels, metric=metric
+        ),
         sites,
         settings.outputs,
         stage_progress(progress, "comparing"),

@@ -40,6 +40,7 @@ from graphquant.calibration import (
     sites_needing_data,
 )
 from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
+from graphquant.calibration.metric import load_metric
 from graphquant.errors import DataError, EmptyResultError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize import (
     BuiltModel,
@@ -157,6 +158,10 @@ def _check_options(settings: InsertOptions) -> Objective:
         from graphquant.calibration.data import parse_data_spec
 
         parse_data_spec(settings.data)
+    if settings.max_metric_drop is not None and settings.metric is None:
+        raise UsageError("A bound on the metric needs the metric. Pass metric, a function or module:function.")
+    if settings.metric is not None and (settings.data is None or not settings.validate):
+        raise UsageError("The metric is measured in the validation. Pass data, and do not disable the validation.")
     if settings.optimize == "latency" and settings.data is None:
         raise UsageError("Optimizing latency runs the model on samples. Pass data.")
     if settings.optimize == "latency" and settings.size_budget is not None:
@@ -170,6 +175,7 @@ def _check_options(settings: InsertOptions) -> Objective:
             min_sqnr=None if isinstance(settings.min_sqnr, str) else settings.min_sqnr,  # "none"
             min_agreement=settings.min_agreement,
             max_accuracy_drop=settings.max_accuracy_drop,
+            max_metric_drop=settings.max_metric_drop,
         ),
         size_budget=settings.size_budget,
         as_tflite=settings.runtime == "tflite",
@@ -202,6 +208,7 @@ def _split_data(prepared: Model, plan: Plan, objective: Objective, settings: Ins
         runs_algorithms=bool(plan.algorithms and plan.sites),
         has_bounds=bool(objective.bounds),
         has_search=objective.uses_search_set,
+        metric=load_metric(settings.metric),
     )
     if settings.data is not None and settings.validate and settings.max_accuracy_drop is not None:
         inputs = formats.format_module(prepared.format).input_specs(prepared)

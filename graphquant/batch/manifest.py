@@ -92,13 +92,16 @@ def load_entries(
             raise UsageError("\n".join(sentence for _, sentence in mistakes))
         tables = {index: ModelTable(path=(name,)) for index, name in enumerate(table.path)}
         request = BatchRequest(tables=tables, overrides=overridden)
-    return _request_entries(request, allow_code=allow_code or "data" in overridden)
+    return _request_entries(request, allow_code=allow_code)
 
 
 def _request_entries(request: BatchRequest, *, allow_code: bool) -> list[Entry]:
     mistakes = list(request.mistakes)
     selected = [model for model in _select_models(request, mistakes) if model.index not in request.ambiguous]
-    checks = _FileChecks(allow_code=allow_code)
+    # Code on the command line is requested by the user.
+    checks = _FileChecks(
+        allow_data=allow_code or "data" in request.overrides, allow_metric=allow_code or "metric" in request.overrides
+    )
     for index in request.tables:
         mistakes += _entry_mistakes(request, index, checks)
     entries = [(model, _build_entry(request, model, checks, mistakes)) for model in selected]
@@ -159,8 +162,8 @@ def _matching_models(
 class _FileChecks:
     """Cached checks of rule files and data, and the errors in rule files. Each check returns a mistake, or ""."""
 
-    def __init__(self, *, allow_code: bool) -> None:
-        self._allow_code = allow_code
+    def __init__(self, *, allow_data: bool, allow_metric: bool) -> None:
+        self._allow_data, self._allow_metric = allow_data, allow_metric
         self.failures: dict[str, None] = {}
         self.rules, self.data = cache(self._check_rules), cache(self._check_data)
 
@@ -178,12 +181,18 @@ class _FileChecks:
             source = parse_data_spec(spec)
         except DataError as error:
             return str(error)
-        if source.kind == "function" and not self._allow_code:
-            return (
-                f"the data {spec} is Python code, which graphquant would execute. If you trust the manifest, pass"
-                " --allow-code on the command line."
-            )
-        return ""
+        return _code_refusal(f"data {spec}") if source.kind == "function" and not self._allow_data else ""
+
+    def check_metric(self, spec: str) -> str:
+        """Return a mistake if the metric, which is Python code, is not allowed."""
+        return "" if self._allow_metric else _code_refusal(f"metric {spec}")
+
+
+def _code_refusal(subject: str) -> str:
+    return (
+        f"the {subject} is Python code, which graphquant would execute. If you trust the manifest, pass"
+        " --allow-code on the command line."
+    )
 
 
 def _check_file(key: str, path: str) -> str:
@@ -220,6 +229,8 @@ def _entry_mistakes(request: BatchRequest, index: int, checks: _FileChecks) -> I
     data = entry_settings.get("data")
     if data is not None and not _PLACEHOLDER.search(data):
         yield request.key_path(index, "data"), checks.data(rebase_data_spec(data, _base_folder(request, "data")))
+    if (metric := entry_settings.get("metric")) is not None:
+        yield request.key_path(index, "metric"), checks.check_metric(metric)
     for key in _FILE_OPTIONS:
         path = entry_settings.get(key)
         if path is not None and not _PLACEHOLDER.search(path):

@@ -51,6 +51,7 @@ class Gates(_Record):
     min_sqnr: float | Literal["none"] | None = None
     min_agreement: float | None = None  # of the worst output, a share
     max_accuracy_drop: float | None = None  # loss against the float model, a share; the data must have labels
+    max_metric_drop: float | None = None  # loss of the entry's metric against the float model, in its unit
     strict: bool = False  # True if a bound must be proven, and without a bound each output must reach 20 dB
     min_quantized: float | None = None  # multiply-adds with quantized inputs, a share
     max_size: int | None = None  # bytes of the output
@@ -63,7 +64,8 @@ class Gates(_Record):
         return any(getattr(self, name) not in {None, "none"} for name in METRIC_GATES)
 
 
-METRIC_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop")  # gates on metrics; they are options of `insert` too
+# Gates on metrics; they are options of `insert` too.
+METRIC_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "max_metric_drop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ class Entry(_Record):
     ranges_map: str | None = None
     optimize: Literal["macs", "size", "latency"] = "macs"
     search_time: str = "10x"
+    metric: str | None = None
     size_budget: str | None = None
     allow_links: bool = False
     gates: Gates = field(default_factory=Gates)  # bounds for the output
@@ -147,6 +150,7 @@ class OutcomeMetrics(_Record):
     agreement: float | None = None  # agreement of the worst output, a share; None if no output has one
     # Accuracy of the float and the quantized model, for the output with the largest loss; None without labels.
     accuracy: tuple[float, float] | None = None
+    metric: tuple[float, float] | None = None  # scores of both models by the entry's metric; None without one
     samples: int = 0  # number of samples
     random: bool = False  # True if the samples are random
     problem: str = ""  # reason why an output cannot be compared, else ""

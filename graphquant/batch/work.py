@@ -56,6 +56,7 @@ def outcome_metrics(result: Result) -> OutcomeMetrics | None:
         exact=not problem and all(output.max_error == 0 for output in comparison.outputs),
         agreement=comparison.agreement,
         accuracy=max(accuracies, key=lambda accuracy: accuracy[0] - accuracy[1], default=None),
+        metric=None if comparison.metric is None else comparison.metric.scores,
         samples=comparison.samples,
         random=comparison.random,
         problem=problem or ("values are not finite" if comparison.sqnr == -math.inf else ""),
@@ -106,6 +107,10 @@ def _metric_miss(gate: str, bound: float, metrics: OutcomeMetrics) -> str:
             message = (
                 f"accuracy fell from {before:.2%} to {after:.2%}, by more than {bound:.2%}"  # 1e-11: rounded shares
             )
+        case "max_metric_drop", OutcomeMetrics(metric=None):
+            message = "the entry has no metric. Add 'metric'"
+        case "max_metric_drop", OutcomeMetrics(metric=(before, after)) if before - after > bound:
+            message = f"the metric fell from {before:.4g} to {after:.4g}, by more than {bound:g}"
     return message
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.errors import DataError
-from graphquant.formats import InputSpec
+from graphquant.formats import ANY_DTYPE, InputSpec
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.data.check import SampleCheck
     from graphquant.calibration.data.dataset import Feed
+    from graphquant.calibration.metric import Metric
     from graphquant.calibration.stats import Stats
     from graphquant.ir import Model
 
@@ -36,6 +37,7 @@ class HoldOut:
     reuses_samples: bool  # true if calibration uses the reserved samples too
     # True if the ranges come from statistics of other data, which may contain some of these samples.
     calibrated_on_other_data: bool = False
+    metric: Metric | None = None  # the user's metric, which needs all arrays of the data
 
     def samples(self) -> Dataset:
         """Return the reserved samples."""
@@ -53,12 +55,44 @@ def sample_range(dataset: Dataset, start: int, max_count: int | None) -> Dataset
     )
 
 
-def split_holdout(spec: str, max_samples: int | None, dataset: Dataset) -> tuple[Dataset, HoldOut]:
+def split_holdout(
+    spec: str, max_samples: int | None, dataset: Dataset, metric: Metric | None = None
+) -> tuple[Dataset, HoldOut]:
     """Split data into calibration samples and a hold-out: the last fifth, but at least 4 of 8 or more samples."""
     start = max(dataset.count - max(MIN_HOLDOUT_SAMPLES, dataset.count // HOLDOUT_DIVISOR), 0)
     too_few = dataset.count < 2 * MIN_HOLDOUT_SAMPLES
-    holdout = HoldOut(spec=spec, max_samples=max_samples, dataset=dataset, start=start, reuses_samples=too_few)
+    holdout = HoldOut(
+        spec=spec, max_samples=max_samples, dataset=dataset, start=start, reuses_samples=too_few, metric=metric
+    )
     return dataset if too_few else replace(dataset, count=start), holdout
+
+
+def open_labels(holdout: HoldOut, inputs: Sequence[InputSpec]) -> tuple[Dataset, str]:
+    """Open the data of a hold-out with its class labels, and for a metric with all arrays that no input takes."""
+    return open_labelled_data(holdout.dataset, holdout.spec, inputs, holdout.max_samples, holdout.metric)
+
+
+def open_labelled_data(
+    dataset: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None, metric: Metric | None
+) -> tuple[Dataset, str]:
+    """Open the data with its class labels, if there are any, and for a metric with all arrays that no input takes.
+
+    Return the data and the key of the class labels, or "". Raises a DataError if an array does not fit the samples.
+    """
+    opened, labels = open_optional_labels(dataset, data, inputs, samples)
+    other_keys = [key for key in dataset.ignored if key != labels and not key.startswith("files with ")]
+    if metric is None or not other_keys:
+        return opened, labels
+    from graphquant.calibration.data import open_data
+
+    specs = [*inputs, *([_class_labels(labels)] if labels else [])]
+    specs += [InputSpec(name=key, dtype=ANY_DTYPE, shape=None) for key in other_keys]
+    return open_data(data, specs, samples=samples, require_finite=False), labels
+
+
+def _class_labels(name: str) -> InputSpec:
+    """Return the class indices of samples as an input."""
+    return InputSpec(name=name, dtype="int64", shape=(None,))
 
 
 def open_optional_labels(
@@ -83,7 +117,7 @@ def open_required_labels(
             f"{data} has no 'labels', which an accuracy bound needs. Add an integer array with the class index of each"
             " sample."
         )
-    input_specs = [*inputs, InputSpec(name=name, dtype="int64", shape=(None,))]
+    input_specs = [*inputs, _class_labels(name)]
     try:
         return open_data(data, input_specs, samples=samples, require_finite=False), name
     except DataError as error:
@@ -106,6 +140,7 @@ class CalibrationData:
     runs_algorithms: bool  # true if the plan has optimization algorithms
     has_bounds: bool  # true if a search measures plans against bounds
     has_search: bool  # true if a search measures plans
+    metric: Metric | None = None  # the user's metric, or None
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -114,7 +149,7 @@ class CalibrationData:
 
     @cached_property
     def _split(self) -> tuple[Dataset, HoldOut]:
-        return split_holdout(self.spec or "", self.max_samples, self.dataset)
+        return split_holdout(self.spec or "", self.max_samples, self.dataset, self.metric)
 
     @cached_property
     def calibration(self) -> Dataset | None:
@@ -154,6 +189,7 @@ class CalibrationData:
             dataset=replace(data, count=stop),
             start=start,
             reuses_samples=False,
+            metric=self.metric,
         )
 
         def open_others(first: int, last: int) -> Iterator[Feed]:

@@ -58,6 +58,8 @@ def compare_command(
             check_output(output_path, path, force=force)
     if settings.sensitivity and not settings.sites:
         raise UsageError("--sensitivity measures quantized tensors. Remove --outputs-only.")
+    if bounds.max_metric_drop is not None and settings.metric is None:
+        raise UsageError("--max-metric-drop is a bound on the metric. Add --metric MODULE:FUNCTION.")
     if html is not None and not settings.sites:
         raise UsageError("--html shows the errors of quantized tensors. Remove --outputs-only.")
     models = (
@@ -90,7 +92,7 @@ def _parse_matches(pairs: tuple[str, ...]) -> dict[str, str]:
 
 def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
     """Fail if a bound is missed, or if it applies to no output."""
-    if bounds.min_sqnr is None and bounds.min_agreement is None:
+    if bounds == CompareBounds():
         return
     if comparison.all_empty:
         raise FindingsError(
@@ -106,6 +108,9 @@ def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
         failures.append(f"the worst output has {sqnr:.2f} dB, and --min-sqnr is {bounds.min_sqnr:g} dB")
     if bounds.min_agreement is not None and agreement is not None and not agreement >= bounds.min_agreement:
         failures.append(f"{100 * agreement:.2f}% agree, and --min-agreement is {100 * bounds.min_agreement:g}%")
+    metric = comparison.metric
+    if bounds.max_metric_drop is not None and metric is not None and metric.drop > bounds.max_metric_drop:
+        failures.append(f"the metric drops by {metric.drop:.4g}, and --max-metric-drop is {bounds.max_metric_drop:g}")
     uncomparable = [output for output in comparison.outputs if output.problem]
     if uncomparable:
         failures = [f"output {uncomparable[0].name!r} cannot be compared, because {uncomparable[0].problem}"]

@@ -77,7 +77,7 @@ def _check_combinations(settings: InsertOptions) -> None:
         )
     if settings.data is None and settings.samples is not None:
         raise UsageError("--samples limits the samples of --data. Add --data.")
-    bounds = (settings.min_sqnr, settings.min_agreement, settings.max_accuracy_drop)
+    bounds = (settings.min_sqnr, settings.min_agreement, settings.max_accuracy_drop, settings.max_metric_drop)
     has_bounds = any(bound not in {None, NO_TARGET} for bound in bounds)
     if (settings.strict or has_bounds) and (not settings.validate or settings.data is None):
         raise UsageError("--strict and bounds need the validation. Add --data, and remove --no-validate.")

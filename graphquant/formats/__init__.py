@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FeedT = TypeVar("FeedT")
 ResultT = TypeVar("ResultT")
 
+ANY_DTYPE = "any"  # dtype of an array of the data that no model reads, such as labels
 Feeds = Mapping[str, npt.NDArray[Any]]
 
 

@@ -88,6 +88,8 @@ Seconds = Annotated[float, Field(gt=0), AfterValidator(parse_finite)]
 NumberFromZero = Annotated[int, Field(ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Count = Annotated[int, Field(ge=1)]
+# `module:function`, or the function itself.
+MetricFunction = Annotated[Any, WithJsonSchema({"type": "string"})]
 Cost = Literal["macs", "size", "latency"]
 Runtime = Literal["tflite"]
 # A path, or the object that its file contains. The functions that use it check its type.

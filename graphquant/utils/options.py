@@ -22,8 +22,10 @@ if TYPE_CHECKING:
         Cost,
         Count,
         Decibels,
+        MetricFunction,
         NameMapOrPath,
         Names,
+        NonNegative,
         ObjectOrPath,
         Runtime,
         SearchTime,
@@ -162,6 +164,14 @@ class InsertOptions(PlanOptions):
     max_accuracy_drop: Share | None = option(
         None, "Maximum loss of accuracy of each output: 0.005 or 0.5%. The data needs labels.", metavar="SHARE"
     )
+    metric: MetricFunction | None = option(
+        None,
+        "Function of outputs and labels that scores a batch, higher is better; it is executed. See docs/compare.md.",
+        metavar="MODULE:FUNCTION",
+    )
+    max_metric_drop: NonNegative | None = option(
+        None, "Maximum loss of the metric against the float model, in its own unit.", metavar="X"
+    )
     strict: bool = option(
         False,
         "Exit code 1 also if an output misses the default target of 20 dB, if the samples are too few to prove that a"
@@ -233,6 +243,11 @@ class CompareOptions(ReadOptions):
         flag="--outputs-only",
         help="Compare only the outputs, which is faster.",
     )
+    metric: MetricFunction | None = option(
+        None,
+        "Function of outputs and labels that scores a batch, higher is better; it is executed. See docs/compare.md.",
+        metavar="MODULE:FUNCTION",
+    )
     sensitivity: bool = option(False, "Measure the effect of each quantized tensor on the outputs, in at most 16 runs.")
     max_memory: Bytes | None = option(
         None, "Maximum size of a tensor of a small model, such as 4GB. Default: 256 MiB.", metavar="SIZE"
@@ -246,6 +261,9 @@ class CompareBounds(Options):
     min_sqnr: Decibels | None = option(None, "Exit code 1 if an output has a lower SQNR.", metavar="DB")
     min_agreement: Share | None = option(
         None, "Exit code 1 if an output has a lower top-1 agreement: 0.99 or 99%.", metavar="SHARE"
+    )
+    max_metric_drop: NonNegative | None = option(
+        None, "Exit code 1 if the metric of the quantized model is lower by more, in its own unit.", metavar="X"
     )
 
 

@@ -18,6 +18,7 @@ from graphquant.visualize.tables import Column, Table, join_names, plain_line, p
 
 if TYPE_CHECKING:
     from graphquant.analysis import Comparison, Differences, OutputFigures, SiteFigures
+    from graphquant.analysis.comparison import MetricFigures
     from graphquant.analysis.validation import Validation
     from graphquant.api import Proof, StripResult
     from graphquant.optimize import SearchTrace
@@ -44,10 +45,16 @@ def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
         worst = f"worst output {_decibel_text(comparison.sqnr)} dB"
         summary = ["the worst output has no SQNR" if comparison.sqnr == -math.inf else worst]
     summary += [f"{_percent_text(comparison.agreement)} agree"] if comparison.agreement is not None else []
+    summary += [f"{metric_text(comparison.metric)}"] if comparison.metric is not None else []
     figures = ", ".join(summary) or ("Nothing compared" if comparison.all_empty else "Compared")
     sections += uncertainty_lines(comparison)
     sections.append(plain_line(f"{figures}, over {pluralize(comparison.samples, 'sample')}.", "bold"))
     return Group(*sections)
+
+
+def metric_text(metric: MetricFigures) -> str:
+    """Return the scores of both models by the user's metric."""
+    return f"{metric.name} " + " to ".join(f"{score:.4g}" for score in metric.scores)
 
 
 def data_warnings(findings: Iterable[DataFinding]) -> list[RenderableType]:
@@ -324,6 +331,7 @@ def _validation_summary(validation: Validation, comparison: Comparison) -> str:
         verb = "it was" if len(empty_names) == 1 else "they were"
         message = f"{join_names(empty_names, WORST_SHOWN)} cannot be compared: {verb} empty for all {samples}"
         outputs = f"{outputs}; {message}" if outputs else message
+    outputs = ", ".join(filter(None, (outputs, metric_text(comparison.metric) if comparison.metric else "")))
     return f"Validated on {samples} {data_text}: {outputs}"
 
 

@@ -45,6 +45,15 @@ class SiteErrors(JsonObject):
     note: OptionalText
 
 
+class MetricScores(JsonObject):
+    """Scores of both models by the user's metric; the bound of the drop is null if there are too few samples."""
+
+    name: str
+    scores: Accuracy
+    drop: float
+    drop_upper_bound: Metric
+
+
 class CompareResult(JsonResult):
     """Result of `compare`."""
 
@@ -53,6 +62,7 @@ class CompareResult(JsonResult):
     labels: OptionalText
     sqnr: Metric
     agreement: float | None
+    metric: MetricScores | None
     outputs: tuple[OutputErrors, ...]
     sites: tuple[SiteErrors, ...]
     data_findings: tuple[DataFinding, ...]

@@ -214,6 +214,7 @@ class BoundsJson(JsonObject):
     sqnr: float | None = at("min_sqnr")
     agreement: float | None = at("min_agreement")
     accuracy_drop: float | None = at("max_accuracy_drop")
+    metric_drop: float | None = at("max_metric_drop")
 
 
 class ValidationJson(JsonObject):

@@ -10,7 +10,7 @@ from graphquant.analysis.validation import Bounds, Validation
 from graphquant.batch.types import BatchFinding, Gates, Outcome, OutcomeMetrics
 from graphquant.batch.work import gate_misses, outcome_metrics
 
-METRICS = OutcomeMetrics(sqnr=30.0, agreement=0.975, accuracy=(0.97, 0.95), samples=40)
+METRICS = OutcomeMetrics(sqnr=30.0, agreement=0.975, accuracy=(0.97, 0.95), metric=(7.5, 7.0), samples=40)
 
 
 def missed_gates(gates, metrics=METRICS, **fields):
@@ -26,6 +26,7 @@ def missed_gates(gates, metrics=METRICS, **fields):
         ({"min_sqnr": 30.0}, {"min_sqnr": 30.01}, ("30.00 dB", "30.01")),
         ({"min_agreement": 0.975}, {"min_agreement": 0.98}, ("97.50%", "98%")),
         ({"max_accuracy_drop": 0.02}, {"max_accuracy_drop": 0.019}, ("97.00%", "95.00%", "1.90%")),
+        ({"max_metric_drop": 0.5}, {"max_metric_drop": 0.4}, ("7.5", "7", "0.4")),
         ({"min_quantized": 0.9}, {"min_quantized": 0.91}, ("90.00%", "91%")),
         ({"max_size": 1000}, {"max_size": 999}, ("1000", "999")),
     ],
@@ -75,8 +76,8 @@ def test_findings_miss_the_check_gate():
 
 def test_unmeasured_gates_are_missed():
     """A bound that cannot be measured is a miss, with the reason."""
-    gates = Gates(min_sqnr=1, min_agreement=1, max_accuracy_drop=1)
-    names = {"min_sqnr", "min_agreement", "max_accuracy_drop"}
+    gates = Gates(min_sqnr=1, min_agreement=1, max_accuracy_drop=1, max_metric_drop=1)
+    names = {"min_sqnr", "min_agreement", "max_accuracy_drop", "max_metric_drop"}
     assert missed_gates(gates, None).keys() == names
     assert missed_gates(gates, OutcomeMetrics(problem="it is broken")) == dict.fromkeys(names, "it is broken")
     assert missed_gates(gates, OutcomeMetrics()).keys() == names

@@ -235,6 +235,19 @@ def test_code_of_a_manifest_needs_the_command_line(empty_models, manifest, data)
         load_entries(allow_code=True)
 
 
+def test_metric_of_a_manifest_needs_the_command_line(empty_models):
+    """A metric of a manifest is code, which data on the command line does not allow."""
+    text = "[defaults]\ndata = 'random:3'\nmetric = 'code:score'\n[[model]]\npath = 'models/a.onnx'\n"
+    Path(MANIFEST_NAME).write_text(text, "utf-8")
+    for overrides in ({}, {"data": "random:4"}):
+        with pytest.raises(ManifestError, match="--allow-code"):
+            load_entries([], overrides)
+    (entry,) = load_entries(allow_code=True)
+    assert entry.metric == "code:score"
+    (entry,) = load_entries([], {"metric": "code:other"})
+    assert entry.metric == "code:other"
+
+
 def test_missing_manifest(empty_models):
     """A missing manifest, or a pyproject.toml without the table, raises UsageError with the file's name."""
     with pytest.raises(UsageError, match=r"graphquant\.toml or pyproject\.toml"):

@@ -62,6 +62,7 @@ NOT_WRITTEN = {
     },
     "inspect": {"function_clones[]", "tensors[]"},
     "data check": {"findings[]"},
+    "compare": {"metric"},
     "check": {"findings[]"},
     "diff": {"changes[]"},
 }

@@ -14,6 +14,7 @@ import numpy as np
 from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
 from graphquant.calibration.data.files import MAX_FEED_BYTES, DataFile, hash_files
 from graphquant.errors import DataError, did_you_mean
+from graphquant.formats import ANY_DTYPE
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
@@ -183,6 +184,8 @@ def check_dtype_range(array_fit: ArrayFit, values: Array) -> None:
 def _stacking_layout(label: str, model_input: InputSpec, shape: tuple[int, ...]) -> tuple[int, bool]:
     """Return `rows_per_feed` and `whole_feeds` of an `ArrayFit` for an array of `shape`."""
     input_shape = model_input.shape
+    if model_input.dtype == ANY_DTYPE:
+        return (1, False) if shape else (0, False)
     if input_shape is None:
         return (1, True) if shape else (0, False)
     if _fits_input_shape(shape[1:], input_shape) and len(shape) > len(input_shape):
@@ -229,6 +232,8 @@ def _feed_dtype(label: str, model_input: InputSpec, stored_dtype: np.dtype[Any])
     """Return the dtype of the fed values. Raises a DataError if values of `stored_dtype` are of another kind."""
     if stored_dtype.hasobject and model_input.dtype not in STRING_DTYPES:
         raise DataError(f"{label} contains Python objects, which are never loaded. Save numbers instead.")
+    if model_input.dtype == ANY_DTYPE:
+        return stored_dtype
     if model_input.dtype in STRING_DTYPES and stored_dtype.kind in "SUO":
         return np.dtype(object)  # runners take strings as objects
     dtype = numpy_dtype(model_input.dtype)

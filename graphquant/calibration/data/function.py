@@ -13,13 +13,16 @@ import itertools
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import graphquant
 from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
 from graphquant.calibration.data.files import MAX_FEED_BYTES
 from graphquant.calibration.data.fit import (
@@ -74,17 +77,23 @@ def open_function(request: DataRequest) -> Dataset:
     )
 
 
-def _import_factory(spec: str) -> Callable[[], Any]:
-    """Import the function that creates the iterable."""
+def import_object(spec: str, advice: str) -> Any:
+    """Import the object `module:name`. Raises a DataError with the advice if the module has no such object."""
     name, _, path = spec.partition(":")
     if os.getcwd() not in sys.path:  # noqa: PTH109  # a string, as sys.path holds
         sys.path.append(os.getcwd())  # noqa: PTH109  # the same
-    with _wrap_user_errors(spec, "cannot be imported"):
+    with wrap_user_errors(spec, "cannot be imported"):
         resolved: Any = importlib.import_module(name)
     for attribute in path.split("."):
         if not hasattr(resolved, attribute):
-            raise DataError(f"The module {name} has no {path!r}. Name a function that returns the data.")
+            raise DataError(f"The module {name} has no {path!r}. {advice}")
         resolved = getattr(resolved, attribute)
+    return resolved
+
+
+def _import_factory(spec: str) -> Callable[[], Any]:
+    """Import the function that creates the iterable."""
+    resolved = import_object(spec, "Name a function that returns the data.")
     if isinstance(resolved, Iterator):
         raise DataError(
             f"{spec} can be read only once, but calibration makes several passes. Name a function that creates it."
@@ -98,26 +107,36 @@ def _import_factory(spec: str) -> Callable[[], Any]:
 
 
 @contextmanager
-def _wrap_user_errors(spec: str, failure: str) -> Iterator[None]:
-    """Turn any exception of the user's code into a DataError."""
+def wrap_user_errors(spec: str, failure: str) -> Iterator[None]:
+    """Turn any exception of the user's code into a DataError with the line that raised it."""
     try:
         yield
     except GraphQuantError:
         raise
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise DataError(f"{spec} {failure}: {reason}. Run it separately to find the cause.") from error
+        raise DataError(
+            f"{spec} {failure}: {reason}{_error_line(error)}. Run it separately to find the cause."
+        ) from error
+
+
+def _error_line(error: BaseException) -> str:
+    """Return the file and line of the user's code that raised an error, "" if there is none."""
+    libraries = (os.path.dirname(os.__file__), str(Path(graphquant.__file__).parent), "<")  # noqa: PTH120  # a prefix
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    frames = [frame for frame in frames if "site-packages" not in frame.filename]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _iterate_items(create_iterable: Callable[[], Any], request: DataRequest) -> Iterator[tuple[str, dict[str, Array]]]:
     """Yield the label of each item and its arrays by name."""
     spec = request.source.spec
-    with _wrap_user_errors(spec, "failed"):
+    with wrap_user_errors(spec, "failed"):
         iterable = create_iterable()
         iterator = iter(iterable) if not hasattr(iterable, "get_next") else _iterate_reader(iterable.get_next)
     for index in itertools.count():
         label = f"{spec}, item {index}"
-        with _wrap_user_errors(spec, f"failed at item {index}"):
+        with wrap_user_errors(spec, f"failed at item {index}"):
             try:
                 item = next(iterator)
             except StopIteration:
