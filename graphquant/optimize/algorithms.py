@@ -148,7 +148,13 @@ def rebuild_model(base: BuiltModel, plan: Plan, stats: Stats | None) -> BuiltMod
             for use in filter(None, (weighted.weight, weighted.bias)):
                 _restore_constant(prepared, model, use)
     moved_plan = _follow_moved_constants(plan, prepared, model, base.edits.solution.plan)
-    solution = solve_scales(model, moved_plan, sketches, unobservable)
+    ranged_model = model
+    if base.edits.edited_weights:
+        # The scales of rounded weights are those of the weights before.
+        ranged_model = model.copy()
+        for use in base.edits.edited_weights:
+            _restore_constant(prepared, ranged_model, use)
+    solution = solve_scales(ranged_model, moved_plan, sketches, unobservable)
     edits = replace(base.edits, model=model, solution=solution, integer_cache=None)
     return _rewrite_edited(edits, float_weights=base.float_weights)
 

@@ -487,6 +487,7 @@ class PlanMeasurer:
         self._prepared, self._plan, self._built, self._folds = prepared, plan, built, folds
         self._validator = FoldValidator(source, [fold.held_out for fold in folds], bounds)
         self._worst_fold = 0
+        self._edited_builds: dict[int, BuiltModel] = {}
         self._recent_builds: list[tuple[Plan, list[BuiltModel]]] = []  # of the last plans, the newest last
         self._bypasses: tuple[Plan, list[SiteBypass]] | None = None
 
@@ -545,19 +546,26 @@ class PlanMeasurer:
         return known
 
     def _build_fold(self, fold: SearchFold, plan: Plan) -> BuiltModel:
-        fits = self._fits_edits(plan)
-        return rebuild_model(self._built, plan, fold.stats) if fits else fold.build(plan)
+        if not self._fits_edits(plan):
+            return fold.build(plan)
+        return rebuild_model(self._edited_build(fold), plan, fold.stats)
 
-    def _fits_edits(self, plan: Plan) -> bool:
-        """Return True if the weight edits for the plan of the rules fit `plan`.
+    def _edited_build(self, fold: SearchFold) -> BuiltModel:
+        """Return the model of the rules whose weight edits serve for a fold.
 
         Rounding algorithms fit the weights so closely to their samples that they run again without those of the fold.
         """
+        if {GPTQ, ADAROUND}.isdisjoint(self._plan.algorithms):
+            return self._built
+        number = self._folds.index(fold)
+        if number not in self._edited_builds:
+            self._edited_builds[number] = fold.build(self._plan)
+        return self._edited_builds[number]
+
+    def _fits_edits(self, plan: Plan) -> bool:
+        """Return True if the weight edits for the plan of the rules fit `plan`, because weights have the same types."""
         schemes = {use: site.scheme for site in self._plan.sites if site.parameter for use in site.uses}
-        same_weights = all(
-            schemes.get(use) == site.scheme for site in plan.sites if site.parameter for use in site.uses
-        )
-        return same_weights and {GPTQ, ADAROUND}.isdisjoint(plan.algorithms)
+        return all(schemes.get(use) == site.scheme for site in plan.sites if site.parameter for use in site.uses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

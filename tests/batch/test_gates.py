@@ -66,6 +66,16 @@ def test_nearly_all_is_not_all():
         assert missed.keys() == {"min_agreement", "min_quantized"}
 
 
+def test_unproven_bounds_miss_the_strict_gate():
+    """A bound that is met but not proven is a miss with `strict` alone, and so is a model that was not compared."""
+    metrics = OutcomeMetrics(sqnr=30.0)
+    gates = Gates(min_sqnr=30.0, strict=True)
+    assert missed_gates(gates, metrics, strict_failure="too few samples") == {"strict": "too few samples"}
+    assert missed_gates(gates, metrics) == {}
+    assert missed_gates(Gates(min_sqnr=30.0), metrics, strict_failure="too few samples") == {}
+    assert missed_gates(Gates(strict=True), None).keys() == {"strict"}
+
+
 def test_findings_miss_the_check_gate():
     """Findings are a miss if the gates include a check."""
     findings = (BatchFinding(code="GQ101", level="warning", graph="", op="a", message="x", fix="y"),) * 2

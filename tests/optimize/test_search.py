@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,12 @@ import pytest
 from support.shared_models import SHARED_MODELS
 
 import graphquant as gq
-from graphquant.optimize import search_cheapest_plan
+from graphquant.api.plan import prepare_and_plan
+from graphquant.calibration.data import open_data
+from graphquant.formats import format_module
+from graphquant.ir import Parameters
+from graphquant.optimize import build_model, search_cheapest_plan
+from graphquant.optimize.algorithms import rebuild_model
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     RULE_CANDIDATE,
@@ -34,6 +40,7 @@ from graphquant.optimize.selection import (
     settle_selection,
     total_error,
 )
+from graphquant.utils.options import PlanOptions
 from graphquant.visualize.compare_report import search_view
 
 if TYPE_CHECKING:
@@ -135,8 +142,6 @@ def test_groups_are_sites_of_one_scale(samples: Path) -> None:
 
 
 def _prepared(samples: Path) -> Any:
-    from graphquant.api.plan import prepare_and_plan
-
     return prepare_and_plan(gq.load(samples / "digits_cnn.onnx"), by_cost=False)
 
 
@@ -380,3 +385,36 @@ def test_weights_alone_are_searched_for_too(samples: Path) -> None:
     assert all("the search chose" in site.why for site in result.plan.sites if site.rule == "search")
     again = gq.insert(model, plan=result.plan)
     assert [str(pair.site) for pair in again.inserted] == [str(pair.site) for pair in result.inserted]
+
+
+def test_a_model_with_the_edits_of_another_plan(samples: Path) -> None:
+    """The same plan gives the same model without running its algorithms; a float op gets its own weight and bias."""
+    source, images = gq.load(samples / "digits_cnn.onnx"), samples / "digits_cnn_calib.npz"
+    rules = '[scheme.few]\nbits = 4\nnarrow = true\n[[rule]]\nname = "few"\nproducer = { kind = "parameter" }\n'
+    rules += 'consumer = { kind = "conv|gemm|matmul", input = "weight" }\nquantize = "few"\n'
+    options = PlanOptions(rules=(rules,), algorithms=("adaround", "bias-correction"))
+    prepared, plan = prepare_and_plan(source, options, by_cost=False)
+    data = open_data(str(images), format_module("onnx").input_specs(prepared))
+    base = build_model(prepared, plan, stats=None, calibration_data=data, float_weights=False)
+    assert base.edits.edited_weights
+    feeds = [{"image": image[None]} for image in np.load(images)["image"][:3]]
+
+    def run(model: gq.Model) -> list[Any]:
+        runner = format_module("onnx").create_runner(model)
+        return [value for feed in feeds for value in runner.run(feed).values()]
+
+    same = rebuild_model(base, plan, None)
+    for expected, actual in zip(run(base.model), run(same.model), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    float_use = next(use for site in plan.sites for use in site.uses if use in base.edits.edited_weights)
+    partly = replace(plan, sites=tuple(site for site in plan.sites if float_use not in site.uses))
+    rebuilt = rebuild_model(base, partly, None)
+    models = prepared, rebuilt.model
+    tensors = [model.graphs[float_use.graph].source_of(float_use) for model in models]
+    for value in (Parameters(model).value(tensor) for model, tensor in zip(models, tensors, strict=True)):
+        np.testing.assert_array_equal(value, Parameters(prepared).value(tensors[0]))
+    params = {pair.site.uses[0]: pair.params for pair in base.insertions}
+    assert [pair.params.scale.tolist() for pair in rebuilt.insertions] == [
+        params[pair.site.uses[0]].scale.tolist() for pair in rebuilt.insertions
+    ]
+    assert len(rebuilt.insertions) == len(base.insertions) - 1
