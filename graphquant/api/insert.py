@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,7 @@ def insert(
     context = _RepairContext(source, prepared, data, settings, start, progress)
     repair, search_objective = None, objective
     if objective.bounds.min_sqnr is not None and data.search_set is not None and context.allows(objective):
+        workspace = replace(workspace, build=lru_cache(1)(workspace.build))  # the search starts with the same plan
         improved, repair = context.choose_algorithms(workspace, objective.bounds.min_sqnr)
         if improved is not workspace:
             stats, folds = _provide_folds(source, improved.state, data, settings, progress)
