@@ -13,7 +13,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.analysis import match_sites
-from graphquant.api.plan import prepare_for_plan
+from graphquant.api.plan import prepare_and_plan, prepare_for_plan
 from graphquant.calibration import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
@@ -62,7 +62,8 @@ def made(samples: Path) -> Callable[[str], gq.Result]:
 
     def make(name: str) -> gq.Result:
         data = samples / f"{name.partition('.')[0]}_calib.npz"
-        return gq.insert(samples / name, data=str(data), samples=40, validate=False)
+        plan = prepare_and_plan(gq.load(samples / name), by_cost=False)[1]
+        return gq.insert(samples / name, plan=plan, data=str(data), samples=40, validate=False)
 
     return make
 
