@@ -708,6 +708,8 @@ class _Repair:
             try:
                 selection = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim).selection
             except SearchLimitError:
+                if not estimates:
+                    raise
                 # The best plan so far still has to be built.
                 ranks = {
                     entry: self._rank(sqnr + offset, recipe_of(entry), self._aim) for entry, sqnr in estimates.items()
