@@ -8,6 +8,7 @@ from __future__ import annotations
 PSEUDO_KINDS = {
     "parameter": "any tensor whose value is known before the model runs",
     "stem": "a convolution above which no other op has a weight",
+    "tail": "an op without a weight, and below which no op has one",
     "*": "any op",
 }
 """Words that rule files may use in place of a kind, with their meaning. No op has one of them as its kind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from graphquant.rules.rule import Selector
 
 
+POSITION_KINDS = frozenset({"stem", "tail"})
+"""Pseudo kinds that depend on the position of an op, not on its own kind."""
+
+
 class OpNeighbors:
     """The neighbors of the ops of `model`, which must not be edited meanwhile."""
 
@@ -60,36 +64,50 @@ class OpNeighbors:
             return True
         if "stem" in kinds and (tensor.graph, tensor.op) in self._stems:
             return True
+        if "tail" in kinds and (tensor.graph, tensor.op) in self._tails:
+            return True
         return "parameter" in kinds and self.parameters.is_parameter(tensor)
 
     @cached_property
     def _stems(self) -> set[tuple[str, str]]:
         """The convolutions that are computed from inputs of the model by ops without weights."""
-        stems: dict[str, set[str]] = {}  # by graph
-        called_below: set[str] = set()
+        free_ops = self._ops_without_weights(self._readers)
+        return {key for key in free_ops if self.model.graphs[key[0]].op(key[1]).kind in CONVOLUTION_KINDS}
+
+    @cached_property
+    def _tails(self) -> set[tuple[str, str]]:
+        """The ops without weights whose results reach outputs of the model through ops without weights alone."""
+        free_ops = self._ops_without_weights(self._sources)
+        return {key for key in free_ops if self.model.graphs[key[0]].op(key[1]).kind not in MAC_KINDS}
+
+    def _ops_without_weights(self, next_ops: Callable[[Graph, str], Iterable[str]]) -> set[tuple[str, str]]:
+        """Return the ops that `next_ops` does not reach from any op with a weight, in the model and its functions."""
+        free_ops: dict[str, set[str]] = {}  # by graph
+        excluded: set[str] = set()  # functions that such an op calls
         pending = list(self.model.entry_graphs)
         for name in pending:
-            if name in stems:
+            if name in free_ops:
                 continue
             graph = self.model.graphs[name]
-            below = self._ops_below_weights(graph)
-            stems[name] = {op.name for op in graph.ops() if op.kind in CONVOLUTION_KINDS} - below
+            # Ops with bodies or functions may contain weights.
+            queue = [op.name for op in graph.ops() if op.kind in MAC_KINDS | LOOP_KINDS | {"call", "if"}]
+            reached = set[str]()
+            for op_name in queue:
+                new_ops = dict.fromkeys(other for other in next_ops(graph, op_name) if other not in reached)
+                reached.update(new_ops)
+                queue += new_ops
+            free_ops[name] = {op.name for op in graph.ops()} - reached
             for op in graph.ops():
                 called = [call.graph for call in op.calls] if op.kind == "call" else []
-                (called_below.update if op.name in below else pending.extend)(called)
-        return {(name, op) for name, ops in stems.items() if name not in called_below for op in ops}
+                (excluded.update if op.name in reached else pending.extend)(called)
+        return {(name, op) for name, ops in free_ops.items() if name not in excluded for op in ops}
 
-    def _ops_below_weights(self, graph: Graph) -> set[str]:
-        """Return the ops of a graph that are computed from the result of an op with a weight."""
-        below = set[str]()
-        # Ops with bodies or functions may contain weights.
-        pending = [op.name for op in graph.ops() if op.kind in MAC_KINDS | LOOP_KINDS | {"call", "if"}]
-        for name in pending:
-            uses = [use for uses in self.consumers_by_port(graph, name).values() for use in uses]
-            readers = {use.op: None for use in uses if use.graph == graph.name and use.op not in below}
-            below.update(readers)
-            pending += readers
-        return below
+    def _readers(self, graph: Graph, op: str) -> Iterable[str]:
+        uses = (use for uses in self.consumers_by_port(graph, op).values() for use in uses)
+        return (use.op for use in uses if use.graph == graph.name)
+
+    def _sources(self, graph: Graph, op: str) -> Iterable[str]:
+        return (slot.op for slot in graph.slots(op) if slot is not None and slot.graph == graph.name)
 
     def consumers_by_port(self, graph: Graph, op: str) -> dict[int, list[Use]]:
         """Return the consumers of each output of an op."""
@@ -272,7 +290,7 @@ def matches_chain_down(neighbors: OpNeighbors, links: tuple[ChainLink, ...], use
     """Return True if the op of `use` and its sole readers form the chain."""
 
     def is_kind(kinds: AbstractSet[str], tensor: TensorRef) -> bool:
-        return not kinds.isdisjoint((neighbors.model.op(tensor).kind, "*"))
+        return neighbors.is_kind(kinds - {"parameter"}, tensor)
 
     return _matches_links(links, TensorRef(use.graph, use.op), is_kind, neighbors.single_reader)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import AFFINE_KINDS, FLOAT_TYPES, VALUE_MOVING_KINDS, Model, Shape, TensorRef, Use, follow_to_end
 from graphquant.rules.conditions import (
+    POSITION_KINDS,
     OpNeighbors,
     attribute_miss_reason,
     find_pattern,
@@ -228,7 +229,8 @@ class RuleMatcher:
                 for rule in self.ruleset.rules
                 if rule.rule.producer.kind is None
                 or any(
-                    self.neighbors.is_kind(link.kinds, tensor) for link in possible_last_links(rule.rule.producer.kind)
+                    not POSITION_KINDS.isdisjoint(link.kinds) or self.neighbors.is_kind(link.kinds, tensor)
+                    for link in possible_last_links(rule.rule.producer.kind)
                 )
             ]
         return self._rules_by_kind[key]

@@ -218,6 +218,27 @@ def test_stems(tmp_path, body, expected):
     assert sorted({match.tensor.op for match in matches}) == expected
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("c = Conv (i, w) r = Relu (c) y = Add (r, i)", ["r"]),
+        ("r = Relu (i) c = Conv (r, w) d = Neg (c) y = Neg (d)", ["d"]),
+        ("r = Relu (i) c = Conv (r, w) d = Conv (r, w) y = Add (c, d)", []),
+        ("r = Relu (i) y = Neg (r)", ["i", "r"]),
+    ],
+)
+def test_tails(tmp_path, body, expected):
+    """Ops of the tail have no weight, and none is below them. Their results are listed here but for the last one."""
+    text = f"{HEAD} g (float[1,1,1,1] i) => (float[1,1,1,1] y) <float[1,1,1,1] w = {{2.0}}> {{ {body} }}"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    rules = (
+        '[scheme.s]\ndtype = "int8"\n[[rule]]\nname = "r"\nproducer = { kind = "tail" }\n'
+        'consumer = { kind = "add|neg|relu" }\nquantize = "s"\n'
+    )
+    matches = RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset([rules])).matches()
+    assert sorted({match.tensor.op for match in matches}) == expected
+
+
 def test_missing_optional_op(tmp_path):
     """The operand in place of a missing optional op does not have its role."""
     pattern = ["s = square(a)", "n = neg?(s)", "y = sqrt(n)"]

@@ -85,6 +85,20 @@ CASES = [
         "d>@d deep>d r>d w>c x>c",
         "c r d",
     ),
+    # decoding of boxes behind the last convolution stays float, the same arithmetic before another one does not
+    (
+        IMAGE,
+        "c = Conv(x, w) s = Sigmoid(c) q = Mul(s, half) a = Add(q, token) d = Mul(a, half)",
+        "c>s w>c x>c",
+        "c",
+    ),
+    (IMAGE, "c = Conv(x, w) e = Exp(c) d = Mul(e, token)", "c>e w>c x>c", "c"),
+    (
+        IMAGE,
+        "c = Conv(x, w) q = Mul(c, k) a = Add(q, token) d = Conv(a, w3)",
+        "a>d c>q d>@d k>q q>a token>a w3>d w>c x>c",
+        "c q a d",
+    ),
     # convolutions, and what they absorb
     (IMAGE, "c = Conv(x, w) s = Sin(c)", "c>s w>c x>c", "c"),
     (IMAGE, "c = Conv(x, w) r = Relu(c) s = Sin(r)", "r>s w>c x>c", "c r"),
