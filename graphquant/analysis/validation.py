@@ -228,17 +228,8 @@ class Validation:
     @property
     def caveats(self) -> tuple[str, ...]:
         """Messages about bounds that the samples meet, but do not confirm with 95% confidence."""
-        return tuple(caveat for caveat, _ in self._caveats())
-
-    @property
-    def confirmed(self) -> bool:
-        """True if the bounds are met and confirmed. Caveats that apply to every model on these samples do not count."""
-        return not self.failures and not any(avoidable for _, avoidable in self._caveats())
-
-    def _caveats(self) -> list[tuple[str, bool]]:
-        """Return the caveats, each with a flag that is True if a better model could avoid it."""
         if self.comparison is None:
-            return []
+            return ()
         samples = self.comparison.samples
         caveats = [
             caveat for output in self.comparison.outputs for caveat in _output_caveats(output, self.bounds, samples)
@@ -247,11 +238,11 @@ class Validation:
         if metric is not None and bound is not None and metric.drop_upper_bound > bound:
             measurable = math.isfinite(metric.drop_upper_bound)
             text = f"drops by at most {metric.drop_upper_bound:.4g} {CONFIDENCE}" if measurable else TOO_FEW
-            caveats.append((f"the metric {metric.name} {text}", measurable and metric.drop > 0))
+            caveats.append(f"the metric {metric.name} {text}")
         if self.reuses_samples and self.bounds:
             reuse = "calibration, an optimization algorithm or a search used these samples"
-            caveats.append((f"{reuse}, so the error on other samples may be larger", False))
-        return caveats
+            caveats.append(f"{reuse}, so the error on other samples may be larger")
+        return tuple(caveats)
 
 
 def _points(share: float) -> str:
@@ -259,24 +250,24 @@ def _points(share: float) -> str:
     return f"{100 * share:g} points"
 
 
-def _output_caveats(output: OutputFigures, bounds: Bounds, samples: int) -> Iterator[tuple[str, bool]]:
-    """Yield the bounds of an output that may be met by chance, each with a flag for avoidable caveats."""
+def _output_caveats(output: OutputFigures, bounds: Bounds, samples: int) -> Iterator[str]:
+    """Yield the bounds of an output that may be met by chance."""
     if output.empty and bounds:
-        yield f"output {output.name!r} was empty for all {samples} samples, so it was not measured", False
+        yield f"output {output.name!r} was empty for all {samples} samples, so it was not measured"
     sqnr, agreement, lost = output.sqnr_lower_bound, output.agreement_lower_bound, output.lost_share_upper_bound or 0
     if bounds.min_sqnr is not None and sqnr is not None and sqnr < bounds.min_sqnr:
         measurable = sqnr > -math.inf
         message = f"has at least {sqnr:.2f} dB {CONFIDENCE}" if measurable else TOO_FEW
         if measurable and CONCENTRATED_ERROR_DIVISOR * output.half_error_samples < samples:
             message += f", because {output.half_error_samples} of {samples} samples cause half of its error"
-        yield f"output {output.name!r} {message}", measurable
+        yield f"output {output.name!r} {message}"
     if bounds.min_agreement is not None and agreement is not None and agreement < bounds.min_agreement:
         message = f"at least {100 * agreement:.2f}% of output {output.name!r} agree {CONFIDENCE}"
-        yield f"{message}{_rows_needed_note(output.rows, 1 - bounds.min_agreement)}", output.agreement != 1
+        yield f"{message}{_rows_needed_note(output.rows, 1 - bounds.min_agreement)}"
     if bounds.max_accuracy_drop is not None and output.accuracy is not None and lost > bounds.max_accuracy_drop:
         message = f"the accuracy of output {output.name!r} drops by at most {100 * lost:.2f} points {CONFIDENCE}"
         note = _rows_needed_note(output.rows, bounds.max_accuracy_drop)
-        yield f"{message}{note}", output.accuracy[1] < output.accuracy[0]
+        yield f"{message}{note}"
 
 
 def _rows_needed_note(count: int, share: float) -> str:

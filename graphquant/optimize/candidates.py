@@ -30,7 +30,7 @@ from graphquant.ir import (
 )
 from graphquant.numerics import IntType
 from graphquant.optimize.algorithms import activation_elements
-from graphquant.optimize.blocks import Block, find_blocks
+from graphquant.optimize.blocks import find_blocks
 from graphquant.optimize.sensitivity import (
     BATCH_SIZE,
     GroupSwitches,
@@ -391,31 +391,6 @@ def switch_groups(
         samples = replace(samples, count=len(chosen), open_feeds=open_chosen)
     feeds = chunk_sample_feeds(samples, inputs, batch_independent=batch_independent, max_samples=count)
     return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds))
-
-
-def measure_block_errors(
-    prepared: Model, plan: Plan, built: BuiltModel, blocks: Sequence[Block], samples: Dataset
-) -> list[float]:
-    """Measure the error that each block alone adds at the outputs, as a share of their power.
-
-    Blocks with negligible errors share the error of their run. Raises a ModelError if the model cannot be run.
-    """
-    switches = switch_groups(prepared, plan, built, [block.sites for block in blocks], samples)
-    parts = bisect_errors(switches.error, [[number] for number in range(len(blocks))], 2 * len(blocks))
-    errors = share_errors(parts)
-    return [errors[number] for number in range(len(blocks))]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupErrors:
-    """Errors that groups of sites with one scale add at the outputs, measured by blocks."""
-
-    # Error that each candidate of a site adds, by index of the site and name. Sites of one group share its error.
-    errors: CandidateErrors
-    measured_sites: frozenset[int]  # sites whose error was measured alone, with the candidate of the rules
-    blocks: tuple[Block, ...]
-    runs: int  # number of runs
-    interrupted: bool  # True if Ctrl-C ended the measurements
 
 
 MEASUREMENTS_PER_BLOCK = 3  # two measure each block alone; the rest looks inside the blocks that matter

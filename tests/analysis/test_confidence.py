@@ -13,7 +13,7 @@ from graphquant.analysis.comparison import (
     CONFIDENCE_QUANTILE,
     MAX_SEARCH_PLANS,
     SqnrConfidence,
-    _student_quantile,
+    student_quantile,
     lost_share_upper_bound,
     rows_to_show_share,
 )
@@ -126,7 +126,7 @@ def test_lost_rows_are_at_most_that(rate: float) -> None:
 def test_quantile() -> None:
     """Student's quantile for one in 480 is that of tables, never much below."""
     for freedom, right in {3: 7.93975, 4: 5.88531, 7: 4.17431, 15: 3.37493, 39: 3.04406}.items():
-        assert 0.993 * right < _student_quantile(freedom) < 1.01 * right
+        assert 0.993 * right < student_quantile(freedom) < 1.01 * right
     assert pytest.approx(2.86526, abs=1e-5) == CONFIDENCE_QUANTILE
 
 
