@@ -27,7 +27,7 @@ from graphquant.analysis.compare import match_inputs, match_outputs
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
 from graphquant.analysis.validation import find_scores, measure_tensor_sizes
 from graphquant.calibration import estimate_footprint
-from graphquant.errors import ModelError
+from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
@@ -43,6 +43,7 @@ from graphquant.optimize.candidates import (
     RULE_CANDIDATE,
     Candidate,
     ScaleGroup,
+    group_shared_scales,
     insertions_by_site,
     mac_costs,
     make_candidate_plans,
@@ -327,7 +328,7 @@ class _Repair:
             self._search()
         except SearchLimitError as error:
             stop_reason = error.reason
-        except ModelError as error:  # such as a model with switches that the runtime rejects
+        except (ModelError, UsageError) as error:  # such as a model with switches that the runtime rejects
             stop_reason, problem = "error", str(error)
         except KeyboardInterrupt:
             stop_reason = "interrupt"
@@ -424,11 +425,15 @@ class _Repair:
         if recipe.candidates:
             candidate_plans = make_candidate_plans(workspace.state.model, plan)
             replacements |= {index: candidate_plans[name].sites[index] for index, name in recipe.candidates}
-        replacements |= dict.fromkeys(recipe.float_sites)
+        if recipe.float_sites:
+            # A site that takes the scale of another cannot remain without it, also where the solver skips it.
+            for shared in group_shared_scales(plan, range(len(plan.sites))):
+                if not recipe.float_sites.isdisjoint(shared):
+                    replacements |= dict.fromkeys(shared)
         names = dict(recipe.candidates)
 
         def reason_at(index: int) -> str:
-            if index in recipe.float_sites:
+            if replacements[index] is None:
                 return f"its block stays float, so that the outputs reach {self._request.target_sqnr:g} dB"
             return f"chosen ({names[index]}), so that the outputs reach {self._request.target_sqnr:g} dB"
 

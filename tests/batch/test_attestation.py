@@ -69,6 +69,7 @@ def test_attestation_content(entry_and_outcome):
                     "ranges_map": None,
                     "optimize": "macs",
                     "search_time": "10x",
+                    "metric": None,
                     "size_budget": None,
                 },
                 "internalParameters": {"key": "e" * 64},
