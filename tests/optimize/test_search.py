@@ -209,7 +209,7 @@ def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[...
     assert report["validation"]["met"]
     assert report["validation"]["comparison"]["sqnr"] >= bound
     assert report["validation"]["comparison"]["samples"] == 100
-    assert report["validation"]["status"] == report["search"]["status"] == "met-not-proven"
+    assert report["validation"]["status"] == report["search"]["status"] in {"met", "met-not-proven"}
     assert report["data"]["samples"] == 100
     assert 0 < report["search"]["cost"] < 1
     assert {entry["tensor"] for entry in report["search"]["float_tensors"]} == {
