@@ -288,7 +288,7 @@ def _validate(
     prepared: Model | None = None,
 ) -> Validation | None:
     """Measure the errors of a result on the hold-out; None without data."""
-    if data.validation_set is None or not result.inserted:
+    if not result.inserted or data.validation_set is None:
         return None
     target = None if settings.min_sqnr == NO_TARGET else DEFAULT_MIN_SQNR
     validation = validate_model(
