@@ -16,6 +16,9 @@ quantize_static with weights per channel, by each of three methods; its best has
    that only move values are not counted. Bar: no less than onnxruntime's best method and NNCF.
 4. Time from file to file, imports before: seconds of the processor outside the passes over data, and seconds in all.
    Medians over draws. Bars: outside, a fifth of the least of onnxruntime's methods; in all, the least of them.
+5. Whole processes in turn, medians: processor time and peak memory of `graphquant insert` with defaults, validation and
+   bias correction included, beside `peers_static.py`: onnxruntime's preprocessing and min-max. Bars: 1.0 and 1.1 times.
+   `--whole` measures nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -45,10 +49,13 @@ if TYPE_CHECKING:
 
 OURS = "graphquant"
 THEIRS = tuple(f"onnxruntime {method}" for method in METHODS)
-COLUMNS = ("SQNR dB", "ms", "of best", "int8", "outside s", "in all s")
+COLUMNS = ("SQNR dB", "ms", "of best", "int8", "outside s", "in all s", "whole s", "whole MB")
 
 SLOWER, FIFTH = 1.02, 0.2
 """The most that latency may be of the fastest of the others, and time outside the passes of onnxruntime's."""
+
+WHOLE, WHOLE_TIME, WHOLE_MEMORY = "onnxruntime MinMax", 1.0, 1.1
+"""The tool whose whole process is measured, and the most of its processor time and peak memory."""
 
 SLICE = 0.01
 """Seconds that a model runs in each round at least."""
@@ -71,6 +78,7 @@ class Row:
         latency: Median of milliseconds.
         ratio: The median over rounds of ours to this.
         int8: Ops in int8, and ops that could be.
+        whole: Seconds of the processor and megabytes of each whole process.
         missed: Columns whose bars are not held.
         refused: Why there is nothing.
     """
@@ -81,6 +89,7 @@ class Row:
     latency: float | None = None
     ratio: float | None = None
     int8: tuple[int, int] | None = None
+    whole: list[tuple[float, float]] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     refused: str = ""
 
@@ -104,6 +113,36 @@ def quantize(tool: str, model: Path, data: Path, out: Path, nncf: str | None) ->
         said = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1].replace("\t", " ")
         return f"{'onnxruntime fails on its model: ' if done.stdout.startswith('{') else ''}{said}"[:120]
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+LAUNCHER = """
+import os, sys
+silent = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
+pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=silent)
+_, status, usage = os.wait4(pid, 0)
+print([status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024])
+"""
+"""A small process that starts another one, because the peak memory of a process is at least that of its parent."""
+
+
+def measure_whole(case: Case, rows: dict[str, Row], folder: Path, runs: int) -> None:
+    """Run `graphquant insert` and onnxruntime's script in turn as processes; the first pair warms up."""
+    data, model = str(case.draw(0, folder / "whole.npz")), str(case.model)
+    out, other = str(folder / "whole.onnx"), str(folder / "other.onnx")
+    commands = {
+        OURS: ["-m", "graphquant", "insert", model, "--data", data, "-o", out, "--force"],
+        WHOLE: [str(ROOT / "benchmarks/peers_static.py"), model, data, other],
+    }
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    for run in range(runs + 1):
+        for tool, command in commands.items():
+            arguments = [sys.executable, "-S", "-c", LAUNCHER, sys.executable, *command]
+            told = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True).stdout
+            status, seconds, megabytes = json.loads(told.splitlines()[-1])
+            if status:
+                rows[tool].refused = rows[tool].refused or "its whole process failed"
+            elif run:
+                rows[tool].whole.append((seconds, megabytes))
 
 
 def session(model: Path) -> Any:
@@ -198,6 +237,10 @@ def examine(case: Case, tools: list[str], folder: Path, options: argparse.Namesp
     rows = {tool: Row() for tool in ("float", *tools)}
     held_out = folder / "held_out.npz"
     np.savez(held_out, **case.held_out)
+    measure_whole(case, rows, folder, options.runs)
+    if options.whole:
+        judge_whole(rows)
+        return rows
     samples = list(feeds(case.model, held_out))
     expected = outputs(case.model, samples)
     for draw in range(options.draws):
@@ -248,6 +291,19 @@ def judge(rows: dict[str, Row]) -> None:
         "in all s": all(ours.median("seconds") <= other.median("seconds") for other in methods),
     }
     ours.missed.extend(name for name, held in bars.items() if not held)
+    judge_whole(rows)
+
+
+def judge_whole(rows: dict[str, Row]) -> None:
+    """Marks what graphquant missed as a whole process."""
+    ours, theirs = rows[OURS].whole, rows[WHOLE].whole
+    for position, (column, limit) in enumerate((("whole s", WHOLE_TIME), ("whole MB", WHOLE_MEMORY))):
+        if not ours or (theirs and _median_at(ours, position) > limit * _median_at(theirs, position)):
+            rows[OURS].missed.append(column)
+
+
+def _median_at(runs: list[tuple[float, float]], position: int) -> float:
+    return statistics.median(run[position] for run in runs)
 
 
 def cells(name: str, row: Row, best: float | None) -> list[str]:
@@ -260,6 +316,8 @@ def cells(name: str, row: Row, best: float | None) -> list[str]:
         "int8": f"{row.share:.0%} ({row.int8[0]}/{row.int8[1]})" if row.int8 else "",
         "outside s": f"{row.median('outside'):.3f}" if row.outside else "",
         "in all s": f"{row.median('seconds'):.3f}" if row.seconds else "",
+        "whole s": f"{_median_at(row.whole, 0):.2f}" if row.whole else "",
+        "whole MB": f"{_median_at(row.whole, 1):.0f}" if row.whole else "",
     }
     return [f"{texts[column]}{' MISSED' if column in row.missed else ''}" for column in COLUMNS]
 
@@ -303,6 +361,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=ROOT.parent / "shared/models", help="the real models")
     parser.add_argument("--nncf", help="an interpreter that has NNCF")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="one of the architectures")
+    parser.add_argument("--whole", action="store_true", help="whole processes alone")
+    parser.add_argument("--runs", type=int, default=3, help="pairs of whole processes")
     parser.add_argument("--quick", action="store_true", help="one draw, a few seconds of latency")
     parser.add_argument("--out", type=Path, action="append", default=[], help="a .md or .json file for the figures")
     options = parser.parse_args()

@@ -283,7 +283,7 @@ def compare_runners(
             for site_feed in site_feeds:
                 stack.enter_context(closing(site_feed))
             prefetch_limit = concurrent_run_count(
-                2 * (load.elements_per_sample or MEASURE_BATCH_VALUES) * (load.block_size if batched else 1),
+                2 * (load.elements_per_sample or MAX_PREFETCHED_BYTES) * (load.block_size if batched else 1),
                 min(observation_budget(None, ()), MAX_PREFETCHED_BYTES),
                 MAX_PREFETCHED_RUNS,
             )
