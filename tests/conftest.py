@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,3 +156,10 @@ def browser() -> Iterator[Any]:
 def cli() -> Callable[..., Any]:
     """Return a function that calls graphquant in this process and checks its exit code."""
     return run_cli
+
+
+@pytest.fixture
+def rules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the rules decide what is quantized, also in small models, where int8 does not pay."""
+    module = import_module("graphquant.api.plan")  # as an attribute, this name is the function `plan`
+    monkeypatch.setattr(module, "place_by_cost", lambda _model, plan, _table: plan)

@@ -24,6 +24,7 @@ from graphquant.ir import (
     BIAS_ADD_KINDS,
     FLOAT_TYPES,
     MATRIX_PRODUCT_KINDS,
+    QUANTIZATION_KINDS,
     STORED_KINDS,
     WEIGHTED_KINDS,
     Graph,
@@ -517,6 +518,9 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
         outcomes.append((search.time / float_time, int8_groups))
         if outcomes[-1][0] <= TIME_RATIOS[0]:
             break
+    if any(op.rule and op.kind in QUANTIZATION_KINDS for _, op in model.reachable_ops()):
+        # What an earlier run left float stays float, unless it is now estimated to be faster on integers.
+        outcomes = [outcome for outcome in outcomes if outcome[0] <= TIME_RATIOS[-1]] or [(1.0, [])]
     if not outcomes:
         placed = without_float_ops(placement, plan, {*placement.decidable}, {})
         warnings = (*plan.warnings, *([ALL_FLOAT_WARNING] if plan.sites else []))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("rules_alone")
+
 CALIBRATION = {"digits_cnn": "digits_cnn", "digits_cnn_bn": "digits_cnn", "digits_rnn": "digits_rnn"}
 
 

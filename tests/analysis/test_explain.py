@@ -15,6 +15,8 @@ from graphquant.formats.onnx import load
 from graphquant.quantize import SiteSelection, make_plan, plan_to_json
 from graphquant.rules import RuleMatcher, load_ruleset
 
+pytestmark = pytest.mark.usefixtures("rules_alone")
+
 MODEL = """
 <ir_version: 8, opset_import: ["": 13]>
 g (float[1,4] x) => (float[1,4] y, float[4] v)

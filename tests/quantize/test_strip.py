@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("rules_alone")
+
 ONNX = {"digits_cnn.onnx": "digits_cnn", "digits_cnn_bn.onnx": "digits_cnn", "digits_rnn.onnx": "digits_rnn"}
 TENSORFLOW = ["digits_cnn.pb", "digits_cnn.pbtxt", "digits_rnn.pb", "digits_cnn_saved_model", "digits_rnn_saved_model"]
 

@@ -16,6 +16,8 @@ from graphquant.quantize import prepare, read_name_map, transfer_ranges
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("rules_alone")
+
 
 def tflite(*tensors: tuple[Any, ...]) -> Model:
     """A TFLite model of tensors (name, scale, zero point[, kind[, dtype]])."""

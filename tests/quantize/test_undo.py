@@ -21,6 +21,8 @@ from graphquant.numerics import dequantize
 from graphquant.quantize import PREPARATION_STEPS, original_weights, plan_from_json, plan_to_json, prepare
 from graphquant.quantize.preparation_undo import decode_array, encode_array
 
+pytestmark = pytest.mark.usefixtures("rules_alone")
+
 TEXT = """<ir_version: 8, opset_import: ["": 13, "com.microsoft": 1]>
 g (float[1,6,8,8] x) => (float[1,8,8,8] y, float[1,5] z) {
     k = Constant <value = float {2.0}> ()

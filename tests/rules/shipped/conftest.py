@@ -1,7 +1,5 @@
 """Small nets as text, and what a rule file quantizes of them."""
 
-from importlib import import_module
-
 import numpy as np
 import onnx
 import onnx.parser
@@ -114,11 +112,10 @@ def write_net(inputs, text, folder):
 
 
 @pytest.fixture(autouse=True)
-def rules_alone(request, monkeypatch):
+def rules_alone_in_nets(request):
     """Lets the rules decide what is quantized in small nets, where int8 does not pay, except in golden plans."""
     if request.module.__name__.rpartition(".")[2] != "test_golden":
-        module = import_module("graphquant.api.plan")  # as an attribute, this name is the function `plan`
-        monkeypatch.setattr(module, "place_by_cost", lambda _model, plan, _table: plan)
+        request.getfixturevalue("rules_alone")
 
 
 @pytest.fixture
