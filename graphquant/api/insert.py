@@ -6,10 +6,10 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,7 @@ def insert(
     context = _RepairContext(source, prepared, data, settings, start, progress)
     repair, search_objective = None, objective
     if objective.bounds.min_sqnr is not None and data.search_set is not None and context.allows(objective):
-        workspace = replace(workspace, build=lru_cache(1)(workspace.build))  # the search starts with the same plan
+        workspace = replace(workspace, build=_keep_last_build(workspace.build))  # the search starts with the same plan
         improved, repair = context.choose_algorithms(workspace, objective.bounds.min_sqnr)
         if improved is not workspace:
             stats, folds = _provide_folds(source, improved.state, data, settings, progress)
@@ -151,6 +151,18 @@ def insert(
     for role in formats.RUNNER_ROLES:  # their sessions would need memory beside those that are timed
         formats.release_runner(role)
     return _measure_time(_judge_execution(result), data)
+
+
+def _keep_last_build(build: Callable[[Plan], BuiltModel]) -> Callable[[Plan], BuiltModel]:
+    """Return a function that builds a plan, and returns the last model again for the same plan object."""
+    last: list[tuple[Plan, BuiltModel]] = []
+
+    def build_or_reuse(plan: Plan) -> BuiltModel:
+        if not (last and last[0][0] is plan):  # plans of TensorFlow models are not hashable
+            last[:] = [(plan, build(plan))]
+        return last[0][1]
+
+    return build_or_reuse
 
 
 def _check_options(settings: InsertOptions) -> Objective:
