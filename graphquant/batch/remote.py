@@ -291,8 +291,7 @@ def _suggest_model(folder: _ModelFolder, pattern: str) -> str:
         parent, last = "", parent
     names = folder.names(parent or (pattern.partition("://")[0] + "://" if folder.system else "."))
     models = [name for name in names if not _QUANTIZED_NAME.search(name) and Path(name).suffix in {"", *SUFFIXES}]
-    hint = did_you_mean(last, models)
-    return hint or " Give the path of a model, or a glob such as 'models/*.onnx'."
+    return did_you_mean(last, models) or " Give the path of a model, or a glob such as 'models/*.onnx'."
 
 
 def _normalize_path(name: str) -> str:

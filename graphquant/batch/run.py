@@ -344,8 +344,7 @@ def select_shard(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry
 def deal_digest(entries: Sequence[Entry]) -> str:
     """Return a digest of names and sizes: machines with other models or sizes deal differently."""
     sizes = sorted((entry.name, model_size(entry.model, allow_links=entry.allow_links)) for entry in entries)
-    encoded = json.dumps(sizes)
-    return hashlib.sha256(encoded.encode(errors="surrogatepass")).hexdigest()
+    return hashlib.sha256(json.dumps(sizes).encode(errors="surrogatepass")).hexdigest()
 
 
 def model_size(model: str, *, allow_links: bool = False) -> int:

@@ -189,8 +189,7 @@ def _measure_each(
         variant = insert_switches(quantized_model, switch_points, by_input=group)
         session = _SwitchSession(variant.model, feeds, variant.feed())
         for index in group:
-            error = session.relative_error(session, variant.feed({index}))
-            yield index, error, session.take_run_count()
+            yield index, session.relative_error(session, variant.feed({index})), session.take_run_count()
     reference: _SwitchSession | None = None
     for index in sorted(remaining - set(with_switch)):
         reference_runs = 0
@@ -199,8 +198,7 @@ def _measure_each(
             reference_runs = reference.take_run_count()
         variant = insert_switches(quantized_model, switch_points, by_input=(), on={index})
         isolated = _SwitchSession(variant.model, feeds, None)
-        error = isolated.relative_error(reference, {})
-        yield index, error, reference_runs + isolated.take_run_count()
+        yield index, isolated.relative_error(reference, {}), reference_runs + isolated.take_run_count()
 
 
 def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[list[OpKey], list[SwitchPoint]]:
@@ -219,8 +217,7 @@ def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[l
 
 def _chunk_sample_feeds(batches: Dataset, inputs: Mapping[str, str], *, batch_independent: bool) -> Iterator[Feeds]:
     """Prepare a few samples, spread over the data and batched if possible."""
-    max_samples = MAX_BATCHES * BATCH_SIZE if batch_independent else MAX_SAMPLES
-    count = min(batches.count, max_samples)
+    count = min(batches.count, MAX_BATCHES * BATCH_SIZE if batch_independent else MAX_SAMPLES)
     chosen = sorted({index * batches.count // count for index in range(count)})
     samples: Iterator[Feeds] = (
         {name: feed[source] for name, source in inputs.items()}

@@ -219,8 +219,7 @@ def shrink_gram_matrix(gram_sum: GramSum) -> Array:
 
 def _off_diagonal_power(product: Array) -> float:
     """Sum of the squared off-diagonal entries."""
-    diagonals = np.diagonal(product, axis1=1, axis2=2)
-    return float(np.square(product).sum() - np.square(diagonals).sum())
+    return float(np.square(product).sum() - np.square(np.diagonal(product, axis1=1, axis2=2)).sum())
 
 
 def matrix_input_rows(op: Op, form: MatrixForm, value: Array) -> Array | None:

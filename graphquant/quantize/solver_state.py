@@ -166,8 +166,7 @@ class SolverState:
 
     def split_use(self, index: int, use: Use) -> int:
         """Move one use of a site to a copy and return the copy's index."""
-        remaining_uses = [site_use for site_use in self.sites[index].uses if site_use != use]
-        return self.divide_site(index, [remaining_uses, [use]])[1]
+        return self.divide_site(index, [[site_use for site_use in self.sites[index].uses if site_use != use], [use]])[1]
 
     def merge_equal_copies(self) -> None:
         """Merge copies that ended with the scale of their original or of an earlier copy."""

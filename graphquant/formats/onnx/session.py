@@ -336,8 +336,7 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
     """Return a ModelProto as bytes, and the size of its external data without the weights `separate_weights`."""
     external = (tensor for tensor in external_tensors(message) if tensor.name not in separate_weights)
-    external_bytes = sum(map(tensor_bytes, external))
-    return message_bytes(message), external_bytes
+    return message_bytes(message), sum(map(tensor_bytes, external))
 
 
 def _read_weight_names(model: Model, emission: Emission) -> set[str]:

@@ -153,8 +153,7 @@ class Checkpoint:
             raise self._error(name, f"claims to be in data file {entry.shard_id} of {self._shard_count}")
         path = _shard_path(self._prefix, entry.shard_id, self._shard_count)
         try:
-            length = path.stat().st_size
-            if entry.offset < 0 or entry.size < 0 or entry.offset + entry.size > length:
+            if entry.offset < 0 or entry.size < 0 or entry.offset + entry.size > path.stat().st_size:
                 raise ModelError(f"{path}: variable {name!r} lies outside the file, which may be cut off.")
             with path.open("rb") as file:
                 file.seek(entry.offset)
