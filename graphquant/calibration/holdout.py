@@ -63,8 +63,9 @@ def open_optional_labels(
 ) -> tuple[Dataset, str]:
     """Open the data with its labels if it has class labels; return the data and the key of the labels, or ""."""
     try:
-        return open_required_labels(dataset, data, inputs, samples)
-    except DataError:  # no array of that name, or one which holds no class indices
+        has_labels = any(key in dataset.ignored for key in LABEL_KEYS)
+        return open_required_labels(dataset, data, inputs, samples) if has_labels else (dataset, "")
+    except DataError:  # the array has no class indices
         return dataset, ""
 
 
