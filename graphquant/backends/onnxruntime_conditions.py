@@ -393,6 +393,13 @@ def _require_scalar_input(context: FloatOp) -> BrokenRule | None:
     return BrokenRule("scale", message, "quantize per tensor, with a zero point")
 
 
+def _require_copying(context: FloatOp) -> BrokenRule | None:
+    """Require a Resize that copies values. Before 1.28, ONNX Runtime also interpolates integers."""
+    mode = context.op.attrs.get("mode", "nearest")
+    is_nearest = mode in {"nearest", b"nearest"}
+    return None if is_nearest else BrokenRule("mode", f"its mode is {mode!r}", "keep it in float, or copy: nearest")
+
+
 def _movement_conditions(allowed: frozenset[str]) -> tuple[Condition, ...]:
     """Return the conditions of ops that move or compare values."""
     one_type = partial(_require_one_type, allowed=allowed)
@@ -419,7 +426,8 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     **dict.fromkeys(("Add", "Mul", "Concat"), _JOINT),
     "Where": (_require_fusable_clip, partial(_require_inputs, expected=2), _require_output, _require_one_type),
     **dict.fromkeys(("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax"), _UNARY),
-    **dict.fromkeys(("Resize", "ReduceMax", "ReduceMin"), _movement_conditions(BYTE_DTYPES)),
+    "Resize": (*_movement_conditions(BYTE_DTYPES), _require_copying),
+    **dict.fromkeys(("ReduceMax", "ReduceMin"), _movement_conditions(BYTE_DTYPES)),
     "MaxPool": _movement_conditions(BYTE_DTYPES | {"int4", "uint4"}),
     "ArgMax": (_ONE_INPUT, _require_no_clip, _require_bytes, _require_scalar_input),
     **dict.fromkeys(
