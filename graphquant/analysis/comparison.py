@@ -283,7 +283,7 @@ class SqnrConfidence:
 
 
 def _log_errors(error: Array) -> Array:
-    return np.log(np.maximum(error, SMALLEST_ERROR * error.max()))
+    return np.asarray(np.log(np.maximum(error, SMALLEST_ERROR * error.max())))
 
 
 def _merge_neighbors(power: Array, error: Array) -> tuple[Array, Array]:

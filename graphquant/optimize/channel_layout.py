@@ -58,8 +58,7 @@ def find_weight_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[
             if any(op.numeric_attr(name, 0) for name in ("transA", "transpose_a", "adj_x")):
                 return None
             transposed = any(op.numeric_attr(name, 0) for name in ("transB", "transpose_b", "adj_y"))
-            axis = -1 if reads == transposed else -2
-            return _index_along_axis(shape, axis), ChannelLayout(-1)
+            return _index_along_axis(shape, -1 if reads == transposed else -2), ChannelLayout(-1)
     return None
 
 

@@ -188,8 +188,7 @@ class FakeQuantFamily(TensorFlowFamily):
             return self.add_qdq_op(graph, site, op_type, attrs, {"min": low, "max": high})
         trailing = math.prod(shape[params.axis + 1 :])
         limits = {"min": np.repeat(low, trailing), "max": np.repeat(high, trailing)}
-        flat_shape = (*shape[: params.axis], shape[params.axis] * trailing)
-        flat = _add_reshape(graph, site, site.tensor, flat_shape, "flat")
+        flat = _add_reshape(graph, site, site.tensor, (*shape[: params.axis], shape[params.axis] * trailing), "flat")
         return _add_reshape(
             graph, site, self.add_qdq_op(graph, site, op_type, attrs, limits, tensor=flat), shape, "shaped"
         )

@@ -314,8 +314,7 @@ class _PlanReader:
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 inner_path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
-                message = detail["msg"].removeprefix("Value error, ")
-                self.add_mistake(f"{path}{inner_path}".removeprefix("."), message)
+                self.add_mistake(f"{path}{inner_path}".removeprefix("."), detail["msg"].removeprefix("Value error, "))
         except (ValueError, TypeError, RecursionError):
             self.add_mistake(path, "this is no valid JSON value")
         return None

@@ -184,8 +184,7 @@ def channel_ranges_svg(sketch: Sketch) -> str:
 
 
 def _plot_svg(label: str, elements: list[str]) -> str:
-    opening = f'<svg viewBox="0 0 900 {PLOT_BOTTOM + 34}" role="img" aria-label="{label}">'
-    return "".join([opening, *elements, "</svg>"])
+    return "".join([f'<svg viewBox="0 0 900 {PLOT_BOTTOM + 34}" role="img" aria-label="{label}">', *elements, "</svg>"])
 
 
 def _bars_path(heights: Array, x: float, step: float, bottom: float, scale: float) -> str:

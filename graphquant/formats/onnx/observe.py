@@ -209,8 +209,7 @@ def find_marked_nodes(message: Any, typed_message: Any) -> list[MarkedNode]:
                 marked_nodes.append(MarkedNode(number=number, node=node, dtype=dtype, levels=levels))
             typed_bodies = node_bodies(typed_node)
             for name, body in node_bodies(node).items():
-                level = BodyLevel(graph=graph, node=node, body=body)
-                pending.append((body, typed_bodies[name], (level, *levels)))
+                pending.append((body, typed_bodies[name], (BodyLevel(graph=graph, node=node, body=body), *levels)))
     return marked_nodes
 
 
