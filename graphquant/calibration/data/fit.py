@@ -92,7 +92,7 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
                 if requested_key
                 else f"{label} has no array for input {model_input.name!r}. It contains {available_text}; the model"
                 f" takes {', '.join(map(repr, names))}.{did_you_mean(model_input.name, available_keys)} Save each array"
-                " under the name of its input."
+                f" under the name of its input, or add ',inputs.{model_input.name}=NAME' to the spec."
             )
         matched_keys.append(key)
     return matched_keys
