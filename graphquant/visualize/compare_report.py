@@ -231,8 +231,8 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
         return lines
     caveats = [plain_line(f"inconclusive: {caveat}", "yellow") for caveat in search.caveats]
     if not has_validated_changes:
-        qualifier = " on these samples, but other samples may miss them" if caveats else ""
-        return [*lines, plain_line(f"Searched: this plan meets the bounds{qualifier}."), *caveats]
+        qualifier = ", but other samples may miss them" if caveats else ""
+        return [*lines, plain_line(f"Searched: this plan meets the bounds on the search samples{qualifier}."), *caveats]
     message = f"Searched {pluralize(search.plans, 'plan')}, {search.runs_per_site:.1f} runs for each site"
     message += f", float ops with {percent(search.cost)} of the cost{choices}"
     lines += [plain_line(f"{message}."), *caveats]
