@@ -273,8 +273,7 @@ def _filter_models(folder: _ModelFolder, pattern: str, names: Iterable[str]) -> 
     for name in names:
         parent, _, file_name = name.rpartition("/")
         is_output = _QUANTIZED_NAME.search(file_name) and ".quant" not in last
-        is_hidden = file_name.startswith(".") and not last.startswith(".")
-        if is_output or is_hidden or in_saved_model(parent):
+        if is_output or (file_name.startswith(".") and not last.startswith(".")) or in_saved_model(parent):
             continue
         is_file = suffix_of(name) in suffixes and not _TEST_DATA.fullmatch(file_name) and folder.is_file(name)
         if is_file or (folder.is_folder(name) and in_saved_model(name)):

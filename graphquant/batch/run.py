@@ -70,8 +70,7 @@ def run_batch(
         path = journal_path(options.folder, entries)
         with Journal(path, resume=options.resume) as journal:
             remove_stale_files(entry.output for entry in entries if not is_remote(entry.output))
-            warn_once = cache(on_warning or (lambda _message: None))
-            batch = _BatchRun(entries, options, file_hashes, journal, warn_once)
+            batch = _BatchRun(entries, options, file_hashes, journal, cache(on_warning or (lambda _message: None)))
             with closing(batch.outcomes(execute)) as outcomes, suppress(KeyboardInterrupt):
                 for outcome in outcomes:
                     if on_outcome is not None:

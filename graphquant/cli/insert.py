@@ -70,8 +70,7 @@ def insert_command(
     with progress_bar() as progress:
         result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
     _write_and_print(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
-    note = "Nothing was written." if dry_run else f"{target} was written."
-    _exit_with_result(result, settings, note, strict=strict)
+    _exit_with_result(result, settings, "Nothing was written." if dry_run else f"{target} was written.", strict=strict)
 
 
 def _check_combinations(settings: InsertOptions, *, strict: bool) -> None:
@@ -84,8 +83,7 @@ def _check_combinations(settings: InsertOptions, *, strict: bool) -> None:
         )
     if settings.data is None and settings.samples is not None:
         raise UsageError("--samples limits the samples of --data. Add --data.")
-    bounds = (settings.min_sqnr, settings.min_agreement, settings.max_accuracy_drop)
-    has_bounds = bounds != (None, None, None)
+    has_bounds = (settings.min_sqnr, settings.min_agreement, settings.max_accuracy_drop) != (None, None, None)
     if (strict or has_bounds) and (not settings.validate or settings.data is None):
         raise UsageError("--strict and bounds need the validation. Add --data, and remove --no-validate.")
     if settings.optimize == "latency" and settings.data is None:

@@ -66,8 +66,7 @@ def normalization_layout(op: Op, rank: int | None) -> ChannelLayout | None:
     """Channel layout of an op with one value per channel for a tensor of `rank` axes; None if unknown."""
     if op.kind == "layernorm":
         return ChannelLayout(-1) if op.numeric_attr("axis", -1) in {-1, (rank or 0) - 1} else None
-    default_format = "NCHW" if op.type.endswith("Normalization") else "NHWC"
-    if not op.text_attr("data_format", default_format).startswith("NC"):
+    if not op.text_attr("data_format", "NCHW" if op.type.endswith("Normalization") else "NHWC").startswith("NC"):
         return ChannelLayout(-1)
     return None if rank is None else ChannelLayout(1 - rank)
 

@@ -74,8 +74,7 @@ class SolverState:
 
     def __init__(self, model: Model, plan: Plan) -> None:
         """Start with the sites of the plan and no ranges or scales."""
-        self.model = model
-        self.plan = plan
+        self.model, self.plan = model, plan
         self.parameters = Parameters(model)
         self.sites: list[Site] = list(plan.sites)
         self.index_by_use = {use: index for index, site in enumerate(plan.sites) for use in site.uses}

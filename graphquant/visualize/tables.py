@@ -80,8 +80,7 @@ def pluralize(number: int, noun: str) -> str:
 
 def join_names(names: Sequence[str], limit: int = NAMES_SHOWN) -> str:
     """Join the first names; count the remaining ones."""
-    more_text = f", {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more_text
+    return ", ".join(names[:limit]) + (f", {len(names) - limit} more" if len(names) > limit else "")
 
 
 def group_values(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:

@@ -218,8 +218,7 @@ class SubgraphLifter:
 
     def __init__(self, message: Any, opset: int, new_name: Callable[[], str]) -> None:
         """Prepare a message; `opset` is that of the default domain, and `new_name` returns a new value name."""
-        self._message = message
-        self._opset = opset
+        self._message, self._opset = message, opset
         self._new_name = new_name
         self._outputs = {info.name for info in message.graph.output}
         self._initial_carries: dict[int, tuple[str, ...]] = {}
@@ -413,8 +412,7 @@ class _WatchBuilder:
     """Builds one watched message."""
 
     def __init__(self, model: Model, emission: Emission, mode: WatchMode) -> None:
-        self._model = model
-        self._emission = emission
+        self._model, self._emission = model, emission
         self._mode = mode
         self._counter = count(1)
         self._message = ModelProto()

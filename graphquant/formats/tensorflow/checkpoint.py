@@ -243,8 +243,7 @@ def _encode_ordered(value: int) -> bytes:
     """Encode a signed number in bytes that sort like numbers: one inverted leading bit for each byte."""
     magnitude = ~value if value < 0 else value
     size = magnitude.bit_length() // 7 + 1
-    inverted = ((1 << size) - 1) << 7 * size
-    return ((value & ((1 << 8 * size) - 1)) ^ inverted).to_bytes(size, "big")
+    return ((value & ((1 << 8 * size) - 1)) ^ ((1 << size) - 1) << 7 * size).to_bytes(size, "big")
 
 
 def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_graph: Any | None) -> None:
