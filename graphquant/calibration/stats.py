@@ -369,7 +369,7 @@ def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Ske
     )
 
 
-def load_stats(path: Path) -> Stats:
+def load_stats(path: str | Path) -> Stats:
     """Read the statistics file at `path`."""
     try:
         with zipfile.ZipFile(path) as archive:
