@@ -82,6 +82,13 @@ CASES = [
         "b32>a m2>z m>y r>s+z t>y",
         "y a r z",
     ),
+    # and their Relus
+    (ROWS, "y = Gemm(t, m, b32) r = Relu(y) s = Sin(r)", "b32>y m>y r>s t>y", "y r"),
+    (ROWS, "y = Gemm(t, m, b32) r = Relu(y) s = Sin(y)", "b32>y m>y t>y", "y"),
+    (ROWS, "y = MatMul(t, m) r = Clip(y, zero, six) s = Sin(r)", "m>y r>s t>y", "y r"),
+    (ROWS, "y = MatMul(t, m) r = Clip(y, half, six) s = Sin(r)", "m>y r>s t>y y>r", "y"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) r = Relu(a) s = Sin(r)", "b32>a m>y r>s t>y", "y a r"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) r = Clip(a, zero, six) g = Mul(y, r)", "m>y t>y", "y"),
     (
         ROWS,
         "y = MatMul(t, m) v = MatMul(t, m) o = Transpose<perm = [1, 0]>(v) z = MatMul(o, y) s = Sin(y)",
