@@ -260,13 +260,11 @@ class SqnrConfidence:
         if not error.any():
             return math.inf
         power, error = _merge_neighbors(power, error)
-        if error.size < MIN_SAMPLES:
+        if error.size < MIN_SAMPLES or not power.any():
             return -math.inf
         unseen = error.max() * math.exp(_tail_index(error))
         power, error = np.append(power, power.mean()), np.append(error, max(min(unseen, power.max()), error.max()))
         power_sum, error_sum = float(power.sum()), float(error.sum())
-        if not power_sum > 0:
-            return -math.inf
         shares = error / error_sum - power / power_sum
         deviation = DB_PER_NEPER * math.sqrt(shares @ shares * error.size / (error.size - 1))
         return DB_PER_NEPER * math.log(power_sum / error_sum) - _student_quantile(error.size - 2) * deviation

@@ -316,8 +316,7 @@ def resolve_options(
     unknown = next((name for name in values if name not in names), None)
     if unknown is not None:
         raise TypeError(f"There is no option {unknown!r}.{did_you_mean(unknown, names)}")
-    base = {} if options is None else {name: getattr(options, name) for name in names}
-    return options_class(**{**base, **values})
+    return options_class(**{**({} if options is None else {name: getattr(options, name) for name in names}), **values})
 
 
 def require_type(value: Any, *, annotation: str = "str | Path | Model | Plan | Stats") -> Any:
