@@ -430,12 +430,14 @@ def test_frames_hold_only_their_ops(
     assert page.evaluate(MISPLACED_OPS) == []
 
 
-def test_annotations_and_frame_labels_do_not_overlap(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
+def test_annotations_and_frame_labels_do_not_overlap(
+    digits_page: Path, open_viewer: Callable[..., Any], drawn: Callable[[Any], None]
+) -> None:
     """No annotation covers a frame's label, wherever the view is."""
     page = open_viewer(digits_page, "residual/add")
     for _ in range(6):
         page.mouse.wheel(0, -300)
-        page.wait_for_timeout(50)
+        drawn(page)
         hits = page.evaluate("viewer.hits")
         labels = [
             hit for hit in hits if "frame" in hit and hit["y"] > -page.evaluate("viewer.view.y / viewer.view.k") + 40
@@ -446,12 +448,14 @@ def test_annotations_and_frame_labels_do_not_overlap(digits_page: Path, open_vie
                 assert separate or annotation["y"] >= label["bottom"] or annotation["bottom"] <= label["y"]
 
 
-def test_clicks_on_the_drawing(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
+def test_clicks_on_the_drawing(
+    digits_page: Path, open_viewer: Callable[..., Any], drawn: Callable[[Any], None]
+) -> None:
     """A click selects a box, annotation, wire or the model. A double click on a frame's label collapses it."""
     page = open_viewer(digits_page, "stem/conv")
     page.mouse.click(*_box_position(page, _op_expression("stem/relu")))
     assert _selected_title(page) == "stem/relu"
-    page.wait_for_timeout(50)
+    drawn(page)
     hit, tensor = page.evaluate(
         f"(() => {{ {_hit('annotation')} return [middle, viewer.m.annotations[hit.annotation].tensor]; }})()"
     )
