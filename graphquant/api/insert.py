@@ -28,6 +28,7 @@ from graphquant.calibration import (
     sites_needing_data,
 )
 from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
+from graphquant.calibration.memory import release_free_memory
 from graphquant.errors import EmptyResultError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize import Objective, PreCalibrationState, build_model, run_precalibration_algorithms, search_plan
 from graphquant.quantize import Plan, RangeTransfer, Site, read_name_map, transfer_ranges
@@ -76,13 +77,16 @@ def insert(
     if data.lacks_samples:
         raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
     findings = data.find_mistakes(source) if plan.sites else ()
+    release_free_memory()
     state = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=data.stats is not None)
     stats = _provide_stats(source, state, data, settings, progress)
+    release_free_memory()
     build = partial(
         build_model, state.model, stats=stats, calibration_data=data.calibration, float_weights=settings.float_weights
     )
     built, trace = search_plan(source, state, build, objective, data, progress)
     result = make_result(source, state, built, trace, stats)
+    del prepared, state, built, build  # their graphs take as much memory as the validation
     stats_path = Path(settings.stats) if stats and isinstance(settings.stats, str | Path) else None
     result = replace(result, stats_path=stats_path, tflite_ranges=transfer, data_findings=findings)
     if not (result.inserted or settings.allow_empty or result.already_quantized):
@@ -189,6 +193,7 @@ def _validate(result: Result, data: CalibrationData, bounds: Bounds, progress: P
     if result.model.traits.judgeable and has_few_sites(len(result.inserted)):
         with suppress(ModelError, OSError):  # the report does without it
             verdicts = judge_ops(result.model, "onnxruntime")
+    release_free_memory()
     return replace(result, validation=validation, unjudged_reason=unjudged_reason, verdicts=verdicts)
 
 

@@ -63,6 +63,9 @@ class Runner(Protocol):
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """Run one feed and return the model's outputs by name."""
 
+    def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        """Yield the outputs of each feed. Some feeds may be read ahead."""
+
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
 

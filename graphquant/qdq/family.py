@@ -157,7 +157,7 @@ def new_op(graph: Graph, name: str, dtype: str | None, shape: Shape | None, **fi
 def new_constant(graph: Graph, name: str, value: Array, *, op_type: str, rule: str) -> Op:
     """Return a constant op with `value`, named `name` or the next free name."""
     fields: dict[str, Any] = {"kind": "constant", "type": op_type, "roles": (), "rule": rule}
-    return new_op(graph, name, str(value.dtype), value.shape, read_value=lambda: value, **fields)
+    return new_op(graph, name, str(value.dtype), value.shape, read_value=value.view, **fields)
 
 
 def add_constant(

@@ -101,7 +101,7 @@ def _runtime_lines(result: Result) -> list[RenderableType]:
 
     verdicts, counts = result.verdicts, Counter(verdict.status for verdict in result.verdicts)
     if result.plan.for_onnxruntime and not has_few_sites(len(result.inserted)):
-        reason = "because there are very many quantized tensors"
+        reason = "because there are very many quantized tensors; `graphquant check RESULT --for onnxruntime` does so"
         return [plain_line(f"note: it was not examined which ops onnxruntime runs on integers, {reason}.")]
     if not verdicts or not result.plan.for_onnxruntime:
         return []

@@ -240,8 +240,6 @@ def _feed_dtype(label: str, model_input: InputSpec, stored_dtype: np.dtype[Any])
     raise DataError(f"{label} is {stored_dtype}, but input {model_input.name!r} takes {model_input.dtype}. {advice}")
 
 
-# -- samples that are read one by one: images, audio, records and rows -----------------------------
-
 SampleReader = Callable[[int, int], Iterator[tuple[str, Feed]]]
 """Function that yields the samples from one index up to another, each with a label and a first axis of 1 for the batch.
 """

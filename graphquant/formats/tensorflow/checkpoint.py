@@ -315,9 +315,6 @@ def _shard_path(prefix: Path, shard: int, shards: int) -> Path:
     return prefix.with_name(f"{prefix.name}.data-{shard:05d}-of-{shards:05d}")
 
 
-# -- the table -------------------------------------------------------------------------------------
-
-
 def mask_crc(crc: int) -> int:
     """Return a CRC-32C as it is stored: rotated and shifted, as files may be checksummed again."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
