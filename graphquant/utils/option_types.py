@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from graphquant.errors import UsageError, escape_unprintable
-from graphquant.utils.options import require_type
-from graphquant.utils.text import parse_size
+from graphquant.utils.text import parse_size, require_type
 
 
 def parse_share(value: Any) -> float:

@@ -10,13 +10,13 @@ are in `option_types`; pydantic validates the values.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from graphquant.errors import UsageError, did_you_mean
+from graphquant.utils.text import require_type
 
 if TYPE_CHECKING:
     from graphquant.utils.option_types import (
@@ -317,19 +317,6 @@ def resolve_options(
     if unknown is not None:
         raise TypeError(f"There is no option {unknown!r}.{did_you_mean(unknown, names)}")
     return options_class(**{**({} if options is None else {name: getattr(options, name) for name in names}), **values})
-
-
-def require_type(value: Any, *, annotation: str = "str | Path | Model | Plan | Stats") -> Any:
-    """Return `value`; raise ValueError if `annotation`, a union of names, contains no class of it.
-
-    A model may also be an object of TensorFlow, which only `load` can check.
-    """
-    names = {base.__name__.replace("NoneType", "None") for base in type(value).__mro__}
-    names |= {"Callable" if callable(value) else "Any", "Sequence" if isinstance(value, list | tuple) else "Any"}
-    accepted = re.sub(r"\[.*\]", "", annotation.replace("Progress", "Callable")).split(" | ")
-    if names.isdisjoint(accepted) and not re.search(r"Model \|.*\bPath|_empty", annotation):
-        raise ValueError(f"it is of the type {type(value).__name__}, not {annotation}")
-    return value
 
 
 def checks_types(function: AnyFunction) -> AnyFunction:
