@@ -8,7 +8,10 @@ result.save("model.quant.onnx")
 """
 
 from importlib import import_module
+from inspect import isfunction
 from typing import Any
+
+from graphquant.utils.options import checks_types
 
 __version__ = "0.1.0"
 
@@ -48,4 +51,5 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_PUBLIC[name])
-    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    return checks_types(value) if isfunction(value) else value

@@ -275,10 +275,13 @@ def compare_runners(
     blocks = -(-batches.count // load.block_size)
     site_samples = batches.count if samples.max_site_samples is None else samples.max_site_samples
     all_feeds = block_feeds(batches, [(0, blocks)], load.block_size, join_samples=batched)
-    feeds, *site_feeds = tee_items(all_feeds, 1 if sites is None or site_runner is None else 1 + COMPARE_THREADS)
+    branches = 2 if sites is None or site_runner is None else 2 + COMPARE_THREADS
+    feeds, quantized_feeds, *site_feeds = tee_items(all_feeds, branches)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(COMPARE_THREADS))
+        stack.enter_context(closing(quantized_feeds))
         model_pair = ModelPairRunner(float_runner, quantized_runner, inputs)
+        quantized_outputs = quantized_runner.run_each(model_pair.quantized_feed(feed) for feed, _ in quantized_feeds)
         if sites is not None and site_runner is not None:
             for site_feed in site_feeds:
                 stack.enter_context(closing(site_feed))
@@ -296,7 +299,9 @@ def compare_runners(
             )
         completed = 0
         for feed, block in feeds:
-            expected, actual, observed = model_pair.run(feed, pool, measure_sites=completed < site_samples)
+            expected, actual, observed = model_pair.run(
+                feed, quantized_outputs, pool, measure_sites=completed < site_samples
+            )
             with ignore_overflow():
                 for tally in tallies:
                     name = tally.quantized_name
@@ -374,7 +379,7 @@ class ModelPairRunner:
         quantized_tensors = [tensor for tensor in quantized_tensors if tensor not in hidden]
         observations = (
             (site_runner, float_tensors, map(self._without_labels, site_feeds[0])),
-            (self._quantized_runner, quantized_tensors, map(self._quantized_feed, site_feeds[1])),
+            (self._quantized_runner, quantized_tensors, map(self.quantized_feed, site_feeds[1])),
         )
         self._observations = [
             stack.enter_context(closing(runner.observe(tensors, feeds, max_in_flight=prefetch_limit)))
@@ -387,19 +392,19 @@ class ModelPairRunner:
         """Remove the labels from a feed."""
         return model_inputs(self._float_runner, feed)
 
-    def _quantized_feed(self, feed: Feeds) -> dict[str, Any]:
+    def quantized_feed(self, feed: Feeds) -> dict[str, Any]:
         """Rename the inputs of a feed for the quantized model."""
         return {name: feed[source] for name, source in self._inputs.items()}
 
     def run(
-        self, feed: Feeds, pool: Executor, *, measure_sites: bool
+        self, feed: Feeds, outputs: Iterator[Mapping[str, Array]], pool: Executor, *, measure_sites: bool
     ) -> tuple[Mapping[str, Array], Mapping[str, Array], Mapping[str, Array]]:
         """Return the next outputs of both models, and of the observed quantized one, whose tensors are measured."""
         if not self._observations or not measure_sites:
             float_outputs = pool.submit(self._float_runner.run, self._without_labels(feed))
-            actual = self._quantized_runner.run(self._quantized_feed(feed))
+            actual = next(outputs)
             return float_outputs.result(), actual, {}
-        actual = self._quantized_runner.run(self._quantized_feed(feed))
+        actual = next(outputs)
         expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
         if self._output_tensors and not self._observed_outputs_equal:
             self._float_runner.free_large_session()  # it will run again only if the observed model differs

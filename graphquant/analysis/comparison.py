@@ -240,9 +240,10 @@ CONFIDENCE_QUANTILE = NormalDist().inv_cdf(1 - 0.05 / MAX_SEARCH_PLANS)
 """Quantile of the normal distribution for that confidence."""
 
 DB_PER_NEPER = 10 / math.log(10)  # decibels per unit of relative change
-MIN_SAMPLES = 4  # minimum number of samples for a bound
-TAIL_DIVISOR = 5  # one in this many samples, at least three, estimates the tail index
-MAX_TAIL_INDEX = 3.0  # upper limit of the tail index, because tails behind a softmax are bounded
+MIN_SAMPLES = 4  # minimum number of independent samples for a bound
+TAIL_DIVISOR = 5  # one in this many samples, at least four, estimates the tail index
+SMALLEST_ERROR = 1e-12  # smallest error relative to the largest one; smaller ones are those of equal outputs
+CORRELATION_QUANTILE = NormalDist().inv_cdf(0.95)  # quantile for correlations that are not due to chance
 
 
 class SqnrConfidence:
@@ -250,8 +251,9 @@ class SqnrConfidence:
 
     The ratio is as uncertain as the mean of each sample's share of the errors minus its share of the squares (Cochran
     1977, "Sampling Techniques", section 6.3). Errors have heavy tails, especially behind a softmax, where a few rare
-    samples cause most of the error. The bound therefore counts one more sample that exceeds the worst by the factor 1 +
-    tail index (Hill 1975). If all samples are alike, this changes nothing.
+    samples cause most of the error. The bound therefore counts one more sample. Its error exceeds the worst as the
+    Pareto tail of the largest errors does on average (Hill 1975), up to an error as large as the output. If all samples
+    are alike, this changes nothing. Neighbors with similar errors, such as frames of a recording, count as fewer.
     """
 
     __slots__ = ("_error", "_power")
@@ -268,15 +270,17 @@ class SqnrConfidence:
     @property
     def lower_bound(self) -> float:
         """Lower bound of the SQNR in dB; infinite without errors, minus infinity if there are too few samples."""
-        power, error = self._sorted_by_error()
+        power, error = self._sums()
         if error.size < MIN_SAMPLES or not math.isfinite(power.sum() + error.sum()):
             return -math.inf
-        if not error[0] > 0:
+        if not error.any():
             return math.inf
-        power, error = np.append(power, power[0]), np.append(error, (1 + _tail_index(error)) * error[0])
-        power_sum, error_sum = float(power.sum()), float(error.sum())
-        if not power_sum > 0:
+        power, error = _merge_neighbors(power, error)
+        if error.size < MIN_SAMPLES or not power.any():
             return -math.inf
+        unseen = error.max() * math.exp(_tail_index(error))
+        power, error = np.append(power, power.mean()), np.append(error, max(min(unseen, power.max()), error.max()))
+        power_sum, error_sum = float(power.sum()), float(error.sum())
         shares = error / error_sum - power / power_sum
         deviation = DB_PER_NEPER * math.sqrt(shares @ shares * error.size / (error.size - 1))
         return DB_PER_NEPER * math.log(power_sum / error_sum) - student_quantile(error.size - 2) * deviation
@@ -284,7 +288,7 @@ class SqnrConfidence:
     @property
     def standard_error(self) -> float:
         """Standard error of the SQNR in dB; 0 without errors, infinite if there are too few samples."""
-        power, error = self._sorted_by_error()
+        power, error = self._sums()
         power_sum, error_sum = float(power.sum()), float(error.sum())
         if error.size < MIN_SAMPLES or not math.isfinite(power_sum + error_sum):
             return math.inf
@@ -296,26 +300,39 @@ class SqnrConfidence:
     @property
     def half_error_samples(self) -> int:
         """Number of the worst samples that cause half of the error."""
-        error = self._sorted_by_error()[1]
+        error = np.sort(self._sums()[1])[::-1]
         return int(np.searchsorted(error.cumsum(), error.sum() / 2)) + 1 if error.size else 0
 
     @property
     def sample_errors(self) -> list[float]:
         """Squared errors of the samples in the order in which they were added."""
-        return [float(error) for error in np.concatenate([*self._error, np.zeros(0)])]
+        return [float(error) for error in self._sums()[1]]
 
-    def _sorted_by_error(self) -> tuple[Array, Array]:
-        """Squares and errors by decreasing error."""
-        power, error = (np.concatenate([*chunks, np.zeros(0)]) for chunks in (self._power, self._error))
-        order = np.argsort(-error, kind="stable")
-        return power[order], error[order]
+    def _sums(self) -> tuple[Array, Array]:
+        """Squares and errors of all samples, in order."""
+        return np.concatenate([*self._power, np.zeros(0)]), np.concatenate([*self._error, np.zeros(0)])
+
+
+def _log_errors(error: Array) -> Array:
+    return np.asarray(np.log(np.maximum(error, SMALLEST_ERROR * error.max())))
+
+
+def _merge_neighbors(power: Array, error: Array) -> tuple[Array, Array]:
+    """Sum over as many neighbors as one independent sample is worth, if the errors of neighbors are correlated."""
+    deviations = _log_errors(error) - _log_errors(error).mean()
+    correlation = float(deviations[1:] @ deviations[:-1]) / (float(deviations @ deviations) or 1.0)
+    if not correlation > CORRELATION_QUANTILE / math.sqrt(error.size):
+        return power, error
+    group_count = max(math.floor(error.size * (1 - correlation) / (1 + correlation)), 1)
+    groups = np.arange(error.size) * group_count // error.size
+    return np.bincount(groups, power), np.bincount(groups, error)
 
 
 def _tail_index(error: Array) -> float:
-    """Tail index of the errors: mean logarithm of the largest ones relative to the next."""
-    count = max(error.size // TAIL_DIVISOR, 3)
-    top = error[: count + 1] / error[0]
-    return min(float(np.log(top[:-1] / top[-1]).mean()), MAX_TAIL_INDEX) if top[-1] > 0 else MAX_TAIL_INDEX
+    """Mean tail index that the largest errors allow: logarithms of these relative to the next."""
+    count = min(max(error.size // TAIL_DIVISOR, MIN_SAMPLES), error.size - 1)
+    top = np.sort(_log_errors(error))[-count - 1 :]
+    return float((top[1:] - top[0]).sum()) / (count - 1)
 
 
 def student_quantile(freedom: int) -> float:

@@ -177,8 +177,7 @@ def _attribute_changes(location: str, first_op: Op, second_op: Op) -> Iterator[M
     for name in sorted({*first_op.attrs, *second_op.attrs} - body_attributes):
         before, after = first_op.attrs.get(name), second_op.attrs.get(name)
         if not name.startswith("_") and not _attributes_equal(before, after):
-            message = f"{name}: {_shorten_value(before)} became {_shorten_value(after)}"
-            yield ModelChange("attribute", location, message)
+            yield ModelChange("attribute", location, f"{name}: {_shorten_value(before)} became {_shorten_value(after)}")
 
 
 def _attributes_equal(first: Any, second: Any) -> bool:

@@ -23,7 +23,7 @@ from graphquant.calibration import (
 from graphquant.calibration.holdout import open_model_data
 from graphquant.errors import DataError, UsageError
 from graphquant.utils import Progress, stage_progress
-from graphquant.utils.options import CalibrateOptions, PlanOptions, resolve_options, takes_options
+from graphquant.utils.options import CalibrateOptions, PlanOptions, checks_types, resolve_options, takes_options
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def calibrate(
     model: Model | str | Path,
     plan: Plan | str | Path | None = None,
-    data: str | Dataset | None = None,
+    data: str | Path | Dataset | None = None,
     options: CalibrateOptions | None = None,
     *,
     partial_stats: Stats | None = None,
@@ -74,8 +74,8 @@ def calibrate(
         prepared, targets = source, all_float_targets(source, finest_histogram_bits(resolved_plan))
     else:
         targets = plan_targets(source, prepared, resolved_plan, full_histograms=settings.full)
-    if isinstance(data, str):
-        data = open_model_data(prepared, data, settings.samples)
+    if isinstance(data, str | Path):
+        data = open_model_data(prepared, str(data), settings.samples)
     findings = check_samples(data, source)
     run = CalibrationRun(
         model_digest=source.digest,
@@ -88,6 +88,7 @@ def calibrate(
     return replace(calibrate_model(prepared, targets, data, run), data_findings=findings)
 
 
+@checks_types
 def resolve_stats(stats: Stats | str | Path) -> Stats:
     """Return the statistics, loaded from their file if `stats` is a path.
 

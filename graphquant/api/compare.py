@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def compare(
     model: Model | str | Path,
     quantized_model: Model | str | Path,
-    data: str,
+    data: str | Path,
     options: CompareOptions | None = None,
     *,
     progress: Progress | None = None,
@@ -74,6 +74,7 @@ def compare(
             )
     sites = match_sites(float_ir, quantized_ir) if settings.sites else None
     float_runner = formats.format_module(float_ir.format).create_runner(float_ir)
+    data = str(data)
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
     findings = check_samples(batches, float_ir)
     metric = load_metric(settings.metric)

@@ -192,9 +192,6 @@ def _members(selection: object, member_type: type[T], *, ignored: type) -> list[
     return [member for member in members if isinstance(member, member_type)]
 
 
-# -- selection -----------------------------------------------------------------------------------------
-
-
 def select_ops(
     *args: object, graph: Graph | Model | None = None, positive_filter: Callable[[Operation], bool] | None = None
 ) -> list[Operation]:
@@ -319,9 +316,6 @@ def _searchable_names(tensor: Tensor) -> tuple[str, ...]:
     return (tensor.name, str(tensor), tensor.op.node.outputs[tensor.ref.port].name)
 
 
-# -- rerouting -----------------------------------------------------------------------------------------
-
-
 def reroute_ts(ts0: object, ts1: object, can_modify: object = None, cannot_modify: object = None) -> int:
     """Reroute the readers of each tensor of `ts1` to the matching tensor of `ts0`.
 
@@ -437,23 +431,14 @@ def _enclosing_op(tensor: Tensor, use: Use) -> str | None:
     return op
 
 
-# -- the fixed-point recipe ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class FixedPoint:
-    """Signed fixed point: `bits`-bit integers with the scale 2**exponent, without the most negative integer.
+    """Signed fixed point: `bits`-bit integers with the scale 2**exponent, without the most negative integer."""
 
-    Attributes:
-        bits: 2 to 16; the recipe has 8 and 16.
-        exponent: The scale is 2**exponent.
-        family: The family of QDQ ops, by default that of the model's format.
-        round: Rounding of values halfway between two steps, "half-even" or "half-up"; by default that of the ops.
-    """
-
-    bits: int
-    exponent: int
-    family: str | None = None
+    bits: int  # 2 to 16; the recipe has 8 and 16
+    exponent: int  # the scale is 2**exponent
+    family: str | None = None  # the family of QDQ ops, by default that of the model's format
+    # Rounding of values halfway between two steps, "half-even" or "half-up"; by default that of the ops.
     round: RoundingMode | None = None
 
     def __post_init__(self) -> None:

@@ -61,8 +61,7 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
     framework = model.format if model.traits.rewritable else ""
     backend = settings.backend or (next(iter(targets), "") if model.traits.judgeable else framework)
     has_data = settings.data is not None or settings.stats is not None
-    is_quantized = not model.op_kinds().isdisjoint(QUANTIZATION_KINDS)
-    if plan is None and not settings.rules and not has_data and is_quantized:
+    if plan is None and not settings.rules and not has_data and not model.op_kinds().isdisjoint(QUANTIZATION_KINDS):
         uses = explain_quantized(model, name)
         verdicts = judge_explained_ops(model, backend, uses) if backend else ()
         return ExplanationReport(uses=uses, verdicts=verdicts, backend=backend, already_quantized=True)
@@ -129,7 +128,7 @@ def check(
     return check_quantized_model(loaded, backend, None if stats is None else resolve_stats(stats))
 
 
-def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:
+def check_data(model: Model | str | Path, data: str | Path, *, samples: int | None = None) -> DataReport:
     """Compare data with the inputs of a model and find probable mistakes, without running the model.
 
     Raises:
@@ -147,7 +146,7 @@ def check_data(model: Model | str | Path, data: str, *, samples: int | None = No
             f"{source.path} is a TFLite model, which cannot be run. Pass the model from which it was converted."
         )
     inputs = formats.format_module(source.format).input_specs(source)
-    return check_dataset(open_data(data, inputs, samples=samples, require_finite=False), inputs, source)
+    return check_dataset(open_data(str(data), inputs, samples=samples, require_finite=False), inputs, source)
 
 
 def inspect_stats(

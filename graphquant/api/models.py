@@ -122,8 +122,7 @@ def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False)
             raise UsageError(
                 f"{source} is a file, but outputs can be chosen only for a tf.Graph or a session. Remove outputs."
             )
-        module = formats.format_module(formats.detect_format(Path(source)))
-        model = module.load(Path(source), allow_links=allow_links)
+        model = formats.format_module(formats.detect_format(Path(source))).load(Path(source), allow_links=allow_links)
     else:
         from graphquant.formats.tensorflow import from_tensorflow
 

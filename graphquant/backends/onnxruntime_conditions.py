@@ -167,8 +167,7 @@ def _require_fusable_clip(context: FloatOp) -> BrokenRule | None:
     clip, qs = context.clip, context.qs
     if clip is None:
         return None
-    is_fused = clip is context.op
-    activation = clip.attrs.get("activation", "") if is_fused else clip.type
+    activation = clip.attrs.get("activation", "") if clip is context.op else clip.type
     name = context.user_tensor(TensorRef(context.graph.name, clip.name)).op
     if not qs:
         message = f"the output of the following {activation} {name} is not quantized"
@@ -304,8 +303,7 @@ def _require_product_scale(context: FloatOp) -> BrokenRule | None:
     scales = [params.scale.astype(np.float64).reshape(-1) for params in (data, weight, bias)]
     if len({1, *(scale.size for scale in scales)}) <= 2 and not bias.zero_point.any():  # noqa: PLR2004  # broadcastable
         product = scales[0] * scales[1]
-        tolerance = BIAS_ABSOLUTE_TOLERANCE + BIAS_RELATIVE_TOLERANCE * product
-        if (np.abs(scales[2] - product) <= tolerance).all():
+        if (np.abs(scales[2] - product) <= BIAS_ABSOLUTE_TOLERANCE + BIAS_RELATIVE_TOLERANCE * product).all():
             return None
     message = "the scale of its bias is not input times weight, or its zero point is not 0"
     return BrokenRule("bias-scale", message, "requantize the bias with this scale, or keep it in float")
@@ -395,6 +393,13 @@ def _require_scalar_input(context: FloatOp) -> BrokenRule | None:
     return BrokenRule("scale", message, "quantize per tensor, with a zero point")
 
 
+def _require_copying(context: FloatOp) -> BrokenRule | None:
+    """Require a Resize that copies values. Before 1.28, ONNX Runtime also interpolates integers."""
+    mode = context.op.attrs.get("mode", "nearest")
+    is_nearest = mode in {"nearest", b"nearest"}
+    return None if is_nearest else BrokenRule("mode", f"its mode is {mode!r}", "keep it in float, or copy: nearest")
+
+
 def _movement_conditions(allowed: frozenset[str]) -> tuple[Condition, ...]:
     """Return the conditions of ops that move or compare values."""
     one_type = partial(_require_one_type, allowed=allowed)
@@ -421,7 +426,8 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     **dict.fromkeys(("Add", "Mul", "Concat"), _JOINT),
     "Where": (_require_fusable_clip, partial(_require_inputs, expected=2), _require_output, _require_one_type),
     **dict.fromkeys(("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax"), _UNARY),
-    **dict.fromkeys(("Resize", "ReduceMax", "ReduceMin"), _movement_conditions(BYTE_DTYPES)),
+    "Resize": (*_movement_conditions(BYTE_DTYPES), _require_copying),
+    **dict.fromkeys(("ReduceMax", "ReduceMin"), _movement_conditions(BYTE_DTYPES)),
     "MaxPool": _movement_conditions(BYTE_DTYPES | {"int4", "uint4"}),
     "ArgMax": (_ONE_INPUT, _require_no_clip, _require_bytes, _require_scalar_input),
     **dict.fromkeys(

@@ -297,9 +297,6 @@ class _TablePredictor:
         return make_verdict(graph, op, "float", op.type, host_verdict.broken_rule)
 
 
-# -- requirements ----------------------------------------------------------------------------------
-
-
 def require_quantized_inputs(context: OpContext) -> BrokenRule | None:
     """Require that every input except a bias is quantized."""
     if not context.output_params and not any(side.dequantize_op for side in context.inputs):

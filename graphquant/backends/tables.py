@@ -52,8 +52,6 @@ def _table_backend(table: RequirementTable, **fields: Any) -> Backend:
     return Backend(**{"judge": partial(judge_from_table, table=table), "fuses": table.fuses, **fields})
 
 
-# -- TensorRT ---------------------------------------------------------------------------------------
-
 MIN_INTEGER_CHANNELS = 16
 """Minimum channels of a convolution, or rows and columns of a summed matrix, for which integers are faster."""
 
@@ -162,8 +160,6 @@ TENSORRT = _table_backend(
 )
 
 
-# -- QNN --------------------------------------------------------------------------------------------
-
 QNN_PASSTHROUGH_KINDS = frozenset(
     {
         *("reshape", "transpose", "squeeze", "unsqueeze", "split", "gather", "tile", "flatten", "expand", "pad"),
@@ -234,8 +230,6 @@ QNN = _table_backend(
     per_tensor_kinds=frozenset({"matmul", "gemm"}),
 )
 
-
-# -- OpenVINO ---------------------------------------------------------------------------------------
 
 OPENVINO_DTYPES = frozenset({"int8", "uint8"})
 
@@ -343,9 +337,6 @@ OPENVINO_TABLE = RequirementTable(
 OPENVINO = _table_backend(
     OPENVINO_TABLE, name="openvino", description="OpenVINO's CPU plugin", ties_concat=True, bias_type="float", fuses={}
 )
-
-
-# -- Vitis AI ---------------------------------------------------------------------------------------
 
 
 def require_power_of_two(context: OpContext) -> BrokenRule | None:

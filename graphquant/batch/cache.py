@@ -29,8 +29,7 @@ from graphquant.utils.text import parse_size
 
 def journal_path(folder: Path, entries: Sequence[Entry]) -> Path:
     """Return the journal of a batch with these outputs, independent of the current folder."""
-    outputs = sorted(canonical_output(entry.output) for entry in entries)
-    encoded = json.dumps(outputs).encode(errors="surrogatepass")
+    encoded = json.dumps(sorted(canonical_output(entry.output) for entry in entries)).encode(errors="surrogatepass")
     return folder / "batches" / f"{hashlib.sha256(encoded).hexdigest()[:32]}.jsonl"
 
 

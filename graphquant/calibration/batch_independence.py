@@ -84,7 +84,8 @@ def is_batch_independent(
     observed = [tensor for tensor in tensors if tensor not in hidden]
     try:
         if not observed:
-            outputs = runner.run(batch)
+            results = runner.run_each([batch, *samples])
+            outputs = next(results)
             return all(
                 outputs.keys() == values.keys()
                 and all(
@@ -92,7 +93,7 @@ def is_batch_independent(
                     and equal_within_rounding(*rows, batched=True)
                     for name, value in values.items()
                 )
-                for first, values in enumerate(map(runner.run, samples))
+                for first, values in enumerate(results)
             )
         budget = observation_budget(max_memory, ())
         groups, _ = group_observed_tensors(runner, observed, batch, max_elements, budget)

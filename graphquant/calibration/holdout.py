@@ -100,8 +100,9 @@ def open_optional_labels(
 ) -> tuple[Dataset, str]:
     """Open the data with its labels if it has class labels; return the data and the key of the labels, or ""."""
     try:
-        return open_required_labels(dataset, data, inputs, samples)
-    except DataError:  # no array of that name, or one which holds no class indices
+        has_labels = any(key in dataset.ignored for key in LABEL_KEYS)
+        return open_required_labels(dataset, data, inputs, samples) if has_labels else (dataset, "")
+    except DataError:  # the array has no class indices
         return dataset, ""
 
 
@@ -157,8 +158,7 @@ class CalibrationData:
 
         With given statistics, algorithms use the samples from which these were computed, without the hold-out.
         """
-        calibrates = self.needs_ranges and self.stats is None
-        if self.spec is None or not (calibrates or self.runs_algorithms):
+        if self.spec is None or not ((self.needs_ranges and self.stats is None) or self.runs_algorithms):
             return None
         samples = self._split[0] if self.validates else self.dataset
         if self._range_stats is not None:

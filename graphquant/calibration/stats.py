@@ -74,22 +74,16 @@ class DataRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Result of a calibration.
+    """Result of a calibration."""
 
-    Attributes:
-        model_digest: Digest of the source model.
-        targets: Observed tensors and the details that were collected.
-        sketches: Sketch of each tensor that was reached. It has no values if the tensor was always empty.
-        runs: The data sets.
-        unobservable: Tensors that cannot be observed, with the reason.
-        data_findings: Likely mistakes in the data of this calibration. Statistics files do not contain them.
-    """
-
-    model_digest: str
-    targets: Mapping[TensorRef, ObservationTarget]
+    model_digest: str  # digest of the source model
+    targets: Mapping[TensorRef, ObservationTarget]  # observed tensors and the details that were collected
+    # Sketch of each tensor that was reached. It has no values if the tensor was always empty.
     sketches: Mapping[TensorRef, Sketch]
-    runs: tuple[DataRun, ...] = ()
+    runs: tuple[DataRun, ...] = ()  # the data sets
+    # Tensors that cannot be observed, with the reason.
     unobservable: Mapping[TensorRef, str] = field(default_factory=dict)
+    # Likely mistakes in the data of this calibration. Statistics files do not contain them.
     data_findings: tuple[DataFinding, ...] = field(default=(), compare=False)
 
     @property
@@ -241,8 +235,6 @@ def uncovered_ranges(covered: Iterable[tuple[int, int]], start: int, stop: int) 
     return gaps
 
 
-# -- statistics files ------------------------------------------------------------------------------
-
 STATS_FORMAT = "graphquant statistics"
 STATS_VERSION = 3
 
@@ -369,7 +361,7 @@ def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Ske
     )
 
 
-def load_stats(path: Path) -> Stats:
+def load_stats(path: str | Path) -> Stats:
     """Read the statistics file at `path`."""
     try:
         with zipfile.ZipFile(path) as archive:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from graphquant.cli.options import FORCE, INTERRUPTED, PATH, collect_options, options_of, parse_shard
-from graphquant.cli.output import batch_progress, print_view, progress_bar
+from graphquant.cli.output import batch_progress, print_view, progress_bar, remember_output
 from graphquant.errors import FindingsError, UsageError, escape_unprintable
 from graphquant.utils.options import InsertOptions, Options, option
 
@@ -125,6 +125,7 @@ class ReportOptions(Options):
         for path in self.reports:
             with progress_bar() as progress:
                 write_report(path, report, progress)
+            remember_output(path)
         return report
 
     def _print_report(self, report: BatchReport) -> None:

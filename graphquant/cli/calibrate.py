@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.cli.options import FORCE, INTERRUPTED, PATH, collect_options, options_of, parse_shard
-from graphquant.cli.output import lock_output_of_command, print_view, progress_bar
+from graphquant.cli.output import lock_output_of_command, print_view, progress_bar, remember_output
 from graphquant.errors import DataError, UsageError
 from graphquant.utils.options import CalibrateOptions
 
@@ -159,6 +159,7 @@ def _save_and_print_stats(stats: Stats, output: Path) -> None:
     from graphquant.visualize import text
 
     stats.save(output)
+    remember_output(output)
     print_view(text.stats_view(stats, output))
 
 

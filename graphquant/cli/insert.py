@@ -12,6 +12,7 @@ from graphquant.cli.output import (
     lock_output_of_command,
     print_view,
     progress_bar,
+    remember_output,
     write_drawing_page,
     write_text_or_json,
 )
@@ -124,6 +125,8 @@ def _write_and_print(
         conversion = convert_to_tflite(result, written, force=force)
     elif written is not None:
         written = result.save(target, force=force)
+    if written is not None:
+        remember_output(written)
     if report is not None:
         from graphquant.visualize.json_export import InsertResult
 
@@ -187,6 +190,8 @@ def strip_command(
     proof = None if original_model is None else api.prove_stripped(stripped, original_model)
     holds = proof is None or proof.holds
     written = api.save(stripped.model, output, force=force) if output is not None and holds else None
+    if written is not None:
+        remember_output(written)
     print_view(strip_view(stripped, written))
     if proof is not None:
         print_view(strip_proof_view(proof, str(original)))

@@ -7,19 +7,20 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from graphquant.errors import GraphQuantError, InternalError, UsageError, escape_unprintable
+from graphquant.errors import FindingsError, GraphQuantError, InternalError, UsageError, escape_unprintable
 from graphquant.utils.options import OptionField, Options, option_fields, resolve_options
 
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
 OptionsClass = TypeVar("OptionsClass", bound=Options)
 
+WRITTEN_OUTPUTS = "graphquant.written_outputs"  # key of the paths that a command wrote, in the context of click
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells use it
 LONGEST_LINE = 2_000  # maximum number of characters of an error line, because a name in a model may have millions
 PATH = click.Path(path_type=Path)
@@ -131,12 +132,12 @@ class ErrorHandlingGroup(click.Group):
             setattr(error, "show", partial(_show_usage_error, error))  # noqa: B010  # a method, for mypy
             raise
         except GraphQuantError as error:
-            click.echo(f"error: {_terminal_message(error)}", err=True)
+            _print_error(error, [] if isinstance(error, FindingsError) else ctx.meta.get(WRITTEN_OUTPUTS, []))
             raise click.exceptions.Exit(error.exit_code) from error
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader closed the pipe; click exits silently
                 raise
-            raise _report_os_error(error) from error
+            raise _report_os_error(error, ctx.meta.get(WRITTEN_OUTPUTS, [])) from error
         except KeyboardInterrupt as error:
             click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from error
@@ -153,7 +154,7 @@ def _show_usage_error(error: click.UsageError, file: Any = None) -> None:
     click.echo(f"error: {error.format_message()}", file=file, err=True)
 
 
-def _report_os_error(error: OSError) -> click.exceptions.Exit:
+def _report_os_error(error: OSError, written: Sequence[Path]) -> click.exceptions.Exit:
     """Report an error of the operating system that no reader or writer handled, such as a full standard output."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     own_modules = [name for name in modules if name.startswith("graphquant.")]
@@ -162,17 +163,17 @@ def _report_os_error(error: OSError) -> click.exceptions.Exit:
     name = f"{error.filename or 'A file or a service'} cannot be used"
     name = "The result cannot be written to standard output" if is_output else name
     message = f"{name}: {error.strerror or error}. Use another path, or free some space."
-    click.echo(f"error: {_terminal_message(UsageError(message))}", err=True)
+    _print_error(UsageError(message), written)
     if is_output and sys.stdout is sys.__stdout__:
         # Buffered output would fail again when the interpreter flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return click.exceptions.Exit(UsageError.exit_code)
 
 
-def _terminal_message(error: GraphQuantError) -> str:
-    """Return the message with escaped control characters and shortened lines."""
-    lines = [escape_unprintable(line) for line in str(error).split("\n")]
-    return "\n".join(
-        line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line) - LONGEST_LINE} more characters)"
-        for line in lines
-    )
+def _print_error(error: GraphQuantError, written: Sequence[Path]) -> None:
+    """Print the message with escaped control characters and shortened lines, and the outputs written before."""
+    lines = [escape_unprintable(line) for line in f"error: {error}".split("\n")]
+    lines += [escape_unprintable(f"note: {path} was written.") for path in written]
+    for line in lines:
+        omitted = f" ... ({len(line) - LONGEST_LINE} more characters)" if len(line) > LONGEST_LINE else ""
+        click.echo(line[:LONGEST_LINE] + omitted, err=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from graphquant.cli.options import WRITTEN_OUTPUTS
 from graphquant.errors import escape_unprintable
 from graphquant.utils.atomic_files import lock_output, write_file
 
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 def lock_output_of_command(output: Path) -> None:
     """Keep other processes from writing the output until the current command ends."""
     click.get_current_context().with_resource(lock_output(output))
+
+
+def remember_output(path: Path) -> None:
+    """Have an error message say that the file was written, if a later step of the command fails."""
+    click.get_current_context().meta.setdefault(WRITTEN_OUTPUTS, []).append(path)
 
 
 def write_or_print(content: Any, output: Path | None) -> None:
@@ -60,6 +66,7 @@ def print_view(view: Any, output: Path | None = None) -> None:
 def write_text_or_json(path: Path, content: Any) -> None:
     """Write text, or data as JSON, atomically."""
     write_file(path, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
+    remember_output(path)
 
 
 def write_page(path: Path, page: str) -> None:
@@ -142,8 +149,7 @@ class BatchProgress:
             if outcome.name in self._tasks:
                 self._bar.remove_task(self._tasks.pop(outcome.name))
         elif outcome.status != "unchanged":
-            line = f"[{self._count}/{self._total}] {outcome.name}: {outcome.status}"
-            click.echo(escape_unprintable(line), err=True)
+            click.echo(escape_unprintable(f"[{self._count}/{self._total}] {outcome.name}: {outcome.status}"), err=True)
 
 
 @contextmanager

@@ -66,6 +66,9 @@ class Runner(Protocol):
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """Run one feed and return the model's outputs by name."""
 
+    def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        """Yield the outputs of each feed. Some feeds may be read ahead."""
+
     def free_large_session(self) -> None:
         """Free what only `run` needs if that is much memory; the next run creates it again."""
 

@@ -40,20 +40,7 @@ def paused_gc() -> Iterator[None]:
 
 
 class Graph:
-    """One graph of a model: the main one, a body or a function.
-
-    Attributes:
-        name: "" for the main graph.
-        nx: The `networkx.MultiDiGraph`. Node data: `op` is the `Op`, `slots` the list of its source tensors.
-        graphs: The graphs of the model by name, shared by all of them.
-        parent: Graph and op that own this body; None for the main graph and for functions.
-        inputs: Names of the ops of kind "input", in the order of the graph's signature.
-        outputs: Names of the ops of kind "output", in the same order.
-        rerouted_uses: Uses whose source changed since load.
-        removed_ops: Names of ops that were removed since load.
-        anchor: Recorded as `Op.anchor` of ops that are added; "" records nothing.
-        reserved_names: Names that new ops must not get. Graphs whose values share one name space share the set.
-    """
+    """One graph of a model: the main one, a body or a function."""
 
     def __init__(
         self,
@@ -65,18 +52,23 @@ class Graph:
     ) -> None:
         import networkx as nx  # imported when needed, so that rule files are read without it
 
-        self.name = name
-        self.graphs = graphs
-        self.parent = parent
+        self.name = name  # "" for the main graph
+        self.graphs = graphs  # the graphs of the model by name, shared by all of them
+        self.parent = parent  # graph and op that own this body; None for the main graph and for functions
+        # Node data: `op` is the `Op`, `slots` the list of its source tensors.
         self.nx: nx.MultiDiGraph[str] = nx.MultiDiGraph()
-        self.inputs: list[str] = []
-        self.outputs: list[str] = []
-        self.rerouted_uses: set[Use] = set()
-        self.removed_ops: set[str] = set()
-        self.anchor = ""
+        contents = vars(self.nx)  # its dictionaries; the views of them are slow
+        self._nodes: dict[str, dict[str, Any]] = contents["_node"]
+        self._successors: dict[str, dict[str, dict[Any, dict[str, int]]]] = contents["_succ"]
+        self._predecessors: dict[str, dict[str, dict[Any, dict[str, int]]]] = contents["_pred"]
+        self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
+        self.outputs: list[str] = []  # names of the ops of kind "output", in the same order
+        self.rerouted_uses: set[Use] = set()  # uses whose source changed since load
+        self.removed_ops: set[str] = set()  # names of ops that were removed since load
+        self.anchor = ""  # recorded as `Op.anchor` of ops that are added; "" records nothing
+        # Names that new ops must not get. Graphs whose values share one name space share the set.
         self.reserved_names: set[str] = set() if reserved_names is None else reserved_names
-
-    # -- reading ---------------------------------------------------------------------------------
+        self._single_edges: dict[tuple[int, int], dict[int, dict[str, int]]] = {}  # edges of pairs by slot and port
 
     @property
     def is_function(self) -> bool:
@@ -84,14 +76,14 @@ class Graph:
         return bool(self.name) and self.parent is None
 
     def __contains__(self, name: object) -> bool:
-        return name in self.nx
+        return name in self._nodes
 
     def __len__(self) -> int:
-        return len(self.nx)
+        return len(self._nodes)
 
     def ops(self) -> Iterator[Op]:
         """Yield all ops, in the order they were added."""
-        for _, data in self.nx.nodes(data=True):
+        for data in self._nodes.values():
             yield data["op"]
 
     def topological_order(self) -> list[str]:
@@ -99,14 +91,13 @@ class Graph:
 
         `networkx.topological_sort` raises for a graph with a cycle; TF1 loops are cycles.
         """
-        successors = {name: list(targets) for name, targets in self.nx.adjacency()}
-        pending_inputs = dict.fromkeys(successors, 0)
-        for targets in successors.values():
+        pending_inputs = dict.fromkeys(self._successors, 0)
+        for targets in self._successors.values():
             for target in targets:
                 pending_inputs[target] += 1
         ready = [name for name, count in pending_inputs.items() if not count]
         for name in ready:  # grows during the loop
-            for target in successors[name]:
+            for target in self._successors[name]:
                 pending_inputs[target] -= 1
                 if not pending_inputs[target]:
                     ready.append(target)
@@ -114,11 +105,11 @@ class Graph:
 
     def op(self, name: str) -> Op:
         """Return the op called `name`. Raises a KeyError if there is none."""
-        return self.nx._node[name]["op"]  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001 `nodes` is slower
+        return self._nodes[name]["op"]  # type: ignore[no-any-return]
 
     def slots(self, name: str) -> list[TensorRef | None]:
         """Return the source tensor of each input slot of op `name`, None for an empty slot. Do not change the list."""
-        return self.nx._node[name]["slots"]  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001 as in `op`
+        return self._nodes[name]["slots"]  # type: ignore[no-any-return]
 
     def source_of(self, use: Use) -> TensorRef | None:
         """Return the tensor read at `use`, which must be in this graph."""
@@ -132,9 +123,8 @@ class Graph:
     def consumers_by_port(self, name: str) -> dict[int, list[Use]]:
         """Return the consumers of each output port of op `name`."""
         by_port: dict[int, list[Use]] = {}
-        for target, edges in self.nx.adj[name].items():
-            key: Any  # a slot, CONTROL_EDGE or ("capture", use)
-            for key, data in edges.items():
+        for target, edges in self._successors[name].items():
+            for key, data in edges.items():  # the key is a slot, CONTROL_EDGE or ("capture", use)
                 if isinstance(key, int):
                     by_port.setdefault(data["port"], []).append(Use(self.name, target, key))
                 elif key != CONTROL_EDGE:
@@ -143,13 +133,11 @@ class Graph:
 
     def control_inputs(self, name: str) -> list[str]:
         """Return the ops that must run before op `name` because of a control edge."""
-        return [source for source, edges in self.nx.pred[name].items() if CONTROL_EDGE in edges]
+        return [source for source, edges in self._predecessors[name].items() if CONTROL_EDGE in edges]
 
     def output(self, tensor: TensorRef) -> Any:
         """Return the `Output` of `tensor`, which may belong to an enclosing graph."""
         return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
-
-    # -- building and editing --------------------------------------------------------------------
 
     def unique_name(self, name: str) -> str:
         """Return `name`, or `name` with the smallest unused suffix `_k`."""
@@ -180,7 +168,7 @@ class Graph:
         for source in control_sources:
             if source not in self.nx:
                 raise InternalError(f"Op {name!r} must run after {source!r}, which does not exist in {self.name!r}.")
-            self.nx.add_edge(source, name, key=CONTROL_EDGE)
+            self._add_edge(source, name, CONTROL_EDGE, {})
 
     def set_source(self, use: Use, tensor: TensorRef | None) -> None:
         """Set the source of `use` to `tensor`, or empty the slot if it is None."""
@@ -227,7 +215,7 @@ class Graph:
 
     def replace_op(self, op: Op) -> None:
         """Replace the op of the same name with `op`. Its inputs and consumers stay connected."""
-        self.nx.nodes[op.name]["op"] = op
+        self._nodes[op.name]["op"] = op
         self.reserved_names.update(output.name for output in op.outputs if output.name)
 
     def remove_op(self, name: str) -> None:
@@ -273,16 +261,38 @@ class Graph:
 
     def _add_data_edge(self, use: Use, tensor: TensorRef) -> None:
         source_graph, target, key = self._checked_edge_key(use, tensor)
-        source_graph.nx.add_edge(tensor.op, target, key=key, port=tensor.port)
+        source_graph._add_edge(tensor.op, target, key, {"port": tensor.port})  # noqa: SLF001
+
+    def _add_edge(self, source: str, target: str, key: Any, data: dict[str, int]) -> None:
+        """Add an edge. A dictionary of edges never changes, so that equal ones are one object, also in copies."""
+        edges = {**self._successors[source].get(target, {}), key: data}
+        if len(edges) == 1 and isinstance(key, int):
+            edges = self._single_edges.setdefault((key, data["port"]), edges)
+        self._successors[source][target] = self._predecessors[target][source] = edges
 
     def _remove_data_edge(self, use: Use, tensor: TensorRef) -> None:
-        source_graph, target, key = self.edge_key(use, tensor)
-        source_graph.nx.remove_edge(tensor.op, target, key=key)
+        graph, target, key = self.edge_key(use, tensor)
+        successors, predecessors = graph._successors[tensor.op], graph._predecessors[target]  # noqa: SLF001
+        edges = {edge: data for edge, data in successors[target].items() if edge != key}
+        if edges:
+            successors[target] = predecessors[tensor.op] = edges
+        else:
+            del successors[target], predecessors[tensor.op]
+
+    def copy(self, graphs: dict[str, Graph], reserved_names: set[str]) -> Graph:
+        """Return a copy of the graph for the model with `graphs`."""
+        copied = Graph(self.name, graphs, parent=self.parent, reserved_names=reserved_names)
+        copied._nodes.update((name, {**data, "slots": list(data["slots"])}) for name, data in self._nodes.items())
+        copied._successors.update((name, dict(edges)) for name, edges in self._successors.items())
+        copied._predecessors.update((name, dict(edges)) for name, edges in self._predecessors.items())
+        copied.inputs, copied.outputs, copied._single_edges = list(self.inputs), list(self.outputs), self._single_edges
+        copied.rerouted_uses, copied.removed_ops = set(self.rerouted_uses), set(self.removed_ops)
+        return copied
 
     def _checked_edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
         """Return `edge_key` of an edge between existing ops."""
         source_graph, target, key = self.edge_key(use, tensor)
-        if use.slot < 0 or tensor.op not in source_graph.nx or target not in source_graph.nx:
+        if use.slot < 0 or tensor.op not in source_graph or target not in source_graph:
             raise InternalError(f"{use} reads {tensor}, but the tensor or its reader does not exist.")
         return source_graph, target, key
 
@@ -391,13 +401,7 @@ class Model(HtmlRepresentation):
         with paused_gc():
             for name, graph in self.graphs.items():
                 reserved_names = name_spaces.setdefault(id(graph.reserved_names), set(graph.reserved_names))
-                copied_graph = Graph(name, graphs, parent=graph.parent, reserved_names=reserved_names)
-                copied_graph.nx = graph.nx.copy()
-                for _, data in copied_graph.nx.nodes(data=True):
-                    data["slots"] = list(data["slots"])
-                copied_graph.inputs, copied_graph.outputs = list(graph.inputs), list(graph.outputs)
-                copied_graph.rerouted_uses, copied_graph.removed_ops = set(graph.rerouted_uses), set(graph.removed_ops)
-                graphs[name] = copied_graph
+                graphs[name] = graph.copy(graphs, reserved_names)
         return replace(self, graphs=graphs, provenance=None, original_model=None)
 
 

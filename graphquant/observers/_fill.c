@@ -9,6 +9,10 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#ifndef _WIN32
+#include <signal.h>
+#include <unistd.h>
+#endif
 
 #ifdef __GNUC__
 #define SOON(place) __builtin_prefetch(place)
@@ -444,7 +448,41 @@ static struct PyModuleDef module = {
     .m_methods = methods,
 };
 
+#ifdef SIGBUS
+/* ONNX Runtime maps external weights to memory. If such a file is truncated meanwhile, reading it raises SIGBUS, and no
+ * Python code runs any more. The process then ends with a message and the exit code of an unreadable model, and the next
+ * run removes its temporary files, as those of every process that was killed.
+ */
+static void end_after_truncation(int number, siginfo_t *fault, void *context)
+{
+    static const char message[] = "error: A file became shorter while it was read, such as the external data of the model."
+                                  " Copy it again, and change no file during a run.\n";
+    (void)context;
+    if (fault->si_code == BUS_ADRERR) {
+        if (write(2, message, sizeof message - 1) < 0)
+            _exit(3);
+        _exit(3);
+    }
+    signal(number, SIG_DFL); /* another fault, which the same instruction raises again */
+}
+
+static void handle_truncation(void)
+{
+    struct sigaction action;
+    if (sigaction(SIGBUS, NULL, &action) || (action.sa_flags & SA_SIGINFO) || action.sa_handler != SIG_DFL)
+        return; /* another handler, such as that of faulthandler, stays */
+    memset(&action, 0, sizeof action);
+    action.sa_sigaction = end_after_truncation;
+    action.sa_flags = SA_SIGINFO;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, &action, NULL);
+}
+#endif
+
 PyMODINIT_FUNC PyInit__fill(void)
 {
+#ifdef SIGBUS
+    handle_truncation();
+#endif
     return PyModuleDef_Init(&module);
 }

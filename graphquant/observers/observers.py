@@ -86,9 +86,6 @@ def histogram_bits(dtype: QType) -> int:
     return 7 if dtype.bits <= NARROW_BITS else 10
 
 
-# -- from the limits only ---------------------------------------------------------------------------
-
-
 def _observed_range(stats: Sketch) -> Range:
     if stats.empty:
         raise DataError("calibration saw no finite value")
@@ -121,9 +118,6 @@ def _mean_minmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentVal
         raise DataError("its statistics have no complete block of samples; calibrate the model again")
     low, high = (total / (stats.blocks << SUBNORMAL_EXPONENT) for total in (stats.low_sum, stats.high_sum))
     return Range(np.array(low), np.array(high))
-
-
-# -- from the histogram ----------------------------------------------------------------------------
 
 
 def _value_distribution(stats: Sketch, dtype: QType, *, uniform_steps: bool = False) -> Distribution:
@@ -292,9 +286,6 @@ def _power_of_two_windows(limits: Array, grid: QuantizationGrid) -> Array:
     )
     tops = np.clip(bottoms + scales * steps * WINDOW_MARGIN, 0, limits[1])
     return np.stack([bottoms.ravel(), tops.ravel()], axis=1)
-
-
-# -- without values --------------------------------------------------------------------------------
 
 
 def _fixed(_stats: Sketch, _grid: QuantizationGrid, arguments: ArgumentValues) -> Range:

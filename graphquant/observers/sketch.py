@@ -40,12 +40,13 @@ class Sketch:
     inf: int = 0  # number of infinities among them
     empty_arrays: int = 0  # number of arrays without values
     bits: int = 0  # mantissa bits of the histogram's bins, one of `HISTOGRAM_BITS`; always 0 per channel
-    # uint32 (K,), ascending: the bins with values, each as float32 bit pattern >> (23 - bits). A float64 is counted
-    # as the nearest finite float32.
+    # The next three arrays have the narrowest unsigned type for their values, because many sketches exist at once.
+    # (K,), ascending: the bins with values, each as float32 bit pattern >> (23 - bits). A float64 is counted as the
+    # nearest finite float32.
     bins: Array = field(default_factory=partial(np.zeros, 0, np.uint32))
-    # int64 (K,): the number of values in each bin; their sum is the number of finite values.
+    # (K,): the number of values in each bin; their sum is the number of finite values.
     counts: Array = field(default_factory=partial(np.zeros, 0, np.int64))
-    # uint64 (K,): the sum of the low 23 - bits mantissa bits of the values in each bin.
+    # (K,): the sum of the low 23 - bits mantissa bits of the values in each bin.
     sums: Array = field(default_factory=partial(np.zeros, 0, np.uint64))
     blocks: int = 0  # number of blocks of samples with a finite value; always 0 per channel
     low_sum: int = 0  # the sum of the smallest value of each block, exact, in units of 2**-1074
@@ -60,6 +61,9 @@ class Sketch:
             raise InternalError("A Sketch has bins, counts and sums of different lengths.")
         if self.counts.sum() != (self.count - self.nan - self.inf if self.bits else 0):
             raise InternalError("The counts of a Sketch's bins do not add up to its finite values.")
+        for name in ("bins", "counts", "sums"):
+            values: Array = getattr(self, name)
+            object.__setattr__(self, name, values.astype(np.min_scalar_type(values.max(initial=0)), copy=False))
 
     @property
     def empty(self) -> bool:
@@ -148,7 +152,7 @@ def merge_bins(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Arra
 
 def bin_means(sketch: Sketch) -> Array:
     """Return the mean of the values in each bin, float64 (K,), exact to one unit in the last place."""
-    pattern = sketch.bins << (MANTISSA_BITS - sketch.bits)
+    pattern = sketch.bins.astype(np.uint32) << (MANTISSA_BITS - sketch.bits)
     exponent = (pattern >> MANTISSA_BITS & 0xFF).astype(np.int64)
     mantissa = (pattern & 0x7FFFFF) + ((exponent > 0) << MANTISSA_BITS)
     whole, rest = np.divmod(sketch.sums, sketch.counts.astype(np.uint64))
@@ -159,7 +163,7 @@ def bin_means(sketch: Sketch) -> Array:
 
 def bin_edges(sketch: Sketch) -> tuple[Array, Array]:
     """Return the smallest and the largest float32 of each bin, float64 (K,) each."""
-    near = sketch.bins << (MANTISSA_BITS - sketch.bits)  # the end of the bin nearer to zero
+    near = sketch.bins.astype(np.uint32) << (MANTISSA_BITS - sketch.bits)  # the end of the bin nearer to zero
     far = near | ((1 << (MANTISSA_BITS - sketch.bits)) - 1)
     ends = [pattern.astype(np.uint32).view(np.float32).astype(np.float64) for pattern in (near, far)]
     return np.minimum(*ends), np.maximum(*ends)
@@ -230,8 +234,15 @@ class HistogramBuilder:
 
     def bins(self) -> tuple[Array, Array, Array]:
         """Return the bins with values, uint32 (K,), ascending, their counts, int64 (K,), and sums, uint64 (K,)."""
-        entries = histogram_kernel.unpack_entries(self._count_buffer())  # this may spill
-        bins = merge_bins([*self._spilled, entries]) if self._spilled else entries
+        if self._table is None:  # a table takes longer to read than to sort the few values
+            pattern = np.concatenate([*self._buffer, np.zeros(0, np.float32)])
+            pattern = pattern[np.isfinite(pattern)].view(np.uint32)
+            unit = 1 << MANTISSA_BITS - self.bits
+            entries = pattern // unit, np.ones(pattern.size, np.int64), (pattern % unit).astype(np.uint64)
+            self._buffer, self._free_buffer = [], MAX_BUFFERED_VALUES
+        else:
+            entries = histogram_kernel.unpack_entries(self._table)
+        bins = merge_bins([*self._spilled, entries])
         self._table, self._spilled = None, [bins]
         return bins
 

@@ -52,13 +52,23 @@ class BiasStore:
     def __init__(self, edits: WeightEdits) -> None:
         """Copy the model of the weight edits."""
         self.model: Model = edits.model.copy()  # Copy of the model. It is modified.
-        self.solution: Solution = edits.solution  # the solution, extended by sites of added biases
+        self._solution = edits.solution
+        self._sites, self._params = list(edits.solution.plan.sites), dict(edits.solution.params)
+        self._bias_example = next((s for s in self._sites if s.parameter and s.scheme.type.bits == BIAS_BITS), None)
+        graphs = edits.model.graphs.items()
+        self._framed = {name for name, graph in graphs if any(op.kind in FRAME_KINDS for op in graph.ops())}
         self._original_model = edits.model
         self._parameters = Parameters(edits.model)
         self._values: dict[Use, Array] = {}
         self._moved: dict[Use, Array] = {}
         self._constants: dict[Use, TensorRef] = {}
-        self._sites = {use: index for index, site in enumerate(edits.solution.plan.sites) for use in site.uses}
+        self._site_indices = {use: index for index, site in enumerate(self._sites) for use in site.uses}
+
+    @property
+    def solution(self) -> Solution:
+        """The solution, extended by sites of added biases."""
+        plan = replace(self._solution.plan, sites=tuple(self._sites))
+        return replace(self._solution, plan=plan, params=dict(self._params))
 
     def is_variable(self, weighted: WeightedOp) -> bool:
         """Return True if the bias is a variable, because training may continue with it."""
@@ -77,8 +87,7 @@ class BiasStore:
         original = self._values[use] if use in self._values else self._read_bias(weighted, use, len(shift))
         if isinstance(original, str):
             return original
-        adds_bias_itself = use.op == weighted.op.name
-        moved = self._moved.get(use, np.zeros(len(shift))) + shift if adds_bias_itself else shift
+        moved = self._moved.get(use, np.zeros(len(shift))) + shift if use.op == weighted.op.name else shift
         value = (original + moved).astype(np.float32)
         if not np.isfinite(value).all() or not self._fits_integers(use, value):
             return "the corrected bias would not fit into 32-bit integers"
@@ -118,8 +127,8 @@ class BiasStore:
         return bool(np.max(np.abs(value) / step_sizes, initial=0.0) <= params.type.limits()[1])
 
     def _params_at(self, use: Use) -> QParams | None:
-        index = self._sites.get(use)
-        params = None if index is None else self.solution.params.get(index)
+        index = self._site_indices.get(use)
+        params = None if index is None else self._params.get(index)
         return params if isinstance(params, QParams) else None
 
     def _write_bias(self, weighted: WeightedOp, use: Use, value: Array) -> None:
@@ -131,7 +140,6 @@ class BiasStore:
             graph.replace_op(replace(graph.op(target.op), read_value=lambda: value))
             return
         graph = self.model.graphs[use.graph]
-        in_frame = any(op.kind in FRAME_KINDS for op in graph.ops())
         old_bias = graph.source_of(use)
         self._constants[use] = new_bias = add_constant(
             graph,
@@ -139,15 +147,14 @@ class BiasStore:
             value,
             op_type="Const",
             rule=ALGORITHM_RULE,
-            control_sources=(weighted.op.name,) if in_frame else (),
+            control_sources=(weighted.op.name,) if use.graph in self._framed else (),
         )
         graph.set_source(use, new_bias)
         self._move_site(weighted, use, new_bias, value, is_new=old_bias is None)
 
     def _move_site(self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array, *, is_new: bool) -> None:
         """Move the use's site to the new constant, or add a site where there was no bias."""
-        sites, params = list(self.solution.plan.sites), dict(self.solution.params)
-        index = self._sites.get(use)
+        sites, params, index = self._sites, self._params, self._site_indices.get(use)
         if index is not None:
             site = sites[index]
             remaining_uses = tuple(site_use for site_use in site.uses if site_use != use)
@@ -156,25 +163,23 @@ class BiasStore:
                 sites[index] = new_site
             else:
                 sites[index] = replace(site, uses=remaining_uses)
-                sites.append(new_site)
+                self._site_indices[use] = len(sites)
                 if index in params:
-                    params[len(sites) - 1] = params[index]
+                    params[len(sites)] = params[index]
+                sites.append(new_site)
         else:
             site_and_params = self._make_site_like_others(weighted, use, new_bias, value) if is_new else None
             if site_and_params is None:
                 return
+            self._site_indices[use] = len(sites)
+            params[len(sites)] = site_and_params[1]
             sites.append(site_and_params[0])
-            params[len(sites) - 1] = site_and_params[1]
-        if len(sites) > len(self.solution.plan.sites):
-            self._sites[use] = len(sites) - 1
-        self.solution = replace(self.solution, plan=replace(self.solution.plan, sites=tuple(sites)), params=params)
 
     def _make_site_like_others(
         self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array
     ) -> tuple[Site, QParams] | None:
         """Make a site for a new bias if other biases are integers. Its scale is input scale times weight scale."""
-        biases = (site for site in self.solution.plan.sites if site.parameter and site.scheme.type.bits == BIAS_BITS)
-        example = next(biases, None)
+        example = self._bias_example
         operand_params = (self._params_at(weighted.data_input), self._params_at(weighted.weight))
         scales = [params.scale.astype(np.float64) for params in operand_params if params]
         if example is None or len(scales) != len(("input", "weight")):
@@ -284,8 +289,7 @@ def _isolated_means(
     instrumented, _ = rewrite(model, plan, params, integer_cache=edits.integer_cache)
     rows = measure_channel_means(instrumented, [mean for _, *pair in means for mean in pair], samples)
     float_means = {weighted.output: rows[mean.tensor] for weighted, mean, _ in means if mean.tensor in rows}
-    rounded_means = {weighted.output: rows[mean.tensor] for weighted, _, mean in means if mean.tensor in rows}
-    return float_means, rounded_means
+    return float_means, {weighted.output: rows[mean.tensor] for weighted, _, mean in means if mean.tensor in rows}
 
 
 def _restrict_to_rounded_ops(

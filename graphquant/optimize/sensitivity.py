@@ -192,8 +192,7 @@ def _measure_each(
         variant = insert_switches(quantized_model, switch_points, by_input={index: index for index in group})
         session = _SwitchSession(variant.model, feeds, variant.feed())
         for index in group:
-            error = session.relative_error(session, variant.feed({index}))
-            yield index, error, session.take_run_count()
+            yield index, session.relative_error(session, variant.feed({index})), session.take_run_count()
     reference: _SwitchSession | None = None
     for index in sorted(remaining - set(with_switch)):
         reference_runs = 0
@@ -202,8 +201,7 @@ def _measure_each(
             reference_runs = reference.take_run_count()
         variant = insert_switches(quantized_model, switch_points, by_input={}, on={index})
         isolated = _SwitchSession(variant.model, feeds, None)
-        error = isolated.relative_error(reference, {})
-        yield index, error, reference_runs + isolated.take_run_count()
+        yield index, isolated.relative_error(reference, {}), reference_runs + isolated.take_run_count()
 
 
 class SiteBypass:

@@ -157,12 +157,11 @@ def new_op(graph: Graph, name: str, dtype: str | None, shape: Shape | None, **fi
 def new_constant(graph: Graph, name: str, value: Array, *, op_type: str, rule: str) -> Op:
     """Return a constant op with `value`, named `name` or the next free name."""
     fields: dict[str, Any] = {"kind": "constant", "type": op_type, "roles": (), "rule": rule}
-    return new_op(graph, name, str(value.dtype), value.shape, read_value=lambda: value, **fields)
+    return new_op(graph, name, str(value.dtype), value.shape, read_value=value.view, **fields)
 
 
 def add_constant(
     graph: Graph, name: str, value: Array, *, op_type: str, rule: str, control_sources: tuple[str, ...] = ()
 ) -> TensorRef:
     """Add a constant with `value` and return its tensor."""
-    op = new_constant(graph, name, value, op_type=op_type, rule=rule)
-    return graph.add_op(op, control_sources=control_sources)
+    return graph.add_op(new_constant(graph, name, value, op_type=op_type, rule=rule), control_sources=control_sources)

@@ -47,15 +47,16 @@ class BiasFitLimit:
     max_integer: int  # largest integer of the bias type
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShiftLimit:
-    """The positions at `positive_uses`, minus those at `negative_uses`, sum to at most `max_shift`."""
+    """The sum or the smallest of the positions at `positive_uses`, minus those at `negative_uses`, has a maximum."""
 
     name: str  # the hardware's shift, for people
     op: str  # the op
     positive_uses: tuple[Use, ...]  # uses whose scales may be raised, in order of preference
     negative_uses: tuple[Use, ...]  # uses that count negatively
-    max_shift: int  # the largest sum
+    max_shift: int  # the maximum
+    smallest: bool  # True if only the smallest position at `positive_uses` counts
 
 
 def find_hardware_limits(state: SolverState) -> list[BiasFitLimit | ShiftLimit]:
@@ -95,7 +96,7 @@ def _op_limits(
     if output is not None and _scheme_shifts(state, output):
         bias = bias if bias is not None and _scheme_shifts(state, bias) else None
         for name, positive, negative, max_shift in _dpu_shift_limits(op.kind, quantized_uses, bias, output):
-            yield ShiftLimit(name=name, op=op_name, positive_uses=positive, negative_uses=negative, max_shift=max_shift)
+            yield ShiftLimit(name, op_name, positive, negative, max_shift, smallest=op.kind == "add")
 
 
 def _scheme_shifts(state: SolverState, use: Use) -> bool:
@@ -151,7 +152,7 @@ def _dpu_shift_limits(
                 if first is not second:
                     yield "shift between inputs", (first,), (second,), DPU_ADD_READ_LIMITS[1]
             yield "shift of an input to the output", (output,), (first,), -DPU_ADD_WRITE_LIMITS[0]
-            yield "shift of an input to the output", (first,), (output,), DPU_ADD_WRITE_LIMITS[1]
+        yield "shift of the inputs to the output", tuple(input_uses[:MAX_ADDENDS]), (output,), DPU_ADD_WRITE_LIMITS[1]
     elif kind == "mul":
         yield "shift of the product", (output,), tuple(input_uses), -DPU_MUL_WRITE_LIMITS[0]
         yield "shift of the product", tuple(input_uses), (output,), DPU_MUL_WRITE_LIMITS[1]
@@ -249,6 +250,9 @@ class Worklist:
         excess = initial_excess = _shift_excess(self.state, shift)
         if excess <= 0 or self._shrink_zeros(shift, excess):
             return True
+        if shift.smallest:
+            lowest = min(shift.positive_uses, key=lambda use: power_of_two_position(self.state.params_at(use)) or 0)
+            shift = replace(shift, positive_uses=(lowest,))
         counts = Counter(map(self._group_leader, shift.positive_uses))
         counts.subtract(map(self._group_leader, shift.negative_uses))
         for use in shift.positive_uses:
@@ -312,14 +316,13 @@ class Worklist:
 
 def _shift_excess(state: SolverState, shift: ShiftLimit) -> int:
     """Return the excess over a `ShiftLimit`, 0 if a position is unknown."""
-    excess = -shift.max_shift
-    for sign, uses in ((1, shift.positive_uses), (-1, shift.negative_uses)):
-        for use in uses:
-            position = power_of_two_position(state.params_at(use))
-            if position is None:
-                return 0
-            excess += sign * position
-    return excess
+    positive, negative = (
+        [position for use in uses if (position := power_of_two_position(state.params_at(use))) is not None]
+        for uses in (shift.positive_uses, shift.negative_uses)
+    )
+    if len(positive) + len(negative) < len(shift.positive_uses) + len(shift.negative_uses):
+        return 0
+    return (min(positive) if shift.smallest else sum(positive)) - sum(negative) - shift.max_shift
 
 
 def _report_shift(state: SolverState, shift: ShiftLimit) -> None:

@@ -28,43 +28,29 @@ from graphquant.utils import HtmlRepresentation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One tensor that gets a Q/DQ pair for some of its consumers.
-
-    Attributes:
-        tensor: The tensor to quantize.
-        uses: The consumers that are rerouted to the dequantized tensor.
-        graph: The graph that receives the new ops: the tensor's own, or the subgraph that reads it.
-        scheme: The quantization scheme.
-        axis: The channel axis of a per-channel scheme, or the axis of blocks; None per tensor.
-        view: The shape in which `axis` is the channel axis if it is not the tensor's own: a depthwise kernel [3, 3, 4,
-            2] has 8 channels as [3, 3, 8].
-        rule: Name of the rule that claimed the uses.
-        why: The reason that the rule gives.
-        parameter: True for a weight, whose range comes from its value.
-        tie: Uses whose sites must have the same scale and zero point as this one ("same-as-input").
-        clone_of: For a site in a function clone, a use of the original site. The clone is never run on data, so it
-            takes the original's scale.
-        range: (low, high) in real units. It overrides statistics.
-        scale: One scale, or one per channel. With `zero_point` it overrides everything else.
-        zero_point: One zero point, or one per channel.
-    """
+    """One tensor that gets a Q/DQ pair for some of its consumers."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    tensor: TensorRef
-    uses: tuple[Use, ...]
-    graph: str
-    scheme: Scheme
-    axis: int | None = None
+    tensor: TensorRef  # the tensor to quantize
+    uses: tuple[Use, ...]  # the consumers that are rerouted to the dequantized tensor
+    graph: str  # the graph that receives the new ops: the tensor's own, or the subgraph that reads it
+    scheme: Scheme  # the quantization scheme
+    axis: int | None = None  # the channel axis of a per-channel scheme, or the axis of blocks; None per tensor
+    # The shape in which `axis` is the channel axis if it is not the tensor's own: a depthwise kernel [3, 3, 4, 2] has 8
+    # channels as [3, 3, 8].
     view: tuple[int, ...] | None = None
-    rule: str = ""
-    why: str = ""
-    parameter: bool = False
-    tie: tuple[Use, ...] = ()
+    rule: str = ""  # name of the rule that claimed the uses
+    why: str = ""  # the reason that the rule gives
+    parameter: bool = False  # true for a weight, whose range comes from its value
+    tie: tuple[Use, ...] = ()  # uses whose sites must have the same scale and zero point as this one ("same-as-input")
+    # For a site in a function clone, a use of the original site. The clone is never run on data, so it takes the
+    # original's scale.
     clone_of: Use | None = None
-    range: tuple[float, float] | None = None
+    range: tuple[float, float] | None = None  # (low, high) in real units. It overrides statistics.
+    # One scale, or one per channel. With `zero_point` it overrides everything else.
     scale: tuple[float, ...] | None = None
-    zero_point: tuple[int, ...] | None = None
+    zero_point: tuple[int, ...] | None = None  # one zero point, or one per channel
 
     def __post_init__(self) -> None:
         """Check the fields of an edited plan by themselves. `check_plan` checks them against the model."""
@@ -110,25 +96,17 @@ class SkipCode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """Uses that a rule matched and that stay float, with the reason.
-
-    Attributes:
-        tensor: The tensor that is not quantized.
-        uses: The consumers that keep reading the float tensor.
-        rule: Name of the rule that claimed them, or of the preparation step that was skipped.
-        reason: The reason.
-        code: The kind of reason.
-        fused: True if the skip assumes that the producer can fuse the ops that read the tensor ("fused"). The solver
-            quantizes the tensor if the scales rule that out.
-    """
+    """Uses that a rule matched and that stay float, with the reason."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    tensor: TensorRef
-    uses: tuple[Use, ...]
-    rule: str
-    reason: str
-    code: SkipCode = SkipCode.RULE
+    tensor: TensorRef  # the tensor that is not quantized
+    uses: tuple[Use, ...]  # the consumers that keep reading the float tensor
+    rule: str  # name of the rule that claimed them, or of the preparation step that was skipped
+    reason: str  # the reason
+    code: SkipCode = SkipCode.RULE  # the kind of reason
+    # True if the skip assumes that the producer can fuse the ops that read the tensor ("fused"). The solver quantizes
+    # the tensor if the scales rule that out.
     fused: bool = False
 
 
@@ -318,8 +296,7 @@ class _PlanReader:
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 inner_path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
-                message = detail["msg"].removeprefix("Value error, ")
-                self.add_mistake(f"{path}{inner_path}".removeprefix("."), message)
+                self.add_mistake(f"{path}{inner_path}".removeprefix("."), detail["msg"].removeprefix("Value error, "))
         except (ValueError, TypeError, RecursionError):
             self.add_mistake(path, "this is no valid JSON value")
         return None

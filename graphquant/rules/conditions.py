@@ -25,6 +25,7 @@ from graphquant.ir import (
     Shape,
     TensorRef,
     Use,
+    follow_to_end,
     fully_known_shape,
     input_channels,
     kernel_size,
@@ -355,8 +356,7 @@ class _PatternSearch:
 
     def __init__(self, neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]) -> None:
         self.definitions = pattern_definitions(pattern_ops)
-        self._neighbors = neighbors
-        self._name = name
+        self._neighbors, self._name = neighbors, name
         self._root = pattern_ops[-1].name
         self._may_bind_cache: dict[tuple[str, TensorRef], bool] = {}
         self._helpers = self.definitions.keys() - {op.name for op in pattern_ops}
@@ -435,12 +435,12 @@ class _PatternSearch:
 
     def _source(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor that ops forward as `tensor`, unless the pattern names their kind."""
-        for _ in range(MAX_FORWARDING_OPS):
-            slots = self._neighbors.model.graphs[tensor.graph].slots(tensor.op)
-            if self._neighbors.model.op(tensor).kind not in self._skipped_kinds or not slots or slots[0] is None:
-                break
-            tensor = slots[0]
-        return tensor
+
+        def forwarded_input(current: TensorRef) -> TensorRef | None:
+            slots = self._neighbors.model.graphs[current.graph].slots(current.op)
+            return slots[0] if slots and self._neighbors.model.op(current).kind in self._skipped_kinds else None
+
+        return follow_to_end(tensor, forwarded_input, MAX_FORWARDING_OPS)
 
     def _is_number(self, tensor: TensorRef, number: float) -> bool:
         """Return True if `tensor` is a constant with this single value."""

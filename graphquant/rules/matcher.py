@@ -28,7 +28,7 @@ from graphquant.rules.conditions import (
 from graphquant.rules.pattern_syntax import PatternOp, compile_regex, parse_chain, parse_pattern
 
 if TYPE_CHECKING:
-    from graphquant.rules.rule import BoundRule, RuleSet, Selector
+    from graphquant.rules.rule import BoundRule, RuleSet
 
 TensorConsumers = Iterable[tuple[TensorRef, list[Use]]]
 
@@ -196,8 +196,7 @@ class RuleMatcher:
 
     def __init__(self, model: Model, ruleset: RuleSet) -> None:
         """Check the name selectors. Raise a UsageError if that of a rule that is not optional matches nothing."""
-        self.model = model
-        self.ruleset = ruleset
+        self.model, self.ruleset = model, ruleset
         self.neighbors = OpNeighbors(model)
         self.parameters = self.neighbors.parameters
         self._rules_by_kind: dict[tuple[str, bool], list[BoundRule]] = {}
@@ -246,7 +245,9 @@ class RuleMatcher:
         sides = ((rule.rule.producer, None), (rule.rule.consumer, use))
         for (selector, reading_use), reason in zip(sides, reasons, strict=True):
             if not self._op_mismatch(rule, tensor, reading_use):
-                closeness += 1 if reason or not _identifies_op(selector) else 2
+                names_op = selector.kind not in {None, "parameter"}  # any weight is no particular op
+                names_op = names_op or any((selector.name, selector.pattern, selector.type))
+                closeness += 1 if reason or not names_op else 2
         return RuleMiss(rule=rule, reason=next(filter(None, reasons), ""), closeness=closeness)
 
     def tensors(self) -> Iterator[tuple[TensorRef, list[Use]]]:
@@ -386,8 +387,3 @@ class RuleMatcher:
                 matches = self._pattern_matches[pattern_ops]
                 self._ops_by_reference[key] |= matches[op_name or pattern_ops[-1].name]
         return self._ops_by_reference[key]
-
-
-def _identifies_op(selector: Selector) -> bool:
-    """Return True if a selector names particular ops; any weight is not particular."""
-    return selector.kind not in {None, "parameter"} or any((selector.name, selector.pattern, selector.type))

@@ -7,14 +7,14 @@ everything else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from graphquant.errors import UsageError, escape_unprintable
-from graphquant.utils.text import parse_size
+from graphquant.utils.text import parse_size, require_type
 
 
 def parse_share(value: Any) -> float:
@@ -73,8 +73,9 @@ def parse_bytes(value: Any) -> int:
 def parse_names(value: Any) -> tuple[str, ...]:
     """Return one name or several as a tuple. A string is one name, not a sequence of letters."""
     names = [value] if isinstance(value, str | Path) else value
-    if not isinstance(names, Iterable):
-        raise ValueError(f"{escape_unprintable(repr(value))} is neither a name nor a list of names")  # noqa: TRY004
+    names = tuple(names) if isinstance(names, Iterable) and not isinstance(names, Mapping) else (names,)
+    if not all(isinstance(name, str | Path) for name in names):
+        raise ValueError(f"{escape_unprintable(repr(value))} is neither a name nor a list of names")
     return tuple(map(str, names))
 
 
@@ -92,6 +93,9 @@ Count = Annotated[int, Field(ge=1)]
 MetricFunction = Annotated[Any, WithJsonSchema({"type": "string"})]
 Cost = Literal["macs", "size", "latency"]
 Runtime = Literal["tflite"]
-# A path, or the object that its file contains. The functions that use it check its type.
-ObjectOrPath = Annotated[Any, WithJsonSchema({"type": "string"})]
-NameMapOrPath = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})]
+DataSpec = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
+# A path, or the object that its file contains.
+ObjectOrPath = Annotated[Any, BeforeValidator(require_type), WithJsonSchema({"type": "string"})]
+NameMapOrPath = Annotated[
+    dict[str, str] | str | Path, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
+]

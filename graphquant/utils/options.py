@@ -12,15 +12,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from graphquant.errors import UsageError, did_you_mean
+from graphquant.utils.text import require_type
 
 if TYPE_CHECKING:
     from graphquant.utils.option_types import (
         Bytes,
         Cost,
         Count,
+        DataSpec,
         Decibels,
         MetricFunction,
         NameMapOrPath,
@@ -121,7 +124,7 @@ class PlanOptions(ReadOptions):
 class InsertOptions(PlanOptions):
     """Options of `insert`."""
 
-    data: str | None = option(
+    data: DataSpec | None = option(
         None,
         "Calibration data: .npz, a folder, photos,preset=imagenet, or module:function, which is executed; see"
         " docs/data.md.",
@@ -218,7 +221,7 @@ class CalibrateOptions(ReadOptions):
         python_only=True,
     )
     samples: Count | None = option(None, "Use only the first N samples.", metavar="N")
-    shard: tuple[int, int] = option(
+    shard: tuple[Count, Count] = option(
         (1, 1), "Part of the data to run, counted from 1, and the number of parts.", python_only=True
     )
     max_memory: Bytes | None = option(
@@ -275,7 +278,9 @@ class ExplainOptions(ReadOptions):
         (), "Rule files. The first matching rule wins. Default: the rules of the model's format.", metavar="NAME|FILE"
     )
     plan: ObjectOrPath | None = option(None, "Explain this plan instead of rules.", metavar="FILE", path=True)
-    data: str | None = option(None, "Calibration data, to explain the scales that insert would choose.", metavar="SPEC")
+    data: DataSpec | None = option(
+        None, "Calibration data, to explain the scales that insert would choose.", metavar="SPEC"
+    )
     stats: ObjectOrPath | None = option(None, "Statistics from calibrate, instead of data.", metavar="FILE", path=True)
     backend: str | None = option(
         None, "Backend that will run the model. Default: the backend of the rules.", metavar="BACKEND", flag="--for"
@@ -346,8 +351,23 @@ def resolve_options(
     unknown = next((name for name in values if name not in names), None)
     if unknown is not None:
         raise TypeError(f"There is no option {unknown!r}.{did_you_mean(unknown, names)}")
-    base = {} if options is None else {name: getattr(options, name) for name in names}
-    return options_class(**{**base, **values})
+    return options_class(**{**({} if options is None else {name: getattr(options, name) for name in names}), **values})
+
+
+def checks_types(function: AnyFunction) -> AnyFunction:
+    """Reject arguments of other types than those of the annotations with a UsageError that names the argument."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: Any, **values: Any) -> Any:
+        for name, value in signature.bind(*args, **values).arguments.items():
+            try:
+                require_type(value, annotation=str(signature.parameters[name].annotation))
+            except ValueError as error:
+                raise UsageError(f"The value of {name} is invalid: {error}.") from error
+        return function(*args, **values)
+
+    return checked  # type: ignore[return-value]  # it has the signature of the function
 
 
 def takes_options(options_class: type[Any]) -> Callable[[AnyFunction], AnyFunction]:

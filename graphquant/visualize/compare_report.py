@@ -243,7 +243,7 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
         return lines
     caveats = _caveat_lines(search)
     if not has_validated_changes:
-        return [*lines, plain_line("Searched: this plan meets the bounds."), *caveats]
+        return [*lines, plain_line("Searched: this plan meets the bounds on the search samples."), *caveats]
     message = f"Searched {pluralize(search.plans, 'plan')}, {search.runs_per_site:.1f} runs for each site"
     message += f", float ops with {percent(search.cost)} of the cost{choices}"
     lines += [plain_line(f"{message}."), *caveats]

@@ -80,8 +80,7 @@ def pluralize(number: int, noun: str) -> str:
 
 def join_names(names: Sequence[str], limit: int = NAMES_SHOWN) -> str:
     """Join the first names; count the remaining ones."""
-    more_text = f", {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more_text
+    return ", ".join(names[:limit]) + (f", {len(names) - limit} more" if len(names) > limit else "")
 
 
 def group_values(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
@@ -206,8 +205,7 @@ class Table(Generic[Row]):
         yield "</tbody>"
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        heads = [Text(column.heading) for column in self.columns]
-        rows = [(heads, "bold", "")]
+        rows = [([Text(column.heading) for column in self.columns], "bold", "")]
         for row in self.rows[:ROWS_SHOWN]:
             texts = (column.cell(row) for column in self.columns)
             cells = [Text(escape_unprintable(text)) if isinstance(text, str) else text for text in texts]
@@ -218,8 +216,7 @@ class Table(Generic[Row]):
         cells_width = sum(widths) + COLUMN_GAP * len(widths)
         name_width = min(longest, options.max_width - cells_width)
         for (name, *cells), style, note in rows:
-            padded = map(_padded, self.columns[1:], cells, widths)
-            line = Text.assemble(*padded, style=style)
+            line = Text.assemble(*map(_padded, self.columns[1:], cells, widths), style=style)
             line.rstrip()
             unfolded = Text(name.plain, style, no_wrap=True, overflow="ignore")
             if name_width >= min(longest, MIN_NAME_WIDTH):

@@ -105,7 +105,7 @@ def _runtime_lines(result: Result) -> list[RenderableType]:
 
     verdicts, counts = result.verdicts, Counter(verdict.status for verdict in result.verdicts)
     if result.plan.for_onnxruntime and not has_few_sites(len(result.inserted)):
-        reason = "because there are very many quantized tensors"
+        reason = "because there are very many quantized tensors; `graphquant check RESULT --for onnxruntime` does so"
         return [plain_line(f"note: it was not examined which ops onnxruntime runs on integers, {reason}.")]
     if not verdicts or not result.plan.for_onnxruntime:
         return []
@@ -351,8 +351,7 @@ def _dtype_text(params: QParams | DynamicQParams) -> str:
 def _range_text(params: QParams) -> str:
     low, high = float(params.range.low.min()), float(params.range.high.max())
     # Files do not record whether the lowest integer, such as -128, is excluded.
-    symmetric = low < 0 and not params.zero_point.any()
-    return f"±{high:.4g}" if symmetric else f"[{low:.4g}, {high:.4g}]"
+    return f"±{high:.4g}" if low < 0 and not params.zero_point.any() else f"[{low:.4g}, {high:.4g}]"
 
 
 def _static_params(row: InsertedPair | QuantizationOp) -> QParams | None:

@@ -13,9 +13,9 @@ from graphquant.analysis.comparison import (
     CONFIDENCE_QUANTILE,
     MAX_SEARCH_PLANS,
     SqnrConfidence,
-    student_quantile,
     lost_share_upper_bound,
     rows_to_show_share,
+    student_quantile,
 )
 
 if TYPE_CHECKING:
@@ -45,11 +45,19 @@ def behind_softmax(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return (sure * (1 - sure) * rng.normal(size=shape)) ** 2
 
 
+def decades(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Errors of which few are large, as those of a recurrent net behind a softmax."""
+    return np.exp(2 * rng.normal(size=shape))
+
+
+OUTPUT_POWER = 1e6  # square of an output, which errors do not reach
+
 DRAWS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...]], Array], float]] = {
     "alike": (alike, 0.2),
     "few values": (few_values, 1.2),
     "spread out": (spread_out, 8.0),
-    "behind a softmax": (behind_softmax, 10.0),
+    "behind a softmax": (behind_softmax, 13.0),
+    "decades": (decades, 13.0),
 }
 
 
@@ -58,16 +66,28 @@ def test_sqnr_is_at_least_that(kind: str) -> None:
     """At most one in 20 of 500 draws of 60 samples exceeds the true value, and equal samples give a tight bound."""
     draw, margin = DRAWS[kind]
     rng = np.random.default_rng(0)
-    truth = -10 * np.log10(draw(rng, (1_000_000,)).mean())
+    truth = 10 * np.log10(OUTPUT_POWER / draw(rng, (1_000_000,)).mean())
     least = np.array([_lower_bound(errors) for errors in draw(rng, (500, 60))])
     assert np.mean(least > truth) <= 0.05
     assert margin / 2 < truth - np.median(least) < margin
 
 
+@pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize("count", [8, 20])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_sqnr_of_few_samples(kind: str, count: int, repeats: int) -> None:
+    """At most one in 20 of 400 draws of few samples exceeds the true value, also if neighbors are alike."""
+    draw, _ = DRAWS[kind]
+    rng = np.random.default_rng(3)
+    truth = 10 * np.log10(OUTPUT_POWER / draw(rng, (1_000_000,)).mean())
+    bounds = np.array([_lower_bound(np.repeat(errors, repeats)) for errors in draw(rng, (400, count))])
+    assert np.mean(bounds > truth) <= 0.05
+
+
 def _lower_bound(errors: Array) -> float:
     spread = SqnrConfidence()
     for chunk in np.split(errors, 4):
-        spread.add(np.ones(chunk.size), chunk)
+        spread.add(np.full(chunk.size, OUTPUT_POWER), chunk)
     return spread.lower_bound
 
 
@@ -79,12 +99,12 @@ def test_the_best_of_many_plans(kind: str) -> None:
     """
     draw, _ = DRAWS[kind]
     rng = np.random.default_rng(1)
-    truth = -10 * np.log10(draw(rng, (1_000_000,)).mean())
+    truth = 10 * np.log10(OUTPUT_POWER / draw(rng, (1_000_000,)).mean())
     wrong = 0
     for _ in range(100):
         plans = draw(rng, (1, 90)) * rng.chisquare(9, (MAX_SEARCH_PLANS, 90)) / 9
         least, best = max((_lower_bound(errors[:60]), index) for index, errors in enumerate(plans))
-        wrong += truth < least <= -10 * np.log10(plans[best, 60:].mean())
+        wrong += truth < least <= 10 * np.log10(OUTPUT_POWER / plans[best, 60:].mean())
     assert wrong <= 5
 
 

@@ -63,13 +63,14 @@ def test_float_model_runs_unobserved_once(
     data = samples / f"digits_{'rnn' if name == 'digits_rnn' else 'cnn'}_calib.npz"
     path = gq.insert(samples / f"{name}.onnx", data=str(data), samples=8).save(tmp_path / "quant.onnx")
     runs: list[OnnxRunner] = []
-    plainly = OnnxRunner.run
+    plainly = OnnxRunner.run_each
 
     def counted(self: OnnxRunner, feeds: Any) -> Any:
-        runs.append(self)
-        return plainly(self, feeds)
+        for feed in feeds:
+            runs.append(self)
+            yield from plainly(self, [feed])
 
-    monkeypatch.setattr(OnnxRunner, "run", counted)
+    monkeypatch.setattr(OnnxRunner, "run_each", counted)
     # The check of the data and the measurement of batch independence run the model as well.
     monkeypatch.setattr("graphquant.calibration.data.check.check_samples", lambda *_, **__: ())
     monkeypatch.setattr("graphquant.calibration.batch_independence._probe_samples", lambda *_: [])

@@ -512,7 +512,7 @@ def test_unsupported_formats_are_refused(samples, tmp_path, branch):
             gq.insert_quant_op(model, "max_pool", name, gq.FixedPoint(8, -4))
     with pytest.raises(UsageError, match=r"t:0 .* another model"):
         gq.insert_quant_op(model, ge.get_tensor_by_name(branch, "t"), "b", gq.FixedPoint(8, -4))
-    with pytest.raises(UsageError, match=r"needs the model.* Graph"):
+    with pytest.raises(UsageError, match=r"graph .* Graph, not Model"):
         gq.insert_quant_op(model.main, "max_pool", BLOCK, gq.FixedPoint(8, -4))
     old = onnx_message(CHAIN)
     old.opset_import[0].version = 9

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
 from support.onnx_models import qdq_text
@@ -23,6 +24,7 @@ from graphquant.formats.onnx.runtime import RUNTIME_ERRORS
 SPEC = importlib.util.spec_from_file_location("run_onnxruntime", Path(__file__).with_name("run_onnxruntime.py"))
 truth = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(truth)
+RELEASE = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
 
 CONSTANTS = {
     "s": np.float32(0.1),
@@ -343,6 +345,10 @@ CASES = {
     "slice": (op_between_pairs("Slice(a, half, ends, half)"), "Slice on uint8"),
     "slice, other scale": (op_between_pairs("Slice(a, half, ends, half)", scale="s2"), "tie"),
     "resize": (op_between_pairs('Resize<mode = "nearest">(a, , sizes)'), "Resize on uint8"),
+    "resize, linear": (
+        op_between_pairs('Resize<mode = "linear">(a, , sizes)'),
+        "mode" if RELEASE >= (1, 28) else "Resize on uint8",
+    ),
     "resize, other scale": (op_between_pairs('Resize<mode = "nearest">(a, , sizes)', scale="s2"), "tie"),
     "resize 16 bit": (
         qdq_text("x", "a", zero="h0") + 'r = Resize<mode = "nearest">(a, , sizes)' + qdq_text("r", "y", zero="h0"),

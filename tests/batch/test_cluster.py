@@ -271,8 +271,8 @@ def test_shards_obey_the_limits(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path)
     with Client(address, set_as_default=False) as client:
         before = client.run(os.getpid)
-        limits = processes.WorkerLimits(timeout=5, retries=0)
-        for fault, status in (("leave", "crashed"), ("wait", "timeout")):
+        for fault, status, seconds in (("leave", "crashed", 300), ("wait", "timeout", 5)):
+            limits = processes.WorkerLimits(timeout=seconds, retries=0)
             entries = load_entries(["a.onnx"], {"data": f"faults:{fault}", "output": "never.onnx"})
             assert [
                 outcome.status for outcome in run_on_cluster(address, entries, partial(quantize_entry), limits)
@@ -287,7 +287,7 @@ def test_closing_the_iterator_ends_running_work(tmp_path, monkeypatch, cluster):
     for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
         shutil.copy(ROOT / "sample_models" / name, tmp_path)
     tmp_path.joinpath("faults.py").write_text(
-        "import os, time\ndef wait():\n    open(f'started-{os.getpid()}', 'w').close()\n    time.sleep(60)\n",
+        "import os, time\ndef wait():\n    open(f'started-{os.getpid()}', 'w').close()\n    time.sleep(600)\n",
         "utf-8",
     )
     monkeypatch.chdir(tmp_path)

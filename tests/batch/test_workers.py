@@ -46,7 +46,7 @@ def once():
 
 def fork():
     if not os.fork():
-        time.sleep(60)
+        time.sleep(300)
     os._exit(9)
 
 def wait():
@@ -104,7 +104,7 @@ def test_dead_worker_with_a_child(faulty_folder):
     outcomes = run_and_collect([make_entry("fork", "faults:fork")], retries=0)
     assert outcomes["fork"].status == "crashed"
     assert "exit code 9" in outcomes["fork"].problem.message
-    assert time.monotonic() - start < 50
+    assert time.monotonic() - start < 250
 
 
 def test_unmeasurable_memory(monkeypatch):

@@ -206,6 +206,16 @@ def test_labels(tmp_path: Path, arrays: dict[str, Any], key: str) -> None:
         open_required_labels(data, spec, inputs, 2)
 
 
+def test_data_without_labels_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data without a key of labels is not opened again."""
+    np.savez(tmp_path / "data.npz", x=np.zeros((3, 2), np.float32), classes=CLASSES)
+    inputs = [InputSpec(name="x", dtype="float32", shape=(None, 2))]
+    spec = str(tmp_path / "data.npz")
+    data = open_data(spec, inputs)
+    monkeypatch.setattr("graphquant.calibration.data.open_data", None)
+    assert open_optional_labels(data, spec, inputs, None) == (data, "")
+
+
 def test_model_data_is_read_in_background(samples: Path) -> None:
     """The data of a model can be used while the rest of the file is checked."""
     data = open_model_data(gq.load(samples / "digits_cnn.onnx"), str(samples / "digits_cnn_calib.npz"), 5)

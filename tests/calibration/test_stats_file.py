@@ -241,7 +241,9 @@ def test_limits_of_sketches(tmp_path: Path, changes: dict[str, Any], *, valid: b
     """A bin has 1 to 2**40 - 1 values, the sum of whose dropped bits is possible; bins ascend within 16 bits."""
     tensor, sketch = TensorRef("", "x"), sketched(np.array([1, 3], np.float32), None, 7)
     arrays_changed = {
-        key: np.asarray(value, getattr(sketch, key).dtype) for key, value in changes.items() if key != "count"
+        key: np.asarray(value, np.float64 if key == "low" else np.uint64)
+        for key, value in changes.items()
+        if key != "count"
     }
     sketch = replace(sketch, **{**changes, **arrays_changed})
     stats = Stats(model_digest="a", targets={tensor: ObservationTarget("b", None, 7)}, sketches={tensor: sketch})

@@ -358,7 +358,7 @@ def test_killed_by_a_real_signal(calibration_folder: Path) -> None:
         while not Path("begun").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, message = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=300)
     assert process.returncode == 130, message
     assert "Interrupted." in message
     assert 0 < load_stats(Path("s.gqs")).samples < 2_000

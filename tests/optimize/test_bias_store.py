@@ -126,7 +126,7 @@ def test_a_bias_moves_by_all_shifts(tmp_path, rules):
     assert read_bias(store, "y") == ("b", [2.25, -5.0])
     assert store.describe_change(ops["y"]).endswith(" 3")
     assert edits.model.main.op("b").read_value().tolist() == [1.0, -2.0]
-    assert store.solution is edits.solution
+    assert store.solution.plan.sites == edits.solution.plan.sites
     assert bias_sites(store) == sites == ([("b", ["y"], [0.5, 0.25], 0)] if rules is PER_CHANNEL else [])
 
 

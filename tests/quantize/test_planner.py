@@ -343,9 +343,9 @@ def test_fifty_thousand_consumers(tmp_path):
             + rule_for_all("c", "same-as-input", '{ kind = "concat" }')
             + rule_for_all("x", producer='{ kind = "input|neg" }')
         )
-        start = time.perf_counter()
+        start = time.process_time()
         plan = make_plan(model, load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
         assert len(plan.sites) == count + 2
         assert len(plan.sites[-1].uses) == len(plan.sites[-1].tie) == count
     assert times[1] < 40 * times[0] + 1

@@ -15,7 +15,7 @@ from graphquant.ir import TensorRef
 from graphquant.numerics import dequantize, quantize
 from graphquant.observers import sketch_values
 from graphquant.quantize import Plan, power_of_two_position, solve_scales
-from graphquant.quantize.limits import find_hardware_limits
+from graphquant.quantize.limits import DPU_ADD_WRITE_LIMITS, find_hardware_limits
 from graphquant.quantize.solver_state import SolverState
 
 RNG = np.random.default_rng(1)
@@ -52,7 +52,7 @@ def excess(loaded, solution):
             [power_of_two_position(draft.params_at(use)) for use in uses]
             for uses in (limit.positive_uses, limit.negative_uses)
         )
-        if sum(more) - sum(less) > limit.max_shift:
+        if (min if limit.smallest else sum)(more) - sum(less) > limit.max_shift:
             wrong.append(limit.name)
     return wrong
 
@@ -97,6 +97,18 @@ def test_sums_and_products(tmp_path):
     assert "multiplied by 32:" in notes_by_op["t"][0]
     assert "multiplied by 128:" in notes_by_op["m"][0]
     assert excess(loaded, solution) == []
+
+
+@pytest.mark.parametrize(
+    ("output_end", "expected"), [(2.0**22, {"x": 7, "t": 14, "y": -15}), (2.0**30, {"x": 2, "t": 9, "y": -23})]
+)
+def test_smallest_input_of_a_sum(tmp_path, output_end, expected):
+    """Only the smallest position of the inputs is at most 25 above the output's, and the table agrees."""
+    loaded = shift_model(tmp_path, "(float[4] x, float[4] t) => (float[4] y) { y = Add(x, t) }")
+    solution = solve_for(loaded, x=1.0, t=2.0**-7, y=output_end)
+    assert positions(solution) == expected
+    assert (excess(loaded, solution), solution.conflicts) == ([], ())
+    assert min(expected["x"], expected["t"]) - expected["y"] <= DPU_ADD_WRITE_LIMITS[1]
 
 
 def test_a_bias_of_zeros_takes_any_scale(tmp_path):

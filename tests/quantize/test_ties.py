@@ -135,7 +135,7 @@ def test_a_pair_before_a_clip(tmp_path, sites, skip, added):
     [{"scale": (0.5,), "zero_point": (3,)}, {"range": (-1.0, 3.0)}, {"scale": (0.5,), "clone_of": Use("", "c", 0)}],
 )
 def test_the_pair_before_a_clip_takes_its_scale_from_the_tie(tmp_path, given):
-    """What a plan gives the output is not repeated at the pair before the Clip, which is added once."""
+    """The pair before a Clip is added once, and does not repeat the values that the plan gives the output."""
     model = load_onnx(tmp_path, CLIPPED, {"low": np.float32(-1), "high": np.float32(1)})
     sites = site_of("y", "z[0]", "v[0]", **given), site_of("x", "c[0]", scale=(1.0,))
     solution = solve_with_ends(model, sites, skips=(FUSED, FUSED))

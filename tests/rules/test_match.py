@@ -526,13 +526,11 @@ def doubling(depth, bottom="relu"):
 
 
 def test_hostile_patterns_end(tmp_path):
-    """Thirty commuted lines on a graph where all orders fail are refused at once, by their kinds alone."""
+    """Thirty commuted lines on a graph where all orders fail are refused by their kinds; 2**30 orders would not end."""
     ops = ["a0 = tanh(x)", *(f"a{k} = add(a{k - 1}, a{k - 1})" for k in range(1, 31))]
     rules = rules_of(tmp_path, f"[pattern.p]\nops = {ops}\n" + rule_text(producer='{ pattern = "p" }'))
-    start = time.perf_counter()
     assert claimed_tensors(doubling(60), rules) == []
     assert claimed_tensors(doubling(60, "tanh"), rules) == ["n31:0"]
-    assert time.perf_counter() - start < 5
 
 
 def test_patterns_with_too_many_readings_are_an_error(tmp_path):
@@ -762,9 +760,9 @@ def test_matching_fifty_thousand_ops_takes_seconds(tmp_path, make):
     times = []
     for size in (5_000, 50_000):
         model = make(size)
-        start = time.perf_counter()
+        start = time.process_time()
         list(RuleMatcher(model, rules).matches())
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert times[1] < 40 * times[0] + 1
 
 

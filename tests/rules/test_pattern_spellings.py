@@ -13,8 +13,8 @@ from graphquant.rules.pattern_syntax import parse_pattern, pattern_definitions
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>'
 
 
-def matched_ops(tmp_path, pattern, body, constants="", role="*"):
-    """Return the ops with a role in the pattern, any by default, by name."""
+def matched_ops(tmp_path, pattern, body, constants="", *, selector='producer = { pattern = "p.*" }'):
+    """Return the ops whose tensors a rule with `selector` matches, by default all ops of the pattern, by name."""
     text = f"{HEAD} g (float[2,4] x, float[2,4] z) => (float[2,4] y) <{constants}> {{ {body} }}"
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     rules = f"""
@@ -24,7 +24,7 @@ dtype = "int8"
 ops = {pattern!r}
 [[rule]]
 name = "r"
-producer = {{ pattern = "p.{role}" }}
+{selector}
 quantize = "s"
 """
     model = load(tmp_path / "model.onnx")
@@ -99,23 +99,10 @@ def test_op_types(tmp_path):
     assert matched_ops(tmp_path, ["y = sqrt|Reciprocal(_)"], "r = Reciprocal (x) y = Abs (r)") == ["r"]
 
 
-def selected_tensors(tmp_path, body, end):
-    """Return the tensors that a rule with the selector `end` matches, by op."""
+def selected_ops(tmp_path, body, selector):
+    """Return the ops that `selector` matches in a graph of `a = Abs (x)` and `body`."""
     constants = "float k = {2.0}, float[4,1] v = {1.0, 1.0, 1.0, 1.0}"
-    text = f"{HEAD} g (float[2,4] x) => (float[2,4] y) <{constants}> {{ a = Abs (x) {body} }}"
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
-    rules = f"""
-[scheme.s]
-dtype = "int8"
-[pattern.p]
-ops = ["s = square(_)", "y = sqrt(s)"]
-[[rule]]
-name = "r"
-{end}
-quantize = "s"
-"""
-    matches = RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset([rules])).matches()
-    return sorted({match.tensor.op for match in matches})
+    return matched_ops(tmp_path, ["s = square(_)", "y = sqrt(s)"], f"a = Abs (x) {body}", constants, selector=selector)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +118,13 @@ quantize = "s"
 )
 def test_feeds(tmp_path, body, expected):
     """`feeds` holds for tensors that only a pattern reads, also behind ops that move, scale or shift values."""
-    assert selected_tensors(tmp_path, body, 'producer = { kind = "abs|transpose", feeds = "p.s" }') == expected
+    assert selected_ops(tmp_path, body, 'producer = { kind = "abs|transpose", feeds = "p.s" }') == expected
 
 
 def test_feeds_of_a_consumer(tmp_path):
     """The outputs of a consumer must reach the pattern; one that ends in the model's output does not."""
     body = "t = Transpose (a) s = Mul (t, t) q = Sqrt (s) w = Add (q, k) y = Transpose (x)"
-    assert selected_tensors(tmp_path, body, 'consumer = { kind = "transpose", feeds = "p.s" }') == ["a"]
+    assert selected_ops(tmp_path, body, 'consumer = { kind = "transpose", feeds = "p.s" }') == ["a"]
 
 
 @pytest.mark.parametrize(("count", "expected"), [(MAX_ANCESTORS - 1, ["a"]), (MAX_ANCESTORS, [])])
@@ -145,7 +132,7 @@ def test_feeds_through_many_ops(tmp_path, count, expected):
     """The search ends after `MAX_ANCESTORS` ops, the one that leaves the limit included."""
     chain = " ".join(f"t{index + 1} = Transpose (t{index})" for index in range(count))
     body = f"t0 = Neg (a) {chain} s = Mul (t{count}, t{count}) y = Sqrt (s)"
-    assert selected_tensors(tmp_path, body, 'producer = { kind = "abs", feeds = "p.s" }') == expected
+    assert selected_ops(tmp_path, body, 'producer = { kind = "abs", feeds = "p.s" }') == expected
 
 
 @pytest.mark.parametrize(
@@ -242,8 +229,9 @@ def test_tails(tmp_path, body, expected):
 def test_missing_optional_op(tmp_path):
     """The operand in place of a missing optional op does not have its role."""
     pattern = ["s = square(a)", "n = neg?(s)", "y = sqrt(n)"]
-    assert matched_ops(tmp_path, pattern, "s = Mul (x, x) n = Neg (s) y = Sqrt (n)", role="n") == ["n"]
-    assert matched_ops(tmp_path, pattern, "s = Mul (x, x) y = Sqrt (s)", role="n") == []
+    optional_op = 'producer = { pattern = "p.n" }'
+    assert matched_ops(tmp_path, pattern, "s = Mul (x, x) n = Neg (s) y = Sqrt (n)", selector=optional_op) == ["n"]
+    assert matched_ops(tmp_path, pattern, "s = Mul (x, x) y = Sqrt (s)", selector=optional_op) == []
     assert matched_ops(tmp_path, pattern, "s = Mul (x, x) y = Sqrt (s)") == ["s", "y"]
 
 

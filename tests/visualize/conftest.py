@@ -15,10 +15,21 @@ if TYPE_CHECKING:
 
 def wait_until(page: Any, expression: str) -> None:
     """Wait until the expression is true. Playwright's own function evaluates text, which the page's policy forbids."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not page.evaluate(expression):
         assert time.monotonic() < end, expression
         time.sleep(0.02)
+
+
+def wait_for_drawing(page: Any) -> None:
+    """Wait until the page has drawn what it was asked to, which is in the next frame of the browser."""
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+
+
+@pytest.fixture
+def drawn() -> Callable[[Any], None]:
+    """Return the function that waits for the next drawing."""
+    return wait_for_drawing
 
 
 @pytest.fixture

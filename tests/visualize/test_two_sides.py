@@ -89,7 +89,9 @@ def _box_color(page: Any, canvas: str, op: str) -> tuple[int, ...]:
     return Image.open(io.BytesIO(screenshot)).convert("RGB").getpixel((0, 0))
 
 
-def test_worst_tensor_is_first_and_hottest(compare_page: Path, open_viewer: Callable[..., Any]) -> None:
+def test_worst_tensor_is_first_and_hottest(
+    compare_page: Path, open_viewer: Callable[..., Any], drawn: Callable[[Any], None]
+) -> None:
     """The list has the tensors of compare in its order. The planted fault is first and has the hottest color."""
     page = open_viewer(compare_page)
     sites = json.loads(compare_page.with_suffix(".json").read_text("utf-8"))["sites"]
@@ -105,7 +107,7 @@ def test_worst_tensor_is_first_and_hottest(compare_page: Path, open_viewer: Call
         f"{sites[0]['local']:.2f} dB",
         f"{sites[0]['accumulated']:.2f} dB",
     ]
-    page.wait_for_timeout(100)
+    drawn(page)
     hot = page.evaluate("viewer.color.h4")
     assert _box_color(page, "graph", "max_pool") == tuple(bytes.fromhex(hot[1:]))
     assert _box_color(page, "other", "max_pool") == tuple(bytes.fromhex(hot[1:]))
@@ -174,14 +176,14 @@ def test_sides_share_layout_view_and_selection(
         assert page.locator("#panel h2").inner_text() == "pointwise/conv"
 
 
-def test_showing_one_side(compare_page: Path, open_viewer: Callable[..., Any]) -> None:
+def test_showing_one_side(compare_page: Path, open_viewer: Callable[..., Any], drawn: Callable[[Any], None]) -> None:
     """The key v shows the first side, the second, then both. Only the quantized side has annotations."""
     page = open_viewer(compare_page)
     for visible in ((True, False), (False, True), (True, True)):
         page.locator(f"#{'graph' if page.locator('#graph').is_visible() else 'other'}").focus()
         page.keyboard.press("v")
         assert (page.locator("#graph").is_visible(), page.locator("#other").is_visible()) == visible
-    page.wait_for_timeout(100)
+    drawn(page)
     assert page.evaluate("viewer.panes.map((pane) => pane.hits.some((hit) => hit.annotation !== undefined))") == [
         False,
         True,
@@ -208,7 +210,9 @@ def test_clicking_a_change_shows_its_op(diff_page: Path, open_viewer: Callable[.
     assert "5 changes" in page.locator("#list h2").inner_text()
 
 
-def test_colors_of_changes(diff_page: Path, open_viewer: Callable[..., Any], until: Callable[..., None]) -> None:
+def test_colors_of_changes(
+    diff_page: Path, open_viewer: Callable[..., Any], until: Callable[..., None], drawn: Callable[[Any], None]
+) -> None:
     """Removed ops are only on the first side and added ops only on the second. Changes have their own colors."""
     page = open_viewer(diff_page)
     assert "depthwise/relu6" in _op_names(page, 1)
@@ -216,7 +220,7 @@ def test_colors_of_changes(diff_page: Path, open_viewer: Callable[..., Any], unt
     rgb = {name: tuple(bytes.fromhex(page.evaluate(f"viewer.color.{name}")[1:])) for name in ("changedbox", "box")}
     page.evaluate("location.hash = '#op=depthwise%2Frenamed'")
     until(page, "document.querySelector('#panel h2').textContent === 'depthwise/renamed'")
-    page.wait_for_timeout(100)
+    drawn(page)
     assert (
         _box_color(page, "graph", "depthwise/renamed")
         == _box_color(page, "other", "depthwise/renamed")

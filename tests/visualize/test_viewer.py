@@ -166,8 +166,15 @@ def test_search_finds_every_site_of_a_real_model(
     _check_every_site(open_viewer, cli, result.save(tmp_path / (model_folder / name).name))
 
 
+@pytest.fixture
+def model_path(request: pytest.FixtureRequest) -> Path:
+    """Return the path of a model, from the fixture of its folder and its name."""
+    folder, name = request.param
+    return request.getfixturevalue(folder) / name
+
+
 @pytest.mark.parametrize(
-    ("folder", "name"),
+    "model_path",
     [
         ("stand_ins", "kws/kws_int8.tflite"),
         ("stand_ins", "qlstm_tract.onnx"),
@@ -175,19 +182,14 @@ def test_search_finds_every_site_of_a_real_model(
         ("shared", "kws/kws_float.tflite"),
         ("shared", "qlstm_tract.onnx"),
     ],
+    indirect=True,
 )
 def test_search_finds_every_stored_scale(
-    folder: str,
-    name: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    open_viewer: Callable[..., Any],
-    cli: Callable[..., Any],
+    model_path: Path, tmp_path: Path, open_viewer: Callable[..., Any], cli: Callable[..., Any]
 ) -> None:
     """Search finds each scale of TFLite files and of a model quantized by other tools, inside of a Scan."""
-    source = request.getfixturevalue(folder) / name
-    model = tmp_path / source.name
-    model.write_bytes(source.read_bytes())
+    model = tmp_path / model_path.name
+    model.write_bytes(model_path.read_bytes())
     _check_every_site(open_viewer, cli, model)
 
 
@@ -409,36 +411,33 @@ MISPLACED_OPS = """
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "frames"),
+    ("model_path", "frames"),
     [
-        ("samples", "digits_nested.onnx", 11),
-        ("stand_ins", "mtcnn.pb", 2),
-        ("shared", "mtcnn.pb", 11),
-        ("shared", "silero_vad_16k_op15.onnx", 11),
+        (("samples", "digits_nested.onnx"), 11),
+        (("stand_ins", "mtcnn.pb"), 2),
+        (("shared", "mtcnn.pb"), 11),
+        (("shared", "silero_vad_16k_op15.onnx"), 11),
     ],
+    indirect=["model_path"],
 )
 def test_frames_hold_only_their_ops(
-    folder: str,
-    name: str,
-    frames: int,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    open_viewer: Callable[..., Any],
-    cli: Callable[..., Any],
+    model_path: Path, frames: int, tmp_path: Path, open_viewer: Callable[..., Any], cli: Callable[..., Any]
 ) -> None:
     """With nested graphs and interleaved scopes, each op is only in the frames of its own groups."""
-    cli("inspect", request.getfixturevalue(folder) / name, "--html", tmp_path / "page.html")
+    cli("inspect", model_path, "--html", tmp_path / "page.html")
     page = open_viewer(tmp_path / "page.html", scheme="dark")
     assert page.evaluate("viewer.m.frameParts.filter((parts) => parts.length).length") >= frames
     assert page.evaluate(MISPLACED_OPS) == []
 
 
-def test_annotations_and_frame_labels_do_not_overlap(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
+def test_annotations_and_frame_labels_do_not_overlap(
+    digits_page: Path, open_viewer: Callable[..., Any], drawn: Callable[[Any], None]
+) -> None:
     """No annotation covers a frame's label, wherever the view is."""
     page = open_viewer(digits_page, "residual/add")
     for _ in range(6):
         page.mouse.wheel(0, -300)
-        page.wait_for_timeout(50)
+        drawn(page)
         hits = page.evaluate("viewer.hits")
         labels = [
             hit for hit in hits if "frame" in hit and hit["y"] > -page.evaluate("viewer.view.y / viewer.view.k") + 40
@@ -449,12 +448,14 @@ def test_annotations_and_frame_labels_do_not_overlap(digits_page: Path, open_vie
                 assert separate or annotation["y"] >= label["bottom"] or annotation["bottom"] <= label["y"]
 
 
-def test_clicks_on_the_drawing(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
+def test_clicks_on_the_drawing(
+    digits_page: Path, open_viewer: Callable[..., Any], drawn: Callable[[Any], None]
+) -> None:
     """A click selects a box, annotation, wire or the model. A double click on a frame's label collapses it."""
     page = open_viewer(digits_page, "stem/conv")
     page.mouse.click(*_box_position(page, _op_expression("stem/relu")))
     assert _selected_title(page) == "stem/relu"
-    page.wait_for_timeout(50)
+    drawn(page)
     hit, tensor = page.evaluate(
         f"(() => {{ {_hit('annotation')} return [middle, viewer.m.annotations[hit.annotation].tensor]; }})()"
     )

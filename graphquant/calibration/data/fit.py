@@ -53,8 +53,7 @@ class ArrayFit:
 
     def feed(self, block: Array) -> Array:
         """Convert `block`, which is (rows, ...) in the stored dtype or the whole array, to a feed."""
-        values = np.asarray(block[0] if self.whole_feeds else block)
-        return values.astype(self.feed_dtype, order="C", copy=False)
+        return np.asarray(block[0] if self.whole_feeds else block).astype(self.feed_dtype, order="C", copy=False)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -94,7 +93,7 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
                 if requested_key
                 else f"{label} has no array for input {model_input.name!r}. It contains {available_text}; the model"
                 f" takes {', '.join(map(repr, names))}.{did_you_mean(model_input.name, available_keys)} Save each array"
-                " under the name of its input."
+                f" under the name of its input, or add ',inputs.{model_input.name}=NAME' to the spec."
             )
         matched_keys.append(key)
     return matched_keys
@@ -245,8 +244,6 @@ def _feed_dtype(label: str, model_input: InputSpec, stored_dtype: np.dtype[Any])
         advice = f"Convert it, and scale it as in training: (array / 255).astype('{model_input.dtype}')."
     raise DataError(f"{label} is {stored_dtype}, but input {model_input.name!r} takes {model_input.dtype}. {advice}")
 
-
-# -- samples that are read one by one: images, audio, records and rows -----------------------------
 
 SampleReader = Callable[[int, int], Iterator[tuple[str, Feed]]]
 """Function that yields the samples from one index up to another, each with a label and a first axis of 1 for the batch.

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
-# -- conversion of values to feeds -----------------------------------------------------------------
 
 IMAGE_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")  # first bytes of encoded images
 
@@ -196,8 +195,6 @@ def _parquet_cell_value(label: str, cell: Any) -> Any:
     return np.asarray(pa.array([cell.as_py()], cell.type).to_numpy(zero_copy_only=False))
 
 
-# -- protocol buffer messages ----------------------------------------------------------------------
-
 _FIELD_DESCRIPTOR: Final[Any] = descriptor_pb2.FieldDescriptorProto
 
 _MESSAGES: Final[dict[str, tuple[tuple[int, str, str, bool], ...]]] = {
@@ -235,7 +232,6 @@ def _build_descriptor_pool() -> descriptor_pool.DescriptorPool:
 
 Example: Final[Any] = message_factory.GetMessageClass(_build_descriptor_pool().FindMessageTypeByName("data.Example"))
 
-# -- TFRecord --------------------------------------------------------------------------------------
 
 MAX_RECORD_BYTES = 1 << 28  # maximum size of a record; a compressed record may claim any size
 _CRC_MASK_DELTA = 0xA282EAD8
@@ -307,8 +303,7 @@ def _verify_checksum(data: bytes, size: int) -> bytes:
     if len(data) != size + 4:
         raise EOFError("it ends inside a record")
     crc = google_crc32c.value(data[:size])
-    masked = ((crc >> 15 | crc << 17) + _CRC_MASK_DELTA) & 0xFFFFFFFF
-    if struct.pack("<I", masked) != data[size:]:
+    if struct.pack("<I", ((crc >> 15 | crc << 17) + _CRC_MASK_DELTA) & 0xFFFFFFFF) != data[size:]:
         raise ValueError("a checksum is wrong")
     return data[:size]
 
@@ -333,9 +328,6 @@ def _feature_value(label: str, feature: Any) -> Any:
     if not values:
         raise DataError(f"{label} is empty. Every record needs a value for each input.")
     return np.array([value.decode("utf-8", "surrogateescape") for value in values], object)
-
-
-# -- ONNX test data sets ---------------------------------------------------------------------------
 
 
 def open_onnx_sets(request: DataRequest) -> Dataset:

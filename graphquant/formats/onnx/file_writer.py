@@ -160,8 +160,7 @@ def external_tensors(message: Any) -> Iterator[Any]:
 
 def external_data_files(path: Path, *, allow_links: bool = False) -> tuple[Path, ...]:
     """Return the files of external data of the model at `path`, sorted; raise ModelError if one is missing."""
-    message = parse_message(path.read_bytes(), path)
-    tensors = external_tensors(message)
+    tensors = external_tensors(parse_message(path.read_bytes(), path))
     return tuple(sorted({external_path(tensor, path.parent, allow_links=allow_links) for tensor in tensors}))
 
 

@@ -8,9 +8,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, cached_property, partial
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -29,7 +31,7 @@ from graphquant.formats.onnx.index import input_specs
 from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
-from graphquant.formats.onnx.split_session import create_split_session, read_names
+from graphquant.formats.onnx.split_session import SplitSession, create_split_session, read_names
 from graphquant.formats.onnx.tensors import first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 
@@ -49,6 +51,7 @@ SESSION_PER_THREAD_BYTES = 1 << 24
 session are interleaved in its memory, which fragments it."""
 
 MAX_COPIED_TENSORS = 1 << 12  # Maximum number of watched tensors for which there are such sessions.
+FEEDS_PER_SPLIT_RUN = 8  # maximum number of feeds that pass a model in parts at once
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
 """If two sessions take turns, threads that spin while waiting for the next run take CPU time from the other session."""
 
@@ -61,9 +64,7 @@ class OnnxRunner:
     def __init__(self, model: Model, *, optimizes: bool = True) -> None:
         """Raise ModelError if the model cannot be emitted. Without `optimizes`, the model runs as it is written."""
         self.model, self._optimizes = model, optimizes
-        self._emission = emit_message(model, defer_weights=True)
-        read_names = _read_weight_names(model, self._emission)
-        self._external_weights = take_session_weights(self._emission.message, self._emission.deferred, read_names)
+        self._external_weights: Mapping[str, Callable[[], Array]] = {}
         self._weights: dict[str, Array] = {}  # values of weights that are not in the message, by name
         self._session: Any = None
         self._full_watch: _WatchSession | None = None
@@ -72,10 +73,20 @@ class OnnxRunner:
         infos = self._emission.message.graph.output
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
 
+    @cached_property
+    def _emission(self) -> Emission:
+        """The model as a message without large weights."""
+        emission = emit_message(self.model, defer_weights=True)
+        read_names = _read_weight_names(self.model, emission)
+        self._external_weights = take_session_weights(emission.message, emission.deferred, read_names)
+        return emission
+
     def start(self) -> None:
         """Create the session, which otherwise happens at the first run; raise ModelError if that fails."""
         if self._session is None:
             self._session = self._open_session(self._emission.message, SessionMode(optimizes=self._optimizes))
+            if isinstance(self._session, SplitSession):
+                del self._emission  # the message is large, and few models with so many pairs are observed
 
     def create_timed_session(self) -> Any:
         """Return a new session to measure time."""
@@ -83,10 +94,20 @@ class OnnxRunner:
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """Run one feed and return the model's outputs by name; raise ModelError if that fails."""
+        return next(self.run_each([feeds]))
+
+    def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, Array]]:
+        """Yield the outputs of each feed. A model in parts runs many feeds at once, because it creates its sessions."""
         self.start()
-        if not self.outputs:  # for onnxruntime, no names are all names
-            return {}
-        return dict(zip(self.outputs, run_session(self._session, self.outputs, feeds), strict=True))
+        session, remaining, is_split = self._session, iter(feeds), isinstance(self._session, SplitSession)
+        while group := list(islice(remaining, FEEDS_PER_SPLIT_RUN if is_split else 1)):
+            if not self.outputs:  # for onnxruntime, no names are all names
+                yield from ({} for _ in group)
+                continue
+            with _run_errors(group[0]):
+                results = session.run(self.outputs, group) if is_split else [session.run(self.outputs, *group)]
+            for values in results:
+                yield dict(zip(self.outputs, values, strict=True))
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
@@ -238,6 +259,8 @@ class _WatchSession:
 
     def static_element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int] | None:
         """Return the elements of each of `tensors` in one run, None if onnxruntime does not know all shapes."""
+        if isinstance(self.session, SplitSession):
+            return None
         shapes = {} if self.session is None else {output.name: output.shape for output in self.session.get_outputs()}
         counts = {}
         for tensor in tensors:
@@ -348,22 +371,23 @@ def create_session(
 def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping[str, Array], mode: SessionMode) -> Any:
     """Return a session for a ModelProto, or sessions of its parts if a single one would take too long."""
 
-    def create(part: Any, mode: SessionMode) -> Any:
-        data, external_bytes = serialize_for_session(part, weights)
+    def prepare(part: Any, mode: SessionMode) -> Callable[[], Any]:
         names = (tensor.name for tensor in part.graph.initializer)
         part_weights = {name: weights[name] for name in names if name in weights}
-        return create_session(data, folder, external_bytes, part_weights, mode=mode)
+        data, external_bytes = serialize_for_session(part, weights)
+        return partial(create_session, data, folder, external_bytes, part_weights, mode=mode)
 
-    is_split = mode.optimized is None and not mode.watched
-    split = create_split_session(message, partial(create, mode=replace(mode, watched=True))) if is_split else None
-    return split or create(message, mode)
+    part_mode = replace(mode, watched=True)
+    split = None if mode.optimized is not None else create_split_session(message, partial(prepare, mode=part_mode))
+    if split is not None and mode.watched:  # observed in many runs
+        split = SplitSession([(cache(create), inputs, outputs) for create, inputs, outputs in split.parts])
+    return split or prepare(message, mode)()
 
 
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
     """Return a ModelProto as bytes, and the size of its external data without the weights `separate_weights`."""
     external = (tensor for tensor in external_tensors(message) if tensor.name not in separate_weights)
-    external_bytes = sum(map(tensor_bytes, external))
-    return message_bytes(message), external_bytes
+    return message_bytes(message), sum(map(tensor_bytes, external))
 
 
 def _keep_ancestors(graph: Any, names: Sequence[str]) -> None:
@@ -395,14 +419,23 @@ def _read_weight_names(model: Model, emission: Emission) -> set[str]:
 
 def run_session(session: Any, names: Sequence[str] | None, feeds: Feeds, flags: Feeds | None = None) -> list[Any]:
     """Return the outputs called `names`, or all outputs if that is None; raise ModelError if the run fails."""
-    try:
+    with _run_errors(feeds):
+        if isinstance(session, SplitSession):
+            return session.run(names or (), [{**feeds, **(flags or {})}])[0]
         results: list[Any] = session.run(names, {**feeds, **(flags or {})})
+    return results
+
+
+@contextmanager
+def _run_errors(feeds: Feeds) -> Iterator[None]:
+    """Turn errors of onnxruntime into a ModelError about a run of `feeds`."""
+    try:
+        yield
     except RUNTIME_ERRORS as error:
         shapes = ", ".join(f"{name} {np.asarray(value).dtype}{list(np.shape(value))}" for name, value in feeds.items())
         raise ModelError(
             f"onnxruntime failed on the inputs {shapes or 'none'}: {first_line(error)}. Give inputs that fit the model."
         ) from error
-    return results
 
 
 MAX_INLINE_OPTIMIZED_BYTES = 1 << 18
@@ -434,7 +467,9 @@ def _create_numbered_session(model: Model, options: Mapping[str, str], optimized
     weights = {name: value() for name, value in external_weights.items()}
     mode = SessionMode(extra_options={"session.disable_prepacking": "1", **options}, optimized=optimized)
     try:
-        _create_session_or_parts(emission.message, model.source.folder, weights, mode)
+        session = _create_session_or_parts(emission.message, model.source.folder, weights, mode)
+        for create, *_ in session.parts if isinstance(session, SplitSession) else ():
+            create()
     except ModelError as error:
         reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
         message = NODE_NUMBER.sub(lookup.name_of_number, reason)

@@ -7,7 +7,7 @@ Runtime fuses the same ops as in the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
@@ -25,37 +25,55 @@ REPEATED_TYPES = frozenset({"DequantizeLinear", "Constant"})
 
 @dataclass(frozen=True, slots=True)
 class SplitSession:
-    """Sessions that run one after the other. Each reads inputs of the model and outputs of earlier sessions."""
+    """Parts that run one after the other. Only one session exists at a time, since a session needs much memory."""
 
-    sessions: Sequence[Any]
+    # A function that creates the session of each part, and its inputs, which earlier parts may return, and its outputs.
+    parts: Sequence[tuple[Callable[[], Any], Sequence[str], Sequence[str]]]
 
-    def run(self, names: Sequence[str], feeds: dict[str, Any]) -> list[Any]:
-        """Return the outputs called `names`, as an InferenceSession does."""
-        values = dict(feeds)
-        for session in self.sessions:
-            outputs = [info.name for info in session.get_outputs()]
-            results = session.run(outputs, {info.name: values[info.name] for info in session.get_inputs()})
-            values.update(zip(outputs, results, strict=True))
-        return [values[name] for name in names]
+    def run(self, names: Sequence[str], feeds: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        """Return the outputs called `names` for each of `feeds`."""
+        values = [dict(feed) for feed in feeds]
+        last_readers = {name: index for index, (_, inputs, _) in enumerate(self.parts) for name in inputs}
+        for index, (create, inputs, outputs) in enumerate(self.parts):
+            session = create()
+            for known in values:
+                results = session.run(outputs, {name: known[name] for name in inputs})
+                known.update(zip(outputs, results, strict=True))
+                for name in inputs:
+                    if last_readers[name] == index and name not in names:
+                        del known[name]
+        return [[known[name] for name in names] for known in values]
 
 
-def create_split_session(message: Any, create: Callable[[Any], Any]) -> SplitSession | None:
-    """Return sessions of the parts of a ModelProto, by `create`; None if it has few pairs or cannot be split."""
+def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any]]) -> SplitSession | None:
+    """Return the parts of a ModelProto; `prepare` returns the function that creates the session of a part.
+
+    Returns None if the model has few pairs or cannot be split.
+    """
     if sum(node.op_type == "DequantizeLinear" for node in message.graph.node) <= MAX_SESSION_PAIRS:
         return None
-    sessions, infos = [], {info.name: info for info in message.graph.input}
+    parts, infos = [], {info.name: info for info in message.graph.input}
     for graph, inputs in _split_graph(message.graph):
         if not infos.keys() >= inputs:
             return None  # the nodes are not sorted, or a value is no tensor that Python can pass on
         graph.input.extend(infos[name] for name in sorted(inputs))
         fields = {"opset_import": message.opset_import, "functions": message.functions}
-        sessions.append(create(ModelProto(ir_version=message.ir_version, graph=graph, **fields)))
-        for output in sessions[-1].get_outputs():
-            tensor_type = TENSOR_TYPE.fullmatch(output.type)
-            code = TensorProto.DataType.Value(tensor_type[1].upper()) if tensor_type is not None else 0
-            if code and tensor_dtype_to_np_dtype(code).isbuiltin == 1:
-                infos[output.name] = make_tensor_value_info(output.name, code, output.shape or None)
-    return SplitSession(sessions) if all(info.name in infos for info in message.graph.output) else None
+        create = prepare(ModelProto(ir_version=message.ir_version, graph=graph, **fields))
+        codes = {info.name: info.type.tensor_type.elem_type for info in graph.output}
+        known_infos = {info.name: info for info in graph.output}
+        if not all(codes.values()):
+            for output in create().get_outputs():
+                tensor_type = TENSOR_TYPE.fullmatch(output.type)
+                code = TensorProto.DataType.Value(tensor_type[1].upper()) if tensor_type is not None else 0
+                codes[output.name] = code
+                known_infos[output.name] = make_tensor_value_info(output.name, code, output.shape or None)
+        infos |= {
+            name: known_infos[name]
+            for name, code in codes.items()
+            if code and tensor_dtype_to_np_dtype(code).isbuiltin == 1
+        }
+        parts.append((create, sorted(inputs), list(codes)))
+    return SplitSession(parts) if all(info.name in infos for info in message.graph.output) else None
 
 
 def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:

@@ -153,8 +153,7 @@ class Checkpoint:
             raise self._error(name, f"claims to be in data file {entry.shard_id} of {self._shard_count}")
         path = _shard_path(self._prefix, entry.shard_id, self._shard_count)
         try:
-            length = path.stat().st_size
-            if entry.offset < 0 or entry.size < 0 or entry.offset + entry.size > length:
+            if entry.offset < 0 or entry.size < 0 or entry.offset + entry.size > path.stat().st_size:
                 raise ModelError(f"{path}: variable {name!r} lies outside the file, which may be cut off.")
             with path.open("rb") as file:
                 file.seek(entry.offset)
@@ -244,8 +243,7 @@ def _encode_ordered(value: int) -> bytes:
     """Encode a signed number in bytes that sort like numbers: one inverted leading bit for each byte."""
     magnitude = ~value if value < 0 else value
     size = magnitude.bit_length() // 7 + 1
-    inverted = ((1 << size) - 1) << 7 * size
-    return ((value & ((1 << 8 * size) - 1)) ^ inverted).to_bytes(size, "big")
+    return ((value & ((1 << 8 * size) - 1)) ^ ((1 << size) - 1) << 7 * size).to_bytes(size, "big")
 
 
 def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_graph: Any | None) -> None:
@@ -315,9 +313,6 @@ def _index_path(prefix: Path) -> Path:
 
 def _shard_path(prefix: Path, shard: int, shards: int) -> Path:
     return prefix.with_name(f"{prefix.name}.data-{shard:05d}-of-{shards:05d}")
-
-
-# -- the table -------------------------------------------------------------------------------------
 
 
 def mask_crc(crc: int) -> int:

@@ -144,9 +144,6 @@ def _require_tensorflow_backend(keras: Any) -> None:
         raise UsageError(f"Keras runs on {backend} in this process. Set KERAS_BACKEND=tensorflow before importing it.")
 
 
-# -- checks of files -------------------------------------------------------------------------------
-
-
 def _read_safe_config(path: Path) -> Any:
     """Read a file's configuration. Files with code, links to other files, and files not from Keras are refused."""
     try:

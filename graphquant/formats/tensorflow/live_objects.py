@@ -254,9 +254,6 @@ def _build_live_model(message: Any, live_object: LiveObject) -> Model:
     return model
 
 
-# -- back to TensorFlow ----------------------------------------------------------------------------
-
-
 def to_tensorflow(model: Model) -> Any:
     """Return `model` as a TensorFlow object, edits included. The original object is not changed.
 

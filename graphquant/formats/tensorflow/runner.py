@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,10 @@ class TensorFlowRunner:
             self._output_watch = self._start_watch(list(tensors.values()))
         values = self._output_watch.observe(feed_dict)
         return {key: values[tensor][-1] for key, tensor in tensors.items() if values[tensor]}
+
+    def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        """Yield the outputs of each feed."""
+        return map(self.run, feeds)
 
     def prepare_timed_run(self, feeds: Sequence[Feeds]) -> Callable[[], object]:
         """Prepare a run on each of `feeds`, on one thread, with all of TensorFlow's optimizations."""

@@ -135,6 +135,8 @@ def test_inputs_of_a_spec(folder_of_kinds) -> None:
         open_data("named.npz,inputs.z=images", [X])
     with pytest.raises(DataError, match=r"no array 'nix' .*'x'\. .* 'images'"):
         open_data("named.npz,inputs.x=nix", [X])
+    with pytest.raises(DataError, match=r"inputs\.x="):
+        open_data("named.npz", [X])
 
 
 def test_links_and_devices(folder_of_kinds) -> None:

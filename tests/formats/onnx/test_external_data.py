@@ -26,6 +26,7 @@ from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
 from graphquant.formats import weights_files
 from graphquant.formats.onnx import external_data, file_writer, session
+from graphquant.observers import histogram_kernel
 
 FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
 
@@ -396,3 +397,36 @@ def test_deferred_weights_are_filled_byte_identically(unknown: bytes, tmp_path: 
     assert copy.ByteSize() < source.ByteSize() - (0 if unknown else 4 * (64 * 64 + 512 + 512)) + 300
     external_data.fill_deferred_weights(copy, deferred)
     assert copy.SerializeToString(deterministic=True) == source.SerializeToString(deterministic=True)
+
+
+TRUNCATED_WHILE_MAPPED = """
+import os, sys
+import numpy as np
+import graphquant as gq
+from graphquant import formats
+from graphquant.formats.onnx import session
+
+session.MEMORY_MAPPED_BYTES = 1
+runner = formats.format_module("onnx").create_runner(gq.load(sys.argv[1]))
+feed = {"x": np.zeros((1, 2048), np.float32)}
+runner.run(feed)
+os.truncate(sys.argv[2], 0)
+gq.compare  # imports the compiled kernel, as each command does
+runner.run(feed)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not truncate mapped files")
+def test_weights_that_are_truncated_while_onnxruntime_maps_them(tmp_path: Path) -> None:
+    """A process whose mapped weights are truncated ends with a message and the exit code of unreadable models."""
+    if histogram_kernel.count_values is histogram_kernel.count_values_numpy:
+        pytest.skip("the kernel was not compiled")
+    weight = onnx.TensorProto(name="w", data_type=1, dims=[2048, 2048], data_location=1)
+    weight.external_data.add(key="location", value="m.data")
+    np.ones((2048, 2048), np.float32).tofile(tmp_path / "m.data")
+    infos = [helper.make_tensor_value_info(name, 1, [1, 2048]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", infos[:1], infos[1:], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    arguments = [sys.executable, "-c", TRUNCATED_WHILE_MAPPED, str(tmp_path / "m.onnx"), str(tmp_path / "m.data")]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr.count("\n"), ended.stderr.startswith("error: ")) == (3, 1, True)

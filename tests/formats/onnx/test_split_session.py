@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import graphquant as gq
-from graphquant.formats.onnx import create_runner, split_session
+from graphquant.formats.onnx import create_runner, session, split_session
 from graphquant.formats.onnx.session import SessionError, create_session, require_loadable
 from graphquant.formats.onnx.split_session import SplitSession, create_split_session
 
@@ -51,7 +52,7 @@ def quantized_chain(*, residual: bool = False, dtype: str = "float32") -> onnx.M
 
 def split(message: onnx.ModelProto) -> SplitSession | None:
     """Return the sessions of the parts of a message."""
-    return create_split_session(message, lambda part: create_session(part.SerializeToString(), None))
+    return create_split_session(message, lambda part: partial(create_session, part.SerializeToString(), None))
 
 
 @pytest.mark.usefixtures("few_pairs_per_part")
@@ -61,11 +62,12 @@ def test_parts_give_the_bits_of_the_whole(residual: bool) -> None:
     message = quantized_chain(residual=residual)
     sessions = split(message)
     assert sessions is not None
-    assert len(sessions.sessions) > 2
-    feeds = {"x": np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)}
-    expected = create_session(message.SerializeToString(), None).run(["m2", "y"], feeds)
-    for whole, parts in zip(expected, sessions.run(["m2", "y"], feeds), strict=True):
-        np.testing.assert_array_equal(parts, whole)
+    assert len(sessions.parts) > 2
+    feeds = [{"x": np.random.default_rng(seed).normal(size=(3, 4)).astype(np.float32)} for seed in (1, 2)]
+    whole_session = create_session(message.SerializeToString(), None)
+    for feed, outputs in zip(feeds, sessions.run(["m2", "y"], feeds), strict=True):
+        for whole, parts in zip(whole_session.run(["m2", "y"], feed), outputs, strict=True):
+            np.testing.assert_array_equal(parts, whole)
 
 
 @pytest.mark.usefixtures("few_pairs_per_part")
@@ -73,7 +75,7 @@ def test_only_quantized_values_pass_a_cut() -> None:
     """A cut is behind a QuantizeLinear, so that ONNX Runtime fuses each op with its pairs."""
     sessions = split(quantized_chain())
     assert sessions is not None
-    passed = {info.name for session in sessions.sessions[:-1] for info in session.get_outputs()} - {"m2"}
+    passed = {name for *_, outputs in sessions.parts[:-1] for name in outputs} - {"m2"}
     assert passed <= {f"q{k}" for k in range(6)} | {"q"}
     assert passed
 
@@ -131,3 +133,23 @@ def test_errors_of_a_part_name_the_op(tmp_path: Path) -> None:
     with pytest.raises(SessionError) as error:
         require_loadable(gq.load(tmp_path / "bad.onnx"))
     assert error.value.op_key == ("", "bad")
+
+
+@pytest.mark.usefixtures("few_pairs_per_part")
+def test_groups_of_feeds_and_observed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feeds that pass the parts in two groups, and tensors that are observed in parts, have the bits of the whole."""
+    monkeypatch.setattr(session, "FEEDS_PER_SPLIT_RUN", 2)
+    message = quantized_chain()
+    onnx.save(message, tmp_path / "chain.onnx")
+    runner = create_runner(gq.load(tmp_path / "chain.onnx"))
+    feeds = [{"x": np.random.default_rng(seed).normal(size=(3, 4)).astype(np.float32)} for seed in range(3)]
+    whole = create_session(message.SerializeToString(), None)
+    expected = [dict(zip(["y", "m2"], whole.run(["y", "m2"], feed), strict=True)) for feed in feeds]
+    outputs = list(runner.run_each(feeds))
+    tensors = [runner.output_tensors["y"], runner.output_tensors["m2"]]
+    watched = list(runner.observe(tensors, feeds))
+    assert len(outputs) == len(watched) == len(feeds)
+    for values, actual, observed in zip(expected, outputs, watched, strict=True):
+        for name, value in values.items():
+            np.testing.assert_array_equal(actual[name], value)
+            np.testing.assert_array_equal(observed[runner.output_tensors[name]][0], value)

@@ -128,6 +128,31 @@ CASES = [
     ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) z = MatMul(a, m2)", "a>z b32>a m2>z m>y t>y", "y a z"),
     ("float[N,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "b32>a m>y t>y", "y"),
     ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "b32>a m>y t>y", "y a"),
+    # products that several ops read: all of them read integers, or all floats
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) s = Sin(y)", "m>y t>y", "y"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) z = MatMul(y, m2)", "m2>z m>y t>y y>a+z", "y z"),
+    (ROWS, "y = MatMul(t, m) s = Sin(y) z = MatMul(y, m2)", "m2>z m>y t>y y>s+z", "y z"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) s = Sin(a) z = MatMul(a, m2)", "a>s+z b32>a m2>z m>y t>y", "y a z"),
+    (ROWS, "y = MatMul(t, m) r = Relu(y) s = Sin(r) z = MatMul(r, m2)", "m2>z m>y r>s+z t>y", "y r z"),
+    (
+        ROWS,
+        "y = MatMul(t, m) a = Add(y, b32) r = Relu(a) s = Sin(r) z = MatMul(r, m2)",
+        "b32>a m2>z m>y r>s+z t>y",
+        "y a r z",
+    ),
+    # and their Relus
+    (ROWS, "y = Gemm(t, m, b32) r = Relu(y) s = Sin(r)", "b32>y m>y r>s t>y", "y r"),
+    (ROWS, "y = Gemm(t, m, b32) r = Relu(y) s = Sin(y)", "b32>y m>y t>y", "y"),
+    (ROWS, "y = MatMul(t, m) r = Clip(y, zero, six) s = Sin(r)", "m>y r>s t>y", "y r"),
+    (ROWS, "y = MatMul(t, m) r = Clip(y, half, six) s = Sin(r)", "m>y r>s t>y y>r", "y"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) r = Relu(a) s = Sin(r)", "b32>a m>y r>s t>y", "y a r"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) r = Clip(a, zero, six) g = Mul(y, r)", "m>y t>y", "y"),
+    (
+        ROWS,
+        "y = MatMul(t, m) v = MatMul(t, m) o = Transpose<perm = [1, 0]>(v) z = MatMul(o, y) s = Sin(y)",
+        "m>y+v o>z t>y+v y>z+s",
+        "y v o z",
+    ),
     (
         HEADS,
         "o = Transpose<perm = [0, 2, 1]>(kk) s = MatMul(q, o) p = Softmax(s) y = MatMul(p, u)",

@@ -1,0 +1,91 @@
+"""Arguments of public functions with wrong types."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphquant as gq
+from graphquant.errors import GraphQuantError
+
+SAMPLES = Path(__file__).parents[2] / "sample_models"
+MODEL, DATA = SAMPLES / "digits_cnn.onnx", SAMPLES / "digits_cnn_calib.npz"
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "calibrate": {"model": MODEL, "plan": None, "data": DATA, "options": None, "samples": 4},
+    "check": {"model": MODEL},
+    "check_data": {"model": MODEL, "data": DATA},
+    "compare": {"model": MODEL, "quantized_model": MODEL, "data": DATA, "samples": 4, "sites": False},
+    "diff": {"first": MODEL, "second": MODEL},
+    "insert": {"model": MODEL, "options": None, "data": DATA, "samples": 4, "validate": False},
+    "convert_to_tflite": {"result": None, "path": None},
+    "freeze": {"model": None},
+    "load": {"source": MODEL},
+    "load_stats": {"path": "missing.gqs"},
+    "merge_stats": {"stats_list": []},
+    "plan": {"model": MODEL, "options": None},
+    "save": {"model": gq.Model(format="onnx"), "path": "out.onnx"},
+    "strip": {"model": MODEL},
+    "to_tf": {"model": None},
+}
+"""Arguments of each function. Those that need a result are None, which is wrong, too."""
+
+
+class Unknown:
+    """A class that no option accepts."""
+
+    def __repr__(self) -> str:
+        return "Unknown()"
+
+
+NUMBERS = st.one_of(st.integers(max_value=-2), st.floats(allow_nan=False, max_value=-1.5))
+WRONG_VALUES = st.one_of(
+    st.just(b"\xff"),
+    st.builds(Unknown),
+    st.builds(lambda: np.zeros(2)),
+    st.lists(st.builds(Unknown), min_size=1, max_size=2),
+    st.dictionaries(st.integers(), st.builds(Unknown), min_size=1, max_size=2),
+)
+OPTIONS = [
+    (name, option)
+    for name in ARGUMENTS
+    for option in inspect.signature(getattr(gq, name)).parameters
+    if name != "convert_to_tflite" or option == "result"
+]
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_wrong_types_name_the_option(name: str, option: str, data: st.DataObject) -> None:
+    """A value of a wrong type is an error of graphquant, which names the option, or the value where it is a model."""
+    function, is_decibels = getattr(gq, name), option == "min_sqnr"
+    value = data.draw(WRONG_VALUES if is_decibels else st.one_of(NUMBERS, WRONG_VALUES))
+    positional_only = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_ONLY
+    ]
+    arguments = {**ARGUMENTS[name], option: value}
+    positional = [arguments.pop(parameter) for parameter in positional_only]
+    with pytest.raises(GraphQuantError) as caught:
+        function(*positional, **arguments)
+    assert option.removesuffix("_list") in str(caught.value) or type(value).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["calibrate", "check_data", "compare", "insert"])
+def test_data_may_be_a_path(name: str) -> None:
+    """A path is accepted as data, with the result of its text."""
+    function, arguments = getattr(gq, name), {**ARGUMENTS[name]}
+    positional = [arguments.pop("model"), *([arguments.pop("options")] if name == "insert" else [])]
+    by_path, by_text = (function(*positional, **{**arguments, "data": data}) for data in (DATA, str(DATA)))
+    if name == "insert":
+        by_path, by_text = by_path.model.digest, by_text.model.digest
+    elif name == "calibrate":
+        by_path, by_text = by_path.runs, by_text.runs
+    assert by_path == by_text
