@@ -141,7 +141,7 @@ def apply_validated(
         if errors_before is None:
             edits = solve_state(state)
             runner = samples.create_runner(edits.model)
-            float_outputs = [runner.run(feed) for feed in samples.validation_feeds]
+            float_outputs = list(runner.run_each(samples.validation_feeds))
             errors_before = _measure_output_errors(edits, float_outputs, samples)
         errors_after = _measure_output_errors(solve_state(candidate), float_outputs, samples)
         reason = rejection_reason(errors_before, errors_after, min_standard_errors)
@@ -166,8 +166,7 @@ def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, sam
         for name in names
     ]
     rows = []
-    for outputs, feed in zip(float_outputs, samples.validation_feeds, strict=True):
-        quantized = runner.run(feed)
+    for outputs, quantized in zip(float_outputs, runner.run_each(samples.validation_feeds), strict=True):
         rows.append([_squared_error(outputs[name], quantized.get(name)) for name in names])
     return np.array(rows).reshape(len(rows), len(names)) / powers
 
