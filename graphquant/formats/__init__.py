@@ -211,7 +211,7 @@ def run_outputs(runner: Runner, feeds: Iterable[Feeds]) -> Iterator[dict[str, np
     """
     tensors = runner.output_tensors
     if tensors.keys() < set(runner.outputs):
-        yield from map(runner.run, feeds)
+        yield from runner.run_each(feeds)
         return
     for values in runner.observe(list(tensors.values()), feeds):
         yield {name: values[tensor][-1] for name, tensor in tensors.items() if values[tensor]}

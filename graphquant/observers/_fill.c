@@ -11,6 +11,7 @@
 #include <string.h>
 #ifndef _WIN32
 #include <signal.h>
+#include <stdatomic.h>
 #include <unistd.h>
 #endif
 
@@ -457,8 +458,11 @@ static void end_after_truncation(int number, siginfo_t *fault, void *context)
 {
     static const char message[] = "error: A file became shorter while it was read, such as the external data of the model."
                                   " Copy it again, and change no file during a run.\n";
+    static atomic_flag reported = ATOMIC_FLAG_INIT;
     (void)context;
     if (fault->si_code == BUS_ADRERR) {
+        while (atomic_flag_test_and_set(&reported))
+            pause(); /* another thread, which read the same file, reports and ends the process */
         if (write(2, message, sizeof message - 1) < 0)
             _exit(3);
         _exit(3);

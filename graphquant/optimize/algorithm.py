@@ -181,8 +181,7 @@ def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, sam
         for name in names
     ]
     rows = []
-    for outputs, feed in zip(float_outputs, samples.validation_feeds, strict=True):
-        quantized = runner.run(feed)
+    for outputs, quantized in zip(float_outputs, runner.run_each(samples.validation_feeds), strict=True):
         rows.append([_squared_error(outputs[name], quantized.get(name)) for name in names])
     return np.array(rows).reshape(len(rows), len(names)) / powers
 

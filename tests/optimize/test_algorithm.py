@@ -32,9 +32,9 @@ class Runner:
     def __init__(self, outputs):
         self._outputs = iter(outputs)
 
-    def run(self, _):
-        """Return the outputs of the next sample."""
-        return next(self._outputs)
+    def run_each(self, feeds):
+        """Yield the outputs of the next sample for each feed."""
+        return (next(self._outputs) for _ in feeds)
 
 
 def outputs_with_error(error, samples=8):

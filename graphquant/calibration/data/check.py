@@ -448,7 +448,7 @@ class _ModelResponse:
     ) -> None:
         """Run the model on `feeds`; see `SampleCheck.finish` for the two runners."""
         self._runner, self._feeds = runner, feeds
-        self._outputs = list(formats.run_outputs(output_runner, feeds) if output_runner else map(runner.run, feeds))
+        self._outputs = list(formats.run_outputs(output_runner, feeds) if output_runner else runner.run_each(feeds))
         layers = {name: use.layer for name, use in uses.items() if use.layer is not None}
         tensors = tuple(dict.fromkeys(layer.tensor for layer in layers.values()))
         observable = [tensor for tensor in tensors if tensor not in runner.unobservable(tensors)]

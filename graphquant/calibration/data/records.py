@@ -303,7 +303,8 @@ def _verify_checksum(data: bytes, size: int) -> bytes:
     if len(data) != size + 4:
         raise EOFError("it ends inside a record")
     crc = google_crc32c.value(data[:size])
-    if struct.pack("<I", ((crc >> 15 | crc << 17) + _CRC_MASK_DELTA) & 0xFFFFFFFF) != data[size:]:
+    masked = ((crc >> 15 | crc << 17) + _CRC_MASK_DELTA) & 0xFFFFFFFF
+    if struct.pack("<I", masked) != data[size:]:
         raise ValueError("a checksum is wrong")
     return data[:size]
 
