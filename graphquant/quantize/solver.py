@@ -177,7 +177,8 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
         return [EMPTY_SKETCH]
     if site.parameter:
         value, bits = _read_quantizable_weight(state, index), observer.required_bits(site.scheme.type)
-        _refuse_sentinel_constant(value)
+        if any(state.model.op(TensorRef(use.graph, use.op)).role(use.slot) == "input" for use in site.uses):
+            _refuse_sentinel_constant(value)  # not of a weight or bias, whose scale is its own
         if site.axis is not None and site.scheme.block_size is not None:
             return [_sketch_blocks(value, site.axis, site.scheme.block_size)]
         if site.axis is None or not bits:

@@ -228,10 +228,14 @@ def test_activations_with_values_of_masks(tmp_path, values, skipped):
 
 @pytest.mark.parametrize(("value", "skipped"), [(-1e9, True), (-10000.0, True), (4000.0, False)])
 def test_constants_with_values_of_masks_are_skipped(tmp_path, value, skipped):
-    """A constant of huge values and zeros is skipped, also if zeros come first."""
-    weight = np.array([[0.0, value, 0.0], [value, value, 0.0]], np.float32)
-    solution = solve_scales(gemm(tmp_path, weight), make_plan(replace(W, scheme=INT8, axis=None)), {})
+    """A constant of huge values and zeros that is added is skipped, also if zeros come first. A weight is not."""
+    mask = np.array([[0.0, value, 0.0], [value, value, 0.0]], np.float32)
+    plan = make_plan(replace(W, scheme=INT8, axis=None))
+    added = load_onnx(tmp_path, "g (float[2,3] x) => (float[2,3] y) { y = Add(x, w) }", {"w": mask})
+    solution = solve_scales(added, plan, {})
     assert [skip.code for skip in solution.skips.values()] == [SkipCode.RANGE] * skipped
+    weighted = solve_scales(gemm(tmp_path, mask), plan, {})
+    assert (plain_params(weighted.params[0])[0], weighted.skips) == (pytest.approx(abs(value) / 127), {})
 
 
 @pytest.mark.parametrize(

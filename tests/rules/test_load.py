@@ -215,7 +215,7 @@ def test_texts(write_rule_files):
         ("rules[0]", rule.line, rule.rule) for rule in from_file.rules
     ]
     sentence = rule_error_text("rules.toml", "\n# a > b\nb = 1")
-    keys = "description, target, prepare, algorithms, use, scheme, pattern, rule"
+    keys = "description, target, prepare, algorithms, use, costs, scheme, pattern, rule"
     assert re.fullmatch(rf"rules\[1\]:3: 'b' .* {keys}\.", sentence)
     assert re.match(r"rules\[0\]:1: .* 1048576 bytes", rule_error_text("\n" * ((1 << 20) + 1)))
 
