@@ -47,6 +47,7 @@ MAX_DISTINCT = 64  # number of different samples that are remembered, so that me
 LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})
 """Keys that no input is expected to take."""
 
+LARGEST_FLOAT32_PIXEL = 1e30  # differences of larger values, and their sums, are no float32
 COLOUR_CHANNELS = 3
 IMAGE_AXES = 4
 
@@ -178,7 +179,8 @@ class _InputStats:
         if layout is None or dtype_kind(values.dtype) not in {"int", "float"}:
             return
         width = values.shape[3] if layout == "NCHW" else values.shape[2]
-        for image in values.reshape(len(values), -1).astype(np.float32):
+        dtype = np.float32 if max(self.high, -self.low) < LARGEST_FLOAT32_PIXEL else np.float64
+        for image in values.reshape(len(values), -1).astype(dtype):
             planar, interleaved, distant = (
                 _mean_difference(image, distance) for distance in (width, width * COLOUR_CHANNELS, image.size // 2)
             )
@@ -203,7 +205,7 @@ class _InputStats:
 
 
 def _mean_difference(values: Array, distance: int) -> float:
-    """Return the mean absolute difference of float32 values that are `distance` positions apart."""
+    """Return the mean absolute difference of values that are `distance` positions apart."""
     differences = values[distance:] - values[:-distance]
     return float(np.abs(differences, out=differences).mean())
 

@@ -404,8 +404,10 @@ def _keep_ancestors(graph: Any, names: Sequence[str]) -> None:
             pending += new_names
     del graph.node[:]
     graph.node.extend(nodes[position] for position in sorted(positions))
-    needed.update(info.name for info in graph.input)  # an input without its default would have to be fed
-    for entries, kept_names in ((graph.initializer, needed), (graph.output, set(names))):
+    # An input with a default goes with it: alone it would have to be fed, and onnxruntime drops a default that no node
+    # reads before it looks for its value.
+    inputs = needed | {info.name for info in graph.input} - {tensor.name for tensor in graph.initializer}
+    for entries, kept_names in ((graph.input, inputs), (graph.initializer, needed), (graph.output, set(names))):
         for index in reversed(range(len(entries))):
             if entries[index].name not in kept_names:
                 del entries[index]
@@ -556,9 +558,13 @@ CONVERSION_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
     """Return a function that runs each of `feeds` once, in a new session with one thread.
 
-    Raises a ModelError if onnxruntime rejects the model, or a run failed.
+    Raises a ModelError if onnxruntime rejects the model, a run failed, or the model runs in parts.
     """
     session = OnnxRunner(model).create_timed_session()
+    if isinstance(session, SplitSession):  # each run creates the sessions of all parts
+        raise ModelError(
+            "the time of a model with so many Q/DQ pairs cannot be measured. Choose another objective than latency."
+        )
     for feed in feeds:
         run_session(session, None, feed)
     return lambda: [session.run(None, feed) for feed in feeds]

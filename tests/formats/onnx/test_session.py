@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
+from support.onnx_models import load_onnx
 
 import graphquant as gq
 from graphquant import formats
@@ -73,6 +74,16 @@ def test_ancestors_only(load_text: Any) -> None:
         list(format_.create_runner(model).observe([tensor], [feed]))
     (values,) = format_.create_runner(model).observe([tensor], [feed], ancestors_only=True)
     assert values[tensor][0].tolist() == np.abs(X).tolist()
+
+
+def test_ancestors_only_with_unused_weights(tmp_path: Path) -> None:
+    """A large weight that callers may override, and that no observed value depends on, needs no value."""
+    weight = np.ones((64, 64), np.float32)
+    text = "g (float[2,64] x, float[64,64] w) => (float[2,64] y) { a = Neg(x) y = MatMul(a, w) }"
+    model = load_onnx(tmp_path, text, {"w": weight})
+    feed = {"x": np.ones((2, 64), np.float32)}
+    (values,) = format_.create_runner(model).observe([TensorRef("", "a")], [feed], ancestors_only=True)
+    assert (values[TensorRef("", "a")][0] == -1).all()
 
 
 def test_shared_runners(load_text: Any) -> None:

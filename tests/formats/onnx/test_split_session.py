@@ -103,6 +103,7 @@ def test_few_pairs_have_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     assert split(quantized_chain()) is not None
 
 
+@pytest.mark.usefixtures("rules_alone")
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn", "digits_nested"])
 def test_validation_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with bodies, the quantized model has the same validation in parts, except for float rounding."""
@@ -120,6 +121,7 @@ def test_validation_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert result.validation.comparison is not None
         figures.append([(output.name, output.sqnr) for output in result.validation.comparison.outputs])
     assert figures[0] == [(output, pytest.approx(sqnr, abs=0.05)) for output, sqnr in figures[1]]
+    assert (parts.time_ratio, whole.time_ratio is None) == (None, False)  # each run in parts creates sessions
 
 
 @pytest.mark.usefixtures("few_pairs_per_part")
