@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 from support.cli import run_cli
+from support.plans import disable_costs
 from support.shared_models import NO_SHARED_MODELS, SHARED_MODELS
 
 from graphquant.formats import format_module
@@ -161,5 +161,4 @@ def cli() -> Callable[..., Any]:
 @pytest.fixture
 def rules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the rules decide what is quantized, also in small models, where int8 does not pay."""
-    module = import_module("graphquant.api.plan")  # as an attribute, this name is the function `plan`
-    monkeypatch.setattr(module, "place_by_cost", lambda _model, plan, _table: plan)
+    disable_costs(monkeypatch)

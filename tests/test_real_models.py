@@ -72,6 +72,7 @@ def split_samples(data: dict[str, Array]) -> list[dict[str, Array]]:
 # -- stand-ins -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("rules_alone")
 @pytest.mark.parametrize("write", [write_face_detector, write_speech_detector])
 def test_stand_ins_are_quantized(write: Callable[[Path], Path], tmp_path: Path) -> None:
     """Detectors with an old opset, BatchNorms, branches and an LSTM are quantized on data, outputs above 20 dB."""

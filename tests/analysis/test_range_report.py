@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from graphquant.calibration import Stats
 
 
+pytestmark = pytest.mark.usefixtures("rules_alone")
+
+
 @pytest.fixture
 def sample_stats(samples: Path) -> Stats:
     """Statistics of the sample model."""

@@ -10,6 +10,7 @@ import onnx.parser
 import pytest
 from onnx import helper, numpy_helper
 from support.onnx_models import onnx_session
+from support.plans import disable_costs
 
 import graphquant as gq
 from graphquant.backends import check_quantized_model
@@ -131,6 +132,14 @@ class Flattener:
         value = next(attribute.t for attribute in node.attribute)
         self.initializers.append(numpy_helper.from_array(numpy_helper.to_array(value), name))
         return [name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_costs():
+    """Quantize all bodies, also where int8 does not pay."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        disable_costs(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="module")

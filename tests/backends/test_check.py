@@ -49,6 +49,7 @@ def test_float_model(cli, samples):
     assert "0 findings" in shown
 
 
+@pytest.mark.usefixtures("rules_alone")
 def test_ops_that_the_plan_keeps_in_float(cli, samples, tmp_path):
     """The barrier before a float op is no op of its own for check, explain and inspect: its weight is float."""
     weight = "pointwise/conv_weights_fused_bn"
@@ -120,6 +121,7 @@ def test_removed_ops(tmp_path):
     assert report.counts == {"int8": 0, "fused": 0, "float": 1, "removed": 2}
 
 
+@pytest.mark.usefixtures("rules_alone")
 def test_result_in_memory(samples, tmp_path):
     """A result has the same verdicts in memory as in a file."""
     result = gq.insert(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz"), samples=4)

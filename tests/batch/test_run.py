@@ -70,6 +70,7 @@ def run_entries(entries, execute=None, **settings):
     return list(report.outcomes), execute.done
 
 
+@pytest.mark.usefixtures("rules_alone")
 def test_batch(batch_folder):
     """Models run by size, and are reported in the order of the entries with products, sizes and metrics."""
     outcomes, done = run_entries([*two_entries()][::-1])
