@@ -12,7 +12,19 @@ import numpy as np
 
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.errors import UsageError
-from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Graph, Model, Op, Output, TensorRef, Use, qualified_op_name
+from graphquant.ir import (
+    BOUNDARY_KINDS,
+    STORED_KINDS,
+    Call,
+    Graph,
+    Model,
+    Op,
+    OpKey,
+    Output,
+    TensorRef,
+    Use,
+    qualified_op_name,
+)
 from graphquant.ir.op_matching import (
     OpMatching,
     consumers_through_qdq,
@@ -21,6 +33,7 @@ from graphquant.ir.op_matching import (
     unclipped_source,
     unquantized_source,
 )
+from graphquant.ir.traversal import reachable
 from graphquant.numerics import Array, DynamicQParams, QParams
 from graphquant.utils.text import format_shape, join_limited
 
@@ -46,6 +59,9 @@ ModelChangeKind = Literal[
 
 SCALE_SOURCE_KINDS = STORED_KINDS | {"read_variable", "identity", "enter"}
 """Kinds of the ops that compute the scale of a quantization op."""
+
+ASSIGNMENT_TYPES = frozenset({"Assign", "AssignVariableOp"})
+CHECKPOINT_WRITER_TYPES = frozenset({"Save", "SaveSlices", "SaveV2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +103,8 @@ def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Di
         )
     op_pairs = match_ops(first, second)
     changes = list(_model_changes(first, second, op_pairs))
-    helper_ops = _quantization_helper_ops(first) | _quantization_helper_ops(second)
+    first_helpers, second_helpers = map(_quantization_helper_ops, (first, second))
+    helper_ops = first_helpers | second_helpers
     for graph in second.graphs.values():
         for op in graph.ops():
             op_id = op_pairs.backward.get((graph.name, op.name))
@@ -96,7 +113,7 @@ def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Di
             if op_id is None:
                 changes.append(ModelChange("op-added", qualified_op_name(graph.name, op.name), op.type))
             else:
-                changes += _op_changes(first, second, op_pairs, first.graphs[op_id[0]], graph, op_id[1], op)
+                changes += _op_changes(first, second, op_pairs, helper_ops, first.graphs[op_id[0]], graph, op_id[1], op)
     changes += [
         ModelChange("op-removed", qualified_op_name(graph.name, op.name), op.type)
         for graph in first.graphs.values()
@@ -123,27 +140,91 @@ def _model_changes(first: Model, second: Model, op_pairs: OpMatching) -> Iterato
     )
 
 
-def _quantization_helper_ops(model: Model) -> set[tuple[str, str]]:
-    """Constants and other ops that only quantization ops read: scales, zero points and ranges."""
+def _quantization_helper_ops(model: Model) -> set[OpKey]:
+    """Ops whose values only quantization ops read: scales, zero points and ranges.
 
-    def is_scale_use(use: Use) -> bool:
-        op = model.graphs[use.graph].op(use.op)
-        return (is_inserted(op) and use.slot > 0) or (op.kind in SCALE_SOURCE_KINDS and bool(op.rule))
-
-    helper_ops = set()
-    for name, graph in model.graphs.items():
+    Also the arguments that pass such values to functions, and the ops that initialize and restore their variables.
+    """
+    callers = model.callers()
+    targets: dict[TensorRef, list[TensorRef]] = defaultdict(list)
+    sources: dict[TensorRef, list[TensorRef]] = defaultdict(list)
+    scales, others = list[TensorRef](), list[TensorRef]()
+    for graph in model.graphs.values():
         for op in graph.ops():
-            uses = [use for users in graph.consumers_by_port(op.name).values() for use in users]
-            if op.kind in SCALE_SOURCE_KINDS and uses and all(map(is_scale_use, uses)):
-                helper_ops.add((name, op.name))
-    return helper_ops
+            is_passed = op.kind in SCALE_SOURCE_KINDS or op.calls or (op.kind == "input" and graph.name)
+            for port, uses in graph.consumers_by_port(op.name).items() if is_passed else ():
+                tensor = TensorRef(graph.name, op.name, port)
+                for use in uses:
+                    reader = model.graphs[use.graph].op(use.op)
+                    passed = _passed_tensors(model, callers, use, reader)
+                    targets[tensor] += passed
+                    for target in passed:
+                        sources[target].append(tensor)
+                    if is_inserted(reader) and use.slot > 0:
+                        scales.append(tensor)
+                    elif not passed and reader.type not in CHECKPOINT_WRITER_TYPES:
+                        others.append(tensor)
+    feeds_scales, feeds_others = (set(reachable(ends, sources.__getitem__)) for ends in (scales, others))
+    passed_on = reachable(
+        feeds_scales - feeds_others, targets.__getitem__
+    )  # also an argument that a function does not read
+    helper_ops = {(tensor.graph, tensor.op) for tensor in passed_on if not model.op(tensor).calls}
+    return helper_ops | set(_initialization_ops(model, helper_ops))
+
+
+def _initialization_ops(model: Model, helper_ops: set[OpKey]) -> Iterator[OpKey]:
+    """Yield the ops that read the values of assignments in `helper_ops` from a checkpoint, or run them all."""
+    for name in {graph for graph, op in helper_ops if model.graphs[graph].op(op).type in ASSIGNMENT_TYPES}:
+        graph = model.graphs[name]
+        for op in graph.ops():
+            readers = [use.op for users in graph.consumers_by_port(op.name).values() for use in users]
+            dependents = readers if op.outputs else graph.control_inputs(op.name)
+            if dependents and not op.calls and helper_ops.issuperset((name, dependent) for dependent in dependents):
+                yield name, op.name
+
+
+def _passed_tensors(model: Model, callers: dict[str, list[tuple[Use, Call]]], use: Use, reader: Op) -> list[TensorRef]:
+    """Tensors as which `reader` passes its operand on. An op without outputs counts as its own first output."""
+    if reader.kind in SCALE_SOURCE_KINDS or (reader.type in ASSIGNMENT_TYPES and use.slot == 0):
+        return [TensorRef(use.graph, use.op)]
+    if reader.kind == "output":
+        position = model.graphs[use.graph].outputs.index(use.op)
+        calls = [caller for caller, call in callers.get(use.graph, []) if call.offset is not None]
+        results = [TensorRef(caller.graph, caller.op, position) for caller in calls]
+        is_returned = results and all(position < len(model.op(result).outputs) for result in results)
+        return [TensorRef(use.graph, use.op), *results] if is_returned else []
+    offset = _call_offset(reader)
+    if offset is None:
+        return []
+    inputs = [(call.graph, model.graphs[call.graph].inputs) for call in reader.calls]
+    is_passed = all(0 <= use.slot - offset < len(names) for _, names in inputs)
+    return [TensorRef(graph, names[use.slot - offset]) for graph, names in inputs] if is_passed else []
+
+
+def _call_offset(op: Op) -> int | None:
+    """The slot of an op's first argument. The condition of a loop receives the same arguments as the body."""
+    return next((call.offset for call in op.calls if call.offset is not None), None)
 
 
 def _op_changes(
-    first: Model, second: Model, op_pairs: OpMatching, first_graph: Graph, second_graph: Graph, name: str, second_op: Op
+    first: Model,
+    second: Model,
+    op_pairs: OpMatching,
+    helper_ops: set[OpKey],
+    first_graph: Graph,
+    second_graph: Graph,
+    name: str,
+    second_op: Op,
 ) -> Iterator[ModelChange]:
     """Changes of an op that both models have."""
     first_op, location = first_graph.op(name), qualified_op_name(second_graph.name, second_op.name)
+    slots = first_graph.slots(name), second_graph.slots(second_op.name)
+    helper_slots = [
+        {slot for slot, tensor in enumerate(op_slots) if tensor is not None and (tensor.graph, tensor.op) in helper_ops}
+        for op_slots in slots
+    ]
+    if any(helper_slots) and second_op.type in CHECKPOINT_WRITER_TYPES:
+        return  # it also saves the variables of learned ranges
     stored = first_op.kind in STORED_KINDS  # matched ops are both stored, or have the same type
     same_value = stored and {output.name for output in first_op.outputs} & {output.name for output in second_op.outputs}
     if name != second_op.name and not same_value:  # a Constant node may have become an initializer
@@ -151,15 +232,20 @@ def _op_changes(
     yield from _weight_changes(location, first_op, second_op)
     if stored:
         return
+    if first_op.type != second_op.type and not any(helper_slots):  # a function that reads variables is stateful
+        yield ModelChange("op-changed", location, f"{first_op.type} became {second_op.type}")
     if first_op.kind not in BOUNDARY_KINDS:
-        yield from _attribute_changes(location, first_op, second_op)
+        yield from _attribute_changes(location, first_op, second_op, slots, helper_slots)
     else:
         before, after = map(_describe_boundary, (first_op, second_op))
         if before != after:
             yield ModelChange("op-changed", location, f"{before} became {after}")
-    yield from _wiring_changes(
-        first, second, op_pairs, first_graph.slots(name), second_graph.slots(second_op.name), location
-    )
+    first_slots, second_slots = map(_without_positions, slots, helper_slots)
+    yield from _wiring_changes(first, second, op_pairs, first_slots, second_slots, location)
+
+
+def _without_positions(values: list[Any], positions: set[int]) -> list[Any]:
+    return [value for position, value in enumerate(values) if position not in positions]
 
 
 def _describe_boundary(op: Op) -> str:
@@ -171,11 +257,24 @@ def _describe_type(array: Output | Array) -> str:
     return f"{array.dtype} {format_shape(array.shape)}"
 
 
-def _attribute_changes(location: str, first_op: Op, second_op: Op) -> Iterator[ModelChange]:
-    """Added, removed and changed attributes."""
+def _attribute_changes(
+    location: str,
+    first_op: Op,
+    second_op: Op,
+    slots: tuple[list[TensorRef | None], list[TensorRef | None]],
+    helper_slots: list[set[int]],
+) -> Iterator[ModelChange]:
+    """Added, removed and changed attributes. A list with one entry for each argument is compared without helpers."""
+
+    def compared_value(position: int, op: Op, name: str) -> Any:
+        value, call_slots = op.attrs.get(name), range(_call_offset(op) or 0, len(slots[position]))
+        if not op.calls or not isinstance(value, list) or len(value) != len(call_slots):
+            return value
+        return [entry for entry, slot in zip(value, call_slots, strict=True) if slot not in helper_slots[position]]
+
     body_attributes = {call.attr for call in (*first_op.calls, *second_op.calls)}
     for name in sorted({*first_op.attrs, *second_op.attrs} - body_attributes):
-        before, after = first_op.attrs.get(name), second_op.attrs.get(name)
+        before, after = compared_value(0, first_op, name), compared_value(1, second_op, name)
         if not name.startswith("_") and not _attributes_equal(before, after):
             yield ModelChange("attribute", location, f"{name}: {_shorten_value(before)} became {_shorten_value(after)}")
 

@@ -6,6 +6,7 @@ whether it reads a tensor or that tensor quantized and dequantized.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from graphquant.ir.kinds import QUANTIZATION_KINDS, STORED_KINDS
 from graphquant.ir.traversal import follow_to_end
 from graphquant.ir.types import Op, OpKey, TensorRef, Use
 
+_STATE_PREFIX = re.compile("^State(ful|less)")
 INSERTED_HELPER_KINDS = frozenset({"cast", "reshape", "max", "min", "clip"})
 """Kinds that are inserted with Q/DQ ops: to widen float16, merge channel axes, and limit values to a narrow range."""
 
@@ -130,6 +132,8 @@ def _match_graphs(first: Graph, second: Graph, matching: OpMatching) -> None:
 def _may_be_same_op(op: Op, candidate: Op) -> bool:
     if (op.type, op.domain) == (candidate.type, candidate.domain):
         return True
+    if op.calls and candidate.calls and not op.domain:  # calls become stateful when their functions read variables
+        return op.kind == candidate.kind and _STATE_PREFIX.sub("", op.type) == _STATE_PREFIX.sub("", candidate.type)
     return op.kind in STORED_KINDS and candidate.kind in STORED_KINDS
 
 

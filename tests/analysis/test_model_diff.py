@@ -362,7 +362,7 @@ def test_weight_behind_an_identity(tmp_path: Path) -> None:
     assert entries(gq.diff(*models)) == [("weight", "w", "1 of 1 values differ, by up to 2", 2)]
 
 
-def test_weights_and_variables_of_results(samples: Path) -> None:
+def test_weights_and_variables_of_results(samples: Path, tmp_path: Path) -> None:
     """Results in memory differ in their integer weights. Variables of learned ranges are scales, not weights."""
     plan = gq.plan(samples / "digits_cnn.onnx", rules="fixed_point")
     results = [gq.insert(samples / "digits_cnn.onnx", plan=plan).model for _ in range(2)]
@@ -386,4 +386,7 @@ def test_weights_and_variables_of_results(samples: Path) -> None:
     source = samples / "digits_cnn_saved_model"
     first, second = (gq.insert(source, rules=[rule.format(high=high)]) for high in (8.0, 4.0))
     assert gq.diff(first.model, second.model).counts == {"scale": len(first.inserted)}
-    assert gq.diff(source, first.model).counts == {"site-added": len(first.inserted)}
+    written = first.save(tmp_path / "written")
+    for model in (first.model, written):  # a written model passes the variables to its functions
+        assert gq.diff(source, model).counts == {"site-added": len(first.inserted)}
+    assert gq.diff(written, second.save(tmp_path / "second")).counts == {"scale": len(first.inserted)}

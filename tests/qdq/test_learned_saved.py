@@ -73,6 +73,13 @@ def insert_learned_ranges(model, tmp_path, family="fake-quant"):
     return gq.insert(model, rules=[str(tmp_path / "r.toml")])
 
 
+def assert_only_quantization_differs(source, result, path):
+    """Assert that `diff` lists a written model's sites, and neither their variables nor what passes and saves them."""
+    number = len(summarize_model(result.model).quantization_ops)  # without those of function clones
+    assert gq.diff(source, path).counts == {"site-added": number}
+    assert gq.diff(path, source).counts == {"site-removed": number}
+
+
 def reference_product(rounds=1):
     """Compute the quantized product with the reference."""
     ends = tf_ranges.range_for_fake_quant(gq_params(-0.75, 0.5))
@@ -105,8 +112,10 @@ def test_layouts_of_the_rules(tf, tmp_path) -> None:
 @pytest.mark.parametrize(("kind", "rounds"), [("plain", 1), ("cond", 1), ("while", 2), ("both", 2)])
 def test_saved_models(tf, tmp_path, kind: str, rounds: int) -> None:
     """The model, loaded by each loader and by graphquant, gives the reference's values. Its ranges are variables."""
-    result = insert_learned_ranges(save_product_model(tf, tmp_path / "net", kind), tmp_path)
+    source = save_product_model(tf, tmp_path / "net", kind)
+    result = insert_learned_ranges(source, tmp_path)
     path = result.save(tmp_path / "made")
+    assert_only_quantization_differs(source, result, path)
     expected = reference_product(rounds)
     loaded = tf.saved_model.load(str(path))
     assert "x/quant/min:0" in [variable.name for variable in loaded.learned_ranges]
@@ -177,7 +186,9 @@ def test_ranges_that_no_gradient_reaches(tf, tmp_path, version: int) -> None:
     family = f"quantize-and-dequantize-v{version}"
     result = insert_learned_ranges(save_product_model(tf, tmp_path / "net"), tmp_path, family)
     assert any("without a gradient" in note for note in result.site_notes.values())
-    loaded = tf.saved_model.load(str(result.save(tmp_path / "made")))
+    path = result.save(tmp_path / "made")
+    assert_only_quantization_differs(tmp_path / "net", result, path)
+    loaded = tf.saved_model.load(str(path))
     names = [variable.name for variable in loaded.learned_ranges if not variable.trainable]
     assert names == [f"x/quant/{word}:0" for word in ("min", "max", "num_bits")[: 2 + (version == 3)]]
     before = loaded(X).numpy()
@@ -218,6 +229,7 @@ def test_saved_models_of_the_first_generation(tf, tmp_path, variable: bool) -> N
     """TF1's loader restores the ranges, its collections contain them and its saver saves them."""
     result = insert_learned_ranges(first_generation(tf, tmp_path, variable=variable), tmp_path)
     path = result.save(tmp_path / "made")
+    assert_only_quantization_differs(tmp_path / "net", result, path)
     v1, expected = tf.compat.v1, reference_product()
     with tf.Graph().as_default(), v1.Session() as session:
         v1.saved_model.load(session, ["serve"], str(path))
@@ -237,7 +249,9 @@ def test_saved_models_of_the_first_generation(tf, tmp_path, variable: bool) -> N
 def test_meta_graphs(tf, tmp_path) -> None:
     """A MetaGraph's checkpoint contains the ranges, and its saver restores and saves them."""
     v1, source = tf.compat.v1, first_generation(tf, tmp_path, variable=True, metagraph=True)
-    path = insert_learned_ranges(source, tmp_path).save(tmp_path / "made.meta")
+    result = insert_learned_ranges(source, tmp_path)
+    path = result.save(tmp_path / "made.meta")
+    assert_only_quantization_differs(source, result, path)
     with tf.Graph().as_default(), v1.Session() as session:
         saver = v1.train.import_meta_graph(str(path))
         saver.restore(session, str(tmp_path / "made"))
