@@ -11,15 +11,17 @@ from graphquant.formats.tensorflow.learned_ranges import add_initializers, learn
 from graphquant.formats.tensorflow.load import ARGUMENT_TYPE, RESULT_TYPE
 from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
 from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, encode_attr, set_constant, type_number
-from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
+from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc, reachable
 
 _ATTR_TYPES: Final = {"s": "string", "i": "int", "f": "float", "b": "bool", "func": "func", "placeholder": "string"}
 _BOUNDARY_TYPES: Final = frozenset({ARGUMENT_TYPE, RESULT_TYPE})
 
 
 @paused_gc()
-def emit(model: Model) -> Any:
+def emit(model: Model, *, to_run: bool = False) -> Any:
     """Return the source message with the model's changes. Without changes it equals the source.
+
+    With `to_run`, the functions are omitted that only Python code calls, such as the clones for training.
 
     Raises an InternalError if the model contains something that a TensorFlow graph cannot express.
     """
@@ -27,6 +29,8 @@ def emit(model: Model) -> Any:
     message = type(source.message)()
     message.CopyFrom(source.message)
     graph_def, meta = source.graph_def(message), source.meta_graph(message)
+    if to_run:
+        _remove_uncalled_functions(graph_def)
     table = opdefs.model_op_table(graph_def, meta)
     new_nodes = _GraphPatch(model.main, table).apply(graph_def.node)
     for function in graph_def.library.function:
@@ -40,6 +44,24 @@ def emit(model: Model) -> Any:
     if meta.meta_info_def.stripped_op_list.op:
         _add_op_defs(meta.meta_info_def.stripped_op_list, new_nodes, table)
     return message
+
+
+def _remove_uncalled_functions(graph_def: Any) -> None:
+    """Remove the functions that no node of the main graph calls, directly or in a function."""
+    functions = {function.signature.name: function for function in graph_def.library.function}
+
+    def called_by(nodes: Any) -> Iterator[str]:
+        for node in nodes:
+            names = (node.op, *(call.name for _, call in proto.function_attrs(node)))
+            yield from (name for name in names if name in functions)
+
+    starts = [*called_by(graph_def.node)]
+    for gradient in graph_def.library.gradient:
+        starts += [name for name in (gradient.function_name, gradient.gradient_func) if name in functions]
+    called = set(reachable(starts, lambda name: called_by(functions[name].node_def)))
+    for index in reversed(range(len(functions))):
+        if graph_def.library.function[index].signature.name not in called:
+            del graph_def.library.function[index]
 
 
 class _GraphPatch:

@@ -81,7 +81,7 @@ class TensorFlowRunner:
     def __init__(self, model: Model, module: Any) -> None:
         self._tf = module
         self.model = model
-        message = emit(model)
+        message = emit(model, to_run=True)
         self.inputs = input_specs(model, message)  # the required inputs, by the placeholder's name
         self._fetches = output_fetches(model, message)
         self.outputs: Sequence[str] = tuple(self._fetches)  # the signature's keys, or the names of the tensors

@@ -118,7 +118,7 @@ class TensorFlowSession:
                 f" {source.live_object.foreign_capture!r}, and cannot run without it. Use ranges that need no data, or"
                 " save it as a SavedModel and calibrate that."
             )
-        self.tf, self.message, v1 = tensorflow, emit(model), tensorflow.compat.v1
+        self.tf, self.message, v1 = tensorflow, emit(model, to_run=True), tensorflow.compat.v1
         graph_def = v1.GraphDef.FromString(proto.to_binary(_without_xla(source.graph_def(self.message))))
         self.graph = tensorflow.Graph()
         with self.graph.as_default(), translate_tf_errors(tensorflow):
