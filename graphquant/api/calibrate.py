@@ -20,13 +20,13 @@ from graphquant.calibration import (
     load_stats,
     plan_targets,
 )
+from graphquant.calibration.data import Dataset, as_data_spec
 from graphquant.calibration.holdout import open_model_data
 from graphquant.errors import DataError, UsageError
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import CalibrateOptions, PlanOptions, checks_types, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from graphquant.calibration.data import Dataset
     from graphquant.ir import Model
     from graphquant.quantize import Plan
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def calibrate(
     model: Model | str | Path,
     plan: Plan | str | Path | None = None,
-    data: str | Path | Dataset | None = None,
+    data: Any = None,
     options: CalibrateOptions | None = None,
     *,
     partial_stats: Stats | None = None,
@@ -48,7 +48,7 @@ def calibrate(
     Args:
         model: A model, or its path.
         plan: A plan, or its path; by default the plan of the rules.
-        data: A calibration data spec, or opened data.
+        data: A data spec, arrays, or an iterable of samples; see docs/data.md.
         options: The options, in place of keyword arguments.
         partial_stats: Statistics of an interrupted call with the same arguments, to continue.
         should_stop: Called after each block of samples; calibration ends when it returns True.
@@ -67,6 +67,7 @@ def calibrate(
     settings = resolve_options(CalibrateOptions, options, values)
     if data is None:
         raise UsageError("There is no calibration data. Pass an .npz file, or random:8 for a test.")
+    spec = "" if isinstance(data, Dataset) else as_data_spec(data)
     source = load_source(model, settings)
     # The statistics also serve a later `insert` that minimizes size or latency, so no op is left out by its cost.
     prepared, resolved_plan = prepare_and_plan(source, PlanOptions(rules=settings.rules), plan, by_cost=False)
@@ -74,8 +75,8 @@ def calibrate(
         prepared, targets = source, all_float_targets(source, finest_histogram_bits(resolved_plan))
     else:
         targets = plan_targets(source, prepared, resolved_plan, full_histograms=settings.full)
-    if isinstance(data, str | Path):
-        data = open_model_data(prepared, str(data), settings.samples)
+    if not isinstance(data, Dataset):
+        data = open_model_data(prepared, spec, settings.samples)
     findings = check_samples(data, source)
     run = CalibrationRun(
         model_digest=source.digest,

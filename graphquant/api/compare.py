@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def compare(
     model: Model | str | Path,
     quantized_model: Model | str | Path,
-    data: str | Path,
+    data: Any,
     options: CompareOptions | None = None,
     *,
     progress: Progress | None = None,
@@ -50,7 +50,8 @@ def compare(
     Args:
         model: The float model, or its path.
         quantized_model: The quantized model, or its path; it may be of another framework.
-        data: A calibration data spec. Accuracy is measured if the data has `labels`.
+        data: A data spec, arrays, or an iterable of samples; see docs/data.md. Accuracy is measured if the data has
+            `labels`.
         options: The options, in place of keyword arguments.
         progress: Progress callback.
         values: The options as keyword arguments.
@@ -61,10 +62,11 @@ def compare(
         ModelError: A model cannot be read or run.
         UsageError: The inputs or outputs differ, a model is a TFLite model, or an option is invalid.
     """
-    from graphquant.calibration.data import open_data
+    from graphquant.calibration.data import as_data_spec, open_data
     from graphquant.calibration.data.check import check_samples
 
     settings = resolve_options(CompareOptions, options, values)
+    data = as_data_spec(data)
     float_ir, quantized_ir = (load_source(operand, settings) for operand in (model, quantized_model))
     for model_ir in (float_ir, quantized_ir):
         if not model_ir.traits.rewritable:
@@ -74,7 +76,6 @@ def compare(
             )
     sites = match_sites(float_ir, quantized_ir) if settings.sites else None
     float_runner = formats.format_module(float_ir.format).create_runner(float_ir)
-    data = str(data)
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
     findings = check_samples(batches, float_ir)
     metric = load_metric(settings.metric)

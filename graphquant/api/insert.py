@@ -39,6 +39,7 @@ from graphquant.calibration import (
     select_stats,
     sites_needing_data,
 )
+from graphquant.calibration.data import as_data_spec, parse_data_spec
 from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
 from graphquant.calibration.metric import load_metric
 from graphquant.errors import DataError, EmptyResultError, ModelError, NeedsDataError, UsageError
@@ -101,6 +102,8 @@ def insert(
         UsageError: An option is invalid, a pattern matches nothing, or the size budget cannot be met.
     """
     settings = resolve_options(InsertOptions, options, values)
+    if settings.data is not None:
+        settings = replace(settings, data=as_data_spec(settings.data))
     objective = _check_options(settings)
     source = load_source(model, settings)
     prepared, plan = prepare_and_plan(source, settings, settings.plan)
@@ -168,8 +171,6 @@ def _keep_last_build(build: Callable[[Plan], BuiltModel]) -> Callable[[Plan], Bu
 def _check_options(settings: InsertOptions) -> Objective:
     """Return the objective. Mistakes in options are reported before the model is read."""
     if settings.data is not None:
-        from graphquant.calibration.data import parse_data_spec
-
         parse_data_spec(settings.data)
     if settings.max_metric_drop is not None and settings.metric is None:
         raise UsageError("A bound on the metric needs the metric. Pass metric, a function or module:function.")

@@ -128,7 +128,7 @@ def check(
     return check_quantized_model(loaded, backend, None if stats is None else resolve_stats(stats))
 
 
-def check_data(model: Model | str | Path, data: str | Path, *, samples: int | None = None) -> DataReport:
+def check_data(model: Model | str | Path, data: Any, *, samples: int | None = None) -> DataReport:
     """Compare data with the inputs of a model and find probable mistakes, without running the model.
 
     Raises:
@@ -137,16 +137,17 @@ def check_data(model: Model | str | Path, data: str | Path, *, samples: int | No
         ModelError: The model cannot be read.
         UsageError: The model is a TFLite model.
     """
-    from graphquant.calibration.data import open_data
+    from graphquant.calibration.data import as_data_spec, open_data
     from graphquant.calibration.data.check import check_dataset
 
+    spec = as_data_spec(data)
     source = as_model(model)
     if not source.traits.rewritable:
         raise UsageError(
             f"{source.path} is a TFLite model, which cannot be run. Pass the model from which it was converted."
         )
     inputs = formats.format_module(source.format).input_specs(source)
-    return check_dataset(open_data(str(data), inputs, samples=samples, require_finite=False), inputs, source)
+    return check_dataset(open_data(spec, inputs, samples=samples, require_finite=False), inputs, source)
 
 
 def inspect_stats(

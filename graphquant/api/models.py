@@ -102,12 +102,12 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
 
 
 def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False) -> Model:
-    """Load a model from a path, or from a TensorFlow object.
+    """Load a model from a path, or from an object of ONNX or TensorFlow.
 
     Args:
         source: Path of an ONNX file, a TensorFlow GraphDef, MetaGraphDef or SavedModel folder, a Keras file, or a
-            TFLite file; or a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model. The object is not
-            changed; `to_tf` returns a new one of the same kind.
+            TFLite file; or an onnx.ModelProto, a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras
+            model. The object is not changed; `to_tf` returns a new TensorFlow object of the same kind.
         outputs: Output tensors of a tf.Graph or a session, or their names; by default all tensors without consumers.
             Ops that lead to no output, such as initializers and optimizers, are not quantized.
         allow_links: Follow links of the model's files out of its folder.
@@ -123,6 +123,12 @@ def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False)
                 f"{source} is a file, but outputs can be chosen only for a tf.Graph or a session. Remove outputs."
             )
         model = formats.format_module(formats.detect_format(Path(source))).load(Path(source), allow_links=allow_links)
+    elif type(source).__name__ == "ModelProto":  # onnx need not be imported for this check
+        from graphquant.formats.onnx import from_onnx
+
+        if outputs:
+            raise UsageError("A ModelProto defines its outputs. Remove outputs, which are for a tf.Graph or a session.")
+        model = from_onnx(source)
     else:
         from graphquant.formats.tensorflow import from_tensorflow
 
@@ -165,5 +171,5 @@ def load_source(model: Any, options: InsertOptions | CalibrateOptions | CompareO
 
 
 def as_model(model: Any, *, allow_links: bool = False) -> Model:
-    """Return `model`, loaded from its path if it is a path or a TensorFlow object; see `load`."""
+    """Return `model`, loaded if it is a path or an object of a framework; see `load`."""
     return model if isinstance(model, Model) else load(model, allow_links=allow_links)

@@ -12,7 +12,7 @@ from graphquant.errors import DataError
 from graphquant.formats import ANY_DTYPE, InputSpec
 
 if TYPE_CHECKING:
-    from graphquant.calibration.data import Dataset
+    from graphquant.calibration.data import Dataset, MemoryData
     from graphquant.calibration.data.check import SampleCheck
     from graphquant.calibration.data.dataset import Feed
     from graphquant.calibration.metric import Metric
@@ -30,7 +30,7 @@ LABEL_KEYS = ("labels", "label")  # keys under which data may store the class of
 class HoldOut:
     """Samples that are reserved for validation or for a search."""
 
-    spec: str
+    spec: str | MemoryData
     max_samples: int | None
     dataset: Dataset  # the opened data: at most `max_samples` samples of the data spec `spec`
     start: int  # index of the first reserved sample
@@ -56,7 +56,7 @@ def sample_range(dataset: Dataset, start: int, max_count: int | None) -> Dataset
 
 
 def split_holdout(
-    spec: str, max_samples: int | None, dataset: Dataset, metric: Metric | None = None
+    spec: str | MemoryData, max_samples: int | None, dataset: Dataset, metric: Metric | None = None
 ) -> tuple[Dataset, HoldOut]:
     """Split data into calibration samples and a hold-out: the last fifth, but at least 4 of 8 or more samples."""
     start = max(dataset.count - max(MIN_HOLDOUT_SAMPLES, dataset.count // HOLDOUT_DIVISOR), 0)
@@ -73,7 +73,7 @@ def open_labels(holdout: HoldOut, inputs: Sequence[InputSpec]) -> tuple[Dataset,
 
 
 def open_labelled_data(
-    dataset: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None, metric: Metric | None
+    dataset: Dataset, data: str | MemoryData, inputs: Sequence[InputSpec], samples: int | None, metric: Metric | None
 ) -> tuple[Dataset, str]:
     """Open the data with its class labels, if there are any, and for a metric with all arrays that no input takes.
 
@@ -96,7 +96,7 @@ def _class_labels(name: str) -> InputSpec:
 
 
 def open_optional_labels(
-    dataset: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None
+    dataset: Dataset, data: str | MemoryData, inputs: Sequence[InputSpec], samples: int | None
 ) -> tuple[Dataset, str]:
     """Open the data with its labels if it has class labels; return the data and the key of the labels, or ""."""
     try:
@@ -107,7 +107,7 @@ def open_optional_labels(
 
 
 def open_required_labels(
-    dataset: Dataset, data: str, inputs: Sequence[InputSpec], samples: int | None
+    dataset: Dataset, data: str | MemoryData, inputs: Sequence[InputSpec], samples: int | None
 ) -> tuple[Dataset, str]:
     """Open the data with its labels; return it and the key of the labels. Raises a DataError if these are missing."""
     from graphquant.calibration.data import open_data
@@ -132,7 +132,7 @@ class CalibrationData:
     The fields decide the split. The data is opened on first use, because a plan may need no data at all.
     """
 
-    spec: str | None  # data spec, or None without data
+    spec: str | MemoryData | None  # data spec, data in memory, or None without data
     max_samples: int | None  # number of samples to use, or None for all
     open_samples: Callable[[int | None], Dataset]  # opens the given number of leading samples, or all for None
     validates: bool  # true if a hold-out is reserved for validation
@@ -273,7 +273,7 @@ class CalibrationData:
         return holdout if self.has_search else replace(holdout, start=0, reuses_samples=False)
 
 
-def open_model_data(model: Model, spec: str, samples: int | None) -> Dataset:
+def open_model_data(model: Model, spec: str | MemoryData, samples: int | None) -> Dataset:
     """Open the data of a spec for the inputs of a model, at most `samples` samples."""
     from graphquant.calibration.data import open_data
 

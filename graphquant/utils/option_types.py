@@ -93,7 +93,8 @@ Count = Annotated[int, Field(ge=1)]
 MetricFunction = Annotated[Any, WithJsonSchema({"type": "string"})]
 Cost = Literal["macs", "size", "latency"]
 Runtime = Literal["tflite"]
-DataSpec = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
+# A spec, its path or data in memory, which only the code that opens data can check.
+DataSpec = Annotated[Any, WithJsonSchema({"type": "string"})]
 # A path, or the object that its file contains.
 ObjectOrPath = Annotated[Any, BeforeValidator(require_type), WithJsonSchema({"type": "string"})]
 NameMapOrPath = Annotated[

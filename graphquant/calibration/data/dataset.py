@@ -1,10 +1,11 @@
 """Data specs (`PATH,key=value,...`, a `.toml` file with the same keys, `module:function`, or `random:N`) and datasets.
 
-A dataset has one feed per sample.
+A spec may also be data in memory. A dataset has one feed per sample.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from collections import Counter
@@ -13,10 +14,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from graphquant.calibration.data.files import DataFile, is_remote, list_data_files, wrap_read_errors
-from graphquant.errors import DataError, did_you_mean
+from graphquant.errors import DataError, UsageError, did_you_mean
 from graphquant.numerics import Array
 
 if TYPE_CHECKING:
@@ -98,12 +100,69 @@ _INLINE_SPEC = re.compile(r"(?P<path>.*?)(?P<keys>(,[a-z_]+(\.[^,=]+)?=[^,]*)*)"
 _FUNCTION_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
+class MemoryData:
+    """Calibration data in memory: arrays, or an iterable of items like those of `module:function`.
+
+    A dict, a tuple or an array is one item with all samples. Loaders, readers and generators are read once, and their
+    items stay in memory: the next pass may return other samples, or none.
+    """
+
+    def __init__(self, value: Any) -> None:
+        """Prepare `value`, of which nothing is read yet."""
+        self._lock = Lock()
+        self._value, self._rest = value, iter(())
+        self.keeps_items = False  # True if items stay in memory that the caller may not keep
+        self._items: list[Any] = []
+        if isinstance(value, Mapping | tuple) or hasattr(value, "__array__"):
+            self._items = [value]
+        elif isinstance(value, list):
+            self._items = value
+        else:
+            self.keeps_items = True
+
+    def __str__(self) -> str:
+        return "data"
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in itertools.count():
+            with self._lock:  # several threads may read samples
+                if index == 0 and self.keeps_items and self._value is not None:
+                    get_next = getattr(self._value, "get_next", None)  # of an ONNX Runtime CalibrationDataReader
+                    self._rest = iter(self._value) if get_next is None else iter(get_next, None)
+                    self._value = None
+                if index == len(self._items):
+                    self._items.extend(itertools.islice(self._rest, 1))
+                if index >= len(self._items):
+                    return
+                item = self._items[index]
+            yield item
+
+
+def as_data_spec(value: Any) -> str | MemoryData:
+    """Return data in the form that `open_data` accepts. Raises a UsageError if `value` is neither a spec nor data."""
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, MemoryData):
+        return value
+    # Integers from 0 to 255 are no samples, and the keys of a set have no order.
+    if isinstance(value, bytes | bytearray | memoryview | set | frozenset | type):
+        is_data = False
+    else:
+        is_data = any(hasattr(value, name) for name in ("__iter__", "__getitem__", "__array__", "get_next"))
+    if not is_data:
+        raise UsageError(
+            f"The value of data is invalid: it is of the type {type(value).__name__}. Pass a data spec such as"
+            " 'calibration.npz', a dict of arrays, an array, or a list or another iterable of samples."
+        )
+    return MemoryData(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
     """A parsed data spec; `spec` itself is without its keys.
 
     `files` of the kind are sorted by name, `ignored` counts the other files of the folder by suffix. `input_keys` are
-    the fields that feed some inputs.
+    the fields that feed some inputs. `memory` is the data itself if it is in memory.
     """
 
     spec: str
@@ -112,6 +171,7 @@ class DataSource:
     keys: Mapping[str, str]
     input_keys: Mapping[str, str]
     ignored: tuple[str, ...]
+    memory: MemoryData | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +231,7 @@ class Dataset:
 
 
 def open_data(
-    spec: str,
+    spec: str | MemoryData,
     inputs: Sequence[InputSpec],
     *,
     samples: int | None = None,
@@ -181,7 +241,7 @@ def open_data(
     """Open the data that `spec` names and check it against the `inputs` of the model.
 
     Args:
-        spec: A data spec.
+        spec: A data spec, or data in memory.
         inputs: Inputs of the model.
         samples: Maximum number of samples to use, from the first one on.
         require_finite: Reject NaN and infinite values.
@@ -206,12 +266,14 @@ def open_data(
     return dataset
 
 
-def parse_data_spec(spec: str) -> DataSource:
+def parse_data_spec(spec: str | MemoryData) -> DataSource:
     """Parse a data spec. Files are listed, but none is opened except a description in TOML.
 
     Raises a DataError if the spec names no data, files of several kinds, or keys that its kind does not have. Raises a
     MissingDependencyError if fsspec is needed and not installed.
     """
+    if isinstance(spec, MemoryData):
+        return DataSource(spec=str(spec), kind="function", files=(), keys={}, input_keys={}, ignored=(), memory=spec)
     matched = _INLINE_SPEC.fullmatch(spec)
     path = matched["path"] if matched else spec
     keys = dict(pair.split("=", 1) for pair in (matched["keys"] if matched else "").split(",")[1:])

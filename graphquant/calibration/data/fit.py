@@ -87,13 +87,17 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
         candidates = [requested_key] if requested_key else accepted_names
         key = next((candidate for candidate in candidates if candidate in available_keys), None)
         if key is None:
+            advice = (
+                f"Save each array under the name of its input, or add ',inputs.{model_input.name}=NAME' to the spec."
+                if request.source.memory is None
+                else "Use the name of its input as the key of each array."
+            )
             available_text = ", ".join(map(repr, available_keys)) or "no arrays"
             raise DataError(
                 f"{label} has no array {requested_key!r} for input {model_input.name!r}. It contains {available_text}."
                 if requested_key
                 else f"{label} has no array for input {model_input.name!r}. It contains {available_text}; the model"
-                f" takes {', '.join(map(repr, names))}.{did_you_mean(model_input.name, available_keys)} Save each array"
-                f" under the name of its input, or add ',inputs.{model_input.name}=NAME' to the spec."
+                f" takes {', '.join(map(repr, names))}.{did_you_mean(model_input.name, available_keys)} {advice}"
             )
         matched_keys.append(key)
     return matched_keys

@@ -1,4 +1,4 @@
-"""Calibration data from Python code (`module:function`, which is executed), and random data (`random:N`) for tests.
+"""Calibration data from Python: `module:function`, which is executed, data in memory, and random data for tests.
 
 The function may return any iterable of arrays, dictionaries or tuples, a `tf.data.Dataset`, or an ONNX Runtime
 `CalibrationDataReader`. It is called again for each pass over the data. An item has the layout of an array in an `.npz`
@@ -35,6 +35,7 @@ from graphquant.calibration.data.fit import (
     numpy_dtype,
     split_range,
 )
+from graphquant.calibration.memory import available_memory
 from graphquant.errors import DataError, GraphQuantError
 from graphquant.utils.text import format_shape
 
@@ -42,20 +43,24 @@ if TYPE_CHECKING:
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
+PAIR_SIZE = 2  # size of an item of features and labels
 MAX_ITEMS = 1_000_000  # number of items after which an iterable is considered endless
 
 
 def open_function(request: DataRequest) -> Dataset:
     """Open the data of a function. One pass over all items counts and hashes them, so that all shards agree on them."""
     spec = request.source.spec
-    create_iterable = _import_factory(spec)
+    memory = request.source.memory
+    create_iterable = _import_factory(spec) if memory is None else partial(iter, memory)
     digest = hashlib.sha256()
     counts: list[int] = []
     unused_keys: dict[str, None] = {}
     stacked: dict[str, tuple[int, ...]] = {}
+    total_bytes, max_bytes = 0, available_memory() // 2
     for label, arrays in _iterate_items(create_iterable, request):
         fitted_arrays, item_unused_keys = _fit_item(label, arrays, request)
         for array_fit, values in fitted_arrays:
+            total_bytes += values.nbytes
             digest.update(f"{array_fit.input_name} {array_fit.stored_dtype.str} {values.shape}\n".encode())
             digest.update(repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes())
             if array_fit.rows_per_feed and array_fit.samples > 1:
@@ -64,10 +69,16 @@ def open_function(request: DataRequest) -> Dataset:
         unused_keys |= dict.fromkeys(item_unused_keys)
         if request.samples is not None and sum(counts) >= request.samples:
             break
+        if memory is not None and memory.keeps_items and total_bytes > max_bytes:
+            raise DataError(
+                f"The {len(counts)} items read from {spec} so far fill half of the free memory. Limit their number with"
+                " samples, or name a function that creates the data, module:function, which keeps no items."
+            )
         if len(counts) == MAX_ITEMS:
             raise DataError(f"{spec} returned {MAX_ITEMS} items without ending. Limit the number with --samples.")
     if not sum(counts):
-        raise DataError(f"{spec} returned no samples. It must return at least one, each time it is called.")
+        repeated = ", each time it is called" if memory is None else ""
+        raise DataError(f"{spec} returned no samples. It must return at least one{repeated}.")
     return Dataset(
         count=request.limit_count(sum(counts)),
         digest=digest.hexdigest(),
@@ -154,9 +165,9 @@ def _iterate_reader(get_next: Callable[[], Any]) -> Iterator[Any]:
 def _item_arrays(label: str, item: Any, names: list[str]) -> dict[str, Array]:
     """Return the arrays of an item: by name, by position, or the only one. A pair may be (features, labels)."""
     if isinstance(item, tuple | list) and item and isinstance(item[0], Mapping):
-        item = item[0]
+        item = {**({"labels": item[1]} if len(item) == PAIR_SIZE else {}), **item[0]}
     if isinstance(item, Mapping):
-        return {str(key): np.asarray(value) for key, value in item.items()}
+        return {str(key): _as_array(value) for key, value in item.items()}
     if not isinstance(item, tuple | list):
         item = (item,)
     if len(item) < len(names):
@@ -165,13 +176,20 @@ def _item_arrays(label: str, item: Any, names: list[str]) -> dict[str, Array]:
             " Return a dict of input names and arrays, or a tuple in this order."
         )
     extra_names = [f"position {index}" for index in range(len(names), len(item))]
-    return {name: np.asarray(value) for name, value in zip([*names, *extra_names], item, strict=True)}
+    if len(extra_names) == 1:
+        extra_names = ["labels"]
+    return {name: _as_array(value) for name, value in zip([*names, *extra_names], item, strict=True)}
+
+
+def _as_array(value: Any) -> Array:
+    """Return a value as an array: PyTorch converts only tensors on the CPU that need no gradient."""
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
 
 
 def _fit_item(
-    label: str, arrays: Mapping[str, Array], request: DataRequest
+    label: str, arrays: Mapping[str, Array], request: DataRequest, *, check_values: bool = True
 ) -> tuple[list[tuple[ArrayFit, Array]], list[str]]:
-    """Fit the arrays of an item to the inputs and check every value. Also return the keys that no input takes."""
+    """Fit the arrays of an item to the inputs, and check every value. Also return the keys that no input takes."""
     fitted_arrays = []
     keys = match_input_keys(label, list(arrays), request)
     for model_input, key in zip(request.inputs, keys, strict=True):
@@ -179,7 +197,8 @@ def _fit_item(
         array_fit = fit_array(f"{label}: array {key!r}", model_input, values.shape, values.dtype)
         values = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("="), copy=False)
         values = (values.view(array_fit.stored_dtype) if values.dtype.kind == "V" else values).reshape(array_fit.shape)
-        check_feed_values(array_fit, values, require_finite=request.require_finite)
+        if check_values:
+            check_feed_values(array_fit, values, require_finite=request.require_finite)
         fitted_arrays.append((array_fit, values))
     return fitted_arrays, [key for key in arrays if key not in keys]
 
@@ -197,7 +216,8 @@ def _function_feeds(
                 f"{request.source.spec} returned {len(counts)} items in the first pass and fewer later."
                 " The function must create a new iterable each time."
             )
-        fitted_arrays, _ = _fit_item(label, arrays, request)
+        # Values in memory were checked in the first pass.
+        fitted_arrays, _ = _fit_item(label, arrays, request, check_values=request.source.memory is None)
         if common_sample_count([array_fit for array_fit, _ in fitted_arrays]) != counts[index]:
             raise DataError(
                 f"{label} had {counts[index]} samples in the first pass and another number later. It must return the"

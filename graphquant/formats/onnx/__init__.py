@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
     from graphquant.formats.onnx.index import input_specs, read_metadata
-    from graphquant.formats.onnx.reader import load, restore_original
+    from graphquant.formats.onnx.reader import from_onnx, load, restore_original
     from graphquant.formats.onnx.session import (
         OptimizedModel,
         SessionError,
@@ -32,7 +32,7 @@ _MODULES = {
     "emitter": ("emit",),
     "file_writer": ("save",),
     "index": ("input_specs", "read_metadata"),
-    "reader": ("load", "restore_original"),
+    "reader": ("from_onnx", "load", "restore_original"),
     "session": (
         *("OptimizedModel", "SessionError", "create_runner", "optimize_model", "prepare_timed_run", "profile_ops"),
         "require_loadable",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, EncodeError
 from onnx import (
     ModelProto,
     NodeProto,
@@ -133,6 +133,20 @@ def load(path: Path, *, allow_links: bool = False) -> Model:
         return model_from_message(message, path=path, digest=digest, folder=folder)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
+
+
+def from_onnx(message: Any) -> Model:
+    """Read the model of a ModelProto in memory, which is copied. Raises a ModelError if it is not a complete model."""
+    for tensor in filter(is_external, message_tensors(message)):
+        external_path(tensor, None)  # raises the error: a message does not name its folder
+    copied = ModelProto()
+    copied.CopyFrom(message)
+    try:
+        return model_from_message(copied)
+    except (EncodeError, ValueError) as error:
+        raise ModelError(
+            f"The ModelProto cannot be serialized: {first_line(error)}. Save it with external data and give its path."
+        ) from error
 
 
 def parse_message(data: bytes, path: Path) -> Any:

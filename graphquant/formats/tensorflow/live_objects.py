@@ -87,8 +87,8 @@ def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
         if isinstance(instance, tensorflow.types.experimental.GenericFunction):
             return _from_concrete_function(tensorflow, _single_concrete_function(instance), "the tf.function")
     raise UsageError(
-        f"A {type(instance).__name__} is not a model. Give a path, a tf.Graph, a session, a ConcreteFunction or a Keras"
-        " model."
+        f"A {type(instance).__name__} is not a model. Give a path, an onnx.ModelProto, a tf.Graph, a session, a"
+        " ConcreteFunction or a Keras model."
     )
 
 

@@ -104,7 +104,7 @@ def test_ranges_and_ignored_keys(write_module) -> None:
     batches = open_data(
         f"{write_module('def get():' + chr(10) + '    yield X[:2], 1' + chr(10) + '    yield X[2:], 2')}:get", [X]
     )
-    assert batches.ignored == ("position 1",)
+    assert batches.ignored == ("labels",)
     assert [feed["x"].tolist() for feed in batches.feeds_between(1, 3)] == [[ROWS[1]], [ROWS[2]]]
 
 
