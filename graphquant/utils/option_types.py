@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from graphquant.errors import UsageError, escape_unprintable
-from graphquant.utils.text import parse_size, require_type
+from graphquant.utils.argument_types import require_file_or_object
+from graphquant.utils.text import parse_size
 
 
 def parse_share(value: Any) -> float:
@@ -96,7 +97,7 @@ Runtime = Literal["tflite"]
 # A spec, its path or data in memory, which only the code that opens data can check.
 DataSpec = Annotated[Any, WithJsonSchema({"type": "string"})]
 # A path, or the object that its file contains.
-ObjectOrPath = Annotated[Any, BeforeValidator(require_type), WithJsonSchema({"type": "string"})]
+ObjectOrPath = Annotated[Any, BeforeValidator(require_file_or_object), WithJsonSchema({"type": "string"})]
 NameMapOrPath = Annotated[
     dict[str, str] | str | Path, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
 ]

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.utils.text import require_type
+from graphquant.utils.argument_types import is_accepted, parameter_types
 
 if TYPE_CHECKING:
     from graphquant.utils.option_types import (
@@ -360,11 +360,13 @@ def checks_types(function: AnyFunction) -> AnyFunction:
 
     @wraps(function)
     def checked(*args: Any, **values: Any) -> Any:
+        types = parameter_types(function)
         for name, value in signature.bind(*args, **values).arguments.items():
-            try:
-                require_type(value, annotation=str(signature.parameters[name].annotation))
-            except ValueError as error:
-                raise UsageError(f"The value of {name} is invalid: {error}.") from error
+            if name in types and not is_accepted(value, types[name]):
+                raise UsageError(
+                    f"The value of {name} is invalid: it is of the type {type(value).__name__},"
+                    f" not {signature.parameters[name].annotation}."
+                )
         return function(*args, **values)
 
     return checked  # type: ignore[return-value]  # it has the signature of the function

@@ -66,16 +66,3 @@ def parse_size(text: str) -> int:
     if not size:
         raise UsageError(f"{text[:40]!r} is not a size. Write it as 512MB or 2GB.")
     return size
-
-
-def require_type(value: object, *, annotation: str = "str | Path | Model | Plan | Stats") -> object:
-    """Return `value`; raise ValueError if `annotation`, a union of names, contains no class of it.
-
-    A model may also be an object of TensorFlow, which only `load` can check.
-    """
-    names = {base.__name__.replace("NoneType", "None") for base in type(value).__mro__}
-    names |= {"Callable" if callable(value) else "Any", "Sequence" if isinstance(value, list | tuple) else "Any"}
-    accepted = re.sub(r"\[.*\]", "", annotation.replace("Progress", "Callable")).split(" | ")
-    if names.isdisjoint(accepted) and not re.search(r"Model \|.*\bPath|_empty", annotation):
-        raise ValueError(f"it is of the type {type(value).__name__}, not {annotation}")
-    return value

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import graphquant as gq
 from graphquant.errors import GraphQuantError
+from graphquant.utils.argument_types import is_accepted, parameter_types
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
 MODEL, DATA = SAMPLES / "digits_cnn.onnx", SAMPLES / "digits_cnn_calib.npz"
@@ -89,3 +91,36 @@ def test_data_may_be_a_path(name: str) -> None:
     elif name == "calibrate":
         by_path, by_text = by_path.runs, by_text.runs
     assert by_path == by_text
+
+
+def test_types_of_all_public_functions_are_known() -> None:
+    """The annotations of each public function can be resolved, also where a module imports a class for them only."""
+    functions = [value for value in map(gq.__getattr__, gq.__all__[1:]) if inspect.isfunction(value)]
+    assert len(functions) >= len(ARGUMENTS)
+    for function in functions:
+        types = parameter_types(function)
+        assert "return" not in types
+        assert types.keys() == inspect.get_annotations(function).keys() - {"return"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "accepted"),
+    [
+        (1, int | None, True),
+        (None, int | None, True),
+        ("a", int | None, False),
+        ("a", Sequence[str], False),
+        (["a"], Sequence[str], True),
+        (print, Callable[[str], None] | None, True),
+        (1, Callable[[str], None] | None, False),
+        (1, float, True),
+        ("a", Literal["a", "b"], True),
+        ("c", Literal["a", "b"], False),
+        (object(), gq.Model | str | Path, True),  # `load` checks it
+        (object(), gq.Stats | str | Path, False),
+        (object(), Any, True),
+    ],
+)
+def test_accepted_values(value: Any, expected: Any, accepted: bool) -> None:
+    """A value is accepted if it has a type of the union; items of a generic type are not read."""
+    assert is_accepted(value, expected) == accepted
