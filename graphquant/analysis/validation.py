@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, tee
 from typing import TYPE_CHECKING, Literal
 
 from graphquant import formats
@@ -31,7 +31,7 @@ from graphquant.analysis.comparison import (
 from graphquant.analysis.model_summary import weighted_op_coverage
 from graphquant.analysis.site_errors import match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
-from graphquant.calibration import is_batch_independent, measure_footprint
+from graphquant.calibration import estimate_footprint, is_batch_independent, measure_footprint
 from graphquant.calibration.calibrate import block_feeds
 from graphquant.calibration.holdout import HoldOut, open_labels, sample_range
 from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
@@ -323,7 +323,13 @@ def validate_model(
         # Data that was opened again with labels is not cut off where the hold-out ends.
         batches = replace(batches, count=holdout.dataset.count)
         batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
-        footprint = measure_footprint(runner, batches)
+        site_count = sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops())
+        # Samples of a larger model are not joined, because a comparison with a batch would create its sessions again.
+        footprint = (
+            measure_footprint(runner, batches)
+            if has_few_sites(site_count)
+            else estimate_footprint(source, batch_independent=False)
+        )
         samples = ComparisonSamples(
             dataset=batches,
             footprint=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
@@ -332,7 +338,6 @@ def validate_model(
             metric=holdout.metric,
         )
         report = stage_progress(progress, "validating")
-        site_count = sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops())
         sites = match_sites(source, quantized, prepared) if include_sites and has_few_sites(site_count) else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         comparison = compare_runners(runner, formats.create_runner(quantized), samples, sites, {}, report)
@@ -494,8 +499,9 @@ class FoldValidator:
                 tallies = [OutputTally(name, other, batched=batched) for name, other in names.items()]
                 metric, input_names = self._folds[0].metric, [spec.name for spec in self._runner.inputs]
                 scores = None if metric is None else MetricTally(metric, input_names, names)
-            for feed, expected in self._expected_outputs(fold):
-                actual = runner.run({name: feed[other] for name, other in inputs.items()})
+            pairs, copies = tee(self._expected_outputs(fold))
+            feeds = ({name: feed[other] for name, other in inputs.items()} for feed, _ in copies)
+            for (feed, expected), actual in zip(pairs, runner.run_each(feeds), strict=True):
                 with ignore_overflow():
                     for tally in tallies:
                         values = expected.get(tally.name), actual.get(tally.quantized_name)

@@ -560,7 +560,8 @@ def _explain_regions(search: PlacementSearch) -> dict[int, str]:
 def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], reasons: Mapping[int, str]) -> Plan:
     """Return the plan without the uses that no int8 op needs."""
     sites = []
-    fused_skips = [_without_fusion(placement, skip, int8_groups) for skip in plan.skips]
+    float_groups = {*placement.decidable} - int8_groups
+    fused_skips = [_without_fusion(placement, skip, float_groups) for skip in plan.skips]
     skips: list[Skip] = []
 
     def group_of(op: OpKey) -> int:
@@ -574,14 +575,15 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
         return not site.parameter and producer in int8_groups and placement.groups[producer].quantized_output
 
     for site in plan.sites:
-        kept = tuple(use for use in site.uses if is_needed(site, use))
+        needed = {use: is_needed(site, use) for use in site.uses}
+        kept = tuple(use for use in site.uses if needed[use])
         producer = group_of((site.tensor.graph, site.tensor.op))
         if kept:
             tie = site.tie if producer in int8_groups else ()
             sites.append(replace(site, uses=kept, tie=tie))
         dropped: defaultdict[str, list[Use]] = defaultdict(list)
         for use in site.uses:
-            if use not in kept:
+            if not needed[use]:
                 reader = group_of((use.graph, use.op))
                 reason = reasons.get(reader) or reasons.get(producer) or NO_INT8_READER
                 dropped[reason].append(use)
@@ -595,11 +597,10 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
 NO_INT8_READER = "int8 does not pay: the ops that read it run in float"
 
 
-def _without_fusion(placement: Placement, skip: Skip, int8_groups: set[int]) -> Skip:
+def _without_fusion(placement: Placement, skip: Skip, float_groups: set[int]) -> Skip:
     """Return a skip that adds no pair for an activation that is fused into a float op."""
     producer = placement.group_by_op.get((skip.tensor.graph, skip.tensor.op), -1)
-    is_float = skip.fused and producer in {*placement.decidable} - int8_groups
-    return replace(skip, fused=False) if is_float else skip
+    return replace(skip, fused=False) if skip.fused and producer in float_groups else skip
 
 
 def converted_values(model: Model, verdicts: Sequence[Verdict]) -> dict[OpKey, int]:

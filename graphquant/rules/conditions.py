@@ -316,9 +316,9 @@ def _matches_links(
         current = following
 
 
-def possible_last_links(text: str) -> list[ChainLink]:
-    """Return the links that may be the last op of a chain, considering optional links."""
-    links = parse_chain(text)[::-1]
+def possible_end_links(text: str, *, last: bool) -> list[ChainLink]:
+    """Return the links that may be the last op of a chain, or the first one, considering optional links."""
+    links = parse_chain(text)[:: -1 if last else 1]
     return [links[index] for index in sorted(_skip_optional_links(links, 0))]
 
 

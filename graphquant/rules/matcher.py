@@ -22,7 +22,7 @@ from graphquant.rules.conditions import (
     find_pattern,
     matches_chain_down,
     matches_chain_up,
-    possible_last_links,
+    possible_end_links,
     size_miss_reason,
 )
 from graphquant.rules.pattern_syntax import PatternOp, compile_regex, parse_chain, parse_pattern
@@ -199,7 +199,7 @@ class RuleMatcher:
         self.model, self.ruleset = model, ruleset
         self.neighbors = OpNeighbors(model)
         self.parameters = self.neighbors.parameters
-        self._rules_by_kind: dict[tuple[str, bool], list[BoundRule]] = {}
+        self._rules_by_kinds: dict[tuple[str, bool, str], list[BoundRule]] = {}
         self._pattern_matches: dict[tuple[PatternOp, ...], dict[str, set[tuple[str, str]]]] = {}
         self._ops_by_reference: dict[tuple[int, str], set[tuple[str, str]]] = {}
         self._claimed_uses: dict[tuple[int, str, str], frozenset[Use]] = {}
@@ -213,26 +213,35 @@ class RuleMatcher:
         Raises a UsageError if a pattern has too many possible matches in the model.
         """
         for tensor, uses in self.tensors():
-            rules = [rule for rule in self._candidate_rules(tensor) if not self._producer_miss_reason(rule, tensor)]
-            for use in uses if rules else ():
-                rule = next((rule for rule in rules if not self._consumer_miss_reason(rule, tensor, use)), None)
-                if rule is not None:
-                    yield RuleMatch(tensor=tensor, use=use, rule=rule)
+            producer_misses: dict[int, str] = {}  # a tensor may have very many uses
+            for use in uses:
+                for rule in self._candidate_rules(tensor, use):
+                    if id(rule) not in producer_misses:
+                        producer_misses[id(rule)] = self._producer_miss_reason(rule, tensor)
+                    if not producer_misses[id(rule)] and not self._consumer_miss_reason(rule, tensor, use):
+                        yield RuleMatch(tensor=tensor, use=use, rule=rule)
+                        break
 
-    def _candidate_rules(self, tensor: TensorRef) -> list[BoundRule]:
-        """Return the rules whose producer may end in an op of that kind: few, as most rules name kinds."""
-        key = (self.model.op(tensor).kind, self.parameters.is_parameter(tensor))
-        if key not in self._rules_by_kind:
-            self._rules_by_kind[key] = [
+    def _candidate_rules(self, tensor: TensorRef, use: Use) -> list[BoundRule]:
+        """Return the rules that ops of these kinds may match: few, as most rules name kinds."""
+        reader = TensorRef(use.graph, use.op)
+        key = (self.model.op(tensor).kind, self.parameters.is_parameter(tensor), self.model.op(reader).kind)
+        if key not in self._rules_by_kinds:
+            self._rules_by_kinds[key] = [
                 rule
                 for rule in self.ruleset.rules
-                if rule.rule.producer.kind is None
-                or any(
-                    not POSITION_KINDS.isdisjoint(link.kinds) or self.neighbors.is_kind(link.kinds, tensor)
-                    for link in possible_last_links(rule.rule.producer.kind)
-                )
+                if self._may_be_in_chain(rule.rule.producer.kind, tensor, last=True)
+                and self._may_be_in_chain(rule.rule.consumer.kind, reader, last=False)
             ]
-        return self._rules_by_kind[key]
+        return self._rules_by_kinds[key]
+
+    def _may_be_in_chain(self, chain: str | None, tensor: TensorRef, *, last: bool) -> bool:
+        """Return True if an op of that kind may be the last one, or the first one, of a chain."""
+        ignored = frozenset[str]() if last else {"parameter"}  # a consumer is no parameter
+        return chain is None or any(
+            not POSITION_KINDS.isdisjoint(link.kinds) or self.neighbors.is_kind(link.kinds - ignored, tensor)
+            for link in possible_end_links(chain, last=last)
+        )
 
     def miss_reason(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
         """Return the reason why `rule` does not match `use` of `tensor`, "" if it matches."""

@@ -31,7 +31,7 @@ from graphquant.formats.onnx.index import input_specs
 from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
-from graphquant.formats.onnx.split_session import SplitSession, create_split_session, read_names
+from graphquant.formats.onnx.split_session import SplitSession, count_pairs, create_split_session, read_names
 from graphquant.formats.onnx.tensors import first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 
@@ -51,7 +51,8 @@ SESSION_PER_THREAD_BYTES = 1 << 24
 session are interleaved in its memory, which fragments it."""
 
 MAX_COPIED_TENSORS = 1 << 12  # Maximum number of watched tensors for which there are such sessions.
-FEEDS_PER_SPLIT_RUN = 8  # maximum number of feeds that pass a model in parts at once
+MAX_KEPT_PAIRS = 4000  # maximum number of DequantizeLinear nodes of a model in parts whose sessions exist at once
+FEEDS_PER_SPLIT_RUN = 32  # maximum number of feeds that pass a model in parts at once
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
 """If two sessions take turns, threads that spin while waiting for the next run take CPU time from the other session."""
 
@@ -85,7 +86,7 @@ class OnnxRunner:
         """Create the session, which otherwise happens at the first run; raise ModelError if that fails."""
         if self._session is None:
             self._session = self._open_session(self._emission.message, SessionMode(optimizes=self._optimizes))
-            if isinstance(self._session, SplitSession):
+            if isinstance(self._session, SplitSession) and not self._session.kept:
                 del self._emission  # the message is large, and few models with so many pairs are observed
 
     def create_timed_session(self) -> Any:
@@ -377,10 +378,14 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
         data, external_bytes = serialize_for_session(part, weights)
         return partial(create_session, data, folder, external_bytes, part_weights, mode=mode)
 
-    part_mode = replace(mode, watched=True)
-    split = None if mode.optimized is not None else create_split_session(message, partial(prepare, mode=part_mode))
-    if split is not None and mode.watched:  # observed in many runs
-        split = SplitSession([(cache(create), inputs, outputs) for create, inputs, outputs in split.parts])
+    # Other runs of a small model create no sessions, and threads of its sessions need little memory.
+    kept = mode.watched or count_pairs(message) <= MAX_KEPT_PAIRS
+    part_mode = mode if kept else replace(mode, watched=True)
+    single = mode.timed or mode.optimized is not None
+    split = None if single else create_split_session(message, partial(prepare, mode=part_mode))
+    if split is not None and kept:
+        parts = [(cache(create), inputs, outputs) for create, inputs, outputs in split.parts]
+        split = SplitSession(parts, kept=True)
     return split or prepare(message, mode)()
 
 
@@ -558,13 +563,13 @@ CONVERSION_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
     """Return a function that runs each of `feeds` once, in a new session with one thread.
 
-    Raises a ModelError if onnxruntime rejects the model, a run failed, or the model runs in parts.
+    Raises a ModelError if onnxruntime rejects the model, a run failed, or the model has very many Q/DQ pairs.
     """
-    session = OnnxRunner(model).create_timed_session()
-    if isinstance(session, SplitSession):  # each run creates the sessions of all parts
+    if sum(op.kind == "dequantize" for op in model.main.ops()) > MAX_KEPT_PAIRS:  # a single session takes too long
         raise ModelError(
             "the time of a model with so many Q/DQ pairs cannot be measured. Choose another objective than latency."
         )
+    session = OnnxRunner(model).create_timed_session()
     for feed in feeds:
         run_session(session, None, feed)
     return lambda: [session.run(None, feed) for feed in feeds]

@@ -18,17 +18,18 @@ from onnx.helper import make_tensor_value_info, tensor_dtype_to_np_dtype
 from graphquant.formats.onnx.emitter import node_bodies
 from graphquant.formats.onnx.runtime import TENSOR_TYPE
 
-MAX_SESSION_PAIRS = 4000  # maximum number of DequantizeLinear nodes of a model that is not split
-PART_NODES = 600  # minimum number of nodes of a part, not counting repeated ones; there are less than twice as many
+MAX_SESSION_PAIRS = 500  # maximum number of DequantizeLinear nodes of a model that is not split
+PART_NODES = 150  # minimum number of nodes of a part, not counting repeated ones; there are less than twice as many
 REPEATED_TYPES = frozenset({"DequantizeLinear", "Constant"})
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSession:
-    """Parts that run one after the other. Only one session exists at a time, since a session needs much memory."""
+    """Parts that run one after the other."""
 
     # A function that creates the session of each part, and its inputs, which earlier parts may return, and its outputs.
     parts: Sequence[tuple[Callable[[], Any], Sequence[str], Sequence[str]]]
+    kept: bool = False  # False if only one session exists at a time, because all of them need much memory
 
     def run(self, names: Sequence[str], feeds: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         """Return the outputs called `names` for each of `feeds`."""
@@ -50,7 +51,7 @@ def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any
 
     Returns None if the model has few pairs or cannot be split.
     """
-    if sum(node.op_type == "DequantizeLinear" for node in message.graph.node) <= MAX_SESSION_PAIRS:
+    if count_pairs(message) <= MAX_SESSION_PAIRS:
         return None
     parts, infos = [], {info.name: info for info in message.graph.input}
     for graph, inputs in _split_graph(message.graph):
@@ -74,6 +75,11 @@ def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any
         }
         parts.append((create, sorted(inputs), list(codes)))
     return SplitSession(parts) if all(info.name in infos for info in message.graph.output) else None
+
+
+def count_pairs(message: Any) -> int:
+    """Return the number of DequantizeLinear nodes of the main graph of a ModelProto."""
+    return sum(node.op_type == "DequantizeLinear" for node in message.graph.node)
 
 
 def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
