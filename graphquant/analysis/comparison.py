@@ -94,7 +94,7 @@ class MetricFigures:
         return self.scores[0] - self.scores[1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison(HtmlRepresentation):
     """Result of running two models on the same data."""
 

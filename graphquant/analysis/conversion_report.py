@@ -11,6 +11,7 @@ import numpy as np
 from graphquant.ir import NON_COMPUTE_KINDS, RESHAPING_KINDS, Call, Graph, Model, Op, Output, TensorRef, Use
 from graphquant.numerics import Array, DynamicQParams
 from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
+from graphquant.utils import HtmlRepresentation
 
 if TYPE_CHECKING:
     from graphquant.formats.tensorflow.tflite_converter import RuntimeTensor
@@ -40,8 +41,8 @@ class FloatOp:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ConversionReport(HtmlRepresentation):
     """The result of comparing a converted model with its plan."""
 
     tensors: tuple[ConvertedTensor, ...]  # one entry for each planned tensor

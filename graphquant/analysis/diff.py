@@ -35,6 +35,7 @@ from graphquant.ir.op_matching import (
 )
 from graphquant.ir.traversal import reachable
 from graphquant.numerics import Array, DynamicQParams, QParams
+from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import format_shape, join_limited
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ class ModelChange:
     size: float = 0.0  # largest relative change of scales, or largest absolute change of a weight
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differences:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Differences(HtmlRepresentation):
     """All differences, in graph order."""
 
     changes: tuple[ModelChange, ...]

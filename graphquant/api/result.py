@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from graphquant.quantize.rewrite import InsertedPair
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Result(HtmlRepresentation):
     """Result of `insert`.
 

@@ -16,6 +16,7 @@ from graphquant.ir import Model, Parameters, TensorRef, qualified_op_name
 from graphquant.numerics import IntType, QParams, dequantize, quantize
 from graphquant.quantize import prepare, requantize
 from graphquant.quantize.strip import strip_quantization
+from graphquant.utils import HtmlRepresentation
 
 LASTING_CHANGES = {
     "steps": "The model keeps its preparation for quantization",
@@ -24,8 +25,8 @@ LASTING_CHANGES = {
 """Notes about recorded changes that remain in the model without its quantization."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StripResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StripResult(HtmlRepresentation):
     """Result of `strip`."""
 
     model: Model  # the float model

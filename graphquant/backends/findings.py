@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from graphquant.errors import ModelError
 from graphquant.ir import QUANTIZATION_KINDS, Graph, Model, Op, OpKey, qualified_op_name
+from graphquant.utils import HtmlRepresentation
 
 UNJUDGED_KINDS = QUANTIZATION_KINDS | {
     *("input", "output", "constant", "variable", "shape", "if", "loop", "scan", "call", "identity", "dropout", "cast")
@@ -106,8 +107,8 @@ class LintFinding:
         return qualified_op_name(self.graph, self.op)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CheckReport(HtmlRepresentation):
     """Result of `check` for one model."""
 
     path: str  # path of the model, "" for a model in memory

@@ -23,6 +23,7 @@ from graphquant.calibration.targets import COARSE_BITS, FINE_BITS, ObservationTa
 from graphquant.errors import DataError, UsageError
 from graphquant.ir import TensorRef
 from graphquant.observers import EMPTY_SKETCH, Sketch, merge_sketches
+from graphquant.utils import HtmlRepresentation
 from graphquant.utils.atomic_files import atomic_file, lock_output
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ class DataRun:
         return self.blocks_done == self.blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Stats(HtmlRepresentation):
     """Result of a calibration."""
 
     model_digest: str  # digest of the source model

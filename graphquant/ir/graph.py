@@ -338,7 +338,7 @@ class Graph:
         return enclosing, target, ("capture", use)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Model(HtmlRepresentation):
     """A loaded model: its graphs, and the source message. Emitting patches a copy of the message."""
 

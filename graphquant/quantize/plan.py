@@ -110,7 +110,7 @@ class Skip:
     fused: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(HtmlRepresentation):
     """All changes to one model.
 

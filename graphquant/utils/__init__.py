@@ -1,10 +1,13 @@
-"""Helpers that are independent of models: progress callbacks, notebook HTML, options, atomic files, text."""
+"""Helpers that are independent of models: progress callbacks, text and HTML of objects, options, atomic files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
+from pathlib import PurePath
+from typing import Any
 
 Progress = Callable[[str, int, int], None]
 """Callback with the name of the current stage, the completed units and the total units."""
@@ -15,12 +18,37 @@ def stage_progress(progress: Progress | None, name: str) -> Callable[[int, int],
     return None if progress is None else partial(progress, name)
 
 
+MAX_REPR_LENGTH = 80  # characters of a value in the text of an object
+MAX_REPR_ITEMS = 4  # items of a collection in the text of an object
+
+
 class HtmlRepresentation:
-    """Base class of objects that a notebook shows as HTML when they are the last expression of a cell."""
+    """Base class of dataclasses that a terminal shows as a short text and a notebook as HTML.
+
+    The generated text of a dataclass would contain weights and the whole graph. A subclass disables it: `repr=False`.
+    """
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))  # type: ignore[arg-type]  # subclasses
+        shown = [f"{name}={_short_repr(value)}" for name, value in values if value is not None and not _is_empty(value)]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
         # Imported by name: the classes that inherit from this one are in packages below the drawing code.
         html: str = import_module("graphquant.visualize.pages").notebook_html(self)
         return html
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Collection) and not value
+
+
+def _short_repr(value: Any) -> str:
+    """Return a scalar, or a short collection of scalars, and otherwise only the size or the type of the value."""
+    items = value if isinstance(value, tuple | list | frozenset) else (value,)
+    if len(items) <= MAX_REPR_ITEMS and all(isinstance(item, str | int | float | PurePath) for item in items):
+        text = repr(value)
+        return text if len(text) <= MAX_REPR_LENGTH else f"{text[: MAX_REPR_LENGTH - 3]}..."
+    return f"<{len(value)} items>" if isinstance(value, Collection) else f"<{type(value).__name__}>"

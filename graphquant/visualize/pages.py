@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 
 from graphquant.analysis import Comparison, Differences, prepare_like
+from graphquant.analysis.conversion_report import ConversionReport
 from graphquant.analysis.model_summary import summarize_model
-from graphquant.api import Result, align_preparation, prepare_for_plan
+from graphquant.analysis.range_report import stats_range_report
+from graphquant.api import Result, StripResult, align_preparation, prepare_for_plan
+from graphquant.backends.findings import CheckReport
+from graphquant.calibration import Stats
+from graphquant.calibration.data.check import DataReport
 from graphquant.ir import Model
 from graphquant.ir.op_matching import match_ops
 from graphquant.quantize import Plan
 from graphquant.visualize.annotations import comparison_heatmap
-from graphquant.visualize.compare_report import comparison_view, diff_summary
+from graphquant.visualize.check_report import check_view, data_check_view
+from graphquant.visualize.compare_report import comparison_view, diff_summary, diff_view, strip_view
 from graphquant.visualize.drawing import Drawing, model_drawing, plan_drawing, result_drawing
 from graphquant.visualize.merged_drawings import MergedDrawing, merge_drawings, viewer_changes
+from graphquant.visualize.statistics_report import range_report_view
 from graphquant.visualize.tables import plain_line, pluralize
-from graphquant.visualize.text import plan_view, summary_view
+from graphquant.visualize.text import conversion_view, plan_view, summary_view
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 RANDOM_DATA_NOTE = "The data is RANDOM: the metrics do not apply to real data."
@@ -78,27 +86,39 @@ def _side_titles(first: Model, second: Model) -> tuple[str, str]:
 
 CELL_WIDTH = 100  # columns of text in a cell
 CELL_LINES = 40  # lines of text in a cell; the remaining ones are counted
+MAX_ROW_LENGTH = 400  # characters of a line in a cell; names are not folded
 SUMMARY_LINES = 4  # lines of the model summary: format, inputs, outputs and ops
 
 MAX_DRAWN_OPS = 5_000
-"""Maximum number of ops to draw in a cell. The page is stored in the notebook; 5,000 ops take half a megabyte."""
+"""Maximum number of ops to draw in a cell."""
+
+MAX_FRAME_LENGTH = 280_000
+"""Maximum number of characters of a drawing in a cell. The notebook stores it, and the tables above it."""
 
 SITES_LISTED = 10  # number of quantized tensors to list for a comparison
 
 
+_VIEWS: Mapping[type[Any], Callable[[Any], RenderableType]] = {
+    Plan: plan_view,
+    Comparison: lambda comparison: comparison_view(comparison, top=SITES_LISTED),
+    Stats: lambda stats: range_report_view(stats_range_report(stats, None)),
+    CheckReport: check_view,
+    DataReport: data_check_view,
+    Differences: lambda differences: diff_view(differences, summary_only=False),
+    StripResult: lambda stripped: strip_view(stripped, None),
+    ConversionReport: conversion_view,
+}
+"""Functions that render the objects without a drawing."""
+
+
 def notebook_html(value: object) -> str:
-    """Return HTML of a model, plan, result or comparison, which works without a network."""
-    match value:
-        case Model():
-            summary = _preformatted(summary_view(summarize_model(value)), lines=SUMMARY_LINES)
-            return summary + _viewer_or_hint(value, lambda: model_drawing(value))
-        case Result():
-            return _preformatted(_result_view(value)) + _viewer_or_hint(value.model, lambda: result_drawing(value))
-        case Plan():
-            return _preformatted(plan_view(value))
-        case Comparison():
-            return _preformatted(comparison_view(value, top=SITES_LISTED))
-    raise TypeError(f"{type(value).__name__} has no HTML view")
+    """Return HTML of a public object, which works without a network and has less than 300,000 characters."""
+    if isinstance(value, Model):
+        summary = _preformatted(summary_view(summarize_model(value)), lines=SUMMARY_LINES)
+        return summary + _viewer_or_hint(value, lambda: model_drawing(value))
+    if isinstance(value, Result):
+        return _preformatted(_result_view(value)) + _viewer_or_hint(value.model, lambda: result_drawing(value))
+    return _preformatted(_VIEWS[type(value)](value))
 
 
 def _result_view(result: Result) -> RenderableType:
@@ -117,10 +137,10 @@ def _result_view(result: Result) -> RenderableType:
 def _viewer_or_hint(model: Model, drawing: Callable[[], Drawing]) -> str:
     """Return the viewer in a sandboxed frame, or a command to run if the model is too large for a cell."""
     ops = sum(len(model.graphs[name]) for name in model.reachable_graphs())
-    if ops > MAX_DRAWN_OPS:
+    document = "" if ops > MAX_DRAWN_OPS else escape(viewer_page(viewer_data(drawing(), [])))
+    if not document or len(document) > MAX_FRAME_LENGTH:
         command = f"graphquant inspect {model.path or 'MODEL'} --html page.html"
         return _preformatted(plain_line(f"{ops} ops are too many for a cell. Draw them: {command}"))
-    document = escape(viewer_page(viewer_data(drawing(), [])))
     style = "width:100%;height:520px;border:1px solid #8886"
     return f'<iframe sandbox="allow-scripts" style="{style}" title="the model" srcdoc="{document}"></iframe>'
 
@@ -132,5 +152,6 @@ def _preformatted(view: RenderableType, lines: int = CELL_LINES) -> str:
     rows = [line.rstrip() for line in file.getvalue().rstrip().split("\n")]
     if len(rows) > lines == CELL_LINES:
         rows = [*rows[: lines - 2], f"... {len(rows) - lines + 1} more lines ...", rows[-1]]
-    text = escape("\n".join(rows[:lines]))
+    shortened = (row if len(row) <= MAX_ROW_LENGTH else f"{row[:MAX_ROW_LENGTH]}..." for row in rows[:lines])
+    text = escape("\n".join(shortened))
     return f'<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{text}</pre>'

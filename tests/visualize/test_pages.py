@@ -8,6 +8,8 @@ import sys
 from html import unescape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import onnx
 import pytest
 
 import graphquant as gq
@@ -67,6 +69,60 @@ def test_plan_and_comparison_html(samples: Path, sample_result: gq.Result) -> No
     lines = table_text(comparison._repr_html_()).splitlines()
     assert lines[0].split()[:3] == ["output", "SQNR", "dB"]
     assert lines[-1].endswith("over 20 samples.")
+
+
+MAX_CELL_LENGTH = 300_000
+MAX_TEXT_LENGTH = 1000
+
+
+def assert_short(value: Any) -> None:
+    """Check that the text of an object is one short line, and its HTML fits into a notebook."""
+    text = repr(value)
+    assert text.startswith(f"{type(value).__name__}(")
+    assert len(text) <= MAX_TEXT_LENGTH
+    assert "\n" not in text
+    drawn = value._repr_html_()
+    assert drawn.startswith("<pre")
+    assert len(drawn) < MAX_CELL_LENGTH
+
+
+def test_public_objects_are_short(samples: Path, sample_result: gq.Result) -> None:
+    """The text and the HTML of each public object are short."""
+    data, model = samples / "digits_cnn_eval.npz", gq.load(samples / "digits_cnn.onnx")
+    for value in (
+        model,
+        sample_result,
+        sample_result.plan,
+        sample_result.stats,
+        gq.compare(model, sample_result.model, data, samples=4),
+        gq.check(sample_result.model, backend="onnxruntime"),
+        gq.check_data(model, data),
+        gq.diff(model, sample_result.model),
+        gq.strip(sample_result.model),
+    ):
+        assert_short(value)
+
+
+def make_chain(op_count: int, suffix: str = "") -> onnx.ModelProto:
+    """Return a chain of matrix products, of which each has a weight of its own."""
+    weight = np.random.default_rng(0).normal(size=(2, 2)).astype(np.float32)
+    infos = [onnx.helper.make_tensor_value_info(f"x{name}{suffix}", 1, ["N", 2]) for name in (0, op_count)]
+    nodes = [
+        onnx.helper.make_node("MatMul", [f"x{number}{suffix}", f"w{number}"], [f"x{number + 1}{suffix}"])
+        for number in range(op_count)
+    ]
+    weights = [onnx.numpy_helper.from_array(weight, f"w{number}") for number in range(op_count)]
+    graph = onnx.helper.make_graph(nodes, "chain", infos[:1], infos[1:], weights)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize(("op_count", "suffix"), [(1500, ""), (20, "n" * 20_000)])
+def test_objects_of_large_models_are_short(op_count: int, suffix: str) -> None:
+    """The text and the HTML stay short for many ops, and for long names."""
+    model = gq.load(make_chain(op_count, suffix))
+    quantized = gq.insert(model, rules="weight_only")
+    for value in (model, quantized, quantized.plan, gq.check(quantized.model), gq.diff(model, quantized.model)):
+        assert_short(value)
 
 
 def test_large_models_are_not_drawn_in_a_cell() -> None:

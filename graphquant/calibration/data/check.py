@@ -20,6 +20,7 @@ from graphquant import formats
 from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
 from graphquant.calibration.data.model_inputs import InputLayer, InputUse, find_input_uses, scale_ratio
 from graphquant.errors import DataError, MissingDependencyError, ModelError
+from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
@@ -92,8 +93,8 @@ class DataFinding:
     level: Literal["warning", "error"] = "warning"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DataReport(HtmlRepresentation):
     """Summary of calibration data and the inputs that it feeds; `ignored` are keys and files that no input takes."""
 
     samples: int
