@@ -1,4 +1,4 @@
-"""The intermediate representation: an index over the source model, as graphs of ops."""
+"""The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
 from graphquant.ir.function_clones import FunctionClones
 from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, are_shapes_compatible, check_invariants, paused_gc
@@ -28,14 +28,7 @@ from graphquant.ir.kinds import (
 )
 from graphquant.ir.macs import count_macs, unsized_tensors
 from graphquant.ir.parameters import Parameters, require_finite_weight
-from graphquant.ir.traversal import (
-    connected_groups,
-    follow,
-    follow_to_end,
-    reachable,
-    strongly_connected_groups,
-    unique_name,
-)
+from graphquant.ir.traversal import connected_groups, follow, follow_to_end, reachable, unique_name
 from graphquant.ir.types import (
     FLOAT_TYPES,
     NO_ATTRS,

@@ -1,4 +1,4 @@
-"""`Graph` and `Model`: multigraphs of ops, the few edits that all passes use, and the invariants after each stage.
+"""`Graph` and `Model`: networkx graphs of ops, the few edits that all passes use, and the invariants after each stage.
 
 Ops are nodes. A filled input slot is an edge keyed by the slot's number. A control edge is keyed `CONTROL_EDGE`. A
 tensor that is read inside the body of an op (ONNX If, Loop, Scan) is a capture: an edge in the producer's graph, from
@@ -10,14 +10,13 @@ both questions, the source of a slot and the consumers of a tensor, cost only th
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphquant.errors import InternalError, ModelError, UsageError
 from graphquant.ir.traversal import reachable, unique_name
@@ -25,11 +24,7 @@ from graphquant.ir.types import FORMAT_TRAITS, Call, FormatTraits, Op, Output, S
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import join_limited
 
-if TYPE_CHECKING:
-    import networkx as nx
-
 CONTROL_EDGE = "control"
-Edges = dict[Any, dict[str, int]]  # edges between two ops: their data by key
 
 
 @contextmanager
@@ -55,14 +50,17 @@ class Graph:
         parent: tuple[str, str] | None = None,
         reserved_names: set[str] | None = None,
     ) -> None:
+        import networkx as nx  # imported when needed, so that rule files are read without it
+
         self.name = name  # "" for the main graph
         self.graphs = graphs  # the graphs of the model by name, shared by all of them
         self.parent = parent  # graph and op that own this body; None for the main graph and for functions
-        # The dictionaries of a `networkx.MultiDiGraph`. Node data: `op` is the `Op`, `slots` the list of its source
-        # tensors.
-        self._nodes: dict[str, dict[str, Any]] = {}
-        self._successors: dict[str, dict[str, Edges]] = {}
-        self._predecessors: dict[str, dict[str, Edges]] = {}
+        # Node data: `op` is the `Op`, `slots` the list of its source tensors.
+        self.nx: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        contents = vars(self.nx)  # its dictionaries; the views of them are slow
+        self._nodes: dict[str, dict[str, Any]] = contents["_node"]
+        self._successors: dict[str, dict[str, dict[Any, dict[str, int]]]] = contents["_succ"]
+        self._predecessors: dict[str, dict[str, dict[Any, dict[str, int]]]] = contents["_pred"]
         self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
         self.outputs: list[str] = []  # names of the ops of kind "output", in the same order
         self.rerouted_uses: set[Use] = set()  # uses whose source changed since load
@@ -71,28 +69,6 @@ class Graph:
         # Names that new ops must not get. Graphs whose values share one name space share the set.
         self.reserved_names: set[str] = set() if reserved_names is None else reserved_names
         self._single_edges: dict[tuple[int, int], dict[int, dict[str, int]]] = {}  # edges of pairs by slot and port
-
-    @cached_property
-    def nx(self) -> nx.MultiDiGraph[str]:
-        """The graph for the algorithms of networkx. It shares the nodes and edges, so it changes with them."""
-        import networkx as nx  # imported when needed, because that takes 0.1 s
-
-        shared: Any = nx.MultiDiGraph()
-        shared._node, shared._adj, shared._pred = self._nodes, self._successors, self._predecessors  # noqa: SLF001
-        return shared  # type: ignore[no-any-return]
-
-    @property
-    def nodes(self) -> Mapping[str, Mapping[str, Any]]:
-        """The data of each node: its `op` and its `slots`."""
-        return self._nodes
-
-    def successors(self, name: str) -> Mapping[str, Edges]:
-        """Return the edges from op `name` by the op they lead to."""
-        return self._successors[name]
-
-    def predecessors(self, name: str) -> Mapping[str, Edges]:
-        """Return the edges to op `name` by the op they come from."""
-        return self._predecessors[name]
 
     @property
     def is_function(self) -> bool:
@@ -171,10 +147,9 @@ class Graph:
         self, op: Op, inputs: Sequence[TensorRef | None] = (), *, control_sources: Iterable[str] = ()
     ) -> TensorRef:
         """Add `op` reading `inputs`, with control edges from the ops `control_sources`. Returns its first output."""
-        if op.name in self:
+        if op.name in self.nx:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
-        self._nodes[op.name] = {"op": replace(op, anchor=self.anchor) if self.anchor else op, "slots": []}
-        self._successors[op.name], self._predecessors[op.name] = {}, {}
+        self.nx.add_node(op.name, op=replace(op, anchor=self.anchor) if self.anchor else op, slots=[])
         self.reserved_names.add(op.name)
         self.reserved_names.update(output.name for output in op.outputs if output.name)
         self.connect_inputs(op.name, inputs, control_sources=control_sources)
@@ -191,7 +166,7 @@ class Graph:
                 slots[slot] = tensor
                 self._add_data_edge(Use(self.name, name, slot), tensor)
         for source in control_sources:
-            if source not in self:
+            if source not in self.nx:
                 raise InternalError(f"Op {name!r} must run after {source!r}, which does not exist in {self.name!r}.")
             self._add_edge(source, name, CONTROL_EDGE, {})
 
@@ -262,11 +237,7 @@ class Graph:
             self.rerouted_uses.discard(use)
             if tensor is not None and tensor.graph != self.name:
                 self._remove_data_edge(use, tensor)
-        for target in self._successors[name]:
-            del self._predecessors[target][name]
-        for source in self._predecessors[name]:
-            self._successors[source].pop(name, None)  # an edge from the op to itself is gone already
-        del self._nodes[name], self._successors[name], self._predecessors[name]
+        self.nx.remove_node(name)
         self.removed_ops.add(name)
 
     def can_read(self, graph: str) -> bool:
@@ -497,7 +468,7 @@ def check_invariants(model: Model, stage: str) -> None:
 
 def _check_slots(graph: Graph, stage: str) -> None:
     unmatched_edges = 0
-    for name, data in graph.nodes.items():
+    for name, data in graph.nx.nodes(data=True):
         # Case 1: the node is its op.
         if "op" not in data or data["op"].name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
@@ -507,13 +478,7 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    edges = (
-        (source, target, *edge)
-        for source in graph.nodes
-        for target, pair_edges in graph.successors(source).items()
-        for edge in pair_edges.items()
-    )
-    for source, target, key, edge in edges:
+    for source, target, key, edge in graph.nx.edges(keys=True, data=True):
         if isinstance(key, int):
             unmatched_edges -= 1
         elif key != CONTROL_EDGE:
@@ -536,7 +501,7 @@ def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
     _, target, key = graph.edge_key(use, tensor)
-    edge = source_graph.successors(tensor.op).get(target, {}).get(key)
+    edge = source_graph.nx.get_edge_data(tensor.op, target, key=key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
 

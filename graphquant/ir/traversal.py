@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
@@ -39,54 +39,13 @@ def reachable(starts: Iterable[Node], successors: Callable[[Node], Iterable[Node
 
 def connected_groups(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
     """Group `nodes` that `edges` connect. Groups and their members are in the order of `nodes`."""
-    neighbors: dict[Node, list[Node]] = {node: [] for node in nodes}
-    for first, second in edges:
-        neighbors.setdefault(first, []).append(second)
-        neighbors.setdefault(second, []).append(first)
-    order = {node: position for position, node in enumerate(neighbors)}
-    grouped: set[Node] = set()
-    groups = []
-    for node in neighbors:
-        if node not in grouped:
-            group = reachable([node], neighbors.__getitem__)
-            grouped.update(group)
-            groups.append(sorted(group, key=order.__getitem__))
-    return groups
+    import networkx as nx  # imported when needed, so that rule files are read without it
 
-
-def strongly_connected_groups(successors: Mapping[Node, Iterable[Node]]) -> Iterator[list[Node]]:
-    """Yield the strongly connected components of a graph, each after those that its edges lead to.
-
-    Tarjan 1972, "Depth-First Search and Linear Graph Algorithms", without recursion.
-    """
-    indices: dict[Node, int] = {}
-    lowest: dict[Node, int] = {}  # smallest index of a node on the stack that a node is known to reach
-    stack: list[Node] = []
-    on_stack: set[Node] = set()
-    for start in successors:
-        path = [] if start in indices else [(start, iter(successors[start]))]
-        while path:
-            node, remaining = path[-1]
-            if node not in indices:
-                indices[node] = lowest[node] = len(indices)
-                stack.append(node)
-                on_stack.add(node)
-            for following in remaining:
-                if following not in indices:
-                    path.append((following, iter(successors.get(following, ()))))
-                    break
-                if following in on_stack:
-                    lowest[node] = min(lowest[node], lowest[following])
-            else:
-                path.pop()
-                if path:
-                    lowest[path[-1][0]] = min(lowest[path[-1][0]], lowest[node])
-                if lowest[node] == indices[node]:
-                    group: list[Node] = []
-                    while not group or group[-1] != node:
-                        group.append(stack.pop())
-                    on_stack.difference_update(group)
-                    yield group
+    graph: nx.Graph[Node] = nx.Graph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from(edges)
+    order = {node: position for position, node in enumerate(graph)}
+    return [sorted(group, key=order.__getitem__) for group in nx.connected_components(graph)]
 
 
 def unique_name(name: str, *used: Container[str]) -> str:

@@ -64,7 +64,7 @@ class _QuantizationRemover:
         removed = []
         for op_ref in reversed(inserted_ops):
             graph = changed.graphs[op_ref.graph]
-            if graph.successors(op_ref.op):
+            if graph.nx.adj[op_ref.op]:
                 self._remaining.setdefault(op_ref, "remaining ops read it")
             else:
                 graph.remove_op(op_ref.op)
@@ -152,7 +152,7 @@ class _QuantizationRemover:
         for graph in self._changed.graphs.values():
             for op in reversed(list(graph.ops())):
                 is_leftover = bool(op.rule) and op.rule not in PREPARATION_STEPS and op.kind not in {"output", "input"}
-                if is_leftover and op.name in graph and not graph.successors(op.name) and not self._is_removable(op):
+                if is_leftover and op.name in graph and not graph.nx.adj[op.name] and not self._is_removable(op):
                     graph.remove_op(op.name)
 
 

@@ -143,7 +143,7 @@ def _iterate_sources(graph: Graph, name: str) -> Iterator[str]:
         producer = graph.source_of(Use(graph.name, op, 0)) if graph.op(op).rule and graph.slots(op) else None
         return producer.op if producer is not None and producer.graph == graph.name else None
 
-    for source in graph.predecessors(name):
+    for source in graph.nx.pred[name]:
         yield from follow(source, source_of_inserted_op, MAX_PASSTHROUGH_OPS)
 
 

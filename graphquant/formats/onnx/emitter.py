@@ -295,11 +295,11 @@ def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
     # The sorting of networkx would not keep the order of the source, and a model would not be saved byte for byte.
     visited: set[str] = set()
     ordered: list[str] = []
-    for root in chain((name for name in preferred if name in graph), graph.nodes):
+    for root in chain((name for name in preferred if name in graph), graph.nx):
         if root in visited:
             continue
         visited.add(root)
-        stack = [(root, iter(graph.predecessors(root)))]
+        stack = [(root, iter(graph.nx.pred[root]))]
         while stack:
             name, sources = stack[-1]
             unvisited_source = next((source for source in sources if source not in visited), None)
@@ -308,7 +308,7 @@ def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
                 stack.pop()
             else:
                 visited.add(unvisited_source)
-                stack.append((unvisited_source, iter(graph.predecessors(unvisited_source))))
+                stack.append((unvisited_source, iter(graph.nx.pred[unvisited_source])))
     return ordered
 
 

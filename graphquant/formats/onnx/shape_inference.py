@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 from google.protobuf.message import DecodeError
 from onnx import (
     AttributeProto,
@@ -37,7 +38,6 @@ from graphquant.formats.onnx.tensors import (
     tensor_value,
     type_and_shape,
 )
-from graphquant.ir import reachable, strongly_connected_groups
 
 HIDDEN_DOMAIN = "graphquant.hidden"
 
@@ -299,11 +299,9 @@ def _typable_part(message: Any, graph: Any, types: Mapping[str, Any], functions:
     ]
     producers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     edges = [(name, index) for index, node in enumerate(nodes) for name in node.input if name]
-    readers: dict[int, list[int]] = {}
-    for name, index in edges:
-        if name not in types:
-            readers.setdefault(producers.get(name, -1), []).append(index)
-    untypable = set(reachable([-1], lambda index: readers.get(index, ())))
+    dependencies: nx.DiGraph[int] = nx.DiGraph()
+    dependencies.add_edges_from((producers.get(name, -1), index) for name, index in edges if name not in types)
+    untypable = nx.descendants(dependencies, -1) if -1 in dependencies else set()
     part.graph.node.extend(node for index, node in enumerate(nodes) if index not in untypable)
     produced = dict.fromkeys(name for node in part.graph.node for name in node.output if name)
     constants = {tensor.name: tensor for tensor in graph.initializer if _has_data(tensor)}
@@ -362,16 +360,21 @@ def _check_function_calls(message: Any) -> None:
         return
     main = ("", "", "")
     callables = {main: message.graph, **{(f.domain, f.name, f.overload): f for f in message.functions}}
-    calls: dict[Any, list[Any]] = {}
+    calls: nx.DiGraph[Any] = nx.DiGraph()
     node_counts: dict[Any, Counter[Any]] = {}
     for key, callable_proto in callables.items():
         nodes = (node for graph in nested_graphs(callable_proto) for node in graph.node)
         node_counts[key] = Counter((node.domain, node.op_type, node.overload) for node in nodes)
-        calls[key] = [callee for callee in node_counts[key] if callee in callables and callee != main]
+        calls.add_node(key)
+        calls.add_edges_from((key, callee) for callee in node_counts[key] if callee in callables and callee != main)
+    try:
+        order = list(nx.topological_sort(calls))
+    except nx.NetworkXUnfeasible as error:
+        raise ModelError(
+            "A function of the model calls itself, which ONNX does not allow. Export the model again."
+        ) from error
     inlined_counts: dict[Any, int] = {}
-    for key, *others in strongly_connected_groups(calls):
-        if others or key in calls[key]:
-            raise ModelError("A function of the model calls itself, which ONNX does not allow. Export the model again.")
+    for key in reversed(order):
         inlined_counts[key] = sum(count * inlined_counts.get(callee, 1) for callee, count in node_counts[key].items())
     if inlined_counts[main] > MAX_INLINED_NODES:
         raise ModelError(

@@ -105,7 +105,7 @@ def _from_graph(
     if outputs:
         _set_outputs(model.main, [str(getattr(output, "name", output)) for output in outputs])
     # Ops that no output depends on initialize, train or save.
-    ancestors = set(reachable(model.main.outputs, model.main.predecessors))
+    ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
     for op in list(model.main.ops()):
         if op.name not in ancestors and op.kind not in _ESSENTIAL_KINDS:
             model.main.replace_op(replace(op, kind="other"))
@@ -122,7 +122,7 @@ def _set_outputs(main: Graph, names: Sequence[str]) -> None:
         op, _, port = name.partition(":")
         port_number = int(port or 0) if not port or port.isdecimal() else -1
         if op not in main or not 0 <= port_number < len(main.op(op).outputs):
-            raise UsageError(f"The graph has no tensor {name!r}.{did_you_mean(op, main.nodes)}")
+            raise UsageError(f"The graph has no tensor {name!r}.{did_you_mean(op, main.nx)}")
         add_output(main, f"@{op}:{port_number}" if port_number else f"@{op}", (op, port_number))
 
 
@@ -336,7 +336,7 @@ def _add_to_control_flow_contexts(meta: Any, model: Model) -> None:
             context = kind.FromString(data)
             member_ops = {name.partition(":")[0] for name in context.values_def.values}
             for name in new_ops:
-                if any(source in member_ops for source in model.main.predecessors(name)):
+                if any(source in member_ops for source in model.main.nx.pred[name]):
                     member_ops.add(name)
                     ports = range(len(model.main.op(name).outputs))
                     context.values_def.values.extend(f"{name}:{port}" for port in ports)

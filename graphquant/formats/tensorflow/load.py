@@ -280,7 +280,7 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
 def _propagate_shapes(graph: Graph) -> None:
     """Copy shapes through passthrough ops. A read of a variable has the variable's shape."""
     visited: set[str] = set()
-    for start_name in graph.nodes:
+    for start_name in graph.nx:
         chain: list[tuple[Op, TensorRef | None]] = []
         op = graph.op(start_name)
         while (
@@ -337,7 +337,7 @@ def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping
 
 def _add_sink_outputs(graph: Graph) -> None:
     for op in list(graph.ops()):
-        if op.kind in _NON_SINK_KINDS or graph.successors(op.name):
+        if op.kind in _NON_SINK_KINDS or graph.nx.adj[op.name]:
             continue
         for port, output in enumerate(op.outputs[:1] if op.kind in {"batchnorm", "merge", "exit"} else op.outputs):
             is_control = op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")

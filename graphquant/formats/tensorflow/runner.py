@@ -37,7 +37,7 @@ def input_specs(model: Model, message: Any = None) -> Sequence[InputSpec]:
     signature = _serving_signature(model, message)
     if signature is None:
         # Only placeholders that the outputs depend on must be fed.
-        ancestors = set(reachable(model.main.outputs, model.main.predecessors))
+        ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
         names = [name for name in model.main.inputs if name in ancestors and not model.main.slots(name)]
         return tuple(_input_spec(model, name) for name in names)
     specs = []

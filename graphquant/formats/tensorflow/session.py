@@ -41,7 +41,7 @@ _QUEUE_PREFIX: Final = "graphquant_observe"
 
 def unfetchable_ops(graph: Graph) -> set[str]:
     """Return the ops of the main graph that may run never or repeatedly: all descendants of an Enter or Switch."""
-    return set(reachable((op.name for op in graph.ops() if op.kind in {"enter", "switch"}), graph.successors))
+    return set(reachable((op.name for op in graph.ops() if op.kind in {"enter", "switch"}), graph.nx.adj.__getitem__))
 
 
 def instrument_with_queues(model: Model, tensors: Iterable[TensorRef], size_only: Collection[TensorRef] = ()) -> Model:
