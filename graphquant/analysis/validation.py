@@ -196,7 +196,8 @@ class Validation:
         """Messages about outputs that the optimizations of ONNX Runtime make worse, whatever the bounds are."""
         return tuple(
             f"the graph optimizations of onnxruntime change output {name!r}, which has {sqnr:.2f} dB without them;"
-            " run the model with ORT_DISABLE_ALL, or change the quantized types, such as float8 to int8"
+            " run the model with ORT_DISABLE_ALL, change float8 types to int8, or keep the ops before it in float with"
+            " --exclude"
             for name, sqnr in self.unoptimized_sqnr.items()
         )
 

@@ -3,19 +3,26 @@
 A `BiasFitLimit` says that a bias must fit int32 in units of input scale times weight scale. A `ShiftLimit` is for
 hardware that computes with powers of two: the sum of positions (-log2 of scales) of some tensors, minus that of others,
 must not exceed a number.
+
+The output of an 8-bit Softmax also has a smallest scale, below which ONNX Runtime's kernel overflows.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphquant.ir import BIAS_ADD_KINDS, WEIGHTED_KINDS, Graph, TensorRef, Use
-from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, Array, QParams
+from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, Array, IntType, QParams
 from graphquant.quantize.solver_state import Conflict, SolverState, format_values
+
+if TYPE_CHECKING:
+    from graphquant.quantize.plan import Site
 
 DPU_CUT_LIMITS = (0, 16)  # limits of weight plus input minus output positions on AMD's DPU
 DPU_MAX_BIAS_CUT = 15  # largest weight plus input minus bias position
@@ -27,10 +34,16 @@ MAX_ADDENDS = 8
 """Inputs of a sum that are compared pairwise. Models have two, and the number of pairs grows quadratically."""
 
 INT32_MAX = (1 << 31) - 1
+SOFTMAX_STEPS = 148
+"""Largest inverse of the scale of an 8-bit Softmax, for each of the values that it normalizes together.
+
+Up to ONNX Runtime 1.31, QLinearSoftmax multiplies exponentials of up to the largest float32 / (exp(5) * values) by the
+inverse of the scale. Products that overflow become 0."""
 
 FUSED_KINDS = frozenset({"bias_add", "relu", "relu6", "leaky_relu", "prelu"})
 """Kinds that are fused with the op before them."""
 
+SOFTMAX_BITS, SOFTMAX_AXIS_OPSET = 8, 13  # bits of the integer kernel; opset from which the axis is a single one
 MAX_FUSED_OPS = 4  # ops that are followed from an op to its quantized output
 INT32_BIAS_FAMILIES = frozenset({"onnx-qdq", "fake-quant"})
 """Families whose consumers convert a float bias to int32 themselves: onnxruntime's optimizer and TFLite's converter."""
@@ -194,6 +207,11 @@ MAX_FLOAT32_EXPONENT = 127  # largest exponent of a float32 power of two
 
 def meet_limits(state: SolverState) -> None:
     """Raise scales until the limits hold. Report the limits that cannot hold; their tensors keep their scales."""
+    for index, site in enumerate(state.sites):
+        smallest = _smallest_softmax_scale(state, site) if index in state.params and state.is_movable(index) else 0.0
+        if smallest and (state.params[index].scale < smallest).any():
+            why = "its scale was raised: with a smaller one the int8 Softmax of onnxruntime overflows"
+            state.raise_scale(index, np.full_like(state.params[index].scale, smallest), why)
     limits, given_up = find_hardware_limits(state), set[int]()
     snapshot = state.snapshot()
     Worklist(state, limits, given_up).run()
@@ -206,6 +224,22 @@ def meet_limits(state: SolverState) -> None:
             _report_bias_fit(state, limit)
         elif _shift_excess(state, limit) > 0:  # else only raises that were undone violated it
             _report_shift(state, limit)
+
+
+def _smallest_softmax_scale(state: SolverState, site: Site) -> float:
+    """Return the smallest scale of a site that the int8 Softmax of ONNX Runtime supports; 0.0 for other ops."""
+    op = state.model.op(site.tensor)
+    shape, dtype = op.outputs[0].shape, site.scheme.type
+    is_byte = isinstance(dtype, IntType) and dtype.bits == SOFTMAX_BITS
+    if op.kind != "softmax" or state.model.format != "onnx" or shape is None or not is_byte:
+        return 0.0
+    flattens = state.model.opset < SOFTMAX_AXIS_OPSET  # then it normalizes over all axes from `axis` on
+    axis = int(op.numeric_attr("axis", 1 if flattens else -1))
+    sizes = shape[axis:] if flattens else shape[axis : axis + 1 or None]
+    steps = 0 if None in sizes else SOFTMAX_STEPS * math.prod(size or 1 for size in sizes)
+    if not steps:
+        return 0.0
+    return 2.0 ** -math.floor(math.log2(steps)) if site.scheme.scale == "power-of-two" else 1 / steps
 
 
 class Worklist:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -11,13 +12,17 @@ import pytest
 from support.onnx_models import load_onnx
 from support.plans import make_plan
 
+import graphquant as gq
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
 from graphquant.numerics import QParams, Range, qparams_from_scale
 from graphquant.quantize import Site, power_of_two_position
-from graphquant.quantize.limits import BiasFitLimit, find_hardware_limits, meet_limits
+from graphquant.quantize.limits import SOFTMAX_STEPS, BiasFitLimit, find_hardware_limits, meet_limits
 from graphquant.quantize.solver_state import SolverState
 from graphquant.rules import ObserverConfig, Scheme
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHIFTING = Scheme(name="dpu", dtype="int8", scale="power-of-two", shifts="dpu", family="onnx-qdq")
 INT8 = Scheme(name="int", dtype="int8", family="onnx-qdq")
@@ -758,3 +763,20 @@ def test_scales_that_are_no_powers_of_two_have_no_shift(tmp_path):
     meet_limits(state)
     assert [float(state.params[index].scale) for index in range(3)] == [2.0**-30, 0.75, 2.0**-20]
     assert (state.changes, state.conflicts) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("axis", "opset", "shape", "values"), [(-1, 17, (1, 16), 16), (1, 17, (1, 8, 6, 6), 8), (2, 11, (1, 2, 3, 4), 12)]
+)
+def test_output_of_a_flat_softmax(tmp_path: Path, axis: int, opset: int, shape: tuple[int, ...], values: int) -> None:
+    """A scale is not below the smallest one that the int8 Softmax of onnxruntime computes without an overflow to 0."""
+    sizes = ", ".join(map(str, shape))
+    net = f"g (float[{sizes}] x) => (float[{sizes}] y) {{ y = Softmax <axis = {axis}> (x) }}"
+    text = f'<ir_version: 8, opset_import: ["": {opset}]> {net}'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "net.onnx")
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "data.npz", x=(rng.normal(size=(40, *shape[1:])) / 10).astype(np.float32))
+    result = gq.insert(tmp_path / "net.onnx", rules="qnn", data=str(tmp_path / "data.npz"))
+    (scale,) = (entry.params.scale for entry in result.inserted if entry.site.tensor.op == "y")
+    assert scale == np.float32(1 / (SOFTMAX_STEPS * values))
+    assert result.validation.comparison.sqnr > 45
