@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 GC_THRESHOLDS = 200_000, 20, 20  # with Python's own ones, a tenth of the time for 10,000 ops
@@ -11,6 +12,8 @@ GC_THRESHOLDS = 200_000, 20, 20  # with Python's own ones, a tenth of the time f
 def run() -> None:
     """Run the command line. Ctrl-C also ends it with one line while modules are imported."""
     gc.set_threshold(*GC_THRESHOLDS)
+    # pydantic would read the metadata of all installed packages in search of plugins.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from graphquant.cli import main
 

@@ -16,7 +16,7 @@ from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.errors import InternalError
 from graphquant.ir import QUANTIZATION_KINDS, Model, Parameters, TensorRef
 from graphquant.ir.op_matching import OpMatching, consumers_through_qdq, match_ops, unclipped_source, unquantized_source
-from graphquant.numerics import Array, QParams, dequantize, quantize
+from graphquant.numerics import Array, QParams, dequantize, iter_slabs, quantize
 from graphquant.quantize import parse_step_names, prepare
 
 ObservedTensors = Mapping[TensorRef, Sequence[Array]]
@@ -223,19 +223,22 @@ def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _
         return
     params = _with_fitting_axis(params, value)
     stores_integers = site.input_tensor is None
-    dequantized = dequantize(value if stores_integers else quantize(value, params), params)
     expected = float_weights.matching_value(site.output_tensor)
-    if expected is not None and expected.size != dequantized.size:
+    if expected is not None and expected.size != value.size:
         expected = None
     if expected is None and stores_integers:
         site.note = "the float model has no such weight"
     elif expected is not None and stores_integers:
-        site.read_float_weight = partial(_reshaped_float_weight, float_weights, site.output_tensor, dequantized.shape)
+        site.read_float_weight = partial(_reshaped_float_weight, float_weights, site.output_tensor, value.shape)
     local_reference = expected if stores_integers else value
-    for errors, reference in ((site.local_errors, local_reference), (site.accumulated_errors, expected)):
-        if reference is not None:
-            with ignore_overflow():
-                errors.add(reference.reshape(dequantized.shape), dequantized)
+    # Some rows at a time, because a weight can take much of the memory.
+    for rows, row_params in iter_slabs(value.shape, params):
+        integers = value[rows] if stores_integers else quantize(value[rows], row_params)
+        dequantized = dequantize(integers, row_params)
+        for errors, reference in ((site.local_errors, local_reference), (site.accumulated_errors, expected)):
+            if reference is not None:
+                with ignore_overflow():
+                    errors.add(reference.reshape(value.shape)[rows], dequantized)
 
 
 def _reshaped_float_weight(float_weights: _FloatWeights, quantized_weight: TensorRef, shape: tuple[int, ...]) -> Array:

@@ -51,6 +51,10 @@ MAX_CONCURRENT_RUNS = min(4, os.cpu_count() or 1)  # maximum number of concurren
 FILL_THREADS = max(MAX_CONCURRENT_RUNS // 2, 1)
 """Number of threads that fill sketches, each for different tensors. A run takes longer than filling."""
 
+MIN_CONCURRENT_ELEMENTS = 1 << 23
+"""Number of elements, over all runs, from which several runs are concurrent. The sessions of other threads would take
+longer to create than they save."""
+
 TENSORS_PER_TASK = 8  # number of tensors whose values are added to sketches in one task
 
 
@@ -83,17 +87,21 @@ def observe_feeds(
     max_elements: int | None,
     budget: int,
     max_concurrent_runs: int,
+    run_count: int | None = None,
 ) -> Generator[None, None, None]:
     """Pass the values of `tensors` in each run to `on_result`, and yield once after each run.
 
     Each feed comes with the index of the block that it completes, or None, which `on_result` also gets. It is called in
     order, on any thread. Values that it leaves in the dictionary stay in memory longer than needed. `max_elements` is
-    an upper bound of the elements of all tensors in one run, None to measure it; `budget` bytes may hold values.
+    an upper bound of the elements of all tensors in one run, None to measure it; `budget` bytes may hold values. There
+    are about `run_count` feeds; if they are few and small, one run follows the other.
     """
     first = next(feeds, None)
     if first is None:
         return
     groups, max_elements = group_observed_tensors(runner, tensors, first[0], max_elements, budget)
+    if run_count is not None and max_elements * run_count < MIN_CONCURRENT_ELEMENTS:
+        max_concurrent_runs = 1
     feed_branches = tee_items(itertools.chain([first], feeds), 2 * len(groups))
     del first
 
@@ -278,6 +286,7 @@ def collect_stats(
             max_elements=max_elements,
             budget=budget,
             max_concurrent_runs=MAX_CONCURRENT_RUNS,
+            run_count=data_run.blocks * (1 if footprint.join_samples else footprint.block_size),
         )
         with closing(observations):
             for _ in observations:

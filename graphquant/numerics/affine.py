@@ -290,10 +290,13 @@ def dequantize(q: Array, params: QParams) -> Array:
     blocked_shape, scale = _blocked_shape(q.shape, params), _broadcast_to_blocked_shape(params.scale, params, q.shape)
     if isinstance(params.type, FloatType):
         return np.asarray(np.asarray(q, np.float32).reshape(blocked_shape) * scale).reshape(q.shape)
-    step_dtype = np.int32 if params.type.bits <= EXACT_BITS else np.int64
     zero_point = _broadcast_to_blocked_shape(params.zero_point, params, q.shape)
-    steps = q.astype(step_dtype).reshape(blocked_shape) - zero_point
-    return np.asarray(steps.astype(np.float32) * scale).astype(np.float32, copy=False).reshape(q.shape)
+    if params.type.bits <= EXACT_BITS:  # the difference is exact in float32
+        steps = q.astype(np.float32).reshape(blocked_shape)
+        steps -= zero_point.astype(np.float32)
+    else:
+        steps = (q.astype(np.int64).reshape(blocked_shape) - zero_point).astype(np.float32)
+    return np.asarray(steps * scale).astype(np.float32, copy=False).reshape(q.shape)
 
 
 def _blocked_shape(shape: tuple[int, ...], params: QParams) -> tuple[int, ...]:

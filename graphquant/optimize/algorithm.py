@@ -146,31 +146,50 @@ def apply_validated(
         all_skipped: list[AlgorithmResult] = [skipped_algorithm(name, too_few) for name, *_ in algorithms]
         return replace(state, results=(*state.results, *all_skipped))
     float_outputs: SampleOutputs = []
-    errors_before = None
+    measured: _MeasuredEdits | None = None
     for name, apply, min_standard_errors in algorithms:
         candidate = apply(state, samples)
         check_invariants(candidate.model, name)
         if not any(result.applied for result in candidate.results[len(state.results) :]):
             state = replace(state, results=candidate.results)
             continue
-        if errors_before is None:
+        if measured is None:
             edits = solve_state(state)
             runner = samples.create_runner(edits.model)
             float_outputs = list(run_outputs(runner, samples.validation_feeds))
-            errors_before = _measure_output_errors(edits, float_outputs, samples)
-        errors_after = _measure_output_errors(solve_state(candidate), float_outputs, samples)
-        reason = rejection_reason(errors_before, errors_after, min_standard_errors)
+            measured = _measure_output_errors(edits, float_outputs, samples)
+            measured.runner.free_large_session()
+        candidate_measured = _measure_output_errors(solve_state(candidate), float_outputs, samples)
+        reason = rejection_reason(measured.errors, candidate_measured.errors, min_standard_errors)
         if reason:
             skipped = skipped_algorithm(name, f"{reason}, measured on {count} validation samples")
             state = replace(state, results=(*state.results, skipped))
         else:
-            state, errors_before = candidate, errors_after
+            state, measured = candidate, candidate_measured
+        measured.reuse()
     return state
 
 
-def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, samples: AlgorithmData) -> Array:
-    """Measure the squared error of each float output relative to its power: float64 (samples, outputs)."""
-    runner = share_runner(samples.create_runner(edits.quantized_model()), "quantized")
+@dataclass(frozen=True, slots=True)
+class _MeasuredEdits:
+    """Errors of edits, with their quantized model and its runner, which are often those of the result."""
+
+    errors: Array  # squared error of each float output relative to its power: float64 (samples, outputs)
+    runner: Runner
+    edits: WeightEdits
+    rewritten: tuple[Model, list[InsertedPair]]
+
+    def reuse(self) -> None:
+        """Let later steps use the quantized model and its runner again."""
+        share_runner(self.runner, "quantized")
+        if self.edits.integer_cache is not None:
+            self.edits.integer_cache.last_rewrite = self.edits.model, self.edits.solution, self.rewritten
+
+
+def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, samples: AlgorithmData) -> _MeasuredEdits:
+    """Measure the error of the quantized model of edits on the validation samples."""
+    rewritten = edits.rewritten()
+    runner = share_runner(samples.create_runner(rewritten[0]), "quantized")
     names = [
         name
         for name, value in float_outputs[0].items()
@@ -183,7 +202,8 @@ def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, sam
     rows = []
     for outputs, quantized in zip(float_outputs, runner.run_each(samples.validation_feeds), strict=True):
         rows.append([_squared_error(outputs[name], quantized.get(name)) for name in names])
-    return np.array(rows).reshape(len(rows), len(names)) / powers
+    errors = np.array(rows).reshape(len(rows), len(names)) / powers
+    return _MeasuredEdits(errors, runner, edits, rewritten)
 
 
 def _squared_error(expected: Array, actual: Array | None) -> float:

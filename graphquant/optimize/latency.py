@@ -388,7 +388,7 @@ class LatencyTimer:
         return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]
 
 
-REPORT_SECONDS = 0.05  # processor seconds of the comparison with float in the report, besides the first runs
+REPORT_SECONDS = 0.02  # processor seconds of the comparison with float in the report, besides the first runs
 MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
 
 

@@ -101,6 +101,7 @@ def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:
     return tuple(ops.values())
 
 
+@lru_cache(maxsize=1024)
 def _parse_pattern_op(line: str) -> PatternOp:
     match = _LINE.fullmatch(line.strip())
     if not match:

@@ -419,9 +419,9 @@ def _unused_rules_lines(plan: Plan, *, shipped: bool) -> list[RenderableType]:
 
     Shipped rules cover many models, so most of them match nothing in any one model. That is not a mistake.
     """
-    if not plan.unused:
-        return []
     shipped_files = [name for name in plan.rules if name in shipped_rule_files()]
+    if not plan.unused or not (shipped or len(shipped_files) < len(plan.rules)):
+        return []  # without reading the rule files again
     shipped_rules = {rule.rule.name for rule in load_ruleset(shipped_files).rules}
     user_rules = [name for name in plan.unused if name not in shipped_rules]
     lines: list[RenderableType] = []

@@ -221,9 +221,12 @@ def test_known_sizes_need_no_measuring() -> None:
     assert runner.asked == [(A, B, C)]
 
 
-def test_concurrent_runs() -> None:
-    """Runs are concurrent on several cores: at most one on each, and at most four. Groups are run one by one."""
+def test_concurrent_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many runs are concurrent on several cores: at most one on each, and at most four. Groups are run one by one."""
     runner, cores = three_tensor_runner(), os.cpu_count() or 1
+    calibrate(TARGETS, runner, numbered_samples(4))
+    assert runner.max_in_flight == 1
+    monkeypatch.setattr("graphquant.calibration.calibrate.MIN_CONCURRENT_ELEMENTS", 0)
     calibrate(TARGETS, runner, numbered_samples(4))
     assert min(cores, 2) <= runner.max_in_flight <= min(cores, 4)
     calibrate(TARGETS, runner, numbered_samples(4), max_memory=1)

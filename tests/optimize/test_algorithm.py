@@ -36,6 +36,9 @@ class Runner:
         """Yield the outputs of the next sample for each feed."""
         return (next(self._outputs) for _ in feeds)
 
+    def free_large_session(self):
+        """Do nothing, because there is no session."""
+
 
 def outputs_with_error(error, samples=8):
     """Return outputs that are this far from those of the float model, nearly the same for each sample."""
@@ -45,7 +48,7 @@ def outputs_with_error(error, samples=8):
 def run_algorithms(monkeypatch, *errors, samples=8):
     """Return the state after algorithms that bring the outputs to these errors. None changes nothing."""
     monkeypatch.setattr(algorithm, "check_invariants", lambda model, name: None)
-    monkeypatch.setattr(WeightEdits, "quantized_model", lambda edits: edits.solution)
+    monkeypatch.setattr(WeightEdits, "rewritten", lambda edits: (edits.solution, []))
     earlier = AlgorithmResult(algorithm="earlier", target="x", detail="")
     state = WeightEdits(
         prepared_model=None, model=outputs_with_error(0.0), solution=outputs_with_error(1.0), results=(earlier,)
@@ -116,12 +119,12 @@ def test_errors_of_outputs():
         {"y": np.array([5.0, 0.0]), "z": np.array([0.0]), "integers": np.array([1])},
     ]
     actual = [{"y": np.array([3.0, 3.0]), "z": np.array([2.0])}, {"y": np.array([5.0])}]
-    edits = SimpleNamespace(quantized_model=lambda: actual)
+    edits = SimpleNamespace(rewritten=lambda: (actual, []))
     data = AlgorithmData(feeds=[], validation_feeds=[None, None], create_runner=Runner)
-    errors = algorithm._measure_output_errors(edits, expected, data)
+    errors = algorithm._measure_output_errors(edits, expected, data).errors
     assert errors.tolist() == [[1 / 25, 4.0], [np.inf, np.inf]]
     large, actual[:] = {"y": np.full(1, 1e30, np.float32)}, [{"y": np.full(1, 0.9e30, np.float32)}] * 2
-    assert algorithm._measure_output_errors(edits, [large] * 2, data) == pytest.approx(0.01)
+    assert algorithm._measure_output_errors(edits, [large] * 2, data).errors == pytest.approx(0.01)
 
 
 def test_observed_tensors():
