@@ -10,6 +10,7 @@ both questions, the source of a slot and the consumers of a tensor, cost only th
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from graphquant.errors import InternalError, ModelError, UsageError
+from graphquant.ir.kinds import CONCATENATING_KINDS, RESHAPING_KINDS, TRANSPARENT_KINDS
 from graphquant.ir.traversal import reachable, unique_name
 from graphquant.ir.types import FORMAT_TRAITS, Call, FormatTraits, Op, Output, Shape, TensorRef, Use
 from graphquant.utils import HtmlRepresentation
@@ -419,19 +421,27 @@ MAX_TENSOR_BYTES = 1 << 28
 
 MAX_GROWTH = 1000
 BYTES_PER_ELEMENT = 4  # of most activations and weights
+SIZE_KEEPING_KINDS = CONCATENATING_KINDS | RESHAPING_KINDS | TRANSPARENT_KINDS | {"abs", "cast", "neg", "relu"}
+"""Kinds whose output has at least as many elements as each input, also where sizes are not known."""
 
 
 def check_tensor_sizes(model: Model, max_memory: int | None = None, remedy: str = "") -> None:
     """Reject a small model whose tensors would fill memory, such as one that doubles a tensor again and again.
 
-    `max_memory` raises the limit of a tensor; the message suggests that, or the `remedy`. Sizes that depend on the data
-    are not known. Raises a ModelError if a tensor is too large.
+    `max_memory` raises the limit of a tensor; the message suggests that, or the `remedy`. Axes of unknown size count
+    as 1, also where tensors are joined along it. Raises a ModelError if a tensor is too large.
     """
     sizes: dict[TensorRef, int] = {}
     stored = 0
     for graph, op in model.reachable_ops():
         for port, output in enumerate(op.outputs):
-            size = BYTES_PER_ELEMENT * (output.elements_per_sample or 0)
+            elements = output.elements_per_sample
+            if elements is None:
+                elements = math.prod(size or 1 for size in output.shape or ())
+            size = BYTES_PER_ELEMENT * elements
+            if output.elements_per_sample is None and op.kind in SIZE_KEEPING_KINDS:
+                operands = [sizes.get(slot, 0) for slot in graph.slots(op.name) if slot is not None]
+                size = max(size, sum(operands) if op.kind in CONCATENATING_KINDS else max(operands, default=0))
             sizes[TensorRef(graph.name, op.name, port)] = size
             stored += size if op.kind in {"constant", "variable", "input"} else 0
     tensor, largest = max(sizes.items(), key=itemgetter(1), default=(None, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +154,20 @@ def test_models_with_large_tensors_are_accepted(tmp_path: Path) -> None:
     check_tensor_sizes(gq.load(write_doubling_model(tmp_path / "b.onnx", 8, 1 << 19)))
     with pytest.raises(ModelError):
         check_tensor_sizes(gq.load(write_doubling_model(tmp_path / "c.onnx", 23)))
+
+
+def test_huge_tensors_of_unknown_size(tmp_path: Path) -> None:
+    """A tensor that is joined with itself again and again is refused, also along an axis of unknown size."""
+    names = ["x", *(f"t{index}" for index in range(60))]
+    nodes = []
+    for name, double in pairwise(names):
+        nodes += [f"{double}c = Concat <axis = 1> ({name}, {name})", f"{double} = Relu ({double}c)"]
+    for number, is_refused in ((20, False), (60, True)):
+        text = f"{' '.join(nodes[: 2 * number])} y = ReduceSum <keepdims = 0> ({names[number]})"
+        graph = f'<ir_version: 8, opset_import: ["": 17]> g (float[1, n, 4] x) => (float y) {{ {text} }}'
+        onnx.save(onnx.parser.parse_model(graph), tmp_path / "net.onnx")
+        with pytest.raises(ModelError) if is_refused else nullcontext():
+            check_tensor_sizes(gq.load(tmp_path / "net.onnx"))
 
 
 BODY = "body = body (float[4] e) => (float[4] f) { f = Relu(e) }"
