@@ -11,6 +11,15 @@ from graphquant.batch.cache_key import FileHashes
 from graphquant.errors import UsageError
 
 
+def wait_for_new_timestamp(folder):
+    """Wait until the kernel's clock, whose grain is several milliseconds, gives a file another time."""
+    clock = folder / "clock"
+    clock.write_bytes(b"")
+    start = clock.stat().st_ctime_ns
+    while clock.stat().st_ctime_ns == start:
+        clock.write_bytes(b"")
+
+
 def test_unchanged_file_is_hashed_once(tmp_path, monkeypatch):
     """An unchanged file is not read again. A new modification time, size or inode causes a new read."""
     path = tmp_path / "a"
@@ -22,12 +31,12 @@ def test_unchanged_file_is_hashed_once(tmp_path, monkeypatch):
     file_digest = hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", lambda *arguments: reads.append(1) or file_digest(*arguments))
     with FileHashes(tmp_path / "m.sqlite") as file_hashes:
-        time.sleep(0.02)  # longer than the grain of the kernel's clock
+        wait_for_new_timestamp(tmp_path)
         assert file_hashes.digest(path) == hashlib.sha256(b"one").hexdigest()
     with FileHashes(tmp_path / "m.sqlite") as file_hashes:
         assert file_hashes.digest(path) == hashlib.sha256(b"one").hexdigest()
         assert len(reads) == 1
-        time.sleep(0.02)
+        wait_for_new_timestamp(tmp_path)
         path.write_bytes(b"two")
         os.utime(path, ns=(old + 1, old + 1))
         assert file_hashes.digest(path) == hashlib.sha256(b"two").hexdigest()
@@ -47,7 +56,7 @@ def test_reset_modification_time(tmp_path, monkeypatch):
     os.utime(path, ns=(old, old))
     monkeypatch.setattr(cache_key, "TIMESTAMP_GRAIN", 0)
     with FileHashes(tmp_path / "m.sqlite") as file_hashes:
-        time.sleep(0.02)  # longer than the grain of the kernel's clock
+        wait_for_new_timestamp(tmp_path)
         assert file_hashes.digest(path) == hashlib.sha256(b"one").hexdigest()
         inode = path.stat().st_ino
         path.write_bytes(b"two")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_prefetch_reads_a_bounded_number_of_feeds(max_in_flight: int) -> None:
 
 def test_prefetch_runs_concurrently() -> None:
     """Two runs that wait for each other both finish."""
-    together = threading.Barrier(2, timeout=30)
+    together = threading.Barrier(2, timeout=600)
     assert list(prefetch(lambda feed: together.wait() * 0 + feed, iter(range(4)), 2)) == [0, 1, 2, 3]
 
 
@@ -80,10 +80,13 @@ def test_on_result_is_called_in_order_with_bounded_results(max_in_flight: int) -
     """Slow and fast runs are reported in the order of their feeds; the number of unreported results is bounded."""
     reported: list[int] = []
     peak = [0]
+    ended = [threading.Event() for _ in range(40)]
 
     def run(number: int) -> list[int]:
         peak[0] = max(peak[0], number - len(reported) + 1)
-        time.sleep(0.002 * (number % 3 == 0))
+        if max_in_flight > 1 and number % 3 == 0 and number + 1 < len(ended):
+            assert ended[number + 1].wait(600)  # the next run is faster
+        ended[number].set()
         return [number]
 
     def on_result(result: list[int]) -> None:
@@ -126,13 +129,15 @@ def test_small_model_has_one_session_per_thread(
     """A small model has a session per thread, a large one has one for all; the values are the same."""
     busy: dict[int, int] = {}
     concurrent_runs: list[int] = []
+    together, runs = threading.Barrier(2), itertools.count()
     original = onnx_session.run_session
 
     def counting_run_session(session, *arguments):
         busy[id(session)] = busy.get(id(session), 0) + 1
         concurrent_runs.append(busy[id(session)])
         try:
-            time.sleep(0.002)
+            if next(runs) < 2:
+                together.wait(600)
             return original(session, *arguments)
         finally:
             busy[id(session)] -= 1
