@@ -281,6 +281,7 @@ def compare_runners(
         pool = stack.enter_context(ThreadPoolExecutor(COMPARE_THREADS))
         stack.enter_context(closing(quantized_feeds))
         model_pair = ModelPairRunner(float_runner, quantized_runner, inputs)
+        float_runner.start_sequence()
         quantized_outputs = quantized_runner.run_each(model_pair.quantized_feed(feed) for feed, _ in quantized_feeds)
         if sites is not None and site_runner is not None:
             for site_feed in site_feeds:
@@ -348,6 +349,7 @@ class ModelPairRunner:
         self._float_runner, self._quantized_runner = float_runner, quantized_runner
         self._inputs = inputs
         self._sites: ComparedSites | None = None
+        self._site_runner: Runner | None = None
         self._observations: list[Iterator[ObservedTensors]] = []
         self._output_tensors: Mapping[str, TensorRef] = {}
         self._observed_outputs_equal = False
@@ -374,7 +376,7 @@ class ModelPairRunner:
             and site_runner.output_tensors.keys() >= set(self._float_runner.outputs)
         ):
             self._output_tensors = site_runner.output_tensors
-        self._sites = sites
+        self._sites, self._site_runner = sites, site_runner
         float_tensors = list(dict.fromkeys([*float_tensors, *self._output_tensors.values()]))
         quantized_tensors = [tensor for tensor in quantized_tensors if tensor not in hidden]
         observations = (
@@ -405,6 +407,9 @@ class ModelPairRunner:
             actual = next(outputs)
             return float_outputs.result(), actual, {}
         actual = next(outputs)
+        if self._site_runner is not None and self._output_tensors and not self._observed_outputs_equal:
+            self._site_runner.free_large_session(observing=True)  # the weights need not be in two sessions at a time
+            return_freed_memory()
         expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
         if self._output_tensors and not self._observed_outputs_equal:
             self._float_runner.free_large_session()  # it will run again only if the observed model differs

@@ -234,11 +234,14 @@ class OnnxRunner:
         weights = {name: self._weights[name] for name in names}
         return _create_session_or_parts(message, self.model.source.folder, weights, mode)
 
-    def free_large_session(self) -> None:
-        """Free the session of `run` if its weights need much memory; the next run creates it again."""
+    def free_large_session(self, *, observing: bool = False) -> None:
+        """Free the session of `run`, or that of `observe`, if its weights need much memory. It is created again."""
         if self._model_bytes > SESSION_PER_THREAD_BYTES:
-            self._session = None
-            if self._full_watch is None and self._flagged_watch is None:
+            if observing:
+                self._full_watch = self._flagged_watch = None
+            else:
+                self._session = None
+            if self._session is None and self._full_watch is None and self._flagged_watch is None:
                 self._weights.clear()
 
 

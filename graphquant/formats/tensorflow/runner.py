@@ -134,7 +134,7 @@ class TensorFlowRunner:
         parts = {key: name.partition(":") for key, name in self._fetches.items()}
         return {key: TensorRef("", op, int(port or 0)) for key, (op, _, port) in parts.items()}
 
-    def free_large_session(self) -> None:
+    def free_large_session(self, *, observing: bool = False) -> None:
         """Do nothing: all runs share one session."""
 
     @staticmethod

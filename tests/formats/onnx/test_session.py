@@ -177,3 +177,19 @@ def test_large_weights_are_passed_to_the_session_by_memory(tmp_path: Path, monke
             np.testing.assert_array_equal(results["y"], expected[0])
             np.testing.assert_array_equal(results["given"], arrays["given"])
     assert external_names == ["w", "default", "given"]
+
+
+@pytest.mark.parametrize(("limit", "freed"), [(0, True), (1 << 24, False)])
+def test_large_sessions_are_freed(load_text: Any, monkeypatch: pytest.MonkeyPatch, limit: int, freed: bool) -> None:
+    """What observes is freed alone, and created again when tensors are observed, if the model is large."""
+    monkeypatch.setattr(session, "SESSION_PER_THREAD_BYTES", limit)
+    runner = format_.create_runner(load_text(HEAD + "g (float[2] x) => (float[2] y) { h = Neg(x) y = Abs(h) }"))
+    tensor = TensorRef("", "h")
+    expected = [values[tensor][0].tolist() for values in runner.observe([tensor], [{"x": X}])]
+    runner.run({"x": X})
+    before = runner._full_watch, runner._session
+    runner.free_large_session(observing=True)
+    assert (runner._full_watch is None, runner._session is before[1]) == (freed, True)
+    assert [values[tensor][0].tolist() for values in runner.observe([tensor], [{"x": X}])] == expected
+    runner.free_large_session()
+    assert (runner._session is None, runner._full_watch is None) == (freed, False)
