@@ -173,7 +173,7 @@ class SlowGreedy:
         selection = settle_selection(groups, chosen, 0.0)
         cost = price(chosen) / (price(ops) or 1.0)
         quality = measure(selection)
-        return SelectionResult(selection=selection, quality=quality, cost=cost, plans=self.measured, interrupted=False)
+        return SelectionResult(selection=selection, quality=quality, cost=cost, plans=self.measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,12 +53,13 @@ from graphquant.optimize import (
     SearchTrace,
     Workspace,
     build_model,
+    predict_costs,
     repair_plan,
     run_precalibration_algorithms,
+    search_clock,
     search_plan,
 )
 from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float
-from graphquant.optimize.repair import ALGORITHM_RUNS, PLAN_RUNS, REPAIR_SAMPLES
 from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.quantize import Plan, RangeTransfer, Site, read_name_map, transfer_ranges
 from graphquant.rules import NEGATION
@@ -113,23 +113,25 @@ def insert(
         raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
     check = data.start_check(source) if plan.sites else None
     state = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=data.stats is not None)
-    start = time.monotonic()
+    start = search_clock(settings.search_time)()
     stats, folds = _provide_folds(source, state, data, settings, progress)
     findings = () if check is None else check.finish(None if stats is None or data.stats else state.model)
     workspace = Workspace(state=state, stats=stats, build=_make_build(state, stats, data, settings))
-    context = _RepairContext(source, prepared, data, settings, start, progress)
+    context = _RepairContext(source, prepared, data, settings, plan, start, progress)
     repair, search_objective = None, objective
     if objective.bounds.min_sqnr is not None and data.search_set is not None and context.allows(objective):
-        workspace = replace(workspace, build=_keep_last_build(workspace.build))  # the search starts with the same plan
+        workspace = _keep_default_build(workspace)  # the search starts with the same plan
         improved, repair = context.choose_algorithms(workspace, objective.bounds.min_sqnr)
-        if improved is not workspace:
+        if improved.state.model is not state.model:  # its statistics are not divided into folds
             stats, folds = _provide_folds(source, improved.state, data, settings, progress)
             build = _make_build(improved.state, stats, data, settings)
-            workspace = replace(improved, stats=stats, build=build)
+            improved = _keep_default_build(replace(improved, stats=stats, build=build))
+        workspace = improved
         if repair.stop_reason == "interrupt":
             search_objective = replace(objective, bounds=Bounds())
     state, stats = workspace.state, workspace.stats
-    built, trace = search_plan(source, state, workspace.build, stats, search_objective, data, folds, progress)
+    budget = context.budget if data.search_set is not None and search_objective.bounds else None
+    built, trace = search_plan(source, state, workspace.build, stats, search_objective, data, folds, progress, budget)
     if repair is not None and repair.steps:
         base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
         trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
@@ -156,16 +158,19 @@ def insert(
     return _measure_time(_judge_execution(result), data)
 
 
-def _keep_last_build(build: Callable[[Plan], BuiltModel]) -> Callable[[Plan], BuiltModel]:
-    """Return a function that builds a plan, and returns the last model again for the same plan object."""
-    last: list[tuple[Plan, BuiltModel]] = []
+def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:
+    """Return the workspace with a function that builds the model of its plan only once, or never if it is `built`."""
+    default, build = workspace.state.plan, workspace.build
+    kept = [] if built is None else [built]
 
     def build_or_reuse(plan: Plan) -> BuiltModel:
-        if not (last and last[0][0] is plan):  # plans of TensorFlow models are not hashable
-            last[:] = [(plan, build(plan))]
-        return last[0][1]
+        if plan is not default:  # plans of TensorFlow models are not hashable
+            return build(plan)
+        if not kept:
+            kept.append(build(plan))
+        return kept[0]
 
-    return build_or_reuse
+    return replace(workspace, build=build_or_reuse)
 
 
 def _check_options(settings: InsertOptions) -> Objective:
@@ -359,7 +364,7 @@ def _make_build(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _RepairContext:
     """The inputs of one `insert` that a repair needs."""
 
@@ -367,8 +372,18 @@ class _RepairContext:
     prepared: Model
     data: CalibrationData
     settings: InsertOptions
-    start: float  # monotonic time at which calibration started, in seconds
+    plan: Plan  # the plan of the rules
+    start: float  # time of the search clock at which calibration started, in seconds
     progress: Progress | None
+
+    @cached_property
+    def budget(self) -> SearchBudget:
+        """The work of all searches, which starts after the calibration."""
+        search_time, samples = self.settings.search_time, self.data.calibration or self.data.dataset
+        elapsed = search_clock(search_time)() - self.start
+        costs = predict_costs(self.prepared, self.plan, samples, model_constant_bytes(self.prepared))
+        algorithms = len(self.plan.algorithms)
+        return SearchBudget(search_time, costs, samples.count, algorithms, elapsed)
 
     def allows(self, objective: Objective) -> bool:
         """Return True if a repair may change the plan.
@@ -385,7 +400,8 @@ class _RepairContext:
         repaired, trace = repair_plan(self._request(workspace, workspace.build(workspace.state.plan), min_sqnr, None))
         if not any(step.kept for step in trace.steps):
             return workspace, trace
-        return replace(repaired.workspace, state=replace(repaired.workspace.state, plan=repaired.plan)), trace
+        improved = replace(repaired.workspace, state=replace(repaired.workspace.state, plan=repaired.plan))
+        return _keep_default_build(improved, repaired.built), trace
 
     def repair(self, workspace: Workspace, built: BuiltModel, validation: Validation) -> Result:
         """Return the result of the cheapest plan whose outputs reach the default target, or of the best plan."""
@@ -406,9 +422,6 @@ class _RepairContext:
     ) -> RepairRequest:
         data, algorithms = self.data, self.settings.algorithms
         samples = data.dataset if data.calibration is None else data.calibration
-        # The calibration and its algorithms, counted in runs of a sample.
-        calibration_runs = max(samples.count, REPAIR_SAMPLES) + PLAN_RUNS
-        calibration_runs += ALGORITHM_RUNS * len(workspace.state.plan.algorithms)
         return RepairRequest(
             source=self.source,
             prepared=self.prepared,
@@ -424,7 +437,8 @@ class _RepairContext:
             disabled_algorithms=frozenset(
                 name.removeprefix(NEGATION) for name in algorithms if name.startswith(NEGATION)
             ),
-            budget=SearchBudget(self.settings.search_time, calibration_runs, time.monotonic() - self.start),
+            budget=self.budget,
+            folds=data.fold_count,
             progress=self.progress,
         )
 

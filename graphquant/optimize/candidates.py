@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.data.dataset import Feed
     from graphquant.calibration.holdout import HoldOut
     from graphquant.optimize.algorithms import BuiltModel
+    from graphquant.optimize.search_budget import SearchBudget
     from graphquant.quantize.rewrite import InsertedPair
 
 BuildModel = Callable[[Plan], "BuiltModel"]
@@ -339,6 +340,7 @@ MIN_GROUP_SAMPLES, MAX_GROUP_SAMPLES = 8, 64
 """Number of samples on which the errors of groups of sites are measured: few, but more in small models."""
 
 MAX_GROUP_ELEMENTS = 1 << 21  # maximum number of elements of all activations if there are more samples than the minimum
+MIN_LIMITED_SAMPLES = 4  # the same if there is not enough work left for more
 MAX_SINGLE_SAMPLES = 32  # maximum number of samples that run one by one
 
 
@@ -365,6 +367,7 @@ def switch_groups(
     groups: Sequence[Collection[int]],
     samples: Dataset,
     sample_order: Sequence[int] = (),
+    max_samples: int | None = None,
 ) -> GroupSwitches:
     """Make a session in which each group of sites of a plan can be bypassed; it runs on a few of the samples.
 
@@ -381,6 +384,7 @@ def switch_groups(
     max_count = MAX_GROUP_SAMPLES if batch_independent else MAX_SINGLE_SAMPLES
     elements = activation_elements(runner, plan, samples)
     count = min(max(MAX_GROUP_ELEMENTS // max(elements, 1), MIN_GROUP_SAMPLES), max_count, samples.count)
+    count = count if max_samples is None else min(count, max_samples)
     if sample_order:
         chosen = sorted(sample_order[:count])
         feeds_between = samples.feeds_between
@@ -389,12 +393,15 @@ def switch_groups(
             return (feed for index in chosen[start:stop] for feed in feeds_between(index, index + 1))
 
         samples = replace(samples, count=len(chosen), open_feeds=open_chosen)
-    feeds = chunk_sample_feeds(samples, inputs, batch_independent=batch_independent, max_samples=count)
-    return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds))
+    # All samples run at once, because each run quantizes the weights again.
+    feeds = chunk_sample_feeds(
+        samples, inputs, batch_independent=batch_independent, max_samples=count, batch_size=count
+    )
+    return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds), count)
 
 
-MEASUREMENTS_PER_BLOCK = 3  # two measure each block alone; the rest looks inside the blocks that matter
 MAX_SET_MEASUREMENTS = 32  # maximum number of measured sets of groups
+SENSITIVITY_SHARE, CANDIDATE_SHARE = 0.5, 0.25  # share of the remaining work for errors of groups, and for a candidate
 MAX_TRIED_BLOCKS = 4  # number of blocks, largest errors first, for which other candidates are tried
 
 
@@ -409,8 +416,10 @@ class GroupTrials:
         samples: Dataset,
         sample_order: Sequence[int] = (),
         progress: Callable[[int, int], None] | None = None,
+        budget: SearchBudget | None = None,
     ) -> None:
         """Measure sites of `plan` on the first samples of an order; `built` is its quantized model."""
+        self._budget = budget
         self._prepared, self._plan, self._built, self._samples = prepared, plan, built, samples
         self._sample_order, self._progress = sample_order, progress
         indices = sorted(insertions_by_site(plan, built.insertions))
@@ -426,23 +435,29 @@ class GroupTrials:
         self.interrupted = False  # True if Ctrl-C ended the measurements
         self.runs = 0  # number of runs
         self._measured_sets = 0
+        self._set_limit = min(2 * len(self._groups) + 1, MAX_SET_MEASUREMENTS)
+        self._max_samples: int | None = None
 
     def measure_candidates(self, rebuild: BuildModel) -> tuple[CandidateErrors, dict[str, Plan]]:
         """Measure the error of each candidate of each site until `interrupted`. Return the errors and the plans.
 
         Sites of one group share its error. `rebuild` builds the quantized model of a candidate plan. The errors of
         candidates are measured for whole blocks, and only for those with the largest errors. Raises a ModelError if a
-        model cannot be run.
+        model cannot be run, and a SearchLimitError if there is no work left for the first measurement.
         """
         group_errors = dict.fromkeys(range(len(self._groups)), 0.0)
         candidate_plans: dict[str, Plan] = {}
         ratios: dict[tuple[int, str], float] = {}
         try:
             switches = self._switch_groups(self._plan, self._built)
+            if self._budget is not None:
+                affordable = SENSITIVITY_SHARE * self._budget.remaining / (self._set_limit * self._set_work(switches))
+                self._max_samples = max(int(min(affordable, 1.0) * switches.size[0]), MIN_LIMITED_SAMPLES)
+                switches = self._switch_groups(self._plan, self._built)
             group_errors |= self._measure_groups(switches)
             candidate_plans = make_candidate_plans(self._prepared, self._plan)
             for name, candidate_plan in candidate_plans.items():
-                if name != f"{WIDE_ACTIVATION_BITS} bits":
+                if name != f"{WIDE_ACTIVATION_BITS} bits" and self._charge_candidate(switches):
                     built = rebuild(candidate_plan)
                     ratios |= self._measure_ratios(name, candidate_plan, built, switches, group_errors)
             self.runs += switches.runs
@@ -455,14 +470,38 @@ class GroupTrials:
         }
         return errors, candidate_plans
 
+    def _set_work(self, switches: GroupSwitches) -> float:
+        """Predict the work of one measurement of a set of groups."""
+        if self._budget is None:
+            return 0.0
+        costs = self._budget.costs
+        return costs.switched(*switches.size) + (costs.plan(0) if switches.creates_sessions else 0.0)
+
+    def _charge_candidate(self, switches: GroupSwitches) -> bool:
+        """Charge the work of measuring a candidate. Return False if it would leave too little for plans."""
+        if self._budget is None:
+            return True
+        work = self._budget.costs.plan(switches.size[0]) + MAX_TRIED_BLOCKS * self._set_work(switches)
+        is_affordable = work <= CANDIDATE_SHARE * self._budget.remaining
+        if is_affordable:
+            self._budget.charge(work)
+        return is_affordable
+
     def _switch_groups(self, plan: Plan, built: BuiltModel) -> GroupSwitches:
-        return switch_groups(self._prepared, plan, built, self._groups, self._samples, self._sample_order)
+        samples = self._samples, self._sample_order, self._max_samples
+        return switch_groups(self._prepared, plan, built, self._groups, *samples)
 
     def _measure_groups(self, switches: GroupSwitches) -> dict[int, float]:
         """Measure the error of each group with the candidate of the rules."""
-        limit = min(MEASUREMENTS_PER_BLOCK * len(self.blocks) + 1, MAX_SET_MEASUREMENTS)
+        limit = self._set_limit
+        if self._budget is not None:
+            self._budget.charge(self._budget.costs.plan(switches.size[0]))
+            affordable = SENSITIVITY_SHARE * self._budget.remaining / self._set_work(switches)
+            limit = int(min(limit, affordable))
 
         def measure(on: Collection[int]) -> float:
+            if self._budget is not None:
+                self._budget.charge(self._set_work(switches))
             error = switches.error(on)
             self._measured_sets += 1
             if self._progress is not None:
@@ -470,7 +509,7 @@ class GroupTrials:
             return error
 
         known = [[number for number in block if number in switches.groups] for block in self._members]
-        parts = bisect_errors(measure, known, limit)
+        parts = bisect_errors(measure, known, max(limit, 1))
         self.measured_sites = frozenset(
             index for numbers, _ in parts if len(numbers) == 1 for index in self._groups[numbers[0]]
         )

@@ -9,18 +9,16 @@ The steps, in the order of their price:
 5. Float blocks, chosen by their error and their multiply-adds.
 
 Each step starts with the best plan of the previous one. Once the target is met, changes that it does not need are taken
-back, the most expensive first. Work is counted in runs of samples, so that the result does not depend on the machine;
-the time limit only protects from runs that take unexpectedly long.
+back, the most expensive first. Work is predicted before it starts, so that the result does not depend on the machine.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.analysis.compare import match_inputs, match_outputs
@@ -29,6 +27,7 @@ from graphquant.analysis.validation import find_scores, measure_tensor_sizes
 from graphquant.calibration import estimate_footprint
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
+    MAX_ALGORITHM_SAMPLES,
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
     choose_algorithms,
@@ -52,10 +51,11 @@ from graphquant.optimize.candidates import (
     switch_groups,
 )
 from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATION
+from graphquant.optimize.search_budget import SearchBudget, SearchLimitError, StopReason
 from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
 from graphquant.optimize.sensitivity import bisect_errors, share_errors
 from graphquant.optimize.smoothquant import SMOOTHQUANT
-from graphquant.optimize.weight_rounding import ADAROUND, GPTQ
+from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
 
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
@@ -82,14 +82,6 @@ AIM_MARGIN_DB = 0.5  # dB above the target to aim at, because other samples have
 MAX_HOLDOUT_GAP_DB = 6.0  # maximum by which the aim rises because the hold-out has more error than the search samples
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
 REPAIR_SAMPLES = 16  # number of samples on which plans are measured
-PLAN_RUNS = 24  # runs of a sample that take as long as the solution, the rewrite and the session of one plan
-SWITCHED_RUNS = 8  # runs of a sample that take as long as measuring one set of groups
-ALGORITHM_RUNS = 64  # runs of a sample that an optimization algorithm takes, about
-ROUNDING_RUNS = 320  # runs of a sample that AdaRound or GPTQ takes in addition, about
-MIN_LIMIT_SECONDS = 10.0
-"""Minimum of a time limit that is a multiple of the calibration's time. A calibration of a few samples takes so little
-that the load of the machine would decide."""
-
 MAX_PLANS = 60  # number of plans at which the progress bar is full
 MAX_OUTPUT_BYTES = 1 << 26  # maximum bytes of the float outputs of all search samples
 MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
@@ -97,7 +89,7 @@ MAX_SHIFT_DB = 3.0
 """Largest difference in dB between two ways to measure that is assumed to be the same for other plans. A larger gain by
 algorithms repairs an error that these plans do not have."""
 
-CHEAP_SHARE = 0.6  # share of the work after which no further algorithm is tried
+ALGORITHM_SHARE = 0.5  # share of the work that algorithms may take, so that float blocks can follow
 MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
 BISECTION_MEASUREMENTS = 24  # maximum number of measurements that find the blocks with large errors
 MIN_BLOCKS = 4  # number of blocks below which each weighted op is a block, because few blocks leave no choice
@@ -105,8 +97,6 @@ MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
 NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
 UNMASKED_GAIN_DB = 3.0  # gain by float blocks from which other ranges are tried again, because they may help now
 MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as a share of the outputs' power
-
-StopReason = Literal["work", "time", "interrupt", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,44 +129,6 @@ class RepairTrace:
     def met(self) -> bool:
         """True if the hold-out meets the target."""
         return self.sqnr >= self.target_sqnr
-
-
-class SearchLimitError(Exception):
-    """The search has reached a limit. Its best plan so far is the result."""
-
-    def __init__(self, reason: StopReason) -> None:
-        """Create the exception with the limit."""
-        super().__init__(reason)
-        self.reason: StopReason = reason
-
-
-class SearchBudget:
-    """Work and time that a search may use.
-
-    A factor of the calibration's time limits the runs of samples. They are counted before they start, so the result is
-    the same on any machine. Seconds limit only the time.
-    """
-
-    def __init__(self, search_time: str, calibration_runs: int, calibration_seconds: float) -> None:
-        """Start the clock. `search_time` is as in `InsertOptions`."""
-        amount, is_factor = float(search_time[:-1]), search_time.endswith("x")
-        seconds = max(amount * calibration_seconds, MIN_LIMIT_SECONDS) if is_factor else amount
-        self._deadline = time.monotonic() + seconds
-        self.max_runs = amount * calibration_runs if is_factor else math.inf
-        self.runs = 0.0
-
-    def charge(self, runs: float) -> None:
-        """Count runs that are about to start. Raises a SearchLimitError if there is no work or time left."""
-        if self.runs + runs > self.max_runs:
-            raise SearchLimitError("work")
-        if time.monotonic() > self._deadline:
-            raise SearchLimitError("time")
-        self.runs += runs
-
-    def extend(self, runs: float) -> None:
-        """Allow some more runs, which build the plan that a search ends with."""
-        self.max_runs += runs
-        self._deadline = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +236,7 @@ class RepairRequest:
     validate: Callable[[BuiltModel], float]  # measure the SQNR in dB of the worst output on the hold-out
     disabled_algorithms: frozenset[str]  # algorithms that must not run
     budget: SearchBudget
+    folds: int  # number of folds whose models run rounding algorithms again in the search for a bound
     progress: Progress | None
 
 
@@ -316,6 +269,9 @@ class _Repair:
         self._costs: dict[OpKey, float] = {}
         self._algorithm_gains: dict[tuple[str, ...], float] = {}  # gain of the algorithms of recipes, in dB
         self._current, self._current_sqnr, self._start_sqnr = DEFAULT_RECIPE, -math.inf, -math.inf
+        self._reserved_work = (
+            (1 - ALGORITHM_SHARE) * request.budget.remaining if math.isfinite(request.budget.limit) else 0.0
+        )
         self._judged: dict[Recipe, float] = {}  # SQNR in dB on the hold-out
         if request.default_sqnr is not None:
             self._judged[DEFAULT_RECIPE] = request.default_sqnr
@@ -369,8 +325,9 @@ class _Repair:
 
     def _search(self) -> None:
         request = self._request
-        self._charge(PLAN_RUNS + REPAIR_SAMPLES)
-        self._current_sqnr = self._start_sqnr = self._estimate(DEFAULT_RECIPE)
+        if request.default_sqnr is not None:  # the final plan has to be built and validated, whatever the search does
+            self._charge(self._plan_work(DEFAULT_RECIPE))
+        self._current_sqnr = self._start_sqnr = self._measure(DEFAULT_RECIPE)
         algorithm_steps = [
             lambda: self._try_algorithms((BIAS_CORRECTION,)),
             self._try_scaling,
@@ -386,14 +343,12 @@ class _Repair:
         self._try_ranges()
         steps = [*algorithm_steps, self._float_hopeless_blocks, self._try_rounding]
         for _ in range(MAX_ROUNDS):
-            # Float blocks need the rest of the work.
-            while (
-                steps and self._current_sqnr < self._aim and request.budget.runs < CHEAP_SHARE * request.budget.max_runs
-            ):
+            while steps and self._current_sqnr < self._aim:
                 steps.pop(0)()
             if self._current_sqnr < self._aim or self._current.float_sites:
                 self._search_float_blocks()
             self._take_back()
+            self._charge(self._plan_work(self._current))
             holdout_sqnr = self._judge_on_holdout()
             if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
                 break
@@ -411,8 +366,8 @@ class _Repair:
 
     # Plans and their quality
 
-    def _charge(self, runs: float) -> None:
-        self._request.budget.charge(runs)
+    def _charge(self, work: float) -> None:
+        self._request.budget.charge(work)
 
     def _workspace(self, recipe: Recipe) -> Workspace:
         return self._workspaces[tuple(name for name in recipe.algorithms if name in PRE_CALIBRATION_ALGORITHMS)]
@@ -444,25 +399,44 @@ class _Repair:
         return replace(changed, algorithms=algorithms)
 
     def _build(self, recipe: Recipe, *, quick: bool) -> BuiltModel:
+        if recipe == DEFAULT_RECIPE and not quick:
+            return self._request.built
         last_recipe, was_quick, built = self._last_built
         if (last_recipe, was_quick) != (recipe, quick):
             built = self._workspace(recipe).build(self._plan(recipe, quick=quick))
             self._last_built = recipe, quick, built
         return built
 
-    def _plan_runs(self, recipe: Recipe, *, quick: bool = False) -> float:
-        """Return the number of runs that take as long as building and measuring a plan."""
-        algorithms = [
-            name for name in self._plan(recipe, quick=quick).algorithms if name in POST_CALIBRATION_ALGORITHMS
-        ]
-        return PLAN_RUNS + REPAIR_SAMPLES + ALGORITHM_RUNS * len(algorithms)
+    def _plan_work(self, recipe: Recipe, *, quick: bool = False) -> float:
+        """Predict the work of building and measuring a plan."""
+        plan, costs = self._plan(recipe, quick=quick), self._request.budget.costs
+        algorithms = [name for name in plan.algorithms if name in POST_CALIBRATION_ALGORITHMS]
+        rounding = sum(self._rounding_work(plan, name) for name in ROUNDING_ALGORITHMS if name in algorithms)
+        return costs.plan(REPAIR_SAMPLES, len(algorithms)) + rounding
+
+    def _rounding_work(self, plan: Plan, name: str) -> float:
+        """Predict the work of a rounding algorithm."""
+        samples = min(self._request.search_samples.count, MAX_ALGORITHM_SAMPLES) // 2
+        model = self._request.workspace.state.model
+        return predict_rounding_work(model, plan, samples, self._request.budget.costs.macs, name)
+
+    def _calibration_work(self) -> float:
+        calibration = self._request.calibration
+        return 0.0 if calibration is None else self._request.budget.costs.calibration(calibration.count)
+
+    def _is_affordable(self, work: float) -> bool:
+        """Return True if an algorithm leaves enough work for float blocks."""
+        return work <= self._request.budget.remaining - self._reserved_work
 
     def _measure(self, recipe: Recipe, *, quick: bool = False) -> float:
         """Measure the SQNR in dB of the worst output; a plan that quantizes nothing has minus infinity."""
         quick = quick or not any(name in POST_CALIBRATION_ALGORITHMS for name in self._plan(recipe).algorithms)
         key = recipe, quick
         if key not in self._measured:
-            self._charge(self._plan_runs(recipe, quick=quick))
+            is_built = recipe == DEFAULT_RECIPE and not quick
+            self._charge(
+                self._request.budget.costs.plan(REPAIR_SAMPLES) if is_built else self._plan_work(recipe, quick=quick)
+            )
             built = self._build(recipe, quick=quick)
             self._measured[key] = self._meter.worst_sqnr(built.model) if built.insertions else -math.inf
             if self._request.progress is not None:
@@ -498,7 +472,7 @@ class _Repair:
         workspace = self._workspaces[()]
         if workspace is self._request.workspace and self._request.calibration is not None:
             # The default plan may need no histograms.
-            self._charge(0 if self._request.has_stats else self._request.calibration.count)
+            self._charge(0.0 if self._request.has_stats else self._calibration_work())
             workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
         plan = workspace.state.plan
         candidate_plans = {
@@ -618,14 +592,14 @@ class _Repair:
         Return also whether each call creates a session.
         """
         plan, built = self._plan(recipe, quick=True), self._build(recipe, quick=True)
-        self._charge(PLAN_RUNS)
+        costs = self._request.budget.costs
         model, sites = self._workspace(recipe).state.model, [group.sites for group in groups]
         samples = self._switched_samples()
+        self._charge(costs.plan(samples.count))
         switches = switch_groups(model, plan, built, sites, samples)
 
         def measure(on: Collection[int]) -> float:
-            # A model with switches takes about twice as long, but the samples of a small one run together.
-            self._charge(SWITCHED_RUNS + (PLAN_RUNS if switches.creates_sessions else 0))
+            self._charge(costs.switched(*switches.size) + (costs.plan(0) if switches.creates_sessions else 0.0))
             return min(switches.error(on), MAX_BLOCK_ERROR)
 
         return measure, switches.creates_sessions
@@ -649,6 +623,8 @@ class _Repair:
         ]
         if not names or self._request.calibration is None:
             return
+        if not self._is_affordable(self._request.budget.costs.algorithm):
+            return
         recipe = replace(self._current, algorithms=(*self._current.algorithms, *names))
         self._try(names[0], recipe)
 
@@ -663,13 +639,18 @@ class _Repair:
         )
         if not names or request.calibration is None or request.has_stats:
             return
-        self._charge(ALGORITHM_RUNS * len(names) + request.calibration.count)
+        # The changed model is calibrated, and for a bound once more in folds.
+        work, calibration = request.budget.costs.algorithm * len(names), self._calibration_work()
+        if not self._is_affordable(work + calibration * (1 + bool(request.folds))):
+            return
+        self._charge(work)
         plan = request.workspace.state.plan_without_factors(request.workspace.state.plan)
         plan = replace(plan, algorithms=choose_algorithms(plan.algorithms, names))
         state = run_precalibration_algorithms(request.prepared, plan, request.calibration, has_stats=False)
         applied = {result.algorithm for result in state.results if result.applied}
         if applied.isdisjoint(names):
             return
+        self._charge(calibration * (1 + bool(request.folds)))
         self._workspaces[names] = request.calibrate(state)
         recipe = replace(self._current, algorithms=(*names, *self._current.algorithms))
         first, *others = (name for name in names if name in applied)
@@ -679,12 +660,20 @@ class _Repair:
     def _try_rounding(self) -> None:
         """Try AdaRound and GPTQ, unless the rounding of weights is a small part of the error."""
         plan = self._plan(self._current)
+        names = [
+            name
+            for name in ROUNDING_ALGORITHMS
+            # Each fold rounds again, because the weights fit their samples.
+            if self._is_affordable(self._rounding_work(plan, name) * (1 + self._request.folds))
+        ]
+        if not names:
+            return
         weights = frozenset(index for index, site in enumerate(plan.sites) if site.parameter)
         exact_weights = replace(self._current, float_sites=weights)
         potential = self._measure(exact_weights, quick=True) - self._measure(self._current, quick=True)
         if potential < MIN_WEIGHT_SHARE_DB:
             return
-        for name in ROUNDING_ALGORITHMS:
+        for name in names:
             if self._current_sqnr < self._aim:
                 self._try_algorithms((name,))
 
@@ -700,30 +689,21 @@ class _Repair:
         def recipe_of(selection: Selection) -> Recipe:
             return self._with_float_blocks(base, high_precision_ops(groups, selection))
 
-        estimates: dict[Selection, float] = {}
-
         def measure(selection: Selection) -> PlanQuality:
             on = [number for number, index in enumerate(selection) if not index]
             # Without any quantization there is no error, but nothing is gained either.
-            estimates[selection] = _error_to_db(measure_error(on)) if on else -math.inf
-            sqnr = estimates[selection] + offset
+            sqnr = _error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
         for _ in range(MAX_ROUNDS):
-            try:
-                selection = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim).selection
-            except SearchLimitError:
-                if not estimates:
-                    raise
+            result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
+            if result.stop_reason is not None:
                 # The best plan so far still has to be built.
-                ranks = {
-                    entry: self._rank(sqnr + offset, recipe_of(entry), self._aim) for entry, sqnr in estimates.items()
-                }
-                self._request.budget.extend(self._plan_runs(base, quick=True))
-                self._try_float(recipe_of(max(ranks, key=ranks.__getitem__)))
-                raise
-            self._try_float(recipe_of(selection))
-            missing = self._aim - self._estimate(recipe_of(selection))
+                self._request.budget.extend(self._plan_work(base, quick=True))
+                self._try_float(recipe_of(result.selection))
+                raise SearchLimitError(result.stop_reason)
+            self._try_float(recipe_of(result.selection))
+            missing = self._aim - self._estimate(recipe_of(result.selection))
             if missing <= 0 or not math.isfinite(missing):
                 return
             offset -= missing

@@ -41,12 +41,15 @@ from graphquant.optimize.candidates import (
     replace_sites,
 )
 from graphquant.optimize.latency import LatencyTimer, PlanProfiler, TimeRatio, make_latency_groups, minimize_latency
+from graphquant.optimize.search_budget import SearchBudget, SearchLimitError, StopReason
 from graphquant.optimize.selection import (
     PlanQuality,
     Selection,
+    choose_selection,
     high_precision_ops,
     search_cheapest_plan,
     selection_cost,
+    total_error,
 )
 from graphquant.optimize.sensitivity import Sensitivity, SiteBypass
 from graphquant.optimize.size_budget import (
@@ -114,6 +117,7 @@ class SearchTrace:
     # Tensors that differ from the rules, with their candidate.
     changed_tensors: Mapping[TensorRef, str] = field(default_factory=dict)
     interrupted: bool = False  # True if Ctrl-C ended the search early
+    stop_reason: StopReason | None = None  # limit that ended the search for bounds, or None
     plans: int = 0  # number of validated plans
     cost: float = 0.0  # cost of the float ops as a share of all ops in float
     runs_per_site: float = 0.0  # number of runs per site, for sensitivities and for validations
@@ -189,11 +193,13 @@ def search_plan(
     data: CalibrationData,
     folds: Sequence[SearchFold] = (),
     progress: Progress | None = None,
+    budget: SearchBudget | None = None,
 ) -> tuple[BuiltModel, SearchTrace | None]:
     """Search the plan of the lowest cost that keeps the limits of an objective.
 
     `rules_state` has the prepared model and the plan of the rules, and `build` builds the quantized model of a plan
     with the ranges `stats`. Plans are measured on `folds`, by default on one that consists of the search samples.
+    `budget` limits the search for bounds; None is no limit.
 
     Returns:
         The quantized model of the chosen plan, and the trace of the search; None if there was nothing to search.
@@ -206,7 +212,9 @@ def search_plan(
     search_set = data.search_set
     if search_set is not None and not folds:
         folds = (SearchFold(held_out=search_set, build=build, stats=stats),)
-    stages = _SearchStages(source, rules_state.model, build, stats, objective, search_set, tuple(folds), progress)
+    stages = _SearchStages(
+        source, rules_state.model, build, stats, objective, search_set, tuple(folds), progress, budget
+    )
     unchanged = trace = SearchTrace(minimize=objective.minimize, plan=rules_state.plan)
     trace = stages.choose_weight_bits(trace)
     timer, float_costs, built = None, None, None
@@ -238,6 +246,7 @@ class _SearchStages:
     search_set: HoldOut | None
     folds: tuple[SearchFold, ...]
     progress: Progress | None
+    budget: SearchBudget | None
 
     def _validate(self, plan: Plan) -> Validation:
         """Validate a plan, with its algorithms, on the folds."""
@@ -387,7 +396,7 @@ class _SearchStages:
         """
         plan, bounds = trace.plan, self.objective.bounds
         rules_build = self.build(plan)
-        measurer = PlanMeasurer(self.source, self.prepared, plan, rules_build, self.folds, bounds)
+        measurer = PlanMeasurer(self.source, self.prepared, plan, rules_build, self.folds, bounds, self.budget)
         rules_validation = measurer.validate(plan)
         if rules_validation.unmeasurable_bounds:
             raise UsageError(
@@ -397,8 +406,12 @@ class _SearchStages:
         if not rules_validation.failures or rules_validation.comparison is None or not rules_build.insertions:
             return unchanged, rules_build
         report = stage_progress(self.progress, "sensitivity")
-        trials = GroupTrials(self.prepared, plan, *measurer.select_worst_fold(), report)
-        errors, candidate_plans = trials.measure_candidates(measurer.rebuild_worst_fold)
+        try:
+            measurer.charge_plan()  # for the plan that the search ends with
+            trials = GroupTrials(self.prepared, plan, *measurer.select_worst_fold(), report, self.budget)
+            errors, candidate_plans = trials.measure_candidates(measurer.rebuild_worst_fold)
+        except SearchLimitError as limit:
+            return replace(unchanged, stop_reason=limit.reason), rules_build
         if trials.interrupted:
             return replace(unchanged, interrupted=True), rules_build
         fixed_sites = [index for index, site in enumerate(plan.sites) if site.uses[0] in trace.sized_weights]
@@ -407,7 +420,10 @@ class _SearchStages:
             # Latency falls back to MACs if the runtime reports no times of ops.
             costs = self._costs(measurer.samples)
         float_ops = _ops_in_float_anyway(plan, rules_build.model) & costs.keys()
-        search = _BoundSearch(plan, candidate_plans, groups, errors, bounds, measurer, rules_validation)
+        try:
+            search = _BoundSearch(plan, candidate_plans, groups, errors, bounds, measurer, rules_validation)
+        except SearchLimitError as limit:
+            return replace(unchanged, stop_reason=limit.reason), rules_build
         result = search.run(
             {op: 0.0 if op in float_ops else cost for op, cost in costs.items()},
             [block.ops for block in trials.blocks],
@@ -428,7 +444,8 @@ class _SearchStages:
             plan=result.plan,
             missed_bounds=result.missed_bounds,
             float_tensors={**trace.float_tensors, **sensitivities},
-            interrupted=trace.interrupted or result.interrupted,
+            interrupted=trace.interrupted or result.stop_reason == "interrupt",
+            stop_reason=result.stop_reason,
             plans=result.validations,
             cost=math.fsum(costs[op] for op in in_float) / (math.fsum(costs.values()) or 1.0),
             runs_per_site=(trials.runs + validation_runs) / len(errors),
@@ -482,8 +499,10 @@ class PlanMeasurer:
         built: BuiltModel,
         folds: Sequence[SearchFold],
         bounds: Bounds,
+        budget: SearchBudget | None,
     ) -> None:
         """Measure variants of `plan`, whose model with ranges from all samples is `built`."""
+        self._budget = budget
         self._prepared, self._plan, self._built, self._folds = prepared, plan, built, folds
         self._validator = FoldValidator(source, [fold.held_out for fold in folds], bounds)
         self._worst_fold = 0
@@ -516,6 +535,17 @@ class PlanMeasurer:
     def rebuild_worst_fold(self, plan: Plan) -> BuiltModel:
         """Return the model of a plan for that fold."""
         return self._build_fold(self._folds[self._worst_fold], plan)
+
+    def charge_plan(self, *, bypassed: bool = False) -> None:
+        """Charge the work of a measurement. Raises a SearchLimitError if there is no work or time left."""
+        if self._budget is not None:
+            costs, samples, folds = self._budget.costs, self._validator.samples, len(self._folds)
+            self._budget.charge(costs.bypassed_plan(samples, folds) if bypassed else costs.plan(samples, folds=folds))
+
+    def extend_for_plan(self) -> None:
+        """Allow one more measurement."""
+        if self._budget is not None:
+            self._budget.extend(self._budget.costs.plan(self._validator.samples, folds=len(self._folds)))
 
     def validate(self, plan: Plan) -> Validation:
         """Validate a plan on all folds."""
@@ -578,7 +608,7 @@ class _BoundResult:
     float_ops: frozenset[OpKey]  # ops that the plan keeps in float
     validations: int  # number of validated plans
     missed_bounds: tuple[str, ...]  # if the plan quantizes nothing, the bounds that the best other plan misses
-    interrupted: bool
+    stop_reason: StopReason | None  # limit that ended the search early
 
 
 class _BoundSearch:
@@ -603,6 +633,7 @@ class _BoundSearch:
         self._drafts = self._make_drafts()
         self._base_plan = self._drafts.build_plan((0,) * len(groups))
         if self._base_plan != plan:
+            measurer.charge_plan()
             better = measurer.validate(self._base_plan)
             if _worst_sqnr(better) <= _worst_sqnr(rules_validation) and better.failures:
                 self._groups = [_choose_quantized_candidate(group, best=False) for group in groups]
@@ -626,7 +657,6 @@ class _BoundSearch:
     ) -> _BoundResult:
         """Search until the chosen plan, built as it will be, meets the bounds, or cannot."""
         raised_aim, target = 0.0, self._bounds.min_sqnr
-        interrupted = False
         for attempt in range(MAX_SEARCHES):
             result = search_cheapest_plan(
                 self._groups,
@@ -636,13 +666,14 @@ class _BoundSearch:
                 blocks=blocks,
                 progress=progress,
             )
-            interrupted |= result.interrupted
             selection = self._prefer_int8(result.selection, costs)
+            if result.stop_reason in {"work", "time"} and not result.quality.met:
+                selection = self._reach_bound(costs, blocks)
             plan, validation = self._drafts.build_plan(selection), self._measured[selection]
             if any(self._groups[i].candidates[index].high_precision for i, index in enumerate(selection)):
                 # The bypassed model of a fold differs slightly from the built one.
                 validation = self._measurer.validate(plan)
-            if target is None or interrupted or not validation.failures or attempt == MAX_SEARCHES - 1:
+            if target is None or result.stop_reason or not validation.failures or attempt == MAX_SEARCHES - 1:
                 break
             self._measured[selection] = validation
             if not plan.sites or not result.quality.met:
@@ -658,8 +689,23 @@ class _BoundSearch:
             float_ops=high_precision_ops(self._groups, selection),
             validations=len(self._validations),
             missed_bounds=best.failures or best.caveats if self._is_all_float(self._key(selection)) else (),
-            interrupted=interrupted,
+            stop_reason=result.stop_reason,
         )
+
+    def _reach_bound(self, costs: Mapping[OpKey, float], blocks: Sequence[frozenset[OpKey]]) -> Selection:
+        """Return a plan that meets the bound with a margin where the search ended before it: at worst, all in float."""
+        all_float = tuple(len(group.candidates) - 1 for group in self._groups)
+        selections = [all_float]
+        if self._bounds.min_sqnr is not None:
+            rules = (0,) * len(self._groups)
+            missing = self._bounds.min_sqnr - self._measure(rules, 0.0).sqnr + REACHING_MARGIN_DB
+            max_error = total_error(self._groups, rules) * 10 ** (-missing / 10)
+            selections.insert(0, choose_selection(self._groups, costs, max_error, blocks))
+        for selection in selections:
+            self._measurer.extend_for_plan()
+            if self._measure(selection, 0.0).met:
+                return selection
+        return all_float
 
     def _prefer_int8(self, selection: Selection, costs: Mapping[OpKey, float]) -> Selection:
         """Return the cheapest measured selection that meets the bounds if the margin costs too many int8 ops."""
@@ -681,6 +727,7 @@ class _BoundSearch:
             high_precision = {
                 index for index, name in names.items() if name in HIGH_PRECISION_CANDIDATES and name != FLOAT_CANDIDATE
             }
+            self._measurer.charge_plan(bypassed=not high_precision)
             if high_precision:
                 validation = self._measurer.validate(self._drafts.build_plan(selection))
             else:
@@ -694,6 +741,7 @@ class _BoundSearch:
         return PlanQuality(met=not validation.failures and (target is None or sqnr >= target + extra), sqnr=sqnr)
 
 
+REACHING_MARGIN_DB = 6.0  # margin in dB of the estimates with which a search without further measurements ends
 MIN_RAISE_DB = 0.3  # smallest step in dB by which the aim of a search is raised
 
 

@@ -10,6 +10,7 @@ from math import fsum
 from typing import TYPE_CHECKING
 
 from graphquant.optimize.candidates import FLOAT_GROUP_COST, Candidate, ScaleGroup
+from graphquant.optimize.search_budget import SearchLimitError, StopReason
 
 if TYPE_CHECKING:
     from graphquant.ir import OpKey
@@ -213,7 +214,7 @@ class SelectionResult:
     quality: PlanQuality  # quality of its plan
     cost: float  # cost as a share of all ops in float
     plans: int  # number of measured plans
-    interrupted: bool  # True if Ctrl-C ended the search early
+    stop_reason: StopReason | None = None  # limit that ended the search early
 
 
 def search_cheapest_plan(
@@ -251,20 +252,22 @@ class _PlanSearch:
 
     def run(self, target_sqnr: float | None) -> SelectionResult:
         """Measure plans until no cheaper one is promising."""
-        interrupted = False
+        stop_reason: StopReason | None = None
         try:
             if not self._best[1].met:
                 self._refine_aim(*self._climb_to_bound(target_sqnr))
                 self._search_cheaper(target_sqnr)
         except KeyboardInterrupt:
-            interrupted = True
+            stop_reason = "interrupt"
+        except SearchLimitError as limit:
+            stop_reason = limit.reason
         selection, quality, price = self._best
         return SelectionResult(
             selection=selection,
             quality=quality,
             cost=price / (sum(self._costs.values()) or 1.0),
             plans=len(self._qualities),
-            interrupted=interrupted,
+            stop_reason=stop_reason,
         )
 
     def _climb_to_bound(self, target_sqnr: float | None) -> tuple[float, float]:

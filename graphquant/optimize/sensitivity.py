@@ -237,10 +237,11 @@ class GroupSwitches:
         sites: ComparedSites,
         groups: Sequence[Collection[OpKey]],
         feeds: Sequence[Feeds],
+        samples: int,
     ) -> None:
         """Insert a switch for each of `groups`, which contain quantization ops. Quantizations in no group are bypassed.
 
-        Raises a ModelError if the model cannot be run.
+        `feeds` contain this number of samples. Raises a ModelError if the model cannot be run.
         """
         op_keys, self._switch_points = _find_switch_points(quantized_model, sites)
         group_of = {op_key: number for number, group in enumerate(groups) for op_key in group}
@@ -252,6 +253,7 @@ class GroupSwitches:
         self._fixed = {index: number for index, number in numbers.items() if index not in switchable}
         self.groups = frozenset(numbers.values())  # groups with a quantization whose float tensor is known
         self._feeds = feeds
+        self.size = samples, len(feeds)  # number of samples and of their batches
         self._reference: _SwitchSession | None = None
         self._session: tuple[frozenset[int], _SwitchSession, SwitchedModel] | None = None
         self._errors: dict[frozenset[int], float] = {frozenset(): 0.0}
@@ -360,7 +362,12 @@ def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[l
 
 
 def chunk_sample_feeds(
-    batches: Dataset, inputs: Mapping[str, str], *, batch_independent: bool, max_samples: int | None = None
+    batches: Dataset,
+    inputs: Mapping[str, str],
+    *,
+    batch_independent: bool,
+    max_samples: int | None = None,
+    batch_size: int = BATCH_SIZE,
 ) -> Iterator[Feeds]:
     """Prepare a few samples, spread over the data and batched if possible."""
     if max_samples is None:
@@ -371,7 +378,7 @@ def chunk_sample_feeds(
         {name: feed[source] for name, source in inputs.items()}
         for feed in (next(batches.feeds_between(index, index + 1)) for index in chosen)
     )
-    while chunk := list(islice(samples, BATCH_SIZE if batch_independent else 1)):
+    while chunk := list(islice(samples, batch_size if batch_independent else 1)):
         shapes = {tuple((name, value.shape) for name, value in sample_feed.items()) for sample_feed in chunk}
         if len(chunk) > 1 and len(shapes) == 1:
             yield {name: np.concatenate([sample_feed[name] for sample_feed in chunk]) for name in chunk[0]}

@@ -11,10 +11,11 @@ Coordinate descent needs no step size, terminates, and is deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,10 @@ from graphquant.ir import Model, Op, Parameters, TensorRef, paused_gc
 from graphquant.numerics import Array, IntType, QParams, broadcast_to_tensor
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits, skipped_target
 from graphquant.optimize.weighted_ops import NOT_OBSERVED, WeightedOp, find_unshared_constant, find_weighted_ops
+
+if TYPE_CHECKING:
+    from graphquant.ir import OpKey
+    from graphquant.quantize import Plan
 
 RoundMatrix = Callable[[Array, Array, "RoundingGrid"], Array]
 
@@ -122,10 +127,14 @@ class MatrixForm:
 
     def to_matrices(self, weight: Array) -> Array:
         """Convert `weight` to (groups, outputs, inputs)."""
-        transposed = weight.transpose(self.order)
-        if self.kernel and self.groups > 1 and self.order[0] == len(self.order) - 2:  # channel, multiplier
-            return transposed.reshape(self.groups, transposed.shape[1], -1)
-        return transposed.reshape(self.groups, transposed.shape[0] // self.groups, -1)
+        return weight.transpose(self.order).reshape(self.matrix_shape(weight.shape))
+
+    def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return (groups, outputs, inputs) for a weight of `shape`."""
+        first, second = (shape[axis] for axis in self.order[:2])
+        is_depthwise = self.kernel and self.groups > 1 and self.order[0] == len(self.order) - 2  # channel, multiplier
+        outputs = second if is_depthwise else first // self.groups
+        return self.groups, outputs, math.prod(shape) // max(self.groups * outputs, 1)
 
     def from_matrices(self, matrices: Array, shape: Sequence[int]) -> Array:
         """Convert `matrices` back to a weight of `shape`."""
@@ -270,6 +279,35 @@ def _window_geometry(
         smaller_pad, larger_pad = total_pad // 2, total_pad - total_pad // 2
         pads.append((larger_pad, smaller_pad) if mode == "SAME_LOWER" else (smaller_pad, larger_pad))
     return strides, dilations, pads
+
+
+GRAM_MAC_SECONDS, GRAM_ENTRY_SECONDS = 1e-10, 1e-8  # of a multiply-add and an entry of a sample's Gram matrix
+SWEEP_ENTRY_SECONDS, COLUMN_SECONDS = 4e-9, 4e-5  # of an entry of a sweep's outer products, and of each column
+
+
+def predict_rounding_work(model: Model, plan: Plan, samples: int, macs: Mapping[OpKey, int], name: str) -> float:
+    """Predict the nominal seconds of GPTQ or AdaRound for a plan, fitted to `samples`.
+
+    Gram matrices grow with the square of the inputs of a sum, and the sweeps over them with its outputs too. `macs` are
+    the multiply-adds of each op, which give its positions.
+    """
+    sweeps, work = MAX_SWEEPS if name == ADAROUND else 1, 0.0
+    for site in plan.sites:
+        for use in site.uses if site.parameter else ():
+            op, shape = model.graphs[use.graph].op(use.op), model.output(site.tensor).shape
+            sizes = [dim or 1 for dim in shape or ()]
+            form = matrix_form(op, sizes) if sizes else None
+            if form is None or getattr(site.scheme.type, "bits", 0) > MAX_ROUNDED_BITS:
+                continue
+            weights = math.prod(sizes)
+            groups, _, inputs = form.matrix_shape(sizes)
+            if inputs > MAX_GRAM_INPUTS:
+                continue
+            rows = min(macs.get((use.graph, use.op), 0) / weights, 2 * MAX_GRAM_ROWS)
+            entries = groups * inputs * inputs
+            work += samples * entries * (rows * GRAM_MAC_SECONDS + GRAM_ENTRY_SECONDS)
+            work += sweeps * (weights * inputs * SWEEP_ENTRY_SECONDS + groups * inputs * COLUMN_SECONDS)
+    return work
 
 
 def round_low_bit_weights(

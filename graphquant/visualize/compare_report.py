@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.validation import Validation
     from graphquant.api import Proof, StripResult
     from graphquant.optimize import SearchTrace
+    from graphquant.optimize.search_budget import StopReason
 
 
 def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
@@ -249,6 +250,8 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
     lines += [plain_line(f"{message}."), *caveats]
     if search.interrupted:
         lines.append(plain_line("The search was interrupted; this is its best plan.", "yellow"))
+    elif search.stop_reason is not None:
+        lines.append(_limit_line(search.stop_reason))
     lines += [plain_line(f"failed: {missed} on the samples of the search", "yellow") for missed in search.failures]
     return lines
 
@@ -273,9 +276,13 @@ def repair_view(search: SearchTrace | None, validation: Validation | None) -> li
     elif repair.problem:
         lines.append(plain_line(f"warning: the search ended early: {repair.problem}", "yellow"))
     elif repair.stop_reason is not None:
-        limit = "limit of work" if repair.stop_reason == "work" else "time limit"
-        lines.append(plain_line(f"The search ended at its {limit}; --search-time allows more.", "yellow"))
+        lines.append(_limit_line(repair.stop_reason))
     return lines
+
+
+def _limit_line(reason: StopReason) -> RenderableType:
+    limit = "limit of work" if reason == "work" else "time limit"
+    return plain_line(f"The search ended at its {limit}; --search-time allows more.", "yellow")
 
 
 def _sqnr_text(sqnr: float) -> str:

@@ -194,6 +194,7 @@ class Search(JsonObject):
 
     minimize: str
     interrupted: bool
+    stopped: Literal["work", "time", "interrupt", "error"] | None = at("stop_reason")
     plans: int
     cost: float
     runs: float = at("runs_per_site")

@@ -13,7 +13,7 @@ from support.onnx_models import run_onnx
 import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.optimize import repair
-from graphquant.optimize.repair import MIN_LIMIT_SECONDS, SearchBudget, SearchLimitError
+from graphquant.optimize.search_budget import MIN_LIMIT_SECONDS, SearchBudget, SearchCosts, SearchLimitError
 from graphquant.visualize.json_export import InsertResult
 
 if TYPE_CHECKING:
@@ -185,26 +185,38 @@ def test_json_of_a_repair(outlier_net: Path) -> None:
     assert [step["change"] for step in data["steps"] if step["kept"]][-1] == "smoothquant"
 
 
-def test_a_budget_counts_runs_before_they_start() -> None:
-    """A factor of the calibration's time limits the runs; the last one that fits is allowed."""
-    budget = SearchBudget("2x", 100, 3600.0)
-    budget.charge(150)
-    budget.charge(50)
+COSTS = SearchCosts(run=0.001, observed_run=0.01, session=0.01, macs={}, constant_bytes=0)
+
+
+def test_a_budget_counts_work_before_it_starts() -> None:
+    """A factor of the calibration's work limits that of the whole command; the last work that fits is allowed."""
+    budget = SearchBudget("4x", COSTS, 100, 1, 3600.0)
+    assert budget.limit == pytest.approx(4 * COSTS.calibration(100))
+    assert budget.work == COSTS.insert(100, 1)
+    budget.charge(budget.remaining)
     with pytest.raises(SearchLimitError) as error:
-        budget.charge(1)
+        budget.charge(0.001)
     assert error.value.reason == "work"
-    assert budget.runs == 200
-    budget.extend(5)
-    budget.charge(5)
+    budget.extend(0.005)
+    budget.charge(0.005)
 
 
-@pytest.mark.parametrize(("search_time", "seconds"), [("90s", 90.0), ("2x", 14.0), ("1x", MIN_LIMIT_SECONDS)])
+def test_a_short_calibration_still_allows_a_search() -> None:
+    """The work of a search for a small model is relative to a longer calibration."""
+    costs = SearchCosts(run=1e-5, observed_run=1e-4, session=1e-3, macs={}, constant_bytes=0)
+    assert SearchBudget("10x", costs, 8, 0, 0.01).limit == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("search_time", "seconds"), [("90s", 90.0), ("2x", 28.0), ("0.5x", MIN_LIMIT_SECONDS)])
 def test_a_budget_ends_with_its_time(monkeypatch: pytest.MonkeyPatch, search_time: str, seconds: float) -> None:
-    """Seconds limit the time, and a factor does so with the calibration's time, but not below ten seconds."""
+    """Seconds limit the time, and a factor does so with the calibration's processor time, but not below ten seconds."""
     now = 1000.0
-    monkeypatch.setattr("graphquant.optimize.repair.time.monotonic", lambda: now)
-    budget = SearchBudget(search_time, 100, 7.0)
-    assert (budget.max_runs == math.inf) == search_time.endswith("s")
+    clock = "process_time" if search_time.endswith("x") else "monotonic"
+    monkeypatch.setattr(f"graphquant.optimize.search_budget.time.{clock}", lambda: now)
+    free = SearchCosts(run=0.0, observed_run=10.0, session=0.0, macs={}, constant_bytes=0)
+    budget = SearchBudget(search_time, free, 100, 0, 7.0)
+    assert (budget.limit == math.inf) == search_time.endswith("s")
+    budget.limit = math.inf
     now += seconds
     budget.charge(1)
     now += 0.1

@@ -190,13 +190,13 @@ def test_interrupted() -> None:
         return PlanQuality(met=False, sqnr=20.0 + sum(chosen))
 
     result = search_cheapest_plan(some, costs, measure, target_sqnr=30.0)
-    assert result.interrupted
+    assert result.stop_reason == "interrupt"
     assert result.selection == calls[1]
 
 
 def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """A bound is met on samples that neither calibration nor the search saw; what is left float says why."""
-    model, data, bound = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz", 56
+    model, data, bound = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz", 60
     plain = gq.insert(model, data=str(data)).validation
     assert plain.comparison.sqnr < bound
     output = cli(
@@ -353,7 +353,6 @@ def test_what_is_not_shown_is_not_said_to_be_met(
             quality=PlanQuality(met=False, sqnr=0.0),
             cost=0.0,
             plans=1,
-            interrupted=True,
         )
 
     monkeypatch.setattr("graphquant.optimize.search.search_cheapest_plan", first)

@@ -258,7 +258,7 @@ def scripted_search(groups, costs, met, *, target_sqnr=None, sqnr=20.0):
     )
     assert reported == [(index + 1, module.MAX_MEASUREMENTS) for index in range(len(measured))]
     assert len(set(measured)) == len(measured) == result.plans
-    assert not result.interrupted
+    assert result.stop_reason is None
     return result, measured
 
 

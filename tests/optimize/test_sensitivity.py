@@ -244,7 +244,7 @@ def test_groups_of_quantizations(made: Callable[[str], gq.Result], samples: Path
     key = format_module(result.source.format).input_specs(result.source)[0].name
     images = np.load(samples / f"{name.partition('.')[0]}_calib.npz")["image"][:4]
     feeds = [{key: image[None]} for image in images]
-    switches = GroupSwitches(result.model, sites, groups, feeds)
+    switches = GroupSwitches(result.model, sites, groups, feeds, len(feeds))
     runner = format_module(result.source.format).create_runner
     plain = joined_outputs(runner(result.source), feeds, {})
     whole = switches.error([0, 1])
