@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 SESSIONS, BLOCK_SECONDS, BLOCKS = 4, 0.006, 8
 TESTED = 5  # of each family, every fifth net tests the fit
+WIDTHS = (6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256)  # blocks of channels are full or in part
 USUAL_COSTS = {"ops": (1000.0, 0.3), "values": (0.2, 0.03)}
 """Usual nanoseconds of an op without any work and of a value, and how much each counts beside a measured net."""
 
@@ -52,7 +53,7 @@ RUN = ("run", "ops")
 
 def conv_chain(net: Net, rng: Generator, kernel: int) -> str:
     """Convolutions over a feature map, each with a Relu."""
-    width, size = int(rng.choice([8, 16, 24, 32, 48, 64, 96, 128, 192, 256])), int(rng.choice([3, 5, 7, 14, 28, 56]))
+    width, size = int(rng.choice(WIDTHS)), int(rng.choice([3, 5, 7, 14, 28, 56]))
     x, previous = "x", width
     net.shape = [1, width, size, size]
     for _ in range(int(rng.integers(2, 5))):
@@ -73,7 +74,7 @@ def pointwise_convs(net: Net, rng: Generator) -> str:
 
 def inverted_residuals(net: Net, rng: Generator) -> str:
     """The blocks of a MobileNet."""
-    width, size = int(rng.choice([8, 16, 24, 48, 96])), int(rng.choice([4, 7, 14, 28, 56]))
+    width, size = int(rng.choice([6, 8, 10, 16, 24, 36, 48, 96])), int(rng.choice([4, 7, 14, 28, 56]))
     net.shape, x = [1, width, size, size], "x"
     limits = net.constant(0), net.constant(6)
     for _ in range(2):
@@ -86,7 +87,7 @@ def inverted_residuals(net: Net, rng: Generator) -> str:
 
 def depthwise_separable(net: Net, rng: Generator) -> str:
     """Depthwise and 1x1 convolutions in turn."""
-    width, size = int(rng.choice([8, 16, 32, 64, 128, 256])), int(rng.choice([3, 5, 10, 20, 40]))
+    width, size = int(rng.choice(WIDTHS)), int(rng.choice([3, 5, 10, 20, 40]))
     net.shape, x = [1, width, size, size], "x"
     for _ in range(3):
         x = net.op("Relu", net.conv(x, (width, width, 3), group=width, stride=int(rng.choice([1, 1, 2]))))
@@ -115,7 +116,7 @@ def grouped_convs(net: Net, rng: Generator) -> str:
 
 def line_convs(net: Net, rng: Generator) -> str:
     """Convolutions over a sequence, depthwise ones among them."""
-    width, length = int(rng.choice([8, 16, 32, 64, 128, 256])), int(rng.choice([1, 8, 32, 64, 128, 512]))
+    width, length = int(rng.choice([8, 12, 16, 32, 40, 64, 128, 256])), int(rng.choice([1, 8, 32, 64, 128, 512]))
     net.shape, x = [1, width, length], "x"
     for _ in range(3):
         kernel = int(rng.choice([1, 3, 5, 9]))
@@ -186,6 +187,22 @@ def silu_convs(net: Net, rng: Generator) -> str:
         first, second = block(x, width, width // 2, 1), block(x, width, width // 2, 1)
         second = block(block(second, width // 2, width // 2, 3, width // 2), width // 2, width // 2, 1)
         x = net.op("Concat", first, second, axis=1)
+    return x
+
+
+def hard_swish_convs(net: Net, rng: Generator) -> str:
+    """Pointwise and depthwise convolutions with hard-swish, which ONNX Runtime runs as four float ops."""
+    width, size = int(rng.choice([8, 12, 16, 24, 40, 64, 104, 128])), int(rng.choice([4, 7, 14, 28]))
+    net.shape, x = [1, width, size, size], "x"
+    three, six, zero = (net.constant(value) for value in (3, 6, 0))
+
+    def activate(y: str) -> str:
+        return net.op("Div", net.op("Mul", y, net.op("Clip", net.op("Add", y, three), zero, six)), six)
+
+    for _ in range(2):
+        y = activate(net.conv(x, (width, 2 * width, 1)))
+        y = activate(net.conv(y, (2 * width, 2 * width, int(rng.choice([3, 5]))), group=2 * width))
+        x = net.op("Add", x, net.conv(y, (2 * width, width, 1)))
     return x
 
 
@@ -279,6 +296,7 @@ FAMILIES: tuple[Callable[[Net, Generator], str], ...] = (
         attention,
         squeeze_excite,
         silu_convs,
+        hard_swish_convs,
         gated_convs,
         unet,
         pools,

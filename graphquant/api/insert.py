@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,8 @@ from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import NO_TARGET, InsertOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from graphquant.ir import Model
+    from graphquant.calibration.data import Dataset
+    from graphquant.ir import Model, Shape
     from graphquant.optimize.candidates import BuildModel
 
 
@@ -106,9 +107,11 @@ def insert(
         settings = replace(settings, data=as_data_spec(settings.data))
     objective = _check_options(settings)
     source = load_source(model, settings)
-    prepared, plan = prepare_and_plan(source, settings, settings.plan)
+    open_samples = cache(partial(open_model_data, source, settings.data or ""))
+    sample_shapes = partial(_first_sample_shapes, open_samples, settings)
+    prepared, plan = prepare_and_plan(source, settings, settings.plan, sample_shapes=sample_shapes)
     plan, transfer = _apply_tflite_ranges(prepared, plan, settings)
-    data = _split_data(prepared, plan, objective, settings)
+    data = _split_data(prepared, plan, objective, settings, open_samples)
     if data.lacks_samples:
         raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
     check = data.start_check(source) if plan.sites else None
@@ -215,12 +218,26 @@ def _apply_tflite_ranges(prepared: Model, plan: Plan, settings: InsertOptions) -
     return transfer_ranges(prepared, plan, tflite_model, name_map)
 
 
-def _split_data(prepared: Model, plan: Plan, objective: Objective, settings: InsertOptions) -> CalibrationData:
+def _first_sample_shapes(open_samples: Callable[[int | None], Dataset], settings: InsertOptions) -> dict[str, Shape]:
+    """Return the shapes of the arrays of the first sample; none without data."""
+    if settings.data is None:
+        return {}
+    feed = next(open_samples(settings.samples).feeds_between(0, 1), {})
+    return {name: array.shape for name, array in feed.items()}
+
+
+def _split_data(
+    prepared: Model,
+    plan: Plan,
+    objective: Objective,
+    settings: InsertOptions,
+    open_samples: Callable[[int | None], Dataset],
+) -> CalibrationData:
     """Return the data with its split. It is opened on first use, or now if a bound needs its labels."""
     data = CalibrationData(
         spec=settings.data,
         max_samples=settings.samples,
-        open_samples=partial(open_model_data, prepared, settings.data or ""),
+        open_samples=open_samples,
         validates=settings.validate,
         stats=None if settings.stats is None else resolve_stats(settings.stats),
         needs_ranges=bool(sites_needing_data(plan)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from graphquant import formats
 from graphquant.api.models import as_model
 from graphquant.backends.integer_placement import place_by_cost
-from graphquant.backends.onnxruntime_costs import read_cost_table
+from graphquant.backends.onnxruntime_costs import assume_input_shapes, read_cost_table
 from graphquant.calibration import with_observer
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize import choose_algorithms
@@ -36,7 +36,7 @@ from graphquant.utils.option_types import parse_names
 from graphquant.utils.options import InsertOptions, PlanOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from graphquant.ir import Model
+    from graphquant.ir import Model, Shape
 
 OPSET_STEP = "opset"
 """The only preparation step that rule files do not list: it is added when the inserted ops need a newer opset."""
@@ -61,11 +61,17 @@ def plan(model: Model | str | Path, options: PlanOptions | None = None, /, **val
 
 
 def prepare_and_plan(
-    source: Model, options: PlanOptions | None = None, plan: Plan | str | Path | None = None, *, by_cost: bool = True
+    source: Model,
+    options: PlanOptions | None = None,
+    plan: Plan | str | Path | None = None,
+    *,
+    by_cost: bool = True,
+    sample_shapes: Callable[[], Mapping[str, Shape]] = dict,
 ) -> tuple[Model, Plan]:
     """Return the prepared model and its plan: `plan` if there is one, else the plan of the rules.
 
-    With `by_cost`, ops stay float where the cost table of the rules estimates that int8 does not pay.
+    With `by_cost`, ops stay float where the cost table of the rules estimates that int8 does not pay. The estimate is
+    for inputs of the shapes that `sample_shapes` returns. It is called only if the model does not tell all sizes.
     """
     settings = options or PlanOptions()
     if plan is not None:
@@ -78,7 +84,7 @@ def prepare_and_plan(
     if not (by_cost and _minimizes_float_work(settings)):
         ruleset = replace(ruleset, costs="")
     selection = select_sites(source, settings.include, settings.exclude, settings.family)
-    prepared, resolved_plan = plan_with_rules(source, ruleset, selection)
+    prepared, resolved_plan = plan_with_rules(source, ruleset, selection, sample_shapes)
     return prepared, with_observer(resolved_plan, settings.method)
 
 
@@ -87,8 +93,16 @@ def _minimizes_float_work(settings: PlanOptions) -> bool:
     return not isinstance(settings, InsertOptions) or (settings.optimize == "macs" and settings.size_budget is None)
 
 
-def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) -> tuple[Model, Plan]:
-    """Return the prepared model and its plan. If there is nothing to insert, the model stays unprepared."""
+def plan_with_rules(
+    model: Model,
+    ruleset: RuleSet,
+    selection: SiteSelection,
+    sample_shapes: Callable[[], Mapping[str, Shape]] = dict,
+) -> tuple[Model, Plan]:
+    """Return the prepared model and its plan. If there is nothing to insert, the model stays unprepared.
+
+    `sample_shapes` returns the shapes of inputs for which the time of the ops is estimated.
+    """
     if model.saved_functions and not model.main.outputs:
         raise ModelError(
             f"{model.path or 'The model'} has no signature, only functions for Python code. Rules apply to signatures."
@@ -114,9 +128,20 @@ def plan_with_rules(model: Model, ruleset: RuleSet, selection: SiteSelection) ->
         for skipped in find_skipped_steps(prepared, ruleset.prepare)
     ]
     plan = replace(plan, skips=(*skipped_steps, *plan.skips))
-    if ruleset.costs and model.format == "onnx" and {*plan.targets} <= {"onnxruntime"}:
-        plan = place_by_cost(prepared, plan, read_cost_table(ruleset.costs))
+    if ruleset.costs and plan.sites and model.format == "onnx" and {*plan.targets} <= {"onnxruntime"}:
+        plan = place_by_cost(_with_assumed_sizes(prepared, sample_shapes), plan, read_cost_table(ruleset.costs))
     return (prepared, plan) if plan.sites else (model, replace(plan, steps=(), prepared=model.digest))
+
+
+def _with_assumed_sizes(model: Model, sample_shapes: Callable[[], Mapping[str, Shape]]) -> Model:
+    """Return an ONNX model with sizes for all tensors, as far as they follow from the shapes of its inputs."""
+    shapes = (output.shape for _, op in model.reachable_ops() for output in op.outputs)
+    if not any(shape is None or None in shape[1:] for shape in shapes):
+        return model
+    from graphquant.formats.onnx import bind_input_shapes
+
+    usual_shapes = assume_input_shapes(formats.format_module("onnx").input_specs(model))
+    return bind_input_shapes(model, {**usual_shapes, **sample_shapes()})
 
 
 def prepare_for_plan(model: Model, plan: Plan) -> Model:

@@ -376,7 +376,17 @@ class PlacementSearch:
             self.set_int8(start)
             self._improve()
             outcomes.append((self.time, [index for index in self.decidable if self.is_int8[index]]))
-        return min(outcomes, key=lambda outcome: outcome[0])[1]
+        self.set_int8(min(outcomes, key=lambda outcome: outcome[0])[1])
+        # Without multiply-adds, int8 costs accuracy, and estimates of so small gains are not reliable.
+        regions = [region for region in self.regions(label=True) if any(map(self._serves_weight, region))]
+        return sorted(index for region in regions for index in region)
+
+    def _serves_weight(self, index: int) -> bool:
+        """Return True for an op with a weight, and for a neighbor of an op that the plan alone decides."""
+        group = self.placement.groups[index]
+        readers = (reader for position in group.writes for reader in self.placement.tensors[position].readers)
+        neighbors = (*self.placement.producers(group), *readers)
+        return group.has_weight or any(self.placement.groups[neighbor].fixed for neighbor in neighbors)
 
     def set_int8(self, indices: Iterable[int]) -> None:
         """Let exactly the groups `indices` run on integers."""

@@ -7,11 +7,12 @@ each in a table. `benchmarks/kernel_costs.py` fits a table on the machine on whi
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,10 +23,14 @@ from graphquant.ir import (
     RECURRENT_KINDS,
     Graph,
     Op,
+    OpKey,
     Parameters,
     Shape,
     TensorRef,
 )
+
+if TYPE_CHECKING:
+    from graphquant.formats import InputSpec
 
 SHIPPED_TABLE = "onnxruntime"
 """Name of the shipped table in the key `costs` of a rule file."""
@@ -94,6 +99,7 @@ def write_cost_table(table: CostTable, path: Path) -> None:
 # Kernels of ONNX Runtime process blocks of this many output channels, and the int8 ones groups of so many products.
 CHANNEL_BLOCK, PRODUCT_GROUP = 16, 4
 UNKNOWN_SIZE = 16  # size that is assumed for axes whose size is known only when the model runs
+USUAL_IMAGE_SIZE, USUAL_LENGTH = 224, 64  # sizes of inputs that are assumed without samples, for images and others
 FEW_INPUT_CHANNELS = 4  # up to so many, the first convolution of images has a float kernel of its own
 IMAGE_RANK = 4  # rank of feature maps, whose float convolutions run in a blocked layout
 
@@ -106,9 +112,36 @@ def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | 
     tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
     inputs = [_assumed_sizes(parameters.shape(tensor)) for tensor in tensors]
     output = _assumed_sizes(op.outputs[0].shape) if op.outputs else None
+    if inputs and (inputs[0] is None or output is None):
+        inputs[0], output = _shapes_for_weight(op, inputs)
     if not inputs or inputs[0] is None or output is None:
         return None
-    return describe(op, inputs, output, [parameters.is_parameter(tensor) for tensor in tensors])
+    work = describe(op, inputs, output, [parameters.is_parameter(tensor) for tensor in tensors])
+    if work is None or op.kind not in CONVOLUTION_KINDS or len(output) != IMAGE_RANK:
+        return work
+    reordered = _count_reordered_values(graph, op)
+    return replace(work, float_work={**work.float_work, "reordered": reordered}) if reordered else work
+
+
+BLOCKED_KINDS = CONVOLUTION_KINDS | {"max_pool", "avg_pool", "global_avg_pool", "add", "concat", "sigmoid", "tanh"}
+"""Kinds whose float kernels read and write the blocked layout of convolutions."""
+FUSED_ACTIVATION_KINDS = frozenset({"relu", "relu6", "clip", "leaky_relu"})  # a float convolution applies them
+
+
+def _count_reordered_values(graph: Graph, op: Op) -> float:
+    """Return the values that a float convolution reads from ops with the usual layout, and writes for such ops."""
+
+    def is_local(kinds: Collection[str], tensor: OpKey) -> bool:
+        return tensor[0] == graph.name and graph.op(tensor[1]).kind in kinds
+
+    source, result = graph.slots(op.name)[0], TensorRef(graph.name, op.name)
+    if source is not None and is_local(FUSED_ACTIVATION_KINDS, source[:2]):
+        source = graph.slots(source.op)[0]
+    count = 0.0 if source is None or is_local(BLOCKED_KINDS, source[:2]) else count_values(graph, source)
+    uses = graph.consumers(result)
+    if len(uses) == 1 and is_local(FUSED_ACTIVATION_KINDS, uses[0][:2]):
+        uses = graph.consumers(TensorRef(graph.name, uses[0].op))
+    return count + (0.0 if all(is_local(BLOCKED_KINDS, use[:2]) for use in uses) else count_values(graph, result))
 
 
 def find_silu_gate(graph: Graph, op: Op) -> str:
@@ -125,6 +158,31 @@ def find_silu_gate(graph: Graph, op: Op) -> str:
 def count_values(graph: Graph, tensor: TensorRef) -> float:
     """Return the number of values of a tensor for one sample; 0 if it is unknown."""
     return float(prod(_assumed_sizes(graph.output(tensor).shape) or (0,)))
+
+
+def _shapes_for_weight(op: Op, inputs: Sequence[Sizes | None]) -> tuple[Sizes | None, Sizes | None]:
+    """Return usual shapes of the input and output of an op whose weight alone has a known shape; None for others."""
+    weight = inputs[1] if len(inputs) > 1 else None
+    if weight is None:
+        return None, None
+    if op.kind in CONVOLUTION_KINDS and len(weight) > 2:  # noqa: PLR2004  # a kernel has spatial axes
+        positions = (UNKNOWN_SIZE,) * (len(weight) - 2)
+        return (1, weight[1] * int(op.numeric_attr("group", 1)), *positions), (1, weight[0], *positions)
+    if op.kind in MATRIX_PRODUCT_KINDS and len(weight) == 2:  # noqa: PLR2004  # a matrix
+        rows, columns = weight[::-1] if op.numeric_attr("transB", 0) else weight
+        return (UNKNOWN_SIZE, rows), (UNKNOWN_SIZE, columns)
+    return None, None
+
+
+def assume_input_shapes(inputs: Iterable[InputSpec]) -> dict[str, Shape]:
+    """Return usual shapes of a model's inputs: one sample, with the known sizes."""
+    shapes: dict[str, Shape] = {}
+    for spec in inputs:
+        if spec.shape is not None:
+            usual = USUAL_IMAGE_SIZE if len(spec.shape) == IMAGE_RANK else USUAL_LENGTH
+            first = spec.shape[:1] if None not in spec.shape[:1] else (1,)
+            shapes[spec.name] = (*first, *(usual if size is None else size for size in spec.shape[1:]))
+    return shapes
 
 
 def _assumed_sizes(shape: Shape | None) -> tuple[int, ...] | None:
@@ -156,18 +214,35 @@ def _describe_conv(op: Op, inputs: list[Sizes | None], output: Sizes, _constant:
         name = "conv.first"
     name += "" if len(output) == IMAGE_RANK else ".line"
     common = {"ops": 1.0, "inputs": float(prod(data)), "outputs": float(prod(output)), "weights": float(prod(weight))}
-    columns = float(positions * groups * group_inputs * kernel)
     if name.startswith("conv.depthwise"):
-        work = {**common, "macs": float(prod(output) * kernel)}
-        return KernelWork(kernel=name, float_work=work, int8_work=work)
+        return _describe_depthwise(name, common, channels, positions, kernel)
     block = CHANNEL_BLOCK
-    float_macs = float(positions * groups * _rounded_up(group_outputs, block) * group_inputs * kernel)
+    # The blocked layout of feature maps pads the input channels, too.
+    pads_inputs = len(output) == IMAGE_RANK and groups == 1 and name != "conv.first"
+    float_inputs = _rounded_up(group_inputs, block) if pads_inputs else group_inputs
+    float_macs = float(positions * groups * _rounded_up(group_outputs, block) * float_inputs * kernel)
     products = _rounded_up(group_inputs * kernel, PRODUCT_GROUP)
     int8_macs = float(positions * groups * _rounded_up(group_outputs, block) * products)
-    common["columns"] = columns
+    common["columns"] = float(positions * groups * group_inputs * kernel)
     if groups > 1:
         common["groups"] = float(groups)
-    return KernelWork(kernel=name, float_work={**common, "macs": float_macs}, int8_work={**common, "macs": int8_macs})
+    elif group_outputs < block and name != "conv.first":
+        common["narrow"] = common["outputs"]
+    int8_work = {**common, "macs": int8_macs}
+    if kernel > 1 and name != "conv.first":
+        int8_work["copies"] = float(positions * groups * kernel)
+    return KernelWork(kernel=name, float_work={**common, "macs": float_macs}, int8_work=int8_work)
+
+
+def _describe_depthwise(name: str, common: Work, channels: int, positions: int, kernel: int) -> KernelWork:
+    """Describe a depthwise convolution. Its int8 kernel is slow for channels beyond the last block."""
+    block, half = CHANNEL_BLOCK, CHANNEL_BLOCK // 2
+    padded = float(positions * _rounded_up(channels, block))
+    float_work = {**common, "outputs": padded, "macs": padded * kernel}
+    int8_work = {**common, "macs": float(positions * channels * kernel)}
+    int8_work["half_blocks"] = float(positions * (channels % block // half * half))
+    int8_work["rest"] = float(positions * (channels % half))
+    return KernelWork(kernel=name, float_work=float_work, int8_work=int8_work)
 
 
 def _describe_product(op: Op, inputs: list[Sizes | None], output: Sizes, constant: list[bool]) -> KernelWork | None:

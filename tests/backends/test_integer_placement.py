@@ -102,6 +102,37 @@ def test_slower_than_float(tmp_path):
     assert "1.20" in placed.warnings[0]
 
 
+def test_region_without_weights(tmp_path):
+    """Ops without multiply-adds between float ops stay float, even if they would be faster in int8."""
+    pool = "c = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(b)"
+    body = f"a = Conv(x, v) b = {CONV}(a, w) {pool} d = {CONV}(c, s) y = Conv(d, u)"
+    _, prepared, plan = net(tmp_path, body, v=POINTS, w=KERNEL, s=KERNEL, u=POINTS)
+    placement = Placement(prepared, plan)
+    groups = PlacementSearch(placement, cost_table(1.0, conv_dense=3.0, conv_pointwise=0.5, max_pool=0.1)).run()
+    assert decidable_ops(prepared, plan) == ["a", "b", "c", "d", "y"]
+    assert [placement.groups[index].members[0][1] for index in groups] == ["a", "y"]
+
+
+def test_sizes_of_samples(tmp_path):
+    """Times of a model with unknown sizes are estimated for the sizes of the samples."""
+    rng = np.random.default_rng(0)
+    text = "g (float[N, 8, H, W] x) => (float[N, 8, H, W] y) { a = Conv(x, v) b = Relu(a) y = Conv(b, v) }"
+    source = load_onnx(tmp_path, text, {"v": rng.normal(0, 0.3, POINTS).astype(np.float32)})
+    lines = shipped_rule_files()["onnxruntime"].read_text("utf-8").splitlines()
+    lines = ['costs = "costs.toml"', *(line for line in lines if not line.startswith("costs"))]
+    (tmp_path / "mine.toml").write_text("\n".join(lines), "utf-8")
+    costs = {"conv.pointwise float": {"outputs": 1.0}, "conv.pointwise int8": {"ops": 5000.0}}
+    write_cost_table(CostTable(costs=costs), tmp_path / "costs.toml")
+    warnings = []
+    for size in (6, 40):
+        data = tmp_path / f"{size}.npz"
+        np.savez(data, x=rng.normal(0, 1, (8, 8, size, size)).astype(np.float32))
+        result = gq.insert(source, data=str(data), rules=str(tmp_path / "mine.toml"), min_sqnr="none")
+        warnings.append(result.plan.warnings)
+    assert warnings == [(ALL_FLOAT_WARNING,), ()]
+    assert prepare_and_plan(source, PlanOptions(rules=str(tmp_path / "mine.toml")))[1].warnings == ()
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_optimum(tmp_path, seed):
     """The search comes close to the least time of all placements, in nets with branches and costs at random."""

@@ -8,11 +8,13 @@ from graphquant.backends.onnxruntime_costs import (
     SHIPPED_TABLE,
     CostTable,
     KernelWork,
+    assume_input_shapes,
     describe_work,
     read_cost_table,
     write_cost_table,
 )
 from graphquant.errors import UsageError
+from graphquant.formats import InputSpec
 from graphquant.ir import Parameters
 
 
@@ -24,11 +26,21 @@ def work_of(folder, text, op_type, **constants) -> KernelWork | None:
     return describe_work(model.main, op, Parameters(model))
 
 
+def work_of_first(folder, text, output, **constants) -> KernelWork:
+    """Return the work of the op that produces a value."""
+    values = {name: np.ones(shape, np.float32) for name, shape in constants.items()}
+    model = load_onnx(folder, f"g {text}", values)
+    op = next(op for op in model.main.ops() if op.outputs and op.outputs[0].name == output)
+    work = describe_work(model.main, op, Parameters(model))
+    assert work is not None
+    return work
+
+
 CONV_CASES = {
-    "dense": ("conv.dense", "[1, 8, 6, 6]", (20, 8, 3, 3), 1, 36 * 32 * 72, 36 * 32 * 72),
-    "pointwise": ("conv.pointwise", "[1, 6, 6, 6]", (16, 6, 1, 1), 1, 36 * 16 * 6, 36 * 16 * 8),
+    "dense": ("conv.dense", "[1, 8, 6, 6]", (20, 8, 3, 3), 1, 36 * 32 * 144, 36 * 32 * 72),
+    "pointwise": ("conv.pointwise", "[1, 6, 6, 6]", (16, 6, 1, 1), 1, 36 * 16 * 16, 36 * 16 * 8),
     "first": ("conv.first", "[1, 3, 6, 6]", (16, 3, 3, 3), 1, 36 * 16 * 27, 36 * 16 * 28),
-    "depthwise": ("conv.depthwise", "[1, 8, 6, 6]", (8, 1, 3, 3), 8, 36 * 8 * 9, 36 * 8 * 9),
+    "depthwise": ("conv.depthwise", "[1, 8, 6, 6]", (8, 1, 3, 3), 8, 36 * 16 * 9, 36 * 8 * 9),
     "grouped": ("conv.grouped", "[1, 16, 6, 6]", (16, 8, 1, 1), 2, 36 * 32 * 8, 36 * 32 * 8),
 }
 
@@ -46,6 +58,32 @@ def test_convolutions(tmp_path, name):
         assert work.float_work["macs"] == float_macs
         assert work.int8_work["macs"] == int8_macs
         assert work.int8_work["outputs"] == 36 * weight[0]
+
+
+def test_partial_blocks(tmp_path):
+    """Channels that fill no block count on their own: in int8 depthwise kernels, and in narrow convolutions."""
+    depthwise = "(float[1, 28, 6, 6] x) => (float[1, 28, 6, 6] y) { y = Conv<group=28, pads=[1, 1, 1, 1]>(x, w) }"
+    work = work_of(tmp_path, depthwise, "Conv", w=(28, 1, 3, 3))
+    assert work is not None
+    assert (work.int8_work["half_blocks"], work.int8_work["rest"]) == (36 * 8, 36 * 4)
+    assert work.float_work["outputs"] == 36 * 32
+    pointwise = "(float[1, 28, 6, 6] x) => (float[1, 10, 6, 6] y) { y = Conv(x, w) }"
+    work = work_of(tmp_path, pointwise, "Conv", w=(10, 28, 1, 1))
+    assert work is not None
+    assert work.int8_work["narrow"] == 36 * 10
+
+
+@pytest.mark.parametrize(
+    ("after", "reordered"), [("y = Conv(a, v)", 0), ("y = Tan(a)", 36 * 8), ("r = Relu(a) y = Tan(r)", 36 * 8)]
+)
+def test_reordered_values(tmp_path, after, reordered):
+    """A float convolution reorders values for ops that do not run in its layout, also behind an activation."""
+    body = f"x = Relu(z) a = Conv(x, w) {after}"
+    text = f"(float[1, 8, 6, 6] z) => (float[1, 8, 6, 6] y) {{ b = Conv(z, u) c = Sigmoid(b) {body} }}"
+    text = text.replace("Relu(z)", "Relu(c)")
+    work = work_of_first(tmp_path, text, "a", w=(8, 8, 1, 1), u=(8, 8, 1, 1), v=(8, 8, 1, 1))
+    assert work.float_work.get("reordered", 0) == reordered
+    assert "reordered" not in work.int8_work
 
 
 @pytest.mark.parametrize(
@@ -89,6 +127,29 @@ def test_unknown_shapes(tmp_path):
     assert (
         work_of(tmp_path, "(float x, int64[2] s) => (float y) { z = Reshape(x, s) y = Sigmoid(z) }", "Sigmoid") is None
     )
+
+
+@pytest.mark.parametrize(
+    ("op", "weight", "outputs"),
+    [("Conv", (12, 8, 3, 3), 12 * 256), ("MatMul", (10, 12), 16 * 12), ("Gemm<transB=1>", (12, 10), 16 * 12)],
+)
+def test_known_weight(tmp_path, op, weight, outputs):
+    """An op whose input has an unknown rank is estimated from the shape of its weight."""
+    text = f"(float x, int64[r] s) => (float y) {{ z = Reshape(x, s) y = {op}(z, w) }}"
+    work = work_of(tmp_path, text, op.partition("<")[0], w=weight)
+    assert work is not None
+    assert work.float_work["outputs"] == outputs
+
+
+def test_usual_shapes():
+    """Unknown sizes of inputs are those of images and of short sequences; known ones stay."""
+    specs = [
+        InputSpec(name="image", dtype="float32", shape=(None, 3, None, 96)),
+        InputSpec(name="text", dtype="int64", shape=(None, None)),
+        InputSpec(name="scalar", dtype="float32", shape=()),
+        InputSpec(name="any", dtype="float32", shape=None),
+    ]
+    assert assume_input_shapes(specs) == {"image": (1, 3, 224, 96), "text": (1, 64), "scalar": ()}
 
 
 def test_table(tmp_path):

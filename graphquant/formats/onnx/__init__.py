@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphquant.formats.onnx.conversions import encode_skeleton, inline_functions, upgrade_opset
+    from graphquant.formats.onnx.conversions import bind_input_shapes, encode_skeleton, inline_functions, upgrade_opset
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
     from graphquant.formats.onnx.index import input_specs, read_metadata
@@ -28,7 +28,7 @@ DEFAULT_RULES = "onnxruntime"
 DEFAULT_FAMILY = "onnx-qdq"
 
 _MODULES = {
-    "conversions": ("encode_skeleton", "inline_functions", "upgrade_opset"),
+    "conversions": ("bind_input_shapes", "encode_skeleton", "inline_functions", "upgrade_opset"),
     "emitter": ("emit",),
     "file_writer": ("save",),
     "index": ("input_specs", "read_metadata"),

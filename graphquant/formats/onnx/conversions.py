@@ -9,8 +9,8 @@ import base64
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,13 @@ from graphquant.formats.onnx.file_writer import external_tensors
 from graphquant.formats.onnx.index import retain_entries
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import OnnxRunner
-from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS, NODE_MARK, nested_graphs
-from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external
+from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS, NODE_MARK, infer_types, nested_graphs
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, type_and_shape
+from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:
     from graphquant.formats import InputSpec
-    from graphquant.ir import Model, OpKey
+    from graphquant.ir import Model, OpKey, Shape
     from graphquant.numerics import Array
 
 MAX_VISIBLE_ELEMENTS = 1 << 10
@@ -324,3 +325,40 @@ def inline_functions(model: Model) -> tuple[Model, dict[OpKey, OpKey]]:
             if isinstance(op.source, NodeProto) and op.source.doc_string.startswith(NODE_MARK):
                 originals[graph.name, op.name] = op_keys[int(op.source.doc_string.removeprefix(NODE_MARK))]
     return inlined_model, originals
+
+
+def bind_input_shapes(model: Model, shapes: Mapping[str, Shape]) -> Model:
+    """Return a copy of the model whose tensors have the shapes that follow from the given shapes of its inputs.
+
+    Only the known shapes change. Tensors of functions keep theirs. Raises a ModelError if the model cannot be emitted.
+    """
+    emission = emit_message(model, defer_weights=True)
+    message = emission.message
+    for graph in nested_graphs(message.graph):
+        # Declared sizes without a number would keep the inferred ones from being known.
+        for info in (*graph.value_info, *graph.output, *(graph.input if graph is not message.graph else ())):
+            if None in (type_and_shape(info.type)[1] or ()):
+                info.type.tensor_type.ClearField("shape")
+    for info in message.graph.input:
+        if info.name in shapes and info.type.HasField("tensor_type"):
+            del info.type.tensor_type.shape.dim[:]
+            for size in shapes[info.name]:
+                info.type.tensor_type.shape.dim.add(dim_value=size)
+    bound = model.copy()
+    pending = [("", infer_types(message, model.source.folder).graph)]
+    for name, proto in pending:  # grows while bodies are visited
+        types = {info.name: type_and_shape(info.type)[1] for info in (*proto.value_info, *proto.output, *proto.input)}
+        nodes = {value: node for node in proto.node for value in node.output if value}
+        graph = bound.graphs[name]
+        for op in list(graph.ops()):
+            values = [emission.value_name(model, TensorRef(name, op.name, port)) for port in range(len(op.outputs))]
+            outputs = tuple(
+                replace(output, shape=types.get(value) or output.shape)
+                for value, output in zip(values, op.outputs, strict=True)
+            )
+            if outputs != op.outputs:
+                graph.replace_op(replace(op, outputs=outputs))
+            node = next((nodes[value] for value in values if value in nodes), None)
+            bodies = {} if node is None else node_bodies(node)
+            pending += [(call.graph, bodies[call.attr]) for call in op.calls if call.attr in bodies]
+    return bound

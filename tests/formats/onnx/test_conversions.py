@@ -131,3 +131,26 @@ def test_quantized_lstm_runs_or_is_rejected(model_folder: Path) -> None:
         assert "onnxruntime rejects" in str(error)  # noqa: PT017  # either end is right
     else:
         format_.create_runner(result).start()
+
+
+SIZES = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[N, 1, H, W] x, bool c) => (float[N, r] y)
+<float[1, 1, 3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, int64[2] s = {0, -1}> {
+    a = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (x, w)
+    b = If (c) <
+        then_branch = t () => (float[N, 1, P, Q] d) { d = Relu(a) },
+        else_branch = e () => (float[N, 1, P, Q] f) { f = Exp(a) }>
+    y = Reshape(b, s)
+}"""
+
+
+def test_shapes_of_inputs(load_text: Any) -> None:
+    """All tensors, also those of branches, get the shapes that follow from the inputs; the model stays as it is."""
+    model = load_text(SIZES)
+    bound = format_.bind_input_shapes(model, {"x": (2, 1, 40, 30), "unknown": (1,)})
+    shapes = {output.name: output.shape for _, op in bound.reachable_ops() for output in op.outputs}
+    assert shapes["x"] == (2, 1, 40, 30)
+    assert shapes["a"] == shapes["b"] == shapes["d"] == shapes["f"] == (2, 1, 20, 15)
+    assert shapes["y"] == (2, 300)
+    assert model.main.op("x").outputs[0].shape == (None, 1, None, None)
+    check_invariants(bound, "shapes")
