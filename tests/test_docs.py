@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,17 @@ from typing import get_args
 import pytest
 from support.documents import language_blocks
 
+import graphquant as gq
 from graphquant.batch.manifest import PLACEHOLDERS, ModelTable
 from graphquant.calibration.data.dataset import DATA_KINDS, PIXEL_KEYS
 from graphquant.calibration.data.images import PIXEL_PRESETS
+from graphquant.cli import main
+from graphquant.errors import GraphQuantError
 from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
 from graphquant.qdq import FAMILIES, RangeSource
 from graphquant.quantize import PREPARATION_STEPS
 from graphquant.quantize.fold_batchnorm import VARIABLES_NOT_FOLDED
+from graphquant.rules import rule_file_schema, shipped_rule_files
 from graphquant.rules import table_keys as keys_of
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +38,11 @@ PAGES = [
     "preparation.md",
     "strip.md",
     "tensorflow.md",
+    "ci.md",
+    "commands.md",
+    "exit-codes.md",
+    "questions.md",
+    "targets.md",
 ]
 
 
@@ -187,6 +197,46 @@ def test_tensorflow(docs_folder):
         assert f"{line}\n" in printed
     assert f"[] ['{VARIABLES_NOT_FOLDED}" in printed
     assert {path.name for path in docs_folder.iterdir()} >= {"digits", "trained", "digits.pb"}
+
+
+@pytest.mark.parametrize("name", ["accelerator", "ci", "onnx", pytest.param("tflite", marks=pytest.mark.slow)])
+def test_tutorials(docs_folder, name):
+    """The code blocks of each tutorial run, and print the documented output."""
+    printed = run_page(f"tutorials/{name}.md")
+    text = ROOT.joinpath("docs", "tutorials", f"{name}.md").read_text("utf-8")
+    assert all(f"{line}\n" in printed for line in re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE))
+
+
+def test_targets_have_a_row_each():
+    """The table of targets has a row for each shipped rule file."""
+    page = ROOT.joinpath("docs", "targets.md").read_text("utf-8")
+    assert sorted(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == sorted(shipped_rule_files())
+
+
+def test_exit_codes_have_a_row_each():
+    """The table of exit codes has the code of every error class."""
+    page = ROOT.joinpath("docs", "exit-codes.md").read_text("utf-8")
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    assert listed == {kind.exit_code for kind in GraphQuantError.__subclasses__()} | {0, 130}
+
+
+def test_generated_reference():
+    """The pages that are generated name each command, each public name and each key of rule files."""
+    hooks = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))
+    pages = {path: create_page() for path, create_page in hooks["PAGES"].items()}
+    assert set(main.commands) <= set(re.findall(r"^## graphquant (\w+)", pages["reference/cli.md"], re.MULTILINE))
+    public = set(gq.__all__) - {"__version__", "graph_editor"}
+    assert set(re.findall(r"^## gq\.(\w+)", pages["reference/python.md"], re.MULTILINE)) == public
+    keys = {key for table in rule_file_schema()["$defs"].values() for key in table["properties"]}
+    assert keys <= set(re.findall(r"^\| `(\w+)`", pages["reference/rules.md"], re.MULTILINE))
+
+
+def test_navigation_has_each_page():
+    """The navigation of the site has each page under docs/ once, and no others but the generated ones."""
+    text = ROOT.joinpath("mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r"- ([\w/.-]+\.md)$", text, re.MULTILINE)
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in ROOT.joinpath("docs").rglob("*.md")]
+    assert sorted(page for page in listed if not page.startswith("reference/")) == sorted(pages)
 
 
 def test_data_tables():

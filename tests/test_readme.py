@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-from support.cli import invoke_cli, run_cli
+from support.cli import invoke_cli
 from support.documents import code_blocks
 
-from graphquant.errors import GraphQuantError
 from graphquant.rules import load_ruleset, shipped_rule_files
 
 ROOT = Path(__file__).parent.parent
@@ -14,14 +13,13 @@ TEXT = ROOT.joinpath("README.md").read_text("utf-8")
 
 
 def test_python_runs(tmp_path, monkeypatch, capsys):
-    """The Python example runs, and does not quantize the ops that it excludes."""
+    """The Python example runs, and prints what README shows."""
     tmp_path.joinpath("sample_models").symlink_to(ROOT / "sample_models")
     monkeypatch.chdir(tmp_path)
     (code,) = code_blocks(TEXT, "python")
     exec(compile(code, "README.md", "exec"), {})  # noqa: S102  # README's own code
-    printed = capsys.readouterr().out
-    assert "residual/relu:0 joint-output" in printed
-    assert "logits" not in printed
+    (printed,) = re.findall(r"^It prints `([^`]+)`", TEXT, re.MULTILINE)
+    assert capsys.readouterr().out == f"{printed}\n"
     assert tmp_path.joinpath("digits_cnn.quant.onnx").is_file()
 
 
@@ -29,18 +27,14 @@ def test_first_command_ends_as_shown(tmp_path):
     """The first command prints the line that README shows."""
     model, data = (ROOT / "sample_models" / name for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"))
     result = invoke_cli("insert", model, "--data", data, "-o", tmp_path / "out.onnx")
-    (summary_line,) = re.findall(r"^ {4}(\d+ sites inserted.*?) Written to", TEXT, re.MULTILINE)
-    assert result.stdout.splitlines()[-1].startswith(f"{summary_line} Written to")
+    pattern = r"(?:^| {4})(\d+ sites inserted.*?), \d\.\d\d of float's time\. Written to"  # a time of this machine
+    (summary_line,) = re.findall(pattern, TEXT, re.MULTILINE)
+    assert re.findall(pattern, result.stdout.splitlines()[-1]) == [summary_line]
 
 
-def test_check_ends_as_shown(tmp_path):
-    """The check command prints the line that README shows."""
-    model, data = (ROOT / "sample_models" / name for name in ("digits_cnn_bn.onnx", "digits_cnn_calib.npz"))
-    quantized = tmp_path / "out.onnx"
-    run_cli("insert", model, "--data", data, "-o", quantized)
-    result = invoke_cli("check", quantized, "--for", "onnxruntime")
-    (summary_line,) = re.findall(r"^ {4}(\d+ of \d+ ops run in low precision.*)$", TEXT, re.MULTILINE)
-    assert result.stdout.splitlines()[0].endswith(f" for onnxruntime: {summary_line}")
+def test_readme_is_short():
+    """README has at most 130 lines."""
+    assert TEXT.count("\n") <= 130
 
 
 def test_rule_file_has_eight_lines(tmp_path):
@@ -53,16 +47,9 @@ def test_rule_file_has_eight_lines(tmp_path):
 
 
 def test_targets_are_the_shipped_rules():
-    """The target table has a row for each shipped rule file."""
-    table = TEXT.partition("## Targets")[2].partition("## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(shipped_rule_files())
-
-
-def test_exit_codes_are_all_listed():
-    """The table of exit codes has the code of every error class."""
-    table = TEXT.partition("## Exit codes")[2].partition("## ")[0]
-    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
-    assert listed == {kind.exit_code for kind in GraphQuantError.__subclasses__()} | {0, 130}
+    """The section on targets names each shipped rule file."""
+    section = TEXT.partition("## Targets")[2].partition("## ")[0]
+    assert sorted(re.findall(r"`(\w+)`", section)) == sorted(shipped_rule_files())
 
 
 def test_two_set_up_commands():
@@ -74,5 +61,5 @@ def test_two_set_up_commands():
 
 def test_links_are_valid():
     """Pictures and relative links name existing files."""
-    targets = re.findall(r'(?:\]\(|src=")([^)"#]+)', TEXT)
+    targets = re.findall(r'(?:\]\(|src=|srcset=)"?([^)"#]+)', TEXT)
     assert [target for target in targets if "://" not in target and not ROOT.joinpath(target).exists()] == []

@@ -21,6 +21,7 @@ from graphquant.utils.options import NO_TARGET, InsertOptions, ReadOptions
 from graphquant.utils.text import quantized_share_failure
 
 if TYPE_CHECKING:
+    from graphquant.analysis.conversion_report import ConversionReport
     from graphquant.api import Result
 
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 @options_of(InsertOptions)
 @click.option("--dry-run", is_flag=True, help="Do everything except writing the model.")
 @click.option("--report", type=PATH, metavar="FILE", help="Write the result as JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Print the scale of each tensor, and each tensor left in float.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors.")
 @HTML
 @FORCE
 def insert_command(
@@ -37,6 +40,8 @@ def insert_command(
     output: Path | None,
     dry_run: bool,
     report: Path | None,
+    verbose: bool,
+    quiet: bool,
     html: Path | None,
     force: bool,
     **values: Any,
@@ -49,6 +54,8 @@ def insert_command(
     """
     settings = collect_options(InsertOptions, values)
     _check_combinations(settings)
+    if verbose and quiet:
+        raise UsageError("--verbose prints more and --quiet nothing. Use one of them.")
     from graphquant import api
     from graphquant.api.models import default_output
 
@@ -63,7 +70,15 @@ def insert_command(
         source = freeze(source)
     with progress_bar() as progress:
         result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
-    _write_and_print(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
+    written = None if dry_run else target
+    conversion = _write_result(result, written, to_tflite=to_tflite, report=report, html=html, force=force)
+    if not quiet:
+        _print_result(result, written, conversion, tables=verbose)
+    if conversion is not None and not conversion.agrees:
+        raise FindingsError(
+            f"{target.name} does not have all planned scales; -v lists them beside those of the runtime. Exclude these"
+            " tensors with --exclude, or pass the ranges of the runtime."
+        )
     note = "Nothing was written." if dry_run else f"{target} was written."
     _exit_with_result(result, settings, note)
 
@@ -112,37 +127,36 @@ def _check_outputs(
     return to_tflite
 
 
-def _write_and_print(
-    result: Result, target: Path, *, to_tflite: bool, report: Path | None, html: Path | None, dry_run: bool, force: bool
-) -> None:
-    """Write the model, the report and the page, and print the result."""
-    from graphquant.visualize import text
-
-    conversion, written = None, None if dry_run else target
+def _write_result(
+    result: Result, target: Path | None, *, to_tflite: bool, report: Path | None, html: Path | None, force: bool
+) -> ConversionReport | None:
+    """Write the model, the report and the page; return the report of a conversion to TFLite."""
+    conversion = None
     if to_tflite:
         from graphquant.api.convert import convert_to_tflite
 
-        conversion = convert_to_tflite(result, written, force=force)
-    elif written is not None:
-        written = result.save(target, force=force)
-    if written is not None:
-        remember_output(written)
+        conversion = convert_to_tflite(result, target, force=force)
+    elif target is not None:
+        result.save(target, force=force)
+    if target is not None:
+        remember_output(target)
     if report is not None:
         from graphquant.visualize.json_export import InsertResult
 
-        write_text_or_json(report, InsertResult.of(result, str(written) if written else None, conversion).as_json())
+        write_text_or_json(report, InsertResult.of(result, str(target) if target else None, conversion).as_json())
     if html is not None:
         from graphquant.visualize.drawing import result_drawing
 
         write_drawing_page(html, result_drawing(result), result.stats)
-    print_view(text.result_view(result, written))
+    return conversion
+
+
+def _print_result(result: Result, written: Path | None, conversion: ConversionReport | None, *, tables: bool) -> None:
+    from graphquant.visualize import text
+
+    print_view(text.result_view(result, written, tables=tables))
     if conversion is not None:
-        print_view(text.conversion_view(conversion))
-    if conversion is not None and not conversion.agrees:
-        raise FindingsError(
-            f"{target.name} does not have all planned scales; the table above compares them with those of the runtime."
-            " Exclude these tensors with --exclude, or pass the ranges of the runtime."
-        )
+        print_view(text.conversion_view(conversion, tables=tables or not conversion.agrees))
 
 
 def _exit_with_result(result: Result, settings: InsertOptions, written_note: str) -> None:

@@ -351,5 +351,5 @@ def _output_metrics_text(output: OutputFigures, score_sqnr: float | None) -> str
     if output.agreement is not None:
         figures.append(f"{percent(output.agreement)} agree")
     if output.accuracy is not None:
-        figures.append(f"accuracy {percent(output.accuracy[0])} to {percent(output.accuracy[1])}")
+        figures.append(f"accuracy {percent(output.accuracy[0], 2)} -> {percent(output.accuracy[1], 2)}")
     return " ".join([output.name, " and ".join(figures)]) if figures else output.name

@@ -166,6 +166,7 @@ class Table(Generic[Row]):
         *,
         style: Callable[[Row], str] = lambda _: "",
         note: Callable[[Row], str] = lambda _: "",
+        max_rows: int | None = None,
     ) -> None:
         self.rows = list(rows)
         self.columns = [
@@ -174,6 +175,7 @@ class Table(Generic[Row]):
             if not column.optional or any(column.value(row) is not None for row in self.rows)
         ]
         self._style, self._note = style, note
+        self._max_rows = ROWS_SHOWN if max_rows is None else max_rows
 
     def csv_text(self) -> str:
         """Return CSV with numbers instead of formatted text."""
@@ -206,7 +208,7 @@ class Table(Generic[Row]):
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [([Text(column.heading) for column in self.columns], "bold", "")]
-        for row in self.rows[:ROWS_SHOWN]:
+        for row in self.rows[: self._max_rows]:
             texts = (column.cell(row) for column in self.columns)
             cells = [Text(escape_unprintable(text)) if isinstance(text, str) else text for text in texts]
             rows.append((cells, self._style(row), escape_unprintable(self._note(row))))
@@ -232,5 +234,5 @@ class Table(Generic[Row]):
                 yield unfolded
                 yield from [Padding(line, (0, 0, 0, CELL_INDENT))] if line.plain.strip() else []
             yield from [Padding(Text(note, "dim"), (0, 0, 0, COLUMN_GAP))] if note else []
-        if len(self.rows) > ROWS_SHOWN:
-            yield Text(f"{len(self.rows) - ROWS_SHOWN} more; the result as JSON lists them")
+        if len(self.rows) > self._max_rows:
+            yield Text(f"{len(self.rows) - self._max_rows} more; the result as JSON lists them")

@@ -18,10 +18,12 @@ from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
 from graphquant.ir import MAC_KINDS, Model, qualified_op_name
 from graphquant.numerics import DynamicQParams, QParams
+from graphquant.quantize.plan import SkipCode
 from graphquant.rules import load_ruleset, shipped_rule_files
-from graphquant.utils.text import format_shape
+from graphquant.utils.text import format_shape, percent
 from graphquant.visualize.compare_report import data_warnings, repair_view, search_view, validation_view
 from graphquant.visualize.tables import (
+    ROWS_SHOWN,
     Column,
     Row,
     Table,
@@ -44,9 +46,26 @@ if TYPE_CHECKING:
     from graphquant.quantize.rewrite import InsertedPair
 
 CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
+REASONS_SHOWN = 100  # maximum number of reasons to print for skipped tensors
+MIN_RULE_ROWS = 3  # rows of the table of a rule after the tables before it have used up all rows
 FLOAT_OPS_SHOWN = 5  # maximum number of float ops to print
 CONVERSIONS_SHOWN = 3  # maximum number of float ops with conversions to print
 MAX_TIME_RATIO = 1.05  # time relative to float above which a warning is printed
+
+SKIP_LABELS = {
+    SkipCode.RULE: "fused or excluded by a rule",
+    SkipCode.WEIGHT: "computed weights",
+    SkipCode.SELECTION: "excluded",
+    SkipCode.TIE: "tied to a float tensor",
+    SkipCode.CAPTURE: "read by a subgraph",
+    SkipCode.SCHEME: "of a type that the scheme does not support",
+    SkipCode.RANGE: "without a usable range",
+    SkipCode.BIAS: "biases without a usable scale",
+    SkipCode.PREPARATION: "not prepared",
+    SkipCode.OPTIMIZATION: "by the search or an algorithm",
+    SkipCode.COST: "because float is estimated to be faster",
+}
+"""Reasons of skips in the summary. Tensors that were quantized before are none."""
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -61,12 +80,9 @@ def plan_view(plan: Plan) -> RenderableType:
     return Group(*sections, plain_line(message, style="bold"))
 
 
-def result_view(result: Result, output: Path | None) -> RenderableType:
-    """Render a result: a table with scale, zero point and range of each site for each rule."""
-    sections = _preparation_lines(result.plan)
-    sections += [*_rule_tables(result.inserted, RESULT_COLUMNS, attrgetter("site")), *_skip_lines(result.skips)]
-    sections += _algorithm_lines(result.algorithm_results)
-    sections += _limited_lines("changed", result.changes) + _limited_lines("conflict", result.conflicts)
+def result_view(result: Result, output: Path | None, *, tables: bool = True) -> RenderableType:
+    """Render a result: its sites by rule, unless `tables` is False, and a summary."""
+    sections = _detail_sections(result) if tables else _count_lines(result)
     if result.tflite_ranges is not None:
         sections += _tflite_ranges(result.tflite_ranges)
     sections += data_warnings(result.data_findings)
@@ -82,7 +98,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     sections += _plan_warnings(result.plan) + repair_view(result.search, result.validation)
     sections += search_view(result.search)
     if result.inserted:
-        sections += [*validation_view(result.validation), *_runtime_lines(result), *_slowdown_lines(result)]
+        runtime_lines = _runtime_lines(result)
+        sections += [*validation_view(result.validation), *runtime_lines[: None if tables else 1]]
+        sections += _slowdown_lines(result)
     if result.unjudged_reason:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
         sections.append(plain_line(message, style="yellow"))
@@ -97,6 +115,38 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     message += f", {result.time_ratio.median:.2f} of float's time" if result.time_ratio is not None else ""
     message += f". Written to {output}" if output else ". Nothing written (dry run)."
     return Group(*sections, plain_line(message, style="bold"))
+
+
+def _detail_sections(result: Result) -> list[RenderableType]:
+    """Return preparation steps, a table with scale, zero point and range of each site for each rule, and skips."""
+    sections = _preparation_lines(result.plan)
+    sections += [*_rule_tables(result.inserted, RESULT_COLUMNS, attrgetter("site")), *_skip_lines(result.skips)]
+    sections += _algorithm_lines(result.algorithm_results)
+    return sections + _limited_lines("changed", result.changes) + _limited_lines("conflict", result.conflicts)
+
+
+def _count_lines(result: Result) -> list[RenderableType]:
+    """Return the counts of what `_detail_sections` lists."""
+    from graphquant.optimize.size_budget import model_constant_bytes  # only results need it
+
+    steps = Counter(step.step for step in result.plan.steps)
+    steps.update(entry.algorithm for entry in result.algorithm_results if entry.applied)
+    lines = [f"prepared: {_counts_text(steps)}"] if steps else []
+    # Ops that the runtime fuses read no pair by design.
+    skips = Counter(SKIP_LABELS[skip.code] for skip in result.skips if not skip.fused and skip.code in SKIP_LABELS)
+    lines += [f"left in float: {_counts_text(skips)}"] if skips else []
+    lines += [f"changed: {pluralize(len(result.changes), 'scale')}"] if result.changes else []
+    if lines:
+        lines.append("  -v lists them, and the scale of each tensor")
+    if any(pair.folded for pair in result.inserted):
+        before, after = (model_constant_bytes(model) for model in (result.source, result.model))
+        lines.append(f"constants: {before:,} -> {after:,} bytes ({percent(after / max(before, 1))})")
+    return [*map(plain_line, lines), *_limited_lines("conflict", result.conflicts)]
+
+
+def _counts_text(counts: Counter[str]) -> str:
+    """Return the counts, largest first."""
+    return ", ".join(f"{count} {label}" for label, count in counts.most_common())
 
 
 def _runtime_lines(result: Result) -> list[RenderableType]:
@@ -191,14 +241,17 @@ def incomplete_stats(stats: Stats) -> list[RenderableType]:
     return [plain_line(f"{message} calibrate --merge adds other parts.", style="yellow")]
 
 
-def conversion_view(conversion: ConversionReport) -> RenderableType:
-    """Render planned and actual parameters of each tensor in TFLite, and float ops."""
+def conversion_view(conversion: ConversionReport, *, tables: bool = True) -> RenderableType:
+    """Render planned and actual parameters of each tensor in TFLite, unless `tables` is False, and float ops."""
     float_ops = [f"float: {float_op.op} ({float_op.type}): {float_op.reason}" for float_op in conversion.float_ops]
     matching = sum(not line.problem for line in conversion.tensors)
     message = f"{matching} of {pluralize(len(conversion.tensors), 'planned tensor')} match the plan,"
     message += f" {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float."
     heading = plain_line("Conversion: planned parameters and those of TFLite", style="bold")
     float_lines = [plain_line(line, style="yellow") for line in float_ops]
+    if not tables:
+        float_lines[FLOAT_OPS_SHOWN:] = []
+        return Group(*float_lines, plain_line(message, style="bold"))
     table = Table(CONVERSION_COLUMNS, conversion.tensors)
     return Group(heading, table, *float_lines, plain_line(message, style="bold"))
 
@@ -271,11 +324,14 @@ def _rule_tables(
 ) -> list[RenderableType]:
     """Return a table for each rule under its name and reason, in order of first use."""
     sections: list[RenderableType] = []
+    remaining = ROWS_SHOWN
     for rule, rule_rows in group_values((site_of(row).rule, row) for row in rows).items():
         heading = plain_line(f"{len(rule_rows)} by rule {rule}", style="bold")
         reason = " ".join(site_of(rule_rows[0]).why.split())
         heading.append(f": {escape_unprintable(reason)}" if reason else "", style="not bold")
-        sections += [heading, Table(columns, rule_rows), ""]
+        table = Table(columns, rule_rows, max_rows=max(remaining, MIN_RULE_ROWS))
+        remaining -= len(rule_rows)
+        sections += [heading, table, ""]
     return sections
 
 
@@ -303,11 +359,16 @@ def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]
 
 
 def _skip_lines(skips: Sequence[Skip]) -> list[RenderableType]:
-    reasons = group_values(((skip.rule, skip.reason), str(skip.tensor)) for skip in skips)
-    return [
-        plain_line(f"skipped: {join_names(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
-        for (rule, reason), tensors in reasons.items()
+    reasons = group_values(((skip.rule, skip.reason, skip.fused), str(skip.tensor)) for skip in skips)
+    lines: list[RenderableType] = [
+        plain_line(
+            f"skipped: {join_names(tensors)}: {reason} (rule {rule})", style="" if fused or not rule else "yellow"
+        )
+        for (rule, reason, fused), tensors in reasons.items()
     ]
+    if len(lines) > REASONS_SHOWN:
+        lines[REASONS_SHOWN:] = [plain_line(f"skipped: {len(lines) - REASONS_SHOWN} more reasons; the JSON lists them")]
+    return lines
 
 
 def _coverage_lines(summary: ModelSummary) -> list[RenderableType]:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from onnx import helper, numpy_helper
 
+import graphquant as gq
 from graphquant import api
 from graphquant.cli import main
 from graphquant.errors import (
@@ -300,13 +301,28 @@ def test_rules_without_a_match(cli: Callable[..., Any], cnn_folder: Path) -> Non
 
 def test_insert_and_inspect_agree_on_weight_ranges(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """Insert and inspect tell one range of a symmetric weight, whose type has one negative value more."""
-    arguments = ("insert", "digits_cnn.onnx", "--rules", "weight_only", "-o", "made.onnx")
+    arguments = ("insert", "digits_cnn.onnx", "--rules", "weight_only", "-o", "made.onnx", "-v")
     weight_lines = [
         {line.split()[0].partition("/quant")[0].partition(":")[0]: line.split()[-1] for line in lines if "±" in line}
         for lines in (cli(*arguments).stdout.splitlines(), cli("inspect", "made.onnx").stdout.splitlines())
     ]
     assert len(weight_lines[0]) == 9
     assert weight_lines[0] == weight_lines[1]
+
+
+def test_insert_is_as_verbose_as_asked(cli: Callable[..., Any], cnn_folder: Path) -> None:
+    """Insert prints a summary, with -v also each tensor, and with -q nothing."""
+    summary, details, nothing = (
+        cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "-o", "made.onnx", "--force", *flags).output
+        for flags in ((), ("-v",), ("-q",))
+    )
+    assert nothing == ""
+    assert summary.count("\n") <= 15
+    sites = [site.tensor for site in gq.plan("digits_cnn.onnx", rules="weight_only").sites]
+    assert all(f"{tensor}  " in details for tensor in sites)
+    assert not any(f"{tensor}  " in summary for tensor in sites)
+    assert details.endswith(summary.splitlines()[-1] + "\n")
+    cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "-o", "made.onnx", "--force", "-v", "-q", code=2)
 
 
 def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], cnn_folder: Path) -> None:
@@ -552,7 +568,7 @@ def test_names_cannot_act_on_the_terminal(cli: Callable[..., Any], tmp_path: Pat
     outputs = [helper.make_tensor_value_info(f"{NAME}y", 1, None)]
     graph = helper.make_graph([node], "named", inputs, outputs, [weight])
     path.write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
-    options = {"insert": ("-o", out, "--rules", "fixed_point"), "explain": (NAME,)}.get(verb[0], ())
+    options = {"insert": ("-o", out, "--rules", "fixed_point", "-v"), "explain": (NAME,)}.get(verb[0], ())
     output = cli(verb[0], path, *options, *verb[1:]).stdout
     assert r"a\x1b[31m[/]\x9b:x:".replace("\\", "\\\\" if "dot" in verb else "\\") in output
     assert all(char.isprintable() or char == "\n" for char in output)

@@ -14,7 +14,8 @@ import pytest
 
 import graphquant as gq
 from graphquant.ir import Graph, Model, Op, Output
-from graphquant.visualize import pages
+from graphquant.visualize import pages, text
+from graphquant.visualize.tables import render_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,10 +78,10 @@ MAX_TEXT_LENGTH = 1000
 
 def assert_short(value: Any) -> None:
     """Check that the text of an object is one short line, and its HTML fits into a notebook."""
-    text = repr(value)
-    assert text.startswith(f"{type(value).__name__}(")
-    assert len(text) <= MAX_TEXT_LENGTH
-    assert "\n" not in text
+    line = repr(value)
+    assert line.startswith(f"{type(value).__name__}(")
+    assert len(line) <= MAX_TEXT_LENGTH
+    assert "\n" not in line
     drawn = value._repr_html_()
     assert drawn.startswith("<pre")
     assert len(drawn) < MAX_CELL_LENGTH
@@ -114,6 +115,19 @@ def make_chain(op_count: int, suffix: str = "") -> onnx.ModelProto:
     weights = [onnx.numpy_helper.from_array(weight, f"w{number}") for number in range(op_count)]
     graph = onnx.helper.make_graph(nodes, "chain", infos[:1], infos[1:], weights)
     return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_terminal_text_is_bounded(monkeypatch) -> None:
+    """The summary of a large result has few lines, and its tables have a limit in all."""
+    monkeypatch.setattr(text, "ROWS_SHOWN", 50)
+    result = gq.insert(make_chain(400), rules="weight_only")
+    lines = {
+        tables: render_text(text.result_view(result, None, tables=tables)).splitlines() for tables in (True, False)
+    }
+    assert len(result.inserted) == 400
+    assert len(lines[False]) <= 15
+    assert 50 <= len(lines[True]) <= 70
+    assert len(render_text(text.plan_view(result.plan)).splitlines()) <= 70
 
 
 @pytest.mark.parametrize(("op_count", "suffix"), [(1500, ""), (20, "n" * 20_000)])

@@ -1,0 +1,143 @@
+"""Hooks of mkdocs: pages under reference/ from the code, and links to files outside of the documentation."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+import graphquant as gq
+from graphquant.cli import main
+from graphquant.rules import rule_file_schema
+
+WIDTH = 100  # columns of the help texts
+SECTION = re.compile(r"(Args|Options|Attributes|Raises|Returns|Yields):")
+
+
+def command_page() -> str:
+    """Return the help of each command."""
+    lines = ["# Command line", "", "The text of `graphquant COMMAND --help`.", ""]
+    for path, command in _commands(main, ("graphquant",)):
+        context = click.Context(command, info_name=" ".join(path), max_content_width=WIDTH, terminal_width=WIDTH)
+        lines += [f"## {' '.join(path)}", "", "```text", command.get_help(context), "```", ""]
+    return "\n".join(lines)
+
+
+def _commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            subcommand = command.get_command(click.Context(command), name)
+            if subcommand is not None and not subcommand.hidden:
+                yield from _commands(subcommand, (*path, name))
+
+
+def python_page() -> str:
+    """Return signature and documentation of each public name."""
+    lines = [
+        "# Python",
+        "",
+        "`import graphquant as gq`. All errors are subclasses of `gq.GraphQuantError`.",
+        "",
+    ]
+    for name in sorted(name for name in gq.__all__ if name != "__version__"):
+        value = getattr(gq, name)
+        if inspect.ismodule(value):
+            continue
+        lines += [f"## gq.{name}", ""]
+        if inspect.isfunction(value):
+            lines += ["```python", _signature(name, value), "```", ""]
+        lines += [*_documentation(inspect.getdoc(value) or ""), ""]
+    return "\n".join(lines)
+
+
+def _signature(name: str, function: Any) -> str:
+    """Return the signature with one parameter on each line if it is long."""
+    signature = inspect.signature(function)
+    text = f"{name}{signature.replace(return_annotation=inspect.Signature.empty)}".replace("'", "")
+    if len(text) <= WIDTH:
+        return text
+    parameters, separated = [], False
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not separated:
+            parameters.append("*")
+            separated = True
+        shown = parameter.replace(annotation=parameter.empty)
+        parameters.append(str(shown))
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.name == "options":
+            parameters.append("/")
+    return "\n".join([f"{name}(", *(f"    {parameter}," for parameter in parameters), ")"])
+
+
+def _documentation(text: str) -> Iterator[str]:
+    """Yield a docstring in Google's style as Markdown."""
+    in_section = False
+    for line in text.splitlines():
+        if SECTION.fullmatch(line):
+            in_section = True
+            yield f"**{line.removesuffix(':')}**\n"
+        elif in_section and (entry := re.fullmatch(r" {4}(\w+): (.*)", line)):
+            yield f"* `{entry[1]}`: {_escaped(entry[2])}"
+        else:
+            in_section = in_section and (not line or line.startswith(" "))
+            yield _escaped(f"  {line.strip()}" if in_section and line else line)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"<(?=\w)", "&lt;", text)
+
+
+def rules_page() -> str:
+    """Return the keys of rule files, from their JSON Schema."""
+    schema = rule_file_schema()
+    lines = ["# Keys of rule files", "", "[Rule files](../rules.md) explains them.", ""]
+    tables = {"Top level": schema, **schema["$defs"]}
+    for title, table in tables.items():
+        lines += [f"## {title}", "", _escaped(table.get("description", "")), ""]
+        lines += ["| key | values | meaning |", "| --- | --- | --- |"]
+        for key, entry in table["properties"].items():
+            required = " (required)" if key in table.get("required", ()) else ""
+            cells = (f"`{key}`{required}", _values(entry), _escaped(entry.get("description", "")))
+            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _values(entry: Any) -> str:
+    """Return the values that a schema accepts."""
+    if "enum" in entry:
+        return ", ".join(f"`{value}`" for value in entry["enum"] if value)
+    if "$ref" in entry:
+        name = entry["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    options = [_values(option) for option in entry.get("anyOf", entry.get("oneOf", ()))]
+    if options:
+        return " or ".join(dict.fromkeys(filter(None, options)))
+    kind = entry.get("type", "")
+    element = entry.get("items" if kind == "array" else "additionalProperties")
+    if isinstance(element, dict):
+        return f"{'list' if kind == 'array' else 'table'} of {_values(element) or 'values'}"
+    if "maximum" in entry and "minimum" in entry:
+        kind += f" {entry['minimum']} to {entry['maximum']}"
+    return str(kind)
+
+
+PAGES = {"reference/cli.md": command_page, "reference/python.md": python_page, "reference/rules.md": rules_page}
+OUTSIDE_LINK = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages."""
+    from mkdocs.structure.files import File
+
+    for path, create_page in PAGES.items():
+        files.append(File.generated(config, path, content=create_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace links to files of the repository by their text; pages in subfolders have links to other pages."""
+    return markdown if "/" in page.file.src_uri else OUTSIDE_LINK.sub(r"\1", markdown)
