@@ -142,7 +142,9 @@ def insert(
     # Scaled channels would differ from those of the source.
     like_source = None if state.rescaled_tensors else state.model
     validation = _validate(result, data, settings, objective.bounds, progress, like_source)
-    if validation is not None and validation.misses_target and context.allows(objective):
+    # The plans of a repair would take many times as long as the rest for so many quantized tensors.
+    is_repairable = has_few_sites(len(result.inserted)) and context.allows(objective)
+    if validation is not None and validation.misses_target and is_repairable:
         result = context.repair(workspace, built, validation)
         validation = _validate(result, data, settings, objective.bounds, progress)
     stats_path = Path(settings.stats) if result.stats and isinstance(settings.stats, str | Path) else None

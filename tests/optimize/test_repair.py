@@ -129,6 +129,15 @@ def test_requests_that_a_repair_would_break(outlier_net: Path, options: dict[str
     assert result.search is None or result.search.repair is None
 
 
+def test_many_quantized_tensors_exclude_a_repair(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the number of quantized tensors that are examined, the default plan stays, with its miss."""
+    monkeypatch.setattr("graphquant.analysis.validation.MAX_MEASURED_SITES", 2)
+    result = insert_net(outlier_net)
+    assert result.search is None
+    assert result.validation is not None
+    assert result.validation.misses_target
+
+
 def test_little_work_keeps_the_default_plan(outlier_net: Path) -> None:
     """The limit of work ends the search before it starts; the default plan stays, and the reason is stored."""
     result = insert_net(outlier_net, search_time="0.01x")
