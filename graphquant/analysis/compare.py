@@ -353,6 +353,7 @@ class ModelPairRunner:
         self._observations: list[Iterator[ObservedTensors]] = []
         self._output_tensors: Mapping[str, TensorRef] = {}
         self._observed_outputs_equal = False
+        self._has_state = float_runner.start_sequence()
         self._pending: list[tuple[ObservedTensors, ObservedTensors]] = []
         self._pending_values = 0
 
@@ -372,6 +373,7 @@ class ModelPairRunner:
         quantized_tensors, float_tensors = sites.tensors_to_observe(outputs)
         if (
             float_tensors
+            and not self._has_state  # its unobserved runs must not miss a sample
             and not sites.float_has_quantization
             and site_runner.output_tensors.keys() >= set(self._float_runner.outputs)
         ):

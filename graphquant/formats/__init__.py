@@ -64,7 +64,10 @@ class Runner(Protocol):
         """Tensor of each entry of `outputs`; an output that is no tensor of the main graph is missing."""
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
-        """Run one feed and return the model's outputs by name."""
+        """Run one feed and return the model's outputs by name. A model with state continues from the previous call."""
+
+    def start_sequence(self) -> bool:
+        """Let the next `run` start with the initial state, as the other methods always do. Return True for a state."""
 
     def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, npt.NDArray[Any]]]:
         """Yield the outputs of each feed. Some feeds may be read ahead."""

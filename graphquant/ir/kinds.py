@@ -9,6 +9,7 @@ PSEUDO_KINDS = {
     "parameter": "any tensor whose value is known before the model runs",
     "stem": "a convolution above which no other op has a weight",
     "tail": "an op without a weight, and below which no op has one",
+    "unnormalized": "an op between a signal and a normalization, proportional to the signal",
     "*": "any op",
 }
 """Words that rule files may use in place of a kind, with their meaning. No op has one of them as its kind."""

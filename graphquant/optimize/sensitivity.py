@@ -407,6 +407,7 @@ class _SwitchSession:
     def relative_error(self, reference: _SwitchSession, switches: Feeds) -> float:
         """Largest relative squared error of a float output over all samples; NaN if there is none."""
         power, error = defaultdict[str, float](float), defaultdict[str, float](float)
+        self._runner.start_sequence()
         for feed, expected in zip(self._feeds, reference.references, strict=True):
             actual = self._run(feed, switches)
             for name, value in expected.items():

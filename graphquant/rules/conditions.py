@@ -33,12 +33,13 @@ from graphquant.ir import (
     output_channels,
 )
 from graphquant.rules.pattern_syntax import ANY_OP, ANY_OPERAND, ChainLink, PatternOp, parse_chain, pattern_definitions
+from graphquant.rules.signal_level import find_unnormalized_ops
 
 if TYPE_CHECKING:
     from graphquant.rules.rule import Selector
 
 
-POSITION_KINDS = frozenset({"stem", "tail"})
+POSITION_KINDS = frozenset({"stem", "tail", "unnormalized"})
 """Pseudo kinds that depend on the position of an op, not on its own kind."""
 
 
@@ -67,6 +68,8 @@ class OpNeighbors:
             return True
         if "tail" in kinds and (tensor.graph, tensor.op) in self._tails:
             return True
+        if "unnormalized" in kinds and (tensor.graph, tensor.op) in self._unnormalized:
+            return True
         return "parameter" in kinds and self.parameters.is_parameter(tensor)
 
     @cached_property
@@ -80,6 +83,11 @@ class OpNeighbors:
         """The ops without weights whose results reach outputs of the model through ops without weights alone."""
         free_ops = self._ops_without_weights(self._sources)
         return {key for key in free_ops if self.model.graphs[key[0]].op(key[1]).kind not in MAC_KINDS}
+
+    @cached_property
+    def _unnormalized(self) -> set[tuple[str, str]]:
+        """The ops between a signal and the normalization that removes its level."""
+        return set(find_unnormalized_ops(self.model, self.parameters))
 
     def _ops_without_weights(self, next_ops: Callable[[Graph, str], Iterable[str]]) -> set[tuple[str, str]]:
         """Return the ops that `next_ops` does not reach from any op with a weight, in the model and its functions."""

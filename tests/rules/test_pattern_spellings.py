@@ -226,6 +226,46 @@ def test_tails(tmp_path, body, expected):
     assert sorted({match.tensor.op for match in matches}) == expected
 
 
+NORMALIZED = "m = ReduceMean (c) d = Sub (c, m) s = Mul (d, d) v = ReduceMean (s) "
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            f"c = Conv (i, w) {NORMALIZED} e = Add (v, tiny) r = Sqrt (e) y = Div (d, r)",
+            ["c", "d", "m", "s", "v", "e", "r"],
+        ),
+        ("c = Conv (i, w) y = InstanceNormalization (c, one, one)", ["c"]),
+        ("c = Conv (i, w) a = Abs (c) p = ReduceMax (a) y = Div (c, p)", ["a", "c", "p"]),
+        ("c = Conv (i, w) r = Relu (c) d = Conv (r, w) y = InstanceNormalization (d, one, one)", ["c", "d", "r"]),
+        # A bias, or an activation that is not proportional, depends on the level.
+        ("c = Conv (i, w, one) y = InstanceNormalization (c, one, one)", []),
+        ("c = Conv (i, w) t = Tanh (c) y = InstanceNormalization (t, one, one)", []),
+        (f"c = Conv (i, w) {NORMALIZED} e = Add (v, one) r = Sqrt (e) y = Div (d, r)", []),
+        ("c = Conv (i, w) y = Relu (c)", []),
+    ],
+)
+def test_ops_before_a_normalization(tmp_path, body, expected):
+    """Ops are unnormalized between a signal and a normalization in any spelling, if all are proportional."""
+    constants = "float[1,1,1] w = {2.0}, float[1] one = {1.0}, float tiny = {0.000001}"
+    text = f"{HEAD} g (float[1,1,9] i) => (float[1,1,9] y) <{constants}> {{ {body} }}"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    rules = '[scheme.s]\ndtype = "int8"\n[[rule]]\nname = "r"\nproducer = { kind = "unnormalized" }\nquantize = "s"\n'
+    matches = RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset([rules])).matches()
+    assert {match.tensor.op for match in matches} == {*expected}
+
+
+def test_images_are_no_signals(tmp_path):
+    """The levels of images lie close together, so no op on them counts as unnormalized."""
+    body = "c = Conv (i, w) y = InstanceNormalization (c, one, one)"
+    constants = "float[1,1,1,1] w = {2.0}, float[1] one = {1.0}"
+    text = f"{HEAD} g (float[1,1,9,9] i) => (float[1,1,9,9] y) <{constants}> {{ {body} }}"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    rules = '[scheme.s]\ndtype = "int8"\n[[rule]]\nname = "r"\nproducer = { kind = "unnormalized" }\nquantize = "s"\n'
+    assert list(RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset([rules])).matches()) == []
+
+
 def test_missing_optional_op(tmp_path):
     """The operand in place of a missing optional op does not have its role."""
     pattern = ["s = square(a)", "n = neg?(s)", "y = sqrt(n)"]

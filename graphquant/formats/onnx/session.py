@@ -97,6 +97,11 @@ class OnnxRunner:
         """Run one feed and return the model's outputs by name; raise ModelError if that fails."""
         return next(self.run_each([feeds]))
 
+    @staticmethod
+    def start_sequence() -> bool:
+        """Do nothing: ONNX models have no state."""
+        return False
+
     def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, Array]]:
         """Yield the outputs of each feed. A model in parts runs many feeds at once, because it creates its sessions."""
         self.start()

@@ -12,6 +12,7 @@ from graphquant.formats import Feeds, InputSpec, prefetch
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.session import (
     INIT_SIGNATURE,
+    RunSequence,
     TensorFlowSession,
     TensorWatch,
     import_tensorflow,
@@ -92,6 +93,7 @@ class TensorFlowRunner:
         self._unfetchable = unfetchable_ops(model.main)
         self._output_watch: TensorWatch | None = None
         self._last_watch: TensorWatch | None = None
+        self._sequence: RunSequence | None = None
 
     @cached_property
     def _session(self) -> TensorFlowSession:
@@ -100,13 +102,16 @@ class TensorFlowRunner:
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """Return the model's outputs by name, for one feed. Inputs may be given by name or alias.
 
-        An output on an untaken branch is omitted; an output inside a loop has its value of the last iteration.
+        An output on an untaken branch is omitted; an output inside a loop has its value of the last iteration. A model
+        with state continues from the previous call.
         """
+        if self._sequence is None:
+            self._sequence = RunSequence(self._session)
         feed_dict = self._make_feed_dict(feeds)
         tensors = self.output_tensors
         if self._output_watch is None:
             try:
-                return dict(zip(tensors, self._session.run(list(self._fetches.values()), feed_dict), strict=True))
+                return dict(zip(tensors, self._sequence.run(list(self._fetches.values()), feed_dict), strict=True))
             except ModelError:
                 if not any(tensor.op in self._unfetchable for tensor in tensors.values()):
                     raise
@@ -116,8 +121,16 @@ class TensorFlowRunner:
         return {key: values[tensor][-1] for key, tensor in tensors.items() if values[tensor]}
 
     def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, npt.NDArray[Any]]]:
-        """Yield the outputs of each feed."""
+        """Yield the outputs of each feed. A model with state starts with the initial one."""
+        self.start_sequence()
         return map(self.run, feeds)
+
+    def start_sequence(self) -> bool:
+        """Let the next run start with the initial state. Return True if runs change variables."""
+        self._sequence = None
+        if self._output_watch is not None:
+            self._output_watch.start_sequence()
+        return self._session.has_state
 
     def prepare_timed_run(self, feeds: Sequence[Feeds]) -> Callable[[], object]:
         """Prepare a run on each of `feeds`, on one thread, with all of TensorFlow's optimizations."""
@@ -171,6 +184,7 @@ class TensorFlowRunner:
             outputs = () if other_tensors or ancestors_only else self._fetchable_outputs()
             watch = self._start_watch([*tensors, *outputs], other_tensors, ancestors_only=ancestors_only)
             self._last_watch = None if other_tensors or ancestors_only else watch
+        watch.start_sequence()
         requested = list(dict.fromkeys(tensors))
         run = partial(watch.observe, tensors=requested)
         try:
@@ -210,6 +224,7 @@ class TensorFlowRunner:
             owns_session=bool(queued),
             tensors=list(dict.fromkeys(tensors)),
             direct_fetches=names | sizes,
+            sequence=RunSequence(session),
             queued_tensors=dict(zip(queued, session.add_queues(dtypes), strict=True)),
             # Outputs are run and not fetched: on the untaken branch of a TF1 cond they have no value.
             target_ops=[

@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import MissingDependencyError, ModelError
@@ -19,7 +21,7 @@ from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, LearnedRange, learned_ranges
 from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
-from graphquant.ir import DataType, Graph, Model, Op, Output, TensorRef, paused_gc, reachable
+from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, paused_gc, reachable
 from graphquant.utils.tf_determinism import disable_onednn
 
 if TYPE_CHECKING:
@@ -88,6 +90,13 @@ def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_
     graph.reroute(tensor, uses, add_op("value", "Identity", {"T": dtype}, [tensor], enqueue, value))
 
 
+ASSIGN_TYPES: Final = frozenset(
+    f"{name}{suffix}"
+    for name in ("Assign", "AssignAdd", "AssignSub", "ScatterUpdate", "ScatterAdd", "ScatterSub")
+    for suffix in ("", "VariableOp")
+) | {f"ResourceScatter{name}" for name in ("Update", "Add", "Sub", "NdUpdate", "NdAdd")}
+"""Types of ops that change the variable in their first input."""
+
 INIT_SIGNATURE: Final = "__saved_model_init_op"
 OP_THREADS: Final = min(4, os.cpu_count() or 1)
 """Threads within an op. The number is fixed so that results do not depend on other settings of the process."""
@@ -138,6 +147,8 @@ class TensorFlowSession:
         elif any(node.name == INITIALIZER_OP for node in graph_def.node):
             self.run(self.operation(INITIALIZER_OP), {})
         self._assign_learned_ranges(learned_ranges(model))
+        self._state_names = find_state_variables(model)
+        self._lock = Lock()
         if source.live_object is not None:
             self._copy_live_values(source.live_object)
         elif meta is not None:
@@ -155,6 +166,40 @@ class TensorFlowSession:
         """Return the values of `fetches`."""
         with translate_tf_errors(self.tf):
             return self.tf_session.run(fetches, feed)
+
+    @property
+    def has_state(self) -> bool:
+        """True if runs change variables."""
+        return bool(self._state_names)
+
+    @cached_property
+    def _state(self) -> _SessionState | None:
+        """The variables that runs change, with their values before the first run; None without any."""
+        if not self._state_names:
+            return None
+        setters, placeholders, readers = [], [], []
+        with self.graph.as_default(), translate_tf_errors(self.tf):
+            for variable in map(self.graph.get_operation_by_name, self._state_names):
+                handle, is_resource = variable.outputs[0], variable.type == "VarHandleOp"
+                dtype = variable.get_attr("dtype")
+                readers.append(self.tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) if is_resource else handle)
+                setter = _add_assign_op(self.tf, variable, dtype, None)
+                setters.append(setter)
+                placeholders.append(setter.inputs[1])
+        return _SessionState(setters, placeholders, readers, self.run(readers, {}))
+
+    def run_with_state(self, fetches: Any, feed: dict[str, Any], values: Sequence[Any] | None) -> tuple[Any, Any]:
+        """Run with these values of the variables that runs change, None for the initial ones.
+
+        Return the values of `fetches` and the new values of the variables.
+        """
+        with self._lock:
+            state = self._state
+            if state is None:
+                return self.run(fetches, feed), None
+            start_values = state.initial_values if values is None else values
+            self.run(state.setters, dict(zip(state.placeholders, start_values, strict=True)))
+            return self.run(fetches, feed), self.run(state.readers, {})
 
     def add_queues(self, dtypes: Sequence[str]) -> list[_ObservationQueue]:
         """Add the queues 0, 1, ... of these dtypes."""
@@ -245,6 +290,50 @@ class TensorFlowSession:
             return self.graph.get_operation_by_name(name.partition(":")[0])
 
 
+@dataclass(frozen=True, slots=True)
+class _SessionState:
+    """The variables that runs change: the ops that assign and read them, and their first values."""
+
+    setters: list[Any]
+    placeholders: list[Any]
+    readers: list[Any]
+    initial_values: list[Any]
+
+
+class RunSequence:
+    """Runs that start with the state in which the previous one ended, and the first one with the initial state.
+
+    Other runs of the session do not change the state of the sequence. So two models that are compared have the same
+    history, whatever else ran in their sessions.
+    """
+
+    def __init__(self, session: TensorFlowSession) -> None:
+        """Start with the initial values of the variables."""
+        self._session, self._values = session, None
+
+    def run(self, fetches: Any, feed: dict[str, Any]) -> Any:
+        """Return the values of `fetches`."""
+        results, self._values = self._session.run_with_state(fetches, feed, self._values)
+        return results
+
+
+def find_state_variables(model: Model) -> list[str]:
+    """Return the variables of the main graph that the outputs' ops assign, such as the states of a stateful LSTM."""
+    main, parameters = model.main, Parameters(model)
+    ancestors = set(reachable(main.outputs, main.nx.pred.__getitem__))
+    called = (call.graph for name in ancestors for call in main.op(name).calls if call.graph in model.graphs)
+    names: dict[str, None] = {}
+    for name in ("", *model.graphs_reachable_from(list(dict.fromkeys(called)))):
+        graph = model.graphs[name]
+        for op in graph.ops():
+            is_run = bool(name) or op.name in ancestors
+            handle = next(iter(graph.slots(op.name)), None) if is_run and op.type in ASSIGN_TYPES else None
+            variable = None if handle is None else parameters.root_tensor(handle)
+            if variable is not None and not variable.graph and main.op(variable.op).type in VARIABLE_OP_TYPES:
+                names[variable.op] = None
+    return sorted(names)
+
+
 @dataclass(slots=True)
 class TensorWatch:
     """A session that observes tensors."""
@@ -255,6 +344,11 @@ class TensorWatch:
     direct_fetches: dict[TensorRef, Any]  # the fetches of tensors that have one value in each run
     queued_tensors: dict[TensorRef, _ObservationQueue]  # the queues of tensors that may have no value or several
     target_ops: list[Any]  # the operations that a run executes
+    sequence: RunSequence  # the sequence of the present runs
+
+    def start_sequence(self) -> None:
+        """Let the next run start with the initial state."""
+        self.sequence = RunSequence(self.session)
 
     def observe(
         self, feed_dict: dict[str, Any], tensors: Sequence[TensorRef] | None = None
@@ -267,7 +361,7 @@ class TensorWatch:
             for tensor, fetch in self.direct_fetches.items()
             if tensors is None or tensor in counted or tensor in set(tensors)
         }
-        values = self.session.run([*fetches.values(), *self.target_ops], feed_dict)
+        values = self.sequence.run([*fetches.values(), *self.target_ops], feed_dict)
         observed = {tensor: [value] for tensor, value in zip(fetches, values, strict=False)}
         queued = self.session.drain_queues(list(self.queued_tensors.values()))
         observed.update(zip(self.queued_tensors, queued, strict=True))
@@ -294,16 +388,16 @@ def assign_variables(tensorflow: Any, session: Any, values: Mapping[str, Any]) -
             )
             setter = next((reader for reader in assign_ops if not reader.control_inputs), None)
             if setter is None or setter.inputs[1].name in feed_dict:  # two variables may have the same initial tensor
-                setter = _add_assign_op(tensorflow, variable, value)
+                setter = _add_assign_op(tensorflow, variable, value.dtype, value.shape)
             setters.append(setter)
             feed_dict[setter.inputs[1].name] = value
         session.run(setters, feed_dict)
 
 
-def _add_assign_op(tensorflow: Any, variable: Any, value: Any) -> Any:
+def _add_assign_op(tensorflow: Any, variable: Any, dtype: Any, shape: Any) -> Any:
     raw_ops, handle = tensorflow.raw_ops, variable.outputs[0]
     with tensorflow.device(variable.device):
-        placeholder = tensorflow.compat.v1.placeholder(value.dtype, value.shape)
+        placeholder = tensorflow.compat.v1.placeholder(dtype, shape)
         if variable.type == "VarHandleOp":
             return raw_ops.AssignVariableOp(resource=handle, value=placeholder)
         return raw_ops.Assign(ref=handle, value=placeholder, validate_shape=False).op

@@ -134,6 +134,41 @@ def test_feeds(tf: Any) -> None:
         model_runner.run({"image": evaluation_images("digits_cnn")[..., 0]})
 
 
+class RunningSum:
+    """A model with state: the sum of its inputs so far."""
+
+    def __init__(self, tf: Any) -> None:
+        """Start with 10."""
+        self.module = tf.Module()
+        self.module.total = tf.Variable([10.0])
+        self.module.scale = tf.Variable([2.0])
+
+        @tf.function(input_signature=[tf.TensorSpec([1], tf.float32, "x")])
+        def add(x: Any) -> Any:
+            return {"y": self.module.total.assign_add(x * self.module.scale) * 1.0}
+
+        self.module.add = add
+
+
+def test_state_between_runs(tf: Any, tmp_path: Path) -> None:
+    """Runs continue from the previous one. Each sequence and each observation starts with the initial state."""
+    running_sum = RunningSum(tf)
+    tf.saved_model.save(running_sum.module, str(tmp_path / "sum"), signatures=running_sum.module.add)
+    model = load(tmp_path / "sum")
+    model_runner, feed = create_runner(model), {"x": np.ones(1, np.float32)}
+    total = next(
+        TensorRef(graph.name, op.name) for graph, op in model.reachable_ops() if op.kind == "mul" and "mul_1" in op.name
+    )
+    assert [model_runner.run(feed)["y"].item() for _ in range(2)] == [12, 14]
+    assert [values[total][0].item() for values in model_runner.observe([total], [feed, feed])] == [12, 14]
+    assert model_runner.run(feed)["y"].item() == 16
+    assert [outputs["y"].item() for outputs in model_runner.run_each([feed, feed])] == [12, 14]
+    assert model_runner.run(feed)["y"].item() == 16
+    model_runner.start_sequence()
+    assert model_runner.run(feed)["y"].item() == 12
+    assert [variable.removesuffix("_1") for variable in session.find_state_variables(model)] == ["Variable"]
+
+
 @pytest.mark.parametrize(
     "path",
     [
