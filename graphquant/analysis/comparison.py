@@ -269,14 +269,18 @@ class SqnrConfidence:
 
     @property
     def lower_bound(self) -> float:
-        """Lower bound of the SQNR in dB; infinite without errors, minus infinity if there are too few samples."""
+        """Lower bound of the SQNR in dB; infinite without errors, minus infinity if there are too few samples.
+
+        No number is enough for an output whose squares have no mean, such as that of an Exp: a few samples of all
+        decide its SQNR.
+        """
         power, error = self._sums()
         if error.size < MIN_SAMPLES or not math.isfinite(power.sum() + error.sum()):
             return -math.inf
         if not error.any():
             return math.inf
         power, error = _merge_neighbors(power, error)
-        if error.size < MIN_SAMPLES or not power.any():
+        if error.size < MIN_SAMPLES or not power.any() or _lacks_mean(power):
             return -math.inf
         unseen = error.max() * math.exp(_tail_index(error))
         power, error = np.append(power, power.mean()), np.append(error, max(min(unseen, power.max()), error.max()))
@@ -328,9 +332,18 @@ def _merge_neighbors(power: Array, error: Array) -> tuple[Array, Array]:
     return np.bincount(groups, power), np.bincount(groups, error)
 
 
+def _tail_size(error: Array) -> int:
+    return min(max(error.size // TAIL_DIVISOR, MIN_SAMPLES), error.size - 1)
+
+
+def _lacks_mean(power: Array) -> bool:
+    """Return True if the tail index is above 1, by more than its standard error (index / sqrt(tail size))."""
+    return _tail_index(power) * (1 - 1 / math.sqrt(_tail_size(power))) > 1
+
+
 def _tail_index(error: Array) -> float:
     """Mean tail index that the largest errors allow: logarithms of these relative to the next."""
-    count = min(max(error.size // TAIL_DIVISOR, MIN_SAMPLES), error.size - 1)
+    count = _tail_size(error)
     top = np.sort(_log_errors(error))[-count - 1 :]
     return float((top[1:] - top[0]).sum()) / (count - 1)
 

@@ -84,6 +84,19 @@ def test_sqnr_of_few_samples(kind: str, count: int, repeats: int) -> None:
     assert np.mean(bounds > truth) <= 0.05
 
 
+@pytest.mark.parametrize(("spread", "is_bounded"), [(0.5, True), (1.0, True), (6.0, False)])
+def test_squares_without_a_mean(spread: float, is_bounded: bool) -> None:
+    """Samples of an output that ends in an Exp of large values give no bound; those of audio do."""
+    rng = np.random.default_rng(0)
+    bounds = []
+    for _ in range(100):
+        confidence = SqnrConfidence()
+        power = np.exp(spread * rng.normal(size=40))
+        confidence.add(power, power * rng.chisquare(9, 40) / 1000)
+        bounds.append(confidence.lower_bound > -np.inf)
+    assert np.mean(bounds) > 0.95 if is_bounded else np.mean(bounds) < 0.05
+
+
 def _lower_bound(errors: Array) -> float:
     spread = SqnrConfidence()
     for chunk in np.split(errors, 4):
@@ -159,7 +172,7 @@ def test_few_samples_are_reported(samples, tmp_path, cli) -> None:
     figures = json.loads(report.read_text())["validation"]["comparison"]["outputs"][0]
     unseen = gq.compare(model, output, str(samples / "digits_cnn_eval.npz"), sites=False).sqnr
     bound = figures["sqnr_lower_bound"]
-    assert bound - 1 < unseen < figures["sqnr"] - 10
+    assert bound - 1 < unseen < figures["sqnr"] - 5
     assert "4 samples say little" in shown
     assert f"probabilities at least {bound:.1f} dB" in shown
     assert figures["agreement_lower_bound"] < 1
