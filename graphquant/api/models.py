@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
-from graphquant.errors import UsageError
+from graphquant.errors import GraphQuantError, ModelError, UsageError
 from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
 from graphquant.ir.graph import check_tensor_sizes
-from graphquant.utils.atomic_files import lock_output, remove_stale_files
+from graphquant.utils.atomic_files import LFS_ADVICE, is_lfs_pointer, lock_output, remove_stale_files
 
 if TYPE_CHECKING:
     from graphquant.utils.options import CalibrateOptions, CompareOptions, InsertOptions
@@ -122,7 +123,7 @@ def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False)
             raise UsageError(
                 f"{source} is a file, but outputs can be chosen only for a tf.Graph or a session. Remove outputs."
             )
-        model = formats.format_module(formats.detect_format(Path(source))).load(Path(source), allow_links=allow_links)
+        model = _load_file(Path(source), allow_links=allow_links)
     elif type(source).__name__ == "ModelProto":  # onnx need not be imported for this check
         from graphquant.formats.onnx import from_onnx
 
@@ -135,6 +136,34 @@ def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False)
         model = from_tensorflow(source, outputs)
     _check_graphs(model, "load")
     return model
+
+
+def _load_file(path: Path, *, allow_links: bool) -> Model:
+    """Load a model file; if that fails, find out whether it is a pointer or has the suffix of another format."""
+    model_format = formats.detect_format(path)
+    try:
+        return formats.format_module(model_format).load(path, allow_links=allow_links)
+    except ModelError as error:
+        if not path.is_file():
+            raise
+        with suppress(OSError):
+            if is_lfs_pointer(path):
+                raise ModelError(f"{path} {LFS_ADVICE}") from error
+        suffixes = {"onnx": ".onnx", "tensorflow": ".pb", "tflite": ".tflite"}
+        for other, suffix in suffixes.items():
+            if other != model_format and _is_model_of(other, path):
+                raise ModelError(
+                    f"{path} contains a model of the format {other}, but has the suffix {path.suffix!r}. Rename it to"
+                    f" {path.with_suffix(suffix).name}."
+                ) from error
+        raise
+
+
+def _is_model_of(model_format: str, path: Path) -> bool:
+    try:
+        return any(True for _ in formats.format_module(model_format).load(path).reachable_ops())
+    except GraphQuantError:
+        return False
 
 
 def save(model: Model, path: str | Path, *, force: bool = False) -> Path:

@@ -202,3 +202,13 @@ def lock_file(file: IO[bytes]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
+
+
+LFS_HEADER = b"version https://git-lfs.github.com/spec/"
+LFS_ADVICE = "is a pointer of Git LFS, not the file itself. Run `git lfs pull`, or download the file."
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return True if Git LFS has stored a pointer in place of the file."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_HEADER)) == LFS_HEADER

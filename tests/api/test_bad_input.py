@@ -391,3 +391,24 @@ def test_skips_of_unknown_ops(samples: Path) -> None:
     assert any(skip.fused for skip in skips)
     result = api.insert(model, plan=replace(plan, skips=tuple(skips)), data=data, samples=8, validate=False)
     assert len(result.inserted) == len(plan.sites)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.pb", "model.tflite", "data.npz"])
+def test_pointers_of_git_lfs(refused: Callable[..., str], models_folder: Path, name: str) -> None:
+    """A pointer that Git LFS stores in place of a file is named as such."""
+    (models_folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12\n")
+    if name == "data.npz":
+        assert "git lfs pull" in refused("insert", CNN, "--data", name, code=2)
+    else:
+        assert "git lfs pull" in refused("inspect", name, code=3)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "advice"), [(CNN, "model.pb", "model.onnx"), ("digits_cnn.pb", "model.onnx", "model.pb")]
+)
+def test_models_with_the_suffix_of_another_format(
+    refused: Callable[..., str], models_folder: Path, source: str, name: str, advice: str
+) -> None:
+    """A model whose suffix belongs to another format gives the name that fits."""
+    (models_folder / source).rename(models_folder / name)
+    assert f"Rename it to {advice}." in refused("insert", name, *WEIGHTS, code=3)

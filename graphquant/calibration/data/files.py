@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from graphquant.errors import DataError, GraphQuantError, MissingDependencyError
+from graphquant.utils.atomic_files import LFS_ADVICE, is_lfs_pointer
 
 MAX_FEED_BYTES = 1 << 31
 """Maximum size of one array of one feed. A file that claims more is considered broken or hostile."""
@@ -101,6 +102,9 @@ def list_data_files(path: str) -> tuple[list[DataFile], bool]:
         raise DataError(f"{path!r} is not a valid path. Use the path of the calibration data.")
     location = Path(path)
     if location.is_file():
+        with wrap_read_errors(DataFile(path)):
+            if is_lfs_pointer(location):
+                raise DataError(f"{path} {LFS_ADVICE}")
         return [DataFile(path)], False
     if not location.is_dir():
         raise DataError(f"The file {path} does not exist. Use the path of the calibration data.")
