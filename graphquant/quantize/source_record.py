@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,27 +83,34 @@ def large_values(message: Any) -> Iterator[LargeValue]:
         pending.extend(reversed(submessages))
 
 
-def _without_large_values(message: Any) -> Any:
-    """Return a copy of `message` without its large values."""
+def _without_large_values(message: Any, values: Iterable[LargeValue]) -> Any:
+    """Return a copy of `message` without its large values, which are `values`."""
     skeleton = type(message)()
     skeleton.CopyFrom(message)
-    for large_value in list(large_values(skeleton)):
-        large_value.message.ClearField(large_value.field.name)
+    for value in values:
+        holder, field = _find_holder(skeleton, value.path)
+        holder.ClearField(field.name)
     return skeleton
+
+
+def _find_holder(message: Any, path: FieldPath) -> tuple[Any, Any]:
+    """Return the message that contains the value at `path`, and its field."""
+    holder = message
+    field = holder.DESCRIPTOR.fields_by_number[path[0]]
+    remaining = path[1:]
+    while remaining:
+        value = getattr(holder, field.name)
+        if _is_map_field(field) or _is_list_field(field):
+            value, remaining = value[remaining[0]], remaining[1:]
+        holder = value
+        field, remaining = holder.DESCRIPTOR.fields_by_number[remaining[0]], remaining[1:]
+    return holder, field
 
 
 def restore_value(message: Any, path: FieldPath, data: bytes) -> None:
     """Put a large value back."""
     try:
-        holder = message
-        field = holder.DESCRIPTOR.fields_by_number[path[0]]
-        remaining = path[1:]
-        while remaining:
-            value = getattr(holder, field.name)
-            if _is_map_field(field) or _is_list_field(field):
-                value, remaining = value[remaining[0]], remaining[1:]
-            holder = value
-            field, remaining = holder.DESCRIPTOR.fields_by_number[remaining[0]], remaining[1:]
+        holder, field = _find_holder(message, path)
         if field.type == FieldDescriptor.TYPE_BYTES:
             setattr(holder, field.name, data)
         elif field.type == FieldDescriptor.TYPE_STRING:
@@ -220,15 +227,17 @@ def make_record(source: Any, written: Any) -> bytes:
 
     Neither message may change meanwhile. `written` may not change afterwards either, except for its metadata.
     """
-    written_values = {large_value.key: large_value for large_value in large_values(written)}
+    all_written, all_source = list(large_values(written)), list(large_values(source))
+    written_values = {large_value.key: large_value for large_value in all_written}
     changed_values: list[LargeValue] = []
     value_sources: list[list[Any]] = []
     blobs: list[bytes] = []
     source_keys = set()
-    for large_value in large_values(source):
-        source_keys.add(large_value.key)
-        if large_value.key in written_values:
-            value_sources.append([large_value.path, large_value.key])
+    for large_value in all_source:
+        key = large_value.key
+        source_keys.add(key)
+        if key in written_values:
+            value_sources.append([large_value.path, key])
         else:
             changed_values.append(large_value)
     unclaimed_values: dict[tuple[int, ...], list[LargeValue]] = defaultdict(list)
@@ -247,11 +256,11 @@ def make_record(source: Any, written: Any) -> bytes:
         else:
             blobs.append(large_value.data)
             value_sources.append([large_value.path, len(large_value.data)])
-    skeleton = _without_large_values(source)
+    skeleton = _without_large_values(source, all_source)
     header = {
         "schema": RECORD_SCHEMA,
         "digest": _message_digest(source),
-        "written": structure_digest(written),
+        "written": _message_digest(_without_large_values(written, all_written)),
         "bare": skeleton.ByteSize(),
         "cuts": value_sources,
     }
@@ -296,7 +305,7 @@ def restore_source(record: bytes, written: Any) -> tuple[Any, bool]:
 
 def structure_digest(message: Any) -> str:
     """Return the hex SHA-256 of a message without its large values."""
-    return _message_digest(_without_large_values(message))
+    return _message_digest(_without_large_values(message, large_values(message)))
 
 
 def _decode_value(encoded: list[Any], written_values: dict[str, bytes], blobs: bytes, offset: int) -> tuple[bytes, int]:
