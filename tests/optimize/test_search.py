@@ -250,16 +250,17 @@ def test_by_size(samples: Path) -> None:
 
 @pytest.mark.slow
 def test_voice_detector(model_folder: Path) -> None:
-    """Voice detectors meet a bound with half of their multiply-adds in float, in branches too, on hold-out samples."""
-    bound, tensor = 45, "features/then_branch/wide_out:0"
+    """Voice detectors meet low bounds without float ops, and higher ones with some, also in branches."""
+    costs, tensor = {45: 0.0, 50: 1.0}, "features/then_branch/wide_out:0"
     if model_folder == SHARED_MODELS:
-        bound, tensor = 24, "/model/stft/Sqrt:0"
+        costs, tensor = {24: 0.0, 28: 0.9}, "/model/stft/Sqrt:0"
     data = str(model_folder / "silero_vad.npz")
-    result = gq.insert(model_folder / "silero_vad_16k_op15.onnx", data=data, min_sqnr=bound)
-    assert result.validation.failures == ()
-    assert result.validation.comparison.sqnr >= bound
-    assert 0 < result.search.cost < 1 / 2
-    assert tensor in {str(tensor) for tensor in result.search.float_tensors}
+    for bound, max_cost in costs.items():
+        result = gq.insert(model_folder / "silero_vad_16k_op15.onnx", data=data, min_sqnr=bound)
+        assert result.validation.failures == ()
+        assert result.validation.comparison.sqnr >= bound
+        assert result.search.cost <= max_cost
+        assert (tensor in {str(tensor) for tensor in result.search.float_tensors}) == (max_cost > 0)
 
 
 def test_interrupted_sensitivity_analysis(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
