@@ -143,7 +143,7 @@ def insert(
     like_source = None if state.rescaled_tensors else state.model
     validation = _validate(result, data, settings, objective.bounds, progress, like_source)
     # The plans of a repair would take many times as long as the rest for so many quantized tensors.
-    is_repairable = has_few_sites(len(result.inserted)) and context.allows(objective)
+    is_repairable = validation is not None and has_few_sites(len(result.inserted)) and context.allows(objective)
     if validation is not None and validation.misses_target and is_repairable:
         result = context.repair(workspace, built, validation)
         validation = _validate(result, data, settings, objective.bounds, progress)

@@ -184,8 +184,7 @@ class OutputMeter:
         feeds = [{name: feed[source_name] for name, source_name in inputs.items()} for feed in self.feeds]
         sums = {name: ErrorSums() for name in names}
         with ignore_overflow():
-            for feed, expected in zip(feeds, self._expected, strict=True):
-                outputs = runner.run(feed)
+            for outputs, expected in zip(runner.run_each(feeds), self._expected, strict=True):
                 for name, quantized_name in names.items():
                     value = expected.get(name)
                     if value is not None and value.dtype.kind == "f" and quantized_name in outputs:
