@@ -200,7 +200,17 @@ def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[...
     plain = gq.insert(model, data=str(data)).validation
     assert plain.comparison.sqnr < bound
     output = cli(
-        "insert", model, "--data", data, "--min-sqnr", bound, "-o", tmp_path / "out.onnx", "--report", tmp_path / "r"
+        "insert",
+        model,
+        "--data",
+        data,
+        "--min-sqnr",
+        bound,
+        "-o",
+        tmp_path / "out.onnx",
+        "--report",
+        tmp_path / "r",
+        "-v",
     )
     report = json.loads((tmp_path / "r").read_text())
     searched = [skip for skip in report["skips"] if skip["rule"] == "search"]
