@@ -60,6 +60,7 @@ from graphquant.optimize import (
     search_plan,
 )
 from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float
+from graphquant.optimize.repair import OutputMeter
 from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.quantize import Plan, RangeTransfer, Site, read_name_map, transfer_ranges
 from graphquant.rules import NEGATION
@@ -144,7 +145,7 @@ def insert(
     validation = _validate(result, data, settings, objective.bounds, progress, like_source)
     # The plans of a repair would take many times as long as the rest for so many quantized tensors.
     is_repairable = validation is not None and has_few_sites(len(result.inserted)) and context.allows(objective)
-    if validation is not None and validation.misses_target and is_repairable:
+    if validation is not None and is_repairable and context.misses_target(built, validation):
         result = context.repair(workspace, built, validation)
         validation = _validate(result, data, settings, objective.bounds, progress)
     stats_path = Path(settings.stats) if result.stats and isinstance(settings.stats, str | Path) else None
@@ -383,6 +384,9 @@ def _make_build(
     )
 
 
+CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
+
+
 @dataclass(frozen=True)
 class _RepairContext:
     """The inputs of one `insert` that a repair needs."""
@@ -413,6 +417,19 @@ class _RepairContext:
         settings = self.settings
         is_fixed = settings.plan is not None or settings.size_budget is not None or objective.minimize != "macs"
         return not (is_fixed or self.data.dataset.random)
+
+    def misses_target(self, built: BuiltModel, validation: Validation) -> bool:
+        """Return True if an output misses the target on the hold-out, or nearly does and misses it in the calibration.
+
+        A small hold-out may have none of the samples with large errors, and ranges fit the calibration samples. An
+        output below the target on these is therefore below it on others too.
+        """
+        target, worst, calibration = validation.target_sqnr, validation.worst_sqnr, self.data.calibration
+        if validation.misses_target:
+            return True
+        if validation.bounds or target is None or worst is None or calibration is None or worst >= target + CLOSE_DB:
+            return False
+        return OutputMeter(self.source, calibration, target).worst_sqnr(built.model) < target
 
     def choose_algorithms(self, workspace: Workspace, min_sqnr: float) -> tuple[Workspace, RepairTrace]:
         """Return the workspace with the algorithms that bring its plan closer to a bound, before a search for it."""

@@ -115,7 +115,8 @@ class RepairTrace:
 
     target_sqnr: float  # target in dB
     requested: bool  # True for a bound: algorithms were tried before the search for it
-    # SQNR in dB of the worst output with the default plan, on the hold-out, or on the search samples for a bound.
+    # SQNR in dB of the worst output with the default plan: on the hold-out or the search samples, whichever is lower,
+    # or for a bound on the search samples.
     default_sqnr: float
     sqnr: float  # the same with the final plan
     steps: tuple[RepairStep, ...] = ()
@@ -127,7 +128,7 @@ class RepairTrace:
 
     @property
     def met(self) -> bool:
-        """True if the hold-out meets the target."""
+        """True if the hold-out and the search samples meet the target."""
         return self.sqnr >= self.target_sqnr
 
 
@@ -336,6 +337,7 @@ class _Repair:
             while algorithm_steps and self._current_sqnr < self._aim:
                 algorithm_steps.pop(0)()
             return
+        self._judged[DEFAULT_RECIPE] = min(request.default_sqnr, self._current_sqnr)
         # Ranges fit the calibration samples, so that the hold-out has more error.
         gap = self._current_sqnr - request.default_sqnr
         self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
@@ -359,8 +361,13 @@ class _Repair:
         return is_met, -recipe.cost if is_met else sqnr
 
     def _judge_on_holdout(self) -> float:
+        """Return the SQNR in dB on the hold-out, or on the search samples if it is lower there.
+
+        A small hold-out may have none of the samples with large errors.
+        """
         if self._current not in self._judged:
-            self._judged[self._current] = self._request.validate(self._build(self._current, quick=False))
+            built = self._build(self._current, quick=False)
+            self._judged[self._current] = min(self._request.validate(built), self._meter.worst_sqnr(built.model))
         return self._judged[self._current]
 
     # Plans and their quality

@@ -666,14 +666,18 @@ class _BoundSearch:
                 blocks=blocks,
                 progress=progress,
             )
+            stop_reason = result.stop_reason
             selection = self._prefer_int8(result.selection, costs)
             if result.stop_reason in {"work", "time"} and not result.quality.met:
                 selection = self._reach_bound(costs, blocks)
             plan, validation = self._drafts.build_plan(selection), self._measured[selection]
             if any(self._groups[i].candidates[index].high_precision for i, index in enumerate(selection)):
                 # The bypassed model of a fold differs slightly from the built one.
-                validation = self._measurer.validate(plan)
-            if target is None or result.stop_reason or not validation.failures or attempt == MAX_SEARCHES - 1:
+                try:
+                    validation = self._measurer.validate(plan)
+                except KeyboardInterrupt:
+                    stop_reason = "interrupt"
+            if target is None or stop_reason or not validation.failures or attempt == MAX_SEARCHES - 1:
                 break
             self._measured[selection] = validation
             if not plan.sites or not result.quality.met:
@@ -689,7 +693,7 @@ class _BoundSearch:
             float_ops=high_precision_ops(self._groups, selection),
             validations=len(self._validations),
             missed_bounds=best.failures or best.caveats if self._is_all_float(self._key(selection)) else (),
-            stop_reason=result.stop_reason,
+            stop_reason=stop_reason,
         )
 
     def _reach_bound(self, costs: Mapping[OpKey, float], blocks: Sequence[frozenset[OpKey]]) -> Selection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from onnx import helper, numpy_helper, save
 from support.onnx_models import run_onnx
 
 import graphquant as gq
+from graphquant.api.insert import CLOSE_DB
 from graphquant.errors import ModelError
 from graphquant.optimize import repair
 from graphquant.optimize.search_budget import MIN_LIMIT_SECONDS, SearchBudget, SearchCosts, SearchLimitError
@@ -82,8 +84,8 @@ def test_outlier_channels_are_scaled_before_anything_is_float(outlier_net: Path)
     trace = result.search.repair
     assert trace is not None
     assert trace.met
-    assert trace.default_sqnr == plain.validation.worst_sqnr
-    assert trace.sqnr == result.validation.worst_sqnr >= 20
+    assert trace.default_sqnr <= plain.validation.worst_sqnr
+    assert result.validation.worst_sqnr >= trace.sqnr >= 20
     assert "smoothquant" in kept_changes(result)
     assert trace.float_blocks == ()
     assert result.quantized_share == plain.quantized_share
@@ -136,6 +138,26 @@ def test_many_quantized_tensors_exclude_a_repair(outlier_net: Path, monkeypatch:
     assert result.search is None
     assert result.validation is not None
     assert result.validation.misses_target
+
+
+def test_a_holdout_without_large_errors_does_not_hide_them(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration samples below the target start a repair, although the hold-out is above it."""
+    data = np.load(outlier_net / "data.npz")["x"]
+    plain = insert_net(outlier_net, min_sqnr="none")
+    plain.save(outlier_net / "plain.onnx")
+    expected, actual = (run_onnx(outlier_net / name, {"x": data})[0] for name in ("net.onnx", "plain.onnx"))
+    errors = np.square(actual - expected).sum(1) / np.square(expected).sum(1)
+    np.savez(outlier_net / "data.npz", x=data[np.argsort(-errors)])  # the hold-out is the last fifth
+    holdout_sqnr = insert_net(outlier_net, min_sqnr="none").validation.worst_sqnr
+    monkeypatch.setattr(sys.modules["graphquant.api.insert"], "DEFAULT_MIN_SQNR", holdout_sqnr - 1)
+    result = insert_net(outlier_net)
+    assert result.search is not None
+    trace = result.search.repair
+    assert trace is not None
+    assert trace.default_sqnr < trace.target_sqnr < holdout_sqnr
+    assert trace.met
+    monkeypatch.setattr(sys.modules["graphquant.api.insert"], "DEFAULT_MIN_SQNR", holdout_sqnr - CLOSE_DB)
+    assert insert_net(outlier_net).search is None
 
 
 def test_little_work_keeps_the_default_plan(outlier_net: Path) -> None:
