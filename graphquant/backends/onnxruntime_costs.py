@@ -229,8 +229,8 @@ def _describe_conv(op: Op, inputs: list[Sizes | None], output: Sizes, _constant:
     elif group_outputs < block and name != "conv.first":
         common["narrow"] = common["outputs"]
     int8_work = {**common, "macs": int8_macs}
-    if kernel > 1 and name != "conv.first":
-        int8_work["copies"] = float(positions * groups * kernel)
+    if kernel > 1:  # each row of the kernel is copied in one piece
+        int8_work["copies"] = float(positions * groups * prod(weight[2:-1]))
     return KernelWork(kernel=name, float_work={**common, "macs": float_macs}, int8_work=int8_work)
 
 

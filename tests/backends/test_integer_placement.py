@@ -102,6 +102,14 @@ def test_slower_than_float(tmp_path):
     assert "1.20" in placed.warnings[0]
 
 
+def test_close_to_rules(tmp_path):
+    """If float is the fastest, ops that are slower in int8 but close to float stay int8, rather than a small part."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    placed = place_by_cost(prepared, plan, cost_table(0.0, conv_dense=1.5, conv_pointwise=1.1))
+    assert placed.sites == plan.sites
+    assert "1.23" in placed.warnings[0]
+
+
 def test_region_without_weights(tmp_path):
     """Ops without multiply-adds between float ops stay float, even if they would be faster in int8."""
     pool = "c = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(b)"
