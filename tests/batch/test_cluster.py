@@ -39,6 +39,7 @@ samples = 16
 [[model]]
 path = "digits_cnn_bn.onnx"
 data = "random:5"
+exclude = ["/./"]
 min_sqnr = 30
 max_size = 1000
 
