@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-from support.cli import invoke_cli
 from support.documents import code_blocks
 
 from graphquant.rules import load_ruleset, shipped_rule_files
@@ -21,15 +20,6 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
     (printed,) = re.findall(r"^It prints `([^`]+)`", TEXT, re.MULTILINE)
     assert capsys.readouterr().out == f"{printed}\n"
     assert tmp_path.joinpath("digits_cnn.quant.onnx").is_file()
-
-
-def test_first_command_ends_as_shown(tmp_path):
-    """The first command prints the line that README shows."""
-    model, data = (ROOT / "sample_models" / name for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"))
-    result = invoke_cli("insert", model, "--data", data, "-o", tmp_path / "out.onnx")
-    pattern = r"(?:^| {4})(\d+ sites inserted.*?), \d\.\d\d of float's time\. Written to"  # a time of this machine
-    (summary_line,) = re.findall(pattern, TEXT, re.MULTILINE)
-    assert re.findall(pattern, result.stdout.splitlines()[-1]) == [summary_line]
 
 
 def test_readme_is_short():
