@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("rules_alone")]
 
 HOSTILE = "</script><script>alert(1)</script>\"'&amp;\x1b[31m\u2028%<!--"
 
