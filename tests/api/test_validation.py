@@ -109,7 +109,10 @@ def test_outputs_of_models_with_many_quantized_tensors(labelled_net: Path, monke
     assert full.comparison is not None
     assert limited.comparison is not None
     assert (len(full.comparison.sites), len(limited.comparison.sites)) == (2, 0)
-    assert limited.comparison.outputs == full.comparison.outputs
+    for expected, actual in zip(full.comparison.outputs, limited.comparison.outputs, strict=True):
+        # Only a model with few of them joins samples, whose outputs differ by rounding.
+        assert (actual.name, actual.rows, actual.values) == (expected.name, expected.rows, expected.values)
+        assert actual.sqnr == pytest.approx(expected.sqnr, abs=0.01)
     assert limited.quantized_macs == full.quantized_macs > 0
 
 
