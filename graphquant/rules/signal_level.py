@@ -31,7 +31,9 @@ MAX_EPSILON = 0.01  # largest magnitude of a constant that a normalization adds 
 MIN_LIMIT = 1e30  # magnitude above which a constant stands for infinity
 
 NORMALIZATION_KINDS = frozenset({"layernorm", "instancenorm", "groupnorm"})
-SYNTHESIS_TYPES = frozenset({"IRFFT", "IRFFT2D", "IRFFT3D", "IFFT", "IFFT2D", "IFFT3D"})
+SOURCE_TYPES = frozenset({"IRFFT", "IRFFT2D", "IRFFT3D", "IFFT", "IFFT2D", "IFFT3D", "Log1p"})
+"""Types of ops whose results are signals, like those of `log`: a logarithm of values that lie decades apart may be
+normalized as well, by its mean or by its smallest and largest value."""
 
 PROPORTIONAL_KINDS = (
     VALUE_MOVING_KINDS
@@ -99,7 +101,8 @@ class _GraphDegrees:
         """Return the ops that compute the operands of normalizations from the signal."""
 
         def proportional_operands(tensor: TensorRef) -> Sequence[TensorRef]:
-            return [slot for slot in self._graph.slots(tensor.op) if slot is not None and slot in self.of_tensor]
+            slots = () if self._is_source(self._graph.op(tensor.op)) else self._graph.slots(tensor.op)
+            return [slot for slot in slots if slot is not None and slot in self.of_tensor]
 
         tensors = reachable(self._normalized, proportional_operands)
         names = {tensor.op for tensor in tensors if proportional_operands(tensor)}
@@ -107,7 +110,7 @@ class _GraphDegrees:
 
     def _degree(self, op: Op) -> float | None:
         """Return the degree of the outputs of an op, None if they do not follow the signal by a power of its factor."""
-        if op.type in SYNTHESIS_TYPES or (op.type == "DFT" and op.attrs.get("inverse")):
+        if self._is_source(op):
             return 1.0
         slots = enumerate(self._graph.slots(op.name))
         data = {slot: tensor for slot, tensor in slots if tensor is not None and op.role(slot) not in SIZE_ROLES}
@@ -123,6 +126,11 @@ class _GraphDegrees:
             return self._product_degree(op, tensors)
         factor = self._degree_factor(op, [tensor for tensor in tensors if tensor not in operands])
         return None if factor is None or len(set(known)) > 1 else known[0] * factor
+
+    def _is_source(self, op: Op) -> bool:
+        """Return True for an op whose result is a signal."""
+        is_source = op.kind == "log" or op.type in SOURCE_TYPES or (op.type == "DFT" and bool(op.attrs.get("inverse")))
+        return is_source and not self._parameters.is_parameter(TensorRef(self._graph.name, op.name))
 
     def _degree_factor(self, op: Op, constants: Sequence[TensorRef]) -> float | None:
         """Return the factor by which an op multiplies the degree of its operands, None if there is none."""

@@ -239,6 +239,7 @@ NORMALIZED = "m = ReduceMean (c) d = Sub (c, m) s = Mul (d, d) v = ReduceMean (s
         ("c = Conv (i, w) y = InstanceNormalization (c, one, one)", ["c"]),
         ("c = Conv (i, w) a = Abs (c) p = ReduceMax (a) y = Div (c, p)", ["a", "c", "p"]),
         ("c = Conv (i, w) r = Relu (c) d = Conv (r, w) y = InstanceNormalization (d, one, one)", ["c", "d", "r"]),
+        ("l = Log (i) n = ReduceMin (l) d = Sub (l, n) m = ReduceMax (d) q = Div (d, m) y = Conv (q, w)", "dmn"),
         # A bias, or an activation that is not proportional, depends on the level.
         ("c = Conv (i, w, one) y = InstanceNormalization (c, one, one)", []),
         ("c = Conv (i, w) t = Tanh (c) y = InstanceNormalization (t, one, one)", []),
