@@ -59,6 +59,8 @@ NOT_WRITTEN = {
         "conversion.tensors[]",
         "conversion.float_ops[]",
         "search.changed[]",
+        "search.repair",  # `tests/optimize/test_repair.py` compares its keys
+        "search.repair.steps[]",
     },
     "inspect": {"function_clones[]", "tensors[]"},
     "data check": {"findings[]"},
