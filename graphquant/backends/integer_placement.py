@@ -57,7 +57,7 @@ TIME_RATIOS = (0.75, 0.95)
 """Estimated times of the model relative to float, the first of which any factor reaches decides. Among its factors, the
 one that keeps most in int8 is used.
 
-Their margins below float are the errors of the estimate: 5% in half of the measured models, 24% in nine of ten.
+Their margins below float are the errors of the estimate: 6% in half of the measured models, 22% in nine of ten.
 """
 
 COST_RULE = "costs"  # rule of the skips of ops that are faster in float
