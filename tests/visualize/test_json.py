@@ -11,6 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from support.cli import command_output
 from support.json_schemas import results_schema
+from support.rule_files import input_rule, weight_rule
 
 import graphquant as gq
 from graphquant.quantize import SkipCode
@@ -33,6 +34,10 @@ COMMANDS = {
             " --report OUT/report.json"
         ),
         "insert digits_cnn.onnx --rules weight_only --size-budget 24% -o OUT/c.onnx --report OUT/report.json",
+        (
+            "insert digits_cnn.onnx --data digits_cnn_calib.npz --rules OUT/four_bits.toml -o OUT/repaired.onnx"
+            " --report OUT/report.json"
+        ),
     ],
     "inspect": ["inspect OUT/quant.onnx", "inspect digits_rnn.pb"],
     "inspect --stats": ["inspect OUT/stats.gqs", "inspect digits_cnn.onnx --stats OUT/stats.gqs"],
@@ -43,6 +48,21 @@ COMMANDS = {
     "data check": ["data check digits_cnn.onnx digits_cnn_calib.npz"],
 }
 """Commands that together write every kind of object; OUT has quant.onnx and stats.gqs."""
+
+KINDS = "conv|depthwise_conv|matmul|gemm"
+FOUR_BITS = f"""
+[scheme.weight]
+bits = 4
+zero = "symmetric"
+observe = "absmax"
+[scheme.activation]
+bits = 4
+signed = false
+observe = "minmax"
+{weight_rule(KINDS)}
+{input_rule(KINDS)}
+"""
+"""Rules whose plan misses the default target, so that it is repaired."""
 
 OPTIONAL = {
     "plan": {"schemes{}", "sites[]", "skips[]"},
@@ -90,6 +110,7 @@ def results_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     data = str(samples / "digits_cnn_calib.npz")
     gq.insert(samples / "digits_cnn.onnx", data=data, samples=8).save(tmp_path / "quant.onnx")
     gq.calibrate(samples / "digits_cnn.onnx", data=data, samples=8).save(tmp_path / "stats.gqs")
+    (tmp_path / "four_bits.toml").write_text(FOUR_BITS, "utf-8")
     monkeypatch.chdir(samples)
     return tmp_path
 
