@@ -151,7 +151,7 @@ def test_kept_items_have_a_limit(arrays, monkeypatch) -> None:
     assert gq.calibrate(MODEL, data=list(arrays["image"])).samples == COUNT
 
 
-@pytest.mark.parametrize("data", [7, b"bytes", {1, 2}, object(), len, dict], ids=repr)
+@pytest.mark.parametrize("data", [7, b"bytes", {1, 2}, object(), len, dict], ids=lambda data: type(data).__name__)
 def test_values_that_are_no_data(data: Any) -> None:
     """Other types are an error that names the argument."""
     with pytest.raises(UsageError, match="data"):
