@@ -46,6 +46,7 @@ class Result(HtmlRepresentation):
         inserted: The inserted Q/DQ pairs, one for each site.
         skips: Tensors that the plan or the solver skipped, with the reason.
         site_notes: Notes on sites, by tensor.
+        saturated_tensors: Tensors whose ranges end where the ops that read them saturate.
         scale_reasons: Explanations of the scale, for each of `inserted`.
         changes: Raised scales, copied weights and added pairs, with the reason.
         conflicts: Requirements of rules that contradict each other.
@@ -69,6 +70,7 @@ class Result(HtmlRepresentation):
     inserted: tuple[InsertedPair, ...]
     skips: tuple[Skip, ...]
     site_notes: Mapping[TensorRef, str] = field(default_factory=dict)
+    saturated_tensors: frozenset[TensorRef] = frozenset()
     scale_reasons: tuple[tuple[str, ...], ...] = ()
     changes: tuple[ScaleChange, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
@@ -96,8 +98,9 @@ class Result(HtmlRepresentation):
 
     @property
     def activation_sqnr(self) -> tuple[Loss, ...]:
-        """Estimated SQNR of the quantized activations, lowest first."""
-        return activation_sqnr(self.inserted, self.stats.sketches if self.stats is not None else {})
+        """Estimated SQNR of the quantized activations, lowest first, without those that are clipped on purpose."""
+        pairs = (pair for pair in self.inserted if pair.site.tensor not in self.saturated_tensors)
+        return activation_sqnr(pairs, self.stats.sketches if self.stats is not None else {})
 
     @property
     def already_quantized(self) -> bool:
@@ -150,6 +153,7 @@ def make_result(
         inserted=tuple(built.insertions),
         skips=(*solved_plan.skips, *(built.skips[index] for index in sorted(built.skips))),
         site_notes=_notes_by_tensor(solution),
+        saturated_tensors=frozenset(solved_plan.sites[index].tensor for index in solution.saturated),
         scale_reasons=tuple(
             explain_scale(built.edits.model, solved_plan, index, solution)
             for index in range(len(solved_plan.sites))

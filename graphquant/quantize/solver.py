@@ -166,6 +166,7 @@ def _limit_range(state: SolverState, index: int, observed: Range) -> Range:
     limited = limit_to_responsive(state.model, state.parameters, site.tensor, site.uses, observed, qmax - qmin)
     if limited is not observed:
         state.add_note(index, f"the ops that read it return constants outside of {format_range(limited)}")
+        state.saturated.add(index)
     return limited
 
 
@@ -422,6 +423,7 @@ def solve_scales(
         changes=tuple(state.changes),
         conflicts=tuple(state.conflicts),
         ranges=state.ranges,
+        saturated=frozenset(state.saturated & state.params.keys()),
     )
 
 

@@ -60,6 +60,7 @@ class Solution:
     conflicts: tuple[Conflict, ...] = ()  # requirements that could not all be met
     # The range of each site by itself, by position; sites that follow others have none.
     ranges: Mapping[int, Range]
+    saturated: frozenset[int] = frozenset()  # sites, by position, whose range ends where their readers saturate
 
 
 MAX_COPIED_READERS = 32  # most readers of a weight that is copied for one of them
@@ -83,6 +84,7 @@ class SolverState:
         self.params: dict[int, QParams] = {}
         self.skips: dict[int, Skip] = {}
         self.notes: dict[int, tuple[str, ...]] = {}
+        self.saturated: set[int] = set()
         self.changes: list[ScaleChange] = []
         self.conflicts: list[Conflict] = []
         self.shared_groups: dict[int, tuple[int, ...]] = {}

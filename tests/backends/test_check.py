@@ -55,7 +55,7 @@ def test_ops_that_the_plan_keeps_in_float(cli, samples, tmp_path):
     weight = "pointwise/conv_weights_fused_bn"
     path, data = tmp_path / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
     options = ("--data", data, "--samples", 8, "--exclude", weight, "-o", path, "--report", tmp_path / "report.json")
-    shown = cli("insert", samples / "digits_cnn.onnx", *options).stdout
+    shown = cli("insert", samples / "digits_cnn.onnx", *options, "-v").stdout
     assert any(op.name == "pointwise/conv/barrier" for op in gq.load(path).main.ops())
     report = gq.check(path, backend="onnxruntime")
     verdicts = {verdict.op: verdict for verdict in report.verdicts}

@@ -255,7 +255,17 @@ def test_what_is_hardly_faster(
     )
     model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
     output = cli(
-        "insert", model, "--data", data, "--optimize", "latency", *bound, "--allow-empty", "-o", tmp_path / "o.onnx"
+        "insert",
+        model,
+        "--data",
+        data,
+        "--optimize",
+        "latency",
+        *bound,
+        "--allow-empty",
+        "-v",
+        "-o",
+        tmp_path / "o.onnx",
     ).stdout
     assert f"the final plan 0.98.\nNothing is quantized: {GAIN_TOO_SMALL}." in output
     assert "(rule latency)" in output

@@ -48,7 +48,7 @@ def insert_widths(folder: Path, activation: str, weight: str) -> gq.Result:
     schemes = SCHEMES.format(activation=activation, weight=weight, zero=zero)
     rules = write_rules(folder, schemes + weight_rule("conv|depthwise_conv|matmul|gemm") + ACTIVATION_RULES)
     data = "sample_models/digits_cnn_calib.npz"
-    return gq.insert(MODEL, rules=rules, data=data, samples=16)
+    return gq.insert(MODEL, rules=rules, data=data, samples=16, min_sqnr="none")
 
 
 def digit_logits(path: Path, level: str) -> np.ndarray:
