@@ -196,7 +196,8 @@ def _float_input_reason(graph: Graph, op: Op) -> str:
             continue
         if graph.output(tensor).dtype not in FLOAT_TYPES | {None}:
             continue
-        if _look_through_movement(graph, tensor).kind not in QUANTIZATION_KINDS:
+        source = _look_through_movement(graph, tensor)
+        if source.kind not in QUANTIZATION_KINDS:
             return f"its {op.role(slot)} {tensor} is float"
     return ""
 

@@ -88,7 +88,8 @@ def _inconvertible_reason(model: Model, site: Site) -> str:
         return f"FakeQuants of {scheme.type.bits} bits give wrong results or fail; use {CONVERTIBLE_BITS} bits"
     if scheme.range == "learned":
         return 'its range is stored in variables, which TFLite does not support; use range = "observed"'
-    if site.axis is not None and "matmul" in {model.graphs[use.graph].op(use.op).kind for use in site.uses}:
+    kinds = {model.graphs[use.graph].op(use.op).kind for use in site.uses}
+    if site.axis is not None and "matmul" in kinds:
         return "it fails on per-channel weights of MatMul; quantize that weight per tensor, as the rules tflite do"
     return ""
 

@@ -128,4 +128,5 @@ class CheckReport(HtmlRepresentation):
     @property
     def runs_as(self) -> dict[str, int]:
         """Number of int8 ops by the op that they run as."""
-        return dict(sorted(Counter(verdict.runs_as for verdict in self.verdicts if verdict.status == "int8").items()))
+        counter = Counter(verdict.runs_as for verdict in self.verdicts if verdict.status == "int8")
+        return dict(sorted(counter.items()))

@@ -167,7 +167,8 @@ def _require_fusable_clip(context: FloatOp) -> BrokenRule | None:
     clip, qs = context.clip, context.qs
     if clip is None:
         return None
-    activation = clip.attrs.get("activation", "") if clip is context.op else clip.type
+    is_fused = clip is context.op
+    activation = clip.attrs.get("activation", "") if is_fused else clip.type
     name = context.user_tensor(TensorRef(context.graph.name, clip.name)).op
     if not qs:
         message = f"the output of the following {activation} {name} is not quantized"
@@ -303,7 +304,8 @@ def _require_product_scale(context: FloatOp) -> BrokenRule | None:
     scales = [params.scale.astype(np.float64).reshape(-1) for params in (data, weight, bias)]
     if len({1, *(scale.size for scale in scales)}) <= 2 and not bias.zero_point.any():  # noqa: PLR2004  # broadcastable
         product = scales[0] * scales[1]
-        if (np.abs(scales[2] - product) <= BIAS_ABSOLUTE_TOLERANCE + BIAS_RELATIVE_TOLERANCE * product).all():
+        tolerance = BIAS_ABSOLUTE_TOLERANCE + BIAS_RELATIVE_TOLERANCE * product
+        if (np.abs(scales[2] - product) <= tolerance).all():
             return None
     message = "the scale of its bias is not input times weight, or its zero point is not 0"
     return BrokenRule("bias-scale", message, "requantize the bias with this scale, or keep it in float")

@@ -29,7 +29,8 @@ from graphquant.utils.text import parse_size
 
 def journal_path(folder: Path, entries: Sequence[Entry]) -> Path:
     """Return the journal of a batch with these outputs, independent of the current folder."""
-    encoded = json.dumps(sorted(canonical_output(entry.output) for entry in entries)).encode(errors="surrogatepass")
+    outputs = sorted(canonical_output(entry.output) for entry in entries)
+    encoded = json.dumps(outputs).encode(errors="surrogatepass")
     return folder / "batches" / f"{hashlib.sha256(encoded).hexdigest()[:32]}.jsonl"
 
 

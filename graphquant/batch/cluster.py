@@ -65,7 +65,8 @@ def run_on_cluster(
         plugin_name = f"graphquant-{uuid4().hex}"
         client.register_plugin(_WorkerPools(), name=plugin_name)
         try:
-            yield from _cluster_outcomes(client, entries, worker, limits, plugin_name, max(threads // len(entries), 1))
+            shard_count = max(threads // len(entries), 1)
+            yield from _cluster_outcomes(client, entries, worker, limits, plugin_name, shard_count)
         finally:
             with suppress(OSError):  # the scheduler may be gone
                 client.unregister_worker_plugin(plugin_name)

@@ -273,7 +273,8 @@ def _filter_models(folder: _ModelFolder, pattern: str, names: Iterable[str]) -> 
     for name in names:
         parent, _, file_name = name.rpartition("/")
         is_output = _QUANTIZED_NAME.search(file_name) and ".quant" not in last
-        if is_output or (file_name.startswith(".") and not last.startswith(".")) or in_saved_model(parent):
+        is_hidden = file_name.startswith(".") and not last.startswith(".")
+        if is_output or is_hidden or in_saved_model(parent):
             continue
         is_file = suffix_of(name) in suffixes and not _TEST_DATA.fullmatch(file_name) and folder.is_file(name)
         if is_file or (folder.is_folder(name) and in_saved_model(name)):
@@ -290,7 +291,8 @@ def _suggest_model(folder: _ModelFolder, pattern: str) -> str:
         parent, last = "", parent
     names = folder.names(parent or (pattern.partition("://")[0] + "://" if folder.system else "."))
     models = [name for name in names if not _QUANTIZED_NAME.search(name) and Path(name).suffix in {"", *SUFFIXES}]
-    return did_you_mean(last, models) or " Give the path of a model, or a glob such as 'models/*.onnx'."
+    hint = did_you_mean(last, models)
+    return hint or " Give the path of a model, or a glob such as 'models/*.onnx'."
 
 
 def _normalize_path(name: str) -> str:

@@ -70,7 +70,8 @@ def run_batch(
         path = journal_path(options.folder, entries)
         with Journal(path, resume=options.resume) as journal:
             remove_stale_files(entry.output for entry in entries if not is_remote(entry.output))
-            batch = _BatchRun(entries, options, file_hashes, journal, cache(on_warning or (lambda _message: None)))
+            warn_once = cache(on_warning or (lambda _message: None))
+            batch = _BatchRun(entries, options, file_hashes, journal, warn_once)
             with closing(batch.outcomes(execute)) as outcomes, suppress(KeyboardInterrupt):
                 for outcome in outcomes:
                     if on_outcome is not None:
@@ -343,7 +344,8 @@ def select_shard(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry
 def deal_digest(entries: Sequence[Entry]) -> str:
     """Return a digest of names and sizes: machines with other models or sizes deal differently."""
     sizes = sorted((entry.name, model_size(entry.model, allow_links=entry.allow_links)) for entry in entries)
-    return hashlib.sha256(json.dumps(sizes).encode(errors="surrogatepass")).hexdigest()
+    encoded = json.dumps(sizes)
+    return hashlib.sha256(encoded.encode(errors="surrogatepass")).hexdigest()
 
 
 def model_size(model: str, *, allow_links: bool = False) -> int:

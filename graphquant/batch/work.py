@@ -186,7 +186,8 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     files = model_files(output)
     flush_to_disk(files)  # the journal may list them only once they are on the disk
     digests = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]
-    findings, int8_ops = _lint_output(result, api.load(output), entry.gates.check)
+    written = api.load(output)
+    findings, int8_ops = _lint_output(result, written, entry.gates.check)
     outcome = Outcome(
         name=entry.name,
         model=entry.model,

@@ -90,7 +90,8 @@ class _FingerprintHasher:
     """Hashes of all ops of the live graphs of a model."""
 
     def __init__(self, model: Model, overrides: Mapping[TensorRef, str]) -> None:
-        self._model, self._overrides = model, overrides
+        self._model = model
+        self._overrides = overrides
         self._parameters = Parameters(model)
         self._live = set(model.reachable_graphs())
         self._callers: dict[str, list[tuple[Use, Any]]] = {

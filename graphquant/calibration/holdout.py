@@ -158,7 +158,8 @@ class CalibrationData:
 
         With given statistics, algorithms use the samples from which these were computed, without the hold-out.
         """
-        if self.spec is None or not ((self.needs_ranges and self.stats is None) or self.runs_algorithms):
+        calibrates = self.needs_ranges and self.stats is None
+        if self.spec is None or not (calibrates or self.runs_algorithms):
             return None
         samples = self._split[0] if self.validates else self.dataset
         if self._range_stats is not None:

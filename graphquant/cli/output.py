@@ -149,7 +149,8 @@ class BatchProgress:
             if outcome.name in self._tasks:
                 self._bar.remove_task(self._tasks.pop(outcome.name))
         elif outcome.status != "unchanged":
-            click.echo(escape_unprintable(f"[{self._count}/{self._total}] {outcome.name}: {outcome.status}"), err=True)
+            line = f"[{self._count}/{self._total}] {outcome.name}: {outcome.status}"
+            click.echo(escape_unprintable(line), err=True)
 
 
 @contextmanager

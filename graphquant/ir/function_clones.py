@@ -44,7 +44,8 @@ class FunctionClones:
 
     def __init__(self, model: Model, parameters: Parameters) -> None:
         """The model must not be edited while this is in use."""
-        self._model, self._parameters = model, parameters
+        self._model = model
+        self._parameters = parameters
         reachable = set(model.reachable_graphs())
         self.clone_graphs = [
             name

@@ -99,7 +99,8 @@ class Parameters:
 
     def _forwarded_sources(self, tensor: TensorRef) -> tuple[TensorRef, ...]:
         """Return the tensors that a parameter may be equal to; none if it is computed."""
-        return self._known_sources(tensor) if self._model.op(tensor).kind in FORWARDING_KINDS | {"input"} else ()
+        forwarded = self._model.op(tensor).kind in FORWARDING_KINDS | {"input"}
+        return self._known_sources(tensor) if forwarded else ()
 
     def _topological_order(self, tensors: list[TensorRef]) -> Iterator[TensorRef]:
         members = set(tensors)
@@ -114,7 +115,8 @@ class Parameters:
         if op.kind in STORED_KINDS:
             return op.read_value() if op.read_value is not None else None
         if op.kind in UNCOMPUTED_KINDS:
-            return values[sources[0]] if len(sources) == 1 or self.root_tensor(tensor) != tensor else None
+            has_single_value = len(sources) == 1 or self.root_tensor(tensor) != tensor
+            return values[sources[0]] if has_single_value else None
         inputs = [value for value in (values[source] for source in sources) if value is not None]
         evaluate_op = getattr(self._model.source, "evaluate_op", None)  # TFLite models have none
         if evaluate_op is None or len(inputs) != len(sources):

@@ -41,7 +41,8 @@ class IntType:
     @property
     def container(self) -> str:
         """The smallest type of 4, 8, 16 or 32 bits that contains it."""
-        return f"{'int' if self.signed else 'uint'}{next(size for size in (4, 8, 16, 32) if size >= self.bits)}"
+        bits = next(size for size in (4, 8, 16, 32) if size >= self.bits)
+        return f"{'int' if self.signed else 'uint'}{bits}"
 
     @classmethod
     def parse(cls, name: str) -> IntType:

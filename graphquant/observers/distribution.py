@@ -199,7 +199,8 @@ def _build_distribution(starts: Array, widths: Array, weights: Array) -> Distrib
     half_widths = widths / 2
     center = starts + half_widths
     spread = np.square(half_widths) / 3
-    density = np.divide(weights, widths, out=np.zeros(starts.size), where=widths > NARROW_PIECE_WIDTH * np.abs(center))
+    has_width = widths > NARROW_PIECE_WIDTH * np.abs(center)
+    density = np.divide(weights, widths, out=np.zeros(starts.size), where=has_width)
     pieces = np.zeros((8, starts.size + 1))
     pieces[:4, :-1] = center, half_widths, weights, density
     pieces[4, 1:] = weights

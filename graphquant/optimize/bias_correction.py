@@ -87,7 +87,8 @@ class BiasStore:
         original = self._values[use] if use in self._values else self._read_bias(weighted, use, len(shift))
         if isinstance(original, str):
             return original
-        moved = self._moved.get(use, np.zeros(len(shift))) + shift if use.op == weighted.op.name else shift
+        adds_bias_itself = use.op == weighted.op.name
+        moved = self._moved.get(use, np.zeros(len(shift))) + shift if adds_bias_itself else shift
         value = (original + moved).astype(np.float32)
         if not np.isfinite(value).all() or not self._fits_integers(use, value):
             return "the corrected bias would not fit into 32-bit integers"
@@ -289,7 +290,8 @@ def _isolated_means(
     instrumented, _ = rewrite(model, plan, params, integer_cache=edits.integer_cache)
     rows = measure_channel_means(instrumented, [mean for _, *pair in means for mean in pair], samples)
     float_means = {weighted.output: rows[mean.tensor] for weighted, mean, _ in means if mean.tensor in rows}
-    return float_means, {weighted.output: rows[mean.tensor] for weighted, _, mean in means if mean.tensor in rows}
+    rounded_means = {weighted.output: rows[mean.tensor] for weighted, _, mean in means if mean.tensor in rows}
+    return float_means, rounded_means
 
 
 def _restrict_to_rounded_ops(

@@ -368,7 +368,8 @@ def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: A
     output = model.output(tensor)
     attrs = {"T": DataType("float32")} if model.traits.type_attrs else {}
     name, fields = f"{tensor.op}/scaled", {"kind": "mul", "type": "Mul", "attrs": attrs, "rule": ALGORITHM_RULE}
-    product = graph.add_op(new_op(graph, name, output.dtype, output.shape, **fields), [tensor, factor])
+    product_op = new_op(graph, name, output.dtype, output.shape, **fields)
+    product = graph.add_op(product_op, [tensor, factor])
     for use in uses:
         model.graphs[use.graph].set_source(use, product)
     sites = []

@@ -58,7 +58,8 @@ def find_weight_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[
             if any(op.numeric_attr(name, 0) for name in ("transA", "transpose_a", "adj_x")):
                 return None
             transposed = any(op.numeric_attr(name, 0) for name in ("transB", "transpose_b", "adj_y"))
-            return _index_along_axis(shape, -1 if reads == transposed else -2), ChannelLayout(-1)
+            axis = -1 if reads == transposed else -2
+            return _index_along_axis(shape, axis), ChannelLayout(-1)
     return None
 
 
@@ -66,7 +67,8 @@ def normalization_layout(op: Op, rank: int | None) -> ChannelLayout | None:
     """Channel layout of an op with one value per channel for a tensor of `rank` axes; None if unknown."""
     if op.kind == "layernorm":
         return ChannelLayout(-1) if op.numeric_attr("axis", -1) in {-1, (rank or 0) - 1} else None
-    if not op.text_attr("data_format", "NCHW" if op.type.endswith("Normalization") else "NHWC").startswith("NC"):
+    default_format = "NCHW" if op.type.endswith("Normalization") else "NHWC"
+    if not op.text_attr("data_format", default_format).startswith("NC"):
         return ChannelLayout(-1)
     return None if rank is None else ChannelLayout(1 - rank)
 

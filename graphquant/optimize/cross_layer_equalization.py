@@ -93,4 +93,5 @@ def _equalization_factors(statistics: ChannelStatistics, chosen: Sequence[int]) 
 
 def _balancing_factors(makes: Array, reads: Array) -> Array:
     """sqrt(r1 / r2), and 1 for channels that no weight produces or reads."""
-    return np.sqrt(np.divide(makes, reads, out=np.ones_like(makes), where=(makes > 0) & (reads > 0)))
+    is_balanced = (makes > 0) & (reads > 0)
+    return np.sqrt(np.divide(makes, reads, out=np.ones_like(makes), where=is_balanced))

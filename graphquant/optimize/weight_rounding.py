@@ -76,7 +76,8 @@ def round_matrix_gptq(matrix: Array, hessian: Array, grid: RoundingGrid) -> Arra
     """Round the matrix (outputs, inputs) of one group, input by input."""
     count = len(hessian)
     mean = float(np.trace(hessian)) / max(count, 1) or 1.0
-    inverse = np.linalg.cholesky(np.linalg.inv(hessian + np.eye(count) * (GPTQ_DAMPING * mean))).T
+    damped = hessian + np.eye(count) * (GPTQ_DAMPING * mean)
+    inverse = np.linalg.cholesky(np.linalg.inv(damped)).T
     remaining, result = matrix.copy(), np.empty_like(matrix)
     for column in range(count):
         result[:, column] = grid.select((slice(None), column)).nearest(remaining[:, column])
@@ -227,7 +228,8 @@ def shrink_gram_matrix(gram_sum: GramSum) -> Array:
 
 def _off_diagonal_power(product: Array) -> float:
     """Sum of the squared off-diagonal entries."""
-    return float(np.square(product).sum() - np.square(np.diagonal(product, axis1=1, axis2=2)).sum())
+    diagonals = np.diagonal(product, axis1=1, axis2=2)
+    return float(np.square(product).sum() - np.square(diagonals).sum())
 
 
 def matrix_input_rows(op: Op, form: MatrixForm, value: Array) -> Array | None:
@@ -251,7 +253,8 @@ def matrix_input_rows(op: Op, form: MatrixForm, value: Array) -> Array | None:
     leading_shape = positions.shape[: 1 + len(form.kernel)]
     count = int(np.prod(leading_shape))
     chosen = np.unravel_index(np.arange(0, count, max(count // MAX_GRAM_ROWS, 1)), leading_shape)
-    return np.ascontiguousarray(positions[chosen].reshape(len(chosen[0]), form.groups, -1).transpose(1, 0, 2))
+    window_rows = positions[chosen].reshape(len(chosen[0]), form.groups, -1)
+    return np.ascontiguousarray(window_rows.transpose(1, 0, 2))
 
 
 def _window_geometry(

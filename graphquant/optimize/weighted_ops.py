@@ -219,7 +219,8 @@ def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
         return {}
     depths: dict[str, int] = {}
     for name in nx.topological_sort(graph.nx):
-        depths[name] = max((depths[source] for source in graph.nx.pred[name]), default=0) + (name in selected)
+        source_depth = max((depths[source] for source in graph.nx.pred[name]), default=0)
+        depths[name] = source_depth + (name in selected)
     return {name: depths[name] for name in ops}
 
 

@@ -164,4 +164,5 @@ def add_constant(
     graph: Graph, name: str, value: Array, *, op_type: str, rule: str, control_sources: tuple[str, ...] = ()
 ) -> TensorRef:
     """Add a constant with `value` and return its tensor."""
-    return graph.add_op(new_constant(graph, name, value, op_type=op_type, rule=rule), control_sources=control_sources)
+    op = new_constant(graph, name, value, op_type=op_type, rule=rule)
+    return graph.add_op(op, control_sources=control_sources)

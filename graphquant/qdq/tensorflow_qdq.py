@@ -188,7 +188,8 @@ class FakeQuantFamily(TensorFlowFamily):
             return self.add_qdq_op(graph, site, op_type, attrs, {"min": low, "max": high})
         trailing = math.prod(shape[params.axis + 1 :])
         limits = {"min": np.repeat(low, trailing), "max": np.repeat(high, trailing)}
-        flat = _add_reshape(graph, site, site.tensor, (*shape[: params.axis], shape[params.axis] * trailing), "flat")
+        flat_shape = (*shape[: params.axis], shape[params.axis] * trailing)
+        flat = _add_reshape(graph, site, site.tensor, flat_shape, "flat")
         return _add_reshape(
             graph, site, self.add_qdq_op(graph, site, op_type, attrs, limits, tensor=flat), shape, "shaped"
         )
@@ -276,7 +277,8 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
         """`version` is that of the op type."""
         self.op_type = f"QuantizeAndDequantizeV{version}"
         self.name = f"quantize-and-dequantize-v{version}"
-        self.op_types = frozenset({self.op_type, *{2: ["QuantizeAndDequantize"]}.get(version, [])})
+        first_version = {2: ["QuantizeAndDequantize"]}.get(version, [])
+        self.op_types = frozenset({self.op_type, *first_version})
         self.is_v3, self.is_v4 = (self.op_type.endswith(suffix) for suffix in ("V3", "V4"))
         self.argument_names = frozenset({"input_min", "input_max"} if self.is_v4 else ())
         self.has_channel_ranges = self.is_v3

@@ -296,7 +296,8 @@ class _PlanReader:
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 inner_path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
-                self.add_mistake(f"{path}{inner_path}".removeprefix("."), detail["msg"].removeprefix("Value error, "))
+                message = detail["msg"].removeprefix("Value error, ")
+                self.add_mistake(f"{path}{inner_path}".removeprefix("."), message)
         except (ValueError, TypeError, RecursionError):
             self.add_mistake(path, "this is no valid JSON value")
         return None

@@ -298,7 +298,8 @@ class _PlanBuilder:
     """Collects sites and skips in the order of the model."""
 
     def __init__(self, matcher: RuleMatcher, options: SiteSelection) -> None:
-        self.matcher, self.options = matcher, options
+        self.matcher = matcher
+        self.options = options
         self._sites: dict[tuple[object, ...], _PendingSite] = {}
         self._skips: dict[tuple[object, ...], _PendingSite] = {}
         self._tied_matches: dict[OpKey, list[RuleMatch]] = {}

@@ -188,7 +188,8 @@ def _restore_weight(record: dict[str, Any], current: Array) -> tuple[Array, bool
         raise ValueError("the sizes differ")
     if "factor" not in record:
         return current, _array_digest(current) == record["sha256"]
-    quotient = _divide_by_factor(current, decode_array(record["factor"]), record["split"], record["along"])
+    factor = decode_array(record["factor"])
+    quotient = _divide_by_factor(current, factor, record["split"], record["along"])
     dtype = np.dtype(record["steps"]["dtype"])
     packed, max_bytes = base64.b64decode(record["steps"]["data"]), current.size * dtype.itemsize + 1
     steps = np.frombuffer(zlib.decompressobj().decompress(packed, max_bytes), dtype).astype(np.int32)

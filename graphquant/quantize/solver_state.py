@@ -75,7 +75,8 @@ class SolverState:
 
     def __init__(self, model: Model, plan: Plan) -> None:
         """Start with the sites of the plan and no ranges or scales."""
-        self.model, self.plan = model, plan
+        self.model = model
+        self.plan = plan
         self.parameters = Parameters(model)
         self.sites: list[Site] = list(plan.sites)
         self.index_by_use = {use: index for index, site in enumerate(plan.sites) for use in site.uses}
@@ -167,7 +168,8 @@ class SolverState:
 
     def split_use(self, index: int, use: Use) -> int:
         """Move one use of a site to a copy and return the copy's index."""
-        return self.divide_site(index, [[site_use for site_use in self.sites[index].uses if site_use != use], [use]])[1]
+        remaining_uses = [site_use for site_use in self.sites[index].uses if site_use != use]
+        return self.divide_site(index, [remaining_uses, [use]])[1]
 
     def merge_equal_copies(self) -> None:
         """Merge copies that ended with the scale of their original or of an earlier copy."""

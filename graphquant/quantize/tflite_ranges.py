@@ -65,7 +65,8 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
             for port, output in enumerate(graph.op(op).outputs):
                 ref = TensorRef(name, op, port)
                 ranks[ref] = op_rank
-                for spelling in {f"{op}:{port}": 0, output.name: 0, **({op: 0} if not port else {})}:
+                spellings = {f"{op}:{port}": 0, output.name: 0, **({op: 0} if not port else {})}
+                for spelling in spellings:
                     refs_by_spelling.setdefault(spelling, []).append(ref)
     claims: dict[TensorRef, list[str]] = {}
     plain_names = {name: name if name in refs_by_spelling else _strip_name_counter(name, names) for name in activations}
@@ -94,7 +95,8 @@ def _strip_name_counter(name: str, names: Collection[str]) -> str:
 def _may_have_same_size(first: Shape | None, second: Shape | None) -> bool:
     """Return True if two tensors may have the same number of elements per sample. Data formats may differ."""
     sample_shapes = [fully_known_shape(shape[1:]) for shape in (first, second) if shape is not None]
-    return len({math.prod(shape) for shape in sample_shapes if shape is not None}) <= 1
+    known_sizes = {math.prod(shape) for shape in sample_shapes if shape is not None}
+    return len(known_sizes) <= 1
 
 
 def _find_fused_tensors(

@@ -194,7 +194,8 @@ def share_scales(state: SolverState) -> None:
         for index in members:
             # A per-channel site shares its scales with no other.
             unshared_index = None if state.sites[index].axis is None else index
-            members_by_key.setdefault((*_sharing_key(state.sites[index]), unshared_index), []).append(index)
+            key = (*_sharing_key(state.sites[index]), unshared_index)
+            members_by_key.setdefault(key, []).append(index)
         for sharing in members_by_key.values():
             _share_scale(state, sharing, edges)
     _note_differing_schemes(state, differing)

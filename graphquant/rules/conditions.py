@@ -364,7 +364,8 @@ class _PatternSearch:
 
     def __init__(self, neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]) -> None:
         self.definitions = pattern_definitions(pattern_ops)
-        self._neighbors, self._name = neighbors, name
+        self._neighbors = neighbors
+        self._name = name
         self._root = pattern_ops[-1].name
         self._may_bind_cache: dict[tuple[str, TensorRef], bool] = {}
         self._helpers = self.definitions.keys() - {op.name for op in pattern_ops}

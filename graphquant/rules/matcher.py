@@ -28,7 +28,7 @@ from graphquant.rules.conditions import (
 from graphquant.rules.pattern_syntax import PatternOp, compile_regex, parse_chain, parse_pattern
 
 if TYPE_CHECKING:
-    from graphquant.rules.rule import BoundRule, RuleSet
+    from graphquant.rules.rule import BoundRule, RuleSet, Selector
 
 TensorConsumers = Iterable[tuple[TensorRef, list[Use]]]
 
@@ -254,9 +254,7 @@ class RuleMatcher:
         sides = ((rule.rule.producer, None), (rule.rule.consumer, use))
         for (selector, reading_use), reason in zip(sides, reasons, strict=True):
             if not self._op_mismatch(rule, tensor, reading_use):
-                names_op = selector.kind not in {None, "parameter"}  # any weight is no particular op
-                names_op = names_op or any((selector.name, selector.pattern, selector.type))
-                closeness += 1 if reason or not names_op else 2
+                closeness += 1 if reason or not _identifies_op(selector) else 2
         return RuleMiss(rule=rule, reason=next(filter(None, reasons), ""), closeness=closeness)
 
     def tensors(self) -> Iterator[tuple[TensorRef, list[Use]]]:
@@ -396,3 +394,8 @@ class RuleMatcher:
                 matches = self._pattern_matches[pattern_ops]
                 self._ops_by_reference[key] |= matches[op_name or pattern_ops[-1].name]
         return self._ops_by_reference[key]
+
+
+def _identifies_op(selector: Selector) -> bool:
+    """Return True if a selector names particular ops; any weight is not particular."""
+    return selector.kind not in {None, "parameter"} or any((selector.name, selector.pattern, selector.type))

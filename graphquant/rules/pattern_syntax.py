@@ -74,7 +74,8 @@ def compile_regex(text: str) -> Any:
     try:
         return re2.compile(text, options)
     except re2.error as error:
-        raise ValueError(error.args[0].decode("utf-8", "replace") if error.args else "it is too large") from error
+        reason = error.args[0].decode("utf-8", "replace") if error.args else "it is too large"
+        raise ValueError(reason) from error
 
 
 def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:
@@ -213,7 +214,8 @@ def _products(factors: tuple[str, ...]) -> list[list[PatternOp]]:
     # The first factor stays in the left part, so that no product occurs twice.
     for chosen in (subset for size in range(len(rest)) for subset in combinations(rest, size)):
         left = (first, *(factors[index] for index in chosen))
-        sides = {"'l": left, "'r": tuple(factors[index] for index in rest if index not in chosen)}
+        right = tuple(factors[index] for index in rest if index not in chosen)
+        sides = {"'l": left, "'r": right}
         parts = [PatternOp(name, frozenset({"product"}), side) for name, side in sides.items() if len(side) > 1]
         operands = tuple(side[0] if len(side) == 1 else name for name, side in sides.items())
         spellings.append([*parts, PatternOp("'y", frozenset({"mul"}), operands)])

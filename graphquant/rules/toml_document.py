@@ -65,7 +65,8 @@ def parse_document(path: Path, content: bytes, kind: DocumentKind) -> tuple[dict
         if _is_deep(data):
             locate_keys(text)
     except NestingError as error:
-        raise document_error(path, kind, f"this is {error}. No {kind.noun} needs half of that.", error.line) from error
+        sentence = f"this is {error}. No {kind.noun} needs half of that."
+        raise document_error(path, kind, sentence, error.line) from error
     return data, KeyLines(text)
 
 

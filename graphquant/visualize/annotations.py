@@ -231,7 +231,8 @@ class Heatmap:
 
 def comparison_heatmap(comparison: Comparison) -> Heatmap:
     """Return the heatmap of a comparison."""
-    first = 0 if any(site.sensitivity is not None for site in comparison.sites) else 1
+    has_sensitivity = any(site.sensitivity is not None for site in comparison.sites)
+    first = 0 if has_sensitivity else 1
     return Heatmap(
         columns=(SENSITIVITY, LOCAL_ERROR, ACCUMULATED_ERROR)[first:],
         values={

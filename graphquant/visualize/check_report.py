@@ -174,7 +174,8 @@ def sarif_log(notices: Iterable[Notice], codes: Mapping[str, LintCode]) -> dict[
 def _sarif_location(notice: Notice) -> dict[str, Any]:
     location: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": _artifact_uri(notice.path)}}}
     if notice.site:
-        location["logicalLocations"] = [{"name": notice.op, "fullyQualifiedName": notice.site, "kind": "element"}]
+        logical = {"name": notice.op, "fullyQualifiedName": notice.site, "kind": "element"}
+        location["logicalLocations"] = [logical]
     return location
 
 

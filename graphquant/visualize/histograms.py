@@ -76,12 +76,14 @@ def histogram_axis(sketch: Sketch, params: QParams | None) -> HistogramAxis:
     low, high = min(low, 0.0), max(high, 0.0)
     if low == high:
         low, high = -1.0, 1.0
-    return HistogramAxis(low, high, max(knee, max(abs(low), abs(high)) * 1e-30))
+    smallest = max(abs(low), abs(high)) * 1e-30
+    return HistogramAxis(low, high, max(knee, smallest))
 
 
 def bar_counts(distribution_: Distribution, axis: HistogramAxis, bar_count: int) -> Array:
     """Return the number of values under each of `bar_count` bars of equal width, float64 (bar_count,)."""
-    below = distribution_.count_below(axis.values_at(np.linspace(0, 1, bar_count + 1)))
+    edges = axis.values_at(np.linspace(0, 1, bar_count + 1))
+    below = distribution_.count_below(edges)
     below[0], below[-1] = 0.0, distribution_.count
     return np.diff(below)
 
@@ -184,7 +186,8 @@ def channel_ranges_svg(sketch: Sketch) -> str:
 
 
 def _plot_svg(label: str, elements: list[str]) -> str:
-    return "".join([f'<svg viewBox="0 0 900 {PLOT_BOTTOM + 34}" role="img" aria-label="{label}">', *elements, "</svg>"])
+    opening = f'<svg viewBox="0 0 900 {PLOT_BOTTOM + 34}" role="img" aria-label="{label}">'
+    return "".join([opening, *elements, "</svg>"])
 
 
 def _bars_path(heights: Array, x: float, step: float, bottom: float, scale: float) -> str:

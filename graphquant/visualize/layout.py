@@ -149,7 +149,8 @@ class _LayoutItems:
         """Return the longest tensors, which get lanes instead of trunks, with their first and last layer."""
         budget = MAX_TRUNK_ITEMS * (self.ops + len(tensors))
         chosen: dict[int, tuple[int, int]] = {}
-        for number in sorted([number for number, span in enumerate(spans) if span > 0], key=spans.__getitem__):
+        passing = [number for number, span in enumerate(spans) if span > 0]
+        for number in sorted(passing, key=spans.__getitem__):
             budget -= spans[number]
             if budget < 0:
                 top = self.layer[tensors[number][0]]

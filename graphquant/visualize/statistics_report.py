@@ -172,7 +172,8 @@ def stats_page(report: RangeReport) -> str:
 
 def _stats_lines(report: RangeReport) -> Iterator[str]:
     title = str(report.path or "statistics")
-    yield page_head(f"{title}: statistics", f"\n{viewer_file('statistics.css')}{HISTOGRAM_STYLE}") + "<body>"
+    style = f"\n{viewer_file('statistics.css')}{HISTOGRAM_STYLE}"
+    yield page_head(f"{title}: statistics", style) + "<body>"
     yield f"<h1>{html_text(title)}</h1>"
     yield f"<p>{html_text(stats_heading(report))}.</p>"
     stats = report.stats

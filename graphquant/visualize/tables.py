@@ -80,7 +80,8 @@ def pluralize(number: int, noun: str) -> str:
 
 def join_names(names: Sequence[str], limit: int = NAMES_SHOWN) -> str:
     """Join the first names; count the remaining ones."""
-    return ", ".join(names[:limit]) + (f", {len(names) - limit} more" if len(names) > limit else "")
+    more_text = f", {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more_text
 
 
 def group_values(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
@@ -218,7 +219,8 @@ class Table(Generic[Row]):
         cells_width = sum(widths) + COLUMN_GAP * len(widths)
         name_width = min(longest, options.max_width - cells_width)
         for (name, *cells), style, note in rows:
-            line = Text.assemble(*map(_padded, self.columns[1:], cells, widths), style=style)
+            padded = map(_padded, self.columns[1:], cells, widths)
+            line = Text.assemble(*padded, style=style)
             line.rstrip()
             unfolded = Text(name.plain, style, no_wrap=True, overflow="ignore")
             if name_width >= min(longest, MIN_NAME_WIDTH):

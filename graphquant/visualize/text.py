@@ -412,7 +412,8 @@ def _dtype_text(params: QParams | DynamicQParams) -> str:
 def _range_text(params: QParams) -> str:
     low, high = float(params.range.low.min()), float(params.range.high.max())
     # Files do not record whether the lowest integer, such as -128, is excluded.
-    return f"±{high:.4g}" if low < 0 and not params.zero_point.any() else f"[{low:.4g}, {high:.4g}]"
+    symmetric = low < 0 and not params.zero_point.any()
+    return f"±{high:.4g}" if symmetric else f"[{low:.4g}, {high:.4g}]"
 
 
 def _static_params(row: InsertedPair | QuantizationOp) -> QParams | None:

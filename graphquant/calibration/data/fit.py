@@ -53,7 +53,8 @@ class ArrayFit:
 
     def feed(self, block: Array) -> Array:
         """Convert `block`, which is (rows, ...) in the stored dtype or the whole array, to a feed."""
-        return np.asarray(block[0] if self.whole_feeds else block).astype(self.feed_dtype, order="C", copy=False)
+        values = np.asarray(block[0] if self.whole_feeds else block)
+        return values.astype(self.feed_dtype, order="C", copy=False)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

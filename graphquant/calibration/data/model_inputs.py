@@ -117,7 +117,8 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
             is_first = tensor not in behind
             if op.kind == "gather" and role == "indices" and is_first:
                 shape = parameters.shape(_require_source(model, use._replace(slot=0)))
-                if shape and op.attrs.get("axis", 0) == 0 and shape[0] is not None:
+                axis = op.attrs.get("axis", 0)
+                if shape and axis == 0 and shape[0] is not None:
                     result.table_rows = min(shape[0], result.table_rows or shape[0])
                 continue
             if op.kind == "batchnorm" or op.kind in WEIGHTED_KINDS | RECURRENT_KINDS:

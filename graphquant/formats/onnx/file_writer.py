@@ -160,7 +160,8 @@ def external_tensors(message: Any) -> Iterator[Any]:
 
 def external_data_files(path: Path, *, allow_links: bool = False) -> tuple[Path, ...]:
     """Return the files of external data of the model at `path`, sorted; raise ModelError if one is missing."""
-    tensors = external_tensors(parse_message(path.read_bytes(), path))
+    message = parse_message(path.read_bytes(), path)
+    tensors = external_tensors(message)
     return tuple(sorted({external_path(tensor, path.parent, allow_links=allow_links) for tensor in tensors}))
 
 

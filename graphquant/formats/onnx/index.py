@@ -187,7 +187,8 @@ class GraphIndexer:
     """Fills `model` with the graphs of `source`."""
 
     def __init__(self, model: Model, source: OnnxSource) -> None:
-        self._model, self._source = model, source
+        self._model = model
+        self._source = source
         self._functions: dict[tuple[str, str, str], str] = {}
         self._scopes: list[_GraphScope] = []
         self._unsorted: dict[str, Graph] = {}

@@ -209,7 +209,8 @@ def find_marked_nodes(message: Any, typed_message: Any) -> list[MarkedNode]:
                 marked_nodes.append(MarkedNode(number=number, node=node, dtype=dtype, levels=levels))
             typed_bodies = node_bodies(typed_node)
             for name, body in node_bodies(node).items():
-                pending.append((body, typed_bodies[name], (BodyLevel(graph=graph, node=node, body=body), *levels)))
+                level = BodyLevel(graph=graph, node=node, body=body)
+                pending.append((body, typed_bodies[name], (level, *levels)))
     return marked_nodes
 
 
@@ -218,7 +219,8 @@ class SubgraphLifter:
 
     def __init__(self, message: Any, opset: int, new_name: Callable[[], str]) -> None:
         """Prepare a message; `opset` is that of the default domain, and `new_name` returns a new value name."""
-        self._message, self._opset = message, opset
+        self._message = message
+        self._opset = opset
         self._new_name = new_name
         self._outputs = {info.name for info in message.graph.output}
         self._initial_carries: dict[int, tuple[str, ...]] = {}
@@ -412,7 +414,8 @@ class _WatchBuilder:
     """Builds one watched message."""
 
     def __init__(self, model: Model, emission: Emission, mode: WatchMode) -> None:
-        self._model, self._emission = model, emission
+        self._model = model
+        self._emission = emission
         self._mode = mode
         self._counter = count(1)
         self._message = ModelProto()

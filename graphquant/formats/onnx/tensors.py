@@ -224,7 +224,8 @@ class OnnxAttributes(Mapping[str, Any]):
     __slots__ = ("_folder", "_node", "_protos")
 
     def __init__(self, node: Any, folder: Path | None) -> None:
-        self._node, self._folder = node, folder
+        self._node = node
+        self._folder = folder
         self._protos: dict[str, Any] | None = None
 
     def _protos_by_name(self) -> dict[str, Any]:

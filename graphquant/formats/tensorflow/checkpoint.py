@@ -153,7 +153,8 @@ class Checkpoint:
             raise self._error(name, f"claims to be in data file {entry.shard_id} of {self._shard_count}")
         path = _shard_path(self._prefix, entry.shard_id, self._shard_count)
         try:
-            if entry.offset < 0 or entry.size < 0 or entry.offset + entry.size > path.stat().st_size:
+            length = path.stat().st_size
+            if entry.offset < 0 or entry.size < 0 or entry.offset + entry.size > length:
                 raise ModelError(f"{path}: variable {name!r} lies outside the file, which may be cut off.")
             with path.open("rb") as file:
                 file.seek(entry.offset)
@@ -243,7 +244,8 @@ def _encode_ordered(value: int) -> bytes:
     """Encode a signed number in bytes that sort like numbers: one inverted leading bit for each byte."""
     magnitude = ~value if value < 0 else value
     size = magnitude.bit_length() // 7 + 1
-    return ((value & ((1 << 8 * size) - 1)) ^ ((1 << size) - 1) << 7 * size).to_bytes(size, "big")
+    inverted = ((1 << size) - 1) << 7 * size
+    return ((value & ((1 << 8 * size) - 1)) ^ inverted).to_bytes(size, "big")
 
 
 def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_graph: Any | None) -> None:

@@ -191,7 +191,8 @@ class TensorNames:
     ) -> None:
         # Output argument, index within it and dtype of each output port, by node.
         self.ports: dict[str, list[tuple[str, int, str | None]]] = {}
-        self._arguments, self._function = arguments, function
+        self._arguments = arguments
+        self._function = function
         self._undeclared: set[str] = set()
         self._positions: dict[str, dict[tuple[str, int], int]] = {}
         for node in nodes:
@@ -339,7 +340,8 @@ def _add_sink_outputs(graph: Graph) -> None:
     for op in list(graph.ops()):
         if op.kind in _NON_SINK_KINDS or graph.nx.adj[op.name]:
             continue
-        for port, output in enumerate(op.outputs[:1] if op.kind in {"batchnorm", "merge", "exit"} else op.outputs):
+        first_only = op.kind in {"batchnorm", "merge", "exit"}
+        for port, output in enumerate(op.outputs[:1] if first_only else op.outputs):
             is_control = op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")
             if output.dtype not in _NON_RESULT_DTYPES and not is_control:
                 add_output(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))

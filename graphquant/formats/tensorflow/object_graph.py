@@ -50,8 +50,10 @@ class _BoundInputs:
     """The variables and constants that the object graph binds to function arguments."""
 
     def __init__(self, model: Model, graph: Graph, saved_objects: Any, variables: CheckpointVariables) -> None:
-        self._main, self._graph = model.main, graph
-        self._objects, self._variables = saved_objects.nodes, variables
+        self._main = model.main
+        self._graph = graph
+        self._objects = saved_objects.nodes
+        self._variables = variables
         self._keys = _checkpoint_keys(saved_objects.nodes, variables)
         self._names_by_key: dict[str, str] = {}
         self._names_by_shared_name: dict[str, list[str]] = defaultdict(list)

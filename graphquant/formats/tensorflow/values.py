@@ -57,7 +57,8 @@ class NodeAttrs(Mapping[str, Any]):
     __slots__ = ("_attr", "_defaults")
 
     def __init__(self, attr: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self._attr, self._defaults = attr, defaults
+        self._attr = attr
+        self._defaults = defaults
 
     def __getitem__(self, name: str) -> Any:
         # Reading an absent attribute of the message would add it.

@@ -205,7 +205,8 @@ class _ModelReader:
     """Fills `model` with the subgraphs of a file."""
 
     def __init__(self, model: Model, root: _FlatTable) -> None:
-        self._model, self._root = model, root
+        self._model = model
+        self._root = root
         self._op_types = [_op_type_name(table) for table in root.tables("operator_codes", ops.OPERATOR_CODE)]
         self._buffer_spans = [_buffer_span(table) for table in root.tables("buffers", ops.BUFFER)]
         self._graph_names: list[str] = []
@@ -235,7 +236,8 @@ class _ModelReader:
         for index, entry in enumerate(tensors):
             if index not in scope.tensor_refs and index not in computed:  # constants, variables and unused tensors
                 scope.add_source("variable" if entry.is_variable else "constant", index)
-        for op, node in zip([self._add_node(scope, node) for node in nodes], nodes, strict=True):
+        op_names = [self._add_node(scope, node) for node in nodes]
+        for op, node in zip(op_names, nodes, strict=True):
             graph.connect_inputs(op, [scope.tensor_refs.get(index) for index in scope.tensor_indices(node, "inputs")])
         for index in scope.tensor_indices(table, "outputs"):
             label = scope.claim_label(index, "@")
