@@ -40,6 +40,7 @@ from graphquant.ir import (
     RESHAPING_KINDS,
     Model,
     TensorRef,
+    Use,
     count_macs,
     follow,
     qualified_op_name,
@@ -431,12 +432,12 @@ def find_scores(model: Model, output: TensorRef | None) -> TensorRef | None:
         op = model.op(tensor)
         if op.kind not in PROBABILITY_PATH_KINDS:
             return None
-        return model.graphs[tensor.graph].slots(op.name)[op.main_slot]
+        return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
 
     for tensor in () if output is None else follow(output, source):
         op = model.op(tensor)
         if op.kind in CLASSIFIER_KINDS:
-            return model.graphs[tensor.graph].slots(op.name)[op.main_slot]
+            return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
     return None
 
 

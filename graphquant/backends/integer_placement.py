@@ -229,7 +229,8 @@ class Placement:
         It dequantizes the weight in each run then, which takes ten times as long as the product.
         """
         graph, last = self.model.graphs[group.members[-1][0]], group.members[-1][1]
-        if graph.op(last).kind not in CLAMP_KINDS or len(graph.op(last).outputs[0].shape or (0, 0)) != 2:  # noqa: PLR2004  # a matrix
+        shapes = [output.shape for output in graph.op(last).outputs[:1]]
+        if graph.op(last).kind not in CLAMP_KINDS or any(len(shape or (0, 0)) != 2 for shape in shapes):  # noqa: PLR2004  # a matrix
             return False
         uses = [use for uses in graph.consumers_by_port(last).values() for use in uses]
         return not any(graph.graphs[use.graph].op(use.op).kind == "output" for use in uses)

@@ -27,6 +27,7 @@ from graphquant.ir import (
     Parameters,
     Shape,
     TensorRef,
+    Use,
 )
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def write_cost_table(table: CostTable, path: Path) -> None:
 
 # Kernels of ONNX Runtime process blocks of this many output channels, and the int8 ones groups of so many products.
 CHANNEL_BLOCK, PRODUCT_GROUP = 16, 4
+MAX_VALUES = 1 << 62  # number of values beyond which a shape is a mistake
 UNKNOWN_SIZE = 16  # size that is assumed for axes whose size is known only when the model runs
 USUAL_IMAGE_SIZE, USUAL_LENGTH = 224, 64  # sizes of inputs that are assumed without samples, for images and others
 FEW_INPUT_CHANNELS = 4  # up to so many, the first convolution of images has a float kernel of its own
@@ -134,9 +136,9 @@ def _count_reordered_values(graph: Graph, op: Op) -> float:
     def is_local(kinds: Collection[str], tensor: OpKey) -> bool:
         return tensor[0] == graph.name and graph.op(tensor[1]).kind in kinds
 
-    source, result = graph.slots(op.name)[0], TensorRef(graph.name, op.name)
+    source, result = graph.source_of(Use(graph.name, op.name, 0)), TensorRef(graph.name, op.name)
     if source is not None and is_local(FUSED_ACTIVATION_KINDS, source[:2]):
-        source = graph.slots(source.op)[0]
+        source = graph.source_of(Use(graph.name, source.op, 0))
     count = 0.0 if source is None or is_local(BLOCKED_KINDS, source[:2]) else count_values(graph, source)
     uses = graph.consumers(result)
     if len(uses) == 1 and is_local(FUSED_ACTIVATION_KINDS, uses[0][:2]):
@@ -150,7 +152,8 @@ def find_silu_gate(graph: Graph, op: Op) -> str:
     if op.kind != "mul" or len(slots) != 2:  # noqa: PLR2004  # factors
         return ""
     for x, gate in (slots, reversed(slots)):
-        if graph.op(gate.op).kind == "sigmoid" and graph.slots(gate.op)[0] == x and len(graph.consumers(gate)) == 1:
+        reads_x = graph.source_of(Use(graph.name, gate.op, 0)) == x
+        if graph.op(gate.op).kind == "sigmoid" and reads_x and len(graph.consumers(gate)) == 1:
             return gate.op
     return ""
 
@@ -186,10 +189,14 @@ def assume_input_shapes(inputs: Iterable[InputSpec]) -> dict[str, Shape]:
 
 
 def _assumed_sizes(shape: Shape | None) -> tuple[int, ...] | None:
-    """Return a shape with guesses for unknown sizes: one sample along the first axis; None if the rank is unknown."""
+    """Return a shape with guesses for unknown sizes: one sample along the first axis.
+
+    None if the rank is unknown, or if no memory holds so many values.
+    """
     if shape is None:
         return None
-    return tuple(size if size is not None else (UNKNOWN_SIZE if axis else 1) for axis, size in enumerate(shape))
+    sizes = tuple(size if size is not None else (UNKNOWN_SIZE if axis else 1) for axis, size in enumerate(shape))
+    return sizes if prod(sizes) <= MAX_VALUES else None
 
 
 Sizes = tuple[int, ...]
@@ -288,7 +295,9 @@ def _describe_values(
         work["rows"] = float(prod(output) / max(output[-1] if output else 1, 1))
     if op.kind in {"max_pool", "avg_pool"}:
         kernel_shape = op.attrs.get("kernel_shape")
-        work["macs"] = float(prod(output) * prod(kernel_shape or (1,)))
+        kernel_shape = kernel_shape if isinstance(kernel_shape, Sequence) else ()
+        kernel_size = prod(size for size in kernel_shape if isinstance(size, int))
+        work["macs"] = float(prod(output)) * float(min(kernel_size, MAX_VALUES))
     return KernelWork(kernel=kernel, float_work=work, int8_work=work)
 
 

@@ -340,7 +340,7 @@ def _add_pool_barriers(model: Model) -> None:
     """
     for graph in model.graphs.values():
         for op in [op for op in graph.ops() if op.kind == "max_pool"]:
-            data = graph.slots(op.name)[0]
+            data = graph.source_of(Use(graph.name, op.name, 0))
             uses = graph.consumers_by_port(op.name).get(0, [])
             readers = [model.graphs[use.graph].op(use.op) for use in uses]
             if data is None or model.op(data).kind in QUANTIZATION_KINDS or not readers:

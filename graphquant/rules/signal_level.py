@@ -137,7 +137,7 @@ class _GraphDegrees:
         if op.kind == "pow":
             return self._single_value(constants[-1]) if constants else None
         if op.kind in SUM_KINDS:
-            limits = [float(op.attrs[name]) for name in ("min", "max") if name in op.attrs]
+            limits = [op.numeric_attr(name, 0) for name in ("min", "max") if name in op.attrs]
             is_neutral = all(map(_is_epsilon_or_limit, [*map(self._single_value, constants), *limits]))
             return 1.0 if is_neutral else None
         if op.kind in PROPORTIONAL_KINDS or op.type in PROPORTIONAL_TYPES:
@@ -147,7 +147,7 @@ class _GraphDegrees:
     def _product_degree(self, op: Op, factors: Sequence[TensorRef]) -> float | None:
         """Return the degree of a product or quotient, None for a normalized value."""
         degrees = [self.of_tensor.get(tensor, 0.0) for tensor in factors]
-        degree = degrees[0] - degrees[1] if op.kind == "div" else sum(degrees)
+        degree = degrees[0] - sum(degrees[1:]) if op.kind == "div" else sum(degrees)
         if not degree:
             self._normalized += [tensor for tensor in factors if tensor in self.of_tensor]
         return degree or None

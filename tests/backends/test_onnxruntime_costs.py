@@ -45,6 +45,22 @@ CONV_CASES = {
 }
 
 
+@pytest.mark.parametrize("producer", ["Relu()", "Sigmoid()", "Mul(x)"])
+def test_convolution_behind_an_op_without_inputs(tmp_path, producer):
+    """A missing input of the op before a convolution is no error."""
+    text = f"(float[1, 8, 6, 6] x) => (float[1, 16, 6, 6] y) {{ r = {producer} y = Conv(r, w) }}"
+    work = work_of(tmp_path, text, "Conv", w=(16, 8, 1, 1))
+    assert work is not None
+    assert work.kernel == "conv.pointwise"
+
+
+def test_impossible_sizes_have_no_work(tmp_path):
+    """Sizes whose product no memory holds, in a mutated model, give no work."""
+    size = 1 << 62
+    text = f"(float[{size}, {size}] x) => (float[{size}, {size}] y) {{ y = Relu(x) }}"
+    assert work_of(tmp_path, text, "Relu") is None
+
+
 @pytest.mark.parametrize("name", CONV_CASES)
 def test_convolutions(tmp_path, name):
     """Channels count in blocks of 16, and products of int8 kernels in groups of 4; a free batch counts one sample."""
