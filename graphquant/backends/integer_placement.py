@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.backends.onnxruntime_conditions import CONDITIONS
 from graphquant.backends.onnxruntime_costs import (
+    IMAGE_RANK,
     CostTable,
     KernelWork,
     count_values,
@@ -185,7 +186,7 @@ class Placement:
                         tensor=tensor,
                         producer=producer,
                         values=count_values(graph, tensor),
-                        is_map=len(graph.output(tensor).shape or ()) == 4,  # noqa: PLR2004  # a feature map
+                        is_map=len(graph.output(tensor).shape or ()) == IMAGE_RANK,
                     )
                 )
             position = self._tensor_index[tensor]

@@ -21,6 +21,7 @@ from graphquant.ir import (
     Graph,
     Model,
     Op,
+    OpKey,
     Parameters,
     Shape,
     TensorRef,
@@ -85,9 +86,9 @@ class OpNeighbors:
         return {key for key in free_ops if self.model.graphs[key[0]].op(key[1]).kind not in MAC_KINDS}
 
     @cached_property
-    def _unnormalized(self) -> set[tuple[str, str]]:
+    def _unnormalized(self) -> set[OpKey]:
         """The ops between a signal and the normalization that removes its level."""
-        return set(find_unnormalized_ops(self.model, self.parameters))
+        return find_unnormalized_ops(self.model, self.parameters)
 
     def _ops_without_weights(self, next_ops: Callable[[Graph, str], Iterable[str]]) -> set[tuple[str, str]]:
         """Return the ops that `next_ops` does not reach from any op with a weight, in the model and its functions."""

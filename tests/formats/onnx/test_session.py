@@ -181,7 +181,7 @@ def test_large_weights_are_passed_to_the_session_by_memory(tmp_path: Path, monke
 
 @pytest.mark.parametrize(("limit", "freed"), [(0, True), (1 << 24, False)])
 def test_large_sessions_are_freed(load_text: Any, monkeypatch: pytest.MonkeyPatch, limit: int, freed: bool) -> None:
-    """What observes is freed alone, and created again when tensors are observed, if the model is large."""
+    """The session that observes a large model is freed alone, and created again when tensors are observed."""
     monkeypatch.setattr(session, "SESSION_PER_THREAD_BYTES", limit)
     runner = format_.create_runner(load_text(HEAD + "g (float[2] x) => (float[2] y) { h = Neg(x) y = Abs(h) }"))
     tensor = TensorRef("", "h")
