@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from graphquant.ir import (
     DATA_MOVEMENT_KINDS,
@@ -25,10 +25,11 @@ from graphquant.ir import (
     follow_to_end,
 )
 from graphquant.ir.op_matching import is_barrier
+from graphquant.numerics import DynamicQParams
 from graphquant.qdq import family_of
 
 if TYPE_CHECKING:
-    from graphquant.numerics import DynamicQParams, QParams
+    from graphquant.numerics import QParams
 
 COPYING_KINDS = DATA_MOVEMENT_KINDS | TRANSPARENT_KINDS | {"pad", "reduce_max"}
 """Kinds whose outputs are copies of their inputs. They run quantized without Q/DQ pairs of their own."""
@@ -44,11 +45,12 @@ class QuantizationOp:
     op: str
     type: str  # its op type
     tensor: TensorRef  # the float tensor or integer constant that it quantizes
-    consumers: int  # number of uses of the result
+    consumers: tuple[Use, ...]  # the uses of the result
     params: QParams | DynamicQParams | None  # Scale and zero point; None if they are computed at run time.
     rule: str  # rule that inserted it, "" if it is not from graphquant
     rounding: str = ""  # rounding mode, "" if unknown
     learned: bool = False  # True if scale and zero point are variables, which training can change
+    copies: tuple[QuantizationOp, ...] = ()  # ops with the same parameters in copies of its function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,13 @@ class ModelSummary:
 
     model: Model
     op_types: dict[str, int]  # number of ops per op type, the most frequent first
-    quantization_ops: tuple[QuantizationOp, ...]  # quantization ops in graph order
+    quantization_ops: tuple[QuantizationOp, ...]  # quantization ops that a run can reach, in graph order
+    # The same and those of functions that only Python code calls. Ops in copies of a function are one entry.
+    distinct_ops: tuple[QuantizationOp, ...]
     coverage: tuple[OpCoverage, ...]  # weighted ops
     # All tensors by their index in the file for formats with scales in tensors (TFLite), else empty.
     tensors: tuple[StoredScaleTensor, ...]
-    unreachable_functions: tuple[str, ...]  # functions that the main graph does not reach
+    unreachable_functions: tuple[str, ...]  # functions that neither the main graph nor Python code reaches
     # Weighted ops of saved functions that stay float. Rules apply to reachable graphs and their clones only.
     float_clone_ops: tuple[OpCoverage, ...]
 
@@ -101,6 +105,7 @@ class ModelSummary:
 def summarize_model(model: Model) -> ModelSummary:
     """Summarize the quantization of `model`. Unreachable graphs are only counted."""
     parameters = Parameters(model)
+    clones = FunctionClones(model, parameters)
     live = model.reachable_graphs()
     types: Counter[str] = Counter()
     quantization_ops, tensors = [], []
@@ -119,19 +124,27 @@ def summarize_model(model: Model) -> ModelSummary:
             tensors += stored
             if op.kind in QUANTIZATION_KINDS and not stored and not _is_paired_quantize(graph, op):
                 quantization_ops.append(_read_quantization_op(graph, op, parameters))
+    clone_ops = ((model.graphs[name], op) for name in clones.clone_graphs for op in model.graphs[name].ops())
+    python_ops = [
+        _read_quantization_op(graph, op, parameters)
+        for graph, op in clone_ops
+        if op.kind in QUANTIZATION_KINDS and not _is_paired_quantize(graph, op)
+    ]
     coverage = weighted_op_coverage(model)
     graph_order = {name: number for number, name in enumerate(live)}
-    unreachable = tuple(name for name in model.graphs if name not in graph_order and name not in model.saved_functions)
+    alive = {*live, *clones.clone_graphs, *model.saved_functions}
+    unreachable = tuple(name for name in model.graphs if name not in alive)
     quantized = {(op_coverage.graph, op_coverage.op) for op_coverage in coverage if op_coverage.quantized}
     tensors.sort(key=lambda stored_tensor: (graph_order[stored_tensor.tensor.graph], stored_tensor.stored.index))
     return ModelSummary(
         model=model,
         op_types=dict(sorted(types.items(), key=lambda entry: (-entry[1], entry[0]))),
         quantization_ops=tuple(quantization_ops),
+        distinct_ops=tuple(_merge_copies([*quantization_ops, *python_ops], clones)),
         coverage=coverage,
         tensors=tuple(tensors),
         unreachable_functions=unreachable,
-        float_clone_ops=tuple(_float_clone_ops(model, parameters, quantized)),
+        float_clone_ops=tuple(_float_clone_ops(model, clones, quantized)),
     )
 
 
@@ -145,9 +158,25 @@ def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
     )
 
 
-def _float_clone_ops(model: Model, parameters: Parameters, quantized: set[tuple[str, str]]) -> Iterator[OpCoverage]:
+def _merge_copies(ops: list[QuantizationOp], clones: FunctionClones) -> Iterator[QuantizationOp]:
+    """Yield one op of those that are copies: in function clones, or of the same name in functions."""
+    copies: dict[Any, list[QuantizationOp]] = {}
+    for op in ops:
+        graph, name = clones.original_op(op.graph, op.op) or (op.graph, op.op)
+        copies.setdefault((name, not graph, op.type, _params_key(op.params)), []).append(op)
+    for copies_ in copies.values():
+        yield replace(copies_[0], copies=tuple(copies_[1:]))
+
+
+def _params_key(params: QParams | DynamicQParams | None) -> tuple[object, ...]:
+    """Return a value that is equal for equal parameters."""
+    if params is None or isinstance(params, DynamicQParams):
+        return (params,)
+    return params.type, params.narrow, params.axis, params.block, params.scale.tobytes(), params.zero_point.tobytes()
+
+
+def _float_clone_ops(model: Model, clones: FunctionClones, quantized: set[tuple[str, str]]) -> Iterator[OpCoverage]:
     """Ops of clones without a known scale, or that are float although their counterpart is not."""
-    clones = FunctionClones(model, parameters)
     for name in clones.clone_graphs:
         graph = model.graphs[name]
         for op in graph.ops():
@@ -179,7 +208,7 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
         op=op.name,
         type=op.type,
         tensor=tensor,
-        consumers=len(graph.consumers(TensorRef(graph.name, op.name))),
+        consumers=tuple(graph.consumers(TensorRef(graph.name, op.name))),
         params=None if family is None else family.read_restricted_params(graph, op, parameters),
         rule=op.rule,
         rounding="" if family is None else family.rounding_mode_of(op),

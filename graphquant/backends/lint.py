@@ -342,7 +342,7 @@ def _check_weight_scales(context: LintContext, graph: Graph, op: Op) -> Iterator
             continue
         shape = context.quantizations.parameters.shape(side.source)
         axis = op.channel_axis if shape is None else channel_axis(op, shape)
-        if params.axis is not None and axis is not None and axis >= 0 and params.axis != axis:
+        if params.axis is not None and axis is not None and min(axis, params.axis) >= 0 and params.axis != axis:
             message = f"its weight {side.source} has scales along axis {params.axis}, but its output channels are axis"
             yield "GQ111", f"{message} {axis}", f"use axis {axis}"
         elif params.axis is None and not _takes_one_scale(context, op, params):

@@ -152,6 +152,18 @@ def _constant_operand(graph: Graph, op: Op, slot: int, parameters: Parameters) -
     return None if tensor is None else parameters.value(tensor)
 
 
+def _last_axis(graph: Graph, op: Op, parameters: Parameters) -> int:
+    """Return the last axis of the tensor that an op quantizes; -1 if its rank is unknown."""
+    # The op itself often has no static shape in a file. A weight that it reads has one, or a reshape has its sizes.
+    shape, tensor = graph.output(TensorRef(graph.name, op.name)).shape, next(iter(graph.slots(op.name)), None)
+    if shape is None and tensor is not None:
+        shape, producer = parameters.shape(tensor), graph.graphs[tensor.graph].op(tensor.op)
+        if shape is None and producer.kind == "reshape":
+            sizes = _constant_operand(graph.graphs[tensor.graph], producer, 1, parameters)
+            shape = None if sizes is None or sizes.ndim != 1 else (None,) * sizes.size
+    return len(shape) - 1 if shape else -1
+
+
 def _constant_limits(
     graph: Graph, op: Op, parameters: Parameters, dtypes: frozenset[str]
 ) -> tuple[Array, Array] | None:
@@ -244,10 +256,7 @@ class FakeQuantFamily(TensorFlowFamily):
         bits, narrow = int(op.numeric_attr("num_bits", 8)), bool(op.attrs.get("narrow_range", False))
         if limits is None:
             return None
-        # The op itself often has no static shape in a file; a weight that it reads has one.
-        data = next(iter(graph.slots(op.name)), None)
-        shape = graph.output(TensorRef(graph.name, op.name)).shape or (data and parameters.shape(data))
-        axis = None if np.broadcast(*limits).ndim == 0 else (len(shape) - 1 if shape else 0)
+        axis = None if np.broadcast(*limits).ndim == 0 else _last_axis(graph, op, parameters)
         try:
             return tf_ranges.fake_quant_params(Range(*limits), IntType(bits, signed=True), narrow=narrow, axis=axis)
         except UsageError:  # the kernels reject the bits or the range

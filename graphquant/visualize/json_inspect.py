@@ -23,6 +23,7 @@ from graphquant.visualize.json_objects import (
     ParametersJson,
     Sizes,
     TensorJson,
+    UseJson,
     at,
     if_set,
 )
@@ -42,13 +43,22 @@ class ModelInput(JsonObject):
     shape: Sizes = at("outputs.0.shape")
 
 
+class OpKeyJson(JsonObject):
+    """An op and its graph."""
+
+    graph: str
+    op: str
+
+
 class QuantizationOpJson(ParametersJson):
     """A quantization op with its parameters."""
 
     graph: str
     op: str
     type: str
-    consumers: int
+    consumers: Annotated[int, BeforeValidator(len)]
+    readers: tuple[UseJson, ...] = at("consumers")
+    copies: tuple[OpKeyJson, ...]
     rule: str
     learned: bool
     tensor: TensorJson
@@ -104,7 +114,7 @@ class InspectResult(JsonResult):
     inputs: tuple[ModelInput, ...]
     outputs: tuple[str, ...] = at("model.main.outputs")
     ops: dict[str, int] = at("op_types")
-    quantization: tuple[QuantizationOpJson, ...] = at("quantization_ops")
+    quantization: tuple[QuantizationOpJson, ...] = at("distinct_ops")
     tensors: tuple[StoredTensor, ...]
     coverage: tuple[OpCoverage, ...]
 

@@ -287,7 +287,7 @@ def summary_view(summary: ModelSummary) -> RenderableType:
     model = summary.model
     heading = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
     ops = sum(summary.op_types.values())
-    graphs = len(model.graphs) - len(summary.unreachable_functions) - len(model.saved_functions)
+    graphs = len(model.reachable_graphs())
     heading += f", {pluralize(ops, 'op')} in {pluralize(graphs, 'graph')}"
     lines: list[RenderableType] = [plain_line(heading, style="bold")]
     for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
@@ -296,18 +296,27 @@ def summary_view(summary: ModelSummary) -> RenderableType:
     counts = [f"{count} {kind}" for kind, count in summary.op_types.items()]
     lines.append(plain_line(f"  ops     {join_names(counts, 12)}"))
     if summary.unreachable_functions:
-        message = f"  {pluralize(len(summary.unreachable_functions), 'function')} not listed: the main graph does not"
-        lines.append(plain_line(f"{message} reach them.", style="dim"))
+        message = f"  {pluralize(len(summary.unreachable_functions), 'function')} not listed: nothing calls them."
+        lines.append(plain_line(message, style="dim"))
     if summary.float_clone_ops:
         clone_graphs = list(dict.fromkeys(float_op.graph for float_op in summary.float_clone_ops))
         message = f"  {pluralize(len(clone_graphs), 'saved function')} skipped: {join_names(clone_graphs)}"
         clone = summary.float_clone_ops[0]
         lines += [plain_line(message, style="yellow"), plain_line(f"    {clone.op}: {clone.reason}", style="dim")]
-    for kind, ops_ in group_values((reading.type, reading) for reading in summary.quantization_ops).items():
-        lines += [plain_line(f"{len(ops_)} {kind}", style="bold"), Table(QUANTIZATION_COLUMNS, ops_)]
+    tensor_counts = Counter(reading.tensor for reading in summary.distinct_ops)
+    for kind, ops_ in group_values((reading.type, reading) for reading in summary.distinct_ops).items():
+        table = Table(
+            QUANTIZATION_COLUMNS, ops_, note=lambda op: _pair_text(op) if tensor_counts[op.tensor] > 1 else ""
+        )
+        lines += [plain_line(f"{len(ops_)} {kind}", style="bold"), table]
     lines += _stored_tables(summary)
     lines += _coverage_lines(summary)
     return Group(*lines)
+
+
+def _pair_text(op: QuantizationOp) -> str:
+    """Return op and readers of a pair on a tensor with several pairs."""
+    return f"by {op.op}, read by {join_names(list(map(str, op.consumers))) or 'nothing'}"
 
 
 def _stored_tables(summary: ModelSummary) -> list[RenderableType]:
@@ -405,7 +414,7 @@ def _scale_text(scale: Array) -> str:
 def _dtype_text(params: QParams | DynamicQParams) -> str:
     if isinstance(params, DynamicQParams):
         return params.type.name
-    channels = f"[{params.scale.size}]" if params.axis is not None else ""
+    channels = f"[{params.scale.size}] axis {params.axis}" if params.axis is not None else ""
     return params.type.name + channels + (f" by {params.block}" if params.block is not None else "")
 
 
@@ -441,6 +450,7 @@ RESULT_COLUMNS: tuple[Column[InsertedPair], ...] = (Column("tensor", lambda pair
 QUANTIZATION_COLUMNS: tuple[Column[QuantizationOp], ...] = (
     Column("tensor", lambda op: op.tensor),
     *PARAM_COLUMNS,
+    Column("copies", lambda op: 1 + len(op.copies) if op.copies else None, number=True, optional=True),
     Column("learned", lambda op: "learned" if op.learned else None, optional=True),
 )
 

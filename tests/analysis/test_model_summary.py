@@ -7,6 +7,9 @@ import pytest
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.formats.onnx import load
 from graphquant.formats.tensorflow import load as tf_load
+from graphquant.visualize.json_inspect import InspectResult
+from graphquant.visualize.tables import render_text
+from graphquant.visualize.text import summary_view
 
 MODEL = """
 <ir_version: 8, opset_import: ["": 13, "local": 1]>
@@ -38,7 +41,11 @@ def test_readings_and_coverage(tmp_path):
     summary = summarize_model(load(tmp_path / "model.onnx"))
     readings = {reading.op: reading for reading in summary.quantization_ops}
     assert list(readings) == ["d", "wd", "tq"]
-    assert (str(readings["d"].tensor), readings["d"].consumers, readings["d"].type) == ("x:0", 2, "DequantizeLinear")
+    assert (str(readings["d"].tensor), len(readings["d"].consumers), readings["d"].type) == (
+        "x:0",
+        2,
+        "DequantizeLinear",
+    )
     params = readings["d"].params
     assert (params.type.name, params.scale, params.zero_point, params.axis) == ("uint8", 0.5, 128, None)
     params = readings["wd"].params
@@ -64,6 +71,28 @@ def test_readings_and_coverage(tmp_path):
     }
     assert list(summary.op_types)[:3] == ["Conv", "DequantizeLinear", "QuantizeLinear"]
     assert summary.unreachable_functions == ("local:idle",)
+
+
+def test_two_pairs_on_one_tensor_show_op_and_readers(tmp_path):
+    """If several pairs quantize a tensor, the text and the JSON have the op and the readers of each."""
+    model = """<ir_version: 8, opset_import: ["": 13]>
+    g (float[4] x) => (float[4] y, float[4] z) <float s = {0.5}, float t = {0.25}, uint8 p = {128}> {
+        q = QuantizeLinear (x, s, p)
+        first = DequantizeLinear (q, s, p)
+        r = QuantizeLinear (x, t, p)
+        second = DequantizeLinear (r, t, p)
+        y = Relu (first)
+        z = Neg (second)
+    }"""
+    onnx.save(onnx.parser.parse_model(model), tmp_path / "model.onnx")
+    summary = summarize_model(load(tmp_path / "model.onnx"))
+    lines = [line.split() for line in render_text(summary_view(summary)).splitlines()]
+    assert [(line[1].strip(","), line[-1]) for line in lines if line[:1] == ["by"]] == [
+        ("first", "y[0]"),
+        ("second", "z[0]"),
+    ]
+    readers = [entry["readers"] for entry in InspectResult.model_validate(summary).as_json()["quantization"]]
+    assert readers == [[{"graph": "", "op": "y", "slot": 0}], [{"graph": "", "op": "z", "slot": 0}]]
 
 
 @pytest.mark.parametrize("number", ["s = {0}", "s = {-1}", "s = {0.0000000000000000000000000000000000000000000000001}"])

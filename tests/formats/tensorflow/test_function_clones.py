@@ -13,7 +13,7 @@ import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import UsageError
 from graphquant.ir import FunctionClones, Parameters
-from graphquant.numerics import tf_ranges
+from graphquant.numerics import QParams, tf_ranges
 from graphquant.quantize import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
@@ -75,7 +75,22 @@ def test_function_clones_share_scales(model_folder: Path, tmp_path: Path) -> Non
     assert len(followers) >= len(params_by_use) > 0
     assert all(insertion.params is params_by_use[insertion.site.clone_of] for insertion in followers)
     again = gq.load(result.save(tmp_path / "kws"))
-    assert summarize_model(again).float_clone_ops == ()
+    summary = summarize_model(again)
+    assert summary.float_clone_ops == ()
+    copied = {(copy.graph, copy.op) for row in summary.distinct_ops for copy in row.copies}
+    assert copied == {
+        (name, op.name)
+        for name in FunctionClones(again, Parameters(again)).clone_graphs
+        for op in again.graphs[name].ops()
+        if op.kind == "qdq"
+    }
+    assert not copied.intersection((row.graph, row.op) for row in summary.distinct_ops)
+    assert {graph for graph, _ in copied}.isdisjoint(summary.unreachable_functions)
+    # A FakeQuant per channel has its channels on the last axis, also between reshapes.
+    shapes = {row.op: again.graphs[row.graph].output(row.tensor).shape for row in summary.distinct_ops}
+    axes = {row.op: row.params.axis for row in summary.distinct_ops if isinstance(row.params, QParams)}
+    assert {axis for name, axis in axes.items() if name.endswith("depthwise/ReadVariableOp/quant")} <= {2}
+    assert {axes[name] - len(shape) for name, shape in shapes.items() if shape and axes[name] is not None} == {-1}
 
 
 # -- a module with copies --------------------------------------------------------------------------
