@@ -71,7 +71,8 @@ def compare_conversion(
                 axis = _weight_channel_axis(converted.main, TensorRef("", op.name, port))
                 names_of_output = output.name.split(";")  # the converter joins the names of merged tensors
                 constants.update((name, (output, axis)) for name in names_of_output if name.endswith("quant"))
-            elif output.quantization.scale.size:
+            # Only inputs and outputs of the file are uint8, and the int8 tensors beside them have the planned scales.
+            elif output.quantization.scale.size and output.dtype != "uint8":
                 activations[output.name] = output
     names_by_tensor = match_tensor_names(model, activations, names)
     callers = model.callers()

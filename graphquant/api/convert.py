@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphquant.analysis.conversion_report import ConversionReport, compare_conversion
 from graphquant.api.models import check_output
@@ -37,13 +37,33 @@ def freeze(model: Model) -> Model:
     return freeze_graph(model)
 
 
-def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = False) -> ConversionReport:
+def require_convertible(model: Model) -> None:
+    """Convert a frozen float model, before calibration, so that an op without a TFLite kernel is known at once.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: The converter refuses the model.
+    """
+    from graphquant.formats.tensorflow.tflite_converter import run_tflite_converter
+
+    run_tflite_converter(model)
+
+
+def convert_to_tflite(
+    result: Result,
+    path: str | Path | None,
+    *,
+    force: bool = False,
+    io: Literal["int8", "uint8", "float32"] | None = None,
+) -> ConversionReport:
     """Convert a quantized frozen model, compare it with its plan, and write it.
 
     Args:
         result: The result of `insert` for a frozen model.
         path: The file, which is written atomically; None writes nothing.
         force: Replace an existing file at `path`.
+        io: The type of float inputs and outputs in the file. By default, inputs become int8 if the plan has a range for
+            all of them, and so do outputs.
 
     Returns:
         Each planned tensor's scale and zero point with those of the runtime. The file is written even if they differ.
@@ -70,7 +90,7 @@ def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = 
     from graphquant.formats.tensorflow.tflite_converter import run_tflite_converter, runtime_tensors
     from graphquant.formats.tflite import parse_tflite
 
-    data = run_tflite_converter(result.model)
+    data = run_tflite_converter(result.model, io)
     report = compare_conversion(result.model, result.inserted, parse_tflite(data), runtime_tensors(data))
     if path is not None:
         with lock_output(Path(path)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 @click.argument("model", type=PATH)
 @click.option("-o", "--output", type=PATH, help="Default: the name of MODEL with .quant in it.")
 @options_of(InsertOptions)
+@click.option(
+    "--io",
+    type=click.Choice(["int8", "uint8", "float32"]),
+    help="Type of float inputs and outputs in a TFLite file. Default: int8 if all of them have a range.",
+)
 @click.option("--dry-run", is_flag=True, help="Do everything except writing the model.")
 @click.option("--report", type=PATH, metavar="FILE", help="Write the result as JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Print the scale of each tensor, and each tensor left in float.")
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
 def insert_command(
     model: Path,
     output: Path | None,
+    io: Literal["int8", "uint8", "float32"] | None,
     dry_run: bool,
     report: Path | None,
     verbose: bool,
@@ -61,17 +67,20 @@ def insert_command(
 
     target = output or default_output(model)
     to_tflite = _check_outputs(model, target, report, html, dry_run=dry_run, force=force)
+    if io is not None and not to_tflite:
+        raise UsageError("--io is the type of inputs and outputs in a TFLite file. Add -o NAME.tflite, or remove it.")
     if not dry_run:
         lock_output_of_command(target)
     source = api.load(model, allow_links=settings.allow_links)
     if to_tflite:
-        from graphquant.api.convert import freeze
+        from graphquant.api.convert import freeze, require_convertible
 
         source = freeze(source)
+        require_convertible(source)
     with progress_bar() as progress:
         result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
     written = None if dry_run else target
-    conversion = _write_result(result, written, to_tflite=to_tflite, report=report, html=html, force=force)
+    conversion = _write_result(result, written, to_tflite=to_tflite, io=io, report=report, html=html, force=force)
     if not quiet:
         _print_result(result, written, conversion, tables=verbose)
     if conversion is not None and not conversion.agrees:
@@ -128,14 +137,21 @@ def _check_outputs(
 
 
 def _write_result(
-    result: Result, target: Path | None, *, to_tflite: bool, report: Path | None, html: Path | None, force: bool
+    result: Result,
+    target: Path | None,
+    *,
+    to_tflite: bool,
+    io: Literal["int8", "uint8", "float32"] | None,
+    report: Path | None,
+    html: Path | None,
+    force: bool,
 ) -> ConversionReport | None:
     """Write the model, the report and the page; return the report of a conversion to TFLite."""
     conversion = None
     if to_tflite:
         from graphquant.api.convert import convert_to_tflite
 
-        conversion = convert_to_tflite(result, target, force=force)
+        conversion = convert_to_tflite(result, target, force=force, io=io)
     elif target is not None:
         result.save(target, force=force)
     if target is not None:

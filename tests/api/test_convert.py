@@ -292,3 +292,59 @@ def test_a_difference_ends_with_1(
     assert "its scale differs" in result.stdout
     assert "0 of 24 planned tensors" in result.stdout
     assert "error: x.tflite does not" in result.stderr
+
+
+@pytest.mark.parametrize("io", ["int8", "uint8", "float32"])
+def test_signature_and_io_type_are_kept(cli: Callable[..., Any], samples: Path, tmp_path: Path, io: str) -> None:
+    """The runner of the signature takes and gives values of the requested type, and the conversion report agrees."""
+    tensorflow = pytest.importorskip("tensorflow")
+    output_path, report_path = tmp_path / "x.tflite", tmp_path / "report.json"
+    cli(
+        "insert", samples / "digits_cnn_saved_model", "--data", samples / "digits_cnn_calib.npz", "-o", output_path,
+        "--io", io, "--report", report_path,
+    )  # fmt: skip
+    assert json.loads(report_path.read_text())["conversion"]["agrees"]
+    runner = tensorflow.lite.Interpreter(str(output_path)).get_signature_runner("serving_default")
+    (source,) = runner.get_input_details().values()
+    (target,) = runner.get_output_details().values()
+    assert {np.dtype(detail["dtype"]).name for detail in (source, target)} == {io}
+    data = np.load(samples / "digits_cnn_eval.npz")
+    scale, zero = source["quantization"]
+    images = data["image"][:50]
+    values = np.round(images / scale) + zero if scale else images
+    matches = [
+        runner(image=value[None].astype(source["dtype"]))["probabilities"].argmax() == label
+        for value, label in zip(values, data["labels"], strict=False)
+    ]
+    assert np.mean(matches) > 0.9
+
+
+def test_io_of_an_input_without_a_range_is_refused(cli: Callable[..., Any], samples: Path, tmp_path: Path) -> None:
+    """An int8 input needs a range; nothing is written."""
+    pytest.importorskip("tensorflow")
+    data, output_path = samples / "digits_cnn_calib.npz", tmp_path / "x.tflite"
+    arguments = ("insert", samples / "digits_cnn.pb", "--data", data, "--exclude", "image:0", "--io", "int8")
+    assert "image" in cli(*arguments, "-o", output_path, code=2).stderr
+    assert not output_path.exists()
+    cli("insert", samples / "digits_cnn.pb", "--data", data, "--io", "int8", "-o", tmp_path / "x.pb", code=2)
+
+
+def test_unsupported_ops_are_refused_before_calibration(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float graph that the converter refuses ends with 3, before any sample runs."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    with v1.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, [None, 4], name="x")
+        kernel = tf.constant(np.eye(4, dtype=np.float32))
+        v1.identity(v1.betainc(v1.nn.sigmoid(x @ kernel), tf.ones_like(x), tf.ones_like(x)), name="y")
+    (tmp_path / "m.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    np.savez(tmp_path / "data.npz", x=np.ones((8, 4), np.float32))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("calibration ran")
+
+    monkeypatch.setattr("graphquant.api.insert", refuse)
+    result = cli("insert", tmp_path / "m.pb", "--data", tmp_path / "data.npz", "-o", tmp_path / "m.tflite", code=3)
+    assert "Betainc" in result.stderr

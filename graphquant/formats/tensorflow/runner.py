@@ -63,11 +63,22 @@ def output_fetches(model: Model, message: Any = None) -> dict[str, str]:
 def _serving_signature(model: Model, message: Any) -> Any:
     """Return the signature `serving_default`, else the first with outputs; None if there is none."""
     meta = model.source.meta_graph(emit(model) if message is None else message)
-    if meta is None:
-        return None
-    names = ["serving_default", *sorted(meta.signature_def)]
-    signatures = (meta.signature_def[name] for name in names if name in meta.signature_def and name != INIT_SIGNATURE)
-    return next((sig for sig in signatures if any(info.name for info in sig.outputs.values())), None)
+    return None if meta is None else next((meta.signature_def[name] for name in _signatures_with_outputs(meta)), None)
+
+
+def served_signature_name(model: Model) -> str:
+    """Return the name of the signature that runs."""
+    meta = model.source.meta_graph(model.source.message)
+    names = () if meta is None else _signatures_with_outputs(meta)
+    return str(next(iter(names), model.source.signature_name))
+
+
+def _signatures_with_outputs(meta: Any) -> Iterator[str]:
+    """Yield the names of signatures with outputs, `serving_default` first."""
+    for name in dict.fromkeys(["serving_default", *sorted(meta.signature_def)]):
+        outputs = meta.signature_def[name].outputs if name in meta.signature_def and name != INIT_SIGNATURE else {}
+        if any(info.name for info in outputs.values()):
+            yield name
 
 
 def _input_spec(model: Model, name: str, *keys: str) -> InputSpec:

@@ -77,6 +77,7 @@ class TensorFlowSource:
     live_object: LiveObject | None = None  # the object in memory that the model was read from, None for a file
     temp_folder: Any = None  # the temporary folder of the files, deleted with the last reference to the model
     allow_links: bool = False  # True if files may be links out of the folder of the model
+    signature_name: str = "serving_default"  # the signature from which a GraphDef was frozen
 
     evaluate_op = staticmethod(evaluate_tf_op)
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from graphquant.errors import ModelError
+from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, unique_node_name
 from graphquant.formats.tensorflow.load import build_model
-from graphquant.formats.tensorflow.runner import input_specs, output_fetches
+from graphquant.formats.tensorflow.runner import input_specs, output_fetches, served_signature_name
 from graphquant.formats.tensorflow.session import (
     TensorFlowSession,
     first_error_line,
@@ -52,14 +52,25 @@ _SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")
 """The converter's reference to a line of the calling program, which is irrelevant for the model."""
 
 
-def run_tflite_converter(model: Model) -> bytes:
-    """Convert a frozen model with FakeQuants to a TFLite file. Float inputs and outputs with a range become int8."""
+def run_tflite_converter(model: Model, io: str | None = None) -> bytes:
+    """Convert a frozen model with FakeQuants to a TFLite file with the signature of `model`.
+
+    Args:
+        model: The frozen model.
+        io: The type of the file's float inputs and outputs: "int8", "uint8" or "float32". By default, inputs become
+            int8 if all of them have a range, and so do outputs.
+
+    Raises a ModelError if the converter refuses the model, and a UsageError if `io` needs a range that is missing.
+    """
     tensorflow = import_tensorflow()
     v1 = tensorflow.compat.v1
     message = emit(model)
     graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(message)))
     input_names = [spec.name for spec in input_specs(model, message)]
-    output_names = list(output_fetches(model, message).values())
+    fetches_by_key = output_fetches(model, message)
+    output_names = list(fetches_by_key.values())
+    if io in {"int8", "uint8"}:
+        _require_ranges(model, io, input_names, output_names)
     with silence_stderr(), translate_tf_errors(tensorflow):
         function = v1.wrap_function(lambda: v1.import_graph_def(graph_def, name=""), [])
         feeds = [function.graph.as_graph_element(f"{name}:0") for name in input_names]
@@ -68,10 +79,11 @@ def run_tflite_converter(model: Model) -> bytes:
         # Without ranges the optimization would quantize the weights only.
         if any(op.kind == "qdq" for op in model.main.ops()):
             converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
+            io_type = tensorflow.as_dtype(io or "int8")
             if all(_input_is_quantized(model, name) for name in input_names):
-                converter.inference_input_type = tensorflow.int8
+                converter.inference_input_type = io_type
             if all(_output_is_quantized(model, name) for name in output_names):
-                converter.inference_output_type = tensorflow.int8
+                converter.inference_output_type = io_type
     from tensorflow.lite.python.convert_phase import ConverterError
 
     try:
@@ -80,9 +92,70 @@ def run_tflite_converter(model: Model) -> bytes:
     except (ConverterError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}."
-            " Exclude the op that it names with --exclude."
+            f" {_conversion_advice(model, str(error))}"
         ) from error
-    return data
+    return _with_signature(data, model.source.signature_name, _signature_keys(model), list(fetches_by_key))
+
+
+def _require_ranges(model: Model, io: str, input_names: list[str], output_names: list[str]) -> None:
+    """Raise a UsageError if an input or output has no range, so that it cannot be of the type `io`."""
+    float_inputs = [name for name in input_names if not _input_is_quantized(model, name)]
+    float_outputs = [name for name in output_names if not _output_is_quantized(model, name)]
+    if float_inputs or float_outputs:
+        role, name = ("input", float_inputs[0]) if float_inputs else ("output", float_outputs[0])
+        raise UsageError(
+            f"The {role} {name} cannot be {io}, because the plan has no range for it. Quantize it with a rule, or use"
+            " --io float32."
+        )
+
+
+def _signature_keys(model: Model) -> list[str]:
+    """Return the key of each input in the signature, or its name without one."""
+    return [next((alias for alias in spec.aliases if ":" not in alias), spec.name) for spec in input_specs(model)]
+
+
+def _with_signature(data: bytes, name: str, input_keys: list[str], output_keys: list[str]) -> bytes:
+    """Return a TFLite file with the signature `name`, which gives the inputs and outputs of its main graph keys.
+
+    The converter writes signatures only of SavedModels, which would have to be written for it.
+    """
+    from tensorflow.lite.python import schema_py_generated as schema
+    from tensorflow.lite.tools import flatbuffer_utils
+
+    file = flatbuffer_utils.convert_bytearray_to_object(bytearray(data))
+    signature = schema.SignatureDefT()
+    signature.signatureKey, signature.subgraphIndex = name, 0
+
+    def entries(keys: list[str], tensors: Any) -> list[Any]:
+        mapped = []
+        for key, tensor in zip(keys, tensors, strict=True):
+            entry = schema.TensorMapT()
+            entry.name, entry.tensorIndex = key, int(tensor)
+            mapped.append(entry)
+        return mapped
+
+    signature.inputs = entries(input_keys, file.subgraphs[0].inputs)
+    signature.outputs = entries(output_keys, file.subgraphs[0].outputs)
+    file.signatureDefs = [signature]
+    return bytes(flatbuffer_utils.convert_object_to_bytearray(file))
+
+
+_MISSING_OPS = re.compile(r"(?:TF Select|Custom|Flex) ops: ([\w, ]+)")
+"""The converter's list of ops without a kernel of TFLite."""
+
+
+def _conversion_advice(model: Model, message: str) -> str:
+    """Return the advice for an error of the converter."""
+    if "TensorList" in message or "TensorArray" in message:
+        return (
+            "TFLite has no lists of tensors whose elements have an unknown size. Build recurrent layers with"
+            " unroll=True, or the model with a fixed batch size (batch_size=1), and export it again."
+        )
+    if missing := sorted({op for ops in _MISSING_OPS.findall(message) for op in ops.replace(" ", "").split(",") if op}):
+        return f"TFLite has no kernel for {', '.join(missing)}. Export the model without these ops."
+    if any(op.kind == "qdq" for op in model.main.ops()):
+        return "It accepts the float model, so exclude the op that it names with --exclude."
+    return "Its float graph cannot be converted either, so export the model without the op that it names."
 
 
 def prepare_interpreter(data: bytes) -> Callable[[], object]:
@@ -174,7 +247,9 @@ def freeze_graph(model: Model) -> Model:
             graph_def = _restore_op_names(proto.parse_binary(data, proto.GraphDef(), source=str(source.file)), outputs)
         _write_inferred_shapes(tensorflow, graph_def)
     digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
-    frozen = TensorFlowSource(message=graph_def, file=source.file, digest=digest)
+    frozen = TensorFlowSource(
+        message=graph_def, file=source.file, digest=digest, signature_name=served_signature_name(model)
+    )
     frozen_model = build_model(frozen, model.path or source.file)
     frozen_model.path = model.path
     return frozen_model
