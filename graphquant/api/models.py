@@ -29,14 +29,18 @@ def default_output(path: Path) -> Path:
     return path.with_name(f"{path.stem}.quant{path.suffix}")
 
 
-def check_model_output(path: Path, source: Path | None, model_format: str, *, force: bool = False) -> None:
+def check_model_output(
+    path: Path, source: Path | None, model_format: str, *, force: bool = False, frozen: bool = False
+) -> None:
     """Reject an output to which the model at `source`, of format `model_format`, cannot be written.
+
+    A `frozen` model is one file, also if its source is a folder.
 
     Raises:
         UsageError: The suffix belongs to another format, or `check_output` rejects the path.
     """
-    is_keras = source is not None and source.suffix in formats.KERAS_SUFFIXES
-    is_folder = is_keras or (source is not None and source.is_dir())
+    is_keras = not frozen and source is not None and source.suffix in formats.KERAS_SUFFIXES
+    is_folder = is_keras or (not frozen and source is not None and source.is_dir())
     check_output(path, source, force=force, folder=is_folder)
     suffixes = [
         suffix
@@ -180,10 +184,11 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
             " such an object, which you can save like your own."
         )
     destination = Path(path)
-    check_model_output(destination, model.path, model.format, force=force)
+    frozen = formats.is_graph_file(model)
+    check_model_output(destination, model.path, model.format, force=force, frozen=frozen)
     with lock_output(destination):
         # Again, because another process may have written it since.
-        check_model_output(destination, model.path, model.format, force=force)
+        check_model_output(destination, model.path, model.format, force=force, frozen=frozen)
         formats.format_module(model.format).save(model, destination)
     return destination
 

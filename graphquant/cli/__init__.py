@@ -13,7 +13,7 @@ import click
 from graphquant.cli.batch import batch_command
 from graphquant.cli.calibrate import calibrate_command
 from graphquant.cli.compare import check_command, compare_command, diff_command
-from graphquant.cli.insert import insert_command, strip_command
+from graphquant.cli.insert import freeze_command, insert_command, strip_command
 from graphquant.cli.inspect import data_group, explain_command, inspect_command, plan_command, rules_group
 from graphquant.cli.options import ErrorHandlingGroup
 from graphquant.utils.tf_determinism import disable_onednn
@@ -45,6 +45,7 @@ for command in (
     compare_command,
     diff_command,
     strip_command,
+    freeze_command,
     batch_command,
     data_group,
     rules_group,

@@ -1,4 +1,4 @@
-"""Commands that write models: `insert` and `strip`."""
+"""Commands that write models: `insert`, `strip` and `freeze`."""
 
 from __future__ import annotations
 
@@ -228,3 +228,26 @@ def strip_command(
     if not holds:
         message = f"The model differs from {original} in more than rounded weights; see the list above."
         raise FindingsError(f"{message} Nothing was written.")
+
+
+@click.command("freeze")
+@click.argument("model", type=PATH)
+@click.option("-o", "--output", type=PATH, required=True, help="Write the frozen graph to this .pb file.")
+@options_of(ReadOptions)
+@FORCE
+def freeze_command(model: Path, output: Path, allow_links: bool, force: bool) -> None:
+    """Replace the variables of a TensorFlow MODEL by constants.
+
+    The result is one GraphDef without functions, with the inputs and outputs of the signature. BatchNorms can be folded
+    in it, but it cannot be trained.
+    """
+    from graphquant import api
+    from graphquant.api.convert import freeze
+    from graphquant.api.models import check_model_output
+    from graphquant.formats import detect_format
+
+    check_model_output(output, model, detect_format(model), force=force, frozen=True)
+    lock_output_of_command(output)
+    written = api.save(freeze(api.load(model, allow_links=allow_links)), output, force=force)
+    remember_output(written)
+    click.echo(f"Written to {written}")

@@ -269,6 +269,11 @@ def memory_object_name(model: Model) -> str:
     return "" if live_object is None else str(live_object.description)
 
 
+def is_graph_file(model: Model) -> bool:
+    """Return True if a model is stored as one file, also if it was frozen from the folder of a SavedModel."""
+    return getattr(model.source, "message_type", "") == "GraphDef"
+
+
 def prefetch(
     run: Callable[[FeedT], ResultT],
     feeds: Iterable[FeedT],

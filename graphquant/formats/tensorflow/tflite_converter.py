@@ -19,18 +19,20 @@ import numpy as np
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.function_names import rename_functions
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, unique_node_name
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.runner import input_specs, output_fetches, served_signature_name
 from graphquant.formats.tensorflow.session import (
     TensorFlowSession,
+    find_state_variables,
     first_error_line,
     import_tensorflow,
     silence_stderr,
     translate_tf_errors,
 )
 from graphquant.formats.tensorflow.source import TensorFlowSource
-from graphquant.ir import FLOAT_TYPES, Model, TensorRef, Use
+from graphquant.ir import FLOAT_TYPES, Model, TensorRef, Use, reachable
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -244,7 +246,9 @@ def freeze_graph(model: Model) -> Model:
             graph_def = emit(model)
         else:
             data, outputs = _freeze_with_tensorflow(tensorflow, model)
-            graph_def = _restore_op_names(proto.parse_binary(data, proto.GraphDef(), source=str(source.file)), outputs)
+            graph_def = _restore_op_names(
+                proto.parse_binary(data, proto.GraphDef(), source=str(source.file)), outputs, _signature_keys(model)
+            )
         _write_inferred_shapes(tensorflow, graph_def)
     digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
     frozen = TensorFlowSource(
@@ -279,6 +283,7 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
     with session.tf_session:
         ops = [name.partition(":")[0] for name in fetches.values()]
         constant = v1.graph_util.convert_variables_to_constants(session.tf_session, session.graph.as_graph_def(), ops)
+    constant = v1.GraphDef.FromString(_with_unique_function_names(constant.SerializeToString()))
 
     def rebuild() -> Any:
         placeholders = {}
@@ -290,14 +295,37 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
         return list(placeholders.values()), results
 
     traced: list[Any] = []
-    function = v1.wrap_function(lambda: traced.extend(rebuild()), [])
+    try:
+        function = v1.wrap_function(lambda: traced.extend(rebuild()), [])
+    except ValueError as error:
+        if not (changed := find_state_variables(model)):
+            raise
+        raise ModelError(
+            f"{model.path or 'The model'} cannot be frozen, because each run changes the variable {changed[0]}, and"
+            " constants cannot change. Export it with its state as inputs and outputs, or without stateful=True."
+        ) from error
     frozen_function = convert_variables_to_constants_v2(function.prune(*traced))
     pairs = zip(fetches, frozen_function.outputs, strict=True)
     outputs = {key: (output.name, output.dtype.as_datatype_enum) for key, output in pairs}
     return frozen_function.graph.as_graph_def().SerializeToString(), outputs
 
 
-def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) -> Any:
+def _with_unique_function_names(data: bytes) -> bytes:
+    """Return a binary GraphDef whose function names contain its digest.
+
+    TensorFlow keeps all functions of a process by name, and those of two models may have the same names.
+    """
+    graph_def = proto.parse_binary(data, proto.GraphDef(), source="the frozen graph")
+    digest = hashlib.sha256(data).hexdigest()[:12]
+    names = {function.signature.name: f"{function.signature.name}_{digest}" for function in graph_def.library.function}
+    rename_functions(proto.all_nodes(graph_def), names)
+    for function in graph_def.library.function:
+        function.signature.name = names[function.signature.name]
+    del graph_def.library.gradient[:]  # a graph of constants is not trained
+    return bytes(proto.to_binary(graph_def))
+
+
+def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]], input_names: list[str]) -> Any:
     """Return the graph with the names that ops had inside their functions, where they are free, and with `outputs`."""
     used_names = {node.name for node in graph_def.node}
     for key, (tensor, dtype) in outputs.items():
@@ -312,8 +340,16 @@ def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) ->
     inner_names = {node.name: _CALL_PREFIX.sub("", node.name) for node in remaining}
     counts = Counter(inner_names.values())
     new_names = {old: new if counts[new] == 1 else old for old, new in inner_names.items()}
+    nodes = {node.name: node for node in remaining}
+
+    def sources(name: str) -> list[str]:
+        renamed_inputs = (_rename_input(text, bypassed_inputs, {}) for text in nodes[name].input)
+        return [text.removeprefix("^").partition(":")[0] for text in renamed_inputs]
+
+    # Lowering loops leaves placeholders without readers, which would be inputs of the frozen graph.
+    used_nodes = set(reachable(outputs, sources)) | set(input_names)
     renamed = proto.GraphDef(versions=graph_def.versions, library=graph_def.library)
-    for node in remaining:
+    for node in (node for node in remaining if node.name in used_nodes):
         new_node = renamed.node.add()
         new_node.CopyFrom(node)
         new_node.name = new_names[node.name]
@@ -328,4 +364,5 @@ def _rename_input(tensor_name: str, bypassed: Mapping[str, str], new_names: Mapp
     while tensor_name.partition(":")[0] in bypassed:
         tensor_name = bypassed[tensor_name.partition(":")[0]]
     op, colon, port = tensor_name.partition(":")
-    return f"{control}{new_names[op]}" if control else f"{new_names[op]}{colon}{port}"
+    new_name = new_names.get(op, op)
+    return f"{control}{new_name}" if control else f"{new_name}{colon}{port}"
