@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -382,6 +382,18 @@ class Model(HtmlRepresentation):
         for graph in map(self.graphs.__getitem__, self.reachable_graphs()):
             for op in graph.ops():
                 yield graph, op
+
+    def needed_ops(self) -> Mapping[str, Container[str]]:
+        """Return the ops that the outputs need, by reachable graph.
+
+        A TensorFlow graph may still contain gradients, losses and savers, which a run for the outputs skips.
+        """
+        if self.traits.runtime != "TensorFlow" or not self.main.outputs:
+            return {name: self.graphs[name] for name in self.reachable_graphs()}
+        needed = dict.fromkeys(reachable(self.main.outputs, self.main.nx.pred.__getitem__))
+        called = dict.fromkeys(call.graph for name in needed for call in self.main.op(name).calls)
+        callees = self.graphs_reachable_from([name for name in called if name in self.graphs])
+        return {"": needed, **{name: self.graphs[name] for name in callees}}
 
     def op_kinds(self) -> set[str]:
         """Return the kinds of the ops that a run can reach."""

@@ -154,6 +154,12 @@ def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) 
     return INTEGER_SUM if is_integer_sum else ""
 
 
+def is_implied_output(model: Model, use: Use) -> bool:
+    """Return True if the op of `use` is an output only because nothing reads the tensor in a TensorFlow graph."""
+    op = model.graphs[use.graph].op(use.op)
+    return model.traits.runtime == "TensorFlow" and not use.graph and op.kind == "output" and "tensor" not in op.attrs
+
+
 def _connected_inputs(model: Model, tensor: TensorRef) -> list[TensorRef]:
     return [operand for operand in model.graphs[tensor.graph].slots(tensor.op) if operand is not None]
 
@@ -226,6 +232,7 @@ def make_plan(
         builder.add_match(match)
     builder.follow_ties()
     builder.skip_captured_uses()
+    builder.skip_final_identities()
     builder.skip_weights_of_float16_ops()
     sites = builder.build_sites()
     return Plan(
@@ -389,6 +396,25 @@ class _PlanBuilder:
                 if any(reader.graph != use.graph and reader not in planned_uses for reader in readers):
                     site.uses.remove(use)
                     self._add_skip(replace(site.first_match, use=use), SkipCode.CAPTURE, CAPTURED_BY_SUBGRAPH)
+            if not site.uses:
+                del self._sites[key]
+
+    def skip_final_identities(self) -> None:
+        """Remove pairs after an Identity that names an output, if its input is quantized.
+
+        A frozen graph has no list of outputs, so such a pair would be a new output with another name. Nothing would
+        read it.
+        """
+        model = self.matcher.model
+        planned_uses = {use for site in self._sites.values() for use in site.uses}
+        for key, site in list(self._sites.items()):
+            tensor = site.first_match.tensor
+            operand = Use(tensor.graph, tensor.op, 0)
+            if tensor.graph or model.op(tensor).kind != "identity" or operand not in planned_uses:
+                continue
+            for use in [use for use in site.uses if is_implied_output(model, use)]:
+                site.uses.remove(use)
+                self._add_skip(replace(site.first_match, use=use), SkipCode.QUANTIZED, ALREADY_QUANTIZED)
             if not site.uses:
                 del self._sites[key]
 

@@ -258,12 +258,16 @@ class RuleMatcher:
         return RuleMiss(rule=rule, reason=next(filter(None, reasons), ""), closeness=closeness)
 
     def tensors(self) -> Iterator[tuple[TensorRef, list[Use]]]:
-        """Yield each float tensor of the reachable graphs, or one of unknown dtype, with its consumers."""
+        """Yield each float tensor that the outputs need, or one of unknown dtype, with the consumers that they need."""
+        needed_ops = self.model.needed_ops()
         for graph, op in self.model.reachable_ops():
+            if op.name not in needed_ops.get(graph.name, ()):
+                continue
             readers = self.neighbors.consumers_by_port(graph, op.name)
             for port, output in enumerate(op.outputs):
-                if port in readers and (output.dtype is None or output.dtype in FLOAT_TYPES):
-                    yield TensorRef(graph.name, op.name, port), readers[port]
+                uses = [use for use in readers.get(port, ()) if use.op in needed_ops.get(use.graph, ())]
+                if uses and (output.dtype is None or output.dtype in FLOAT_TYPES):
+                    yield TensorRef(graph.name, op.name, port), uses
 
     def shape(self, tensor: TensorRef) -> Shape | None:
         """Return the static shape of `tensor`; a parameter's also from the variable or argument behind it."""

@@ -6,6 +6,7 @@ tensorflow is imported here, when a model is run.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -97,6 +98,7 @@ ASSIGN_TYPES: Final = frozenset(
 ) | {f"ResourceScatter{name}" for name in ("Update", "Add", "Sub", "NdUpdate", "NdAdd")}
 """Types of ops that change the variable in their first input."""
 
+ASSETS_COLLECTION: Final = "saved_model_assets"
 INIT_SIGNATURE: Final = "__saved_model_init_op"
 OP_THREADS: Final = min(4, os.cpu_count() or 1)
 """Threads within an op. The number is fixed so that results do not depend on other settings of the process."""
@@ -242,7 +244,7 @@ class TensorFlowSession:
             self.run(self.operation(meta.saver_def.restore_op_name), {meta.saver_def.filename_tensor_name: str(prefix)})
         assets = {
             asset.tensor_info.name: str(source.folder / "assets" / asset.filename)
-            for asset in meta.asset_file_def
+            for asset in _asset_files(meta)
             if source.folder is not None and Path(asset.filename).name == asset.filename
         }
         collections = [key for key in ("saved_model_main_op", "legacy_init_op") if key in meta.collection_def]
@@ -403,6 +405,15 @@ def _add_assign_op(tensorflow: Any, variable: Any, dtype: Any, shape: Any) -> An
         return raw_ops.Assign(ref=handle, value=placeholder, validate_shape=False).op
 
 
+def _asset_files(meta: Any) -> list[Any]:
+    """Return the AssetFileDefs of a MetaGraphDef. TensorFlow 1 and estimators have them in a collection."""
+    assets = list(meta.asset_file_def)
+    if ASSETS_COLLECTION in meta.collection_def:
+        packed_assets = meta.collection_def[ASSETS_COLLECTION].any_list.value
+        assets += [proto.parse_binary(packed.value, proto.AssetFileDef()) for packed in packed_assets]
+    return assets
+
+
 def _without_xla(graph_def: Any) -> Any:
     """Return `graph_def` without requests for XLA, which has no queues and fuses observed tensors."""
     for message in (*graph_def.library.function, *proto.all_nodes(graph_def)):
@@ -412,13 +423,28 @@ def _without_xla(graph_def: Any) -> Any:
 
 @contextmanager
 def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
-    """Convert TensorFlow's errors into ModelErrors with their first line."""
+    """Convert TensorFlow's errors into ModelErrors with the line that states the reason."""
     try:
         yield
     except tensorflow.errors.OpError as error:
-        raise ModelError(f"TensorFlow cannot run the model: {first_error_line(error.message)}") from error
+        raise ModelError(f"TensorFlow cannot run the model: {last_error_line(error.message)}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"TensorFlow refuses the model: {first_error_line(str(error))}") from error
+
+
+_FAILED_NODE: Final = re.compile(r"\n\s*\[\[\{\{node ([^}]+)\}\}")
+
+
+def last_error_line(text: str) -> str:
+    """Return the op and the last line of the reason in an error of TensorFlow's runtime.
+
+    The lines before it say where Python code created the op, and those after it repeat that or name other ops.
+    """
+    failed_node = _FAILED_NODE.search(text)
+    reason = text if failed_node is None else text[: failed_node.start()]
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    line = lines[-1] if lines else "no reason given"
+    return line if failed_node is None else f"op {failed_node[1]!r}: {line}"
 
 
 def first_error_line(text: str) -> str:

@@ -1,0 +1,130 @@
+"""Graphs of TensorFlow 1 that still train, frozen graphs that end in Identity, assets, and errors of the runtime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow.runner import create_runner
+from graphquant.formats.tensorflow.session import last_error_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRAINING_STEPS = 5
+
+
+@pytest.fixture
+def training_model(tmp_path: Path) -> Path:
+    """A SavedModel with the input `x` and the output `pred` that still has its loss, label and gradients."""
+    tf = pytest.importorskip("tensorflow")
+    v1, random = tf.compat.v1, np.random.default_rng(0)
+    with v1.Graph().as_default(), v1.Session() as session:
+        x, label = (v1.placeholder(tf.float32, [None, size], name=name) for name, size in (("x", 8), ("label", 3)))
+        weight = v1.Variable(random.normal(0, 0.3, (8, 3)).astype(np.float32), name="W", use_resource=False)
+        pred = tf.nn.relu(tf.matmul(x, weight, name="product"), name="pred")
+        loss = tf.reduce_mean(tf.square(pred - label), name="loss")
+        v1.train.GradientDescentOptimizer(0.3).minimize(loss, name="train")
+        session.run(v1.global_variables_initializer())
+        v1.saved_model.simple_save(session, str(tmp_path / "net"), {"x": x}, {"pred": pred})
+    np.savez(tmp_path / "data.npz", x=random.normal(size=(40, 8)).astype(np.float32))
+    return tmp_path / "net"
+
+
+@pytest.mark.slow
+def test_a_plan_has_only_the_ops_that_outputs_need(training_model: Path, tmp_path: Path) -> None:
+    """The loss and the gradients get no pairs, the label needs no data, and the result still trains."""
+    tf = pytest.importorskip("tensorflow")
+    result = gq.insert(training_model, data=str(tmp_path / "data.npz"))
+    tensors = {str(pair.site.tensor) for pair in result.inserted}
+    assert tensors == {"x:0", "W/read:0", "pred:0"}
+    assert {use.op for pair in result.inserted for use in pair.site.uses} == {"product", "@serving_default/pred"}
+    path, v1 = result.save(tmp_path / "quantized"), tf.compat.v1
+    with v1.Graph().as_default(), v1.Session() as session:
+        v1.saved_model.load(session, ["serve"], str(path))
+        feed = {"x:0": np.load(tmp_path / "data.npz")["x"], "label:0": np.ones((40, 3), np.float32)}
+        losses = [session.run(["loss:0", "train"], feed)[0] for _ in range(TRAINING_STEPS)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_a_final_identity_keeps_the_name_of_the_output(tmp_path: Path) -> None:
+    """The pair is before the Identity, which is still the output of the file, also of several Identities."""
+    tf = pytest.importorskip("tensorflow")
+    v1, random = tf.compat.v1, np.random.default_rng(0)
+    with v1.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, [None, 8], name="x")
+        product = tf.matmul(x, tf.constant(random.normal(0, 0.3, (8, 3)).astype(np.float32)), name="product")
+        tf.identity(tf.identity(product, name="inner"), name="Identity")
+        (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    np.savez(tmp_path / "data.npz", x=random.normal(size=(40, 8)).astype(np.float32))
+    result = gq.insert(tmp_path / "net.pb", data=str(tmp_path / "data.npz"))
+    again = gq.load(result.save(tmp_path / "quantized.pb"))
+    assert again.main.outputs == gq.load(tmp_path / "net.pb").main.outputs == ["@Identity"]
+    assert str(again.main.slots("inner")[0]) == "product/quant:0"
+    assert all(again.main.consumers_by_port(op.name) for op in again.main.ops() if op.kind == "qdq")
+
+
+@pytest.mark.slow
+def test_assets_in_a_collection_are_initialized(tmp_path: Path) -> None:
+    """A table that is read from an asset has its values in a model of TensorFlow 1, which lists it in a collection."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    (tmp_path / "words.txt").write_text("zero\none\ntwo\n")
+    with v1.Graph().as_default(), v1.Session() as session:
+        asset = tf.constant(str(tmp_path / "words.txt"), name="asset")
+        v1.add_to_collection(v1.GraphKeys.ASSET_FILEPATHS, asset)
+        words = v1.placeholder(tf.string, [None], name="words")
+        initializer = tf.lookup.TextFileInitializer(
+            asset, tf.string, tf.lookup.TextFileIndex.WHOLE_LINE, tf.int64, tf.lookup.TextFileIndex.LINE_NUMBER
+        )
+        indices = tf.lookup.StaticHashTable(initializer, -1).lookup(words)
+        builder = v1.saved_model.builder.SavedModelBuilder(str(tmp_path / "net"))
+        info = v1.saved_model.utils.build_tensor_info
+        signature = v1.saved_model.signature_def_utils.build_signature_def(
+            {"words": info(words)}, {"indices": info(indices)}, "lookup"
+        )
+        builder.add_meta_graph_and_variables(
+            session,
+            ["serve"],
+            {"serving_default": signature},
+            assets_collection=v1.get_collection(v1.GraphKeys.ASSET_FILEPATHS),
+            main_op=v1.tables_initializer(),
+        )
+        builder.save()
+    (tmp_path / "words.txt").unlink()
+    model = gq.load(tmp_path / "net")
+    meta = model.source.meta_graph(model.source.message)
+    del meta.asset_file_def[:]  # estimators before TensorFlow 1.13 wrote the collection alone
+    outputs = create_runner(model).run({"words": np.array([b"two", b"other"], object)})
+    assert outputs["indices"].tolist() == [2, -1]
+
+
+def test_errors_of_the_runtime_have_op_and_reason() -> None:
+    """The reason is the last line before the name of the op, whatever Python code made it."""
+    message = (
+        "Graph execution error:\n\nDetected at node 'a/mm' defined at (most recent call last):\n  File 'x.py', line 1\n"
+        "Node: 'a/mm'\nMatrix size-incompatible: In[0]: [2,3], In[1]: [4,5]\n\t [[{{node a/mm}}]]\n\n"
+        "Original stack trace for 'a/mm':\n  File 'x.py', line 1, in f\n    return tf.matmul(x, y)\n"
+    )
+    expected = "op 'a/mm': Matrix size-incompatible: In[0]: [2,3], In[1]: [4,5]"
+    assert last_error_line(message) == expected
+    assert last_error_line("Graph execution error:\n\nno kernel\n") == "no kernel"
+    assert last_error_line("") == "no reason given"
+
+
+@pytest.mark.slow
+def test_a_failing_run_names_the_op_and_its_shapes(tmp_path: Path) -> None:
+    """An error of the installed TensorFlow has the op and the shapes."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    with v1.Graph().as_default() as graph:
+        x: Any = v1.placeholder(tf.float32, [None, None], name="x")
+        tf.matmul(x, tf.ones([4, 5]), name="scope/product")
+        (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    with pytest.raises(ModelError, match=r"op 'scope/product': .*\[2,3\].*\[4,5\]"):
+        create_runner(gq.load(tmp_path / "net.pb")).run({"x": np.ones((2, 3), np.float32)})
