@@ -36,12 +36,13 @@ def unsized_tensors(model: Model) -> list[TensorRef]:
 
 
 def _driving_elements(model: Model, sizes: Mapping[TensorRef, int]) -> Iterator[tuple[Graph, Op, int | None]]:
-    """Yield the counted ops of all reachable graphs with the elements of their driving tensor for one sample.
+    """Yield the counted ops that the outputs need with the elements of their driving tensor for one sample.
 
     A first axis of unknown size is taken to count samples.
     """
+    needed_ops = model.needed_ops()
     for graph, counted_op in model.reachable_ops():
-        if counted_op.kind in MAC_KINDS:
+        if counted_op.kind in MAC_KINDS and counted_op.name in needed_ops.get(graph.name, ()):
             op = replace(counted_op, kind=counted_op.kind.removeprefix(FUSED_PREFIX))
             tensor = _driving_tensor(graph, op)
             known = None if tensor is None else graph.output(tensor).elements_per_sample

@@ -11,6 +11,7 @@ import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow.runner import create_runner
 from graphquant.formats.tensorflow.session import last_error_line
+from graphquant.ir import count_macs, unsized_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +50,16 @@ def test_a_plan_has_only_the_ops_that_outputs_need(training_model: Path, tmp_pat
         feed = {"x:0": np.load(tmp_path / "data.npz")["x"], "label:0": np.ones((40, 3), np.float32)}
         losses = [session.run(["loss:0", "train"], feed)[0] for _ in range(TRAINING_STEPS)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_multiply_adds_are_those_that_outputs_need(training_model: Path) -> None:
+    """The products of the gradients are not counted: a run for the outputs skips them."""
+    pytest.importorskip("tensorflow")
+    model = gq.load(training_model)
+    assert {op.name for op in model.main.ops() if op.type == "MatMul"} > {"product"}
+    measured = {tensor: 3 for tensor in unsized_tensors(model)}
+    assert count_macs(model, measured) == {("", "product"): 24}
 
 
 @pytest.mark.slow
