@@ -17,7 +17,7 @@ def run() -> None:
     try:
         from graphquant.cli import main
 
-        main()
+        main(prog_name="graphquant")  # also of python -m graphquant, because completion reads it
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted.\n")
         sys.exit(130)

@@ -20,6 +20,10 @@ class UsageError(GraphQuantError):
     """An argument is invalid: an option, a selector, an output path."""
 
 
+class OutputExistsError(UsageError):
+    """The output exists, and it may not be replaced without --force."""
+
+
 class RuleError(GraphQuantError):
     """A rule file has mistakes. The message lists all of them, one per line, as `file:line: ...`."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
-from graphquant.errors import GraphQuantError, ModelError, UsageError
+from graphquant.errors import GraphQuantError, ModelError, OutputExistsError, UsageError
 from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
 from graphquant.ir.graph import check_tensor_sizes
@@ -94,7 +94,7 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
     if path.is_dir() and not folder:
         raise UsageError(f"{path} is a folder, but the output is a file. Use the path of a file.")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists already. Use another output with -o, or --force to replace it.")
+        raise OutputExistsError(f"{path} exists already. Use another output with -o, or --force to replace it.")
     if not path.parent.is_dir():
         raise UsageError(f"The folder {path.parent} does not exist. Create it, or use another output with -o.")
     try:

@@ -15,10 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from graphquant.cli.options import FORCE, INTERRUPTED, PATH, collect_options, options_of, parse_shard
+from graphquant.cli.options import (
+    FORCE,
+    INTERRUPTED,
+    PATH,
+    GroupedCommand,
+    NameType,
+    collect_options,
+    example_lines,
+    options_of,
+    parse_shard,
+)
 from graphquant.cli.output import batch_progress, print_view, progress_bar, remember_output
 from graphquant.errors import FindingsError, UsageError, escape_unprintable
-from graphquant.utils.options import InsertOptions, Options, option
+from graphquant.utils.options import BACKEND_NAMES, InsertOptions, Options, option
 
 if TYPE_CHECKING:
     from graphquant.batch.cache import OutcomeCache
@@ -150,12 +160,26 @@ class WorkerOptions(Options):
     retries: NumberFromZero = option(1, "Further attempts after a crash.", metavar="N")
 
 
-@click.command("batch")
+@click.command(
+    "batch",
+    cls=GroupedCommand,
+    epilog=example_lines(
+        "batch",
+        "batch 'models/*.onnx' --data calibration.npz --min-sqnr 25 --report report.html",
+        "batch graphquant.toml --shard 2/8 --report part2.json",
+        "batch --merge part1.json part2.json --report all.html",
+    ),
+)
 @click.argument("names", nargs=-1, metavar="[MANIFEST|MODEL...]")
 @options_of(InsertOptions, exclude=OMITTED_OPTIONS, unset=True)
 @click.option("-o", "--output", metavar="PATTERN", help="Default: {parent}/{stem}.quant{suffix}.")
 @click.option("--max-size", metavar="SIZE", help="Maximum size of an output.")
-@click.option("--check", metavar="BACKEND", help="Require that `check --for BACKEND` has no findings.")
+@click.option(
+    "--check",
+    type=NameType(BACKEND_NAMES),
+    metavar="BACKEND",
+    help="Require that `check --for BACKEND` has no findings.",
+)
 @click.option("--shard", metavar="I/N", help="Process only part I of N; --merge merges the reports.")
 @options_of(WorkerOptions)
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import FORCE, INTERRUPTED, PATH, collect_options, options_of, parse_shard
+from graphquant.cli.options import (
+    FORCE,
+    INTERRUPTED,
+    PATH,
+    GroupedCommand,
+    NameType,
+    collect_options,
+    example_lines,
+    options_of,
+    parse_shard,
+)
 from graphquant.cli.output import lock_output_of_command, print_view, progress_bar, remember_output
 from graphquant.errors import DataError, UsageError
 from graphquant.utils.options import CalibrateOptions
@@ -22,9 +32,17 @@ if TYPE_CHECKING:
     from graphquant.utils import Progress
 
 
-@click.command("calibrate")
+@click.command(
+    "calibrate",
+    cls=GroupedCommand,
+    epilog=example_lines(
+        "calibrate model.onnx --data calibration.npz -o model.gqs",
+        "calibrate model.onnx --data photos,preset=imagenet --shard 1/4 -o part1.gqs",
+        "calibrate --merge part1.gqs part2.gqs -o model.gqs",
+    ),
+)
 @click.argument("paths", nargs=-1, required=True, metavar="MODEL", type=PATH)
-@click.option("--data", metavar="SPEC", help="Calibration data, as for insert.")
+@click.option("--data", type=NameType(files=True), metavar="SPEC", help="Calibration data, as for insert.")
 @click.option("-o", "--output", required=True, type=PATH, help="Statistics file, NAME.gqs.")
 @options_of(CalibrateOptions)
 @click.option("--shard", "shard_text", metavar="I/N", help="Run only part I of N. --merge merges the parts.")

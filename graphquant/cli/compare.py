@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import FORCE, HTML, OUTPUT, PATH, collect_options, format_option, options_of
+from graphquant.cli.options import (
+    FORCE,
+    HTML,
+    OUTPUT,
+    PATH,
+    GroupedCommand,
+    NameType,
+    collect_options,
+    example_lines,
+    format_option,
+    options_of,
+)
 from graphquant.cli.output import print_view, progress_bar, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import CompareBounds, CompareOptions, ReadOptions
+from graphquant.utils.options import BACKEND_NAMES, CompareBounds, CompareOptions, ReadOptions
 
 if TYPE_CHECKING:
     from graphquant.analysis import Comparison, Differences
@@ -18,10 +29,24 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan
 
 
-@click.command("compare")
+@click.command(
+    "compare",
+    cls=GroupedCommand,
+    epilog=example_lines(
+        "compare model.onnx model.quant.onnx --data eval.npz",
+        "compare model.onnx model.quant.onnx --data eval.npz --sensitivity --top 5",
+        "compare model.onnx model.quant.onnx --data photos,preset=imagenet --min-agreement 99%",
+    ),
+)
 @click.argument("float_path", metavar="FLOAT", type=PATH)
 @click.argument("quantized_path", metavar="QUANT", type=PATH)
-@click.option("--data", required=True, metavar="SPEC", help="Data for both models: eval.npz, pictures/, random:8.")
+@click.option(
+    "--data",
+    required=True,
+    type=NameType(files=True),
+    metavar="SPEC",
+    help="Data for both models: eval.npz, pictures/, random:8.",
+)
 @options_of(CompareOptions)
 @click.option("--match", "pairs", multiple=True, metavar="NAME=OTHER", help="Output NAME of FLOAT is OTHER of QUANT.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Tensors to list; 0 for all.")
@@ -53,9 +78,6 @@ def compare_command(
 
     settings = collect_options(CompareOptions, values, outputs=_parse_matches(pairs))
     bounds = collect_options(CompareBounds, values)
-    for path in (float_path, quantized_path):
-        for output_path in filter(None, (output, html)):
-            check_output(output_path, path, force=force)
     if settings.sensitivity and not settings.sites:
         raise UsageError("--sensitivity measures quantized tensors. Remove --outputs-only.")
     if bounds.max_metric_drop is not None and settings.metric is None:
@@ -66,6 +88,9 @@ def compare_command(
         api.load(float_path, allow_links=settings.allow_links),
         api.load(quantized_path, allow_links=settings.allow_links),
     )
+    for path in (float_path, quantized_path):
+        for output_path in filter(None, (output, html)):
+            check_output(output_path, path, force=force)
     with progress_bar() as progress:
         comparison = api.compare(*models, data, settings, progress=progress)
     if form == "json":
@@ -121,7 +146,13 @@ def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
 
 @click.command("check")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=PATH)
-@click.option("--for", "backend", metavar="BACKEND", help="Show which ops this backend runs in int8.")
+@click.option(
+    "--for",
+    "backend",
+    type=NameType(BACKEND_NAMES),
+    metavar="BACKEND",
+    help=f"Show which ops this backend runs in int8. Names: {', '.join(BACKEND_NAMES)}.",
+)
 @click.option(
     "--stats", type=PATH, metavar="FILE", help="Statistics from calibrate: report quantizations that no sample reached."
 )
@@ -201,10 +232,10 @@ def diff_command(
     from graphquant.api.models import check_output
     from graphquant.visualize.compare_report import diff_view
 
+    operands = [api.plan_or_none(path) or api.load(path, allow_links=allow_links) for path in (first, second)]
     for path in filter(None, (first, second, model)):
         for output_path in filter(None, (output, html)):
             check_output(output_path, path, force=force)
-    operands = [api.plan_or_none(path) or api.load(path, allow_links=allow_links) for path in (first, second)]
     differences = api.diff(*operands, quantization=ignore is None)
     drawn_model = None if html is None or model is None else api.load(model, allow_links=allow_links)
     page = _diff_page(operands, differences, drawn_model) if html is not None else ""

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from graphquant.cli.options import FORCE, HTML, PATH, collect_options, options_of
+from graphquant.cli.options import (
+    FORCE,
+    HTML,
+    PATH,
+    GroupedCommand,
+    collect_options,
+    example_lines,
+    options_of,
+)
 from graphquant.cli.output import (
     lock_output_of_command,
     print_view,
@@ -16,8 +24,8 @@ from graphquant.cli.output import (
     write_drawing_page,
     write_text_or_json,
 )
-from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import NO_TARGET, InsertOptions, ReadOptions
+from graphquant.errors import FindingsError, OutputExistsError, UsageError
+from graphquant.utils.options import NO_TARGET, InsertOptions, PlanOptions, ReadOptions, option_fields
 from graphquant.utils.text import quantized_share_failure
 
 if TYPE_CHECKING:
@@ -25,7 +33,18 @@ if TYPE_CHECKING:
     from graphquant.api import Result
 
 
-@click.command("insert")
+@click.command(
+    "insert",
+    cls=GroupedCommand,
+    epilog=example_lines(
+        "insert model.onnx --data calibration.npz",
+        "insert model.onnx --data photos,preset=imagenet --min-sqnr 30",
+        "insert model.onnx --data calibration.npz --rules tensorrt --method entropy",
+        "insert model.onnx --rules mine.toml --rules onnxruntime --exclude 'head/*'",
+        "insert model.onnx --data eval.npz --algorithm bias-correction --max-accuracy-drop 0.5%",
+        "insert saved_model --data calibration.npz -o model.tflite",
+    ),
+)
 @click.argument("model", type=PATH)
 @click.option("-o", "--output", type=PATH, help="Default: the name of MODEL with .quant in it.")
 @options_of(InsertOptions)
@@ -66,7 +85,12 @@ def insert_command(
     from graphquant.api.models import default_output
 
     target = output or default_output(model)
-    to_tflite = _check_outputs(model, target, report, html, dry_run=dry_run, force=force)
+    try:
+        to_tflite = _check_outputs(model, target, report, html, dry_run=dry_run, force=force)
+    except OutputExistsError:
+        # Its remedy does not help if other arguments are wrong too.
+        _check_inputs(model, settings)
+        raise
     if io is not None and not to_tflite:
         raise UsageError("--io is the type of inputs and outputs in a TFLite file. Add -o NAME.tflite, or remove it.")
     if not dry_run:
@@ -113,6 +137,18 @@ def _check_combinations(settings: InsertOptions) -> None:
 
 
 def _check_outputs(
+def _check_inputs(model: Path, settings: InsertOptions) -> None:
+    """Read the model, the rules or the plan, and the first sample, which raises errors if one of them is wrong."""
+    from graphquant import api
+
+    source = api.load(model, allow_links=settings.allow_links)
+    if settings.plan is None:
+        names = [field.name for field in option_fields(PlanOptions)]
+        api.plan(source, PlanOptions(**{name: getattr(settings, name) for name in names}))
+    if settings.data is not None:
+        api.check_data(source, settings.data, samples=1)
+
+
     model: Path, target: Path, report: Path | None, html: Path | None, *, dry_run: bool, force: bool
 ) -> bool:
     """Reject outputs that cannot be written, before any work is done; return True if the output is a TFLite file."""
@@ -213,9 +249,10 @@ def strip_command(
     if output is None and original is None:
         raise UsageError("There is no output for the float model. Use -o OUT, or only --check ORIGINAL.")
     if output is not None:
+    source = api.load(model, allow_links=allow_links)
         check_model_output(output, model, detect_format(model), force=force)
         lock_output_of_command(output)
-    stripped = api.strip(api.load(model, allow_links=allow_links), everything=everything)
+    stripped = api.strip(source, everything=everything)
     original_model = None if original is None else api.load(original, allow_links=allow_links)
     proof = None if original_model is None else api.prove_stripped(stripped, original_model)
     holds = proof is None or proof.holds
@@ -247,7 +284,8 @@ def freeze_command(model: Path, output: Path, allow_links: bool, force: bool) ->
     from graphquant.formats import detect_format
 
     check_model_output(output, model, detect_format(model), force=force, frozen=True)
+    source = api.load(model, allow_links=allow_links)
     lock_output_of_command(output)
-    written = api.save(freeze(api.load(model, allow_links=allow_links)), output, force=force)
+    written = api.save(freeze(source), output, force=force)
     remember_output(written)
     click.echo(f"Written to {written}")

@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import FORCE, HTML, OUTPUT, PATH, collect_options, format_option, options_of
+from graphquant.cli.options import (
+    FORCE,
+    HTML,
+    OUTPUT,
+    PATH,
+    GroupedCommand,
+    NameType,
+    collect_options,
+    example_lines,
+    format_option,
+    options_of,
+)
 from graphquant.cli.output import print_view, write_drawing_page, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import ExplainOptions, PlanOptions, ReadOptions
+from graphquant.utils.options import RULE_NAMES, ExplainOptions, PlanOptions, ReadOptions
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -19,7 +30,15 @@ if TYPE_CHECKING:
 GRAPH_FORMATS = ("dot", "svg", "graphml", "graph-json")  # formats that draw a model
 
 
-@click.command("plan")
+@click.command(
+    "plan",
+    cls=GroupedCommand,
+    epilog=example_lines(
+        "plan model.onnx",
+        "plan model.onnx --rules tensorrt --exclude 'head/*'",
+        "plan model.onnx --format json -o plan.json",
+    ),
+)
 @click.argument("model", type=PATH)
 @options_of(PlanOptions)
 @format_option("json")
@@ -34,9 +53,9 @@ def plan_command(model: Path, form: str, html: Path | None, output: Path | None,
     from graphquant import api
 
     settings = collect_options(PlanOptions, values)
-    _check_paths(model, html, output, force=force)
     source = api.load(model, allow_links=settings.allow_links)
     plan = api.plan(source, settings)
+    _check_paths(model, html, output, force=force)
     if html is not None:
         from graphquant.visualize.drawing import plan_drawing
 
@@ -84,7 +103,13 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
 @click.option(
     "--stats", type=PATH, metavar="FILE", help="Show these statistics, and the error of each quantized tensor."
 )
-@click.option("--rules", multiple=True, metavar="NAME|FILE", help="With --stats: rules that compute the ranges.")
+@click.option(
+    "--rules",
+    multiple=True,
+    type=NameType(RULE_NAMES, files=True),
+    metavar="NAME|FILE",
+    help="With --stats: rules that compute the ranges.",
+)
 @format_option("json", *GRAPH_FORMATS)
 @HTML
 @click.option("--around", metavar="OP", help="Draw only the neighborhood of this op or tensor; also as text.")
@@ -122,15 +147,16 @@ def inspect_command(
     from graphquant import api
     from graphquant.analysis.model_summary import summarize_model
 
-    _check_paths(model, html, output, force=force, stats=stats)
     if around is not None and form == "json":
         raise UsageError("--format json lists the whole model. For a neighborhood, use --format graph-json.")
     if model.suffix == ".gqs":
+        _check_paths(model, html, output, force=force, stats=stats)
         _print_stats(stats or model, None if stats is None else model, rules, form, html, output)
         return
     if rules and stats is None:
         raise UsageError("--rules computes ranges from statistics. Add --stats FILE, which calibrate writes.")
     source = api.load(model, allow_links=allow_links)
+    _check_paths(model, html, output, force=force, stats=stats)
     draws_graph = form in GRAPH_FORMATS or around is not None
     if html is not None or draws_graph:
         _draw_model(source, stats, rules, form if draws_graph else None, html, (around, hops), output)
@@ -275,7 +301,7 @@ def rules_list_command() -> None:
 
 
 @rules_group.command("show")
-@click.argument("name")
+@click.argument("name", type=NameType(RULE_NAMES))
 def rules_show_command(name: str) -> None:
     """Print the rule file NAME."""
     from graphquant.rules import find_rule_file
@@ -284,7 +310,7 @@ def rules_show_command(name: str) -> None:
 
 
 @rules_group.command("check")
-@click.argument("files", nargs=-1, required=True, metavar="NAME|FILE...")
+@click.argument("files", nargs=-1, required=True, type=NameType(RULE_NAMES, files=True), metavar="NAME|FILE...")
 def rules_check_command(files: tuple[str, ...]) -> None:
     """Check rule files and list each mistake as file:line."""
     from graphquant.rules import load_ruleset

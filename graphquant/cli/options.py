@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from graphquant.errors import FindingsError, GraphQuantError, InternalError, UsageError, escape_unprintable
 from graphquant.utils.options import OptionField, Options, option_fields, resolve_options
@@ -83,11 +84,11 @@ def _click_options(field: OptionField, *, unset: bool) -> list[Callable[[Command
     if field.name == "algorithms":
         off = "Disable an optimization algorithm of the rules."
         return [
-            click.option(flag, field.name, multiple=True, metavar=form.metavar, help=text),
-            click.option("--no-algorithm", "no_algorithms", multiple=True, metavar=form.metavar, help=off),
+            click.option(flag, field.name, multiple=True, type=names, metavar=form.metavar, help=text),
+            click.option("--no-algorithm", "no_algorithms", multiple=True, type=names, metavar=form.metavar, help=off),
         ]
     if default == ():
-        return [click.option(flag, field.name, multiple=True, metavar=form.metavar, help=text)]
+        return [click.option(flag, field.name, multiple=True, type=names, metavar=form.metavar, help=text)]
     kind: Any = click.Choice(form.choices) if form.choices else FieldType(field)
     if form.path:
         kind = str if unset else PATH
@@ -96,7 +97,23 @@ def _click_options(field: OptionField, *, unset: bool) -> list[Callable[[Command
     return [click.option(*flag.split(), field.name, show_default=default is not None and not unset, **details)]
 
 
-class FieldType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type argument
+class NameType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type argument
+    """Text that completion suggests: known names, and files if `files` is True. Other text is valid too."""
+
+    name = "text"
+
+    def __init__(self, names: tuple[str, ...] = (), *, files: bool = False) -> None:
+        self._names, self._files = names, files
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the known names that continue `incomplete`, and have the shell complete files."""
+        del ctx, param
+        # bash forgets the names before a request for files, so the request is first.
+        files = [CompletionItem(incomplete, type="file")] if self._files else []
+        return [*files, *(CompletionItem(name) for name in self._names if name.startswith(incomplete))]
+
+
+class FieldType(NameType):
     """Parameter type that validates a value as the options model does, so that the message names the option."""
 
     def __init__(self, field: OptionField) -> None:
@@ -122,6 +139,8 @@ def parse_shard(text: str | None) -> tuple[int, int]:
 
 class ErrorHandlingGroup(click.Group):
     """Command group that reports each error as a message and an exit code instead of a traceback."""
+    names = NameType(form.names, files="FILE" in form.metavar)
+    text += f" Names: {', '.join(form.names)}." if form.names and form.names[-1] not in text else ""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -145,6 +164,7 @@ class ErrorHandlingGroup(click.Group):
             click.echo("error: There is not enough memory for this model. Use a machine with more memory.", err=True)
             raise click.exceptions.Exit(InternalError.exit_code) from error
 
+        super().__init__(field.form.names, files=field.form.metavar in {"SPEC", "FILE"})
 
 def _show_usage_error(error: click.UsageError, file: Any = None) -> None:
     """Print an error of click with the prefix of all other errors."""

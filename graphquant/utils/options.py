@@ -39,6 +39,22 @@ if TYPE_CHECKING:
 NO_TARGET = "none"  # value of `min_sqnr` that disables the default target
 
 OptionsClass = TypeVar("OptionsClass", bound="Options")
+# Names for the help and the completion of the command line, which must not import the tables that define them.
+# `tests/cli/test_help.py` compares them with these tables.
+RULE_NAMES = (
+    *("onnxruntime", "tflite", "tensorrt", "qnn", "qnn16", "openvino", "vitis_ai", "generic", "fixed_point"),
+    *("weight_only", "weight_only_int8", "weight_only_int4", "tables_int4"),
+)
+FAMILY_NAMES = (
+    *("onnx-qdq", "fake-quant", "quantize-and-dequantize-v2", "quantize-and-dequantize-v3"),
+    "quantize-and-dequantize-v4",
+)
+METHOD_NAMES = ("auto", "minmax", "absmax", "mean-minmax", "percentile", "mse", "entropy")
+ALGORITHM_NAMES = (
+    *("cross-layer-equalization", "smoothquant", "weight-clipping", "gptq", "adaround", "bias-correction"),
+)
+BACKEND_NAMES = ("onnxruntime", "onnxruntime-arm", "tensorrt", "qnn", "openvino", "vitis_ai")
+
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
@@ -52,6 +68,7 @@ class OptionForm:
     path: bool = False  # True if the value is a file
     choices: tuple[str, ...] = ()  # possible values, if there are only a few
     help: str = ""  # help text, if it differs from the description because the flag negates the field
+    names: tuple[str, ...] = ()  # names that `--help` and completion list; files, say, are possible values too
     python_only: bool = False  # True if the command line does not have the option
 
 
@@ -96,6 +113,7 @@ class PlanOptions(ReadOptions):
         " rule wins. Default: the rules of the model's format.",
         metavar="NAME|FILE|RULE",
     )
+        names=RULE_NAMES,
     include: Names = option(
         (), "Quantize only the tensors and ops that these globs or /regexes/ match.", metavar="PATTERN"
     )
@@ -108,7 +126,10 @@ class PlanOptions(ReadOptions):
         metavar="NAME",
     )
     method: str | None = option(
-        None, "Observer that computes ranges from data, instead of the observers of the rules.", metavar="NAME"
+        None,
+        "Observer that computes ranges from data, instead of the observers of the rules.",
+        metavar="NAME",
+        names=METHOD_NAMES,
     )
     requantize: bool = option(False, "Remove the existing quantization of the model first.")
     algorithms: Names = option(
@@ -125,6 +146,7 @@ class InsertOptions(PlanOptions):
     """Options of `insert`."""
 
     data: DataSpec | None = option(
+        names=ALGORITHM_NAMES,
         None,
         "Calibration data: .npz, a folder, photos,preset=imagenet, or module:function, which is executed; see"
         " docs/data.md.",
@@ -212,7 +234,10 @@ class CalibrateOptions(ReadOptions):
     """Options of `calibrate`."""
 
     rules: Names = option(
-        (), "Rule files whose observers need statistics. Default: the rules of the model's format.", metavar="NAME|FILE"
+        (),
+        "Rule files whose observers need statistics. Default: the rules of the model's format.",
+        metavar="NAME|FILE",
+        names=RULE_NAMES,
     )
     everything: bool = option(False, "Observe each float tensor, so that the statistics serve any rules.", flag="--all")
     full: bool = option(
@@ -275,7 +300,10 @@ class ExplainOptions(ReadOptions):
     """Options of `explain`."""
 
     rules: Names = option(
-        (), "Rule files. The first matching rule wins. Default: the rules of the model's format.", metavar="NAME|FILE"
+        (),
+        "Rule files. The first matching rule wins. Default: the rules of the model's format.",
+        metavar="NAME|FILE",
+        names=RULE_NAMES,
     )
     plan: ObjectOrPath | None = option(None, "Explain this plan instead of rules.", metavar="FILE", path=True)
     data: DataSpec | None = option(
@@ -283,7 +311,11 @@ class ExplainOptions(ReadOptions):
     )
     stats: ObjectOrPath | None = option(None, "Statistics from calibrate, instead of data.", metavar="FILE", path=True)
     backend: str | None = option(
-        None, "Backend that will run the model. Default: the backend of the rules.", metavar="BACKEND", flag="--for"
+        None,
+        "Backend that will run the model. Default: the backend of the rules.",
+        metavar="BACKEND",
+        flag="--for",
+        names=BACKEND_NAMES,
     )
 
 
