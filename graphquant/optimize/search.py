@@ -60,6 +60,7 @@ from graphquant.optimize.size_budget import (
     parse_size_budget,
 )
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ
+from graphquant.quantize.rewrite import needs_barriers
 from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
@@ -555,7 +556,12 @@ class PlanMeasurer:
         """Validate a plan with further sites in float, by index in `plan`."""
         if self._bypasses is None or self._bypasses[0] is not plan:
             bypasses = [
-                SiteBypass(built.model, match_sites(self._prepared, built.model), quantizing_ops_by_site(plan, built))
+                SiteBypass(
+                    built.model,
+                    match_sites(self._prepared, built.model),
+                    quantizing_ops_by_site(plan, built),
+                    with_barriers=needs_barriers(plan),
+                )
                 for built in self._builds(plan)
             ]
             self._bypasses = plan, bypasses

@@ -14,7 +14,8 @@ import numpy as np
 from graphquant import formats
 from graphquant.ir import Model, Op, OpKey, Output, TensorRef, paused_gc
 from graphquant.qdq.family import add_constant
-from graphquant.quantize.rewrite import FRAME_KINDS
+from graphquant.quantize.preparation_undo import remove_unread_ops
+from graphquant.quantize.rewrite import FRAME_KINDS, add_barriers
 
 if TYPE_CHECKING:
     from graphquant.analysis import ComparedSites
@@ -208,11 +209,19 @@ class SiteBypass:
     """A quantized model whose sites can be bypassed, as in a plan that keeps them in float."""
 
     def __init__(
-        self, quantized_model: Model, sites: ComparedSites, ops_by_site: Mapping[int, Collection[OpKey]]
+        self,
+        quantized_model: Model,
+        sites: ComparedSites,
+        ops_by_site: Mapping[int, Collection[OpKey]],
+        *,
+        with_barriers: bool = False,
     ) -> None:
-        """Bypass sites of `quantized_model`; `ops_by_site` has the quantization ops of each site of its plan."""
+        """Bypass sites of `quantized_model`; `ops_by_site` has the quantization ops of each site of its plan.
+
+        `with_barriers` adds the barriers that a plan for ONNX Runtime has before its float ops.
+        """
         op_keys, self._switch_points = _find_switch_points(quantized_model, sites)
-        self._model = quantized_model
+        self._model, self._with_barriers = quantized_model, with_barriers
         indices = {op_key: index for index, op_key in enumerate(op_keys)}
         self._points = {
             site: {indices[op_key] for op_key in ops if op_key in indices} for site, ops in ops_by_site.items()
@@ -222,7 +231,11 @@ class SiteBypass:
         """Return the model with these sites in float."""
         bypassed = {point for site in float_sites for point in self._points.get(site, ())}
         on = set(range(len(self._switch_points))) - bypassed
-        return insert_switches(self._model, self._switch_points, by_input={}, on=on).model
+        model = insert_switches(self._model, self._switch_points, by_input={}, on=on).model
+        remove_unread_ops(model, [self._switch_points[point].quantized for point in sorted(bypassed)])
+        if self._with_barriers:
+            add_barriers(model)
+        return model
 
 
 # The error of groups of quantizations takes one run for each set of groups, whatever the number of quantizations.

@@ -135,9 +135,8 @@ def rewrite(
             InsertedPair(site=site, params=params[index], outputs=outputs, folded=lowering.read_value is not None)
         )
     remove_unread_ops(changed, (pair.site.tensor for pair in inserted if pair.folded))
-    if plan.format == "onnx" and plan.for_onnxruntime:
-        _add_barriers(changed)
-        _add_pool_barriers(changed)
+    if needs_barriers(plan):
+        add_barriers(changed)
     check_invariants(changed, "rewrite")
     return changed, inserted
 
@@ -302,7 +301,18 @@ MOVED_KINDS = DATA_MOVEMENT_KINDS | TRANSPARENT_KINDS
 ACTIVATION_KINDS = frozenset({"relu", "relu6", "clip"})
 
 
-def _add_barriers(model: Model) -> None:
+def needs_barriers(plan: Plan) -> bool:
+    """Return True if models of a plan run in ONNX Runtime, which needs barriers."""
+    return plan.format == "onnx" and plan.for_onnxruntime
+
+
+def add_barriers(model: Model) -> None:
+    """Add a Clip without limits wherever ONNX Runtime would quantize the weight of a float op, or move a pair."""
+    _add_weight_barriers(model)
+    _add_pool_barriers(model)
+
+
+def _add_weight_barriers(model: Model) -> None:
     """Add a Clip without limits before each float op whose weight ONNX Runtime would quantize."""
     parameters = Parameters(model)
 

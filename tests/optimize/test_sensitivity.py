@@ -17,6 +17,7 @@ from graphquant.api.plan import prepare_and_plan, prepare_for_plan
 from graphquant.calibration import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
+from graphquant.formats.onnx import create_runner
 from graphquant.optimize.sensitivity import (
     GroupSwitches,
     SiteBypass,
@@ -267,3 +268,16 @@ def test_bypassed_sites(made: Callable[[str], gq.Result], samples: Path) -> None
     plain, quantized = (joined_outputs(runner(model), feeds, {}) for model in (result.source, result.model))
     assert error_share(plain, joined_outputs(runner(bypass.make_model(by_site)), feeds, {})) < 1e-10
     assert error_share(quantized, joined_outputs(runner(bypass.make_model(())), feeds, {})) == 0
+
+
+def test_bypassed_weights_stay_float(made: Callable[[str], gq.Result], samples: Path) -> None:
+    """ONNX Runtime quantizes no bypassed weight itself, and the model has no ops that nothing reads."""
+    result = made("digits_cnn.onnx")
+    sites = match_sites(result.source, result.model)
+    by_site = {index: [(site.quantization_op.graph, site.quantization_op.op)] for index, site in enumerate(sites.sites)}
+    weights = [index for index, site in enumerate(sites.sites) if site.input_tensor is None]
+    model = SiteBypass(result.model, sites, by_site, with_barriers=True).make_model(weights)
+    feeds = [{"image": image[None]} for image in np.load(samples / "digits_cnn_calib.npz")["image"][:4]]
+    exact = joined_outputs(create_runner(model, optimizes=False), feeds, {})
+    assert error_share(exact, joined_outputs(create_runner(model), feeds, {})) < 1e-6
+    assert not [op.name for op in model.main.ops() if op.kind != "output" and not model.main.nx.adj[op.name]]
