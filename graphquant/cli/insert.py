@@ -136,7 +136,6 @@ def _check_combinations(settings: InsertOptions) -> None:
         raise UsageError("--ranges-map names tensors of the file of --ranges. Add --ranges.")
 
 
-def _check_outputs(
 def _check_inputs(model: Path, settings: InsertOptions) -> None:
     """Read the model, the rules or the plan, and the first sample, which raises errors if one of them is wrong."""
     from graphquant import api
@@ -149,6 +148,7 @@ def _check_inputs(model: Path, settings: InsertOptions) -> None:
         api.check_data(source, settings.data, samples=1)
 
 
+def _check_outputs(
     model: Path, target: Path, report: Path | None, html: Path | None, *, dry_run: bool, force: bool
 ) -> bool:
     """Reject outputs that cannot be written, before any work is done; return True if the output is a TFLite file."""
@@ -248,8 +248,8 @@ def strip_command(
 
     if output is None and original is None:
         raise UsageError("There is no output for the float model. Use -o OUT, or only --check ORIGINAL.")
-    if output is not None:
     source = api.load(model, allow_links=allow_links)
+    if output is not None:
         check_model_output(output, model, detect_format(model), force=force)
         lock_output_of_command(output)
     stripped = api.strip(source, everything=everything)
@@ -283,8 +283,8 @@ def freeze_command(model: Path, output: Path, allow_links: bool, force: bool) ->
     from graphquant.api.models import check_model_output
     from graphquant.formats import detect_format
 
-    check_model_output(output, model, detect_format(model), force=force, frozen=True)
     source = api.load(model, allow_links=allow_links)
+    check_model_output(output, model, detect_format(model), force=force, frozen=True)
     lock_output_of_command(output)
     written = api.save(freeze(source), output, force=force)
     remember_output(written)

@@ -30,6 +30,51 @@ HTML = click.option("--html", type=PATH, metavar="FILE", help="Draw the result a
 FORCE = click.option("--force", is_flag=True, help="Replace existing files.")
 
 
+OPTION_GROUPS = {
+    "Input": ("allow_links", "pairs", "allow_code", "schema"),
+    "Data": ("data", "samples", "stats", "ranges", "ranges_map", "everything", "max_memory", "shard_text", "merging"),
+    "What to quantize": (
+        *("rules", "include", "exclude", "family", "method", "requantize", "algorithms"),
+        *("no_algorithms", "plan", "float_weights"),
+    ),
+    "Goals": (
+        *("validate", "sites", "metric", "sensitivity", "min_sqnr", "min_agreement", "max_accuracy_drop"),
+        *("max_metric_drop", "min_quantized", "max_size", "size_budget", "optimize", "search_time", "strict"),
+        *("allow_empty", "check", "compare", "fail_on", "sqnr_step"),
+    ),
+    "Workers and cache": (
+        *("scheduler", "jobs", "timeout", "retries", "shard", "merge", "resume", "no_cache", "cache_dir"),
+        *("prune_cache", "verify"),
+    ),
+    "Output": (
+        *("output", "io", "dry_run", "verbose", "quiet", "form", "top", "report", "reports", "html", "attest", "force"),
+    ),
+}
+"""Headings of the help of a command with many options, and the options below each in their order."""
+
+
+class GroupedCommand(click.Command):
+    """Command whose help lists its options by group."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups that the command has options of."""
+        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        groups = {
+            heading: [record for name in names if (record := records.pop(name, None)) is not None]
+            for heading, names in OPTION_GROUPS.items()
+        }
+        groups["Output"] += filter(None, records.values())  # --help, whose name depends on the version of click
+        for heading, rows in groups.items():
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+def example_lines(*commands: str) -> str:
+    """Return examples for the end of a command's help, which click does not wrap."""
+    return "\n".join(["\b", "Examples:", *(f"  graphquant {command}" for command in commands)])
+
+
 def format_option(*formats: str) -> Callable[[CommandFunction], CommandFunction]:
     """Return the option that selects the output format; text is the default."""
     return click.option("--format", "form", type=click.Choice(["text", *formats]), default="text", show_default=True)
@@ -78,6 +123,8 @@ def _click_options(field: OptionField, *, unset: bool) -> list[Callable[[Command
     """Return the click options of one field. Two options set the algorithms: one enables, the other disables."""
     form = field.form
     text, flag, default = form.help or field.description, field.flag, field.default
+    names = NameType(form.names, files="FILE" in form.metavar)
+    text += f" Names: {', '.join(form.names)}." if form.names and form.names[-1] not in text else ""
     if isinstance(default, bool):
         initial = None if unset else default
         return [click.option(flag, field.name, is_flag=True, flag_value=not default, default=initial, help=text)]
@@ -117,6 +164,7 @@ class FieldType(NameType):
     """Parameter type that validates a value as the options model does, so that the message names the option."""
 
     def __init__(self, field: OptionField) -> None:
+        super().__init__(field.form.names, files=field.form.metavar in {"SPEC", "FILE"})
         self.name = field.form.metavar or field.name
         self._field = field
 
@@ -139,8 +187,6 @@ def parse_shard(text: str | None) -> tuple[int, int]:
 
 class ErrorHandlingGroup(click.Group):
     """Command group that reports each error as a message and an exit code instead of a traceback."""
-    names = NameType(form.names, files="FILE" in form.metavar)
-    text += f" Names: {', '.join(form.names)}." if form.names and form.names[-1] not in text else ""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -164,7 +210,6 @@ class ErrorHandlingGroup(click.Group):
             click.echo("error: There is not enough memory for this model. Use a machine with more memory.", err=True)
             raise click.exceptions.Exit(InternalError.exit_code) from error
 
-        super().__init__(field.form.names, files=field.form.metavar in {"SPEC", "FILE"})
 
 def _show_usage_error(error: click.UsageError, file: Any = None) -> None:
     """Print an error of click with the prefix of all other errors."""

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 NO_TARGET = "none"  # value of `min_sqnr` that disables the default target
 
-OptionsClass = TypeVar("OptionsClass", bound="Options")
 # Names for the help and the completion of the command line, which must not import the tables that define them.
 # `tests/cli/test_help.py` compares them with these tables.
 RULE_NAMES = (
@@ -55,6 +54,7 @@ ALGORITHM_NAMES = (
 )
 BACKEND_NAMES = ("onnxruntime", "onnxruntime-arm", "tensorrt", "qnn", "openvino", "vitis_ai")
 
+OptionsClass = TypeVar("OptionsClass", bound="Options")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
@@ -67,8 +67,8 @@ class OptionForm:
     flag: str = ""  # name on the command line, or "" for `--` and the name of the field
     path: bool = False  # True if the value is a file
     choices: tuple[str, ...] = ()  # possible values, if there are only a few
-    help: str = ""  # help text, if it differs from the description because the flag negates the field
     names: tuple[str, ...] = ()  # names that `--help` and completion list; files, say, are possible values too
+    help: str = ""  # help text, if it differs from the description because the flag negates the field
     python_only: bool = False  # True if the command line does not have the option
 
 
@@ -112,8 +112,8 @@ class PlanOptions(ReadOptions):
         "Rule files, by name, path or text, or one-line rules 'PRODUCER > CONSUMER: BITS, EXPONENT'. The first matching"
         " rule wins. Default: the rules of the model's format.",
         metavar="NAME|FILE|RULE",
-    )
         names=RULE_NAMES,
+    )
     include: Names = option(
         (), "Quantize only the tensors and ops that these globs or /regexes/ match.", metavar="PATTERN"
     )
@@ -124,6 +124,7 @@ class PlanOptions(ReadOptions):
         None,
         "Family of QDQ ops for schemes that name none: onnx-qdq, fake-quant, quantize-and-dequantize-v2, -v3 or -v4.",
         metavar="NAME",
+        names=FAMILY_NAMES,
     )
     method: str | None = option(
         None,
@@ -138,6 +139,7 @@ class PlanOptions(ReadOptions):
         " docs/algorithms.md.",
         metavar="NAME",
         flag="--algorithm",
+        names=ALGORITHM_NAMES,
     )
 
 
@@ -146,7 +148,6 @@ class InsertOptions(PlanOptions):
     """Options of `insert`."""
 
     data: DataSpec | None = option(
-        names=ALGORITHM_NAMES,
         None,
         "Calibration data: .npz, a folder, photos,preset=imagenet, or module:function, which is executed; see"
         " docs/data.md.",
