@@ -18,7 +18,14 @@ import numpy as np
 
 from graphquant import formats
 from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
-from graphquant.calibration.data.model_inputs import InputLayer, InputUse, find_input_uses, scale_ratio
+from graphquant.calibration.data.model_inputs import (
+    InputLayer,
+    InputUse,
+    channel_moments,
+    find_input_uses,
+    is_negated,
+    scale_ratio,
+)
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import format_shape
@@ -56,6 +63,21 @@ LAYOUT_CHECK_SAMPLES = 32  # number of samples whose neighboring values are comp
 
 SWAPPED_LAYOUT_RATIO = 0.8
 """Neighbors in the other layout must differ by less than this ratio before a swapped layout is reported."""
+
+MIN_COMPARED_SAMPLES = 8  # number of samples from which their deviations are judged
+MIN_COMPARED_VALUES = 16  # number of values in a sample from which the deviations of samples are judged
+MAX_COMPARED_VALUES = 1 << 16  # number of values of a sample, spread over it, that are compared
+
+SIMILAR_SAMPLES_RATIO = 0.2
+"""Deviation of samples from their mean, relative to the deviation inside them, below which they are similar.
+
+Samples of real data have 0.7 to 1.2, one item with noise has the level of the noise."""
+
+MIN_NOISE_EVENNESS = 0.3
+"""Squared mean of the variances of values, relative to the mean of the squares.
+
+Noise gives 0.9, or 0.6 if it was clipped. Columns of different units, or objects before a fixed background, give less,
+and samples of these may be similar."""
 
 NOISE_RATIO = 0.95
 """Neighboring pixels of images differ by less than this ratio of the difference of distant ones."""
@@ -123,6 +145,8 @@ class _InputStats:
     layout_difference: float = 0.0
     swapped_difference: float = 0.0
     distant_difference: float = 0.0
+    compared: _SampleDeviations | None = None
+    levels: Array = field(default_factory=lambda: np.empty(0))  # different values as long as none is positive
 
     def add(self, values: Array) -> None:
         """Add the values of one feed."""
@@ -160,6 +184,12 @@ class _InputStats:
             self.blank_feeds += numbers.size > 1 and bool((numbers == numbers[0]).all())
 
     @property
+    def negated_pixels(self) -> bool:
+        """True if the values look like pixels with the wrong sign. Decibels from -1 to 0 have more different values."""
+        has_limits = self.high == 0 and (self.low == -1 or -MAX_PIXEL <= self.low <= -MIN_UNSCALED_PIXEL)
+        return has_limits and self.levels.size <= MAX_PIXEL + 1
+
+    @property
     def unscaled_kind(self) -> tuple[str, int]:
         """The unscaled numbers that the values look like, or "", and their divisor."""
         if self.low >= 0 and MIN_UNSCALED_PIXEL <= self.high <= MAX_PIXEL:
@@ -169,6 +199,18 @@ class _InputStats:
             if self.integral and -limit <= self.low < -least and least < self.high <= limit:
                 return f"{bits}-bit samples", limit
         return "", 1
+
+    def compare_samples(self, values: Array) -> None:
+        """Add the deviations of one feed from the first one, if both have the same size and finite numbers."""
+        if dtype_kind(values.dtype) in {"int", "float"} and not non_finite_mask(values).any():
+            step = values.size // MAX_COMPARED_VALUES + 1
+            numbers = values.reshape(-1)[::step].astype(np.float64)
+            if self.compared is None:
+                self.compared = _SampleDeviations(numbers, np.zeros_like(numbers), np.zeros_like(numbers))
+            if numbers.size == self.compared.first.size:
+                self.compared.add(numbers)
+            if self.high <= 0 and self.levels.size <= MAX_PIXEL + 1:
+                self.levels = np.union1d(self.levels, numbers)
 
     def compare_layouts(self, model_input: InputSpec, values: Array) -> None:
         """Add the differences of values one row apart, for the declared layout and for the other one.
@@ -203,6 +245,36 @@ class _InputStats:
             nan=self.nan,
             inf=self.inf,
         )
+
+
+@dataclass(slots=True)
+class _SampleDeviations:
+    """Sums over samples of the deviations of each value from the first sample, which keeps them precise."""
+
+    first: Array
+    total: Array
+    squares: Array
+    variance: float = 0.0
+    count: int = 0
+
+    def add(self, numbers: Array) -> None:
+        """Add the values of a sample."""
+        with np.errstate(over="ignore", invalid="ignore"):  # squares that are not finite give no finding
+            deviation = numbers - self.first
+            self.total += deviation
+            self.squares += deviation * deviation
+            self.variance += float(numbers.var())
+        self.count += 1
+
+    def relative_noise(self) -> float | None:
+        """Return the deviation between samples relative to the one inside them if it is even as noise, or None."""
+        if self.count < MIN_COMPARED_SAMPLES or self.first.size < MIN_COMPARED_VALUES or not self.variance:
+            return None
+        with np.errstate(over="ignore", invalid="ignore"):
+            variances = np.maximum(self.squares / self.count - (self.total / self.count) ** 2, 0)
+            level, squares = float(variances.mean()), float((variances**2).mean())
+        is_even = 0 < squares < np.inf and level**2 > MIN_NOISE_EVENNESS * squares
+        return float(np.sqrt(level * self.count / self.variance)) if is_even else None
 
 
 def _mean_difference(values: Array, distance: int) -> float:
@@ -293,6 +365,7 @@ def _read_samples(
             stats.add(feed[model_input.name])
             if index < LAYOUT_CHECK_SAMPLES:
                 stats.compare_layouts(model_input, feed[model_input.name])
+                stats.compare_samples(feed[model_input.name])
     return stats_of_inputs, feeds
 
 
@@ -310,6 +383,7 @@ def _find_mistakes(
         input_findings = {
             **_value_findings(stats, dataset),
             **_scale_findings(model_input, stats, use, response),
+            **_sign_findings(model_input, stats, use, response),
             **_layout_findings(model_input, stats, dataset),
             **_stacked_findings(model_input, stats, dataset),
             **_index_findings(stats, use),
@@ -317,7 +391,7 @@ def _find_mistakes(
         is_content = dtype_kind(numpy_dtype(model_input.dtype)) == "float" or (use.table_rows or 0) >= MIN_TABLE_ROWS
         for kind, message in input_findings.items():
             # Masks, positions and lengths may be the same in all samples.
-            if is_content or not varying or kind not in {"constant", "same-samples", "blank"}:
+            if is_content or not varying or kind not in {"constant", "same-samples", "similar-samples", "blank"}:
                 level: Literal["warning", "error"] = "error" if kind in ERROR_KINDS else "warning"
                 findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}", level))
     if response is not None and varying:
@@ -379,6 +453,12 @@ def _value_findings(stats: _InputStats, dataset: Dataset) -> dict[str, str]:
         findings["same-samples"] = (
             f"has only {len(stats.digests)} different values in {stats.feeds} samples. Use different samples."
         )
+    noise = None if stats.compared is None else stats.compared.relative_noise()
+    if not findings and noise is not None and noise < SIMILAR_SAMPLES_RATIO:
+        findings["similar-samples"] = (
+            f"is almost the same in all samples: they deviate from their mean by {noise:.2g} times the deviation of the"
+            " values in a sample, like one sample with noise. Use different samples."
+        )
     return findings
 
 
@@ -406,6 +486,23 @@ def _scale_findings(
         "unscaled": f"of {model_input.dtype} {received}, which look like unscaled {kind}. Scale them as in training:"
         f" array / {divisor}, or --data FOLDER,scale=1/{divisor} for a folder of files."
     }
+
+
+def _sign_findings(
+    model_input: InputSpec, stats: _InputStats, use: InputUse, response: _ModelResponse | None
+) -> dict[str, str]:
+    """Return messages about values with the opposite sign of those that the model was trained on."""
+    received = f"receives {stats.low:g} to {stats.high:g}"
+    if response is not None and model_input.name in response.negated:
+        return {
+            "negated": f"{received}. The response of the model has the opposite sign of the means that it has stored in"
+            " training. Negate the values."
+        }
+    stores_means = use.layer is not None and use.layer.mean is not None
+    has_image_axes = model_input.shape is not None and len(model_input.shape) == IMAGE_AXES
+    if stats.negated_pixels and has_image_axes and not use.rescaled and not (response is not None and stores_means):
+        return {"negated": f"{received}, which look like pixels with the wrong sign. Negate the values."}
+    return {}
 
 
 def _layer_message(layer: InputLayer, ratio: float) -> str:
@@ -457,12 +554,17 @@ class _ModelResponse:
         observable = [tensor for tensor in tensors if tensor not in runner.unobservable(tensors)]
         # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
+        self.negated: set[str] = set()  # inputs whose sign is wrong according to their layer
         if observable:
             observations = list(runner.observe(observable, feeds, ancestors_only=True))
             for name, layer in layers.items():
                 values = [array for values in observations for array in values.get(layer.tensor, ())]
-                if (ratio := scale_ratio(layer, values)) is not None:
-                    self.ratios[name] = ratio
+                if (moments := channel_moments(layer, values)) is not None:
+                    means, deviations = moments
+                    if (ratio := scale_ratio(layer, deviations)) is not None:
+                        self.ratios[name] = ratio
+                    if is_negated(layer, means):
+                        self.negated.add(name)
 
     def needs_large_values(self, name: str) -> bool:
         """Return True if the model tells samples apart, but not if input `name` is divided by 255."""

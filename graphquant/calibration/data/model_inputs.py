@@ -37,6 +37,9 @@ NORMALIZING_KINDS = frozenset(
 )
 """Kinds that change the scale of an input."""
 
+MIN_MEANS = 4  # number of channels whose means do not all have the opposite sign by chance
+MIN_MEAN_DISTANCE = 0.2  # distance of means, in standard deviations, that a few samples do not cause by chance
+
 UNSCALING_KINDS = frozenset({"div", "layernorm", "instancenorm", "groupnorm", "lrn"})
 """Kinds that may divide values by their own size, so that no later layer shows the scale of an input."""
 
@@ -54,6 +57,8 @@ class InputLayer:
         None  # (I, C), matrix that maps the tensor to the compared values; None for the tensor itself
     )
     is_first: bool = True  # False behind a weighted op that stores no scale, such as a spectrogram
+    mean: Array | None = None  # float64 (C,), means of training, which a batch normalization stores
+    offset: Array | None = None  # float64 (C,), bias that the tensor contains whatever the input is
 
 
 @dataclass(slots=True)
@@ -76,8 +81,8 @@ def find_input_uses(model: Model, inputs: Sequence[InputSpec]) -> Mapping[str, I
     }
 
 
-def scale_ratio(layer: InputLayer, values: Sequence[Array]) -> float | None:
-    """Return the median ratio of the standard deviations of `values` to those that the layer has stored.
+def channel_moments(layer: InputLayer, values: Sequence[Array]) -> tuple[Array, Array] | None:
+    """Return the means (C,) and standard deviations (C,) of the values that a layer compares with the stored ones.
 
     None if the shapes do not match, or if values are missing or not finite.
     """
@@ -93,10 +98,25 @@ def scale_ratio(layer: InputLayer, values: Sequence[Array]) -> float | None:
         squares += (rows * rows).sum(0)
     if count <= 1:
         return None
-    deviations = np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
+    return total / count, np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
+
+
+def scale_ratio(layer: InputLayer, deviations: Array) -> float | None:
+    """Return the median ratio of standard deviations to those that the layer has stored; None if it has stored none."""
     is_stored = layer.spread > 0
     # Not `np.median`: it imports masked arrays, which takes as long as all else of a small model's check.
     return median((deviations[is_stored] / layer.spread[is_stored]).tolist()) if is_stored.any() else None
+
+
+def is_negated(layer: InputLayer, means: Array) -> bool:
+    """Return True if the means of training fit the negated response, and not the response itself."""
+    if layer.mean is None or layer.mean.shape != means.shape or means.size < MIN_MEANS:
+        return False
+    offset = layer.offset if layer.offset is not None and layer.offset.shape == means.shape else 0
+    trained, received = ((mean - offset) / layer.spread for mean in (layer.mean, means))
+    distance = float(np.linalg.norm(received - trained))
+    is_far = distance > MIN_MEAN_DISTANCE * np.sqrt(trained.size)
+    return is_far and float(np.linalg.norm(received + trained)) < distance / 2
 
 
 def _products(weight: Array, values: Sequence[Array]) -> Iterator[Array]:
@@ -163,7 +183,8 @@ def _stored_scale(
     if op.kind == "batchnorm":
         variance = _operand(model, parameters, output, op, "variance")
         spread = np.sqrt(np.maximum(0 if variance is None else variance, 0) + float(op.attrs.get("epsilon", 1e-3)))
-        layer = InputLayer(op.name, source, spread, _channel_axis(model, op), has_variance=True)
+        mean = _operand(model, parameters, output, op, "mean")
+        layer = InputLayer(op.name, source, spread, _channel_axis(model, op), has_variance=True, mean=mean)
         return None if variance is None or variance.min() < 0 else layer
     bias = _operand(model, parameters, output, op, "bias")
     if op.kind not in WEIGHTED_KINDS:
@@ -173,7 +194,8 @@ def _stored_scale(
         uses = model.graphs[current.graph].consumers(current)
         following = model.graphs[uses[0].graph].op(uses[0].op) if len(uses) == 1 else op
         if following.kind == "batchnorm":
-            return _stored_scale(model, parameters, following, current, TensorRef(uses[0].graph, uses[0].op))
+            layer = _stored_scale(model, parameters, following, current, TensorRef(uses[0].graph, uses[0].op))
+            return None if layer is None else replace(layer, offset=None if bias is None else bias.reshape(-1))
         if following.kind == "output":  # the biases of a regression have the unit of the output
             bias = None
         elif bias is None and following.kind in BIAS_ADD_KINDS:

@@ -70,9 +70,27 @@ def test_each_finding(check_arrays) -> None:
     assert kinds(check_arrays(np.full((40, 5), 3.0), None, 5)) == ["constant"]
     assert kinds(check_arrays(np.tile(NOISE[:1], (40, 1)), None, 5)) == ["same-samples"]
     assert kinds(check_arrays(NOISE, None, 5, imgaes=NOISE)) == ["ignored"]
+    pixels = np.random.default_rng(5).integers(-255, 1, (40, 4, 4, 1)) / 255
+    assert kinds(check_arrays(pixels, None, 4, 4, 1)) == ["negated"]
+    decibels = np.random.default_rng(5).uniform(-1, 0, (40, 4, 4, 1))
+    decibels[0, 0, :2, 0] = -1, 0
+    assert kinds(check_arrays(decibels, None, 4, 4, 1)) == []
     assert kinds(check_arrays(np.full((40, 1), 3.0), None, 1)) == []  # a rate or a switch
     taker = InputSpec(name="x", dtype="float32", shape=(None, 5))
     assert kinds(check_dataset(open_data("random:40", [taker]), [taker])) == ["random"]
+
+
+def test_samples_that_differ_by_noise(check_arrays) -> None:
+    """One item with noise is found, also if clipped. Columns of different units, and objects on a background, are not."""
+    rng = np.random.default_rng(6)
+    item, noise = rng.uniform(0, 1, 64), rng.normal(0, 1, (40, 64))
+    assert kinds(check_arrays(item + 0.03 * noise, None, 64)) == ["similar-samples"]
+    assert kinds(check_arrays(np.clip(item.round() + 0.03 * noise, 0, 1), None, 64)) == ["similar-samples"]
+    assert kinds(check_arrays(item + 0.3 * noise, None, 64)) == []
+    assert kinds(check_arrays((item + 0.03 * noise)[:, :8], None, 8)) == []  # too few values to judge
+    units = np.logspace(-4, 4, 64)
+    assert kinds(check_arrays(units * (item + 0.03 * noise), None, 64)) == []
+    assert kinds(check_arrays(np.where(np.arange(64) < 4, item + 0.3 * noise, item), None, 64)) == []
 
 
 def test_swapped_layouts(model_folder, check_arrays) -> None:
@@ -313,6 +331,30 @@ def test_layers_behind_the_first_one(samples, tmp_path) -> None:
         assert model_findings(tmp_path / f"{name}.onnx", x=wave) == []
         expected = [] if name == "normalized" else ["scale"]
         assert model_findings(tmp_path / f"{name}.onnx", x=wave / 1000) == expected
+
+
+def test_negated_samples(samples, tmp_path) -> None:
+    """The means of a batch normalization tell the sign, also behind a bias; zero means tell nothing."""
+    images = calibration_images(samples)
+    assert model_findings(samples / "digits_cnn_bn.onnx", image=-images * 0.9) == ["negated"]
+    assert model_findings(samples / "digits_cnn_bn.onnx", image=1 - images) == []
+    rng = np.random.default_rng(7)
+    values = rng.normal(0.5, 1, (40, 6)).astype(np.float32)
+    arrays = {
+        "weight": rng.normal(size=(6, 5)),
+        "bias": 9 * rng.normal(size=5),
+        "gain": np.ones(5),
+        "shift": np.zeros(5),
+    }
+    product = values @ arrays["weight"] + arrays["bias"]
+    for name, mean in (("stored", product.mean(0)), ("without", arrays["bias"])):
+        statistics = arrays | {"mean": mean, "variance": product.var(0)}
+        text = """g (float[n, 6] x) => (float[n, 5] y) {
+            z = Gemm(x, weight, bias) y = BatchNormalization(z, gain, shift, mean, variance) }"""
+        model = onnx_model(text, {key: value.astype(np.float32) for key, value in statistics.items()})
+        onnx.save(model, tmp_path / f"{name}.onnx")
+        assert model_findings(tmp_path / f"{name}.onnx", x=values) == []
+        assert model_findings(tmp_path / f"{name}.onnx", x=-values) == ["negated"] * (name == "stored")
 
 
 def test_each_sample_is_read_once(samples) -> None:
