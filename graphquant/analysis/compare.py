@@ -463,5 +463,5 @@ def with_sensitivity(comparison: Comparison, sqnr_of: Callable[[str, str], float
     `sqnr_of` returns the SQNR in dB of the worst output if only one op, given by graph and name, quantizes.
     """
     sites = [replace(site, sensitivity=sqnr_of(site.graph, site.op)) for site in comparison.sites]
-    sites.sort(key=lambda site: math.inf if site.sensitivity is None else site.sensitivity)
+    sites.sort(key=lambda site: (site.sensitivity is None, site.sensitivity or 0.0))
     return replace(comparison, sites=tuple(sites))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +41,8 @@ class ComparedSite:
     local_errors: ErrorSums = field(default_factory=ErrorSums)  # errors relative to the input of the op
     accumulated_errors: ErrorSums = field(default_factory=ErrorSums)  # errors relative to the float model
     note: str = ""  # reason for an unknown figure
+    changed_bias: bool = False  # True for an int32 bias that differs from the float one by more than its rounding
+    corrected: bool = False  # True for a bias that bias correction changed
 
     def add(self, runs: Sequence[tuple[ObservedTensors, ObservedTensors]]) -> None:
         """Add the observed values of some runs of the quantized and of the float model."""
@@ -119,9 +120,9 @@ class ComparedSites:
     def figures(self) -> tuple[SiteFigures, ...]:
         """Figures of each site, the largest local error first; unknown figures come last."""
 
-        def rank(site: SiteFigures) -> tuple[float, float, str, str]:
-            local, accumulated = (math.inf if sqnr is None else sqnr for sqnr in (site.local, site.accumulated))
-            return local, accumulated, site.graph, site.op
+        def rank(site: SiteFigures) -> tuple[bool, float, bool, float, str, str]:
+            local, accumulated = ((sqnr is None, sqnr or 0.0) for sqnr in (site.local, site.accumulated))
+            return *local, *accumulated, site.graph, site.op
 
         return tuple(sorted((site.figures() for site in self.sites), key=rank))
 
@@ -137,7 +138,9 @@ def match_sites(float_model: Model, quantized_model: Model, prepared: Model | No
         op_pairs = match_ops(quantized_model, prepared)
     prepared = prepared or float_model
     parameters, float_weights = Parameters(quantized_model), _FloatWeights(quantized_model, prepared, op_pairs)
-    compared, rescaled_tensors = [], _rescaled_tensors(quantized_model)
+    record = _provenance(quantized_model)
+    compared, rescaled_tensors = [], _rescaled_tensors(record)
+    has_corrected_biases = "bias-correction" in record.get("algorithms", "")
     for quantization_op in summarize_model(quantized_model).quantization_ops:
         output_tensor = TensorRef(quantization_op.graph, quantization_op.op)
         quantized_tensor = unclipped_source(quantized_model, quantization_op.tensor)
@@ -159,6 +162,8 @@ def match_sites(float_model: Model, quantized_model: Model, prepared: Model | No
         )
         if parameter:
             _measure_weight(site, parameters, float_weights)
+            if has_corrected_biases and site.changed_bias:  # its change is no error of its quantization
+                site.corrected, site.note, site.local_errors = True, "bias correction changed it", ErrorSums()
         elif op_pairs is not None and site.float_tensor is None:
             site.note = "no tensor of the float model is its match"
         if quantized_model.op(output_tensor).anchor in rescaled_tensors:
@@ -169,11 +174,13 @@ def match_sites(float_model: Model, quantized_model: Model, prepared: Model | No
     return ComparedSites(sites=tuple(compared), float_model=prepared, float_has_quantization=float_has_quantization)
 
 
-def _rescaled_tensors(quantized_model: Model) -> frozenset[str]:
+def _provenance(quantized_model: Model) -> Mapping[str, str]:
+    """Return what graphquant recorded in the model."""
+    return quantized_model.provenance or formats.format_module(quantized_model.format).read_metadata(quantized_model)
+
+
+def _rescaled_tensors(provenance: Mapping[str, str]) -> frozenset[str]:
     """Tensors and weights whose channels were scaled before quantization, as recorded in the model."""
-    provenance = quantized_model.provenance
-    if not provenance:
-        provenance = formats.format_module(quantized_model.format).read_metadata(quantized_model)
     try:
         names = json.loads(provenance.get("scaled", "[]"))
     except (ValueError, RecursionError):  # whoever wrote that is no graphquant
@@ -231,10 +238,14 @@ def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _
     elif expected is not None and stores_integers:
         site.read_float_weight = partial(_reshaped_float_weight, float_weights, site.output_tensor, value.shape)
     local_reference = expected if stores_integers else value
+    is_bias = stores_integers and params.type.bits == BIAS_BITS
     # Some rows at a time, because a weight can take much of the memory.
     for rows, row_params in iter_slabs(value.shape, params):
         integers = value[rows] if stores_integers else quantize(value[rows], row_params)
         dequantized = dequantize(integers, row_params)
+        if is_bias and expected is not None:
+            difference = np.abs(expected.reshape(value.shape)[rows] - dequantized)
+            site.changed_bias |= bool(np.any(difference > row_params.scale))
         for errors, reference in ((site.local_errors, local_reference), (site.accumulated_errors, expected)):
             if reference is not None:
                 with ignore_overflow():

@@ -107,21 +107,29 @@ def _measure_sensitivity(
     progress: Progress | None,
 ) -> Sensitivity:
     """Measure the effect of each quantization alone on the outputs."""
-    from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity
+    from graphquant.optimize.sensitivity import (
+        BATCH_SIZE,
+        chunk_sample_feeds,
+        judge_corrected_biases,
+        measure_sensitivity,
+    )
 
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
+    batch_independent = is_batch_independent(float_runner, batches, BATCH_SIZE) and is_batch_independent(
+        quantized_runner, batches, BATCH_SIZE, inputs=inputs
+    )
     sensitivity = measure_sensitivity(
         quantized_model,
         sites,
         batches,
         inputs=inputs,
-        batch_independent=is_batch_independent(float_runner, batches, BATCH_SIZE)
-        and is_batch_independent(quantized_runner, batches, BATCH_SIZE, inputs=inputs),
+        batch_independent=batch_independent,
         progress=stage_progress(progress, "measuring sensitivity"),
     )
     if sensitivity.interrupted:
         raise KeyboardInterrupt
-    return sensitivity
+    feeds = list(chunk_sample_feeds(batches, inputs, batch_independent=batch_independent))
+    return judge_corrected_biases(quantized_model, sites, feeds, sensitivity.samples, sensitivity)
 
 
 PLAN_MARKER = '"schema"'  # text near the start of each plan file, which ONNX models in JSON do not have

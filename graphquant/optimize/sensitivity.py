@@ -182,6 +182,25 @@ def measure_sensitivity(
     return Sensitivity(errors=errors, runs=runs, samples=samples, interrupted=interrupted)
 
 
+def judge_corrected_biases(
+    quantized_model: Model, sites: ComparedSites, feeds: Sequence[Feeds], samples: int, sensitivity: Sensitivity
+) -> Sensitivity:
+    """Return the sensitivity with the biases that bias correction changed, judged together in the whole model.
+
+    A corrected bias cancels the mean error of other quantizations. Alone, it would be an error where there is nothing
+    to cancel. Each of them gets the error that all of them together add to the model with all other quantizations.
+    """
+    corrected = {(site.quantization_op.graph, site.quantization_op.op) for site in sites.sites if site.corrected}
+    corrected &= sensitivity.errors.keys()
+    if not corrected:
+        return sensitivity
+    groups = [corrected, sensitivity.errors.keys() - corrected]
+    switches = GroupSwitches(quantized_model, sites, groups, feeds, samples)
+    error = max(0.0, switches.error((0, 1)) - switches.error((1,)))
+    errors = {**sensitivity.errors, **dict.fromkeys(corrected, error)}
+    return replace(sensitivity, errors=errors, runs=sensitivity.runs + switches.runs)
+
+
 def _measure_each(
     quantized_model: Model, switch_points: Sequence[SwitchPoint], selected: Collection[int], feeds: Sequence[Feeds]
 ) -> Iterator[tuple[int, float, int]]:

@@ -55,7 +55,7 @@ def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
 
 def metric_text(metric: MetricFigures) -> str:
     """Return the scores of both models by the user's metric."""
-    return f"{metric.name} " + " to ".join(f"{score:.4g}" for score in metric.scores)
+    return f"{metric.name} " + " -> ".join(f"{score:.4g}" for score in metric.scores)
 
 
 def data_warnings(findings: Iterable[DataFinding]) -> list[RenderableType]:
@@ -71,8 +71,9 @@ def _percent_text(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-def _accuracy(output: OutputFigures, side: int) -> float | None:
-    return None if output.accuracy is None else output.accuracy[side]
+def _accuracy_text(accuracy: tuple[float, float]) -> str:
+    """Return the accuracy of the float and of the quantized model."""
+    return " -> ".join(map(_percent_text, accuracy))
 
 
 OUTPUT_COLUMNS: tuple[Column[OutputFigures], ...] = (
@@ -81,8 +82,7 @@ OUTPUT_COLUMNS: tuple[Column[OutputFigures], ...] = (
     Column("cosine", lambda output: output.cosine, "{:.6f}".format, number=True),
     Column("max diff", lambda output: None if output.empty else output.max_error, "{:.4g}".format, number=True),
     Column("agree", lambda output: output.agreement, _percent_text, number=True),
-    Column("float accuracy", lambda output: _accuracy(output, 0), _percent_text, number=True, optional=True),
-    Column("accuracy", lambda output: _accuracy(output, 1), _percent_text, number=True, optional=True),
+    Column("accuracy", lambda output: output.accuracy, _accuracy_text, number=True, optional=True),
 )
 SITE_COLUMNS: tuple[Column[SiteFigures], ...] = (
     Column("quantized tensor", lambda site: site.tensor),
@@ -329,7 +329,7 @@ def _validation_summary(validation: Validation, comparison: Comparison) -> str:
     data_text = "also used for ranges, algorithms or a search" if validation.reuses_samples else "from the hold-out"
     data_text = "of other data than the statistics" if validation.calibrated_on_other_data else data_text
     data_text = f"in {validation.folds} parts, each with ranges of the others" if validation.folds > 1 else data_text
-    ranked = sorted(comparison.outputs, key=lambda output: math.inf if output.sqnr is None else output.sqnr)
+    ranked = sorted(comparison.outputs, key=lambda output: (output.sqnr is None, output.sqnr or 0.0))
     scores = validation.score_sqnr
     texts = [_output_metrics_text(output, scores.get(output.name)) for output in ranked if not output.empty]
     outputs = join_names(texts, WORST_SHOWN)

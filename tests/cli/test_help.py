@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from graphquant.qdq import FAMILIES
 from graphquant.rules import shipped_rule_files
 from graphquant.utils.options import ALGORITHM_NAMES, BACKEND_NAMES, FAMILY_NAMES, METHOD_NAMES, RULE_NAMES
 
+DOCS = Path(__file__).parents[2] / "docs"
 GROUPED = [name for name, command in main.commands.items() if isinstance(command, GroupedCommand)]
 
 
@@ -77,6 +82,17 @@ def test_completion_allows_files(option: str) -> None:
     """The shell completes files for options that take one."""
     items = ShellComplete(main, {}, "graphquant", "_GRAPHQUANT_COMPLETE").get_completions(["insert", option], "x")
     assert [item.type for item in items] == ["file"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_documented_completion(shell: str) -> None:
+    """The command of the documentation prints the completion of the shell, which calls graphquant for suggestions."""
+    text = (DOCS / "commands.md").read_text("utf-8")
+    (variable,) = re.findall(rf"(_\w+)={shell}_source graphquant", text)
+    program = [sys.executable, "-m", "graphquant"]
+    environment = {**os.environ, variable: f"{shell}_source"}
+    script = subprocess.run(program, env=environment, capture_output=True, text=True, check=True).stdout
+    assert f"{variable}={shell}_complete" in script
 
 
 def test_existing_output_is_reported_last(cli: Callable[..., Any], samples: Path, tmp_path: Path) -> None:

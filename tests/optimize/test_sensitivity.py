@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.rule_files import weight_rule
 
 import graphquant as gq
 from graphquant.analysis import match_sites
@@ -18,6 +19,7 @@ from graphquant.calibration import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
 from graphquant.formats.onnx import create_runner
+from graphquant.optimize import algorithm
 from graphquant.optimize.sensitivity import (
     GroupSwitches,
     SiteBypass,
@@ -194,6 +196,30 @@ def test_the_worst_is_first(tmp_path: Path, cli: Callable[..., Any]) -> None:
     exact, actual = (np.tanh(0.001 * np.maximum(x, 0) - c) for c in (-x, rounded))
     expected = 10 * np.log10((exact**2).sum() / ((exact - actual) ** 2).sum())
     assert first.sensitivity == pytest.approx(expected, abs=0.01)
+
+
+def test_corrected_biases_are_judged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Corrected biases cancel the errors of weights, so they are no errors of their own, and come last."""
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
+    text = """
+    <ir_version: 8, opset_import: ["" : 13]>
+    net (float[N, 3, 8, 8] x) => (float[N, 4, h, w] y)
+    { c = Conv <pads = [1, 1, 1, 1]> (x, v, a) d = Relu (c) e = Conv (d, w, b) y = Relu (e) }
+    """
+    model, rng = onnx.parser.parse_model(text), np.random.default_rng(3)
+    for name, shape in (("v", (4, 3, 3, 3)), ("a", (4,)), ("w", (4, 4, 3, 3)), ("b", (4,))):
+        value = (rng.normal(size=shape) * 0.3 + 0.1).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    onnx.save(model, tmp_path / "net.onnx")
+    x = (rng.normal(size=(64, 3, 8, 8)) + 1.5).astype(np.float32)
+    weights = '[scheme.weight]\nbits = 4\nper = "channel"\nobserve = "absmax"\n' + weight_rule("conv")
+    result = gq.insert(tmp_path / "net.onnx", rules=[weights, "onnxruntime"], data=x, algorithms=["bias-correction"])
+    assert sum(change.applied for change in result.algorithm_results) == 2
+    for sensitivity in (False, True):
+        sites = gq.compare(result.source, result.model, x, sensitivity=sensitivity).sites
+        assert [site.bias for site in sites] == [False] * 4 + [True] * 2
+        assert {site.local for site in sites[4:]} == {None}
+        assert {site.sensitivity for site in sites[4:]} == ({math.inf} if sensitivity else {None})
 
 
 def test_usage(cli: Callable[..., Any], tmp_path: Path) -> None:

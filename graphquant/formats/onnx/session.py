@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from onnx import NodeProto
+from onnx import ModelProto, NodeProto
 
 from graphquant.errors import ModelError
 from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch
@@ -32,7 +32,7 @@ from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, 
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
 from graphquant.formats.onnx.split_session import SplitSession, count_pairs, create_split_session, read_names
-from graphquant.formats.onnx.tensors import first_line, tensor_bytes
+from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 
 ObservedValues = dict[TensorRef, list["Array"]]
@@ -370,11 +370,29 @@ def create_session(
     try:
         session = open_inference_session(data, options)
     except RUNTIME_ERRORS as error:
-        raise ModelError(
-            f"onnxruntime rejects the model: {first_line(error)}. Correct the model, or update onnxruntime."
-        ) from error
+        raise _rejection(error, data, folder, weights or {}) from error
     session.weights = weights  # the session reads their memory
     return session
+
+
+_CUSTOM_OP = re.compile(r"([\w.-]+:\w+)\(-?\d+\) is not a registered function/op")
+
+
+def _rejection(error: Exception, data: bytes, folder: Path | None, weights: Container[str]) -> ModelError:
+    """Return the error for a model that onnxruntime rejects. Missing data and custom ops have messages of their own."""
+    if custom_op := _CUSTOM_OP.search(str(error)):
+        return ModelError(
+            f"onnxruntime has no op {custom_op[1]}, which belongs to a library of its own, so the model cannot be run"
+            " here. Replace it by ops of ONNX or by a function of the model, or quantize only the weights, which needs"
+            " no run: --rules weight_only, without --data."
+        )
+    try:
+        for tensor in external_tensors(ModelProto.FromString(data)):
+            if tensor.name not in weights:
+                external_path(tensor, folder)
+    except ModelError as missing:
+        return missing
+    return ModelError(f"onnxruntime rejects the model: {first_line(error)}. Correct the model, or update onnxruntime.")
 
 
 def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping[str, Array], mode: SessionMode) -> Any:

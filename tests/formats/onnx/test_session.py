@@ -57,6 +57,26 @@ def test_failures_are_model_errors(load_text: Any) -> None:
         runner.run({})
 
 
+def test_custom_ops_and_missing_data_have_messages(load_text: Any, tmp_path: Path) -> None:
+    """The error of a custom op names it with its domain, and the error of missing weights names their file."""
+    head = '<ir_version: 8, opset_import: ["" : 17, "com.acme" : 1]> '
+    with pytest.raises(ModelError, match=r"com\.acme:Mine.*weight_only"):
+        format_.create_runner(load_text(head + "g (float[2] x) => (float[2] y) { y = com.acme.Mine(x) }")).run({"x": X})
+    weight = numpy_helper.from_array(np.ones((2, 2), np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", 1, [1, 2])],
+        [helper.make_tensor_value_info("y", 1, [1, 2])],
+        [weight],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
+    tmp_path.joinpath("m.bin").unlink()
+    with pytest.raises(ModelError, match=r"'w'.*'m\.bin'"):
+        format_.create_runner(gq.load(tmp_path / "m.onnx")).run({"x": X[None]})
+
+
 def test_ancestors_only(load_text: Any) -> None:
     """Ops that no observed value depends on do not run: here one fails. A value that a body captures is computed."""
     model = load_text(
