@@ -81,7 +81,7 @@ def test_each_finding(check_arrays) -> None:
 
 
 def test_samples_that_differ_by_noise(check_arrays) -> None:
-    """One item with noise is found, also if clipped. Columns of different units, and objects on a background, are not."""
+    """One item with noise is found, also if clipped. Columns of other units, and objects on a background, are not."""
     rng = np.random.default_rng(6)
     item, noise = rng.uniform(0, 1, 64), rng.normal(0, 1, (40, 64))
     assert kinds(check_arrays(item + 0.03 * noise, None, 64)) == ["similar-samples"]
