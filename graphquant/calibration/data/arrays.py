@@ -22,23 +22,26 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
+from graphquant.calibration.data.dataset import PIXEL_KEYS, DataRequest, Dataset, Feed
 from graphquant.calibration.data.files import MAX_FEED_BYTES, DataFile, wrap_read_errors
 from graphquant.calibration.data.fit import (
     ArrayFit,
     check_dtype_range,
     common_sample_count,
+    dtype_kind,
     fit_array,
     match_input_keys,
     non_finite_error,
     non_finite_mask,
+    numpy_dtype,
     split_range,
 )
+from graphquant.calibration.data.images import PIXEL_PRESETS, Pixels, pixel_settings
 from graphquant.errors import DataError, UsageError
+from graphquant.formats import InputSpec
 from graphquant.utils.text import format_shape, parse_size
 
 if TYPE_CHECKING:
-    from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
 SCAN_CHUNK_BYTES = 1 << 17  # approximate bytes per read while an array is checked and hashed
@@ -61,6 +64,14 @@ class _StoredArray:
     data_offset: int
     stored_dtype: np.dtype[Any]
     fortran_order: bool
+    pixels: Pixels | None = None  # conversion of pictures, uint8 (N, H, W, C) or (N, H, W); None for other arrays
+
+    def make_feed(self, values: Array) -> Array:
+        """Convert the native values of one feed."""
+        if self.pixels is None:
+            return self.array_fit.feed(values)
+        feeds = [self.pixels.convert(self.array_fit.label, picture) for picture in values]
+        return np.concatenate(feeds) if "n" in self.pixels.layout else feeds[0]
 
     def native_values(self, block: Array) -> Array:
         """Convert a block to the byte order of the machine, and to bfloat16 if NumPy saved it as raw bytes."""
@@ -112,7 +123,8 @@ def _scan_and_hash(request: DataRequest, counts: Sequence[int]) -> str:
             for array in arrays:
                 array_fit = array.array_fit
                 rows = count if array_fit.rows_per_feed else 0
-                description = f"{array_fit.input_name} {array_fit.stored_dtype.str} {array_fit.feed_shape()} {rows}\n"
+                description = f"{array_fit.input_name} {array_fit.stored_dtype.str} {array_fit.feed_shape()} {rows}"
+                description += "\n" if array.pixels is None else f" {array.pixels}\n"
                 digest.update(description.encode())
                 _scan_array(array, count, digest.update, finite=request.require_finite)
     return digest.hexdigest()
@@ -159,9 +171,15 @@ def _read_file_arrays(
         if expanded_keys := compressed.intersection(keys):
             _check_expansion(file, file_size, sum(members[key][0] for key in expanded_keys), request)
         arrays = [
-            _inspect_array(f"{file.name}: array {key!r}", *members[key], model_input)
+            _inspect_array(f"{file.name}: array {key!r}", *members[key], model_input, request)
             for model_input, key in zip(request.inputs, keys, strict=True)
         ]
+        pixel_keys = [key for key in PIXEL_KEYS if key in request.source.keys]
+        if pixel_keys and all(array.pixels is None for array in arrays):
+            raise DataError(
+                f"{file.name} has no pictures, which are uint8 arrays of N x height x width x channels, so"
+                f" {pixel_keys[0]}= has no effect. Remove it, or save the pixels as uint8."
+            )
         yield arrays, [key for key in members if key not in keys]
 
 
@@ -188,7 +206,9 @@ def _open_uncompressed_entry(file: DataFile, info: zipfile.ZipInfo) -> IO[bytes]
     return stream
 
 
-def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model_input: InputSpec) -> _StoredArray:
+def _inspect_array(
+    label: str, size: int, opener: Callable[[], IO[bytes]], model_input: InputSpec, request: DataRequest
+) -> _StoredArray:
     """Read the header of an array and check it against its input."""
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     with opener() as stream:
@@ -207,13 +227,53 @@ def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model
         )
     if fortran_order and size > MAX_FEED_BYTES:
         raise DataError(f"{label} has {size} bytes in Fortran order. Save it in C order: numpy.ascontiguousarray.")
+    pixels = _picture_conversion(label, model_input, shape, stored_dtype, request)
+    fitted_input = model_input if pixels is None else _picture_input(model_input, pixels, shape)
     return _StoredArray(
-        array_fit=fit_array(label, model_input, shape, stored_dtype),
+        array_fit=fit_array(label, fitted_input, shape, stored_dtype),
+        pixels=pixels,
         open_stream=opener,
         data_offset=data_offset,
         stored_dtype=stored_dtype,
         fortran_order=fortran_order,
     )
+
+
+PICTURE_AXES = (3, 4)  # number of axes of an input that takes pictures, and of an array of pictures
+
+
+def _picture_conversion(
+    label: str, model_input: InputSpec, shape: tuple[int, ...], dtype: np.dtype[Any], request: DataRequest
+) -> Pixels | None:
+    """Return the conversion of an array of pictures, or None for another array.
+
+    Raises a DataError if the pixels need a conversion that the spec does not define.
+    """
+    input_shape = model_input.shape
+    has_pictures = dtype == np.uint8 and len(shape) in PICTURE_AXES
+    if not has_pictures or (input_shape is not None and len(input_shape) not in PICTURE_AXES):
+        return None
+    keys = {key: text for key, text in request.source.keys.items() if key in PIXEL_KEYS}
+    if keys:
+        if "size" not in keys and None in (input_shape or (None,))[1:]:
+            keys.setdefault("resize", "none")
+        return pixel_settings(request.source.spec, model_input, keys)
+    if dtype_kind(numpy_dtype(model_input.dtype)) != "float":
+        return None
+    raise DataError(
+        f"{label} is uint8 {format_shape(shape)}, but input {model_input.name!r} takes {model_input.dtype}. If it has"
+        f" pictures, add their conversion in training: {request.source.spec},preset=imagenet (or"
+        f" {', '.join(PIXEL_PRESETS)}), or {request.source.spec},mean=127,std=128. Otherwise save it as"
+        f" {model_input.dtype}."
+    )
+
+
+def _picture_input(model_input: InputSpec, pixels: Pixels, shape: tuple[int, ...]) -> InputSpec:
+    """Return an input that takes pictures of any size as they are stored, in the batch size of `model_input`."""
+    batch = model_input.shape[0] if "n" in pixels.layout and model_input.shape else None
+    has_channel_axis = pixels.channels > 1 or shape[-1] == 1
+    picture_shape = (batch, None, None, *((pixels.channels,) if has_channel_axis else ()))
+    return InputSpec(name=model_input.name, dtype="uint8", shape=picture_shape)
 
 
 def _array_blocks(array: _StoredArray, feeds_per_block: int, start: int, stop: int) -> Iterator[Array]:
@@ -305,6 +365,6 @@ def _input_stream(array: _StoredArray, start: int, stop: int) -> Iterator[Array]
     for block in _array_blocks(array, 1, start, stop):
         values = array.native_values(block)
         if array.array_fit.rows_per_feed:
-            yield array.array_fit.feed(values)
+            yield array.make_feed(values)
         else:
-            yield from itertools.repeat(array.array_fit.feed(values[0]), stop - start)
+            yield from itertools.repeat(array.make_feed(values[0]), stop - start)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from graphquant import formats
-from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
+from graphquant.calibration.data.fit import LABEL_KEYS, dtype_kind, non_finite_mask, numpy_dtype
 from graphquant.calibration.data.model_inputs import (
     InputLayer,
     InputUse,
@@ -51,9 +51,6 @@ MIN_BIAS_RATIO = 0.05  # ratio of a response and the bias below which an input h
 MIN_TABLE_ROWS = 16  # number of rows from which a table is an embedding, and zeros and ones are no indices of it
 LIMIT_DISTANCE = 1e-6  # largest distance from 0 or 1 of a saturated probability
 MAX_DISTINCT = 64  # number of different samples that are remembered, so that memory does not grow
-
-LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})
-"""Keys that no input is expected to take."""
 
 LARGEST_FLOAT32_PIXEL = 1e30  # differences of larger values, and their sums, are no float32
 COLOUR_CHANNELS = 3

@@ -53,10 +53,12 @@ DATA_KINDS = {
         "arrays named after the inputs, from numpy.savez",
         "arrays:open_arrays",
         r".*\.npz",
-        ("max_size",),
+        ("max_size", *PIXEL_KEYS),
         has_fields=True,
     ),
-    "npy": DataKind("one array, from numpy.save, for models with one input", "arrays:open_arrays", r".*\.npy"),
+    "npy": DataKind(
+        "one array, from numpy.save, for models with one input", "arrays:open_arrays", r".*\.npy", PIXEL_KEYS
+    ),
     "onnx-test-set": DataKind(
         "folders with input_0.pb, input_1.pb, ...; each folder is one run of the model",
         "records:open_onnx_sets",

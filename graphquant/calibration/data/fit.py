@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})
+"""Keys that no input is expected to take."""
+
 STRING_DTYPES = frozenset({"string", "str", "object"})
 
 
@@ -88,8 +91,12 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
         candidates = [requested_key] if requested_key else accepted_names
         key = next((candidate for candidate in candidates if candidate in available_keys), None)
         if key is None:
+            used = {*names, *matched_keys, *input_keys.values(), *LABEL_KEYS}
+            unused_keys = [available for available in available_keys if available not in used]
+            other_key = unused_keys[0] if len(unused_keys) == 1 else "NAME"
             advice = (
-                f"Save each array under the name of its input, or add ',inputs.{model_input.name}=NAME' to the spec."
+                f"Save each array under the name of its input, or add ',inputs.{model_input.name}={other_key}' to the"
+                " spec."
                 if request.source.memory is None
                 else "Use the name of its input as the key of each array."
             )

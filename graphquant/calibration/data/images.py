@@ -93,6 +93,22 @@ class Pixels:
         except DataError as error:
             raise DataError(f"{label}: {error}") from error
 
+    def convert(self, label: str, pixels: Array) -> Array:
+        """Resize `pixels`, uint8 (height, width) or (height, width, channels), and convert them to a feed.
+
+        Raises a DataError if the size does not fit.
+        """
+        pixels = pixels.reshape(*pixels.shape[:2], self.channels)
+        if self.size is not None and (pixels.shape[1::-1] != self.size or self.crop_pct != 1):
+            image_module = _import_pillow()
+            image = image_module.fromarray(pixels[:, :, 0] if self.channels == 1 else pixels)
+            try:
+                image = _resize_image(image, self)
+            except DataError as error:
+                raise DataError(f"{label}: {error}") from error
+            pixels = np.asarray(image).reshape(image.height, image.width, self.channels)
+        return self.to_feed(pixels)
+
     def to_feed(self, image: Array) -> Array:
         """Convert `image`, uint8 (height, width, channels), to a feed."""
         values = image[:, :, ::-1] if self.order == "bgr" else image
@@ -269,22 +285,28 @@ def _parse_channel_values(label: str, key: str, text: str, channels: int) -> tup
     return values
 
 
-def _decode_image(content: bytes, settings: Pixels) -> Array:
-    """Decode and resize an image to uint8 (height, width, channels)."""
+def _import_pillow() -> Any:
+    """Return the module of images."""
     try:
         from PIL import Image
     except ImportError as error:
         raise MissingDependencyError(f"Images need the package pillow. Install it: {DATA_EXTRA_INSTALL}") from error
+    return Image
+
+
+def _decode_image(content: bytes, settings: Pixels) -> Array:
+    """Decode and resize an image to uint8 (height, width, channels)."""
+    image_module = _import_pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd metadata; large images are rejected by size
-            image = Image.open(BytesIO(content), formats=PILLOW_FORMATS)
+            image = image_module.open(BytesIO(content), formats=PILLOW_FORMATS)
             if image.width * image.height > MAX_PIXELS:
                 raise DataError(f"it has {image.width}x{image.height} pixels. Make it smaller.")
             if image.mode.startswith(("I", "F")):
                 raise DataError(f"it has more than 8 bits per channel ({image.mode}). Save it as an .npy file.")
             image = _resize_image(image.convert(PILLOW_MODES[settings.channels]), settings)
-    except Image.DecompressionBombError as error:
+    except image_module.DecompressionBombError as error:
         raise DataError(f"{error}. Make it smaller.") from error
     except FILE_READ_ERRORS as error:
         raise DataError(

@@ -215,3 +215,67 @@ def test_photographs(model_folder: Path, tmp_path: Path) -> None:
     wanted = ((photos.astype(np.float32) - 127) / 128).transpose(0, 3, 1, 2)
     batches = open_data(f"{tmp_path},mean=127,std=128", [InputSpec(name="x", dtype="float32", shape=wanted[:1].shape)])
     np.testing.assert_array_equal(np.concatenate([feed["x"] for feed in batches]), wanted)
+
+
+PICTURES = np.random.default_rng(2).integers(0, 256, (5, 6, 10, 3), np.uint8)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy"])
+@pytest.mark.parametrize(
+    ("shape", "keys"),
+    [
+        ((None, 3, 6, 10), "mean=1:2:3,std=4"),
+        ((None, 6, 10, 3), "preset=imagenet"),
+        ((1, 3, 5, 4), "scale=1/255,order=bgr,resize=crop"),
+        ((None, None, None, None), "scale=1/255,layout=nchw,size=4x8"),
+        ((None, 1, 6, 10), "scale=1/255"),
+        ((3, 6, 10), "mean=127"),
+    ],
+)
+def test_arrays_of_pictures(tmp_path: Path, shape: tuple[int | None, ...], keys: str, suffix: str) -> None:
+    """Pictures in an array give the same feeds as a folder of the same pictures."""
+    gray = shape[1] == 1
+    pictures = PICTURES[..., 0] if gray else PICTURES
+    (tmp_path / "photos").mkdir()
+    for index, picture in enumerate(pictures):
+        tmp_path.joinpath("photos", f"{index}.png").write_bytes(encoded(picture))
+    save = np.savez if suffix == ".npz" else np.save
+    save(tmp_path / f"data{suffix}", **({"x": pictures} if suffix == ".npz" else {"arr": pictures}))
+    expected, actual = (
+        list(open_data(f"{tmp_path / name},{keys}", [float_input(*shape)])) for name in ("photos", f"data{suffix}")
+    )
+    assert len(actual) == len(expected) == 5
+    for first, second in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(first["x"], second["x"])
+
+
+def test_arrays_of_pictures_in_batches(tmp_path: Path) -> None:
+    """A model with a fixed batch takes that many pictures at a time, and other arrays stay as they are."""
+    np.savez(tmp_path / "data.npz", x=PICTURES[:4, ..., :1], scale=np.float32(3))
+    inputs = [float_input(2, 1, 6, 10), float_input(name="scale")]
+    feeds = list(open_data(f"{tmp_path / 'data.npz'},mean=127,std=2", inputs))
+    assert [feed["scale"].item() for feed in feeds] == [3, 3]
+    actual = np.concatenate([feed["x"] for feed in feeds])[:, 0]
+    np.testing.assert_array_equal(actual, (PICTURES[:4, ..., 0].astype(np.float32) - 127) / 2)
+
+
+def test_pictures_in_arrays_need_a_conversion(tmp_path: Path) -> None:
+    """Pixels for a float input need settings, settings need pixels, and the digest depends on the settings."""
+    np.savez(tmp_path / "data.npz", x=PICTURES)
+    np.savez(tmp_path / "float.npz", x=PICTURES.astype(np.float32))
+    one = float_input(None, 6, 10, 3)
+    with pytest.raises(DataError, match="preset=imagenet"):
+        open_data(str(tmp_path / "data.npz"), [one])
+    with pytest.raises(DataError, match="mean="):
+        open_data(f"{tmp_path / 'float.npz'},mean=3", [one])
+    with pytest.raises(DataError, match="10x6"):
+        open_data(f"{tmp_path / 'data.npz'},mean=3,resize=none", [float_input(None, 10, 6, 3)])
+    digests = {open_data(f"{tmp_path / 'data.npz'},mean={mean}", [one]).final_digest() for mean in (1, 2)}
+    assert len(digests) == 2
+
+
+def test_the_key_of_an_array_is_suggested(tmp_path: Path) -> None:
+    """If one array is left for an input, the error has the setting that assigns it."""
+    np.savez(tmp_path / "data.npz", pixels=np.zeros((4, 3), np.float32), labels=np.zeros(4))
+    with pytest.raises(DataError, match=r",inputs\.x=pixels'"):
+        open_data(str(tmp_path / "data.npz"), [float_input(None, 3)])

@@ -100,7 +100,7 @@ def test_invalid_descriptions(folder_of_kinds, text: str, message: str) -> None:
         ("both,kind=audio", "^both .*no files .*audio"),
         ("both,kind=random", "kind=random .* random:N"),
         ("images,men=3", "no key 'men'. Did you mean 'mean'.* preset, size"),
-        ("npz,mean=3", "has no key 'mean'"),
+        ("npz,rate=3", "has no key 'rate'"),
         ("npy,inputs.x=y", "named fields.* inputs.x"),
         ("random:3,size=3", "kind random,.* 'size'"),
     ],
