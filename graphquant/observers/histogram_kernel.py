@@ -10,9 +10,11 @@ mantissa bits, or 8 KiB with 10, for each factor of two between its smallest and
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
+import os
+import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -91,10 +93,40 @@ sum_squares: Callable[[Array, Array], tuple[float, float]] = sum_squares_numpy
 squared_errors: Callable[[Array, Array, Array], None] | None = None
 """Computes the sums of squared errors, (C,), from the pieces of a distribution, (8, K + 1), and the scale, smallest and
 largest integer of each candidate, (C, 3); see `Distribution.squared_error`. None if the extension was not compiled."""
-with suppress(ImportError, AttributeError):  # there was no C compiler during installation, or the extension is older
+TRUNCATED = (
+    "error: A file became shorter while it was read, such as the external data of the model. Copy it again, and change"
+    " no file during a run.\n"
+)
+"""Message of the signal that ends a process whose memory-mapped file was truncated, as in the extension."""
+
+_signal_callbacks: list[object] = []  # called by the C library, which does not keep them alive
+
+
+def _handle_truncation() -> None:
+    """End the process with a message if a file that ONNX Runtime maps to memory is truncated, as the extension does.
+
+    A handler of the module `signal` would only run after the read that fails again and again. A callback of ctypes
+    runs at once, and waits for the interpreter at most until ONNX Runtime, which reads the file, has released it.
+    """
+    if not hasattr(signal, "SIGBUS") or signal.getsignal(signal.SIGBUS) != signal.SIG_DFL or faulthandler.is_enabled():
+        return  # another handler stays
+    import ctypes
+
+    def end_process(_: int) -> None:
+        os.write(2, TRUNCATED.encode())
+        os._exit(3)
+
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(end_process)
+    _signal_callbacks.append(callback)
+    ctypes.CDLL(None).signal(int(signal.SIGBUS), callback)
+
+
+try:
     compiled = import_module("graphquant.observers._fill")
     count_values, count_all_values, sum_squares = compiled.fill, compiled.fill_all, compiled.squares
     squared_errors = compiled.squared_errors
+except (ImportError, AttributeError):  # there was no C compiler during installation, or the extension is older
+    _handle_truncation()
 
 
 def unpack_entries(table: Array, minimum: int = 1, *, clear: bool = False) -> tuple[Array, Array, Array]:

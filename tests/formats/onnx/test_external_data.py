@@ -411,15 +411,18 @@ runner = formats.format_module("onnx").create_runner(gq.load(sys.argv[1]))
 feed = {"x": np.zeros((1, 2048), np.float32)}
 runner.run(feed)
 os.truncate(sys.argv[2], 0)
+if sys.argv[3] == "python":
+    sys.modules["graphquant.observers._fill"] = None
 gq.compare  # imports the compiled kernel, as each command does
 runner.run(feed)
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not truncate mapped files")
-def test_weights_that_are_truncated_while_onnxruntime_maps_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel", ["compiled", "python"])
+def test_weights_that_are_truncated_while_onnxruntime_maps_them(tmp_path: Path, kernel: str) -> None:
     """A process whose mapped weights are truncated ends with a message and the exit code of unreadable models."""
-    if histogram_kernel.count_values is histogram_kernel.count_values_numpy:
+    if kernel == "compiled" and histogram_kernel.count_values is histogram_kernel.count_values_numpy:
         pytest.skip("the kernel was not compiled")
     weight = onnx.TensorProto(name="w", data_type=1, dims=[2048, 2048], data_location=1)
     weight.external_data.add(key="location", value="m.data")
@@ -427,6 +430,12 @@ def test_weights_that_are_truncated_while_onnxruntime_maps_them(tmp_path: Path) 
     infos = [helper.make_tensor_value_info(name, 1, [1, 2048]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", infos[:1], infos[1:], [weight])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
-    arguments = [sys.executable, "-c", TRUNCATED_WHILE_MAPPED, str(tmp_path / "m.onnx"), str(tmp_path / "m.data")]
+    arguments = [
+        sys.executable,
+        "-c",
+        TRUNCATED_WHILE_MAPPED,
+        *map(str, (tmp_path / "m.onnx", tmp_path / "m.data")),
+        kernel,
+    ]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr.count("\n"), ended.stderr.startswith("error: ")) == (3, 1, True)
