@@ -15,8 +15,9 @@ from graphquant.backends.integer_placement import place_by_cost
 from graphquant.backends.onnxruntime_costs import assume_input_shapes, read_cost_table
 from graphquant.calibration import with_observer
 from graphquant.errors import ModelError, UsageError
+from graphquant.numerics import IntType
 from graphquant.optimize import choose_algorithms
-from graphquant.qdq import FAMILIES
+from graphquant.qdq import FAMILIES, FamilyRequest
 from graphquant.quantize import (
     Plan,
     SiteSelection,
@@ -37,6 +38,7 @@ from graphquant.utils.options import InsertOptions, PlanOptions, resolve_options
 
 if TYPE_CHECKING:
     from graphquant.ir import Model, Shape
+    from graphquant.utils.option_types import RangeSource
 
 OPSET_STEP = "opset"
 """The only preparation step that rule files do not list: it is added when the inserted ops need a newer opset."""
@@ -83,7 +85,7 @@ def prepare_and_plan(
     ruleset = replace(ruleset, algorithms=choose_algorithms(ruleset.algorithms, settings.algorithms))
     if not (by_cost and _minimizes_float_work(settings)):
         ruleset = replace(ruleset, costs="")
-    selection = select_sites(source, settings.include, settings.exclude, settings.family)
+    selection = select_sites(source, settings.include, settings.exclude, settings.family, settings.range_source)
     prepared, resolved_plan = plan_with_rules(source, ruleset, selection, sample_shapes)
     return prepared, with_observer(resolved_plan, settings.method)
 
@@ -196,12 +198,16 @@ def resolve_ruleset(model: Model, rules: str | Path | Sequence[str | Path]) -> R
 
 
 def select_sites(
-    model: Model, include: tuple[str, ...] = (), exclude: tuple[str, ...] = (), family: str | None = None
+    model: Model,
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+    family: str | None = None,
+    range_source: RangeSource = "observed",
 ) -> SiteSelection:
     """Return the selection of tensors and of the QDQ family for a plan.
 
     Raises:
-        UsageError: There is no such family for the format, or a pattern is invalid.
+        UsageError: There is no such family for the format, it has no such ranges, or a pattern is invalid.
     """
     if family is not None and (family not in FAMILIES or FAMILIES[family].format != model.format):
         names = ", ".join(name for name, qdq_family in FAMILIES.items() if qdq_family.format == model.format)
@@ -214,4 +220,15 @@ def select_sites(
                 message = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise UsageError(f"The pattern {pattern[:60]!r} of --{option} is invalid: {message}.") from error
     default = formats.format_module(model.format).DEFAULT_FAMILY
-    return SiteSelection(family=family or default, include=include, exclude=exclude)
+    chosen_family = FAMILIES[family or default]
+    request = FamilyRequest(
+        type=IntType(8, signed=True),
+        axis=None,
+        dtype="float32",
+        shape=None,
+        symmetric=not chosen_family.has_zero_points,
+        range_source=range_source,
+    )
+    if range_source != "observed" and (reason := chosen_family.unsupported_reason(request)) is not None:
+        raise UsageError(f"--range-source {range_source} is not possible: {reason}.")
+    return SiteSelection(family=chosen_family.name, range_source=range_source, include=include, exclude=exclude)

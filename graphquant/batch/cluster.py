@@ -171,7 +171,12 @@ def _write_shard_stats(
     try:
         model = api.load(Path(entry.model), allow_links=entry.allow_links)
         quantization_plan = api.plan(
-            model, rules=entry.rules, include=entry.include, exclude=entry.exclude, family=entry.family
+            model,
+            rules=entry.rules,
+            include=entry.include,
+            exclude=entry.exclude,
+            family=entry.family,
+            range_source=entry.range_source,
         )
         batches = open_data(
             data,

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from graphquant.errors import UsageError
 from graphquant.ir import qualified_op_name
+from graphquant.utils.option_types import RangeSource  # noqa: TC001  # pydantic evaluates the annotation
 
 REPORT_SCHEMA_VERSION = 2  # schema version of reports
 MAX_REPORT_BYTES = 1 << 30  # maximum size of a report file
@@ -84,6 +85,7 @@ class Entry(_Record):
     samples: int | None = None
     method: str | None = None
     family: str | None = None
+    range_source: RangeSource = "observed"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     float_weights: bool = False

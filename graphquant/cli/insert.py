@@ -119,10 +119,11 @@ def insert_command(
 def _check_combinations(settings: InsertOptions) -> None:
     """Reject options that exclude each other, or that need another option."""
     makes_plan = (settings.rules, settings.include, settings.exclude, settings.family, settings.algorithms)
-    if settings.plan is not None and (any(makes_plan) or settings.requantize):
+    has_other_ranges = settings.range_source != "observed"
+    if settings.plan is not None and (any(makes_plan) or has_other_ranges or settings.requantize):
         raise UsageError(
-            "--plan applies a plan as it is, but --rules, --include, --exclude, --family, --requantize and --algorithm"
-            " create one. Use one of them."
+            "--plan applies a plan as it is, but --rules, --include, --exclude, --family, --range-source, --requantize"
+            " and --algorithm create one. Use one of them."
         )
     if settings.data is None and settings.samples is not None:
         raise UsageError("--samples limits the samples of --data. Add --data.")

@@ -34,7 +34,7 @@ OPTION_GROUPS = {
     "Input": ("allow_links", "pairs", "allow_code", "schema"),
     "Data": ("data", "samples", "stats", "ranges", "ranges_map", "everything", "max_memory", "shard_text", "merging"),
     "What to quantize": (
-        *("rules", "include", "exclude", "family", "method", "requantize", "algorithms"),
+        *("rules", "include", "exclude", "family", "range_source", "method", "requantize", "algorithms"),
         *("no_algorithms", "plan", "float_weights"),
     ),
     "Goals": (

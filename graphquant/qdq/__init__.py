@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphquant.qdq.family import FamilyArguments, FamilyRequest, QDQFamily, QDQSite, RangeSource, RoundingMode
+from graphquant.qdq.family import FamilyArguments, FamilyRequest, QDQFamily, QDQSite, RoundingMode
 from graphquant.qdq.onnx_qdq import OnnxFamily
 from graphquant.qdq.tensorflow_qdq import LEARNED_ATTR, FakeQuantFamily, QuantizeAndDequantizeFamily
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, StrictFloat
 
@@ -13,8 +13,10 @@ from graphquant.errors import InternalError
 from graphquant.ir import Graph, Op, Output, Parameters, Shape, TensorRef
 from graphquant.numerics import Array, DynamicQParams, QParams, QType
 
+if TYPE_CHECKING:
+    from graphquant.utils.option_types import RangeSource
+
 RoundingMode = Literal["half-even", "half-up"]
-RangeSource = Literal["observed", "given", "dynamic", "learned"]
 ROUNDING_MODES: tuple[RoundingMode, ...] = get_args(RoundingMode)
 """Rounding of values halfway between two steps: to the even one, or up."""
 

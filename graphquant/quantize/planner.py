@@ -19,6 +19,7 @@ from graphquant.ir import (
     DATA_MOVEMENT_KINDS,
     FORWARDING_KINDS,
     QUANTIZATION_KINDS,
+    VALUE_MOVING_KINDS,
     FunctionClones,
     Graph,
     Model,
@@ -44,6 +45,7 @@ from graphquant.rules import (
     RuleMatcher,
     RuleSet,
     Scheme,
+    change_scheme,
     name_matches,
     op_selector_names,
     removed_name_hint,
@@ -51,6 +53,7 @@ from graphquant.rules import (
 
 if TYPE_CHECKING:
     from graphquant.quantize.preparation_undo import Step
+    from graphquant.utils.option_types import RangeSource
 
 # Sites in function clones: saved functions that compute the same as the graphs that run.
 
@@ -211,6 +214,7 @@ class SiteSelection:
     """Options of the caller, in addition to the rules."""
 
     family: str  # QDQ family for schemes that name none
+    range_source: RangeSource = "observed"  # source of ranges for schemes that name none
     # If not empty, quantize only uses whose consumer or tensor matches one of these patterns.
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()  # leave uses in float whose consumer or tensor matches one of these patterns
@@ -255,6 +259,11 @@ PASSTHROUGH = "passthrough"
 FUSED = "fused"
 INPUT_DEPENDENT = frozenset({SAME_AS_INPUT, PASSTHROUGH})
 """Outcomes that depend on whether the producer's input is quantized."""
+
+PASSES_QUANTIZED_VALUES = "its producer passes through values that are quantized already"
+FIXED_OBSERVERS = frozenset({"fixed", "fixed-point"})  # their range is a property of the op, not of the data
+CHANGING_RANGES = frozenset({"dynamic", "learned"})
+"""Sources of ranges that differ between runs, so that two tensors cannot share their scale."""
 
 COMPUTES_WEIGHT = "its consumer computes a weight from weights, and that weight is quantized where it is used"
 
@@ -355,8 +364,7 @@ class _PlanBuilder:
             matches = self._tied_matches.get(op_key, []) if op_key is not None else []
             for match in [candidate for candidate in matches if candidate.rule.rule.quantize == PASSTHROUGH]:
                 matches.remove(match)
-                reason = "its producer passes through values that are quantized already"
-                self._add_skip(match, SkipCode.QUANTIZED, reason)
+                self._add_skip(match, SkipCode.QUANTIZED, PASSES_QUANTIZED_VALUES)
                 queue.append(match.use)
 
     def _place_or_skip(self, match: RuleMatch) -> Scheme | None:
@@ -366,7 +374,7 @@ class _PlanBuilder:
         if exclusion is not None:
             self._add_skip(match, *exclusion)
         elif match.rule.scheme is not None:
-            scheme = _adapt_to_family(match.rule.scheme, FAMILIES[self.options.family])
+            scheme = self._supported_scheme(match, match.rule.scheme)
             return scheme if self._add_to_site(match, scheme, ()) else None
         return None
 
@@ -375,9 +383,15 @@ class _PlanBuilder:
         for quantized_use, scheme in queue:
             op_key = self._tied_op_by_use.get(quantized_use)
             for match in self._tied_matches.pop(op_key, ()) if op_key is not None else ():
-                per_tensor = replace(scheme, per="tensor", axis=None, block_size=None)
+                per_tensor = change_scheme(scheme, per="tensor", axis=None, block_size=None)
                 if match.rule.rule.quantize == PASSTHROUGH and match.use.graph == match.tensor.graph:
                     self._passthrough_sources[match.use] = self._passthrough_sources.get(quantized_use, quantized_use)
+                elif scheme.range in CHANGING_RANGES:
+                    # No scale can be shared: moved values are on the grid of their source, and others get their own.
+                    if self.matcher.model.op(match.tensor).kind in VALUE_MOVING_KINDS - CONCATENATING_KINDS:
+                        self._add_skip(match, SkipCode.QUANTIZED, PASSES_QUANTIZED_VALUES)
+                    elif not self._add_to_site(match, per_tensor, ()):
+                        continue
                 elif not self._add_to_site(match, per_tensor, self._tied_inputs[match.tensor.graph, match.tensor.op]):
                     continue
                 queue.append((match.use, per_tensor))
@@ -492,14 +506,10 @@ class _PlanBuilder:
         family = FAMILIES[scheme.family or self.options.family]
         axis, view = self._scale_layout(match, scheme)
         reason = self._scheme_conflict(match, scheme, family, axis, view)
-        if tie and scheme.range == "dynamic":
-            reason = reason or "it is tied to a tensor with a dynamic range, which has no fixed scale to share"
-        if tie and scheme.range == "learned":
-            reason = reason or "it is tied to a tensor with a learned range, whose changes it could not follow"
         if reason:
             self._add_skip(match, SkipCode.SCHEME, reason)
             return False
-        scheme, known_view = replace(scheme, family=family.name), fully_known_shape(view)
+        scheme, known_view = change_scheme(scheme, family=family.name), fully_known_shape(view)
         key = (match.tensor, _insertion_graph(match), scheme, axis, view, bool(tie))
         pending = _PendingSite(first_match=match, uses=[], scheme=scheme, axis=axis, view=known_view, tie=tie)
         self._sites.setdefault(key, pending).uses.append(match.use)
@@ -526,6 +536,15 @@ class _PlanBuilder:
             opset=model.opset,
         )
         return family.unsupported_reason(request) or ""
+
+    def _supported_scheme(self, match: RuleMatch, scheme: Scheme) -> Scheme:
+        """Return a rule's scheme as the family of the caller supports it, with the caller's source of ranges if any."""
+        family, source = FAMILIES[self.options.family], self.options.range_source
+        adapted = _adapt_to_family(scheme, family, source)
+        if adapted.range == scheme.range:
+            return adapted
+        conflict = self._scheme_conflict(match, adapted, family, *self._scale_layout(match, adapted))
+        return _adapt_to_family(scheme, family, "observed") if conflict else adapted
 
     def _exclusion(self, match: RuleMatch) -> tuple[SkipCode, str] | None:
         """Return the reason why this match stays float for any scheme, or None."""
@@ -584,12 +603,18 @@ class _PlanBuilder:
         self._skips.setdefault(key, pending).uses.append(match.use)
 
 
-def _adapt_to_family(scheme: Scheme, family: QDQFamily) -> Scheme:
-    """Return the scheme without zero points and scales per channel that a family, not named by it, lacks."""
-    if scheme.family is None and not family.has_zero_points and isinstance(scheme.type, IntType):
-        scheme = replace(scheme, zero="symmetric", dtype=None, bits=scheme.type.bits, signed=True)
-        if scheme.per == "channel" and scheme.range != "dynamic" and not family.has_channel_ranges:
-            scheme = replace(scheme, per="tensor", axis=None)
+def _adapt_to_family(scheme: Scheme, family: QDQFamily, range_source: RangeSource) -> Scheme:
+    """Return the scheme with a source of ranges, and without the parts that a family, not named by it, lacks."""
+    if scheme.family is not None or not isinstance(scheme.type, IntType):
+        return scheme
+    if scheme.range == "observed" and scheme.scale == "any" and scheme.observe.name not in FIXED_OBSERVERS:
+        scheme = change_scheme(scheme, range=range_source)
+    if not family.has_zero_points:
+        scheme = change_scheme(scheme, zero="symmetric", dtype=None, bits=scheme.type.bits, signed=True)
+        if scheme.per == "block":
+            scheme = change_scheme(scheme, per="channel", axis=None, block_size=None)
+    if scheme.per == "channel" and scheme.range != "dynamic" and not family.has_channel_ranges:
+        scheme = change_scheme(scheme, per="tensor", axis=None)
     return scheme
 
 

@@ -12,7 +12,7 @@ from graphquant.rules.matcher import (
     removed_name_hint,
 )
 from graphquant.rules.rule import ALGORITHM_NAMES, NEGATION, Rule, RuleSet, Selector
-from graphquant.rules.scheme import ObserverConfig, Scheme
+from graphquant.rules.scheme import ObserverConfig, Scheme, change_scheme
 from graphquant.rules.toml_document import (
     DocumentKind,
     Mistake,

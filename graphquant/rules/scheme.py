@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, field_validator, model_validator
@@ -12,7 +14,8 @@ from pydantic.dataclasses import dataclass
 from graphquant.errors import did_you_mean
 from graphquant.numerics import FLOAT8_NAMES, FloatType, IntType, QType, QuantizationGrid, parse_type
 from graphquant.observers import OBSERVERS
-from graphquant.qdq import FAMILIES, FamilyArguments, FamilyRequest, RangeSource, RoundingMode
+from graphquant.qdq import FAMILIES, FamilyArguments, FamilyRequest, RoundingMode
+from graphquant.utils.option_types import RangeSource  # noqa: TC001  # pydantic evaluates the annotation
 
 if TYPE_CHECKING:
     from graphquant.ir import Shape
@@ -233,9 +236,6 @@ class Scheme:
         low, high = self.args.input_min, self.args.input_max
         if low is not None and high is not None and not low <= high:
             raise ValueError(f"'input_min' {low} is above 'input_max' {high}")
-        is_plain_integer = self.per != "block" and isinstance(self.type, IntType) and self.zero == "symmetric"
-        if is_plain_integer and not specified and self.range == "observed" and self.round is None:
-            return  # the remaining conditions depend on the tensor
         axis = None if self.per == "tensor" else 0
         request = self.family_request(axis=axis, dtype="float32", shape=(1,), is_parameter=True)
         if reason := family.unsupported_reason(request):
@@ -283,3 +283,9 @@ class Scheme:
         if self.dtype:
             return parse_type(self.dtype)
         return IntType(self.bits or 8, True if self.signed is None else self.signed)
+
+
+@lru_cache(maxsize=1024)
+def change_scheme(scheme: Scheme, **changes: Any) -> Scheme:
+    """Return the scheme with other values of some fields. Equal results are one object, which many sites share."""
+    return replace(scheme, **changes)

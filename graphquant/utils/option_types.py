@@ -99,5 +99,6 @@ DataSpec = Annotated[Any, WithJsonSchema({"type": "string"})]
 # A path, or the object that its file contains.
 ObjectOrPath = Annotated[Any, BeforeValidator(require_file_or_object), WithJsonSchema({"type": "string"})]
 NameMapOrPath = Annotated[
+RangeSource = Literal["observed", "given", "dynamic", "learned"]
     dict[str, str] | str | Path, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
 ]

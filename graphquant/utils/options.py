@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Names,
         NonNegative,
         ObjectOrPath,
+        RangeSource,
         Runtime,
         SearchTime,
         Share,
@@ -140,6 +141,12 @@ class PlanOptions(ReadOptions):
         metavar="NAME",
         flag="--algorithm",
         names=ALGORITHM_NAMES,
+    range_source: RangeSource = option(
+        "observed",
+        "Source of the ranges of TensorFlow's ops, for schemes that name none; see docs/families.md.",
+        metavar="SOURCE",
+        choices=("observed", "given", "dynamic", "learned"),
+    )
     )
 
 
