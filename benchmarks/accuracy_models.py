@@ -1,4 +1,4 @@
-"""Architectures with seeded weights for `accuracy.py`, beside the trained models and those of `peers.py`.
+"""Architectures with seeded weights for `report.py`, beside the trained models and those of `peers.py`.
 
 Their weights are drawn, so their answers mean nothing; shapes, op types and spreads of values are those that real nets
 of their kind have. What rounding does to a net hangs on these, and on how loud it makes noise, so both were held

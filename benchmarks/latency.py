@@ -2,11 +2,11 @@
 
 Run: python benchmarks/latency.py [--models FOLDER] [--only NAME]... [--keep FOLDER] [--out FILE.md]
 
-The models are those of `accuracy.py`, with the samples that calibration has there. Each is quantized by default, by
-`--optimize latency`, and by onnxruntime's `quantize_static` (weights per channel, MinMax, all op types or convolutions
-and products alone, whichever is the faster here). Then all run in turn, in new sessions on one thread, by the
-processor's clock: ratios to float are medians over rounds, the middle one of some pairs of sessions, with the least and
-the most of these. A bar is missed where the optimized model takes longer in each.
+The models are those of `report_models.py`, with the samples that calibration has there. Each is quantized by default,
+by `--optimize latency`, and by onnxruntime's `quantize_static` (weights per channel, MinMax, all op types or
+convolutions and products alone, whichever is the faster here). Then all run in turn, in new sessions on one thread, by
+the processor's clock: ratios to float are medians over rounds, the middle one of some pairs of sessions, with the least
+and the most of these. A bar is missed where the optimized model takes longer in each.
 
 TensorFlow's models run in TensorFlow, and once more as TFLite files, which are another row; onnxruntime's tool knows
 nothing of these. What cannot be written so says why.
@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accuracy import NAMES, models
 from calibration_contestants import Reader, feeds
 from oracle import ROOT
+from report_models import NAMES, models
 
 import graphquant as gq
 from graphquant import formats
@@ -106,13 +106,13 @@ class Row:
             self.cells["optimized"] = "1, all float"
 
 
-def timed(one: Start, other: Start) -> TimeRatio:
+def timed(one: Start, other: Start, *, seconds: float = SECONDS, pairs: int = PAIRS) -> TimeRatio:
     """Return the ratio of two times: the middle pair of new sessions, with the smallest and the largest."""
-    pairs = sorted(
-        (measure_time_ratio(one(), other(), seconds=SECONDS / PAIRS) for _ in range(PAIRS)),
+    ratios = sorted(
+        (measure_time_ratio(one(), other(), seconds=seconds / pairs) for _ in range(pairs)),
         key=lambda each: each.median,
     )
-    return replace(pairs[PAIRS // 2], low=pairs[0].median, high=pairs[-1].median)
+    return replace(ratios[pairs // 2], low=ratios[0].median, high=ratios[-1].median)
 
 
 def examine(case: Case, folder: Path) -> list[Row]:

@@ -17,7 +17,7 @@ quantize_static with weights per channel, by each of three methods; its best has
 4. Time from file to file, imports before: seconds of the processor outside the passes over data, and seconds in all.
    Medians over draws. Bars: outside, a fifth of the least of onnxruntime's methods; in all, the least of them.
 5. Whole processes in turn, medians: processor time and peak memory of `graphquant insert` with defaults, validation and
-   bias correction included, beside `peers_static.py`: onnxruntime's preprocessing and min-max. Bars: 1.0 and 1.1 times.
+   bias correction included, beside `report_tools.py`: onnxruntime's preprocessing and min-max. Bars: 1.0 and 1.1 times.
    `--whole` measures nothing else.
 """
 
@@ -117,12 +117,22 @@ def quantize(tool: str, model: Path, data: Path, out: Path, nncf: str | None) ->
 
 LAUNCHER = """
 import os, sys
-silent = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
-pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=silent)
+flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+actions = [(os.POSIX_SPAWN_OPEN, 1, sys.argv[1], flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
+pid = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ, file_actions=actions)
 _, status, usage = os.wait4(pid, 0)
 print([status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024])
 """
 """A small process that starts another one, because the peak memory of a process is at least that of its parent."""
+
+
+def measure_process(command: list[str], log: Path) -> tuple[int, float, float]:
+    """Run a command; return its status, seconds of the processor and peak megabytes. `log` gets its output."""
+    arguments = [sys.executable, "-S", "-c", LAUNCHER, str(log), *command]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    output = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True).stdout
+    status, seconds, megabytes = json.loads(output.splitlines()[-1])
+    return status, seconds, megabytes
 
 
 def measure_whole(case: Case, rows: dict[str, Row], folder: Path, runs: int) -> None:
@@ -131,14 +141,11 @@ def measure_whole(case: Case, rows: dict[str, Row], folder: Path, runs: int) -> 
     out, other = str(folder / "whole.onnx"), str(folder / "other.onnx")
     commands = {
         OURS: ["-m", "graphquant", "insert", model, "--data", data, "-o", out, "--force"],
-        WHOLE: [str(ROOT / "benchmarks/peers_static.py"), model, data, other],
+        WHOLE: [str(ROOT / "benchmarks/report_tools.py"), WHOLE, model, data, other],
     }
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     for run in range(runs + 1):
         for tool, command in commands.items():
-            arguments = [sys.executable, "-S", "-c", LAUNCHER, sys.executable, *command]
-            told = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True).stdout
-            status, seconds, megabytes = json.loads(told.splitlines()[-1])
+            status, seconds, megabytes = measure_process([sys.executable, *command], folder / "whole.log")
             if status:
                 rows[tool].refused = rows[tool].refused or "its whole process failed"
             elif run:
