@@ -100,7 +100,7 @@ def result_view(result: Result, output: Path | None, *, tables: bool = True) -> 
     if result.inserted:
         runtime_lines = _runtime_lines(result)
         sections += [*validation_view(result.validation), *runtime_lines[: None if tables else 1]]
-        sections += _slowdown_lines(result)
+        sections += _slowdown_lines(result) + _tensorflow_time_lines(result, output)
     if result.unjudged_reason:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
         sections.append(plain_line(message, style="yellow"))
@@ -188,6 +188,14 @@ def _slowdown_lines(result: Result) -> list[RenderableType]:
     message += f" These float ops convert most values: {listed}." if listed else ""
     hint = " --optimize latency measures which ops are faster in float."
     return [plain_line(message + hint, style="yellow")]
+
+
+def _tensorflow_time_lines(result: Result, output: Path | None) -> list[RenderableType]:
+    """Return a note that a TensorFlow model does not gain time, because TensorFlow has no integer kernels for pairs."""
+    if result.model.format != "tensorflow" or (output is not None and output.suffix == ".tflite"):
+        return []
+    message = "note: TensorFlow computes the Q/DQ ops in addition to the float ops, so the result is not faster there."
+    return [plain_line(f"{message} -o NAME.tflite writes a file that runs on integers.", style="yellow")]
 
 
 def _worst_activation(result: Result) -> list[RenderableType]:

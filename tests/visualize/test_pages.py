@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from html import unescape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from graphquant.visualize.tables import render_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -186,3 +186,11 @@ def test_viewer_draws_inside_the_frame(samples: Path, tmp_path: Path, browser: A
     assert page.frames[1].evaluate("document.querySelectorAll('canvas').length") > 0
     page.close()
     assert messages == []
+
+
+@pytest.mark.parametrize(("output", "notes"), [("a.pb", 1), ("a.tflite", 0)])
+def test_tensorflow_results_gain_no_time(samples: Path, output: str, notes: int) -> None:
+    """The summary of a model in TensorFlow's own format names the format that runs on integers."""
+    result = gq.insert(samples / "digits_cnn.pb", rules="weight_only")
+    lines = render_text(text.result_view(result, Path(output))).splitlines()
+    assert sum(line.startswith("note: ") and ".tflite" in line for line in lines) == notes
