@@ -30,6 +30,7 @@ from graphquant.numerics import IntType, QParams, qparams_from_scale
 from graphquant.qdq import FAMILIES, FamilyRequest, QDQFamily, QDQSite, RoundingMode
 from graphquant.qdq.family import ROUNDING_MODES
 from graphquant.quantize.rewrite import FRAME_KINDS
+from graphquant.utils.options import checks_types
 from graphquant.utils.text import join_limited
 
 __all__ = [
@@ -166,6 +167,7 @@ def all_tensors(graph: Graph | Model) -> Iterator[Tensor]:
     return (tensor for op in all_operations(graph) for tensor in op.outputs)
 
 
+@checks_types
 def as_operations(selection: object, *, ignore_ts: bool = False) -> list[Operation]:
     """Return the ops of a selection: one op, an iterable of ops, a graph or a model. `ignore_ts` allows tensors."""
     if isinstance(selection, Graph | Model):
@@ -173,6 +175,7 @@ def as_operations(selection: object, *, ignore_ts: bool = False) -> list[Operati
     return _members(selection, Operation, ignored=Tensor if ignore_ts else Operation)
 
 
+@checks_types
 def as_tensors(selection: object, *, ignore_ops: bool = False) -> list[Tensor]:
     """Return the tensors of a selection: one tensor, an iterable of tensors, a graph or a model."""
     if isinstance(selection, Graph | Model):
@@ -192,6 +195,7 @@ def _members(selection: object, member_type: type[T], *, ignored: type) -> list[
     return [member for member in members if isinstance(member, member_type)]
 
 
+@checks_types
 def select_ops(
     *args: object, graph: Graph | Model | None = None, positive_filter: Callable[[Operation], bool] | None = None
 ) -> list[Operation]:
@@ -216,6 +220,7 @@ def select_ops(
     return _select(args, graph, positive_filter, search, partial(as_operations, ignore_ts=True))
 
 
+@checks_types
 def select_ts(
     *args: object, graph: Graph | Model | None = None, positive_filter: Callable[[Tensor], bool] | None = None
 ) -> list[Tensor]:
@@ -261,6 +266,7 @@ def _select(
     return [candidate for candidate in selected if positive_filter is None or positive_filter(candidate)]
 
 
+@checks_types
 def get_name_scope_ops(ops: object, scope: str) -> list[Operation]:
     """Return those of `ops` (ops, a graph or a model) that are named `scope` or are in that scope."""
     prefix = scope.rstrip("/")
@@ -277,6 +283,7 @@ def get_consuming_ops(ts: object) -> list[Operation]:
     return list(dict.fromkeys(op for tensor in as_tensors(ts) for op in tensor.consumers()))
 
 
+@checks_types
 def get_tensor_by_name(graph: Graph | Model, name: str) -> Tensor:
     """Return the tensor called `name`: its name in the file, `op:port`, `graph/op:port`, or `op` for port 0.
 
@@ -290,6 +297,7 @@ def get_tensor_by_name(graph: Graph | Model, name: str) -> Tensor:
     return matches[0]
 
 
+@checks_types
 def find_tensors(graph: Graph | Model, name: str) -> list[Tensor]:
     """Return every tensor called `name` in the file, or else as `op:port`, or else as `op`; clones hold one each."""
     by_file, by_port, by_op = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -316,6 +324,7 @@ def _searchable_names(tensor: Tensor) -> tuple[str, ...]:
     return (tensor.name, str(tensor), tensor.op.node.outputs[tensor.ref.port].name)
 
 
+@checks_types
 def reroute_ts(ts0: object, ts1: object, can_modify: object = None, cannot_modify: object = None) -> int:
     """Reroute the readers of each tensor of `ts1` to the matching tensor of `ts0`.
 
@@ -339,6 +348,7 @@ def reroute_ts(ts0: object, ts1: object, can_modify: object = None, cannot_modif
     return _reroute_pairs(_matched_pairs(ts0, ts1), _modification_filter(can_modify, cannot_modify), swap=False)
 
 
+@checks_types
 def swap_ts(ts0: object, ts1: object, can_modify: object = None, cannot_modify: object = None) -> int:
     """Swap the readers of each pair of tensors, with the arguments and the result of `reroute_ts`.
 
@@ -452,10 +462,10 @@ class FixedPoint:
                 f"FixedPoint does not support the exponent {self.exponent!r}. With {self.bits} bits it is"
                 f" {MIN_EXPONENT} to {max_exponent}, because the range must fit float32."
             )
-        if self.family is not None and self.family not in FAMILIES:
-            suggestion = did_you_mean(self.family, FAMILIES) or f" Known are {', '.join(FAMILIES)}."
+        if self.family is not None and (not isinstance(self.family, str) or self.family not in FAMILIES):
+            suggestion = did_you_mean(str(self.family), FAMILIES) or f" Known are {', '.join(FAMILIES)}."
             raise UsageError(f"There is no family {self.family!r}.{suggestion}")
-        if self.round not in {None, *ROUNDING_MODES}:
+        if self.round is not None and (not isinstance(self.round, str) or self.round not in ROUNDING_MODES):
             message = f"FixedPoint does not support the rounding {self.round!r}."
             raise UsageError(f"{message} Give 'half-even' or 'half-up', or omit it.")
 
@@ -479,6 +489,7 @@ class FixedPoint:
         return qparams_from_scale(np.asarray(self.scale), np.asarray(0), IntType(self.bits, signed=True), narrow=True)
 
 
+@checks_types
 def insert_quant_op(graph: Model, producer: str | Tensor, name: str, quantizer: FixedPoint) -> int:
     """Quantize `producer` for its consumers with `name` in their op names, and for no others.
 
@@ -513,6 +524,7 @@ def insert_quant_op(graph: Model, producer: str | Tensor, name: str, quantizer: 
     )
 
 
+@checks_types
 def make_quant_op(graph: Model, tensor: Tensor, name: str, quantizer: FixedPoint) -> Tensor:
     """Add a quantizer after `tensor`, in the scope `name/SlimQuant` of the model `graph`.
 

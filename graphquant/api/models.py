@@ -14,6 +14,7 @@ from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
 from graphquant.ir.graph import check_tensor_sizes
 from graphquant.utils.atomic_files import LFS_ADVICE, is_lfs_pointer, lock_output, remove_stale_files
+from graphquant.utils.options import checks_types
 
 if TYPE_CHECKING:
     from graphquant.utils.options import CalibrateOptions, CompareOptions, InsertOptions
@@ -170,6 +171,7 @@ def _is_model_of(model_format: str, path: Path) -> bool:
         return False
 
 
+@checks_types
 def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     """Write `model` to `path` atomically and return the path.
 

@@ -25,6 +25,7 @@ from graphquant.ir import TensorRef
 from graphquant.observers import EMPTY_SKETCH, Sketch, merge_sketches
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.atomic_files import atomic_file, lock_output
+from graphquant.utils.options import checks_types
 
 if TYPE_CHECKING:
     from graphquant.calibration.data.check import DataFinding
@@ -107,6 +108,7 @@ class Stats(HtmlRepresentation):
         """True if all samples of all data sets were run."""
         return all(run.complete for run in self.runs)
 
+    @checks_types
     def missing_reason(self, tensor: TensorRef) -> str:
         """Return the reason why a target has no values, or "" if it has some."""
         sketch = self.sketches.get(tensor)
@@ -114,6 +116,7 @@ class Stats(HtmlRepresentation):
             return self.unobservable.get(tensor, "no sample reached it")
         return "" if sketch.count else f"it was empty in all {sketch.empty_arrays} observations"
 
+    @checks_types
     def save(self, path: str | Path) -> None:
         """Write the statistics to `path` atomically. Raises a UsageError if the file cannot be written now."""
         try:

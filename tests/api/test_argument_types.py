@@ -80,6 +80,69 @@ def test_wrong_types_name_the_option(name: str, option: str, data: st.DataObject
     assert option.removesuffix("_list") in str(caught.value) or type(value).__name__ in str(caught.value)
 
 
+VALID = {
+    "path": "missing/out",
+    "force": False,
+    "ignore_ts": False,
+    "ignore_ops": False,
+    "positive_filter": None,
+    "bits": 8,
+    "exponent": -4,
+    "family": None,
+    "round": None,
+    "tensor": gq.TensorRef("", "x"),
+    "producer": "x",
+    "name": "x",
+    "scope": "x",
+    "quantizer": gq.FixedPoint(8, -4),
+}
+METHODS: dict[str, tuple[str, ...]] = {
+    "Result.save": ("path", "force"),
+    "Model.save": ("path", "force"),
+    "Stats.save": ("path",),
+    "Stats.missing_reason": ("tensor",),
+    "FixedPoint": ("bits", "exponent", "family", "round"),
+    "insert_quant_op": ("graph", "producer", "name", "quantizer"),
+    "graph_editor.searched_graphs": ("graph",),
+    "graph_editor.as_operations": ("selection", "ignore_ts"),
+    "graph_editor.as_tensors": ("selection", "ignore_ops"),
+    "graph_editor.select_ops": ("graph", "positive_filter"),
+    "graph_editor.select_ts": ("graph", "positive_filter"),
+    "graph_editor.get_name_scope_ops": ("ops", "scope"),
+    "graph_editor.get_generating_ops": ("ts",),
+    "graph_editor.get_consuming_ops": ("ts",),
+    "graph_editor.get_tensor_by_name": ("graph", "name"),
+    "graph_editor.find_tensors": ("graph", "name"),
+    "graph_editor.reroute_ts": ("ts0", "ts1"),
+    "graph_editor.swap_ts": ("ts0", "ts1"),
+    "graph_editor.make_quant_op": ("graph", "tensor", "name", "quantizer"),
+}
+"""Options of public methods and of functions in modules; those without a valid value below take a model."""
+
+
+@pytest.fixture(scope="module")
+def result() -> gq.Result:
+    """Return a result with statistics."""
+    return gq.insert(MODEL, data="random:4", validate=False)
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name in METHODS for option in METHODS[name]])
+@settings(max_examples=12, deadline=None)
+@given(value=st.one_of(st.floats(allow_nan=False, max_value=-1.5), WRONG_VALUES))
+def test_wrong_types_of_methods(result: gq.Result, name: str, option: str, value: Any) -> None:
+    """A wrong type is an error of graphquant that names the option or the type, in methods and modules as well."""
+    owner, _, method = name.rpartition(".")
+    owners = {"": gq, "Result": result, "Model": result.model, "Stats": result.stats}
+    function = getattr(owners.get(owner, gq.graph_editor), method)
+    arguments = {key: VALID.get(key, result.model) for key in METHODS[name]}
+    if method == "make_quant_op":
+        arguments["tensor"] = gq.graph_editor.get_tensor_by_name(result.source, "max_pool:0")
+    with pytest.raises(GraphQuantError) as caught:
+        function(**{**arguments, option: value})
+    element = next(iter(value)) if isinstance(value, list | dict | bytes) or hasattr(value, "shape") else value
+    assert any(word in str(caught.value) for word in (option, type(value).__name__, type(element).__name__))
+
+
 @pytest.mark.parametrize("name", ["calibrate", "check_data", "compare", "insert"])
 def test_data_may_be_a_path(name: str) -> None:
     """A path is accepted as data, with the result of its text."""
