@@ -127,6 +127,12 @@ class PlanOptions(ReadOptions):
         metavar="NAME",
         names=FAMILY_NAMES,
     )
+    range_source: RangeSource = option(
+        "observed",
+        "Source of the ranges of TensorFlow's ops, for schemes that name none; see docs/families.md.",
+        metavar="SOURCE",
+        choices=("observed", "given", "dynamic", "learned"),
+    )
     method: str | None = option(
         None,
         "Observer that computes ranges from data, instead of the observers of the rules.",
@@ -141,12 +147,6 @@ class PlanOptions(ReadOptions):
         metavar="NAME",
         flag="--algorithm",
         names=ALGORITHM_NAMES,
-    range_source: RangeSource = option(
-        "observed",
-        "Source of the ranges of TensorFlow's ops, for schemes that name none; see docs/families.md.",
-        metavar="SOURCE",
-        choices=("observed", "given", "dynamic", "learned"),
-    )
     )
 
 
