@@ -93,12 +93,12 @@ Count = Annotated[int, Field(ge=1)]
 # `module:function`, or the function itself.
 MetricFunction = Annotated[Any, WithJsonSchema({"type": "string"})]
 Cost = Literal["macs", "size", "latency"]
+RangeSource = Literal["observed", "given", "dynamic", "learned"]
 Runtime = Literal["tflite"]
 # A spec, its path or data in memory, which only the code that opens data can check.
 DataSpec = Annotated[Any, WithJsonSchema({"type": "string"})]
 # A path, or the object that its file contains.
 ObjectOrPath = Annotated[Any, BeforeValidator(require_file_or_object), WithJsonSchema({"type": "string"})]
 NameMapOrPath = Annotated[
-RangeSource = Literal["observed", "given", "dynamic", "learned"]
     dict[str, str] | str | Path, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
 ]
