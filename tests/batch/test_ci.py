@@ -384,3 +384,15 @@ def test_container_does_not_run_as_root():
     users = re.findall(r"^USER (\w+)$", last_stage, re.MULTILINE)
     assert users == ["graphquant"]
     assert last_stage.index("USER") < last_stage.index('ENTRYPOINT ["graphquant"]')
+
+
+def test_release_workflow(published):
+    """The workflow matches its schema, tests each wheel, and publishes attested tags only if it is switched on."""
+    workflow = yaml.safe_load(ROOT.joinpath(".github", "workflows", "release.yml").read_text("utf-8"))
+    jsonschema.validate(workflow, published("https://json.schemastore.org/github-workflow.json"))
+    jobs = workflow["jobs"]
+    assert jobs["publish"]["if"] == "github.ref_type == 'tag' && vars.PUBLISH == 'true'"
+    assert jobs["publish"]["needs"] == "attest"
+    assert set(jobs["attest"]["needs"]) == {"wheels", "sdist"}
+    assert any(step.get("run") == "python .ci/wheel.py dist/*.whl" for step in jobs["wheels"]["steps"])
+    assert {name for name, job in jobs.items() if "id-token" in job.get("permissions", {})} == {"attest", "publish"}
