@@ -20,14 +20,16 @@ from graphquant.calibration.data.images import PIXEL_PRESETS
 from graphquant.cli import main
 from graphquant.errors import GraphQuantError
 from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
-from graphquant.qdq import FAMILIES, RangeSource
+from graphquant.qdq import FAMILIES
 from graphquant.quantize import PREPARATION_STEPS
 from graphquant.quantize.fold_batchnorm import VARIABLES_NOT_FOLDED
 from graphquant.rules import rule_file_schema, shipped_rule_files
 from graphquant.rules import table_keys as keys_of
+from graphquant.utils.option_types import RangeSource
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
+    "agents.md",
     "batch.md",
     "compare.md",
     "data.md",
@@ -205,6 +207,18 @@ def test_tutorials(docs_folder, name):
     printed = run_page(f"tutorials/{name}.md")
     text = ROOT.joinpath("docs", "tutorials", f"{name}.md").read_text("utf-8")
     assert all(f"{line}\n" in printed for line in re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE))
+
+
+def test_agents(docs_folder):
+    """The commands of the skill and of the page run, and the page prints the documented output."""
+    printed = run_page("agents.md")
+    page = ROOT.joinpath("docs", "agents.md").read_text("utf-8")
+    (expected,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert f"{expected}\n" in printed
+    skill = ROOT.joinpath("SKILL.md").read_text("utf-8")
+    blocks = re.findall(r"^   ```bash\n(.*?)^   ```$", skill, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 5
+    run_shell("".join(blocks))
 
 
 def test_targets_have_a_row_each():

@@ -15,6 +15,7 @@ from graphquant.cli.calibrate import calibrate_command
 from graphquant.cli.compare import check_command, compare_command, diff_command
 from graphquant.cli.insert import freeze_command, insert_command, strip_command
 from graphquant.cli.inspect import data_group, explain_command, inspect_command, plan_command, rules_group
+from graphquant.cli.mcp import mcp_command
 from graphquant.cli.options import ErrorHandlingGroup
 from graphquant.utils.tf_determinism import disable_onednn
 
@@ -49,5 +50,6 @@ for command in (
     batch_command,
     data_group,
     rules_group,
+    mcp_command,
 ):
     main.add_command(command)
