@@ -118,24 +118,20 @@ def insert(
     check = data.start_check(source) if plan.sites else None
     state = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=data.stats is not None)
     start = search_clock(settings.search_time)()
-    stats, folds = _provide_folds(source, state, data, settings, progress)
-    findings = () if check is None else check.finish(None if stats is None or data.stats else state.model)
-    workspace = Workspace(state=state, stats=stats, build=_make_build(state, stats, data, settings))
+    workspace = _make_workspace(source, state, data, settings, progress)
+    findings = () if check is None else check.finish(None if workspace.stats is None or data.stats else state.model)
     context = _RepairContext(source, prepared, data, settings, plan, start, progress)
     repair, search_objective = None, objective
     if objective.bounds.min_sqnr is not None and data.search_set is not None and context.allows(objective):
         workspace = _keep_default_build(workspace)  # the search starts with the same plan
-        improved, repair = context.choose_algorithms(workspace, objective.bounds.min_sqnr)
-        if improved.state.model is not state.model:  # its statistics are not divided into folds
-            stats, folds = _provide_folds(source, improved.state, data, settings, progress)
-            build = _make_build(improved.state, stats, data, settings)
-            improved = _keep_default_build(replace(improved, stats=stats, build=build))
-        workspace = improved
+        workspace, repair = context.choose_algorithms(workspace, objective.bounds.min_sqnr)
         if repair.stop_reason == "interrupt":
             search_objective = replace(objective, bounds=Bounds())
     state, stats = workspace.state, workspace.stats
     budget = context.budget if data.search_set is not None and search_objective.bounds else None
-    built, trace = search_plan(source, state, workspace.build, stats, search_objective, data, folds, progress, budget)
+    built, trace = search_plan(
+        source, state, workspace.build, stats, search_objective, data, workspace.folds, progress, budget
+    )
     if repair is not None and repair.steps:
         base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
         trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
@@ -285,12 +281,28 @@ def _provide_stats(
     return calibrate_model(state.model, targets, data.calibration, run)
 
 
+def _make_workspace(
+    source: Model,
+    state: PreCalibrationState,
+    data: CalibrationData,
+    settings: InsertOptions,
+    progress: Progress | None,
+    *,
+    full_histograms: bool = False,
+) -> Workspace:
+    """Return the workspace of a state, with the folds in which a search with bounds measures plans."""
+    if data.fold_count:
+        stats, folds = _provide_folds(source, state, data, settings, progress)
+    else:
+        stats = _provide_stats(source, state, data, settings, progress, full_histograms=full_histograms)
+        folds = ()
+    return Workspace(state=state, stats=stats, build=_make_build(state, stats, data, settings), folds=folds)
+
+
 def _provide_folds(
     source: Model, state: PreCalibrationState, data: CalibrationData, settings: InsertOptions, progress: Progress | None
 ) -> tuple[Stats | None, tuple[SearchFold, ...]]:
-    """Return the statistics of the plan and the folds in which a search with bounds measures plans."""
-    if not data.fold_count:
-        return _provide_stats(source, state, data, settings, progress), ()
+    """Return the statistics of the plan and the folds of the data."""
     targets = plan_targets(source, state.model, state.plan, full_histograms=True, rescaled=state.rescaled_tensors)
     parts: list[tuple[Stats | None, tuple[int, int]]] = []
     if targets and data.stats is None:
@@ -479,8 +491,7 @@ class _RepairContext:
         )
 
     def _calibrate(self, state: PreCalibrationState) -> Workspace:
-        stats = _provide_stats(self.source, state, self.data, self.settings, self.progress, full_histograms=True)
-        return Workspace(state=state, stats=stats, build=_make_build(state, stats, self.data, self.settings))
+        return _make_workspace(self.source, state, self.data, self.settings, self.progress, full_histograms=True)
 
     def _measure(self, built: BuiltModel) -> float:
         if self.data.validation_set is None:

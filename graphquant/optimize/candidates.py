@@ -58,6 +58,8 @@ RULE_CANDIDATE, FLOAT_CANDIDATE = "as the rules say", "float"  # candidates that
 RANGE_OBSERVERS = ("minmax", "mse")
 """Observers to try: one that clips nothing, and one that clips where the squared error falls."""
 
+RANGE_CANDIDATES = tuple(f"{name} range" for name in RANGE_OBSERVERS)
+
 WEIGHT_BITS, SMALL_WEIGHT_BITS, WIDE_ACTIVATION_BITS = 8, 4, 16
 """Bit widths: of small weights, of the smallest weights, and of activations that need more than 8 bits."""
 
@@ -88,8 +90,8 @@ def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> di
     bits = SMALL_WEIGHT_BITS if small else WEIGHT_BITS
     changed = {}
     if not small:
-        for name in RANGE_OBSERVERS:
-            changed[f"{name} range"] = [site and _with_observer(site, name) for site in ranged]
+        for candidate, name in zip(RANGE_CANDIDATES, RANGE_OBSERVERS, strict=True):
+            changed[candidate] = [site and _with_observer(site, name) for site in ranged]
     changed[f"{bits}-bit weights"] = [_with_weight_bits(model, site, bits) for site in plan.sites]
     if not small:
         changed["weights per channel"] = [_with_channel_scales(model, parameters, site) for site in plan.sites]
@@ -401,7 +403,8 @@ def switch_groups(
 
 
 MAX_SET_MEASUREMENTS = 32  # maximum number of measured sets of groups
-SENSITIVITY_SHARE, CANDIDATE_SHARE = 0.5, 0.25  # share of the remaining work for errors of groups, and for a candidate
+SENSITIVITY_SHARE, CANDIDATE_SHARE = 0.4, 0.25  # share of the remaining work for errors of groups, and for a candidate
+MAX_RANGE_GAIN_DB = 6.0  # gain in dB that other ranges rarely exceed
 MAX_TRIED_BLOCKS = 4  # number of blocks, largest errors first, for which other candidates are tried
 
 
@@ -437,9 +440,12 @@ class GroupTrials:
         self._measured_sets = 0
         self._set_limit = min(2 * len(self._groups) + 1, MAX_SET_MEASUREMENTS)
         self._max_samples: int | None = None
+        self._switches: GroupSwitches | None = None  # those of the plan, once the errors are measured
 
-    def measure_candidates(self, rebuild: BuildModel) -> tuple[CandidateErrors, dict[str, Plan]]:
+    def measure_candidates(self, rebuild: BuildModel, missing: float = 0.0) -> tuple[CandidateErrors, dict[str, Plan]]:
         """Measure the error of each candidate of each site until `interrupted`. Return the errors and the plans.
+
+        If more dB are `missing` than other ranges gain, limited work is kept for plans with float ops.
 
         Sites of one group share its error. `rebuild` builds the quantized model of a candidate plan. The errors of
         candidates are measured for whole blocks, and only for those with the largest errors. Raises a ModelError if a
@@ -455,9 +461,11 @@ class GroupTrials:
                 self._max_samples = max(int(min(affordable, 1.0) * switches.size[0]), MIN_LIMITED_SAMPLES)
                 switches = self._switch_groups(self._plan, self._built)
             group_errors |= self._measure_groups(switches)
+            self._switches = switches
             candidate_plans = make_candidate_plans(self._prepared, self._plan)
             for name, candidate_plan in candidate_plans.items():
-                if name != f"{WIDE_ACTIVATION_BITS} bits" and self._charge_candidate(switches):
+                is_promising = name not in RANGE_CANDIDATES or missing <= MAX_RANGE_GAIN_DB or not self._is_limited
+                if name != f"{WIDE_ACTIVATION_BITS} bits" and is_promising and self._charge_candidate(switches):
                     built = rebuild(candidate_plan)
                     ratios |= self._measure_ratios(name, candidate_plan, built, switches, group_errors)
             self.runs += switches.runs
@@ -470,12 +478,44 @@ class GroupTrials:
         }
         return errors, candidate_plans
 
+    def make_predictor(self, plan: Plan, built: BuiltModel) -> Callable[[Collection[int]], float] | None:
+        """Return a function that measures the SQNR in dB of a plan with some sites in float, on a few samples.
+
+        `built` is the quantized model of the plan. Return None if each measurement takes a session of its own, which is
+        as much work as a measurement on all samples. Raises a SearchLimitError if there is no work left.
+        """
+        switches = self._switches
+        if switches is None or switches.creates_sessions:
+            return None
+        if plan is not self._plan:
+            if self._budget is not None:
+                self._budget.charge(self._budget.costs.plan(switches.size[0]))
+            switches = self._switch_groups(plan, built)
+
+        def predict(float_sites: Collection[int]) -> float:
+            on = [number for number, group in enumerate(self._groups) if not set(group) <= set(float_sites)]
+            error = self._measure_set(switches, [number for number in on if number in switches.groups])
+            return -10 * math.log10(error) if error else math.inf
+
+        return predict
+
+    def _measure_set(self, switches: GroupSwitches, on: Collection[int]) -> float:
+        """Measure the error with only some groups quantized. Raises a SearchLimitError if there is no work left."""
+        if self._budget is not None and not switches.is_measured(on):
+            self._budget.charge(self._set_work(switches))
+        return switches.error(on)
+
     def _set_work(self, switches: GroupSwitches) -> float:
         """Predict the work of one measurement of a set of groups."""
         if self._budget is None:
             return 0.0
         costs = self._budget.costs
         return costs.switched(*switches.size) + (costs.plan(0) if switches.creates_sessions else 0.0)
+
+    @property
+    def _is_limited(self) -> bool:
+        """True if work is limited."""
+        return self._budget is not None and math.isfinite(self._budget.limit)
 
     def _charge_candidate(self, switches: GroupSwitches) -> bool:
         """Charge the work of measuring a candidate. Return False if it would leave too little for plans."""
@@ -500,9 +540,7 @@ class GroupTrials:
             limit = int(min(limit, affordable))
 
         def measure(on: Collection[int]) -> float:
-            if self._budget is not None:
-                self._budget.charge(self._set_work(switches))
-            error = switches.error(on)
+            error = self._measure_set(switches, on)
             self._measured_sets += 1
             if self._progress is not None:
                 self._progress(self._measured_sets, limit)

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.optimize.candidates import BuildModel
+    from graphquant.optimize.search import SearchFold
     from graphquant.quantize import Plan, Site
     from graphquant.utils import Progress
 
@@ -139,6 +140,7 @@ class Workspace:
     state: PreCalibrationState
     stats: Stats | None
     build: BuildModel
+    folds: tuple[SearchFold, ...] = ()  # folds of the data; none without a bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,6 +456,8 @@ class _Repair:
 
         Their gain is nearly the same with other ranges and with some blocks in float, and they take most of the time.
         """
+        if self._request.default_sqnr is None:  # For a bound, each set of algorithms has one plan.
+            return self._measure(recipe)
         gains = self._algorithm_gains
         if recipe.algorithms not in gains:
             gain = self._measure(recipe) - self._measure(recipe, quick=True)
@@ -645,9 +649,8 @@ class _Repair:
         )
         if not names or request.calibration is None or request.has_stats:
             return
-        # The changed model is calibrated, and for a bound once more in folds.
         work, calibration = request.budget.costs.algorithm * len(names), self._calibration_work()
-        if not self._is_affordable(work + calibration * (1 + bool(request.folds))):
+        if not self._is_affordable(work + calibration):
             return
         self._charge(work)
         plan = request.workspace.state.plan_without_factors(request.workspace.state.plan)
@@ -656,7 +659,7 @@ class _Repair:
         applied = {result.algorithm for result in state.results if result.applied}
         if applied.isdisjoint(names):
             return
-        self._charge(calibration * (1 + bool(request.folds)))
+        self._charge(calibration)
         self._workspaces[names] = request.calibrate(state)
         recipe = replace(self._current, algorithms=(*names, *self._current.algorithms))
         first, *others = (name for name in names if name in applied)

@@ -410,7 +410,8 @@ class _SearchStages:
         try:
             measurer.charge_plan()  # for the plan that the search ends with
             trials = GroupTrials(self.prepared, plan, *measurer.select_worst_fold(), report, self.budget)
-            errors, candidate_plans = trials.measure_candidates(measurer.rebuild_worst_fold)
+            missing = 0.0 if bounds.min_sqnr is None else bounds.min_sqnr - _worst_sqnr(rules_validation)
+            errors, candidate_plans = trials.measure_candidates(measurer.rebuild_worst_fold, missing)
         except SearchLimitError as limit:
             return replace(unchanged, stop_reason=limit.reason), rules_build
         if trials.interrupted:
@@ -423,6 +424,7 @@ class _SearchStages:
         float_ops = _ops_in_float_anyway(plan, rules_build.model) & costs.keys()
         try:
             search = _BoundSearch(plan, candidate_plans, groups, errors, bounds, measurer, rules_validation)
+            search.predict_by(trials)
         except SearchLimitError as limit:
             return replace(unchanged, stop_reason=limit.reason), rules_build
         result = search.run(
@@ -634,6 +636,7 @@ class _BoundSearch:
         self._candidate_plans = candidate_plans
         self._validations: dict[tuple[tuple[int, str], ...], Validation] = {(): rules_validation}
         self._measured: dict[Selection, Validation] = {}  # of the current groups
+        self._predict_sites: Callable[[Collection[int]], float] | None = None
         # Better ranges cost no multiply-adds, so they come first, if they bring a gain together.
         self._groups = [_choose_quantized_candidate(group, best=True) for group in groups]
         self._drafts = self._make_drafts()
@@ -648,6 +651,19 @@ class _BoundSearch:
                 self._validations[self._key((0,) * len(groups))] = better
         else:
             self._base_plan = plan
+
+    def predict_by(self, trials: GroupTrials) -> None:
+        """Predict plans by switches. Raises a SearchLimitError if there is no work left."""
+        names = {candidate.name for group in self._groups for candidate in group.candidates[1:]}
+        if names <= {FLOAT_CANDIDATE}:
+            built = self._measurer.rebuild_worst_fold(self._base_plan)
+            self._predict_sites = trials.make_predictor(self._base_plan, built)
+
+    def _predict(self, selection: Selection) -> float:
+        """Return the predicted SQNR in dB of a selection."""
+        if self._predict_sites is None:
+            raise ValueError("only a search with switches predicts plans")
+        return self._predict_sites([index for index, name in self._key(selection) if name == FLOAT_CANDIDATE])
 
     def _make_drafts(self) -> _CandidatePlans:
         return _CandidatePlans(self._plan, self._candidate_plans, self._groups, self._errors, self._bounds)
@@ -671,10 +687,11 @@ class _BoundSearch:
                 target_sqnr=None if target is None else target + raised_aim,
                 blocks=blocks,
                 progress=progress,
+                predict=None if self._predict_sites is None else self._predict,
             )
             stop_reason = result.stop_reason
             selection = self._prefer_int8(result.selection, costs)
-            if result.stop_reason in {"work", "time"} and not result.quality.met:
+            if result.stop_reason in {"work", "time"} and self._measured[selection].failures:
                 selection = self._reach_bound(costs, blocks)
             plan, validation = self._drafts.build_plan(selection), self._measured[selection]
             if any(self._groups[i].candidates[index].high_precision for i, index in enumerate(selection)):
@@ -707,9 +724,10 @@ class _BoundSearch:
         all_float = tuple(len(group.candidates) - 1 for group in self._groups)
         selections = [all_float]
         if self._bounds.min_sqnr is not None:
-            rules = (0,) * len(self._groups)
-            missing = self._bounds.min_sqnr - self._measure(rules, 0.0).sqnr + REACHING_MARGIN_DB
-            max_error = total_error(self._groups, rules) * 10 ** (-missing / 10)
+            nearest = max(self._measured, key=lambda selection: self._measure(selection, 0.0).sqnr)
+            missing = self._bounds.min_sqnr - self._measure(nearest, 0.0).sqnr
+            missing += min(max(missing, MIN_RAISE_DB), REACHING_MARGIN_DB)
+            max_error = total_error(self._groups, nearest) * 10 ** (-missing / 10)
             selections.insert(0, choose_selection(self._groups, costs, max_error, blocks))
         for selection in selections:
             self._measurer.extend_for_plan()
@@ -723,7 +741,8 @@ class _BoundSearch:
         cheapest = min(met, key=lambda other: selection_cost(self._groups, other, costs), default=selection)
         total = math.fsum(costs.values())
         int8_costs = [total - selection_cost(self._groups, other, costs) for other in (selection, cheapest)]
-        return selection if int8_costs[0] >= MIN_INT8_RATIO * int8_costs[1] else cheapest
+        misses = bool(met) and selection not in met
+        return cheapest if misses or int8_costs[0] < MIN_INT8_RATIO * int8_costs[1] else selection
 
     def _is_all_float(self, key: tuple[tuple[int, str], ...]) -> bool:
         float_sites = {index for index, name in key if name == FLOAT_CANDIDATE}
@@ -751,7 +770,9 @@ class _BoundSearch:
         return PlanQuality(met=not validation.failures and (target is None or sqnr >= target + extra), sqnr=sqnr)
 
 
-REACHING_MARGIN_DB = 6.0  # margin in dB of the estimates with which a search without further measurements ends
+REACHING_MARGIN_DB = 6.0
+"""Largest margin in dB of the estimates with which a search without further measurements ends: as large as the miss."""
+
 MIN_RAISE_DB = 0.3  # smallest step in dB by which the aim of a search is raised
 
 

@@ -192,6 +192,7 @@ MAX_CLIMB_PLANS, MAX_REFINE_PLANS = 8, 3
 
 CLIMB_STEP_DB = 3.0  # step of the aim in dB if the distance to the bound is unknown
 MIN_AIM_STEP_DB = 0.3  # smallest difference of two aims in dB that is worth a plan
+FIRST_SHIFT_DB = 0.5  # dB by which the first predictions are too high, because plans are chosen for high ones
 NEAR_MISS_DB = 2.0  # miss in dB that a nearly equal plan may correct, because errors have heavy tails
 UNCERTAIN_DB = 2.0  # predicted miss in dB up to which a plan is measured, because estimates are uncertain
 MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss the bound
@@ -225,13 +226,15 @@ def search_cheapest_plan(
     target_sqnr: float | None,
     blocks: Sequence[frozenset[OpKey]] = (),
     progress: Callable[[int, int], None] | None = None,
+    predict: Callable[[Selection], float] | None = None,
 ) -> SelectionResult:
     """Search the cheapest selection that meets a bound.
 
     `costs` are those of each op in high precision, and `blocks` are ops that may become float together. `measure`
-    builds and measures a plan; `progress` receives the number of measured plans and its maximum.
+    builds and measures a plan; `progress` receives the number of measured plans and its maximum. `predict` returns an
+    SQNR in dB that differs from the measured one by nearly the same amount for similar plans, and takes less work.
     """
-    return _PlanSearch(groups, costs, measure, blocks, progress).run(target_sqnr)
+    return _PlanSearch(groups, costs, measure, blocks, progress, predict).run(target_sqnr)
 
 
 class _PlanSearch:
@@ -244,9 +247,10 @@ class _PlanSearch:
         measure: Callable[[Selection], PlanQuality],
         blocks: Sequence[frozenset[OpKey]],
         progress: Callable[[int, int], None] | None,
+        predict: Callable[[Selection], float] | None,
     ) -> None:
         self._groups, self._costs, self._measure, self._progress = groups, costs, measure, progress
-        self._blocks = blocks
+        self._blocks, self._predict = blocks, predict
         self._qualities: dict[Selection, PlanQuality] = {}
         self._best = self._measure_selection((0,) * len(groups))
 
@@ -255,7 +259,10 @@ class _PlanSearch:
         stop_reason: StopReason | None = None
         try:
             if not self._best[1].met:
-                self._refine_aim(*self._climb_to_bound(target_sqnr))
+                if self._predict is None or target_sqnr is None:
+                    self._refine_aim(*self._climb_to_bound(target_sqnr))
+                else:
+                    self._correct_predictions(target_sqnr, self._predict)
                 self._search_cheaper(target_sqnr)
         except KeyboardInterrupt:
             stop_reason = "interrupt"
@@ -284,6 +291,31 @@ class _PlanSearch:
                 return missed, aim
         self._try_selection(tuple(len(group.candidates) - 1 for group in self._groups))
         return aim, aim
+
+    def _correct_predictions(self, target_sqnr: float, predict: Callable[[Selection], float]) -> None:
+        """Measure the cheapest plan that is predicted to meet the bound, and correct the predictions by its miss."""
+        selection, quality, _ = self._best
+        # The tensors with the largest errors become float, and their share of the difference with them.
+        excess = FIRST_SHIFT_DB + max(quality.sqnr - predict(selection), 0.0)
+        for _ in range(MAX_CLIMB_PLANS):
+            shift = quality.sqnr - predict(selection) - excess
+            excess = MIN_AIM_STEP_DB / 2
+            if not math.isfinite(shift):
+                return
+
+            def predict_quality(other: Selection, shift: float = shift) -> PlanQuality:
+                sqnr = predict(other) + shift
+                return PlanQuality(met=sqnr >= target_sqnr, sqnr=sqnr)
+
+            result = search_cheapest_plan(
+                self._groups, self._costs, predict_quality, target_sqnr=target_sqnr, blocks=self._blocks
+            )
+            if result.stop_reason == "interrupt":
+                raise KeyboardInterrupt
+            selection = result.selection
+            if selection in self._qualities:
+                return
+            quality = self._try_selection(selection)
 
     def _refine_aim(self, missed: float, met: float) -> None:
         """Bisect the interval between two aims."""
@@ -326,10 +358,20 @@ class _PlanSearch:
         return None
 
     def _predict_sqnr(self, selection: Selection) -> float:
-        """Predict the SQNR in dB of a selection from that of the best plan and the estimated errors of both."""
-        best_error, error = (total_error(self._groups, other) for other in (self._best[0], selection))
-        known = best_error > 0 and error > 0 and math.isfinite(self._best[1].sqnr)
-        return self._best[1].sqnr + 10 * math.log10(best_error / error) if known else math.inf
+        """Predict the SQNR in dB of a selection from the estimated errors and two measured plans.
+
+        These are the best plan and the one with the nearest estimated error. The higher prediction counts.
+        """
+        error = total_error(self._groups, selection)
+        gains = {
+            other: 10 * math.log10(other_error / error)
+            for other, quality in self._qualities.items()
+            if error > 0 and math.isfinite(quality.sqnr) and (other_error := total_error(self._groups, other)) > 0
+        }
+        if self._best[0] not in gains:
+            return math.inf
+        nearest = min(gains, key=lambda other: abs(gains[other]))
+        return max(self._qualities[other].sqnr + gains[other] for other in (nearest, self._best[0]))
 
     def _try_aim(self, aim: float) -> PlanQuality:
         """Measure the cheapest selection with an estimated SQNR of at least `aim` dB."""

@@ -300,6 +300,10 @@ class GroupSwitches:
         """True if each set of groups takes a session of its own, because no input reaches some quantizations."""
         return bool(self._fixed)
 
+    def is_measured(self, on: Collection[int]) -> bool:
+        """Return True if the error of these groups is known."""
+        return frozenset(on) in self._errors
+
     def error(self, on: Collection[int]) -> float:
         """Squared error that the groups `on` add, as a share of the power of the output where it is largest.
 

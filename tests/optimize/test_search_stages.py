@@ -523,12 +523,16 @@ class Trials:
         assert progress is None or callable(progress)
         self.plan = plan
 
-    def measure_candidates(self, rebuild):
+    def measure_candidates(self, rebuild, _missing):
         """Return the errors, and a plan with another scheme."""
         assert rebuild("plan") == "rebuilt plan"
         other = replace(ACTIVATION, name="mse")
         sites = tuple(replace(site, scheme=other) for site in self.plan.sites)
         return ERRORS, {"mse range": replace(self.plan, sites=sites)}
+
+    def make_predictor(self, plan, built):
+        """Predict nothing."""
+        assert built == f"rebuilt {plan}"
 
 
 class Measurer:

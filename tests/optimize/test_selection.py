@@ -334,6 +334,61 @@ def test_trajectories(seed, target):
     assert result.cost == pytest.approx(selection_cost(groups, result.selection, costs) / sum(costs.values()))
 
 
+def test_predictions_are_corrected_by_measurements():
+    """The cheapest plan that is predicted to meet the bound is measured, and its difference corrects the predictions.
+
+    The estimates are 10 dB too good, and the predictions 2 dB, so that four plans are enough.
+    """
+    groups = [make_group([f"op{index:02}"], 10 ** (-index / 10)) for index in range(40)]
+    costs = {op: 1.0 for group in groups for op in group.ops}
+    measured, predicted = [], []
+
+    def sqnr(selection, shift):
+        return -10 * np.log10(total_error(groups, selection) + 1e-12) - shift
+
+    def measure(selection):
+        measured.append(selection)
+        value = sqnr(selection, 10.0 if any(selection) else 0.0)
+        return PlanQuality(met=value >= 0.0, sqnr=value)
+
+    def predict(selection):
+        predicted.append(selection)
+        return sqnr(selection, 8.0)
+
+    result = search_cheapest_plan(groups, costs, measure, target_sqnr=0.0, predict=predict)
+    cheapest = min(count for count in range(40) if sqnr([1] * count + [0] * (40 - count), 10.0) >= 0)
+    assert (result.quality.met, sum(result.selection)) == (True, cheapest)
+    assert len(measured) <= 10 < len(predicted)
+    assert sum(selection_cost(groups, chosen, costs) <= cheapest + 2 for chosen in measured[1:]) == len(measured) - 1
+
+
+def test_unpredictable_plans_are_not_searched_further():
+    """Predictions without a finite value end the corrections; the plan of the rules stays the best."""
+    groups, costs = single_op_groups(3)
+    for value in (np.inf, np.nan):
+        result = search_cheapest_plan(
+            groups, costs, lambda _: PlanQuality(met=False, sqnr=1.0), target_sqnr=9.0, predict=lambda _, v=value: v
+        )
+        assert (result.selection, result.plans) == ((0, 0, 0), 1)
+
+
+def test_an_interrupted_prediction_keeps_the_best_plan():
+    """Ctrl-C in a prediction ends the search."""
+    groups, costs = single_op_groups(3)
+    calls = []
+
+    def predict(selection):
+        calls.append(selection)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return 5.0 + sum(selection)
+
+    result = search_cheapest_plan(
+        groups, costs, lambda _: PlanQuality(met=False, sqnr=1.0), target_sqnr=9.0, predict=predict
+    )
+    assert (result.selection, result.stop_reason, len(calls)) == ((0, 0, 0), "interrupt", 3)
+
+
 def test_bisection_of_the_aim():
     """The interval between the last aim that misses and the first that meets is halved three times, down to 0.3 dB."""
     groups = [make_group([f"op{index:02}"], 10 ** (-index / 10)) for index in range(40)]
