@@ -68,7 +68,7 @@ def calibrate(
     if data is None:
         raise UsageError("There is no calibration data. Pass an .npz file, or random:8 for a test.")
     spec = "" if isinstance(data, Dataset) else as_data_spec(data)
-    source = load_source(model, settings)
+    source = load_source(model, settings, spec)
     # The statistics also serve a later `insert` that minimizes size or latency, so no op is left out by its cost.
     prepared, resolved_plan = prepare_and_plan(source, PlanOptions(rules=settings.rules), plan, by_cost=False)
     if settings.everything:

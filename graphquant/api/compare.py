@@ -67,7 +67,7 @@ def compare(
 
     settings = resolve_options(CompareOptions, options, values)
     data = as_data_spec(data)
-    float_ir, quantized_ir = (load_source(operand, settings) for operand in (model, quantized_model))
+    float_ir, quantized_ir = (load_source(operand, settings, data) for operand in (model, quantized_model))
     for model_ir in (float_ir, quantized_ir):
         if not model_ir.traits.rewritable:
             raise UsageError(

@@ -38,7 +38,7 @@ from graphquant.calibration import (
     select_stats,
     sites_needing_data,
 )
-from graphquant.calibration.data import as_data_spec, parse_data_spec
+from graphquant.calibration.data import as_data_spec, parse_data_sources
 from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
 from graphquant.calibration.metric import load_metric
 from graphquant.errors import DataError, EmptyResultError, ModelError, NeedsDataError, UsageError
@@ -107,7 +107,7 @@ def insert(
     if settings.data is not None:
         settings = replace(settings, data=as_data_spec(settings.data))
     objective = _check_options(settings)
-    source = load_source(model, settings)
+    source = load_source(model, settings, settings.data)
     open_samples = cache(partial(open_model_data, source, settings.data or ""))
     sample_shapes = partial(_first_sample_shapes, open_samples, settings)
     prepared, plan = prepare_and_plan(source, settings, settings.plan, sample_shapes=sample_shapes)
@@ -178,7 +178,7 @@ def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -
 def _check_options(settings: InsertOptions) -> Objective:
     """Return the objective. Mistakes in options are reported before the model is read."""
     if settings.data is not None:
-        parse_data_spec(settings.data)
+        parse_data_sources(settings.data)
     if settings.max_metric_drop is not None and settings.metric is None:
         raise UsageError("A bound on the metric needs the metric. Pass metric, a function or module:function.")
     if settings.metric is not None and (settings.data is None or not settings.validate):

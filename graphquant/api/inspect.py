@@ -18,7 +18,7 @@ from graphquant.analysis import (
 )
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats
-from graphquant.api.models import as_model
+from graphquant.api.models import as_model, select_signatures
 from graphquant.api.plan import plan_with_rules, prepare_for_plan, resolve_ruleset, select_sites
 from graphquant.calibration import CalibrationRun, Stats, calibrate_model, plan_targets, select_stats
 from graphquant.calibration.holdout import open_model_data
@@ -137,11 +137,11 @@ def check_data(model: Model | str | Path, data: Any, *, samples: int | None = No
         ModelError: The model cannot be read.
         UsageError: The model is a TFLite model.
     """
-    from graphquant.calibration.data import as_data_spec, open_data
+    from graphquant.calibration.data import as_data_spec, open_data, split_by_signature
     from graphquant.calibration.data.check import check_dataset
 
     spec = as_data_spec(data)
-    source = as_model(model)
+    source = select_signatures(as_model(model), tuple(split_by_signature(spec)), separate_inputs=True)
     if not source.traits.rewritable:
         raise UsageError(
             f"{source.path} is a TFLite model, which cannot be run. Pass the model from which it was converted."

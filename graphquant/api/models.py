@@ -14,9 +14,11 @@ from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
 from graphquant.ir.graph import check_tensor_sizes
 from graphquant.utils.atomic_files import LFS_ADVICE, is_lfs_pointer, lock_output, remove_stale_files
-from graphquant.utils.options import checks_types
+from graphquant.utils.option_types import parse_names, parse_tags
+from graphquant.utils.options import SignatureOptions, checks_types
 
 if TYPE_CHECKING:
+    from graphquant.calibration.data import MemoryData
     from graphquant.utils.options import CalibrateOptions, CompareOptions, InsertOptions
 
 
@@ -107,7 +109,14 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
         ) from error
 
 
-def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False) -> Model:
+def load(
+    source: Any,
+    *,
+    outputs: Sequence[Any] = (),
+    allow_links: bool = False,
+    signature: str | Sequence[str] = (),
+    tags: str | Sequence[str] = (),
+) -> Model:
     """Load a model from a path, or from an object of ONNX or TensorFlow.
 
     Args:
@@ -117,18 +126,23 @@ def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False)
         outputs: Output tensors of a tf.Graph or a session, or their names; by default all tensors without consumers.
             Ops that lead to no output, such as initializers and optimizers, are not quantized.
         allow_links: Follow links of the model's files out of its folder.
+        signature: Signatures of a SavedModel to quantize and run; by default all are quantized, and those run that the
+            data of the first one can feed.
+        tags: Tags of the MetaGraph of a SavedModel; by default the one with `serve` and the fewest other tags.
 
     Raises:
         MissingDependencyError: The model is a Keras file, and tensorflow is not installed.
         ModelError: The model cannot be read, or is not supported.
-        UsageError: The source is not a model.
+        UsageError: The source is not a model, or has no such signature or tags.
     """
     if isinstance(source, str | Path):
         if outputs:
             raise UsageError(
                 f"{source} is a file, but outputs can be chosen only for a tf.Graph or a session. Remove outputs."
             )
-        model = _load_file(Path(source), allow_links=allow_links)
+        model = _load_file(Path(source), allow_links=allow_links, tags=parse_tags(tags))
+    elif parse_tags(tags):
+        raise UsageError(f"tags choose a MetaGraph of a SavedModel, but the model is a {type(source).__name__}.")
     elif type(source).__name__ == "ModelProto":  # onnx need not be imported for this check
         from graphquant.formats.onnx import from_onnx
 
@@ -140,13 +154,39 @@ def load(source: Any, *, outputs: Sequence[Any] = (), allow_links: bool = False)
 
         model = from_tensorflow(source, outputs)
     _check_graphs(model, "load")
-    return model
+    return select_signatures(model, parse_names(signature))
 
 
-def _load_file(path: Path, *, allow_links: bool) -> Model:
+def select_signatures(model: Model, names: Sequence[str], *, separate_inputs: bool = False) -> Model:
+    """Return the model with only these signatures, or as it is without names.
+
+    With `separate_inputs`, each has its own data, also where they take inputs of the same key.
+
+    Raises:
+        UsageError: The model has no such signature.
+    """
+    if not names or model.source is None:
+        return model
+    if model.format != "tensorflow":
+        raise UsageError(
+            f"{model.path or 'The model'} has no signatures, because it is not a SavedModel. Remove --signature, and"
+            " name no signature in the data."
+        )
+    from graphquant.formats.tensorflow import select_signatures as select
+
+    return select(model, names, separate_inputs=separate_inputs)
+
+
+def _load_file(path: Path, *, allow_links: bool, tags: Sequence[str]) -> Model:
     """Load a model file; if that fails, find out whether it is a pointer or has the suffix of another format."""
     model_format = formats.detect_format(path)
+    if tags and not (model_format == "tensorflow" and path.is_dir()):
+        raise UsageError(f"{path} has no MetaGraphs to choose by tags, because it is not a SavedModel. Remove --tags.")
     try:
+        if tags:
+            from graphquant.formats.tensorflow import load as load_meta_graph
+
+            return load_meta_graph(path, allow_links=allow_links, tags=tags)
         return formats.format_module(model_format).load(path, allow_links=allow_links)
     except ModelError as error:
         if not path.is_file():
@@ -195,17 +235,49 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     return destination
 
 
-def load_source(model: Any, options: InsertOptions | CalibrateOptions | CompareOptions) -> Model:
-    """Return the model to run, loaded if it is none yet.
+def omission_notes(model: Model) -> list[str]:
+    """Return notes on the parts of a SavedModel that are not quantized, or that no data reaches."""
+    if model.format != "tensorflow":
+        return []
+    from graphquant.formats import tensorflow
+
+    return tensorflow.omission_notes(model)
+
+
+def load_source(
+    model: Any, options: InsertOptions | CalibrateOptions | CompareOptions, data: str | MemoryData | None
+) -> Model:
+    """Return the model to run on `data`, loaded if it is none yet, with the signatures of the options or the data.
 
     Raises:
         ModelError: The model cannot be read, or a tensor would fill memory.
+        UsageError: The data is for other signatures than those of the options, or the model has no such signature.
     """
-    source = as_model(model, allow_links=options.allow_links)
+    data_names: tuple[str, ...] = ()
+    if data is not None:
+        from graphquant.calibration.data import split_by_signature
+
+        data_names = tuple(split_by_signature(data))
+    if data_names and options.signature and set(options.signature) != set(data_names):
+        raise UsageError(
+            f"The data is for the signatures {', '.join(data_names)}, but {', '.join(options.signature)} were selected."
+            " Give data for each of them."
+        )
+    source = select_signatures(as_model(model, options), data_names, separate_inputs=True)
     check_tensor_sizes(source, options.max_memory)
     return source
 
 
-def as_model(model: Any, *, allow_links: bool = False) -> Model:
-    """Return `model`, loaded if it is a path or an object of a framework; see `load`."""
-    return model if isinstance(model, Model) else load(model, allow_links=allow_links)
+def as_model(model: Any, options: SignatureOptions | None = None) -> Model:
+    """Return `model`, loaded if it is a path or an object of a framework, with the signatures of the options.
+
+    Raises:
+        ModelError: The model cannot be read.
+        UsageError: The model has no such signature or tags.
+    """
+    settings = options or SignatureOptions()
+    if not isinstance(model, Model):
+        return load(model, allow_links=settings.allow_links, signature=settings.signature, tags=settings.tags)
+    if settings.tags and formats.meta_graph_tags(model) != set(settings.tags):
+        raise UsageError("The model is loaded, so its MetaGraph can no longer be chosen by tags. Pass tags to gq.load.")
+    return select_signatures(model, settings.signature)

@@ -59,7 +59,7 @@ def plan(model: Model | str | Path, options: PlanOptions | None = None, /, **val
         UsageError: An option is invalid, or a pattern matches nothing.
     """
     settings = resolve_options(PlanOptions, options, values)
-    return prepare_and_plan(as_model(model, allow_links=settings.allow_links), settings)[1]
+    return prepare_and_plan(as_model(model, settings), settings)[1]
 
 
 def prepare_and_plan(

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import graphquant
 from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Digests, Entry
-from graphquant.calibration.data.dataset import parse_data_spec
+from graphquant.calibration.data.dataset import parse_data_spec, split_by_signature
 from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import UsageError
 from graphquant.formats import SUFFIXES
@@ -133,6 +133,9 @@ def data_digest(spec: str, file_hashes: FileHashes) -> tuple[str, bool]:
     Raises a DataError if the spec is invalid, a MissingDependencyError if fsspec is needed and not installed, and an
     OSError if a file cannot be read.
     """
+    if parts := split_by_signature(spec):
+        digests = {name: data_digest(str(part), file_hashes) for name, part in parts.items()}
+        return _json_sha256(digests), all(deterministic for _, deterministic in digests.values())
     source = parse_data_spec(spec)
     fields = [source.kind, sorted(source.keys.items()), sorted(source.input_keys.items())]
     if not source.files:

@@ -163,13 +163,16 @@ def _write_shard_stats(
 ) -> Outcome:
     """Write the statistics of a shard of the samples to the entry's output."""
     from graphquant import api, formats
+    from graphquant.api.models import load_source
     from graphquant.calibration import with_observer
     from graphquant.calibration.data import open_data
     from graphquant.calibration.holdout import split_holdout
+    from graphquant.utils.options import CalibrateOptions
 
     data = entry.data or ""
     try:
-        model = api.load(Path(entry.model), allow_links=entry.allow_links)
+        options = CalibrateOptions(allow_links=entry.allow_links, signature=entry.signature, tags=entry.tags)
+        model = load_source(Path(entry.model), options, data)
         quantization_plan = api.plan(
             model,
             rules=entry.rules,

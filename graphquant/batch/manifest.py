@@ -23,7 +23,7 @@ from graphquant.batch.manifest_schema import (
 )
 from graphquant.batch.remote import LOCAL_SCHEME, find_models, is_model_folder, suffix_of
 from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Entry, Gates
-from graphquant.calibration.data import parse_data_spec
+from graphquant.calibration.data import parse_data_sources
 from graphquant.calibration.data.dataset import rebase_data_spec
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import DataError, ManifestError, RuleError, UsageError, did_you_mean
@@ -178,10 +178,11 @@ class _FileChecks:
 
     def _check_data(self, spec: str) -> str:
         try:
-            source = parse_data_spec(spec)
+            sources = parse_data_sources(spec)
         except DataError as error:
             return str(error)
-        return _code_refusal(f"data {spec}") if source.kind == "function" and not self._allow_data else ""
+        is_code = any(source.kind == "function" for source in sources)
+        return _code_refusal(f"data {spec}") if is_code and not self._allow_data else ""
 
     def check_metric(self, spec: str) -> str:
         """Return a mistake if the metric, which is Python code, is not allowed."""

@@ -99,6 +99,8 @@ class Entry(_Record):
     metric: str | None = None
     size_budget: str | None = None
     allow_links: bool = False
+    signature: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     gates: Gates = field(default_factory=Gates)  # bounds for the output
 
 

@@ -175,7 +175,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     models.check_model_output(output, model, format_name, force=True)
     with lock_output(output):
         result = api.insert(
-            api.load(model, allow_links=entry.allow_links),
+            model,
             **{name: getattr(entry, name) for name in ENTRY_OPTIONS},
             **{name: getattr(entry.gates, name) for name in METRIC_GATES},
             max_memory=max_memory,

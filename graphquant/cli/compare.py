@@ -73,7 +73,7 @@ def compare_command(
     both models side by side, with the errors as a heat map. Exit code 1 if a bound is missed.
     """
     from graphquant import api
-    from graphquant.api.models import check_output
+    from graphquant.api.models import as_model, check_output
     from graphquant.visualize.compare_report import comparison_view
 
     settings = collect_options(CompareOptions, values, outputs=_parse_matches(pairs))
@@ -85,8 +85,8 @@ def compare_command(
     if html is not None and not settings.sites:
         raise UsageError("--html shows the errors of quantized tensors. Remove --outputs-only.")
     models = (
-        api.load(float_path, allow_links=settings.allow_links),
-        api.load(quantized_path, allow_links=settings.allow_links),
+        as_model(float_path, settings),
+        as_model(quantized_path, settings),
     )
     for path in (float_path, quantized_path):
         for output_path in filter(None, (output, html)):

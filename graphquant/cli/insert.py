@@ -18,6 +18,7 @@ from graphquant.cli.options import (
 )
 from graphquant.cli.output import (
     lock_output_of_command,
+    print_notes,
     print_view,
     progress_bar,
     remember_output,
@@ -82,7 +83,7 @@ def insert_command(
     if verbose and quiet:
         raise UsageError("--verbose prints more and --quiet nothing. Use one of them.")
     from graphquant import api
-    from graphquant.api.models import default_output
+    from graphquant.api.models import as_model, default_output
 
     target = output or default_output(model)
     try:
@@ -95,7 +96,7 @@ def insert_command(
         raise UsageError("--io is the type of inputs and outputs in a TFLite file. Add -o NAME.tflite, or remove it.")
     if not dry_run:
         lock_output_of_command(target)
-    source = api.load(model, allow_links=settings.allow_links)
+    source = as_model(model, settings)
     if to_tflite:
         from graphquant.api.convert import freeze, require_convertible
 
@@ -140,8 +141,9 @@ def _check_combinations(settings: InsertOptions) -> None:
 def _check_inputs(model: Path, settings: InsertOptions) -> None:
     """Read the model, the rules or the plan, and the first sample, which raises errors if one of them is wrong."""
     from graphquant import api
+    from graphquant.api.models import as_model
 
-    source = api.load(model, allow_links=settings.allow_links)
+    source = as_model(model, settings)
     if settings.plan is None:
         names = [field.name for field in option_fields(PlanOptions)]
         api.plan(source, PlanOptions(**{name: getattr(settings, name) for name in names}))
@@ -205,9 +207,11 @@ def _write_result(
 
 
 def _print_result(result: Result, written: Path | None, conversion: ConversionReport | None, *, tables: bool) -> None:
+    from graphquant.api.models import omission_notes
     from graphquant.visualize import text
 
     print_view(text.result_view(result, written, tables=tables))
+    print_notes(omission_notes(result.source))
     if conversion is not None:
         print_view(text.conversion_view(conversion, tables=tables or not conversion.agrees))
 

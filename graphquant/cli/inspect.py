@@ -20,7 +20,7 @@ from graphquant.cli.options import (
     format_option,
     options_of,
 )
-from graphquant.cli.output import print_view, write_drawing_page, write_or_print, write_page, write_result
+from graphquant.cli.output import print_notes, print_view, write_drawing_page, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import RULE_NAMES, ExplainOptions, PlanOptions, ReadOptions
 
@@ -51,9 +51,10 @@ def plan_command(model: Path, form: str, html: Path | None, output: Path | None,
     insert --plan applies the plan that --format json writes.
     """
     from graphquant import api
+    from graphquant.api.models import as_model, omission_notes
 
     settings = collect_options(PlanOptions, values)
-    source = api.load(model, allow_links=settings.allow_links)
+    source = as_model(model, settings)
     plan = api.plan(source, settings)
     _check_paths(model, html, output, force=force)
     if html is not None:
@@ -68,6 +69,7 @@ def plan_command(model: Path, form: str, html: Path | None, output: Path | None,
         from graphquant.visualize import text
 
         print_view(text.plan_view(plan), output)
+        print_notes(omission_notes(source))
 
 
 @click.command("explain")
@@ -89,9 +91,10 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
     if settings.plan is not None and settings.rules:
         raise UsageError("--plan explains a plan as it is, but --rules creates one. Use one of them.")
     from graphquant import api
+    from graphquant.api.models import as_model
     from graphquant.visualize.check_report import explain_view
 
-    explanation = api.explain(api.load(model, allow_links=settings.allow_links), name, settings)
+    explanation = api.explain(as_model(model, settings), name, settings)
     if form == "json":
         write_result("explain", explanation)
     else:

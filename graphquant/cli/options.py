@@ -31,7 +31,7 @@ FORCE = click.option("--force", is_flag=True, help="Replace existing files.")
 
 
 OPTION_GROUPS = {
-    "Input": ("allow_links", "pairs", "allow_code", "schema"),
+    "Input": ("signature", "tags", "allow_links", "pairs", "allow_code", "schema"),
     "Data": ("data", "samples", "stats", "ranges", "ranges_map", "everything", "max_memory", "shard_text", "merging"),
     "What to quantize": (
         *("rules", "include", "exclude", "family", "range_source", "method", "requantize", "algorithms"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,12 @@ def write_result(command: str, result: object, output: Path | None = None) -> No
     from graphquant.visualize.json_export import RESULTS
 
     write_or_print(RESULTS[command].model_validate(result).as_json(), output)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print notes to stderr."""
+    for note in notes:
+        click.echo(escape_unprintable(f"note: {note}"), err=True)
 
 
 def print_view(view: Any, output: Path | None = None) -> None:

@@ -38,6 +38,7 @@ class InputSpec:
     dtype: str  # numpy-like dtype name
     shape: Shape | None  # static shape, None if the rank is unknown
     aliases: tuple[str, ...] = ()  # other names under which data may hold the input ("x:0", the key of a signature)
+    signatures: tuple[str, ...] = ()  # the signatures of a TensorFlow model that take the input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +273,12 @@ def memory_object_name(model: Model) -> str:
 def is_graph_file(model: Model) -> bool:
     """Return True if a model is stored as one file, also if it was frozen from the folder of a SavedModel."""
     return getattr(model.source, "message_type", "") == "GraphDef"
+
+
+def meta_graph_tags(model: Model) -> frozenset[str]:
+    """Return the tags of the MetaGraph that a TensorFlow model was read from."""
+    meta = model.source.meta_graph(model.source.message) if model.format == "tensorflow" else None
+    return frozenset() if meta is None else frozenset(meta.meta_info_def.tags)
 
 
 def prefetch(

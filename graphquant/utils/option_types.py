@@ -80,7 +80,13 @@ def parse_names(value: Any) -> tuple[str, ...]:
     return tuple(map(str, names))
 
 
+def parse_tags(value: Any) -> tuple[str, ...]:
+    """Return tags as a tuple; text may contain several, with commas between them."""
+    return tuple(filter(None, (tag.strip() for name in parse_names(value) for tag in name.split(","))))
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+Tags = Annotated[tuple[str, ...], BeforeValidator(parse_tags)]
 Share = Annotated[float, BeforeValidator(parse_share)]
 Decibels = Annotated[float, AfterValidator(parse_finite)]
 SqnrTarget = Decibels | Literal["none"]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SearchTime,
         Share,
         SqnrTarget,
+        Tags,
     )
 
 NO_TARGET = "none"  # value of `min_sqnr` that disables the default target
@@ -105,7 +106,20 @@ class ReadOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(ReadOptions):
+class SignatureOptions(ReadOptions):
+    """Options of each function that runs a model, or plans for its runs."""
+
+    signature: Names = option(
+        (),
+        "Signature of a SavedModel to quantize and run. Default: quantize all, and run those that the data of the first"
+        " one can feed.",
+        metavar="NAME",
+    )
+    tags: Tags = option((), "Tags of the MetaGraph of a SavedModel, such as serve,gpu.", metavar="TAG[,TAG...]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(SignatureOptions):
     """Options of `plan`: the tensors to quantize, and how."""
 
     rules: Names = option(
@@ -238,7 +252,7 @@ class InsertOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(ReadOptions):
+class CalibrateOptions(SignatureOptions):
     """Options of `calibrate`."""
 
     rules: Names = option(
@@ -263,7 +277,7 @@ class CalibrateOptions(ReadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(ReadOptions):
+class CompareOptions(SignatureOptions):
     """Options of `compare`."""
 
     samples: Count | None = option(None, "Use only the first N samples.", metavar="N")
@@ -304,7 +318,7 @@ class CompareBounds(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainOptions(ReadOptions):
+class ExplainOptions(SignatureOptions):
     """Options of `explain`."""
 
     rules: Names = option(

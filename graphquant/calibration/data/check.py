@@ -355,14 +355,18 @@ def _read_samples(
     # Samples in order of time may begin with silence, so the model runs on samples from the whole range.
     step = max(sample_count // RUN_SAMPLES, 1)
     feeds: list[Feeds] = []
+    previous: Feeds = {}
     for index, feed in enumerate(chain(first, reader)):
         if index % step == 0 and len(feeds) < max_feeds:
             feeds.append(feed)
         for model_input, stats in stats_of_inputs:
+            if dataset.repeats_samples and feed[model_input.name] is previous.get(model_input.name):
+                continue
             stats.add(feed[model_input.name])
             if index < LAYOUT_CHECK_SAMPLES:
                 stats.compare_layouts(model_input, feed[model_input.name])
                 stats.compare_samples(feed[model_input.name])
+        previous = feed
     return stats_of_inputs, feeds
 
 

@@ -5,6 +5,7 @@ A spec may also be data in memory. A dataset has one feed per sample.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import tomllib
@@ -122,6 +123,16 @@ class MemoryData:
         else:
             self.keeps_items = True
 
+    @property
+    def by_signature(self) -> Mapping[str, str | MemoryData]:
+        """The data of each signature, if it is a dict of data specs or dicts; {} for data of all signatures."""
+        value = self._items[0] if len(self._items) == 1 else None
+        if not isinstance(value, Mapping) or not value:
+            return {}
+        if not all(isinstance(part, str | Path | Mapping) for part in value.values()):
+            return {}
+        return {str(name): as_data_spec(part) for name, part in value.items()}
+
     def __str__(self) -> str:
         return "data"
 
@@ -206,6 +217,8 @@ class Dataset:
     digest: str | Future[str]
     ignored: tuple[str, ...] = ()  # keys or files of the data that no input takes, for example "labels"
     random: bool = False  # whether the values are random
+    # Whether samples of some inputs are repeated, because data of several signatures has different lengths.
+    repeats_samples: bool = False
     # For some inputs, the shape of the first item of a function that was split into several samples.
     stacked_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # Function that opens the data and yields the feeds from one sample index up to another. It skips earlier samples
@@ -256,6 +269,8 @@ def open_data(
     """
     if samples is not None and samples < 1:
         raise DataError(f"{samples} samples were requested. Request at least one.")
+    if parts := split_by_signature(spec):
+        return _open_by_signature(parts, inputs, samples, require_finite=require_finite)
     request = DataRequest(
         source=parse_data_spec(spec),
         inputs=inputs,
@@ -266,6 +281,91 @@ def open_data(
     module, function = DATA_KINDS[request.source.kind].opener.split(":")
     dataset: Dataset = getattr(import_module(f"graphquant.calibration.data.{module}"), function)(request)
     return dataset
+
+
+_SIGNATURE_SPEC = re.compile(r"(?P<name>[A-Za-z_][\w./-]*)=(?P<spec>.+)", re.DOTALL)
+_SETTING = re.compile(
+    rf"(inputs\.[^,=]+|kind|{'|'.join(sorted({key for kind in DATA_KINDS.values() for key in kind.keys}))})=.*"
+)
+
+
+def split_by_signature(spec: str | MemoryData) -> dict[str, str | MemoryData]:
+    """Return the data of each signature of a TensorFlow model; {} if the spec is data for all of them.
+
+    Such a spec is "text=texts.npz,image=photos,preset=unit", or a dict of specs or dicts in memory.
+    """
+    if isinstance(spec, MemoryData):
+        return dict(spec.by_signature)
+    parts: dict[str, str | MemoryData] = {}
+    name = ""
+    for word in spec.split(","):
+        matched = _SIGNATURE_SPEC.fullmatch(word)
+        if matched is not None and not _SETTING.fullmatch(word) and (name or not Path(word).exists()):
+            name = matched["name"]
+            if name in parts:
+                raise DataError(f"{spec!r} has data for the signature {name!r} twice. Give each signature once.")
+            parts[name] = matched["spec"]
+        elif name:
+            parts[name] = f"{parts[name]},{word}"
+        else:
+            return {}
+    return parts
+
+
+def _open_by_signature(
+    parts: Mapping[str, str | MemoryData], inputs: Sequence[InputSpec], samples: int | None, *, require_finite: bool
+) -> Dataset:
+    """Open the data of several signatures as one dataset, whose samples feed the inputs of all of them.
+
+    The longest data sets the number of samples. The samples of the others are repeated, each next to its copies, so
+    that a hold-out of the last samples has none of the first ones of any signature.
+    """
+    from graphquant.calibration.data.fit import LABEL_KEYS
+
+    missing = next((entry for entry in inputs if entry.signatures and parts.keys().isdisjoint(entry.signatures)), None)
+    if missing is not None:
+        raise DataError(
+            f"The data lacks the signature {missing.signatures[0]!r}, which takes {missing.name!r}. Add"
+            f" {missing.signatures[0]}=PATH to the spec, or select signatures with --signature."
+        )
+    datasets = []
+    for name, part in parts.items():
+        part_inputs = [model_input for model_input in inputs if name in model_input.signatures]
+        if not part_inputs:
+            known = list(dict.fromkeys(name for model_input in inputs for name in model_input.signatures))
+            raise DataError(
+                f"The data is for a signature {name!r}, which the model does not have or which takes no input. Its"
+                f" signatures are {', '.join(map(repr, known)) or 'none'}.{did_you_mean(name, known)}"
+            )
+        datasets.append(open_data(part, part_inputs, require_finite=require_finite))
+    total = max(dataset.count for dataset in datasets)
+
+    def open_feeds(start: int, stop: int) -> Iterator[Feed]:
+        readers = [_repeat_samples(dataset, total, start, stop) for dataset in datasets]
+        for feeds in zip(*readers, strict=True):
+            yield {name: value for feed in feeds for name, value in feed.items()}
+
+    # Labels belong to samples of one signature, and the feeds have samples of all.
+    ignored = dict.fromkeys(key for dataset in datasets for key in dataset.ignored if key.lower() not in LABEL_KEYS)
+    digests = "\n".join(f"{name} {dataset.final_digest()}" for name, dataset in zip(parts, datasets, strict=True))
+    return Dataset(
+        count=total if samples is None else min(samples, total),
+        digest=hashlib.sha256(digests.encode()).hexdigest(),
+        ignored=tuple(ignored),
+        random=any(dataset.random for dataset in datasets),
+        repeats_samples=any(dataset.count < total for dataset in datasets),
+        stacked_shapes={name: shape for dataset in datasets for name, shape in dataset.stacked_shapes.items()},
+        open_feeds=open_feeds,
+    )
+
+
+def _repeat_samples(dataset: Dataset, total: int, start: int, stop: int) -> Iterator[Feed]:
+    """Yield the samples [start, stop) of a dataset whose samples are repeated so that there are `total`."""
+    indices = [index * dataset.count // total for index in range(start, stop)]
+    feeds = dataset.feeds_between(indices[0], indices[-1] + 1) if indices else iter(())
+    for _, copies in itertools.groupby(indices):
+        feed = next(feeds)
+        yield from (feed for _ in copies)
 
 
 def parse_data_spec(spec: str | MemoryData) -> DataSource:
@@ -293,8 +393,15 @@ def parse_data_spec(spec: str | MemoryData) -> DataSource:
     return _parse_file_spec(path, keys)
 
 
+def parse_data_sources(spec: str | MemoryData) -> list[DataSource]:
+    """Parse a data spec, or the spec of each signature; see `parse_data_spec`."""
+    return [parse_data_spec(part) for part in split_by_signature(spec).values() or (spec,)]
+
+
 def rebase_data_spec(spec: str, folder: str) -> str:
     """Return `spec`, which is relative to `folder`, relative to the current folder."""
+    if parts := split_by_signature(spec):
+        return ",".join(f"{name}={rebase_data_spec(str(part), folder)}" for name, part in parts.items())
     if not folder or spec.startswith(RANDOM_PREFIX) or is_remote(spec) or Path(spec).is_absolute():
         return spec
     path = spec.partition(",")[0]

@@ -18,6 +18,7 @@ from graphquant.formats.tensorflow.live_objects import from_tensorflow, to_tenso
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.runner import create_runner, input_specs
 from graphquant.formats.tensorflow.save import save
+from graphquant.formats.tensorflow.signatures import omission_notes, select_signatures
 from graphquant.formats.tensorflow.source import clear_metadata, node_metadata, read_source
 from graphquant.quantize import RECORD_KEY, restore_source
 
@@ -28,18 +29,18 @@ DEFAULT_RULES = "tflite"
 DEFAULT_FAMILY = "fake-quant"
 
 
-def load(path: Path, *, allow_links: bool = False) -> Model:
+def load(path: Path, *, allow_links: bool = False, tags: Sequence[str] = ()) -> Model:
     """Load the GraphDef, MetaGraphDef, SavedModel or Keras file at `path`, whatever its suffix.
 
-    With `allow_links`, files may be links out of the folder of the model. Raises a MissingDependencyError if it is a
-    Keras file, and tensorflow is not installed, and a ModelError if there is no such model there, it is damaged, or it
-    is not supported.
+    With `allow_links`, files may be links out of the folder of the model. `tags` choose the MetaGraph of a SavedModel.
+    Raises a MissingDependencyError if it is a Keras file, and tensorflow is not installed, a ModelError if there is no
+    such model there, it is damaged, or it is not supported, and a UsageError if no MetaGraph has these tags.
     """
     if path.suffix in KERAS_SUFFIXES and path.is_file():
         from graphquant.formats.tensorflow.keras import load_keras
 
         return load_keras(path)
-    return build_model(read_source(path, allow_links=allow_links), path)
+    return build_model(read_source(path, allow_links=allow_links, tags=tags), path)
 
 
 def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:

@@ -145,6 +145,7 @@ SaverDef: Final = message_class("SaverDef")
 TensorProto: Final = message_class("TensorProto")
 TensorShapeProto: Final = message_class("TensorShapeProto")
 TrackableObjectGraph: Final = message_class("TrackableObjectGraph")
+TypeSpecProto: Final = message_class("TypeSpecProto")
 VariableDef: Final = message_class("VariableDef")
 
 DataType: Final[dict[str, int]] = {

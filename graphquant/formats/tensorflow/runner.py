@@ -11,13 +11,20 @@ from graphquant.errors import DataError, ModelError, did_you_mean
 from graphquant.formats import Feeds, InputSpec, prefetch
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.session import (
-    INIT_SIGNATURE,
     RunSequence,
     TensorFlowSession,
     TensorWatch,
     import_tensorflow,
     instrument_with_queues,
     unfetchable_ops,
+)
+from graphquant.formats.tensorflow.signatures import (
+    FedTensors,
+    SignatureInput,
+    running_signatures,
+    signature_inputs,
+    signature_outputs,
+    signatures_with_outputs,
 )
 from graphquant.ir import Model, TensorRef, Use, reachable
 
@@ -35,72 +42,66 @@ def input_specs(model: Model, message: Any = None) -> Sequence[InputSpec]:
 
     `message` is the emitted `model`, if the caller has it.
     """
-    signature = _serving_signature(model, message)
-    if signature is None:
-        # Only placeholders that the outputs depend on must be fed.
-        ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
-        names = [name for name in model.main.inputs if name in ancestors and not model.main.slots(name)]
-        return tuple(_input_spec(model, name) for name in names)
-    specs = []
-    for key in sorted(signature.inputs):
-        name = signature.inputs[key].name.partition(":")[0]
-        if name not in model.main or not model.main.op(name).outputs:
-            raise ModelError(f"The signature's input {key!r} is {name!r}, which does not exist. The model is damaged.")
-        specs.append(_input_spec(model, name, key))
-    return tuple(specs)
+    return tuple(entry.spec for entry in _run_inputs(model, message))
+
+
+def _run_inputs(model: Model, message: Any = None) -> Sequence[SignatureInput]:
+    """Return the inputs of a run with the tensors that their data feeds."""
+    meta = _served_meta_graph(model, message)
+    if meta is not None:
+        return signature_inputs(model, meta)
+    # Only placeholders that the outputs depend on must be fed.
+    ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
+    names = [name for name in model.main.inputs if name in ancestors and not model.main.slots(name)]
+    return tuple(_placeholder_input(model, name) for name in names)
 
 
 def output_fetches(model: Model, message: Any = None) -> dict[str, str]:
     """Return a run's outputs and their tensors. `message` is the emitted `model`, if the caller has it."""
-    signature = _serving_signature(model, message)
-    if signature is None:
+    meta = _served_meta_graph(model, message)
+    if meta is None:
         sources = {label: model.main.source_of(Use("", label, 0)) for label in model.main.outputs}
         return {label.removeprefix("@"): f"{ref.op}:{ref.port}" for label, ref in sources.items() if ref is not None}
-    names = {key: signature.outputs[key].name for key in sorted(signature.outputs)}
-    return {key: name if ":" in name else f"{name}:0" for key, name in names.items() if name}
+    return signature_outputs(model, meta)
 
 
-def _serving_signature(model: Model, message: Any) -> Any:
-    """Return the signature `serving_default`, else the first with outputs; None if there is none."""
+def _served_meta_graph(model: Model, message: Any) -> Any:
+    """Return the MetaGraphDef whose signatures run; None if there are no signatures with outputs."""
     meta = model.source.meta_graph(emit(model) if message is None else message)
-    return None if meta is None else next((meta.signature_def[name] for name in _signatures_with_outputs(meta)), None)
+    return None if meta is None or not any(signatures_with_outputs(meta)) else meta
 
 
 def served_signature_name(model: Model) -> str:
     """Return the name of the signature that runs."""
     meta = model.source.meta_graph(model.source.message)
-    names = () if meta is None else _signatures_with_outputs(meta)
+    names = () if meta is None else running_signatures(model, meta)
     return str(next(iter(names), model.source.signature_name))
 
 
-def _signatures_with_outputs(meta: Any) -> Iterator[str]:
-    """Yield the names of signatures with outputs, `serving_default` first."""
-    for name in dict.fromkeys(["serving_default", *sorted(meta.signature_def)]):
-        outputs = meta.signature_def[name].outputs if name in meta.signature_def and name != INIT_SIGNATURE else {}
-        if any(info.name for info in outputs.values()):
-            yield name
-
-
-def _input_spec(model: Model, name: str, *keys: str) -> InputSpec:
+def _placeholder_input(model: Model, name: str) -> SignatureInput:
     output = model.main.op(name).outputs[0]
-    aliases = tuple(dict.fromkeys(key for key in (f"{name}:0", *keys) if key != name))
-    return InputSpec(name=name, dtype=output.dtype or "float32", shape=output.shape, aliases=aliases)
+    spec = InputSpec(name=name, dtype=output.dtype or "float32", shape=output.shape, aliases=(f"{name}:0",))
+    return SignatureInput(spec=spec, targets=(FedTensors(encoding="dense", ops=(name,)),))
 
 
 class TensorFlowRunner:
-    """Runs one signature of a model or, without signatures, all tensors without readers."""
+    """Runs the signatures of a model or, without signatures, all tensors without readers."""
 
     def __init__(self, model: Model, module: Any) -> None:
         self._tf = module
         self.model = model
         message = emit(model, to_run=True)
-        self.inputs = input_specs(model, message)  # the required inputs, by the placeholder's name
+        required_inputs = _run_inputs(model, message)
+        self.inputs: Sequence[InputSpec] = tuple(entry.spec for entry in required_inputs)
         self._fetches = output_fetches(model, message)
         self.outputs: Sequence[str] = tuple(self._fetches)  # the signature's keys, or the names of the tensors
         required = {spec.name for spec in self.inputs}
         main = model.main
-        optional = [_input_spec(model, name) for name in main.inputs if name not in required and main.slots(name)]
-        self._specs_by_key = {key: spec for spec in (*optional, *self.inputs) for key in (*spec.aliases, spec.name)}
+        optional = [
+            _placeholder_input(model, name) for name in main.inputs if name not in required and main.slots(name)
+        ]
+        all_inputs = (*optional, *required_inputs)
+        self._inputs_by_key = {key: entry for entry in all_inputs for key in (*entry.spec.aliases, entry.spec.name)}
         self._unfetchable = unfetchable_ops(model.main)
         self._output_watch: TensorWatch | None = None
         self._last_watch: TensorWatch | None = None
@@ -249,12 +250,13 @@ class TensorFlowRunner:
     def _make_feed_dict(self, feeds: Feeds) -> dict[str, Any]:
         feed_dict: dict[str, Any] = {}
         for key, value in feeds.items():
-            spec = self._specs_by_key.get(key)
-            if spec is None:
+            entry = self._inputs_by_key.get(key)
+            if entry is None:
                 raise DataError(
                     f"The data has {key!r}, which is not an input of the model. Its inputs are "
-                    f"{', '.join(spec.name for spec in self.inputs)}.{did_you_mean(key, self._specs_by_key)}"
+                    f"{', '.join(spec.name for spec in self.inputs)}.{did_you_mean(key, self._inputs_by_key)}"
                 )
+            spec = entry.spec
             shape = value.shape if spec.shape is None else spec.shape
             if len(shape) != len(value.shape) or any(
                 size not in {None, actual} for size, actual in zip(shape, value.shape, strict=True)
@@ -264,7 +266,8 @@ class TensorFlowRunner:
                     f"The data for {spec.name!r} has shape {value.shape}, but the model needs [{sizes}]. Reshape the"
                     " data."
                 )
-            feed_dict[f"{spec.name}:0"] = value
+            for tensors in entry.targets:
+                feed_dict.update({f"{op}:0": part for op, part in tensors.encode(value).items()})
         missing = [spec.name for spec in self.inputs if f"{spec.name}:0" not in feed_dict]
         if missing:
             raise DataError(f"The data lacks the model's input {missing[0]!r}. It has {', '.join(feeds) or 'nothing'}.")

@@ -22,6 +22,7 @@ from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, LearnedRange, learned_ranges
 from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
+from graphquant.formats.tensorflow.signatures import INIT_SIGNATURE
 from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, paused_gc, reachable
 from graphquant.utils.tf_determinism import disable_onednn
 
@@ -99,7 +100,6 @@ ASSIGN_TYPES: Final = frozenset(
 """Types of ops that change the variable in their first input."""
 
 ASSETS_COLLECTION: Final = "saved_model_assets"
-INIT_SIGNATURE: Final = "__saved_model_init_op"
 OP_THREADS: Final = min(4, os.cpu_count() or 1)
 """Threads within an op. The number is fixed so that results do not depend on other settings of the process."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from graphquant.formats import refuse_outside_links, walk_saved_model
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
 from graphquant.formats.tensorflow.object_graph import CheckpointVariables, resolve_variables
+from graphquant.formats.tensorflow.signatures import choose_meta_graph
 from graphquant.formats.tensorflow.values import evaluate_tf_op
 from graphquant.quantize import RECORD_KEY, make_record
 
@@ -78,6 +79,8 @@ class TensorFlowSource:
     temp_folder: Any = None  # the temporary folder of the files, deleted with the last reference to the model
     allow_links: bool = False  # True if files may be links out of the folder of the model
     signature_name: str = "serving_default"  # the signature from which a GraphDef was frozen
+    selected_signatures: tuple[str, ...] = ()  # the signatures that run; empty for the default ones
+    separate_inputs: bool = False  # True if each signature has data of its own
 
     evaluate_op = staticmethod(evaluate_tf_op)
 
@@ -120,8 +123,11 @@ class TensorFlowSource:
         return CheckpointVariables(checkpoint, resolve_variables(meta_graphs, checkpoint))
 
 
-def read_source(path: Path, *, allow_links: bool = False) -> TensorFlowSource:
-    """Read the model at `path`; with `allow_links`, files may be links out of its folder."""
+def read_source(path: Path, *, allow_links: bool = False, tags: Sequence[str] = ()) -> TensorFlowSource:
+    """Read the model at `path`; with `allow_links`, files may be links out of its folder.
+
+    `tags` are those of the MetaGraph of a SavedModel. Raises a UsageError if there is none with these tags.
+    """
     file = path
     if path.is_dir():
         existing = [path / name for name in SAVED_MODEL_FILES if (path / name).is_file()]
@@ -138,10 +144,7 @@ def read_source(path: Path, *, allow_links: bool = False) -> TensorFlowSource:
     text = not any(byte < 9 or 13 < byte < 32 for byte in data[:4096])  # noqa: PLR2004
     message = _parse_text_model(data, file) if text else _parse_binary_model(data, file)
     folder = file.parent if message.DESCRIPTOR.name == "SavedModel" else None
-    # The meta graph tagged `serve` with the fewest other tags, else the first.
-    tags = [meta.meta_info_def.tags for meta in message.meta_graphs] if folder is not None else []
-    serving = [index for index, names in enumerate(tags) if "serve" in names]
-    index = min(serving, key=lambda index: len(tags[index]), default=0)
+    index = choose_meta_graph([] if folder is None else message.meta_graphs, tags, path)
     digest = hashlib.sha256(data).hexdigest()
     source = TensorFlowSource(
         message=message, file=file, digest=digest, index=index, text=text, folder=folder, allow_links=allow_links

@@ -1,0 +1,245 @@
+"""Signatures of SavedModels: several that share data or have their own, MetaGraphs, sparse and ragged inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.calibration.data import open_data, split_by_signature
+from graphquant.errors import DataError, UsageError
+from graphquant.formats import InputSpec
+from graphquant.formats.tensorflow import input_specs
+from graphquant.formats.tensorflow.runner import create_runner, output_fetches
+from graphquant.formats.tensorflow.signatures import FedTensors
+from tests.support.cli import run_cli
+
+SAMPLES, TEXT_SIZE, IMAGE_SIZE, CLASSES = 40, 6, 8, 3
+
+
+@pytest.fixture(scope="module")
+def saved_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of SavedModels.
+
+    `shared` has two signatures that take the same `x`, `towers` has two that take other inputs under one key, and
+    `sparse` and `flattened` take a sparse tensor, which TensorFlow 1 and 2 save in different ways.
+    """
+    tf = pytest.importorskip("tensorflow")
+    folder, random = tmp_path_factory.mktemp("models"), np.random.default_rng(0)
+
+    def weight(*shape: int) -> Any:
+        return tf.Variable(random.normal(0, 0.4, shape).astype(np.float32))
+
+    class Net(tf.Module):  # type: ignore[misc]  # tensorflow has no types
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.image, self.head = weight(TEXT_SIZE, 5), weight(IMAGE_SIZE, 5), weight(5, CLASSES)
+
+        def embed_text(self, x: Any) -> Any:
+            return {"scores": tf.matmul(tf.nn.relu(tf.matmul(x, self.text)), self.head)}
+
+        def embed_image(self, x: Any) -> Any:
+            return {"scores": tf.matmul(tf.nn.relu(tf.matmul(x, self.image)), self.head)}
+
+        def hidden(self, x: Any) -> Any:
+            return {"hidden": tf.nn.relu(tf.matmul(x, self.text))}
+
+    def traced(method: Any, spec: Any) -> Any:
+        return tf.function(method).get_concrete_function(spec)
+
+    net = Net()
+    texts, images = (tf.TensorSpec([None, size], tf.float32, "x") for size in (TEXT_SIZE, IMAGE_SIZE))
+    shared = {"serving_default": traced(net.embed_text, texts), "hidden": traced(net.hidden, texts)}
+    tf.saved_model.save(net, str(folder / "shared"), signatures=shared)
+    towers = {"text": traced(net.embed_text, texts), "image": traced(net.embed_image, images)}
+    tf.saved_model.save(net, str(folder / "towers"), signatures=towers)
+    sparse = traced(lambda sp: net.embed_text(tf.sparse.to_dense(sp)), tf.SparseTensorSpec([None, TEXT_SIZE]))
+    tf.saved_model.save(net, str(folder / "flattened"), signatures={"serving_default": sparse})
+    v1, initial_kernel = tf.compat.v1, net.text.numpy()
+    with v1.Graph().as_default(), v1.Session() as session:
+        sp = v1.sparse_placeholder(tf.float32, [None, TEXT_SIZE], name="sp")
+        ragged = v1.ragged.placeholder(tf.float32, 1)
+        kernel = v1.get_variable("kernel", initializer=initial_kernel, use_resource=True)
+        y = tf.matmul(tf.sparse.to_dense(sp), kernel)
+        z = tf.matmul(ragged.to_tensor(shape=[None, TEXT_SIZE]), kernel)
+        session.run(v1.global_variables_initializer())
+        v1.saved_model.simple_save(session, str(folder / "sparse"), {"sp": sp, "rows": ragged}, {"y": y, "z": z})
+    return folder
+
+
+@pytest.fixture
+def texts() -> np.ndarray[Any, Any]:
+    """Samples for the text inputs, float32 (SAMPLES, TEXT_SIZE)."""
+    return np.random.default_rng(1).uniform(-1, 1, size=(SAMPLES, TEXT_SIZE)).astype(np.float32)
+
+
+@pytest.fixture
+def images() -> np.ndarray[Any, Any]:
+    """Samples for the image inputs, of other ranges: float32 (SAMPLES // 2, IMAGE_SIZE)."""
+    return np.random.default_rng(2).uniform(0, 9, size=(SAMPLES // 2, IMAGE_SIZE)).astype(np.float32)
+
+
+def quantized_ops(model: gq.Model) -> set[str]:
+    """Return the graphs with quantization ops, without the numbers of their traces."""
+    return {graph.name for graph, op in model.reachable_ops() if op.kind == "qdq"}
+
+
+@pytest.mark.slow
+def test_signatures_that_share_data_run_on_it(saved_models: Path, texts: Any) -> None:
+    """One array feeds both signatures; the outputs of the second one have its name."""
+    model = gq.load(saved_models / "shared")
+    assert [spec.aliases[-1] for spec in input_specs(model)] == ["x"]
+    assert list(output_fetches(model)) == ["scores", "hidden/hidden"]
+    result = gq.insert(model, data={"x": texts})
+    assert not [skip for skip in result.skips if skip.code == "no-data"]
+    assert result.validation is not None
+    assert {output.name for output in result.validation.comparison.outputs} == {"scores", "hidden/hidden"}
+    assert len(quantized_ops(result.model)) == len(output_fetches(model))
+
+
+@pytest.mark.slow
+def test_a_selected_signature_alone_is_quantized_and_runs(saved_models: Path, texts: Any, tmp_path: Path) -> None:
+    """The graphs that only the other signature calls stay as they are, and it still runs."""
+    tf = pytest.importorskip("tensorflow")
+    result = gq.insert(saved_models / "towers", data={"x": texts}, signature="text")
+    model = gq.load(result.save(tmp_path / "quantized"))
+    assert list(output_fetches(result.model)) == ["scores"]
+    loaded, original = (tf.saved_model.load(str(path)) for path in (tmp_path / "quantized", saved_models / "towers"))
+    image = tf.ones([2, IMAGE_SIZE])
+    outputs = [net.signatures["image"](x=image)["scores"].numpy() for net in (loaded, original)]
+    np.testing.assert_array_equal(*outputs)
+    text = tf.constant(texts[:2])
+    outputs = [net.signatures["text"](x=text)["scores"].numpy() for net in (loaded, original)]
+    assert not np.array_equal(*outputs)
+    assert len(quantized_ops(model)) == 1
+
+
+@pytest.mark.slow
+def test_each_signature_has_data_of_its_own(saved_models: Path, texts: Any, images: Any, tmp_path: Path) -> None:
+    """`NAME=SPEC` for each signature calibrates all of them, on the command line and in Python."""
+    np.savez(tmp_path / "texts.npz", x=texts)
+    np.savez(tmp_path / "images.npz", x=images)
+    spec = f"text={tmp_path}/texts.npz,image={tmp_path}/images.npz"
+    result = gq.insert(saved_models / "towers", data=spec)
+    in_memory = gq.insert(saved_models / "towers", data={"text": {"x": texts}, "image": {"x": images}})
+    ranges = [{str(pair.site.tensor): repr(pair.params) for pair in each.inserted} for each in (result, in_memory)]
+    assert ranges[0] == ranges[1]
+    assert len(ranges[0]) > len(quantized_ops(result.model))
+    assert list(output_fetches(result.model)) == ["scores", "image/scores"]
+    stats = gq.calibrate(saved_models / "towers", data=spec)
+    assert stats.samples == SAMPLES
+    run_cli("data", "check", saved_models / "towers", spec)
+    written = result.save(tmp_path / "quantized")
+    comparison = gq.compare(saved_models / "towers", written, spec)
+    assert [output.name for output in comparison.outputs] == ["scores", "image/scores"]
+    assert comparison.worst_sqnr is not None
+    assert comparison.worst_sqnr > 20
+
+
+@pytest.mark.slow
+def test_refused_signatures_data_and_tags(saved_models: Path, texts: Any, tmp_path: Path) -> None:
+    """Unknown names, data for others than the selected signatures and other formats are errors before any run."""
+    np.savez(tmp_path / "texts.npz", x=texts)
+    model, spec = saved_models / "towers", f"text={tmp_path}/texts.npz"
+    with pytest.raises(UsageError, match="'image', 'text'"):
+        gq.load(model, signature="txt")
+    with pytest.raises(UsageError, match="serve"):
+        gq.load(model, tags="serve,gpu")
+    with pytest.raises(UsageError, match="image"):
+        gq.insert(model, data=spec, signature=["image"])
+    with pytest.raises(UsageError, match="no signature 'txt'"):
+        gq.insert(model, data=f"txt={tmp_path}/texts.npz")
+    with pytest.raises(UsageError, match="not a SavedModel"):
+        gq.load("sample_models/digits_cnn.onnx", signature="text")
+    with pytest.raises(UsageError, match="not a SavedModel"):
+        gq.load("sample_models/digits_cnn.pb", tags="serve")
+    with pytest.raises(DataError, match="twice"):
+        split_by_signature("text=a.npz,text=b.npz")
+    run_cli("plan", model, "--signature", "txt", code=UsageError.exit_code)
+
+
+@pytest.mark.parametrize("name", ["sparse", "flattened"])
+@pytest.mark.slow
+def test_sparse_and_ragged_inputs_take_dense_arrays(name: str, saved_models: Path, texts: Any, tmp_path: Path) -> None:
+    """Zeros are the missing values, in both ways in which TensorFlow saves sparse inputs."""
+    model, values = gq.load(saved_models / name), np.where(texts > 0, texts, 0).astype(np.float32)
+    data = {"sp": values} | ({"rows": texts} if name == "sparse" else {})
+    assert {spec.aliases[-1] for spec in input_specs(model)} == data.keys()
+    result = gq.insert(model, data=data)
+    assert result.validation is not None
+    assert result.validation.worst_sqnr is not None
+    assert result.validation.worst_sqnr > 20
+    assert gq.load(result.save(tmp_path / "quantized")).main.outputs == model.main.outputs
+    outputs = create_runner(model).run(data)
+    if name == "sparse":
+        kernel = next(op for op in model.main.ops() if op.type == "VarHandleOp").read_value()
+        np.testing.assert_allclose(outputs["y"], values @ kernel, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(outputs["z"], texts @ kernel, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_sparse_and_ragged_tensors() -> None:
+    """A sparse tensor gets indices, values and shape, a ragged one flat values and row splits from the outside in."""
+    sparse = FedTensors(encoding="sparse", ops=("indices", "values", "shape"))
+    parts = sparse.encode(np.array([[b"", b"a"], [b"bc", b""]], object))
+    assert parts["indices"].tolist() == [[0, 1], [1, 0]]
+    assert parts["values"].tolist() == [b"a", b"bc"]
+    assert parts["shape"].tolist() == [2, 2]
+    ragged = FedTensors(encoding="ragged", ops=("values", "outer", "inner"))
+    parts = ragged.encode(np.arange(24).reshape(2, 3, 4))
+    assert parts["values"].tolist() == list(range(24))
+    assert parts["outer"].tolist() == [0, 3, 6]
+    assert parts["inner"].tolist() == [0, 4, 8, 12, 16, 20, 24]
+
+
+def test_data_specs_by_signature() -> None:
+    """Settings belong to the signature before them; a spec of a single dataset has no parts."""
+    assert split_by_signature("text=a.npz,image=photos,preset=unit,mean=1:2:3,inputs.x=img") == {
+        "text": "a.npz",
+        "image": "photos,preset=unit,mean=1:2:3,inputs.x=img",
+    }
+    for spec in ("a.npz", "photos,preset=unit", "module:function", "train.tfrecord,inputs.x=image/encoded"):
+        assert split_by_signature(spec) == {}
+
+
+def test_samples_of_several_signatures_are_repeated_in_order(tmp_path: Path) -> None:
+    """The shorter data is repeated, each sample next to its copies, so that the last samples stay the last."""
+    specs = [InputSpec(name=name, dtype="int64", shape=(None, 1), signatures=(name,)) for name in ("long", "short")]
+    for name, count in (("long", 5), ("short", 2)):
+        np.savez(tmp_path / f"{name}.npz", **{name: np.arange(count)[:, None]})
+    dataset = open_data(f"long={tmp_path}/long.npz,short={tmp_path}/short.npz", specs)
+    rows = [[int(feed["long"].item()), int(feed["short"].item())] for feed in dataset]
+    assert rows == [[0, 0], [1, 0], [2, 0], [3, 1], [4, 1]]
+    assert [int(feed["short"].item()) for feed in dataset.feeds_between(2, 4)] == [0, 1]
+    with pytest.raises(DataError, match="'short'"):
+        open_data(f"long={tmp_path}/long.npz", specs)
+
+
+@pytest.mark.slow
+def test_tags_choose_the_meta_graph(tmp_path: Path) -> None:
+    """`--tags` edits the MetaGraph with exactly these tags, and `plan` and `insert` name the others."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    builder = v1.saved_model.builder.SavedModelBuilder(str(tmp_path / "net"))
+    for tags in (["serve"], ["serve", "gpu"]):
+        with v1.Graph().as_default(), v1.Session() as session:
+            x = v1.placeholder(tf.float32, [None, TEXT_SIZE], name="x")
+            kernel = v1.get_variable("kernel", [TEXT_SIZE, 2], use_resource=True)
+            y = tf.matmul(x, kernel, name="_".join(["product", *tags]))
+            session.run(v1.global_variables_initializer())
+            signature = v1.saved_model.signature_def_utils.predict_signature_def({"x": x}, {"y": y})
+            if tags == ["serve"]:
+                builder.add_meta_graph_and_variables(session, tags, {"serving_default": signature})
+            else:
+                builder.add_meta_graph(tags, {"serving_default": signature})
+    builder.save()
+    for tags, op in ((), "product_serve"), ("serve,gpu", "product_serve_gpu"):
+        plan = gq.plan(tmp_path / "net", rules=["weight_only"], tags=tags)
+        assert {use.op for site in plan.sites for use in site.uses} == {op}
+    output = tmp_path / "quantized"
+    outcome = run_cli("insert", tmp_path / "net", "--rules", "weight_only", "--tags", "gpu,serve", "-o", output)
+    assert "serve" in next(line for line in outcome.stderr.splitlines() if "MetaGraph" in line)
+    kinds = [{op.kind for op in gq.load(output, tags=tags).main.ops()} for tags in ("serve", "serve,gpu")]
+    assert ["qdq" in each for each in kinds] == [False, True]
