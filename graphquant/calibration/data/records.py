@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
@@ -252,11 +252,16 @@ def open_tfrecord(request: DataRequest) -> Dataset:
             digest.update(hashlib.sha256(record).digest())
             counts[-1] += 1
     converters = {model_input.name: _feed_converter(source, model_input) for model_input in request.inputs}
+    takes_records = _takes_records(request)
 
     def read_samples(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
         for file, first, last in split_range(source.files, counts, start, stop):
             for index, record in enumerate(_read_records(file, first, last), first):
                 label = f"{file.name}: record {index}"
+                if takes_records:
+                    model_input = request.inputs[0]
+                    yield label, {model_input.name: _reshape_to_input(label, model_input, np.array([record], object))}
+                    continue
                 features = _parse_features(label, record)
                 keys = match_input_keys(label, list(features), request)
                 yield (
@@ -268,7 +273,7 @@ def open_tfrecord(request: DataRequest) -> Dataset:
                 )
 
     unused_features: list[str] = []
-    for record in _read_records(source.files[0], 0, 1):
+    for record in () if takes_records else _read_records(source.files[0], 0, 1):
         label = f"{source.files[0].name}: record 0"
         features = list(_parse_features(label, record))
         used_features = match_input_keys(label, features, request)
@@ -276,6 +281,20 @@ def open_tfrecord(request: DataRequest) -> Dataset:
     return dataset_of_samples(
         request, read_samples, count=sum(counts), digest=digest.hexdigest(), unused_keys=unused_features
     )
+
+
+def _takes_records(request: DataRequest) -> bool:
+    """Return True if the only input takes whole records, which the model parses itself.
+
+    It is a string, the spec assigns no feature to it, and the first record has no feature of its name.
+    """
+    source, model_input = request.source, request.inputs[0]
+    if len(request.inputs) != 1 or model_input.dtype not in STRING_DTYPES or source.input_keys or source.keys:
+        return False
+    for record in _read_records(source.files[0], 0, 1):
+        with suppress(DataError):  # the records may be of another type than tf.train.Example
+            return _parse_features("", record).keys().isdisjoint((model_input.name, *model_input.aliases))
+    return True
 
 
 def _read_records(file: DataFile, start: int, stop: int | None) -> Iterator[bytes]:

@@ -433,6 +433,7 @@ def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
 
 
 _FAILED_NODE: Final = re.compile(r"\n\s*\[\[\{\{node ([^}]+)\}\}")
+_MISSING_KERNEL: Final = re.compile(r"No OpKernel was registered to support Op '(\w+)' used by \{\{node ([^}]+)\}\}")
 
 
 def last_error_line(text: str) -> str:
@@ -442,8 +443,10 @@ def last_error_line(text: str) -> str:
     """
     failed_node = _FAILED_NODE.search(text)
     reason = text if failed_node is None else text[: failed_node.start()]
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    lines = [line.strip() for line in reason.splitlines() if line.strip() and not line.strip().startswith("[[")]
     line = lines[-1] if lines else "no reason given"
+    if missing_kernel := _MISSING_KERNEL.search(reason):  # the lines after it list the kernels of other devices
+        return f"op {missing_kernel[2]!r}: this version of TensorFlow has no kernel for {missing_kernel[1]}"
     return line if failed_node is None else f"op {failed_node[1]!r}: {line}"
 
 
