@@ -242,8 +242,12 @@ CONFIDENCE_QUANTILE = NormalDist().inv_cdf(1 - 0.05 / MAX_SEARCH_PLANS)
 DB_PER_NEPER = 10 / math.log(10)  # decibels per unit of relative change
 MIN_SAMPLES = 4  # minimum number of independent samples for a bound
 TAIL_DIVISOR = 5  # one in this many samples, at least four, estimates the tail index
+UNSEEN_SAMPLES = 3  # an event that happens once in N/3 samples is missing from N samples with a probability of 5%
+PRIOR_TAIL_INDEX = 2.0  # assumed tail index of errors; behind a softmax it is 1.5 to 5, elsewhere 0.3 to 1.5
+PRIOR_TAIL_SIZE = 2  # number of samples that the assumption counts for
+LARGEST_ERROR_RATIO = 2.0  # largest error of an unseen sample, relative to the squares: another class is the right one
 SMALLEST_ERROR = 1e-12  # smallest error relative to the largest one; smaller ones are those of equal outputs
-CORRELATION_QUANTILE = NormalDist().inv_cdf(0.95)  # quantile for correlations that are not due to chance
+UPPER_QUANTILE = NormalDist().inv_cdf(0.95)  # quantile for correlations that are not due to chance, and for the tail
 
 
 class SqnrConfidence:
@@ -251,9 +255,11 @@ class SqnrConfidence:
 
     The ratio is as uncertain as the mean of each sample's share of the errors minus its share of the squares (Cochran
     1977, "Sampling Techniques", section 6.3). Errors have heavy tails, especially behind a softmax, where a few rare
-    samples cause most of the error. The bound therefore counts one more sample. Its error exceeds the worst as the
-    Pareto tail of the largest errors does on average (Hill 1975), up to an error as large as the output. If all samples
-    are alike, this changes nothing. Neighbors with similar errors, such as frames of a recording, count as fewer.
+    samples cause most of the error. The bound therefore counts three more samples, as many as N samples may miss (rule
+    of three; Hanley and Lippman-Hand 1983). Their errors exceed the worst as the Pareto tail of the largest errors does
+    (Hill 1975), up to twice the output. A few samples say little about the tail, so its index is averaged with an
+    assumed one, and counts with its standard error. Neighbors with similar errors, such as frames of a recording, count
+    as fewer.
     """
 
     __slots__ = ("_error", "_power")
@@ -282,8 +288,10 @@ class SqnrConfidence:
         power, error = _merge_neighbors(power, error)
         if error.size < MIN_SAMPLES or not power.any() or _lacks_mean(power):
             return -math.inf
-        unseen = error.max() * math.exp(_tail_index(error))
-        power, error = np.append(power, power.mean()), np.append(error, max(min(unseen, power.max()), error.max()))
+        unseen = error.max() * math.exp(_largest_tail_index(error))
+        unseen = max(min(unseen, LARGEST_ERROR_RATIO * power.max()), error.max())
+        power = np.append(power, [power.mean()] * UNSEEN_SAMPLES)
+        error = np.append(error, [unseen] * UNSEEN_SAMPLES)
         power_sum, error_sum = float(power.sum()), float(error.sum())
         shares = error / error_sum - power / power_sum
         deviation = DB_PER_NEPER * math.sqrt(shares @ shares * error.size / (error.size - 1))
@@ -325,7 +333,7 @@ def _merge_neighbors(power: Array, error: Array) -> tuple[Array, Array]:
     """Sum over as many neighbors as one independent sample is worth, if the errors of neighbors are correlated."""
     deviations = _log_errors(error) - _log_errors(error).mean()
     correlation = float(deviations[1:] @ deviations[:-1]) / (float(deviations @ deviations) or 1.0)
-    if not correlation > CORRELATION_QUANTILE / math.sqrt(error.size):
+    if not correlation > UPPER_QUANTILE / math.sqrt(error.size):
         return power, error
     group_count = max(math.floor(error.size * (1 - correlation) / (1 + correlation)), 1)
     groups = np.arange(error.size) * group_count // error.size
@@ -339,6 +347,13 @@ def _tail_size(error: Array) -> int:
 def _lacks_mean(power: Array) -> bool:
     """Return True if the tail index is above 1, by more than its standard error (index / sqrt(tail size))."""
     return _tail_index(power) * (1 - 1 / math.sqrt(_tail_size(power))) > 1
+
+
+def _largest_tail_index(error: Array) -> float:
+    """Upper bound of the tail index, with 95% confidence."""
+    count = _tail_size(error)
+    index = (_tail_index(error) * (count - 1) + PRIOR_TAIL_INDEX * PRIOR_TAIL_SIZE) / (count - 1 + PRIOR_TAIL_SIZE)
+    return index * (1 + UPPER_QUANTILE / math.sqrt(count))
 
 
 def _tail_index(error: Array) -> float:

@@ -50,14 +50,20 @@ def decades(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return np.exp(2 * rng.normal(size=shape))
 
 
+def without_deviation(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Errors whose squares have no mean; none is larger than the output."""
+    return np.minimum(rng.pareto(1.2, shape) + 1, OUTPUT_POWER)
+
+
 OUTPUT_POWER = 1e6  # square of an output, which errors do not reach
 
 DRAWS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...]], Array], float]] = {
-    "alike": (alike, 0.2),
-    "few values": (few_values, 1.2),
-    "spread out": (spread_out, 8.0),
-    "behind a softmax": (behind_softmax, 13.0),
-    "decades": (decades, 13.0),
+    "alike": (alike, 0.7),
+    "few values": (few_values, 2.6),
+    "spread out": (spread_out, 13.0),
+    "behind a softmax": (behind_softmax, 20.0),
+    "decades": (decades, 17.0),
+    "without deviation": (without_deviation, 14.0),
 }
 
 
