@@ -140,7 +140,7 @@ def summarize_model(model: Model) -> ModelSummary:
         model=model,
         op_types=dict(sorted(types.items(), key=lambda entry: (-entry[1], entry[0]))),
         quantization_ops=tuple(quantization_ops),
-        distinct_ops=tuple(_merge_copies([*quantization_ops, *python_ops], clones)),
+        distinct_ops=tuple(_merge_copies(model, [*quantization_ops, *python_ops], clones)),
         coverage=coverage,
         tensors=tuple(tensors),
         unreachable_functions=unreachable,
@@ -158,12 +158,13 @@ def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
     )
 
 
-def _merge_copies(ops: list[QuantizationOp], clones: FunctionClones) -> Iterator[QuantizationOp]:
-    """Yield one op of those that are copies: in function clones, or of the same name in functions."""
+def _merge_copies(model: Model, ops: list[QuantizationOp], clones: FunctionClones) -> Iterator[QuantizationOp]:
+    """Yield one op of those that are copies: in function clones, or in functions of the same ops."""
+    originals = [clones.original_op(op.graph, op.op) or (op.graph, op.op) for op in ops]
+    ops_of = {graph: frozenset((op.name, op.type) for op in model.graphs[graph].ops()) for graph, _ in originals if graph}
     copies: dict[Any, list[QuantizationOp]] = {}
-    for op in ops:
-        graph, name = clones.original_op(op.graph, op.op) or (op.graph, op.op)
-        copies.setdefault((name, not graph, op.type, _params_key(op.params)), []).append(op)
+    for (graph, name), op in zip(originals, ops, strict=True):
+        copies.setdefault((ops_of.get(graph), name, op.type, _params_key(op.params)), []).append(op)
     for copies_ in copies.values():
         yield replace(copies_[0], copies=tuple(copies_[1:]))
 
@@ -237,7 +238,8 @@ def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
     def moved_input(current: TensorRef) -> TensorRef | None:
         home = graph.graphs[current.graph]
         op = home.op(current.op)
-        is_copy = op.kind in COPYING_KINDS or is_barrier(home, op)
+        # graphquant casts half precision to float32 before a FakeQuant, and back after it.
+        is_copy = op.kind in COPYING_KINDS or is_barrier(home, op) or (op.kind == "cast" and bool(op.rule))
         return home.source_of(Use(current.graph, current.op, op.main_slot)) if is_copy else None
 
     source = follow_to_end(tensor, moved_input, MAX_MOVEMENT_OPS)
