@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import NON_COMPUTE_KINDS, RESHAPING_KINDS, Call, Graph, Model, Op, Output, TensorRef, Use
-from graphquant.numerics import Array, DynamicQParams
+from graphquant.ir import (
+    FORWARDING_KINDS,
+    NON_COMPUTE_KINDS,
+    STORED_KINDS,
+    VALUE_MOVING_KINDS,
+    Graph,
+    Model,
+    Op,
+    Output,
+    TensorRef,
+    Use,
+    connected_groups,
+    fully_known_shape,
+)
+from graphquant.numerics import Array, DynamicQParams, QParams
 from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
 from graphquant.utils import HtmlRepresentation
 
@@ -55,55 +69,183 @@ class ConversionReport(HtmlRepresentation):
         return not any(line.problem for line in self.tensors)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _StoredTensor:
+    """A quantized tensor of the converted model."""
+
+    output: Output
+    runtime: RuntimeTensor | None  # the report of the runtime, None if it removed the tensor
+    axis: int | None = None  # the channel axis of the op that reads it as a weight
+
+
 def compare_conversion(
     model: Model, inserted: Sequence[InsertedPair], converted: Model, runtime: Sequence[RuntimeTensor]
 ) -> ConversionReport:
-    """Compare the plan of the rewritten `model` with the runtime's report of each tensor of the converted model."""
-    runtime_by_index = {tensor.index: tensor for tensor in runtime}
-    names = {tensor.name for tensor in runtime}
-    activations: dict[str, Output] = {}
-    constants: dict[str, tuple[Output, int | None]] = {}
-    for op in converted.main.ops():
-        for port, output in enumerate(op.outputs):
-            if output.quantization is None:
-                continue
-            if op.kind in {"constant", "variable"}:
-                axis = _weight_channel_axis(converted.main, TensorRef("", op.name, port))
-                names_of_output = output.name.split(";")  # the converter joins the names of merged tensors
-                constants.update((name, (output, axis)) for name in names_of_output if name.endswith("quant"))
-            # Only inputs and outputs of the file are uint8, and the int8 tensors beside them have the planned scales.
-            elif output.quantization.scale.size and output.dtype != "uint8":
-                activations[output.name] = output
-    names_by_tensor = match_tensor_names(model, activations, names)
+    """Compare the plan of the rewritten `model` with the runtime's report of each tensor of the converted model.
+
+    The converter renames tensors, merges equal ones, and removes those that another op computes. A tensor without a
+    counterpart of its name therefore matches if an unclaimed one of its size has exactly its scale and zero point, or
+    if an equal tensor matches.
+    """
+    activations, constants = _stored_tensors(converted, runtime)
+    names_by_tensor = match_tensor_names(
+        model, {name: stored.output for name, stored in activations.items()}, {tensor.name for tensor in runtime}
+    )
     callers = model.callers()
-    tensors = []
+    matches: list[_StoredTensor | None] = []
     for insertion in inserted:
         if insertion.site.parameter:
             # The constant is named after the last inserted op, or the one before it.
             graph, output_op = model.graphs[insertion.output.graph], insertion.output.op
             ops = [output_op, *(slot.op for slot in graph.slots(output_op) if slot is not None)]
-            converted_output, axis = next((constants[op] for op in ops if op in constants), (None, None))
+            matches.append(next((constants[op] for op in ops if op in constants), None))
         else:
-            equivalents = _equivalent_tensors(model, callers, insertion.site.tensor)
+            equivalents = iterate_equivalent_tensors(model, callers, insertion.site.tensor)
             name = next((names_by_tensor[ref] for ref in equivalents if ref in names_by_tensor), None)
-            converted_output, axis = None if name is None else activations[name], None
-        tensors.append(_compare_tensor(insertion, converted_output, axis, runtime_by_index))
+            matches.append(None if name is None else activations[name])
+    unclaimed = [stored for stored in (*activations.values(), *constants.values()) if stored not in matches]
+    for index, insertion in enumerate(inserted):
+        if matches[index] is None:
+            matches[index] = next((stored for stored in unclaimed if _is_renamed(model, insertion, stored)), None)
+    lines = [_compare_tensor(insertion, stored) for insertion, stored in zip(inserted, matches, strict=True)]
     graphs = converted.graphs.values()
     op_count = sum(op.kind not in NON_COMPUTE_KINDS for graph in graphs for op in graph.ops())
     float_ops = tuple(float_op for graph in graphs for float_op in _find_float_ops(graph))
-    return ConversionReport(tensors=tuple(tensors), float_ops=float_ops, op_count=op_count)
+    return ConversionReport(
+        tensors=tuple(_with_equal_tensors(model, inserted, lines)), float_ops=float_ops, op_count=op_count
+    )
 
 
-def _equivalent_tensors(
-    model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef
-) -> Iterator[TensorRef]:
-    """Yield the tensor, tensors passed through to it, and outputs of identical ops, which the converter merges."""
-    yield from iterate_equivalent_tensors(model, callers, tensor)
+def _stored_tensors(
+    converted: Model, runtime: Sequence[RuntimeTensor]
+) -> tuple[dict[str, _StoredTensor], dict[str, _StoredTensor]]:
+    """Return the quantized activations of the converted model by name, and its constants by the name of their op."""
+    runtime_by_index = {(tensor.graph, tensor.index): tensor for tensor in runtime}
+    activations: dict[str, _StoredTensor] = {}
+    constants: dict[str, _StoredTensor] = {}
+    for graph_index, graph in enumerate(converted.graphs.values()):
+        for op in graph.ops():
+            for port, output in enumerate(op.outputs):
+                if output.quantization is None or not output.quantization.scale.size:
+                    continue
+                runtime_tensor = runtime_by_index.get((graph_index, output.quantization.index))
+                if op.kind in STORED_KINDS:
+                    axis = _weight_channel_axis(graph, TensorRef(graph.name, op.name, port))
+                    stored = _StoredTensor(output, runtime_tensor, axis)
+                    # The converter joins the names of merged tensors.
+                    for name in output.name.split(";"):
+                        constants.setdefault(name, stored)
+                # Only inputs and outputs of the file are uint8. The int8 tensors beside them have the planned scales.
+                elif output.dtype != "uint8":
+                    activations.setdefault(output.name, _StoredTensor(output, runtime_tensor))
+    return activations, constants
+
+
+def _is_renamed(model: Model, insertion: InsertedPair, stored: _StoredTensor) -> bool:
+    """Return True if a tensor of the converted model has the size and exactly the numbers of a planned one."""
+    if isinstance(insertion.params, DynamicQParams) or stored.runtime is None:
+        return False
+    shape, stored_shape = model.output(insertion.site.tensor).shape, stored.output.shape
+    if not insertion.site.parameter:  # a batch of another size
+        shape, stored_shape = shape and shape[1:], stored_shape and stored_shape[1:]
+    sizes = [fully_known_shape(known) for known in (shape, stored_shape) if known is not None]
+    known_sizes = {math.prod(known) for known in sizes if known is not None}
+    return len(known_sizes) <= 1 and not _describe_difference(_planned_numbers(insertion.params), stored.runtime, None)
+
+
+def _with_equal_tensors(
+    model: Model, inserted: Sequence[InsertedPair], lines: Sequence[ConvertedTensor]
+) -> Iterator[ConvertedTensor]:
+    """Yield the lines; an absent tensor has the counterpart of a tensor of the same values and numbers.
+
+    Such a tensor is moved from or to it, or is the result of an equal op. The converter fuses pads, transposes and
+    reshapes into other ops, and keeps only one of equal ops.
+    """
+    positions = {insertion.site.tensor: index for index, insertion in enumerate(inserted)}
+    edges = [
+        (index, positions[equal])
+        for index, insertion in enumerate(inserted)
+        for equal in _equal_tensors(model, insertion.site.tensor)
+        if equal in positions and _have_equal_numbers(lines[index], lines[positions[equal]])
+    ]
+    counterparts: dict[int, ConvertedTensor] = {}
+    for group in connected_groups(range(len(lines)), edges):
+        matching = next((lines[index] for index in group if not lines[index].problem), None)
+        if matching is not None:
+            counterparts.update(dict.fromkeys(group, matching))
+    for index, line in enumerate(lines):
+        counterpart = counterparts.get(index)
+        if line.index is None and counterpart is not None:
+            yield replace(line, name=counterpart.name, index=counterpart.index, runtime=counterpart.runtime, problem="")
+        else:
+            yield line
+
+
+def _have_equal_numbers(first: ConvertedTensor, second: ConvertedTensor) -> bool:
+    """Return True if two tensors have the same planned scales and zero points."""
+    if first.planned is None or second.planned is None:
+        return False
+    return all(np.array_equal(one, other) for one, other in zip(first.planned, second.planned, strict=True))
+
+
+def _equal_tensors(model: Model, tensor: TensorRef) -> Iterator[TensorRef]:
+    """Yield the tensors whose values an op moves into `tensor`, and the outputs of equal ops."""
     graph, op = model.graphs[tensor.graph], model.op(tensor)
-    source_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
-    for use in graph.consumers(source_tensor) if source_tensor is not None and op.kind in RESHAPING_KINDS else ():
-        if use.slot == 0 and graph.op(use.op).type == op.type:
-            yield TensorRef(tensor.graph, use.op, tensor.port)
+
+    def unquantized(source: TensorRef | None) -> TensorRef | None:
+        while source is not None and source.graph == graph.name and graph.op(source.op).kind in _PASSED_KINDS:
+            source = graph.source_of(Use(graph.name, source.op, 0))
+        return source
+
+    sources = [unquantized(slot) for slot in graph.slots(op.name)]
+    if op.kind in VALUE_MOVING_KINDS | FORWARDING_KINDS | {"pad"}:
+        yield from (source for source in sources if source is not None)
+    first = next((source for source in sources if source is not None), None)
+    if first is None:
+        return
+    for reader in _readers(graph, first):
+        other = graph.op(reader)
+        if reader != op.name and _op_content(other) == _op_content(op):
+            others = [unquantized(slot) for slot in graph.slots(reader)]
+            if others == sources:
+                yield TensorRef(graph.name, reader, tensor.port)
+
+
+_PASSED_KINDS = FORWARDING_KINDS | {"qdq"}
+
+
+def _op_content(op: Op) -> tuple[str, str]:
+    """Return the type and the attributes of an op, which determine its result from its inputs."""
+    return op.type, repr({name: value for name, value in op.attrs.items() if not name.startswith("_")})
+
+
+def _readers(graph: Graph, tensor: TensorRef) -> Iterator[str]:
+    """Yield the ops that read a tensor, directly or behind ops that pass it on."""
+    pending, visited = [tensor], {tensor}
+    while pending:
+        for use in graph.consumers(pending.pop()):
+            if use.graph != graph.name:
+                continue
+            if graph.op(use.op).kind not in _PASSED_KINDS:
+                yield use.op
+            elif (passed := TensorRef(graph.name, use.op, 0)) not in visited:
+                visited.add(passed)
+                pending.append(passed)
+
+
+def join_reports(reports: Sequence[ConversionReport]) -> ConversionReport:
+    """Return the report of a plan whose signatures were converted one by one; each has a part of the tensors."""
+    lines = zip(*(report.tensors for report in reports), strict=True)
+    return ConversionReport(
+        tensors=tuple(max(candidates, key=_line_rank) for candidates in lines),
+        float_ops=tuple(float_op for report in reports for float_op in report.float_ops),
+        op_count=sum(report.op_count for report in reports),
+    )
+
+
+def _line_rank(line: ConvertedTensor) -> int:
+    """Return 2 for a tensor that differs from its plan, 1 for one that agrees, 0 for one that is absent."""
+    return 0 if line.index is None else 2 if line.problem else 1
 
 
 def _weight_channel_axis(graph: Graph, tensor: TensorRef) -> int | None:
@@ -115,28 +257,29 @@ def _weight_channel_axis(graph: Graph, tensor: TensorRef) -> int | None:
     return None
 
 
-def _compare_tensor(
-    insertion: InsertedPair, output: Output | None, axis: int | None, runtime_by_index: Mapping[int, RuntimeTensor]
-) -> ConvertedTensor:
+def _compare_tensor(insertion: InsertedPair, stored: _StoredTensor | None) -> ConvertedTensor:
     params, tensor = insertion.params, insertion.site.tensor
     absent = ConvertedTensor(tensor=tensor, name="", index=None, planned=None, runtime=None, problem="")
     if isinstance(params, DynamicQParams):
         return replace(absent, problem="its range is computed at each run, which the converter cannot express")
-    planned = np.atleast_1d(params.scale), np.atleast_1d(params.zero_point)
-    stored = None if output is None else output.quantization
-    if output is None or stored is None or stored.index not in runtime_by_index:
-        problem = "no quantized tensor of the converted model has this name"
+    planned = _planned_numbers(params)
+    if stored is None or stored.runtime is None:
+        problem = "no quantized tensor of the converted model has its name or its scale"
         return replace(absent, planned=planned, problem=problem)
-    runtime_tensor = runtime_by_index[stored.index]
-    problem = _describe_difference(planned, runtime_tensor, axis if params.axis is not None else None)
+    runtime_tensor = stored.runtime
     return ConvertedTensor(
         tensor=tensor,
-        name=output.name,
-        index=stored.index,
+        name=stored.output.name,
+        index=runtime_tensor.index,
         planned=planned,
         runtime=(runtime_tensor.scales, runtime_tensor.zero_points) if runtime_tensor.scales.size else None,
-        problem=problem,
+        problem=_describe_difference(planned, runtime_tensor, stored.axis if params.axis is not None else None),
     )
+
+
+def _planned_numbers(params: QParams) -> tuple[Array, Array]:
+    """Return the scales and zero points of a plan, each (C,)."""
+    return np.atleast_1d(params.scale), np.atleast_1d(params.zero_point)
 
 
 def _describe_difference(planned: tuple[Array, Array], runtime: RuntimeTensor, axis: int | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from graphquant.analysis.conversion_report import ConversionReport, compare_conversion
+from graphquant.analysis.conversion_report import ConversionReport, compare_conversion, join_reports
 from graphquant.api.models import check_output
 from graphquant.api.result import Result
 from graphquant.errors import UsageError
@@ -87,11 +87,14 @@ def convert_to_tflite(
         raise UsageError(
             f"TFLite's converter cannot preserve the quantization of {site.tensor}, because {reason}.{rest_hint}"
         )
-    from graphquant.formats.tensorflow.tflite_converter import run_tflite_converter, runtime_tensors
+    from graphquant.formats.tensorflow.tflite_converter import convert_signatures, join_tflite_files, runtime_tensors
     from graphquant.formats.tflite import parse_tflite
 
-    data = run_tflite_converter(result.model, io)
-    report = compare_conversion(result.model, result.inserted, parse_tflite(data), runtime_tensors(data))
+    files = convert_signatures(result.model, io)
+    report = join_reports(
+        [compare_conversion(result.model, result.inserted, parse_tflite(data), runtime_tensors(data)) for data in files]
+    )
+    data = join_tflite_files(files)
     if path is not None:
         with lock_output(Path(path)):
             check_output(Path(path), result.source.path, force=force)  # another process may have written it since

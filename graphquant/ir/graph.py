@@ -88,18 +88,21 @@ class Graph:
         for data in self._nodes.values():
             yield data["op"]
 
-    def topological_order(self) -> list[str]:
+    def topological_order(self, *, with_loops: bool = False) -> list[str]:
         """Return the names of the ops, each after its sources. Ops in a cycle, or after one, are omitted.
 
-        `networkx.topological_sort` raises for a graph with a cycle; TF1 loops are cycles.
+        `networkx.topological_sort` raises for a graph with a cycle; TF1 loops are cycles. With `with_loops`, the ops of
+        a loop are in the order of its first iteration.
         """
         pending_inputs = dict.fromkeys(self._successors, 0)
-        for targets in self._successors.values():
-            for target in targets:
+        for name, targets in self._successors.items():
+            ends_iteration = with_loops and self.op(name).kind == "next_iteration"
+            for target in () if ends_iteration else targets:
                 pending_inputs[target] += 1
         ready = [name for name, count in pending_inputs.items() if not count]
         for name in ready:  # grows during the loop
-            for target in self._successors[name]:
+            ends_iteration = with_loops and self.op(name).kind == "next_iteration"
+            for target in () if ends_iteration else self._successors[name]:
                 pending_inputs[target] -= 1
                 if not pending_inputs[target]:
                     ready.append(target)

@@ -61,7 +61,7 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
     ranks: dict[TensorRef, int] = {}
     for name in model.reachable_graphs():
         graph = model.graphs[name]
-        for op_rank, op in enumerate(graph.topological_order()):
+        for op_rank, op in enumerate(graph.topological_order(with_loops=True)):
             for port, output in enumerate(graph.op(op).outputs):
                 ref = TensorRef(name, op, port)
                 ranks[ref] = op_rank
@@ -242,12 +242,15 @@ def read_name_map(path: Path) -> dict[str, str]:
     return name_map
 
 
-def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[str, str]) -> tuple[Plan, RangeTransfer]:
+def transfer_ranges(
+    model: Model, plan: Plan, source: Model, name_map: Mapping[str, str], *, weights: bool = False
+) -> tuple[Plan, RangeTransfer]:
     """Return `plan` with the scales of a TFLite file for tensors of the same name, and a report.
 
     Scales and ranges in the plan itself are kept. A scale is taken as it is if the site's scheme has the same type and
     allows the zero point. Otherwise the range that it represents is taken. `name_map` has the names of planned tensors,
-    each with the name of the tensor in the file that provides its scale.
+    each with the name of the tensor in the file that provides its scale. With `weights`, weights of the same name and
+    channel axis take their scales too, because they have the values that the scales were learned for.
     """
     entries = _quantized_entries(source)
     mapped = _map_names(plan, entries, name_map)
@@ -261,6 +264,8 @@ def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[s
         if name is None and not site.parameter and site.clone_of is None:
             equivalent_tensors = iterate_equivalent_tensors(model, callers, site.tensor)
             name = next((file_names[ref] for ref in equivalent_tensors if ref in file_names), None)
+        if name is None and site.parameter and weights and site.view is None:
+            name = _matching_constant(model, site, entries)
         updated = None if name is None else _with_file_scale(site, entries[name][0])
         sites.append(updated or site)
         if name is not None and updated is not None:
@@ -280,6 +285,16 @@ def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[s
         missing=tuple(dict.fromkeys(missing)),
     )
     return replace(plan, sites=tuple(sites)), report
+
+
+def _matching_constant(model: Model, site: Site, entries: Mapping[str, tuple[Output, bool]]) -> str | None:
+    """Return the name of the constant of a weight in the file, if the file's scales have the axis of the site."""
+    for name in (model.output(site.tensor).name, site.tensor.op):
+        output, is_constant = entries.get(name, (None, False))
+        if output is not None and is_constant:
+            stored = stored_quantization(output)
+            return name if stored.scale.size == 1 or stored.axis == site.axis else None
+    return None
 
 
 def _quantized_entries(source: Model) -> dict[str, tuple[Output, bool]]:
@@ -303,7 +318,7 @@ def _map_names(plan: Plan, entries: Mapping[str, object], name_map: Mapping[str,
         if model_name not in refs_by_name:
             raise UsageError(f"The plan quantizes no tensor {model_name!r}.{did_you_mean(model_name, refs_by_name)}")
         if file_name not in entries:
-            raise UsageError(f"The TFLite file has no scale for {file_name!r}.{did_you_mean(file_name, entries)}")
+            raise UsageError(f"The file of ranges has no scale for {file_name!r}.{did_you_mean(file_name, entries)}")
         mapped.update(dict.fromkeys(refs_by_name[model_name], file_name))
     return mapped
 

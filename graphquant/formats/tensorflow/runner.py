@@ -21,12 +21,14 @@ from graphquant.formats.tensorflow.session import (
 from graphquant.formats.tensorflow.signatures import (
     FedTensors,
     SignatureInput,
+    output_tensors,
     running_signatures,
     signature_inputs,
     signature_outputs,
     signatures_with_outputs,
 )
-from graphquant.ir import Model, TensorRef, Use, reachable
+from graphquant.formats.tensorflow.source import FrozenSignature
+from graphquant.ir import Model, Output, TensorRef, Use, reachable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -71,11 +73,37 @@ def _served_meta_graph(model: Model, message: Any) -> Any:
     return None if meta is None or not any(signatures_with_outputs(meta)) else meta
 
 
-def served_signature_name(model: Model) -> str:
-    """Return the name of the signature that runs."""
-    meta = model.source.meta_graph(model.source.message)
-    names = () if meta is None else running_signatures(model, meta)
-    return str(next(iter(names), model.source.signature_name))
+def signatures_of_inputs(model: Model, message: Any = None) -> tuple[FrozenSignature, ...]:
+    """Return the signature that runs, and those that take its inputs. `message` is the emitted `model`, if known.
+
+    The inputs and outputs of a graph without signatures are named after their ops.
+    """
+    if model.source.signatures:
+        return tuple(model.source.signatures)
+    meta, specs = _served_meta_graph(model, message), input_specs(model, message)
+    if meta is None:
+        fetches, served, others = output_fetches(model, message), "serving_default", []
+    else:
+        served, *others = running_signatures(model, meta)
+        fetches = output_tensors(meta.signature_def[served])
+        specs = [spec for spec in specs if served in spec.signatures]
+    inputs = {next((alias for alias in spec.aliases if ":" not in alias), spec.name): spec.name for spec in specs}
+    signatures = [FrozenSignature(name=served, inputs=inputs, outputs=fetches)]
+    for name in others:
+        signature = meta.signature_def[name]
+        placeholders = {key: info.name.partition(":")[0] for key, info in signature.inputs.items()}
+        takes_known_inputs = placeholders.keys() <= inputs.keys() and all(
+            op in model.main and _may_share_data(model.main.op(op).outputs, model.main.op(inputs[key]).outputs)
+            for key, op in placeholders.items()
+        )
+        if takes_known_inputs:
+            signatures.append(FrozenSignature(name=name, inputs=placeholders, outputs=output_tensors(signature)))
+    return tuple(signatures)
+
+
+def _may_share_data(first: Sequence[Output], second: Sequence[Output]) -> bool:
+    """Return True if two inputs have the same type and the same known sizes."""
+    return [(output.dtype, output.shape) for output in first] == [(output.dtype, output.shape) for output in second]
 
 
 def _placeholder_input(model: Model, name: str) -> SignatureInput:

@@ -66,6 +66,15 @@ def fetch_from_session(session: Any, tensors: list[Any]) -> list[Array]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenSignature:
+    """A signature of a frozen graph."""
+
+    name: str
+    inputs: Mapping[str, str]  # the ops of the inputs by key
+    outputs: Mapping[str, str]  # the tensors of the outputs by key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFlowSource:
     """The message, file and kind of a loaded model."""
 
@@ -78,7 +87,7 @@ class TensorFlowSource:
     live_object: LiveObject | None = None  # the object in memory that the model was read from, None for a file
     temp_folder: Any = None  # the temporary folder of the files, deleted with the last reference to the model
     allow_links: bool = False  # True if files may be links out of the folder of the model
-    signature_name: str = "serving_default"  # the signature from which a GraphDef was frozen
+    signatures: tuple[FrozenSignature, ...] = ()  # the signatures from which a GraphDef was frozen
     selected_signatures: tuple[str, ...] = ()  # the signatures that run; empty for the default ones
     separate_inputs: bool = False  # True if each signature has data of its own
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,8 @@ from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.function_names import rename_functions
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, unique_node_name
 from graphquant.formats.tensorflow.load import build_model
-from graphquant.formats.tensorflow.runner import input_specs, output_fetches, served_signature_name
+from graphquant.formats.tensorflow.opdefs import builtin_table
+from graphquant.formats.tensorflow.runner import signatures_of_inputs
 from graphquant.formats.tensorflow.session import (
     TensorFlowSession,
     find_state_variables,
@@ -31,8 +32,9 @@ from graphquant.formats.tensorflow.session import (
     silence_stderr,
     translate_tf_errors,
 )
-from graphquant.formats.tensorflow.source import TensorFlowSource
-from graphquant.ir import FLOAT_TYPES, Model, TensorRef, Use, reachable
+from graphquant.formats.tensorflow.source import FrozenSignature, TensorFlowSource
+from graphquant.formats.tensorflow.values import decode_tensor, set_constant
+from graphquant.ir import FLOAT_TYPES, RESHAPING_KINDS, Model, TensorRef, Use, reachable
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -40,8 +42,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RuntimeTensor:
-    """A tensor of the main graph, as the TFLite interpreter reports it."""
+    """A tensor as the TFLite interpreter reports it."""
 
+    graph: int  # the index of its graph, 0 for the main graph
     index: int
     name: str
     dtype: str  # numpy-like
@@ -54,8 +57,16 @@ _SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")
 """The converter's reference to a line of the calling program, which is irrelevant for the model."""
 
 
-def run_tflite_converter(model: Model, io: str | None = None) -> bytes:
-    """Convert a frozen model with FakeQuants to a TFLite file with the signature of `model`.
+def run_tflite_converter(model: Model) -> bytes:
+    """Convert a frozen model with FakeQuants to one TFLite file with all its signatures.
+
+    Raises a ModelError if the converter refuses the model.
+    """
+    return join_tflite_files(convert_signatures(model))
+
+
+def convert_signatures(model: Model, io: str | None = None) -> tuple[bytes, ...]:
+    """Convert a frozen model with FakeQuants to one TFLite file for each set of outputs of its signatures.
 
     Args:
         model: The frozen model.
@@ -64,45 +75,127 @@ def run_tflite_converter(model: Model, io: str | None = None) -> bytes:
 
     Raises a ModelError if the converter refuses the model, and a UsageError if `io` needs a range that is missing.
     """
-    tensorflow = import_tensorflow()
-    v1 = tensorflow.compat.v1
     message = emit(model)
-    graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(message)))
-    input_names = [spec.name for spec in input_specs(model, message)]
-    fetches_by_key = output_fetches(model, message)
-    output_names = list(fetches_by_key.values())
+    signatures = signatures_of_inputs(model, message)
     if io in {"int8", "uint8"}:
-        _require_ranges(model, io, input_names, output_names)
-    with silence_stderr(), translate_tf_errors(tensorflow):
-        function = v1.wrap_function(lambda: v1.import_graph_def(graph_def, name=""), [])
-        feeds = [function.graph.as_graph_element(f"{name}:0") for name in input_names]
-        fetches = [function.graph.as_graph_element(name) for name in output_names]
-        converter = tensorflow.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
-        # Without ranges the optimization would quantize the weights only.
-        if any(op.kind == "qdq" for op in model.main.ops()):
-            converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
-            io_type = tensorflow.as_dtype(io or "int8")
-            if all(_input_is_quantized(model, name) for name in input_names):
-                converter.inference_input_type = io_type
-            if all(_output_is_quantized(model, name) for name in output_names):
-                converter.inference_output_type = io_type
+        for signature in signatures:
+            _require_ranges(model, io, signature)
+    graph_def = model.source.graph_def(message)
+    by_tensors: dict[tuple[tuple[str, ...], ...], list[FrozenSignature]] = {}
+    for signature in signatures:
+        tensors = tuple(signature.inputs.values()), tuple(signature.outputs.values())
+        by_tensors.setdefault(tensors, []).append(signature)
+    return tuple(
+        _convert_signatures(model, graph_def, equal_signatures, io) for equal_signatures in by_tensors.values()
+    )
+
+
+def _convert_signatures(model: Model, graph_def: Any, signatures: list[FrozenSignature], io: str | None) -> bytes:
+    """Return the TFLite file of signatures that have the same tensors as inputs and outputs."""
+    tensorflow = import_tensorflow()
     from tensorflow.lite.python.convert_phase import ConverterError
 
+    if io != "float32" and all(_input_is_quantized(model, name) for name in signatures[0].inputs.values()):
+        graph_def = _with_quantized_inputs(model, graph_def, signatures[0])
     try:
-        with silence_stderr():
-            data: bytes = converter.convert()
+        try:
+            data = _convert_graph(tensorflow, model, graph_def, signatures[0], io)
+        except ConverterError as error:
+            single = _with_batch_size_one(tensorflow, graph_def, signatures[0]) if _needs_sizes(str(error)) else None
+            if single is None:
+                raise
+            data = _convert_graph(tensorflow, model, single, signatures[0], io)
     except (ConverterError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}."
             f" {_conversion_advice(model, str(error))}"
         ) from error
-    return _with_signature(data, model.source.signature_name, _signature_keys(model), list(fetches_by_key))
+    return _with_signatures(data, signatures)
 
 
-def _require_ranges(model: Model, io: str, input_names: list[str], output_names: list[str]) -> None:
+def _convert_graph(tensorflow: Any, model: Model, graph_def: Any, signature: FrozenSignature, io: str | None) -> bytes:
+    """Return the TFLite file of `graph_def`, the graph of `model`, between the inputs and outputs of a signature."""
+    v1 = tensorflow.compat.v1
+    with silence_stderr():
+        with translate_tf_errors(tensorflow):
+            graph_message = v1.GraphDef.FromString(proto.to_binary(graph_def))
+            function = v1.wrap_function(lambda: v1.import_graph_def(graph_message, name=""), [])
+            feeds = [function.graph.as_graph_element(f"{name}:0") for name in signature.inputs.values()]
+            fetches = [function.graph.as_graph_element(name) for name in signature.outputs.values()]
+            converter = tensorflow.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
+        # Without ranges the optimization would quantize the weights only.
+        if any(op.kind == "qdq" for op in model.main.ops()):
+            converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
+            io_type = tensorflow.as_dtype(io or "int8")
+            if all(_input_is_quantized(model, name) for name in signature.inputs.values()):
+                converter.inference_input_type = io_type
+            if all(_output_is_quantized(model, name) for name in signature.outputs.values()):
+                converter.inference_output_type = io_type
+        data: bytes = converter.convert()
+    return data
+
+
+_LIST_SHAPE_SLOTS: Final = {
+    "EmptyTensorList": 0,
+    "TensorListReserve": 0,
+    "TensorListFromTensor": 1,
+    "TensorListStack": 1,
+    "TensorListGetItem": 2,
+}
+"""The input of each list op that is the shape of an element."""
+
+
+def _needs_sizes(message: str) -> bool:
+    """Return True if the converter refuses lists whose elements have an unknown size."""
+    return "TensorList" in message and "static" in message
+
+
+def _with_batch_size_one(tensorflow: Any, graph_def: Any, signature: FrozenSignature) -> Any:
+    """Return the graph for batches of one sample, None if it does not run with them.
+
+    Recurrent layers keep their outputs in lists, whose elements have a batch axis that the converter needs to know.
+    TFLite's interpreter starts with a batch size of one anyway.
+    """
+    single = type(graph_def)()
+    single.CopyFrom(graph_def)
+    nodes = {node.name: node for node in single.node}
+    for name in signature.inputs.values():
+        axes = nodes[name].attr["shape"].shape.dim
+        if axes and axes[0].size < 0:
+            axes[0].size = 1
+    for node in list(single.node):
+        node.attr.pop("_output_shapes", None)
+        slot = _LIST_SHAPE_SLOTS.get(node.op, len(node.input))
+        shape = nodes[node.input[slot].partition(":")[0]] if slot < len(node.input) else None
+        if shape is not None and shape.op == "Const":
+            sizes = decode_tensor(shape.attr["value"].tensor, shape.name)
+            if sizes.ndim == 1 and sizes.size and sizes[0] < 0:
+                set_constant(shape, np.concatenate([np.ones(1, sizes.dtype), sizes[1:]]))
+    return single if _runs_on_zeros(tensorflow, single, signature) else None
+
+
+def _runs_on_zeros(tensorflow: Any, graph_def: Any, signature: FrozenSignature) -> bool:
+    """Return True if TensorFlow can run a graph on zeros; a list refuses elements of another size."""
+    v1 = tensorflow.compat.v1
+    try:
+        with v1.Graph().as_default() as graph:
+            v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
+            feeds = {}
+            for name in signature.inputs.values():
+                tensor = graph.as_graph_element(f"{name}:0")
+                sizes = [size or 1 for size in tensor.shape.as_list()]
+                feeds[tensor] = np.zeros(sizes, tensor.dtype.as_numpy_dtype)
+            with v1.Session(graph=graph) as session:
+                session.run(list(signature.outputs.values()), feeds)
+    except (ValueError, tensorflow.errors.OpError):
+        return False
+    return True
+
+
+def _require_ranges(model: Model, io: str, signature: FrozenSignature) -> None:
     """Raise a UsageError if an input or output has no range, so that it cannot be of the type `io`."""
-    float_inputs = [name for name in input_names if not _input_is_quantized(model, name)]
-    float_outputs = [name for name in output_names if not _output_is_quantized(model, name)]
+    float_inputs = [name for name in signature.inputs.values() if not _input_is_quantized(model, name)]
+    float_outputs = [name for name in signature.outputs.values() if not _output_is_quantized(model, name)]
     if float_inputs or float_outputs:
         role, name = ("input", float_inputs[0]) if float_inputs else ("output", float_outputs[0])
         raise UsageError(
@@ -111,24 +204,15 @@ def _require_ranges(model: Model, io: str, input_names: list[str], output_names:
         )
 
 
-def _signature_keys(model: Model) -> list[str]:
-    """Return the key of each input in the signature, or its name without one."""
-    return [next((alias for alias in spec.aliases if ":" not in alias), spec.name) for spec in input_specs(model)]
-
-
-def _with_signature(data: bytes, name: str, input_keys: list[str], output_keys: list[str]) -> bytes:
-    """Return a TFLite file with the signature `name`, which gives the inputs and outputs of its main graph keys.
+def _with_signatures(data: bytes, signatures: list[FrozenSignature]) -> bytes:
+    """Return a TFLite file with signatures, which give the inputs and outputs of its main graph keys.
 
     The converter writes signatures only of SavedModels, which would have to be written for it.
     """
     from tensorflow.lite.python import schema_py_generated as schema
     from tensorflow.lite.tools import flatbuffer_utils
 
-    file = flatbuffer_utils.convert_bytearray_to_object(bytearray(data))
-    signature = schema.SignatureDefT()
-    signature.signatureKey, signature.subgraphIndex = name, 0
-
-    def entries(keys: list[str], tensors: Any) -> list[Any]:
+    def entries(keys: Iterable[str], tensors: Any) -> list[Any]:
         mapped = []
         for key, tensor in zip(keys, tensors, strict=True):
             entry = schema.TensorMapT()
@@ -136,10 +220,67 @@ def _with_signature(data: bytes, name: str, input_keys: list[str], output_keys: 
             mapped.append(entry)
         return mapped
 
-    signature.inputs = entries(input_keys, file.subgraphs[0].inputs)
-    signature.outputs = entries(output_keys, file.subgraphs[0].outputs)
-    file.signatureDefs = [signature]
+    file = flatbuffer_utils.convert_bytearray_to_object(bytearray(data))
+    file.signatureDefs = []
+    for signature in signatures:
+        definition = schema.SignatureDefT()
+        definition.signatureKey, definition.subgraphIndex = signature.name, 0
+        definition.inputs = entries(signature.inputs, file.subgraphs[0].inputs)
+        definition.outputs = entries(signature.outputs, file.subgraphs[0].outputs)
+        file.signatureDefs.append(definition)
     return bytes(flatbuffer_utils.convert_object_to_bytearray(file))
+
+
+_SUBGRAPH_OPTIONS: Final = (
+    "thenSubgraphIndex",
+    "elseSubgraphIndex",
+    "condSubgraphIndex",
+    "bodySubgraphIndex",
+    "initSubgraphIndex",
+    "subgraph",
+)
+"""The options of TFLite's ops that are the index of a graph."""
+
+
+def join_tflite_files(files: Sequence[bytes]) -> bytes:
+    """Return one TFLite file with the graphs and signatures of all `files`, which stores equal constants once."""
+    from tensorflow.lite.tools import flatbuffer_utils
+
+    if len(files) == 1:
+        return files[0]
+    joined, *others = [flatbuffer_utils.convert_bytearray_to_object(bytearray(data)) for data in files]
+
+    def code_key(code: Any) -> tuple[Any, ...]:
+        return code.builtinCode, code.deprecatedBuiltinCode, code.customCode, code.version
+
+    def buffer_content(buffer: Any) -> bytes:
+        return b"" if buffer.data is None else bytes(buffer.data)
+
+    codes = {code_key(code): index for index, code in enumerate(joined.operatorCodes)}
+    buffers = {buffer_content(buffer): index for index, buffer in reversed(list(enumerate(joined.buffers)))}
+    for file in others:
+        first_graph = len(joined.subgraphs)
+        for graph in file.subgraphs:
+            for tensor in graph.tensors:
+                content = buffer_content(file.buffers[tensor.buffer])
+                if content not in buffers:
+                    buffers[content] = len(joined.buffers)
+                    joined.buffers.append(file.buffers[tensor.buffer])
+                tensor.buffer = buffers[content] if content else 0
+            for op in graph.operators:
+                code = file.operatorCodes[op.opcodeIndex]
+                if code_key(code) not in codes:
+                    codes[code_key(code)] = len(joined.operatorCodes)
+                    joined.operatorCodes.append(code)
+                op.opcodeIndex = codes[code_key(code)]
+                for option in _SUBGRAPH_OPTIONS:
+                    if hasattr(op.builtinOptions, option):
+                        setattr(op.builtinOptions, option, getattr(op.builtinOptions, option) + first_graph)
+        for definition in file.signatureDefs:
+            definition.subgraphIndex += first_graph
+        joined.subgraphs += file.subgraphs
+        joined.signatureDefs += file.signatureDefs
+    return bytes(flatbuffer_utils.convert_object_to_bytearray(joined))
 
 
 _MISSING_OPS = re.compile(r"(?:TF Select|Custom|Flex) ops: ([\w, ]+)")
@@ -180,9 +321,11 @@ def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
     with silence_stderr(), _translate_runtime_errors():
         interpreter = tensorflow.lite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
         interpreter.allocate_tensors()
-        details = interpreter.get_tensor_details()
+        graph_count = interpreter.num_subgraphs()
+        details = [(graph, item) for graph in range(graph_count) for item in interpreter.get_tensor_details(graph)]
     return tuple(
         RuntimeTensor(
+            graph=graph,
             index=int(detail["index"]),
             name=detail["name"],
             dtype=np.dtype(detail["dtype"]).name,
@@ -190,7 +333,7 @@ def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
             zero_points=detail["quantization_parameters"]["zero_points"],
             axis=int(detail["quantization_parameters"]["quantized_dimension"]),
         )
-        for detail in details
+        for graph, detail in details
     )
 
 
@@ -206,11 +349,51 @@ def _translate_runtime_errors() -> Iterator[None]:
 
 
 def _input_is_quantized(model: Model, input_name: str) -> bool:
-    """Return True if the input `input_name` is not float or has FakeQuants as its only readers."""
-    readers = model.main.consumers(TensorRef("", input_name))
-    return model.main.op(input_name).outputs[0].dtype not in FLOAT_TYPES or (
-        bool(readers) and all(model.main.op(use.op).kind == "qdq" for use in readers)
-    )
+    """Return True if the input `input_name` is not float or has a FakeQuant."""
+    is_float = model.main.op(input_name).outputs[0].dtype in FLOAT_TYPES
+    return not is_float or _input_quantizer(model, input_name) is not None
+
+
+def _input_quantizer(model: Model, input_name: str) -> str | None:
+    """Return the FakeQuant of an input, also behind ops that only move its values, None if there is none."""
+    pending = [TensorRef("", input_name)]
+    for tensor in pending:  # grows during the loop
+        readers = [use.op for use in model.main.consumers(tensor) if use.slot == 0]
+        quantizer = next((name for name in readers if model.main.op(name).kind == "qdq"), None)
+        if quantizer is not None:
+            return quantizer
+        pending += [TensorRef("", name) for name in readers if model.main.op(name).kind in RESHAPING_KINDS]
+    return None
+
+
+def _copy_node(graph_def: Any, node: Any, inputs: Sequence[str], used_names: set[str]) -> Any:
+    """Add a copy of a node with other inputs to a graph, and return it."""
+    copy = graph_def.node.add()
+    copy.CopyFrom(node)
+    copy.name = unique_node_name(used_names, node.name)
+    copy.input[:] = inputs
+    copy.attr.pop("_output_shapes", None)
+    return copy
+
+
+def _with_quantized_inputs(model: Model, graph_def: Any, signature: FrozenSignature) -> Any:
+    """Return the graph in which each op reads a float input behind a FakeQuant, as it reads an int8 one."""
+    rerouted = type(graph_def)()
+    rerouted.CopyFrom(graph_def)
+    nodes = {node.name: node for node in rerouted.node}
+    used_names = set(nodes)
+    for name in signature.inputs.values():
+        quantizer = _input_quantizer(model, name) if model.main.op(name).outputs[0].dtype in FLOAT_TYPES else None
+        if quantizer is None:
+            continue
+        node = nodes[quantizer]
+        if _node_of(node.input[0]) != name:
+            range_ops = [_copy_node(rerouted, nodes[_node_of(text)], (), used_names) for text in node.input[1:]]
+            node = _copy_node(rerouted, node, (name, *(op.name for op in range_ops)), used_names)
+        for reader in rerouted.node:
+            if not reader.op.startswith("FakeQuant"):  # other readers of the input have ranges of their own
+                reader.input[:] = [node.name if text in {name, f"{name}:0"} else text for text in reader.input]
+    return rerouted
 
 
 def _output_is_quantized(model: Model, name: str) -> bool:
@@ -243,17 +426,12 @@ def freeze_graph(model: Model) -> Model:
         values = source.live_object.values if source.live_object else {}
         learned = any(op.kind == "variable" and LEARNED_ATTR in op.attrs for op in model.main.ops())
         if source.message_type == "GraphDef" and len(model.graphs) == 1 and not values and not learned:
-            graph_def = emit(model)
+            graph_def, signatures = emit(model), source.signatures
         else:
-            data, outputs = _freeze_with_tensorflow(tensorflow, model)
-            graph_def = _restore_op_names(
-                proto.parse_binary(data, proto.GraphDef(), source=str(source.file)), outputs, _signature_keys(model)
-            )
+            graph_def, signatures = _freeze_signatures(tensorflow, model)
         _write_inferred_shapes(tensorflow, graph_def)
     digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
-    frozen = TensorFlowSource(
-        message=graph_def, file=source.file, digest=digest, signature_name=served_signature_name(model)
-    )
+    frozen = TensorFlowSource(message=graph_def, file=source.file, digest=digest, signatures=signatures)
     frozen_model = build_model(frozen, model.path or source.file)
     frozen_model.path = model.path
     return frozen_model
@@ -273,25 +451,131 @@ def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:
             node.attr["_output_shapes"].list.shape.extend(map(proto.TensorShapeProto.FromString, shapes))
 
 
-def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[str, tuple[str, int]]]:
-    """Return the binary GraphDef between the signature's inputs and outputs, and the outputs by key."""
+def _freeze_signatures(tensorflow: Any, model: Model) -> tuple[Any, tuple[FrozenSignature, ...]]:
+    """Return the GraphDef of all signatures with the same inputs, and these with their tensors there."""
+    signatures = signatures_of_inputs(model)
+    served, *others = signatures
+    try:
+        data, tensors = _freeze_with_tensorflow(tensorflow, model, signatures)
+    except (ModelError, ValueError):
+        if not others:
+            raise
+        signatures = (served,)
+        data, tensors = _freeze_with_tensorflow(tensorflow, model, signatures)  # another one may change variables
+    graph_def = proto.parse_binary(data, proto.GraphDef(), source=str(model.source.file))
+    if others:
+        tensors = _merge_equal_nodes(graph_def, tensors)
+    proposed_names: dict[tuple[str, int], str] = {}
+    for signature in signatures:
+        for key, tensor in signature.outputs.items():
+            proposed_names.setdefault(tensors[tensor], key)
+    graph_def, names = _restore_op_names(graph_def, proposed_names, list(served.inputs))
+    frozen = tuple(
+        FrozenSignature(
+            name=signature.name,
+            inputs={key: key for key in sorted(signature.inputs)},
+            outputs={key: f"{names[tensors[tensor]]}:0" for key, tensor in signature.outputs.items()},
+        )
+        for signature in signatures
+    )
+    return graph_def, frozen
+
+
+def _merge_equal_nodes(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
+    """Let the readers of equal nodes read the first of them, and return `outputs` with their tensors.
+
+    Keras saves a second signature with the same function, and signatures for parts of a model share its first layers.
+    """
+    # Loops have a frame name, and a part of one loop cannot read another. Whole loops may be equal.
+    kinds = _equivalent_nodes(graph_def, ignored_attrs={"frame_name"})
+    first_outputs: dict[tuple[int, str], tuple[str, int]] = {}
+    merged = {}
+    for tensor, (name, dtype) in outputs.items():
+        op, _, port = name.partition(":")
+        merged[tensor] = first_outputs.setdefault((kinds[op], port), (name, dtype))
+    kinds = _equivalent_nodes(graph_def, ignored_attrs=set())
+    first_nodes: dict[int, str] = {}
+    replacements = {node.name: first_nodes.setdefault(kinds[node.name], node.name) for node in graph_def.node}
+    for node in graph_def.node:
+        node.input[:] = [_rename_input(text, {}, replacements) for text in node.input]
+    renamed = {tensor: (_rename_input(name, {}, replacements), dtype) for tensor, (name, dtype) in merged.items()}
+    return {tensor: renamed[tensor] for tensor in outputs}
+
+
+def _equivalent_nodes(graph_def: Any, *, ignored_attrs: Set[str]) -> dict[str, int]:
+    """Return a number for each node, the same for nodes that compute the same.
+
+    Nodes with equal contents start with the same number and get different ones if their inputs have different ones.
+    The repetition ends when no number is split, so that equal loops, which are cycles, keep theirs.
+    """
+    table = builtin_table()
+    contents: dict[str, object] = {}
+    for node in graph_def.node:
+        is_unique = node.op == "Placeholder" or (spec := table.find_spec(node.op)) is None or spec.is_stateful
+        attrs = {
+            key: value.SerializeToString(deterministic=True)
+            for key, value in sorted(node.attr.items())
+            if not key.startswith("_") and key not in ignored_attrs
+        }
+        contents[node.name] = node.name if is_unique else (node.op, *attrs.items())
+    numbers = _numbered(contents)
+    while True:
+        refined = _numbered(
+            {
+                node.name: (
+                    numbers[node.name],
+                    *((text[:1] == "^", numbers[_node_of(text)], text.partition(":")[2]) for text in node.input),
+                )
+                for node in graph_def.node
+            }
+        )
+        if len(set(refined.values())) == len(set(numbers.values())):
+            return numbers
+        numbers = refined
+
+
+def _numbered(contents: Mapping[str, object]) -> dict[str, int]:
+    """Return the same number for the names of equal contents."""
+    numbers: dict[object, int] = {}
+    return {name: numbers.setdefault(content, len(numbers)) for name, content in contents.items()}
+
+
+def _node_of(input_name: str) -> str:
+    """Return the node of a node's input."""
+    return input_name.removeprefix("^").partition(":")[0]
+
+
+def _freeze_with_tensorflow(
+    tensorflow: Any, model: Model, signatures: Sequence[FrozenSignature]
+) -> tuple[bytes, dict[str, tuple[str, int]]]:
+    """Return the binary GraphDef between the inputs and outputs of signatures, and each output's name and type there.
+
+    Inputs with the same key become one placeholder.
+    """
     from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
     v1 = tensorflow.compat.v1
     session = TensorFlowSession(tensorflow, model)
-    fetches, specs = output_fetches(model), input_specs(model)
+    fetches = list(dict.fromkeys(tensor for signature in signatures for tensor in signature.outputs.values()))
     with session.tf_session:
-        ops = [name.partition(":")[0] for name in fetches.values()]
+        ops = [name.partition(":")[0] for name in fetches]
         constant = v1.graph_util.convert_variables_to_constants(session.tf_session, session.graph.as_graph_def(), ops)
     constant = v1.GraphDef.FromString(_with_unique_function_names(constant.SerializeToString()))
+    existing = {node.name for node in constant.node}
 
     def rebuild() -> Any:
         placeholders = {}
-        for spec in specs:
-            key = next((alias for alias in spec.aliases if ":" not in alias), spec.name)
-            placeholders[f"{spec.name}:0"] = v1.placeholder(spec.dtype, spec.shape, name=key)
+        for key, op in signatures[0].inputs.items():
+            output = model.main.op(op).outputs[0]
+            placeholders[key] = v1.placeholder(output.dtype or "float32", output.shape, name=key)
+        input_map = {
+            f"{op}:0": placeholders[key]
+            for signature in signatures
+            for key, op in signature.inputs.items()
+            if op in existing or signature is signatures[0]
+        }
         # The inliner only inlines a call whose results are fetched directly.
-        results = v1.import_graph_def(constant, name="", input_map=placeholders, return_elements=list(fetches.values()))
+        results = v1.import_graph_def(constant, name="", input_map=input_map, return_elements=fetches)
         return list(placeholders.values()), results
 
     traced: list[Any] = []
@@ -306,7 +590,7 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
         ) from error
     frozen_function = convert_variables_to_constants_v2(function.prune(*traced))
     pairs = zip(fetches, frozen_function.outputs, strict=True)
-    outputs = {key: (output.name, output.dtype.as_datatype_enum) for key, output in pairs}
+    outputs = {tensor: (output.name, output.dtype.as_datatype_enum) for tensor, output in pairs}
     return frozen_function.graph.as_graph_def().SerializeToString(), outputs
 
 
@@ -325,37 +609,42 @@ def _with_unique_function_names(data: bytes) -> bytes:
     return bytes(proto.to_binary(graph_def))
 
 
-def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]], input_names: list[str]) -> Any:
-    """Return the graph with the names that ops had inside their functions, where they are free, and with `outputs`."""
+def _restore_op_names(
+    graph_def: Any, proposed_names: Mapping[tuple[str, int], str], input_names: list[str]
+) -> tuple[Any, dict[tuple[str, int], str]]:
+    """Return the graph with the names that ops had inside their functions, where they are free, and its outputs' names.
+
+    `proposed_names` has the name of each output tensor, given with its type.
+    """
     used_names = {node.name for node in graph_def.node}
-    for key, (tensor, dtype) in outputs.items():
-        name = unique_node_name(used_names, key)
+    names = {output: unique_node_name(used_names, key) for output, key in proposed_names.items()}
+    for (tensor, dtype), name in names.items():
         graph_def.node.add(name=name, op="Identity", input=[tensor]).attr["T"].type = dtype
     bypassed_inputs = {
         node.name: node.input[0]
         for node in graph_def.node
         if node.op == "Identity" and len(node.input) == 1 and _INLINER_IDENTITY.match(node.name)
     }
-    remaining = [node for node in graph_def.node if node.name not in bypassed_inputs]
-    inner_names = {node.name: _CALL_PREFIX.sub("", node.name) for node in remaining}
-    counts = Counter(inner_names.values())
-    new_names = {old: new if counts[new] == 1 else old for old, new in inner_names.items()}
-    nodes = {node.name: node for node in remaining}
+    nodes = {node.name: node for node in graph_def.node if node.name not in bypassed_inputs}
 
     def sources(name: str) -> list[str]:
         renamed_inputs = (_rename_input(text, bypassed_inputs, {}) for text in nodes[name].input)
-        return [text.removeprefix("^").partition(":")[0] for text in renamed_inputs]
+        return [_node_of(text) for text in renamed_inputs]
 
     # Lowering loops leaves placeholders without readers, which would be inputs of the frozen graph.
-    used_nodes = set(reachable(outputs, sources)) | set(input_names)
+    used_nodes = set(reachable(names.values(), sources)) | set(input_names)
+    remaining = [node for node in graph_def.node if node.name in used_nodes]
+    inner_names = {node.name: _CALL_PREFIX.sub("", node.name) for node in remaining}
+    counts = Counter(inner_names.values())
+    new_names = {old: new if counts[new] == 1 else old for old, new in inner_names.items()}
     renamed = proto.GraphDef(versions=graph_def.versions, library=graph_def.library)
-    for node in (node for node in remaining if node.name in used_nodes):
+    for node in remaining:
         new_node = renamed.node.add()
         new_node.CopyFrom(node)
         new_node.name = new_names[node.name]
         new_node.attr.pop("_class", None)
         new_node.input[:] = [_rename_input(tensor_name, bypassed_inputs, new_names) for tensor_name in node.input]
-    return renamed
+    return renamed, names
 
 
 def _rename_input(tensor_name: str, bypassed: Mapping[str, str], new_names: Mapping[str, str]) -> str:

@@ -1,0 +1,116 @@
+"""Conversion of eight nets to TFLite: types, signatures, the conversion report, and accuracy beside TensorFlow's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.measurements import print_measurement, sqnr_db
+from support.tflite_nets import NETS, ConvertedNet
+
+import graphquant as gq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+Array = np.ndarray[Any, Any]
+
+MIN_AGREEMENT, MIN_SQNR_DB, MAX_LOSS_DB = 0.98, 20.0, 0.5
+
+
+def real_outputs(data: bytes, signature: str, samples: dict[str, Array]) -> tuple[dict[str, Array], set[str]]:
+    """Return the real outputs of a signature for single samples, and the types of its inputs and outputs."""
+    import tensorflow as tf
+
+    run = tf.lite.Interpreter(model_content=data, num_threads=1).get_signature_runner(signature)
+    inputs, outputs = run.get_input_details(), run.get_output_details()
+
+    def stored(detail: dict[str, Any], value: Array) -> Array:
+        scale, zero = detail["quantization"]
+        if not scale:
+            return value.astype(detail["dtype"])
+        return np.clip(np.round(value / scale) + zero, -128, 127).astype(detail["dtype"])
+
+    def real(detail: dict[str, Any], value: Array) -> Array:
+        scale, zero = detail["quantization"]
+        return (value.astype(np.float64) - zero) * scale if scale else value.astype(np.float64)
+
+    count = len(next(iter(samples.values())))
+    runs = [run(**{key: stored(inputs[key], samples[key][i : i + 1]) for key in inputs}) for i in range(count)]
+    results = {key: np.concatenate([real(outputs[key], values[key]) for values in runs]) for key in outputs}
+    return results, {np.dtype(detail["dtype"]).name for detail in (*inputs.values(), *outputs.values())}
+
+
+def float_outputs(net: ConvertedNet, signature: str) -> dict[str, Array]:
+    """Return the outputs of the float model for single samples, as TensorFlow's loader of SavedModels runs it."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    with v1.Session(graph=v1.Graph()) as session:
+        definition = v1.saved_model.load(session, ["serve"], str(net.path)).signature_def[signature]
+        fetches = {key: info.name for key, info in definition.outputs.items()}
+        runs = [
+            session.run(fetches, {definition.inputs[key].name: value[i : i + 1] for key, value in net.samples.items()})
+            for i in range(len(next(iter(net.samples.values()))))
+        ]
+    return {key: np.concatenate([values[key] for values in runs]) for key in fetches}
+
+
+def converted_by_tensorflow(frozen: gq.Model, net: ConvertedNet) -> bytes:
+    """Return the int8 file that TensorFlow's converter makes of the frozen float graph with the same samples."""
+    import tensorflow as tf
+
+    v1, graph_def = tf.compat.v1, tf.compat.v1.GraphDef.FromString(frozen.source.message.SerializeToString())
+    function = v1.wrap_function(lambda: v1.import_graph_def(graph_def, name=""), [])
+    (signature, *_) = frozen.source.signatures
+    feeds = [function.graph.as_graph_element(f"{name}:0") for name in signature.inputs.values()]
+    fetches = [function.graph.as_graph_element(name) for name in signature.outputs.values()]
+    converter = tf.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
+    converter.optimizations = [tf.lite.Optimize.DEFAULT]
+    arrays = np.load(net.data)
+    converter.representative_dataset = lambda: (
+        [arrays[key][i : i + 1] for key in signature.inputs] for i in range(len(arrays[next(iter(signature.inputs))]))
+    )
+    converter.inference_input_type = converter.inference_output_type = tf.int8
+    from graphquant.formats.tensorflow.tflite_converter import _with_signatures
+
+    return _with_signatures(converter.convert(), [signature])
+
+
+@pytest.mark.parametrize("build", NETS)
+def test_net_keeps_its_accuracy_and_signatures(
+    build: Callable[..., ConvertedNet], samples: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Inputs and outputs are int8, no line of the report is a difference, and accuracy holds in each signature."""
+    tf = pytest.importorskip("tensorflow")
+    net = build(samples, request.getfixturevalue("shared") if build.__name__ == "kws" else tmp_path, tmp_path)
+    frozen = gq.freeze(gq.load(net.path))
+    result = gq.insert(frozen, rules=["tflite"], data=net.data, validate=False)
+    conversion = gq.convert_to_tflite(result, tmp_path / "net.tflite")
+    assert [(str(line.tensor), line.problem) for line in conversion.tensors if line.problem] == []
+    data = (tmp_path / "net.tflite").read_bytes()
+    known = tf.lite.Interpreter(model_content=data).get_signature_list()
+    assert known.keys() >= set(net.signatures)
+    # TensorFlow's converter refuses the free batch size of recurrent nets.
+    theirs = None if build in {NETS[2], NETS[6]} else real_outputs(
+        converted_by_tensorflow(frozen, net), net.signatures[0], net.samples
+    )[0]
+    for signature in net.signatures:
+        expected = float_outputs(net, signature)
+        results, types = real_outputs(data, signature, net.samples)
+        assert types == {"int8"}
+        assert results.keys() == expected.keys()
+        for key, values in expected.items():
+            agreement = float((values.argmax(-1) == results[key].argmax(-1)).mean())
+            quality = sqnr_db(values, results[key])
+            reference = None if theirs is None or key not in theirs else sqnr_db(values, theirs[key])
+            print_measurement(
+                f"{build.__name__} {signature} {key}: {quality:.1f} dB, TensorFlow {reference or np.nan:.1f} dB,"
+                f" agreement {agreement:.3f}"
+            )
+            assert agreement >= MIN_AGREEMENT or quality >= MIN_SQNR_DB
+            assert reference is None or quality >= reference - MAX_LOSS_DB
