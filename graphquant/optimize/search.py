@@ -403,8 +403,9 @@ class _SearchStages:
             raise UsageError(
                 f"Some bounds cannot be measured: {'; '.join(rules_validation.unmeasurable_bounds)}. Remove them."
             )
-        unchanged = replace(trace, plans=1, search_validation=rules_validation)
-        if not rules_validation.failures or rules_validation.comparison is None or not rules_build.insertions:
+        final_validation = measurer.validate_final(plan, rules_validation, self.build, self.stats)
+        unchanged = replace(trace, plans=1, search_validation=final_validation)
+        if not final_validation.failures or rules_validation.comparison is None or not rules_build.insertions:
             return unchanged, rules_build
         report = stage_progress(self.progress, "sensitivity")
         try:
@@ -431,6 +432,8 @@ class _SearchStages:
             {op: 0.0 if op in float_ops else cost for op, cost in costs.items()},
             [block.ops for block in trials.blocks],
             stage_progress(self.progress, "searching"),
+            lambda plan, validation: measurer.validate_final(plan, validation, self.build, self.stats),
+            _worst_sqnr(rules_validation) - _worst_sqnr(final_validation),
         )
         changed = result.changed
         quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
@@ -485,7 +488,9 @@ samples, so that the plan more likely than not meets the bound on other samples.
 
 MIN_INT8_RATIO = 0.95  # least share of int8 ops that a plan with the margin must have, relative to one without
 
-MAX_SEARCHES = 2  # maximum number of searches, each of which aims higher by the miss of the previous plan
+MAX_SEARCHES = 3  # maximum number of searches, each of which aims higher by the miss of the previous plan
+
+MAX_FINAL_LOSS_DB = 3.0  # dB by which a model with ranges from all samples is rarely worse than those of the folds
 
 
 class PlanMeasurer:
@@ -505,13 +510,14 @@ class PlanMeasurer:
         budget: SearchBudget | None,
     ) -> None:
         """Measure variants of `plan`, whose model with ranges from all samples is `built`."""
-        self._budget = budget
+        self._budget, self._min_sqnr = budget, bounds.min_sqnr
         self._prepared, self._plan, self._built, self._folds = prepared, plan, built, folds
         self._validator = FoldValidator(source, [fold.held_out for fold in folds], bounds)
         self._worst_fold = 0
         self._edited_builds: dict[int, BuiltModel] = {}
         self._recent_builds: list[tuple[Plan, list[BuiltModel]]] = []  # of the last plans, the newest last
         self._bypasses: tuple[Plan, list[SiteBypass]] | None = None
+        self._final: tuple[Plan, BuiltModel] = plan, built  # the last built plan with ranges from all samples
 
     @property
     def samples(self) -> Dataset:
@@ -571,10 +577,24 @@ class PlanMeasurer:
 
     def build_final(self, plan: Plan, build: BuildModel, stats: Stats | None) -> BuiltModel:
         """Return the model of a plan with ranges from all samples."""
-        if plan is self._plan:
-            return self._built
-        fits = self._fits_edits(plan)
-        return rebuild_model(self._built, plan, stats) if fits else build(plan)
+        if plan is not self._final[0]:
+            fits = self._fits_edits(plan)
+            self._final = plan, rebuild_model(self._built, plan, stats) if fits else build(plan)
+        return self._final[1]
+
+    def validate_final(self, plan: Plan, validation: Validation, build: BuildModel, stats: Stats | None) -> Validation:
+        """Return the validation of the model with ranges from all samples if it misses a bound, or else `validation`.
+
+        Its ranges are wider than those of the folds, so that it may be worse. It is measured only if the folds exceed
+        the bound by little.
+        """
+        bound = self._min_sqnr
+        is_far = bound is None or _worst_sqnr(validation) >= bound + MAX_FINAL_LOSS_DB
+        if validation.failures or validation.comparison is None or is_far or len(self._folds) == 1:
+            return validation
+        model = self.build_final(plan, build, stats).model
+        final = self._validator.validate([model] * len(self._folds))
+        return replace(final, folds=1) if final.failures else validation
 
     def _builds(self, plan: Plan) -> list[BuiltModel]:
         known = next((builds for recent, builds in self._recent_builds if recent is plan), None)
@@ -637,6 +657,7 @@ class _BoundSearch:
         self._validations: dict[tuple[tuple[int, str], ...], Validation] = {(): rules_validation}
         self._measured: dict[Selection, Validation] = {}  # of the current groups
         self._predict_sites: Callable[[Collection[int]], float] | None = None
+        self._raise = 0.0  # dB above the bound that a plan must have on the folds
         # Better ranges cost no multiply-adds, so they come first, if they bring a gain together.
         self._groups = [_choose_quantized_candidate(group, best=True) for group in groups]
         self._drafts = self._make_drafts()
@@ -676,36 +697,47 @@ class _BoundSearch:
         costs: Mapping[OpKey, float],
         blocks: Sequence[frozenset[OpKey]],
         progress: Callable[[int, int], None] | None,
+        validate_final: Callable[[Plan, Validation], Validation],
+        final_loss: float,
     ) -> _BoundResult:
-        """Search until the chosen plan, built as it will be, meets the bounds, or cannot."""
-        raised_aim, target = 0.0, self._bounds.min_sqnr
+        """Search until the chosen plan, built as it will be, meets the bounds, or cannot.
+
+        `validate_final` is `PlanMeasurer.validate_final`. `final_loss` is the difference in dB that it found for the
+        plan of the rules.
+        """
+        self._raise, target = max(final_loss, 0.0), self._bounds.min_sqnr
         for attempt in range(MAX_SEARCHES):
             result = search_cheapest_plan(
                 self._groups,
                 costs,
-                lambda selection, extra=raised_aim: self._measure(selection, extra),  # type: ignore[misc]
-                target_sqnr=None if target is None else target + raised_aim,
+                self._measure,
+                target_sqnr=None if target is None else target + self._raise,
                 blocks=blocks,
                 progress=progress,
                 predict=None if self._predict_sites is None else self._predict,
             )
             stop_reason = result.stop_reason
             selection = self._prefer_int8(result.selection, costs)
-            if result.stop_reason in {"work", "time"} and self._measured[selection].failures:
+            if result.stop_reason in {"work", "time"} and not self._meets(self._measured[selection]):
                 selection = self._reach_bound(costs, blocks)
             plan, validation = self._drafts.build_plan(selection), self._measured[selection]
-            if any(self._groups[i].candidates[index].high_precision for i, index in enumerate(selection)):
-                # The bypassed model of a fold differs slightly from the built one.
-                try:
+            folds_sqnr, is_last = _worst_sqnr(validation), attempt == MAX_SEARCHES - 1
+            try:
+                if any(self._groups[i].candidates[index].high_precision for i, index in enumerate(selection)):
+                    # The bypassed model of a fold differs slightly from the built one.
                     validation = self._measurer.validate(plan)
-                except KeyboardInterrupt:
-                    stop_reason = "interrupt"
-            if target is None or stop_reason or not validation.failures or attempt == MAX_SEARCHES - 1:
+                    folds_sqnr = _worst_sqnr(validation)
+                if plan.sites and stop_reason != "interrupt":
+                    validation = validate_final(plan, validation)
+            except KeyboardInterrupt:
+                stop_reason = "interrupt"
+            if target is None or stop_reason == "interrupt" or not validation.failures or is_last:
                 break
-            self._measured[selection] = validation
-            if not plan.sites or not result.quality.met:
+            if not plan.sites or not self._meets(self._measured[selection]):
                 break
-            raised_aim += max(target - _worst_sqnr(validation), 0.0) + MIN_RAISE_DB
+            if folds_sqnr < target:  # the built folds are worse than the measured ones
+                self._measured[selection] = validation
+            self._raise += max(target - _worst_sqnr(validation), 0.0) + MIN_RAISE_DB
         self._validations[self._key(selection)] = validation
         quantizing = {key: known for key, known in self._validations.items() if not self._is_all_float(key)}
         best = max(quantizing.values(), key=_worst_sqnr)
@@ -724,20 +756,25 @@ class _BoundSearch:
         all_float = tuple(len(group.candidates) - 1 for group in self._groups)
         selections = [all_float]
         if self._bounds.min_sqnr is not None:
-            nearest = max(self._measured, key=lambda selection: self._measure(selection, 0.0).sqnr)
-            missing = self._bounds.min_sqnr - self._measure(nearest, 0.0).sqnr
+            nearest = max(self._measured, key=lambda selection: self._measure(selection).sqnr)
+            missing = self._bounds.min_sqnr + self._raise - self._measure(nearest).sqnr
             missing += min(max(missing, MIN_RAISE_DB), REACHING_MARGIN_DB)
             max_error = total_error(self._groups, nearest) * 10 ** (-missing / 10)
             selections.insert(0, choose_selection(self._groups, costs, max_error, blocks))
         for selection in selections:
             self._measurer.extend_for_plan()
-            if self._measure(selection, 0.0).met:
+            if self._measure(selection).met:
                 return selection
         return all_float
 
+    def _meets(self, validation: Validation) -> bool:
+        """Return True if a plan meets the bounds on the folds, as far above them as the final model needs."""
+        target = self._bounds.min_sqnr
+        return not validation.failures and (target is None or _worst_sqnr(validation) >= target + self._raise)
+
     def _prefer_int8(self, selection: Selection, costs: Mapping[OpKey, float]) -> Selection:
         """Return the cheapest measured selection that meets the bounds if the margin costs too many int8 ops."""
-        met = [other for other, validation in self._measured.items() if not validation.failures]
+        met = [other for other, validation in self._measured.items() if self._meets(validation)]
         cheapest = min(met, key=lambda other: selection_cost(self._groups, other, costs), default=selection)
         total = math.fsum(costs.values())
         int8_costs = [total - selection_cost(self._groups, other, costs) for other in (selection, cheapest)]
@@ -748,8 +785,8 @@ class _BoundSearch:
         float_sites = {index for index, name in key if name == FLOAT_CANDIDATE}
         return {index for group in self._groups for index in group.sites} <= float_sites
 
-    def _measure(self, selection: Selection, extra: float) -> PlanQuality:
-        """Return the quality of a selection; the bound is `extra` dB higher."""
+    def _measure(self, selection: Selection) -> PlanQuality:
+        """Return the quality of a selection, with a margin for other samples."""
         key = self._key(selection)
         if key not in self._validations:
             names = dict(key)
@@ -767,7 +804,8 @@ class _BoundSearch:
         validation = self._measured[selection]
         sqnr = _worst_sqnr(validation) - min(_standard_error_of_worst(validation), MAX_MARGIN_DB)
         target = self._bounds.min_sqnr
-        return PlanQuality(met=not validation.failures and (target is None or sqnr >= target + extra), sqnr=sqnr)
+        is_above = target is None or sqnr >= target + self._raise
+        return PlanQuality(met=not validation.failures and is_above, sqnr=sqnr)
 
 
 REACHING_MARGIN_DB = 6.0

@@ -12,6 +12,7 @@ import pytest
 from support.shared_models import SHARED_MODELS
 
 import graphquant as gq
+from graphquant.analysis.validation import FoldValidator
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
@@ -308,6 +309,30 @@ def test_interrupted_while_measuring(samples: Path) -> None:
     assert result.search.interrupted
     assert result.search.search_validation.comparison.sqnr > gq.insert(model, data=data).validation.comparison.sqnr
     assert result.plan != gq.plan(model)
+
+
+@pytest.mark.parametrize("call", [2, 3, -1])
+def test_a_late_interruption_keeps_the_best_plan(samples: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Ctrl-C in a measurement keeps the best plan that was measured before, also in the last one."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    validate, measured, interrupted_call = FoldValidator.validate, list[float](), 0
+
+    def validate_or_interrupt(validator: FoldValidator, models: Any) -> Any:
+        if len(measured) + 1 == interrupted_call:
+            raise KeyboardInterrupt
+        validation = validate(validator, models)
+        measured.append(validation.comparison.sqnr)
+        return validation
+
+    monkeypatch.setattr(FoldValidator, "validate", validate_or_interrupt)
+    undisturbed = gq.insert(model, data=data, min_sqnr=60).search
+    interrupted_call = call if call > 0 else len(measured)
+    assert (undisturbed.interrupted, len(measured) > 2) == (False, True)
+    known = measured[: interrupted_call - 1]
+    measured.clear()
+    search = gq.insert(model, data=data, min_sqnr=60).search
+    assert (search.interrupted, measured) == (True, known)
+    assert search.search_validation.comparison.sqnr == max(known)
 
 
 def test_with_statistics(samples: Path, tmp_path: Path) -> None:

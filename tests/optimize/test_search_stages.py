@@ -556,6 +556,16 @@ class Measurer:
         """Return a stand-in."""
         return f"rebuilt {plan}"
 
+    def validate_final(self, plan, validation, build, stats):
+        """Validate a plan that is worse than its folds."""
+        assert (build(plan).model.plan, stats) == (plan, "stats")
+        if validation.comparison is None:
+            return validation
+        sqnr = validation.comparison.outputs[0].sqnr - Measurer.final_loss
+        if sqnr >= self.bound or validation.failures:
+            return validation
+        return make_validation(sqnr, bounds=Bounds(min_sqnr=self.bound), lower=sqnr)
+
     def build_final(self, plan, build, stats):
         """Return the model of a plan."""
         assert stats == "stats"
@@ -617,12 +627,14 @@ def model_error(plan):
     )
 
 
-def meet_bounds(monkeypatch, bound, trace=None, costs=None, *, margin=0.0, plans=99, **changes):
+def meet_bounds(monkeypatch, bound, trace=None, costs=None, *, margin=0.0, plans=99, final_loss=0.0, **changes):
     """Return the trace of the search for a bound in dB, and the plans that were validated.
 
-    `margin` is that of the confidence in dB, and Ctrl-C ends the search after some `plans`.
+    `margin` is that of the confidence in dB, Ctrl-C ends the search after some `plans`, and the final models are worse
+    than those of the folds by `final_loss`.
     """
     VALIDATED.clear()
+    monkeypatch.setattr(Measurer, "final_loss", final_loss, raising=False)
     monkeypatch.setattr(Measurer, "limit", plans, raising=False)
     monkeypatch.setattr(Measurer, "margin", margin, raising=False)
     stages = make_stages(search_set="samples", folds=("fold",), **{"bounds": Bounds(min_sqnr=bound)} | changes)
@@ -765,6 +777,24 @@ def test_a_bound_that_is_met_without_proof(trials, monkeypatch):
     assert trace.plan.sites == plan_of_names().sites
     trace, _ = meet_bounds(monkeypatch, 25.0, margin=25.0)
     assert (trace.status, tensors(trace.float_tensors)) == ("met-not-proven", {"d": None})
+
+
+@pytest.mark.parametrize("bound", [-1.0, 25.0])
+def test_the_final_model_is_worse_than_the_folds(trials, monkeypatch, bound):
+    """The search goes on until the folds exceed the bound by as much as the final model is worse."""
+    without, _ = meet_bounds(monkeypatch, bound)
+    trace, _ = meet_bounds(monkeypatch, bound, final_loss=3.0)
+    sqnrs = [found.search_validation.comparison.outputs[0].sqnr for found in (without, trace)]
+    assert sqnrs[0] < bound + 3 <= sqnrs[1]
+    assert (trace.status, trace.failures) == ("met", ())
+
+
+def test_a_miss_of_the_final_model_is_reported(trials, monkeypatch):
+    """If no search is left, the status is that of the final model."""
+    monkeypatch.setattr(search, "MAX_SEARCHES", 1)
+    trace, _ = meet_bounds(monkeypatch, 25.0, final_loss=3.0)
+    assert trace.status == "missed"
+    assert trace.search_validation.comparison.outputs[0].sqnr < 25.0
 
 
 def test_bounds_that_cannot_be_measured(trials, monkeypatch):
