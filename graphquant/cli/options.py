@@ -72,7 +72,15 @@ class GroupedCommand(click.Command):
 
 def example_lines(*commands: str) -> str:
     """Return examples for the end of a command's help, which click does not wrap."""
-    return "\n".join(["\b", "Examples:", *(f"  graphquant {command}" for command in commands)])
+    lines = [" \\\n".join(_wrap_command(f"graphquant {command}")) for command in commands]
+    return "\n".join(["\b", "Examples:", *lines])
+
+
+def _wrap_command(command: str) -> list[str]:
+    """Return the lines of a command in a help text of 80 columns, without the backslashes at their ends."""
+    return textwrap.wrap(
+        command, 74, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 def format_option(*formats: str) -> Callable[[CommandFunction], CommandFunction]:
