@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
