@@ -180,7 +180,7 @@ def make_server(*, allow_code: bool) -> Any:
 @click.command("mcp")
 @click.option("--allow-code", is_flag=True, help="Execute the Python code that a tool names as data.")
 def mcp_command(allow_code: bool) -> None:
-    """Serve plan, insert, explain, compare and check to agents over stdio.
+    """Serve the commands to agents over stdio, as an MCP server.
 
     The protocol is the Model Context Protocol; docs/agents.md has the configuration of clients.
     """
