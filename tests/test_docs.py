@@ -38,6 +38,7 @@ PAGES = [
     "from-graph-editor.md",
     "live-objects.md",
     "preparation.md",
+    "ranges.md",
     "strip.md",
     "tensorflow.md",
     "ci.md",
@@ -207,6 +208,12 @@ def test_tutorials(docs_folder, name):
     printed = run_page(f"tutorials/{name}.md")
     text = ROOT.joinpath("docs", "tutorials", f"{name}.md").read_text("utf-8")
     assert all(f"{line}\n" in printed for line in re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE))
+
+
+def test_ranges(docs_folder):
+    """The commands of the page run, and write the files."""
+    run_page("ranges.md")
+    assert {path.name for path in docs_folder.iterdir()} >= {"digits.encodings", "again.onnx", "moved.onnx"}
 
 
 def test_agents(docs_folder):

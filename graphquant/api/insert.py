@@ -24,7 +24,7 @@ from graphquant.analysis.validation import (
     validate_model,
 )
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats
-from graphquant.api.models import as_model, load_source
+from graphquant.api.models import as_model, load_source, omission_notes
 from graphquant.api.plan import prepare_and_plan
 from graphquant.api.result import Result, make_result
 from graphquant.backends import judge_ops
@@ -62,7 +62,15 @@ from graphquant.optimize import (
 from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float
 from graphquant.optimize.repair import OutputMeter
 from graphquant.optimize.size_budget import model_constant_bytes
-from graphquant.quantize import Plan, RangeTransfer, Site, read_name_map, transfer_ranges
+from graphquant.quantize import (
+    Plan,
+    RangeTransfer,
+    Site,
+    ranges_of_model,
+    read_name_map,
+    read_range_file,
+    transfer_ranges,
+)
 from graphquant.rules import NEGATION
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import NO_TARGET, InsertOptions, resolve_options, takes_options
@@ -111,7 +119,7 @@ def insert(
     open_samples = cache(partial(open_model_data, source, settings.data or ""))
     sample_shapes = partial(_first_sample_shapes, open_samples, settings)
     prepared, plan = prepare_and_plan(source, settings, settings.plan, sample_shapes=sample_shapes)
-    plan, transfer = _apply_tflite_ranges(prepared, plan, settings)
+    plan, transfer = _apply_ranges(source, prepared, plan, settings)
     data = _split_data(prepared, plan, objective, settings, open_samples)
     if data.lacks_samples:
         raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
@@ -183,6 +191,12 @@ def _check_options(settings: InsertOptions) -> Objective:
         raise UsageError("A bound on the metric needs the metric. Pass metric, a function or module:function.")
     if settings.metric is not None and (settings.data is None or not settings.validate):
         raise UsageError("The metric is measured in the validation. Pass data, and do not disable the validation.")
+    if settings.keep_ranges and not settings.requantize:
+        raise UsageError(
+            "keep_ranges keeps the ranges while the ops of a model are replaced. Add requantize."
+        )
+    if settings.keep_ranges and settings.ranges is not None:
+        raise UsageError("keep_ranges and ranges are two sources of ranges. Use one of them.")
     if settings.optimize == "latency" and settings.data is None:
         raise UsageError("Optimizing latency runs the model on samples. Pass data.")
     if settings.optimize == "latency" and settings.size_budget is not None:
@@ -203,18 +217,26 @@ def _check_options(settings: InsertOptions) -> Objective:
     )
 
 
-def _apply_tflite_ranges(prepared: Model, plan: Plan, settings: InsertOptions) -> tuple[Plan, RangeTransfer | None]:
-    """Return the plan with the scales of a TFLite file, if there is one."""
+def _apply_ranges(
+    source: Model, prepared: Model, plan: Plan, settings: InsertOptions
+) -> tuple[Plan, RangeTransfer | None]:
+    """Return the plan with the ranges of a file or of another model, or with those that the source has learned."""
+    if settings.keep_ranges:
+        return transfer_ranges(prepared, plan, ranges_of_model(source), {}, weights=True)
     if settings.ranges is None:
         return plan, None
-    tflite_model = as_model(settings.ranges)
-    if tflite_model.traits.rewritable:
-        raise UsageError(
-            f"{tflite_model.path or 'The model'} is not a TFLite file. Pass the TFLite file whose scales to use."
-        )
     names = settings.ranges_map
     name_map = read_name_map(Path(names)) if isinstance(names, str | Path) else names or {}
-    return transfer_ranges(prepared, plan, tflite_model, name_map)
+    return transfer_ranges(prepared, plan, _read_ranges(settings.ranges), name_map)
+
+
+def _read_ranges(ranges: Model | str | Path) -> Model:
+    """Return stored ranges as a TFLite model has them: of a quantized model, or of a file."""
+    path = Path(ranges) if isinstance(ranges, str | Path) else None
+    if path is not None and path.suffix not in formats.SUFFIXES.keys() - {".json"} and not path.is_dir():
+        return read_range_file(path)
+    model = as_model(ranges)
+    return ranges_of_model(model) if model.traits.rewritable else model
 
 
 def _first_sample_shapes(open_samples: Callable[[int | None], Dataset], settings: InsertOptions) -> dict[str, Shape]:
@@ -514,6 +536,9 @@ def _empty_result_message(result: Result) -> str:
         return f"No plan that quantizes a tensor of {name} reaches the goal{reason}. Change the goal; {accept}"
     reasons = Counter(skip.reason for skip in result.skips).most_common(REASONS_LISTED)
     listed = "; ".join(f"{reason} ({count})" for reason, count in reasons) or "no rule matches a tensor of it"
+    notes = omission_notes(result.source)
+    if notes:
+        listed = f"{listed}. {' '.join(notes)}".rstrip(".")
     return (
         f"No tensor of {name} would be quantized: {listed}. Use other rules, --include or --exclude; `graphquant"
         f" explain MODEL TENSOR` gives the reason for each rule. {accept}"
@@ -525,7 +550,7 @@ def _needs_data_message(model: Model, unranged_sites: Sequence[Site], transfer: 
     count, first = len(unranged_sites), unranged_sites[0].tensor
     if transfer is not None:
         return (
-            f"{transfer.path or 'The TFLite model'} has ranges for {len(transfer.transferred)} tensors of the plan,"
+            f"{transfer.path or 'The model'} has ranges for {len(transfer.transferred)} tensors of the plan,"
             f" but not for {count} activations; the first is {first}. Pass calibration data for them, or map their"
             " names with --ranges-map."
         )

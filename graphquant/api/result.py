@@ -23,10 +23,12 @@ from graphquant.quantize import (
     Skip,
     Solution,
     explain_scale,
+    export_ranges,
     format_step_counts,
     plan_to_json,
 )
 from graphquant.utils import HtmlRepresentation
+from graphquant.utils.options import checks_types
 
 if TYPE_CHECKING:
     from graphquant.backends import Verdict
@@ -138,6 +140,20 @@ class Result(HtmlRepresentation):
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the quantized model and return its path; see `save`."""
         return save(self.model, path, force=force)
+
+    @checks_types
+    def export_ranges(self, path: str | Path) -> Path:
+        """Write the ranges for another tool, which the suffix selects, and return the path.
+
+        `.encodings` is for AIMET, `.cache` for TensorRT (symmetric ranges of activations), and `.json` has the tensor
+        overrides of onnxruntime's quantizer.
+
+        Raises:
+            UsageError: The suffix is another one, or the file cannot be written.
+        """
+        destination = Path(path)
+        export_ranges(destination, self.source, self.inserted)
+        return destination
 
 
 def make_result(

@@ -55,7 +55,7 @@ PLACEHOLDERS = ("stem", "suffix", "name", "parent", "variant")  # placeholders t
 
 _FILE_OPTIONS = {
     "stats": "There is no statistics file {}. Create it with `graphquant calibrate`.",
-    "ranges": "There is no TFLite file {}. Give the path of one.",
+    "ranges": "There is no file of ranges {}. Give the path of one.",
     "ranges_map": "There is no map of names {}. Give the path of one.",
 }
 """Options with the path of a file, and the message if it is missing."""

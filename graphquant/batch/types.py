@@ -91,6 +91,7 @@ class Entry(_Record):
     float_weights: bool = False
     allow_empty: bool = False
     requantize: bool = False
+    keep_ranges: bool = False
     algorithms: tuple[str, ...] = ()
     ranges: str | None = None
     ranges_map: str | None = None

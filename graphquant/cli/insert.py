@@ -56,6 +56,12 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="Do everything except writing the model.")
 @click.option("--report", type=PATH, metavar="FILE", help="Write the result as JSON.")
+@click.option(
+    "--export-ranges",
+    type=PATH,
+    metavar="FILE",
+    help="Write the ranges: .encodings for AIMET, .cache for TensorRT, .json for onnxruntime's quantizer.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print the scale of each tensor, and each tensor left in float.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only errors.")
 @HTML
@@ -66,6 +72,7 @@ def insert_command(
     io: Literal["int8", "uint8", "float32"] | None,
     dry_run: bool,
     report: Path | None,
+    export_ranges: Path | None,
     verbose: bool,
     quiet: bool,
     html: Path | None,
@@ -87,7 +94,7 @@ def insert_command(
 
     target = output or default_output(model)
     try:
-        to_tflite = _check_outputs(model, target, report, html, dry_run=dry_run, force=force)
+        to_tflite = _check_outputs(model, target, report, html, export_ranges, dry_run=dry_run, force=force)
     except OutputExistsError:
         # Its remedy does not help if other arguments are wrong too.
         _check_inputs(model, settings)
@@ -113,6 +120,8 @@ def insert_command(
             f"{target.name} does not have all planned scales; -v lists them beside those of the runtime. Exclude these"
             " tensors with --exclude, or pass the ranges of the runtime."
         )
+    if export_ranges is not None:
+        remember_output(result.export_ranges(export_ranges))
     note = "Nothing was written." if dry_run else f"{target} was written."
     _exit_with_result(result, settings, note)
 
@@ -152,7 +161,14 @@ def _check_inputs(model: Path, settings: InsertOptions) -> None:
 
 
 def _check_outputs(
-    model: Path, target: Path, report: Path | None, html: Path | None, *, dry_run: bool, force: bool
+    model: Path,
+    target: Path,
+    report: Path | None,
+    html: Path | None,
+    export_ranges: Path | None,
+    *,
+    dry_run: bool,
+    force: bool,
 ) -> bool:
     """Reject outputs that cannot be written, before any work is done; return True if the output is a TFLite file."""
     from graphquant import formats
@@ -168,6 +184,15 @@ def _check_outputs(
         check_output(report, model, force=True)
         if report.resolve() == target.resolve():
             raise UsageError(f"--report {report} is also the output. Use another name for the report.")
+    if export_ranges is not None:
+        from graphquant.quantize.range_files import check_export_suffix
+
+        check_export_suffix(export_ranges)
+        check_output(export_ranges, model, force=force)
+        if export_ranges.resolve() in {target.resolve(), report.resolve() if report is not None else None}:
+            raise UsageError(
+                f"--export-ranges {export_ranges} is also another output. Use another name for the ranges."
+            )
     if html is not None:
         check_output(html, model, force=force)
         if html.resolve() in {target.resolve(), report.resolve() if report is not None else None}:

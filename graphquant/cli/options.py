@@ -33,7 +33,10 @@ FORCE = click.option("--force", is_flag=True, help="Replace existing files.")
 
 OPTION_GROUPS = {
     "Input": ("signature", "tags", "allow_links", "pairs", "allow_code", "schema"),
-    "Data": ("data", "samples", "stats", "ranges", "ranges_map", "everything", "max_memory", "shard_text", "merging"),
+    "Data": (
+        *("data", "samples", "stats", "ranges", "ranges_map", "keep_ranges", "everything", "max_memory", "shard_text"),
+        "merging",
+    ),
     "What to quantize": (
         *("rules", "include", "exclude", "family", "range_source", "method", "requantize", "algorithms"),
         *("no_algorithms", "plan", "float_weights"),
@@ -48,7 +51,8 @@ OPTION_GROUPS = {
         *("prune_cache", "verify"),
     ),
     "Output": (
-        *("output", "io", "dry_run", "verbose", "quiet", "form", "top", "report", "reports", "html", "attest", "force"),
+        *("output", "io", "dry_run", "verbose", "quiet", "form", "top", "report", "reports", "export_ranges", "html"),
+        *("attest", "force"),
     ),
 }
 """Headings of the help of a command with many options, and the options below each in their order."""

@@ -20,6 +20,7 @@ from graphquant.quantize.prepare import (
     prepare,
     prepared_digest,
 )
+from graphquant.quantize.range_files import export_ranges, ranges_of_model, read_range_file
 from graphquant.quantize.solver import FLOAT8_NOT_RUNNABLE, explain_scale, solve_scales
 from graphquant.quantize.solver_state import Conflict, ScaleChange, Solution
 from graphquant.quantize.source_record import (

@@ -68,6 +68,23 @@ def requantize(model: Model) -> Iterator[Step]:
         yield edits.to_step(REQUANTIZE_STEP, graph, op, f"its readers read {float_tensor}")
 
 
+def iterate_quantized_tensors(model: Model) -> Iterator[tuple[str, bool, QParams]]:
+    """Yield the tensors with a known scale by their names after `requantize`: name, True for a constant, and params."""
+    parameters = Parameters(model)
+    for graph, op in _ops_of_kinds(model, {"dequantize", "qdq"}):
+        params = read_qparams(graph, op, parameters)
+        if not isinstance(params, QParams):
+            continue
+        float_tensor = _float_source(model, graph, op)
+        if float_tensor is not None:
+            constant = parameters.is_parameter(float_tensor)
+            yield model.output(float_tensor).name or str(float_tensor), constant, params
+            if _pair_removes_negatives(model, float_tensor, params):
+                yield _relu_name(float_tensor), constant, params
+        elif _reads_stored_integers(model, graph, op):
+            yield _float_constant_name(op), True, params
+
+
 def skipped_quantization_ops(model: Model) -> Iterator[SkippedStep]:
     """Yield ops that quantize or compute on integers and were not removed."""
     reasons = {
@@ -157,17 +174,27 @@ def _add_relu(model: Model, edits: RecordedEdits, float_tensor: TensorRef, param
             value = partial(np.array, bound, np.float32)
             name = f"{float_tensor.op}/{limit_name}"
             inputs.append(edits.add(graph, new_op(graph, name, "float32", (), read_value=value, **constant_fields)))
-    name = f"{float_tensor.op}/relu"
-    return edits.add(graph, new_op(graph, name, float_output.dtype, float_output.shape, **fields), inputs)
+    return edits.add(
+        graph, new_op(graph, _relu_name(float_tensor), float_output.dtype, float_output.shape, **fields), inputs
+    )
+
+
+def _relu_name(float_tensor: TensorRef) -> str:
+    return f"{float_tensor.op}/relu"
+
+
+def _float_constant_name(op: Op) -> str:
+    """Return the name of the constant that replaces the output of a dequantize op."""
+    name_match = _INSERTED_DEQUANTIZE_NAME.fullmatch(op.name)
+    return name_match[1] if name_match else f"{op.name}/float"
 
 
 def _add_float_constant(model: Model, edits: RecordedEdits, integers: TensorRef, op: Op, params: QParams) -> TensorRef:
     """Add a constant that replaces the output of `op`, which dequantizes `integers`."""
     graph, output = model.graphs[integers.graph], op.outputs[0]
-    name_match = _INSERTED_DEQUANTIZE_NAME.fullmatch(op.name)
     constant = new_op(
         graph,
-        name_match[1] if name_match else f"{op.name}/float",
+        _float_constant_name(op),
         output.dtype,
         output.shape,
         kind="constant",

@@ -183,10 +183,17 @@ class InsertOptions(PlanOptions):
     )
     plan: ObjectOrPath | None = option(None, "Apply this plan instead of rules.", metavar="FILE", path=True)
     ranges: ObjectOrPath | None = option(
-        None, "TFLite file whose scales are used for activations of the same name.", metavar="FILE.tflite", path=True
+        None,
+        "Quantized model, AIMET encodings, TensorRT calibration cache or overrides of onnxruntime, whose ranges are used"
+        " for activations of the same name.",
+        metavar="FILE",
+        path=True,
+    )
+    keep_ranges: bool = option(
+        False, "With requantize: keep the learned ranges of activations and weights that the model has."
     )
     ranges_map: NameMapOrPath | None = option(
-        None, "Map from tensors of the model to tensors of the TFLite file.", metavar="FILE.toml", path=True
+        None, "Map from tensors of the model to tensors of the file of ranges.", metavar="FILE.toml", path=True
     )
     max_memory: Bytes | None = option(
         None,

@@ -282,7 +282,7 @@ CONVERSION_COLUMNS: tuple[Column[ConvertedTensor], ...] = (
 
 def _tflite_ranges(ranges: RangeTransfer) -> list[RenderableType]:
     exact = sum(applied.exact for applied in ranges.transferred)
-    heading = f"{pluralize(len(ranges.transferred), 'tensor')} got their range from {ranges.path or 'the TFLite model'}"
+    heading = f"{pluralize(len(ranges.transferred), 'tensor')} got their range from {ranges.path or 'the other model'}"
     lines: list[RenderableType] = [plain_line(f"{heading}, {exact} with its exact scale and zero point.")]
     for label, names in (("only", ranges.unused), ("not", list(map(str, ranges.missing)))):
         if names:

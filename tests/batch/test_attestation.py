@@ -64,6 +64,7 @@ def test_attestation_content(entry_and_outcome):
                     "allow_empty": False,
                     "allow_links": False,
                     "requantize": False,
+                    "keep_ranges": False,
                     "algorithms": (),
                     "ranges": None,
                     "ranges_map": None,

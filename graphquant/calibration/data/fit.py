@@ -84,7 +84,7 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
                 f"inputs.{name}={input_keys[name]} does not match an input of the model, which takes"
                 f" {', '.join(map(repr, sorted(names)))}.{did_you_mean(name, names)} Use one of these names."
             )
-    matched_keys = []
+    matched_keys: list[str] = []
     for model_input in request.inputs:
         requested_key = input_keys.get(model_input.name)
         accepted_names = [model_input.name, *(alias for alias in model_input.aliases if alias not in names)]

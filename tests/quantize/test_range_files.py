@@ -1,0 +1,181 @@
+"""Files of ranges in and out, and ranges that a quantized model keeps while it is quantized for another backend."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.errors import DataError, UsageError
+from graphquant.formats.onnx import create_runner
+from graphquant.quantize.range_files import read_range_file
+
+pytestmark = pytest.mark.usefixtures("rules_alone")
+
+
+@pytest.fixture
+def quantized(samples: Path, tmp_path: Path) -> gq.Result:
+    """Return the sample CNN with ranges of data."""
+    return gq.insert(
+        samples / "digits_cnn.onnx",
+        data=str(samples / "digits_cnn_calib.npz"),
+        rules=["onnxruntime"],
+        algorithms=["not bias-correction"],
+        min_sqnr="none",
+    )
+
+
+def stored(model: gq.Model) -> dict[str, tuple[Any, ...]]:
+    """Return type, scales, zero points and limits of each tensor of a file."""
+    outputs = [output for op in model.main.ops() for output in op.outputs]
+    return {
+        output.name: (
+            output.dtype,
+            output.quantization.scale.tolist(),
+            output.quantization.zero_point.tolist(),
+            [*output.quantization.low.tolist(), *output.quantization.high.tolist()],
+        )
+        for output in outputs
+    }
+
+
+def outputs_of(model: gq.Model, samples: Path) -> np.ndarray:
+    """Return the outputs of the evaluation images."""
+    images = np.load(samples / "digits_cnn_eval.npz")["image"][:32]
+    (value,) = create_runner(model).run({"image": images}).values()
+    return value
+
+
+@pytest.mark.parametrize("suffix", [".encodings", ".json"])
+def test_exported_ranges_give_the_same_model(quantized: gq.Result, samples: Path, tmp_path: Path, suffix: str) -> None:
+    """A model with the ranges of an exported file, without data, has the same outputs to the bit."""
+    path = quantized.export_ranges(tmp_path / f"ranges{suffix}")
+    again = gq.insert(
+        samples / "digits_cnn.onnx", rules=["onnxruntime"], algorithms=["not bias-correction"], ranges=path
+    )
+    assert len(again.inserted) == len(quantized.inserted)
+    np.testing.assert_array_equal(outputs_of(again.model, samples), outputs_of(quantized.model, samples))
+
+
+def test_tensorrt_caches(quantized: gq.Result, samples: Path, tmp_path: Path) -> None:
+    """A calibration cache has the symmetric scale of each activation, and TensorRT's rules take it exactly."""
+    cache = tmp_path / "trt.cache"
+    model = gq.load(samples / "digits_cnn.onnx")
+    plan = gq.plan(model, rules=["tensorrt"])
+    names = {model.output(site.tensor).name for site in plan.sites if not site.parameter}
+    lines = [f"{name}: {struct.pack('>f', 0.0625).hex()}" for name in sorted(names)]
+    cache.write_text("\n".join(["TRT-8601-EntropyCalibration2", *lines, "unused: 00000000", ""]))
+    result = gq.insert(samples / "digits_cnn.onnx", rules=["tensorrt"], ranges=cache)
+    scales = {float(pair.params.scale) for pair in result.inserted if not pair.site.parameter}
+    assert scales == {0.0625}
+    written = result.export_ranges(tmp_path / "out.cache").read_text()
+    assert sorted(written.splitlines()[1:]) == lines
+
+
+def test_aimet_versions(tmp_path: Path) -> None:
+    """Encodings of versions 0.6, 1.0 and 2.0 describe the same ranges; float encodings are skipped."""
+    old = {"bitwidth": 8, "dtype": "int", "is_symmetric": "False", "scale": 0.5, "offset": -3, "min": -1.5, "max": 126}
+    weight = {"bitwidth": 8, "dtype": "int", "is_symmetric": "True", "scale": 0.25, "offset": -128}
+    strict = {**weight, "offset": -127}
+    contents = [
+        {
+            "activation_encodings": {"x": [old], "f": [{"dtype": "float", "bitwidth": 16}]},
+            "param_encodings": {"w": [weight, strict]},
+        },
+        {
+            "version": "1.0.0",
+            "activation_encodings": [
+                {"name": "x", "bw": 8, "dtype": "INT", "is_sym": False, "scale": [0.5], "offset": [-3]},
+                {"name": "f", "bw": 16, "dtype": "FLOAT"},
+            ],
+            "param_encodings": [
+                {"name": "w", "bw": 8, "dtype": "INT", "is_sym": True, "scale": [0.25, 0.25], "offset": [-128, -128]}
+            ],
+        },
+        {
+            "version": "2.0.0",
+            "encodings": [
+                {"name": "x", "output_dtype": "uint8", "y_scale": 0.5, "y_zero_point": 3},
+                {"name": "w", "output_dtype": "int8", "y_scale": [0.25, 0.25], "axis": 0},
+            ],
+        },
+    ]
+    for content in contents:
+        path = tmp_path / "x.encodings"
+        path.write_text(json.dumps(content))
+        assert stored(read_range_file(path)) == {
+            "x": ("uint8", [0.5], [3], []),
+            "w": ("int8", [0.25, 0.25], [0, 0], []),
+        }
+
+
+def test_overrides_of_onnxruntime(tmp_path: Path) -> None:
+    """Overrides have a scale with its type, or a range; entries without either are skipped."""
+    path = tmp_path / "overrides.json"
+    content = {
+        "a": [{"quant_type": "QUInt8", "scale": 0.5, "zero_point": 7}],
+        "b": [{"rmin": -1.0, "rmax": 3.0}],
+        "c": [{"quant_type": "QInt16"}],
+    }
+    path.write_text(json.dumps(content))
+    assert stored(read_range_file(path)) == {"a": ("uint8", [0.5], [7], []), "b": ("float32", [], [], [-1.0, 3.0])}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"\xff\xfe", b"", b"{", b"[]", b"3", b'{"a": 3}', b'{"a": [{"scale": -1}]}', b"[" * 100_000),
+        *(b'{"activation_encodings": {"a": [{}]}}', b"TRT-8601\nx: zz\n"),
+        b'{"a": [{"scale": 1, "quant_type": "QFloat8"}]}',
+    ],
+)
+def test_damaged_files(tmp_path: Path, content: bytes) -> None:
+    """Other files, and damaged ones, are data errors that name the file."""
+    path = tmp_path / "ranges.cache"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"ranges\.cache"):
+        read_range_file(path)
+
+
+def test_ranges_of_a_quantized_model(quantized: gq.Result, samples: Path, tmp_path: Path) -> None:
+    """The float model takes the activation ranges of its quantized model, and a float model has none."""
+    path = quantized.save(tmp_path / "q.onnx")
+    again = gq.insert(
+        samples / "digits_cnn.onnx", rules=["onnxruntime"], algorithms=["not bias-correction"], ranges=path
+    )
+    np.testing.assert_array_equal(outputs_of(again.model, samples), outputs_of(quantized.model, samples))
+    with pytest.raises(UsageError, match="no quantization"):
+        gq.insert(samples / "digits_cnn.onnx", ranges=samples / "digits_cnn.onnx")
+
+
+def test_kept_ranges(quantized: gq.Result, samples: Path, tmp_path: Path) -> None:
+    """A quantized model is quantized again without data: to the bit with the same rules, and with others if it can."""
+    path = quantized.save(tmp_path / "q.onnx")
+    same = gq.insert(path, rules=["onnxruntime"], algorithms=["not bias-correction"], requantize=True, keep_ranges=True)
+    np.testing.assert_array_equal(outputs_of(same.model, samples), outputs_of(quantized.model, samples))
+    moved = gq.insert(
+        path, rules=["openvino"], requantize=True, keep_ranges=True, data=str(samples / "digits_cnn_calib.npz")
+    )
+    assert len(moved.tflite_ranges.transferred) >= 10
+    with pytest.raises(UsageError, match="requantize"):
+        gq.insert(path, keep_ranges=True)
+    with pytest.raises(UsageError, match="no quantization"):
+        gq.insert(samples / "digits_cnn.onnx", keep_ranges=True, requantize=True)
+
+
+def test_the_command(cli: Callable[..., Any], samples: Path, tmp_path: Path) -> None:
+    """--export-ranges writes a file that --ranges reads; other suffixes and existing files are refused."""
+    model, ranges = samples / "digits_cnn.onnx", tmp_path / "r.encodings"
+    data = ("--data", samples / "digits_cnn_calib.npz")
+    cli("insert", model, *data, "-o", tmp_path / "a.onnx", "--export-ranges", ranges)
+    cli("insert", model, "-o", tmp_path / "b.onnx", "--ranges", ranges)
+    assert "r.txt" in cli("insert", model, "-o", tmp_path / "c.onnx", "--export-ranges", "r.txt", code=2).stderr
+    result = cli("insert", model, *data, "-o", tmp_path / "c.onnx", "--export-ranges", ranges, code=2)
+    assert "r.encodings" in result.stderr
+    assert not tmp_path.joinpath("c.onnx").exists()
