@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from graphquant.analysis.conversion_report import ConversionReport, compare_conversion, join_reports
 from graphquant.api.models import check_output
 from graphquant.api.result import Result
-from graphquant.errors import UsageError
+from graphquant.errors import ModelError, UsageError
 from graphquant.utils.atomic_files import lock_output, write_file
 
 if TYPE_CHECKING:
@@ -32,8 +32,11 @@ def freeze(model: Model) -> Model:
             f"{model.path or 'The model'} is in the format {model.format}, but TensorFlow's converter makes TFLite"
             " files from TensorFlow models only. Start from the TensorFlow model, or write the model in its own format."
         )
+    from graphquant.formats.tensorflow import describe_unfrozen_variables
     from graphquant.formats.tensorflow.tflite_converter import freeze_graph
 
+    if problem := describe_unfrozen_variables(model):
+        raise ModelError(problem)
     return freeze_graph(model)
 
 

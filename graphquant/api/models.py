@@ -236,12 +236,12 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
 
 
 def omission_notes(model: Model) -> list[str]:
-    """Return notes on the parts of a SavedModel that are not quantized, or that no data reaches."""
+    """Return notes on the parts of a TensorFlow model that are not quantized, or that no data reaches."""
     if model.format != "tensorflow":
         return []
     from graphquant.formats import tensorflow
 
-    return tensorflow.omission_notes(model)
+    return [*filter(None, [tensorflow.describe_unfrozen_variables(model)]), *tensorflow.omission_notes(model)]
 
 
 def load_source(

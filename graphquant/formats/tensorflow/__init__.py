@@ -18,6 +18,7 @@ from graphquant.formats.tensorflow.live_objects import from_tensorflow, to_tenso
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.runner import create_runner, input_specs
 from graphquant.formats.tensorflow.save import save
+from graphquant.formats.tensorflow.session import describe_unfrozen_variables
 from graphquant.formats.tensorflow.signatures import omission_notes, select_signatures
 from graphquant.formats.tensorflow.source import clear_metadata, node_metadata, read_source
 from graphquant.quantize import RECORD_KEY, restore_source

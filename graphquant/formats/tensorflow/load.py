@@ -16,7 +16,7 @@ from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, stored_initial_values
 from graphquant.formats.tensorflow.object_graph import add_saved_functions, get_shared_name
-from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS, VARIABLE_OP_TYPES, describe_tf_op
+from graphquant.formats.tensorflow.ops import ASSIGN_TYPES, FUNCTION_ATTRS, VARIABLE_OP_TYPES, describe_tf_op
 from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
 from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, decode_shape
@@ -338,7 +338,7 @@ def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping
 
 def _add_sink_outputs(graph: Graph) -> None:
     for op in list(graph.ops()):
-        if op.kind in _NON_SINK_KINDS or graph.nx.adj[op.name]:
+        if op.kind in _NON_SINK_KINDS or op.type in ASSIGN_TYPES or graph.nx.adj[op.name]:
             continue
         first_only = op.kind in {"batchnorm", "merge", "exit"}
         for port, output in enumerate(op.outputs[:1] if first_only else op.outputs):

@@ -24,6 +24,12 @@ _QUANTIZE_DEQUANTIZE_DEFAULTS: Final = {
 }
 
 VARIABLE_OP_TYPES: Final = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+ASSIGN_TYPES: Final = frozenset(
+    f"{name}{suffix}"
+    for name in ("Assign", "AssignAdd", "AssignSub", "ScatterUpdate", "ScatterAdd", "ScatterSub")
+    for suffix in ("", "VariableOp")
+) | {f"ResourceScatter{name}" for name in ("Update", "Add", "Sub", "NdUpdate", "NdAdd")}
+"""Types of ops that change the variable in their first input."""
 
 _SAME_NAMES: Final = (
     "Sub Pow Relu Relu6 Sigmoid Tanh Softmax Softplus Erf Exp Log Sqrt Rsqrt Neg Abs LRN Pack Unpack Squeeze"

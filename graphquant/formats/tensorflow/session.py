@@ -21,7 +21,7 @@ from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, LearnedRange, learned_ranges
-from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
+from graphquant.formats.tensorflow.ops import ASSIGN_TYPES, VARIABLE_OP_TYPES
 from graphquant.formats.tensorflow.signatures import INIT_SIGNATURE
 from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, paused_gc, reachable
 from graphquant.utils.tf_determinism import disable_onednn
@@ -92,13 +92,7 @@ def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_
     graph.reroute(tensor, uses, add_op("value", "Identity", {"T": dtype}, [tensor], enqueue, value))
 
 
-ASSIGN_TYPES: Final = frozenset(
-    f"{name}{suffix}"
-    for name in ("Assign", "AssignAdd", "AssignSub", "ScatterUpdate", "ScatterAdd", "ScatterSub")
-    for suffix in ("", "VariableOp")
-) | {f"ResourceScatter{name}" for name in ("Update", "Add", "Sub", "NdUpdate", "NdAdd")}
-"""Types of ops that change the variable in their first input."""
-
+LISTED_VARIABLES: Final = 3  # names of variables in a message
 ASSETS_COLLECTION: Final = "saved_model_assets"
 OP_THREADS: Final = min(4, os.cpu_count() or 1)
 """Threads within an op. The number is fixed so that results do not depend on other settings of the process."""
@@ -129,6 +123,8 @@ class TensorFlowSession:
                 f" {source.live_object.foreign_capture!r}, and cannot run without it. Use ranges that need no data, or"
                 " save it as a SavedModel and calibrate that."
             )
+        if problem := describe_unfrozen_variables(model):
+            raise ModelError(problem)
         self.tf, self.message, v1 = tensorflow, emit(model, to_run=True), tensorflow.compat.v1
         graph_def = v1.GraphDef.FromString(proto.to_binary(_without_xla(source.graph_def(self.message))))
         self.graph = tensorflow.Graph()
@@ -317,6 +313,28 @@ class RunSequence:
         """Return the values of `fetches`."""
         results, self._values = self._session.run_with_state(fetches, feed, self._values)
         return results
+
+
+def describe_unfrozen_variables(model: Model) -> str:
+    """Return a sentence on the variables of a GraphDef that the outputs need and that have no values; "" for none.
+
+    A GraphDef has no checkpoint, so only a variable that graphquant added for a learned range has a value.
+    """
+    source, main = model.source, model.main
+    if source.message_type != "GraphDef" or source.live_object is not None:
+        return ""
+    needed = model.needed_ops()[""]
+    variables = [op for op in main.ops() if op.kind == "variable" and op.name in needed]
+    names = sorted(op.name for op in variables if op.read_value is None and LEARNED_ATTR not in op.source.attr)
+    if not names:
+        return ""
+    listed = ", ".join(map(repr, names[:LISTED_VARIABLES])) + (", ..." if len(names) > LISTED_VARIABLES else "")
+    path = model.path or source.file
+    return (
+        f"{path} has {len(names)} variables without values: {listed}. A GraphDef stores none. Freeze the model from the"
+        " SavedModel, or from the MetaGraph with its checkpoint: graphquant freeze SAVED_MODEL|NAME.meta -o"
+        f" {path.stem}_frozen.pb"
+    )
 
 
 def find_state_variables(model: Model) -> list[str]:

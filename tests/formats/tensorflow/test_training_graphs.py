@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.cli import run_cli
 
 import graphquant as gq
-from graphquant.errors import ModelError
+from graphquant.errors import GraphQuantError, ModelError
 from graphquant.formats.tensorflow.runner import create_runner
 from graphquant.formats.tensorflow.session import last_error_line
 from graphquant.ir import count_macs, unsized_tensors
@@ -58,7 +59,7 @@ def test_multiply_adds_are_those_that_outputs_need(training_model: Path) -> None
     pytest.importorskip("tensorflow")
     model = gq.load(training_model)
     assert {op.name for op in model.main.ops() if op.type == "MatMul"} > {"product"}
-    measured = {tensor: 3 for tensor in unsized_tensors(model)}
+    measured = dict.fromkeys(unsized_tensors(model), 3)
     assert count_macs(model, measured) == {("", "product"): 24}
 
 
@@ -78,6 +79,29 @@ def test_a_final_identity_keeps_the_name_of_the_output(tmp_path: Path) -> None:
     assert again.main.outputs == gq.load(tmp_path / "net.pb").main.outputs == ["@Identity"]
     assert str(again.main.slots("inner")[0]) == "product/quant:0"
     assert all(again.main.consumers_by_port(op.name) for op in again.main.ops() if op.kind == "qdq")
+
+
+@pytest.mark.parametrize("use_resource", [False, True])
+@pytest.mark.slow
+def test_variables_without_values_are_named(use_resource: bool, tmp_path: Path) -> None:  # a parameter
+    """A GraphDef with variables cannot run or be frozen. Its initializers are no outputs."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    with v1.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, [None, 8], name="x")
+        tf.matmul(x, v1.get_variable("layer/kernel", [8, 3], use_resource=use_resource), name="y")
+        (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    np.savez(tmp_path / "data.npz", x=np.ones((40, 8), np.float32))
+    model = gq.load(tmp_path / "net.pb")
+    assert model.main.outputs == ["@y"]
+    for run in (
+        lambda: gq.insert(model, data=str(tmp_path / "data.npz")),
+        lambda: gq.insert(model, rules=["weight_only"]),
+        lambda: gq.freeze(model),
+    ):
+        with pytest.raises(GraphQuantError, match=r"'layer/kernel'.*graphquant freeze .*net_frozen\.pb"):
+            run()
+    assert "'layer/kernel'" in run_cli("plan", tmp_path / "net.pb").stderr
 
 
 @pytest.mark.slow
