@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.onnx_models import save_outlier_net
 
 from graphquant.batch import workers
-from graphquant.batch.types import Entry
+from graphquant.batch.types import Entry, Gates
 from graphquant.batch.work import quantize_entry
 from graphquant.batch.workers import WorkerLimits, process_memory, run_workers
 from graphquant.errors import UsageError
@@ -125,6 +126,32 @@ def test_retries(faulty_folder):
     Path("tried").unlink()
     outcomes = run_and_collect([make_entry("once", "faults:once")], retries=0)
     assert (outcomes["once"].status, outcomes["once"].attempts) == ("crashed", 1)
+
+
+def test_searches_do_not_depend_on_the_number_of_workers(faulty_folder, samples):
+    """A search for a bound and a repair produce the same bytes in one worker and in two."""
+    save_outlier_net(faulty_folder)
+    for name in ("digits_rnn.onnx", "digits_rnn_calib.npz"):
+        shutil.copy(samples / name, faulty_folder)
+    outputs = []
+    for jobs in (1, 2):
+        entries = [
+            Entry(
+                name=stem,
+                model=f"{stem}.onnx",
+                data="data.npz" if stem == "net" else f"{stem}_calib.npz",
+                output=f"{jobs}/{stem}.onnx",
+                gates=Gates(min_sqnr=bound),
+            )
+            for stem, bound in (("digits_cnn", 60.0), ("digits_rnn", 60.0), ("net", None))
+        ]
+        outcomes = run_and_collect(entries, jobs=jobs)
+        assert {outcome.status for outcome in outcomes.values()} <= {"done", "gate"}
+        outputs.append([Path(entry.output).read_bytes() for entry in entries])
+    assert outputs[0] == outputs[1]
+    plain = Entry(name="plain", model="net.onnx", data="data.npz", output="plain.onnx", gates=Gates(min_sqnr="none"))
+    run_and_collect([plain], jobs=1)
+    assert Path("plain.onnx").read_bytes() != outputs[0][2]
 
 
 def test_progress_and_warm_workers(faulty_folder):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from onnx import helper, numpy_helper, save
-from support.onnx_models import run_onnx
+from support.onnx_models import run_onnx, save_outlier_net
 
 import graphquant as gq
 from graphquant.api.insert import CLOSE_DB
@@ -23,40 +23,13 @@ if TYPE_CHECKING:
 
     from graphquant.api import Result
 
-OUTLIERS = [3, 11, 19]  # channels of the hidden layer that are much larger than the others
 NO_SCALING = ("not smoothquant", "not cross-layer-equalization")
 
 
 @pytest.fixture
 def outlier_net(tmp_path: Path) -> Path:
     """Write a net whose first layer has outlier channels, and its data; return the folder."""
-    rng = np.random.default_rng(7)
-    scale = np.ones(32)
-    scale[OUTLIERS] = 300
-    weights = {
-        "w0": rng.standard_normal((16, 32)) * scale / 4,
-        "w1": rng.standard_normal((32, 32)) / scale[:, None] / 5,
-        "w2": rng.standard_normal((32, 32)) / 5,
-        "w3": rng.standard_normal((32, 8)) / 5,
-    }
-    nodes = []
-    tensor = "x"
-    for index in range(4):
-        nodes.append(helper.make_node("MatMul", [tensor, f"w{index}"], [f"m{index}"], name=f"layer{index}"))
-        tensor = f"m{index}"
-        if index < 3:
-            nodes.append(helper.make_node("Relu", [tensor], [f"r{index}"], name=f"relu{index}"))
-            tensor = f"r{index}"
-    graph = helper.make_graph(
-        nodes,
-        "outliers",
-        [helper.make_tensor_value_info("x", 1, ["N", 16])],
-        [helper.make_tensor_value_info(tensor, 1, ["N", 8])],
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    save(model, tmp_path / "net.onnx")
-    np.savez(tmp_path / "data.npz", x=rng.standard_normal((80, 16)).astype(np.float32))
+    save_outlier_net(tmp_path)
     return tmp_path
 
 

@@ -106,3 +106,37 @@ def run_onnx(
 def run_unoptimized(source: Source, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Return all outputs of a valid model, computed without ONNX Runtime's optimizations."""
     return run_onnx(source, feeds, "ORT_DISABLE_ALL", check=True)
+
+
+OUTLIERS = [3, 11, 19]  # channels of the hidden layer that are much larger than the others
+
+
+def save_outlier_net(folder: Path) -> None:
+    """Write net.onnx, whose first layer has outlier channels, and data.npz, its data."""
+    rng = np.random.default_rng(7)
+    scale = np.ones(32)
+    scale[OUTLIERS] = 300
+    weights = {
+        "w0": rng.standard_normal((16, 32)) * scale / 4,
+        "w1": rng.standard_normal((32, 32)) / scale[:, None] / 5,
+        "w2": rng.standard_normal((32, 32)) / 5,
+        "w3": rng.standard_normal((32, 8)) / 5,
+    }
+    nodes = []
+    tensor = "x"
+    for index in range(4):
+        nodes.append(onnx.helper.make_node("MatMul", [tensor, f"w{index}"], [f"m{index}"], name=f"layer{index}"))
+        tensor = f"m{index}"
+        if index < 3:
+            nodes.append(onnx.helper.make_node("Relu", [tensor], [f"r{index}"], name=f"relu{index}"))
+            tensor = f"r{index}"
+    graph = onnx.helper.make_graph(
+        nodes,
+        "outliers",
+        [onnx.helper.make_tensor_value_info("x", 1, ["N", 16])],
+        [onnx.helper.make_tensor_value_info(tensor, 1, ["N", 8])],
+        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, folder / "net.onnx")
+    np.savez(folder / "data.npz", x=rng.standard_normal((80, 16)).astype(np.float32))
