@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
 import graphquant as gq
+from graphquant import visualize
+from graphquant.backends.lint import LINT_CODES
+from graphquant.batch.manifest_schema import manifest_schema
+from graphquant.batch.reports.text import BATCH_CODES
 from graphquant.cli import main
 from graphquant.rules import rule_file_schema
 
@@ -92,10 +98,39 @@ def _escaped(text: str) -> str:
 
 def rules_page() -> str:
     """Return the keys of rule files, from their JSON Schema."""
-    schema = rule_file_schema()
-    lines = ["# Keys of rule files", "", "[Rule files](../rules.md) explains them.", ""]
-    tables = {"Top level": schema, **schema["$defs"]}
-    for title, table in tables.items():
+    return _schema_page("Keys of rule files", "[Rule files](../rules.md) explains them.", rule_file_schema())
+
+
+def manifest_page() -> str:
+    """Return the keys of manifests, from their JSON Schema."""
+    return _schema_page("Keys of manifests", "[Batches](../batch.md) explains them.", manifest_schema())
+
+
+def json_page() -> str:
+    """Return the keys of JSON results, from their JSON Schema."""
+    schema = json.loads(Path(visualize.__file__).with_name("results.schema.json").read_text("utf-8"))
+    return _schema_page("Keys of JSON results", "[JSON](../json.md) explains them.", schema)
+
+
+def findings_page() -> str:
+    """Return the codes of findings of `check` and of batches."""
+    lines = ["# Codes of findings", ""]
+    for title, page, codes in (("Models", "check", LINT_CODES), ("Batches", "ci", BATCH_CODES)):
+        lines += [f"## {title}", "", f"[{title}](../{page}.md) has an example of each, and what to do.", ""]
+        lines += ["| code | level | meaning |", "| --- | --- | --- |"]
+        lines += [f"| `{code}` | {entry.level} | {_escaped(entry.description)} |" for code, entry in codes.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _schema_page(heading: str, introduction: str, schema: Any) -> str:
+    """Return a table of the keys of each object of a JSON Schema."""
+    lines = [f"# {heading}", "", introduction, ""]
+    for title, table in {"Top level": schema, **schema["$defs"]}.items():
+        if "enum" in table:
+            lines += [f"## {title}", "", _escaped(table.get("description", "")), "", f"Values: {_values(table)}.", ""]
+        if "properties" not in table:
+            continue
         lines += [f"## {title}", "", _escaped(table.get("description", "")), ""]
         lines += ["| key | values | meaning |", "| --- | --- | --- |"]
         for key, entry in table["properties"].items():
@@ -125,7 +160,14 @@ def _values(entry: Any) -> str:
     return str(kind)
 
 
-PAGES = {"reference/cli.md": command_page, "reference/python.md": python_page, "reference/rules.md": rules_page}
+PAGES = {
+    "reference/cli.md": command_page,
+    "reference/python.md": python_page,
+    "reference/rules.md": rules_page,
+    "reference/manifest.md": manifest_page,
+    "reference/json.md": json_page,
+    "reference/findings.md": findings_page,
+}
 OUTSIDE_LINK = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
 
 

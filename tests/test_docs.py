@@ -14,7 +14,9 @@ import pytest
 from support.documents import language_blocks
 
 import graphquant as gq
+from graphquant.backends.lint import LINT_CODES
 from graphquant.batch.manifest import PLACEHOLDERS, ModelTable
+from graphquant.batch.reports.text import BATCH_CODES
 from graphquant.calibration.data.dataset import DATA_KINDS, PIXEL_KEYS
 from graphquant.calibration.data.images import PIXEL_PRESETS
 from graphquant.cli import main
@@ -210,6 +212,26 @@ def test_tutorials(docs_folder, name):
     assert all(f"{line}\n" in printed for line in re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE))
 
 
+GUIDES = [
+    path.relative_to(ROOT / "docs").as_posix()
+    for folder in ("howto", "explanation")
+    for path in sorted(ROOT.joinpath("docs", folder).glob("*.md"))
+]
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow) if page == "howto/signatures.md" else page for page in GUIDES]
+)
+def test_guides(docs_folder, page):
+    """The code blocks of each how-to and explanation run, print the documented output, and links are valid."""
+    printed = run_page(page)
+    text = ROOT.joinpath("docs", page).read_text("utf-8")
+    assert all(f"{line}\n" in printed for line in re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE))
+    targets = re.findall(r"\]\(([^)#]+)", text)
+    folder = ROOT.joinpath("docs", page).parent
+    assert [target for target in targets if "://" not in target and not folder.joinpath(target).exists()] == []
+
+
 def test_ranges(docs_folder):
     """The commands of the page run, and write the files."""
     run_page("ranges.md")
@@ -248,6 +270,13 @@ def test_generated_reference():
     assert set(main.commands) <= set(re.findall(r"^## graphquant (\w+)", pages["reference/cli.md"], re.MULTILINE))
     public = set(gq.__all__) - {"__version__", "graph_editor"}
     assert set(re.findall(r"^## gq\.(\w+)", pages["reference/python.md"], re.MULTILINE)) == public
+    codes = re.findall(r"^\| `(GQ\d+)`", pages["reference/findings.md"], re.MULTILINE)
+    assert codes == [*LINT_CODES, *BATCH_CODES]
+    assert set(keys_of(ModelTable)) <= set(re.findall(r"^\| `(\w+)`", pages["reference/manifest.md"], re.MULTILINE))
+    results = json.loads((ROOT / "graphquant" / "visualize" / "results.schema.json").read_text("utf-8"))["$defs"]
+    assert set(re.findall(r"^## (\w+)$", pages["reference/json.md"], re.MULTILINE)) >= {
+        name for name, table in results.items() if "properties" in table
+    }
     keys = {key for table in rule_file_schema()["$defs"].values() for key in table["properties"]}
     assert keys <= set(re.findall(r"^\| `(\w+)`", pages["reference/rules.md"], re.MULTILINE))
 
