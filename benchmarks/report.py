@@ -8,7 +8,7 @@ SavedModels also TFLite's converter and ai-edge-quantizer. graphquant is `graphq
 out samples, validates and repairs. A tool that this interpreter lacks runs in the first of the others that has it
 (`--python`, repeatable); a tool that none has is skipped, and the report names it. Wanted: sympy for ONNX Runtime's
 pre-processing, tf2onnx for the keyword net, TensorFlow. All models with all tools take about an hour on two cores;
-`--quick` takes four small models and short timings, in less than three minutes.
+`--quick` takes four small models and short timings, which are not judged, in less than three minutes.
 
 * SQNR in dB of the worst output and top-1 agreement, on samples that no calibration used. TFLite files are compared
   with TensorFlow's float outputs.
@@ -30,6 +30,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 from latency import timed
 from oracle import ROOT, truth
 from peers import int8, measure_process, worst_sqnr
@@ -66,7 +68,8 @@ if TYPE_CHECKING:
 MIN_SQNR, MAX_DEFICIT, MIN_SHARE, MAX_TIME = 20.0, 0.5, 0.85, 1.05
 """Bars: decibels, decibels below the best other quantizer, share of multiply-adds, time relative to float."""
 
-OURS, OURS_TFLITE, FLOAT_TFLITE = "graphquant", "graphquant TFLite", "TFLite float"
+OURS, OURS_TENSORFLOW, OURS_TFLITE = "graphquant", "graphquant TensorFlow", "graphquant TFLite"
+FLOAT_TFLITE = "TFLite float"
 
 PACKAGES = {
     **dict.fromkeys(("onnxruntime MinMax", "onnxruntime Percentile", "onnxruntime Entropy"), ("onnxruntime",)),
@@ -79,17 +82,21 @@ PACKAGES = {
 """The package that each tool needs."""
 
 ONNX_TOOLS = (OURS, "onnxruntime MinMax", "onnxruntime Percentile", "onnxruntime Entropy", "NNCF", "onnxsim")
-TENSORFLOW_TOOLS = (OURS, FLOAT_TFLITE, OURS_TFLITE, "TFLite converter", "ai-edge-quantizer")
+TENSORFLOW_TOOLS = (OURS_TENSORFLOW, FLOAT_TFLITE, OURS_TFLITE, "TFLite converter", "ai-edge-quantizer")
 TOOLS = tuple(dict.fromkeys((*ONNX_TOOLS, *TENSORFLOW_TOOLS)))
 QUANTIZERS = {
     OURS: ("onnxruntime MinMax", "onnxruntime Percentile", "onnxruntime Entropy", "NNCF"),
     OURS_TFLITE: ("TFLite converter", "ai-edge-quantizer"),
+    OURS_TENSORFLOW: (),
 }
-"""The quantizers that write the same format as each of graphquant's results."""
+"""The other quantizers that write the format of each of graphquant's results."""
 
 QUICK = ("digits_cnn", "lstm", "ssd", "digits_cnn_saved_model")
 
 SAMPLES_TIMED = 4
+
+GATED = 256
+"""Status of a process that ended with exit code 1."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +118,7 @@ class Figures:
         float_macs: Share of multiply-adds in float, by reason.
         warned: True if `insert` warned that the result is slower than float.
         repair: What the search or repair changed.
+        gated: True if `insert` wrote the result and ended with exit code 1.
         missed: Bars that the result misses.
     """
 
@@ -128,6 +136,7 @@ class Figures:
     float_macs: dict[str, float] = field(default_factory=dict)
     warned: bool = False
     repair: str = ""
+    gated: bool = False
     missed: list[str] = field(default_factory=list)
 
 
@@ -140,11 +149,13 @@ class Job:
     data: Path  # calibration samples
     held_out: Path  # unseen samples
     interpreters: dict[str, str]  # interpreter of each tool that can run
-    sessions: dict[str, Any]  # arguments of `timed`
+    sessions: dict[str, Any]  # arguments of `timed`; empty for its defaults
 
     def output(self, tool: str) -> Path:
         """Return the path of a tool's result."""
-        suffix = ".tflite" if tool in TENSORFLOW_TOOLS and tool != OURS else "".join(self.case.model.suffixes)
+        suffix = (
+            ".tflite" if tool in TENSORFLOW_TOOLS and tool != OURS_TENSORFLOW else "".join(self.case.model.suffixes)
+        )
         return self.folder / f"{tool.replace(' ', '_')}{suffix}"
 
 
@@ -152,15 +163,16 @@ def run_tool(job: Job, tool: str) -> Figures:
     """Run a tool as a process."""
     figures, out = Figures(), job.output(tool)
     model = job.output(FLOAT_TFLITE) if tool == "ai-edge-quantizer" else job.case.model
-    if tool in {OURS, OURS_TFLITE}:
+    if tool in QUANTIZERS:
         insert = ["insert", str(model), "--data", str(job.data), "-o", str(out), "--force"]
         command = ["-m", "graphquant", *insert, "--report", str(out.with_suffix(".json"))]
     else:
         command = [str(ROOT / "benchmarks/report_tools.py"), tool, str(model), str(job.data), str(out)]
     log = job.folder / "log.txt"
     status, figures.seconds, figures.megabytes = measure_process([job.interpreters[tool], *command], log)
-    if status or not out.exists():
-        figures.failure = last_line(log) if status < 256 or status % 256 == 0 else f"signal {status % 256}"  # noqa: PLR2004  # a status of wait
+    figures.gated = tool in QUANTIZERS and status == GATED and out.exists()
+    if (status and not figures.gated) or not out.exists():
+        figures.failure = f"signal {status % 256}" if status % 256 else last_line(log)
     elif out.suffix == ".onnx":
         load = [sys.executable, str(ROOT / "benchmarks/report_tools.py"), "load", str(out)]
         if measure_process(load, log)[0]:
@@ -173,10 +185,10 @@ def run_tool(job: Job, tool: str) -> Figures:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that names an error, shortened."""
+    """Return the last line of a log that names an error, shortened and without folders."""
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if "rror" in line.partition(":")[0]]
-    return (errors or lines or ["it ended without a message"])[-1][:200]
+    return re.sub(r"/\S*/", "", (errors or lines or ["it ended without a message"])[-1])[:200]
 
 
 def worst(comparison: Comparison) -> float:
@@ -308,7 +320,9 @@ def integer_macs(job: Job, out: Path, skips: list[dict[str, Any]]) -> tuple[floa
     source = gq.load(job.case.model)
     runner = formats.format_module("onnx").create_runner(source)
     sizes = measure_tensor_sizes(source, open_data(str(job.held_out), runner.inputs), runner)
-    counts, kinds = count_macs(source, sizes), truth.runs_as(truth.optimized(out))
+    functions = [function.name for function in onnx.load(out, load_external_data=False).functions]
+    kinds = truth.of_functions(truth.runs_as(truth.optimized(out)), functions)
+    counts = count_macs(source, sizes)
     skipped: dict[tuple[str, str], str] = {}
     for skip in sorted(skips, key=lambda entry: entry["code"] not in SHORT_REASONS):
         for use in skip["uses"]:
@@ -347,13 +361,13 @@ def examine(case: Case, interpreters: dict[str, str], folder: Path, sessions: di
         try:
             measure_accuracy(job, tool, figures)
             measure_latency(job, tool, figures)
-            if tool in {OURS, OURS_TFLITE}:
+            if tool in QUANTIZERS:
                 read_report(job, tool, figures)
             if job.output(tool).suffix == ".onnx":
                 figures.int8_ops = int8(job.output(tool))
         except (GraphQuantError, ValueError, RuntimeError) as error:
             figures.failure = f"its result cannot be measured: {str(error).splitlines()[0][:200]}"
-    judge(results)
+    judge(results, with_time=not sessions)
     return results
 
 
@@ -361,17 +375,17 @@ def tools_for(case: Case) -> tuple[str, ...]:
     """Return the tools for a model. Other tools than graphquant read TensorFlow models only as SavedModels."""
     if formats.detect_format(case.model) == "onnx":
         return ONNX_TOOLS
-    return TENSORFLOW_TOOLS if case.model.is_dir() else (OURS,)
+    return TENSORFLOW_TOOLS if case.model.is_dir() else (OURS_TENSORFLOW,)
 
 
-def judge(results: dict[str, Figures]) -> None:
-    """Add the bars that graphquant's results miss."""
+def judge(results: dict[str, Figures], *, with_time: bool) -> None:
+    """Add the bars that graphquant's results miss, with that of the time if `with_time` is True."""
     for tool, others in QUANTIZERS.items():
         figures = results.get(tool)
         if figures is None:
             continue
         if figures.failure:
-            if tool == OURS or any(other in results and not results[other].failure for other in others):
+            if tool != OURS_TFLITE or any(other in results and not results[other].failure for other in others):
                 figures.missed.append("failed")
             continue
         if figures.sqnr is not None:
@@ -385,7 +399,8 @@ def judge(results: dict[str, Figures]) -> None:
             figures.missed += [f"below {other}" for other in better]
         if figures.int8_macs is not None and figures.int8_macs < MIN_SHARE and not figures.float_macs:
             figures.missed.append("float without a reason")
-        if figures.least_ratio is not None and figures.least_ratio > MAX_TIME and not figures.warned:
+        is_slow = with_time and figures.least_ratio is not None and figures.least_ratio > MAX_TIME
+        if is_slow and not figures.warned:
             figures.missed.append("slower without a warning")
 
 
@@ -400,7 +415,7 @@ for name in sys.argv[1:]:
 def find_tools(interpreters: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return the interpreter of each tool, versions by package, and the reasons of the skipped tools."""
     packages = sorted({name for names in PACKAGES.values() for name in names} | {"onnx"})
-    found: dict[str, str] = {OURS: sys.executable, OURS_TFLITE: sys.executable}
+    found = dict.fromkeys(QUANTIZERS, sys.executable)
     versions = {"graphquant": gq.__version__, "python": sys.version.split()[0]}
     for python in (sys.executable, *interpreters):
         lines = subprocess.run([python, "-c", VERSION_SCRIPT, *packages], capture_output=True, text=True, check=True)
@@ -411,8 +426,9 @@ def find_tools(interpreters: Sequence[str]) -> tuple[dict[str, str], dict[str, s
                 found.setdefault(tool, python)
     skipped = {tool: f"package {needed[0]} is not installed" for tool, needed in PACKAGES.items() if tool not in found}
     if FLOAT_TFLITE in skipped:
-        del found[OURS_TFLITE]
-        skipped[OURS_TFLITE] = skipped[FLOAT_TFLITE]
+        for tool in (OURS_TENSORFLOW, OURS_TFLITE):
+            del found[tool]
+            skipped[tool] = skipped[FLOAT_TFLITE]
     return found, versions, skipped
 
 

@@ -203,6 +203,7 @@ def result_rows(models: dict[str, Entry]) -> Iterator[list[str]]:
             ]
             notes += [f"repair or search: {figures['repair']}"] * bool(figures["repair"])
             notes += ["insert warns that it is slower"] * figures["warned"]
+            notes += ["exit code 1"] * figures["gated"]
             notes += [f"MISSED: {', '.join(figures['missed'])}"] * bool(figures["missed"])
             least = "" if figures["least_ratio"] is None else f" ({figures['least_ratio']:.2f})"
             yield [

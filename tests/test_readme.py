@@ -1,5 +1,6 @@
 """README.md: Python examples run, and outputs, tables and links are up to date."""
 
+import json
 import re
 from pathlib import Path
 
@@ -53,3 +54,28 @@ def test_links_are_valid():
     """Pictures and relative links name existing files."""
     targets = re.findall(r'(?:\]\(|src=|srcset=)"?([^)"#]+)', TEXT)
     assert [target for target in targets if "://" not in target and not ROOT.joinpath(target).exists()] == []
+
+
+def test_measured_figures():
+    """The figures beside other quantizers are those of the committed report, which names the versions."""
+    report = json.loads(ROOT.joinpath("benchmarks/report.json").read_text("utf-8"))
+    section = TEXT.partition("\n## Beside other quantizers\n")[2].partition("\n## ")[0]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line][
+        :5
+    ]
+    tools = [report["summary"][name] for name in ("graphquant", "onnxruntime MinMax", "NNCF")]
+    assert head[0].startswith(f"{tools[0]['models']} ONNX models")
+    relative_seconds = [1.0, *(tool["median_relative_seconds"] for tool in tools[1:])]
+    assert [row[1:] for row in rows] == [
+        [f"{tool['at_least_20_db']}" for tool in tools],
+        [f"{tool['median_ratio']:.2f}" for tool in tools],
+        [f"{seconds:.2f}" for seconds in relative_seconds],
+    ]
+    versions = re.findall(r"(ONNX Runtime|NNCF) (\d[\d.]*\d)", section)
+    assert dict(versions) == {"ONNX Runtime": report["versions"]["onnxruntime"], "NNCF": report["versions"]["nncf"]}
+
+
+def test_comparison_has_ten_rows():
+    """The table of properties has a row for each of ten properties, and a column for each of five tools."""
+    table = TEXT.partition("\n| | graphquant | ")[2].partition("\n\n")[0].splitlines()
+    assert [line.count("|") for line in table[2:]] == [7] * 10
