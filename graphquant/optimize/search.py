@@ -583,7 +583,7 @@ class PlanMeasurer:
         return self._final[1]
 
     def validate_final(self, plan: Plan, validation: Validation, build: BuildModel, stats: Stats | None) -> Validation:
-        """Return the validation of the model with ranges from all samples if it misses a bound, or else `validation`.
+        """Return the validation of the model with ranges from all samples if its status is worse than `validation`'s.
 
         Its ranges are wider than those of the folds, so that it may be worse. It is measured only if the folds exceed
         the bound by little.
@@ -594,7 +594,8 @@ class PlanMeasurer:
             return validation
         model = self.build_final(plan, build, stats).model
         final = self._validator.validate([model] * len(self._folds))
-        return replace(final, folds=1) if final.failures else validation
+        is_worse = final.failures or (final.caveats and not validation.caveats)
+        return replace(final, folds=1) if is_worse else validation
 
     def _builds(self, plan: Plan) -> list[BuiltModel]:
         known = next((builds for recent, builds in self._recent_builds if recent is plan), None)

@@ -789,6 +789,41 @@ def test_the_final_model_is_worse_than_the_folds(trials, monkeypatch, bound):
     assert (trace.status, trace.failures) == ("met", ())
 
 
+@pytest.mark.parametrize(
+    ("folds", "final", "status"),
+    [
+        ((22.0, 21.0), (19.9, 19.0), "missed"),
+        ((22.0, 21.0), (20.5, 19.0), "met-not-proven"),
+        ((22.0, 21.0), (20.5, 20.1), "met"),
+        ((22.0, 19.0), (20.5, 19.0), "met-not-proven"),
+        ((24.0, 23.0), None, "met"),
+        ((19.0, 18.0), None, "missed"),
+    ],
+)
+def test_final_models_are_validated_near_the_bound(monkeypatch, folds, final, status):
+    """The worse status of the folds and the final model counts. Far from the bound, only the folds are measured."""
+    validations = [
+        make_validation(sqnr, bounds=Bounds(min_sqnr=20.0), lower=lower) for sqnr, lower in filter(None, (folds, final))
+    ]
+    measured = []
+
+    class Validator:
+        def __init__(self, *_):
+            """Use no data."""
+
+        def validate(self, models):
+            """Return the next validation."""
+            measured.append(models)
+            return validations[len(measured)]
+
+    monkeypatch.setattr(search, "FoldValidator", Validator)
+    plan, built = plan_of_names(), SimpleNamespace(model="final")
+    parts = [SimpleNamespace(held_out=None)] * 2
+    measurer = search.PlanMeasurer("source", "prepared", plan, built, parts, Bounds(min_sqnr=20.0), None)
+    assert measurer.validate_final(plan, validations[0], None, None).status == status
+    assert measured == ([["final", "final"]] if final else [])
+
+
 def test_a_miss_of_the_final_model_is_reported(trials, monkeypatch):
     """If no search is left, the status is that of the final model."""
     monkeypatch.setattr(search, "MAX_SEARCHES", 1)
