@@ -192,9 +192,7 @@ def _check_options(settings: InsertOptions) -> Objective:
     if settings.metric is not None and (settings.data is None or not settings.validate):
         raise UsageError("The metric is measured in the validation. Pass data, and do not disable the validation.")
     if settings.keep_ranges and not settings.requantize:
-        raise UsageError(
-            "keep_ranges keeps the ranges while the ops of a model are replaced. Add requantize."
-        )
+        raise UsageError("keep_ranges keeps the ranges while the ops of a model are replaced. Add requantize.")
     if settings.keep_ranges and settings.ranges is not None:
         raise UsageError("keep_ranges and ranges are two sources of ranges. Use one of them.")
     if settings.optimize == "latency" and settings.data is None:
@@ -394,7 +392,7 @@ def _judge_execution(result: Result) -> Result:
         unjudged_reason = check_runtime_accepts(
             result.source, result.model, result.validation, other_backend=not result.plan.for_onnxruntime
         )
-    if result.model.traits.judgeable and has_few_sites(len(result.inserted)):
+    if result.model.traits.judgeable:
         with suppress(ModelError, OSError):  # the report does without it
             verdicts = judge_ops(result.model, "onnxruntime")
     return replace(result, unjudged_reason=unjudged_reason, verdicts=verdicts)

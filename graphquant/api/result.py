@@ -59,8 +59,7 @@ class Result(HtmlRepresentation):
         search: Result of the search, or None without bounds, a size budget or optimized latency.
         validation: Errors of the quantized model on the hold-out, or None without data.
         unjudged_reason: Reason why it is unknown whether the runtime accepts the model, or "".
-        verdicts: How the installed ONNX Runtime runs each op; none in other formats, if it cannot load the model, and
-            for more than 10,000 quantized tensors.
+        verdicts: How the installed ONNX Runtime runs each op; none in other formats, and if it cannot load the model.
         data_findings: Likely mistakes in the data.
         strict: True if a bound that is met but not proven is a failure.
         time_ratio: Time of a run relative to the float model on this machine, or None if it was not measured.

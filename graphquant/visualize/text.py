@@ -151,12 +151,7 @@ def _counts_text(counts: Counter[str]) -> str:
 
 def _runtime_lines(result: Result) -> list[RenderableType]:
     """Count the ops that the installed onnxruntime runs on integers, and list the first costly ones in float."""
-    from graphquant.analysis.validation import has_few_sites  # slow to import, and only results need it
-
     verdicts, counts = result.verdicts, Counter(verdict.status for verdict in result.verdicts)
-    if result.plan.for_onnxruntime and not has_few_sites(len(result.inserted)):
-        reason = "because there are very many quantized tensors; `graphquant check RESULT --for onnxruntime` does so"
-        return [plain_line(f"note: it was not examined which ops onnxruntime runs on integers, {reason}.")]
     if not verdicts or not result.plan.for_onnxruntime:
         return []
     message = f"onnxruntime runs {counts['int8']} of {pluralize(len(verdicts), 'op')} on integers"

@@ -102,7 +102,7 @@ def test_outputs_of_models_with_many_quantized_tensors(labelled_net: Path, monke
     for limit in (2, 1):
         monkeypatch.setattr("graphquant.analysis.validation.MAX_MEASURED_SITES", limit)
         results.append(gq.insert(labelled_net / "net.onnx", data=f"{labelled_net / 'data.npz'}"))
-    assert [bool(result.verdicts) for result in results] == [True, False]
+    assert results[0].verdicts == results[1].verdicts != ()
     full, limited = (result.validation for result in results)
     assert full is not None
     assert limited is not None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -31,7 +31,13 @@ from graphquant.formats.onnx.index import input_specs
 from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
 from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
-from graphquant.formats.onnx.split_session import SplitSession, count_pairs, create_split_session, read_names
+from graphquant.formats.onnx.split_session import (
+    SplitSession,
+    count_pairs,
+    create_split_session,
+    merge_graphs,
+    read_names,
+)
 from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 
@@ -51,6 +57,7 @@ SESSION_PER_THREAD_BYTES = 1 << 24
 session are interleaved in its memory, which fragments it."""
 
 MAX_COPIED_TENSORS = 1 << 12  # Maximum number of watched tensors for which there are such sessions.
+MAX_OPTIMIZED_PAIRS = 10_000  # maximum number of DequantizeLinear nodes of a model that is optimized as a whole
 MAX_KEPT_PAIRS = 4000  # maximum number of DequantizeLinear nodes of a model in parts whose sessions exist at once
 FEEDS_PER_SPLIT_RUN = 32  # maximum number of feeds that pass a model in parts at once
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
@@ -397,8 +404,11 @@ def _rejection(error: Exception, data: bytes, folder: Path | None, weights: Cont
 
 def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping[str, Array], mode: SessionMode) -> Any:
     """Return a session for a ModelProto, or sessions of its parts if a single one would take too long."""
+    numbers = count()
 
     def prepare(part: Any, mode: SessionMode) -> Callable[[], Any]:
+        if mode.optimized is not None and part is not message:
+            mode = replace(mode, optimized=_part_path(mode.optimized, next(numbers)))
         names = (tensor.name for tensor in part.graph.initializer)
         part_weights = {name: weights[name] for name in names if name in weights}
         data, external_bytes = serialize_for_session(part, weights)
@@ -407,12 +417,17 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
     # Other runs of a small model create no sessions, and threads of its sessions need little memory.
     kept = mode.watched or count_pairs(message) <= MAX_KEPT_PAIRS
     part_mode = mode if kept else replace(mode, watched=True)
-    single = mode.timed or mode.optimized is not None
+    single = mode.timed or (mode.optimized is not None and count_pairs(message) <= MAX_OPTIMIZED_PAIRS)
     split = None if single else create_split_session(message, partial(prepare, mode=part_mode))
     if split is not None and kept:
         parts = [(cache(create), inputs, outputs) for create, inputs, outputs in split.parts]
         split = SplitSession(parts, kept=True)
     return split or prepare(message, mode)()
+
+
+def _part_path(optimized: Path, number: int) -> Path:
+    """Return the file for an optimized part of a model."""
+    return optimized.with_suffix(f".{number}{optimized.suffix}")
 
 
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
@@ -501,12 +516,17 @@ def _create_numbered_session(model: Model, options: Mapping[str, str], optimized
     mode = SessionMode(extra_options={"session.disable_prepacking": "1", **options}, optimized=optimized)
     try:
         session = _create_session_or_parts(emission.message, model.source.folder, weights, mode)
-        for create, *_ in session.parts if isinstance(session, SplitSession) else ():
+        parts = session.parts if isinstance(session, SplitSession) else ()
+        for create, *_ in parts:
             create()
     except ModelError as error:
         reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
         message = NODE_NUMBER.sub(lookup.name_of_number, reason)
         raise SessionError(message, lookup.numbered_op(reason) or ("", "")) from error
+    if parts and optimized is not None:
+        paths = (_part_path(optimized, number) for number in range(len(parts)))
+        merged = merge_graphs(emission.message, (ModelProto.FromString(path.read_bytes()) for path in paths))
+        optimized.write_bytes(merged.SerializeToString())
     return lookup
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
-from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from onnx.helper import make_tensor_value_info, tensor_dtype_to_np_dtype
 
 from graphquant.formats.onnx.emitter import node_bodies
@@ -75,6 +75,53 @@ def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any
         }
         parts.append((create, sorted(inputs), list(codes)))
     return SplitSession(parts) if all(info.name in infos for info in message.graph.output) else None
+
+
+def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
+    """Return a ModelProto with the inputs and outputs of `whole`, and the nodes of its parts, each a ModelProto.
+
+    Nodes and initializers that are equal in several parts are merged. If only their names are, those of the later part
+    are renamed, because ONNX Runtime numbers the values that it adds to each part anew.
+    """
+    result = ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, functions=whole.functions)
+    result.graph.name = whole.graph.name
+    result.graph.input.extend(whole.graph.input)
+    result.graph.output.extend(whole.graph.output)
+    known: dict[str, bytes] = {}  # the serialized initializer or node that gives each value
+    for index, part in enumerate(parts):
+        renames: dict[str, str] = {}
+        for opset in part.opset_import:  # ONNX Runtime adds the domains of its own ops
+            if opset.domain not in {other.domain for other in result.opset_import}:
+                result.opset_import.append(opset)
+        entries = [(tensor, [tensor.name]) for tensor in part.graph.initializer]
+        entries += [(node, list(filter(None, node.output))) for node in part.graph.node]
+        for entry, names in entries:
+            if isinstance(entry, NodeProto):
+                _rename_values(entry, renames)
+            data = entry.SerializeToString(deterministic=True)
+            if names and all(known.get(name) == data for name in names):
+                continue
+            renames.update((name, f"{name}/part {index}") for name in names if name in known)
+            if isinstance(entry, NodeProto):
+                entry.output[:] = [renames.get(name, name) for name in entry.output]
+                result.graph.node.append(entry)
+            else:
+                entry.name = renames.get(entry.name, entry.name)
+                result.graph.initializer.append(entry)
+            known.update((renames.get(name, name), data) for name in names)
+    return result
+
+
+def _rename_values(node: Any, renames: Mapping[str, str]) -> None:
+    """Rename values that a node reads, or that its bodies capture."""
+    if renames:
+        node.input[:] = [renames.get(name, name) for name in node.input]
+        for body in node_bodies(node).values():
+            own = {*(info.name for info in body.input), *(tensor.name for tensor in body.initializer)}
+            own.update(name for inner in body.node for name in inner.output)
+            outer = {name: new for name, new in renames.items() if name not in own}
+            for inner in body.node:
+                _rename_values(inner, outer)
 
 
 def count_pairs(message: Any) -> int:

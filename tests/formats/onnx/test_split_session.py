@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import graphquant as gq
+from graphquant.backends import judge_ops
 from graphquant.formats.onnx import create_runner, session, split_session
 from graphquant.formats.onnx.session import SessionError, create_session, require_loadable
 from graphquant.formats.onnx.split_session import SplitSession, create_split_session
@@ -124,6 +125,44 @@ def test_validation_in_parts(name: str, kept: bool, monkeypatch: pytest.MonkeyPa
         figures.append([(output.name, output.sqnr) for output in result.validation.comparison.outputs])
     assert figures[0] == [(output, pytest.approx(sqnr, abs=0.05)) for output, sqnr in figures[1]]
     assert (parts.time_ratio is None, whole.time_ratio is None) == (not kept, False)
+
+
+@pytest.mark.usefixtures("few_pairs_per_part")
+@pytest.mark.parametrize("residual", [False, True])
+def test_verdicts_in_parts(residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimized parts give the same verdicts as the optimized whole."""
+    onnx.save(quantized_chain(residual=residual), tmp_path / "chain.onnx")
+    model = gq.load(tmp_path / "chain.onnx")
+    whole = judge_ops(model, "onnxruntime")
+    monkeypatch.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
+    optimized = session.optimize_model(model)
+    assert judge_ops(model, "onnxruntime") == whole != ()
+    names = [op.name for op in optimized.model.main.ops()]
+    assert len(names) == len(set(names))
+
+
+def test_merged_graphs() -> None:
+    """Equal nodes of two parts are merged; others of the same name are renamed, also where a body captures them."""
+    scale = numpy_helper.from_array(np.float32(2), "scale")
+    body = helper.make_graph(
+        [helper.make_node("Add", ["c", "k"], ["r"])], "body", [], [helper.make_value_info("r", onnx.TypeProto())]
+    )
+    parts = []
+    for index, value in enumerate((1.0, 3.0)):
+        source, result = ("x", "m", "y")[index : index + 2]
+        nodes = [
+            helper.make_node("Mul", ["scale", "scale"], ["s2"]),
+            helper.make_node("Mul", [source, "k"], ["c"]),
+            helper.make_node("If", ["c"], [result], then_branch=body, else_branch=body),
+        ]
+        constants = [scale, numpy_helper.from_array(np.float32(value), "k")]
+        parts.append(helper.make_model(helper.make_graph(nodes, "g", [], [], constants)))
+    merged = split_session.merge_graphs(parts[0], parts).graph
+    assert [tensor.name for tensor in merged.initializer] == ["scale", "k", "k/part 1"]
+    assert [list(node.output) for node in merged.node] == [["s2"], ["c"], ["m"], ["c/part 1"], ["y"]]
+    assert list(merged.node[3].input) == ["m", "k/part 1"]
+    branches = [list(attribute.g.node[0].input) for node in merged.node for attribute in node.attribute]
+    assert branches == [["c", "k"]] * 2 + [["c/part 1", "k/part 1"]] * 2
 
 
 @pytest.mark.usefixtures("few_pairs_per_part")
