@@ -21,6 +21,7 @@ from graphquant.ir import DataType, Graph, Op, Parameters, TensorRef, fully_know
 from graphquant.numerics import Array, DynamicQParams, IntType, QParams, Range, tf_ranges
 from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, RoundingMode, add_constant, new_op
 
+HALF_TYPES = frozenset({"float16", "bfloat16"})  # types without a kernel: tensors are cast to float32 and back
 LEARNED_ATTR = "_graphquant_learned"  # attribute of the variables of learned ranges; True if gradients reach them
 
 
@@ -84,13 +85,29 @@ def _add_reshape(graph: Graph, site: QDQSite, tensor: TensorRef, shape: tuple[in
     return graph.add_op(op, [tensor, sizes])
 
 
+def _add_cast(graph: Graph, site: QDQSite, tensor: TensorRef, dtype: str, suffix: str) -> TensorRef:
+    source = graph.output(tensor)
+    attrs = {"SrcT": DataType(source.dtype or "float32"), "DstT": DataType(dtype), "Truncate": False}
+    op = new_op(
+        graph, f"{site.name}/{suffix}", dtype, source.shape, kind="cast", type="Cast", attrs=attrs, rule=site.rule
+    )
+    return graph.add_op(op, [tensor])
+
+
 class TensorFlowFamily(QDQFamily):
     """A family of TensorFlow's ops, each of which quantizes and dequantizes."""
 
     format = "tensorflow"
 
     def add_ops(self, graph: Graph, site: QDQSite) -> TensorRef:
-        """Add the op with the constants of its range, between two reshapes if the site has a merged shape."""
+        """Add the op with the constants of its range.
+
+        It is between two reshapes if the site has a merged shape, and between two casts if the tensor has 16 bits.
+        """
+        dtype = graph.output(site.tensor).dtype or ""
+        if dtype in HALF_TYPES:
+            wide = _add_cast(graph, site, site.tensor, "float32", "float32")
+            return _add_cast(graph, site, self.add_ops(graph, replace(site, tensor=wide)), dtype, dtype)
         if site.merged_shape is None:
             return self.add_unmerged_ops(graph, site)
         shape = fully_known_shape(site.shape)
@@ -210,7 +227,7 @@ class FakeQuantFamily(TensorFlowFamily):
         """Return the reason why TensorFlow does not support a request, or None."""
         if (reason := _integer_only_reason(request, "FakeQuant")) is not None:
             return reason
-        if request.dtype != "float32":
+        if request.dtype not in {"float32", *HALF_TYPES}:
             return f"FakeQuant takes float32, and this tensor is {request.dtype}"
         min_bits, max_bits = tf_ranges.FAKE_QUANT_MIN_BITS, tf_ranges.FAKE_QUANT_MAX_BITS
         if not min_bits <= request.type.bits <= max_bits:
@@ -340,7 +357,7 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
         )
         if (reason := _integer_only_reason(request, self.op_type)) is not None:
             return reason
-        if request.dtype not in KERNEL_FLOAT_TYPES:
+        if request.dtype not in KERNEL_FLOAT_TYPES | HALF_TYPES:
             return f"{self.op_type} has no CPU kernel for {request.dtype}; cast the tensor to float32"
         if not min_bits <= request.type.bits <= max_bits:
             return (

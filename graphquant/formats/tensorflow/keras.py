@@ -1,12 +1,18 @@
 """Load Keras models: models in memory by tracing, `.keras` and `.h5` files by Keras' export to a SavedModel.
 
+Files of Keras 2 are read by the package tf_keras, its continuation, if it is installed. Keras 3 reads only a part of
+them.
+
 A Keras file may contain Python code (Lambda layers), names of arbitrary classes and links to other files. None of these
 are followed: the file's configuration is checked before Keras reads it, and Keras loads it in safe mode.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.util
+import io
 import json
 import os
 import shutil
@@ -30,11 +36,13 @@ if TYPE_CHECKING:
 MAX_CONFIG_BYTES: Final = 1 << 26
 MAX_EXPANSION: Final = 100  # Keras stores zip members uncompressed. A larger expansion indicates an attack on memory.
 _CONFIG_FILE: Final = "config.json"
+_METADATA_FILE: Final = "metadata.json"
 _WEIGHTS_FILE: Final = "model.weights.h5"
+_TF_KERAS: Final = "tf_keras"
 _CODE_CLASSES: Final = frozenset({"Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"})
 """Classes whose configuration is code, or refers to files with code."""
 
-_TRUSTED_PACKAGES: Final = frozenset({"keras", "builtins"})
+_TRUSTED_PACKAGES: Final = frozenset({"keras", "tf_keras", "builtins"})
 """Trusted origins of classes. Keras writes "builtins" for its own functions."""
 
 _KERAS_ERRORS: Final = (
@@ -92,19 +100,23 @@ def load_keras(path: Path) -> Model:
             f"{path} is a Keras file, which Keras reads with TensorFlow, and tensorflow is not installed."
             " Install it with: pip install 'graphquant[tensorflow]'"
         ) from error
-    config = _read_safe_config(path)
+    config, version = _read_safe_config(path)
     temp_folder = _TempFolder(tempfile.mkdtemp(prefix="graphquant-keras-"))
     folder = Path(temp_folder.name) / "model"
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    with silence_stderr():
-        import keras
-
-        _require_tensorflow_backend(keras)
+    # tf_keras prints the signatures of each export. The standard output is for the results of a command.
+    with silence_stderr(), contextlib.redirect_stdout(io.StringIO()):
+        keras = _import_keras(version)
+        is_tf_keras = keras.__name__ == _TF_KERAS
         _require_known_classes(keras, path, config)
         try:
             model = keras.saving.load_model(path, compile=False, safe_mode=True)
-            model.export(folder, format="tf_saved_model", verbose=False)
+            model.export(folder, **({} if is_tf_keras else {"format": "tf_saved_model", "verbose": False}))
         except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
+            if _is_keras_2(version) and not is_tf_keras:
+                raise MissingDependencyError(
+                    f"{path} was written by Keras {version}, and Keras {keras.__version__} cannot read it. Install the"
+                    " package that reads such files with: pip install tf-keras"
+                ) from error
             raise ModelError(
                 f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))} Export it to a"
                 " SavedModel with model.export(folder) in its own environment, and pass that folder."
@@ -113,6 +125,22 @@ def load_keras(path: Path) -> Model:
     _normalize_saved_functions(source.meta_graph(source.message))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return build_model(replace(source, digest=digest, temp_folder=temp_folder), path)
+
+
+def trace_tf_keras_model(tensorflow: Any, model: Any) -> Any:
+    """Return the ConcreteFunction of a tf_keras model in memory: inference, any batch size."""
+    signature = model.save_spec()
+    if signature is None:
+        raise UsageError(f"The Keras model {model.name!r} does not declare its inputs. Call it once on a batch first.")
+    arguments, keywords = signature
+
+    def call_model(*inputs: Any) -> Any:
+        return model(*inputs, **keywords, training=False)
+
+    try:
+        return tensorflow.function(call_model, input_signature=arguments, autograph=False).get_concrete_function()
+    except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
+        raise ModelError(f"tf_keras cannot trace the model {model.name!r}: {first_error_line(str(error))}.") from error
 
 
 class _TempFolder:
@@ -138,16 +166,35 @@ def _normalize_saved_functions(meta: Any) -> None:
             bare.concrete_function_name = names.get(bare.concrete_function_name, bare.concrete_function_name)
 
 
+def _is_keras_2(version: str) -> bool:
+    return version.startswith(("1.", "2."))
+
+
+def _import_keras(version: str) -> Any:
+    """Return the Keras that reads files of a version: tf_keras for Keras 2 if it is installed, else Keras 3."""
+    if _is_keras_2(version) and importlib.util.find_spec(_TF_KERAS) is not None:
+        return importlib.import_module(_TF_KERAS)
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    import keras
+
+    _require_tensorflow_backend(keras)
+    return keras
+
+
 def _require_tensorflow_backend(keras: Any) -> None:
     backend = keras.config.backend()
     if backend != "tensorflow":
         raise UsageError(f"Keras runs on {backend} in this process. Set KERAS_BACKEND=tensorflow before importing it.")
 
 
-def _read_safe_config(path: Path) -> Any:
-    """Read a file's configuration. Files with code, links to other files, and files not from Keras are refused."""
+def _read_safe_config(path: Path) -> tuple[Any, str]:
+    """Read a file's configuration, and the version of the Keras that wrote it, "" if the file has none.
+
+    Files with code, links to other files, and files not from Keras are refused.
+    """
     try:
-        config = json.loads(_read_zip_config(path) if path.suffix == ".keras" else _read_h5_config(path))
+        text, version = _read_zip_config(path) if path.suffix == ".keras" else _read_h5_config(path)
+        config = json.loads(text)
     except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile) as error:
         raise ModelError(f"{path} is not a Keras model: {first_error_line(str(error))} It may be damaged.") from error
     for entry in _json_objects(config):
@@ -160,7 +207,7 @@ def _read_safe_config(path: Path) -> Any:
                 " code. Code in model files is never run. If you trust it, export the model with"
                 " model.export(folder) and pass that folder."
             )
-    return config
+    return config, version
 
 
 def _require_known_classes(keras: Any, path: Path, config: Any) -> None:
@@ -188,29 +235,34 @@ def _json_objects(config: Any) -> Iterator[dict[str, Any]]:
             pending.extend(current)
 
 
-def _read_zip_config(path: Path) -> bytes:
-    """Read the configuration of a `.keras` file after its members were checked."""
+def _read_zip_config(path: Path) -> tuple[bytes, str]:
+    """Read the configuration and the version of a `.keras` file after its members were checked."""
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if member.file_size > MAX_CONFIG_BYTES and member.file_size > MAX_EXPANSION * member.compress_size:
                 raise ValueError(f"{member.filename[:60]!r} would unpack to {member.file_size} bytes.")
-        if archive.getinfo(_CONFIG_FILE).file_size > MAX_CONFIG_BYTES:
+        members = [name for name in (_CONFIG_FILE, _METADATA_FILE) if name in archive.namelist()]
+        if any(archive.getinfo(name).file_size > MAX_CONFIG_BYTES for name in members):
             raise ValueError("its configuration is too large.")
         if _WEIGHTS_FILE in archive.namelist():
             with archive.open(_WEIGHTS_FILE) as weights:
                 _require_self_contained_h5(weights)
-        return archive.read(_CONFIG_FILE)
+        metadata = json.loads(archive.read(_METADATA_FILE)) if _METADATA_FILE in members else {}
+        version = metadata.get("keras_version") if isinstance(metadata, dict) else None
+        return archive.read(_CONFIG_FILE), str(version or "")
 
 
-def _read_h5_config(path: Path) -> bytes:
+def _read_h5_config(path: Path) -> tuple[bytes, str]:
+    """Read the configuration and the version of an `.h5` file that contains its weights."""
     import h5py
 
     _require_self_contained_h5(path)
     with h5py.File(path, "r") as file:
-        config = file.attrs.get("model_config")
+        config, version = file.attrs.get("model_config"), file.attrs.get("keras_version", "")
     if config is None:
         raise ValueError("it contains weights without the layers. Save the whole model.")
-    return config.encode() if isinstance(config, str) else bytes(config)
+    config_bytes = config.encode() if isinstance(config, str) else bytes(config)
+    return config_bytes, version.decode(errors="replace") if isinstance(version, bytes) else str(version)
 
 
 def _require_self_contained_h5(file: Any) -> None:

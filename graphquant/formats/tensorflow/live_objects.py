@@ -82,6 +82,11 @@ def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
 
             function = trace_keras_model(tensorflow, keras, instance)
             return _from_concrete_function(tensorflow, function, "the Keras model")
+        tf_keras = sys.modules.get("tf_keras")
+        if tf_keras is not None and isinstance(instance, tf_keras.Model):
+            from graphquant.formats.tensorflow.keras import trace_tf_keras_model
+
+            return _from_concrete_function(tensorflow, trace_tf_keras_model(tensorflow, instance), "the Keras model")
         if isinstance(instance, tensorflow.types.experimental.ConcreteFunction):
             return _from_concrete_function(tensorflow, instance, "the ConcreteFunction")
         if isinstance(instance, tensorflow.types.experimental.GenericFunction):

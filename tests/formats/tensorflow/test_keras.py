@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import pickle
 import shutil
 import sys
+import types
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,3 +270,113 @@ def test_damaged_files(empty_folder: Path) -> None:
     write_other_config(lambda config: {**config, "config": {"layers": [{}]}})
     with pytest.raises(ModelError, match="cannot read"):
         gq.load(empty_folder / "bad.keras")
+
+
+def half_precision_network(policy: str, path: Path) -> None:
+    """Write a network whose weights are equal for each policy, except for their rounding."""
+    keras.utils.set_random_seed(1)
+    stack = [
+        keras.layers.Conv2D(8, 3, activation="relu", dtype=policy),
+        keras.layers.Flatten(dtype=policy),
+        keras.layers.Dense(4, dtype=policy),
+    ]
+    network = keras.Sequential([keras.Input((8, 8, 3), name="x"), *stack])
+    values = np.random.default_rng(2)
+    network.set_weights([values.normal(size=weight.shape) * 0.2 for weight in network.get_weights()])
+    network.save(path)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16"])
+def test_half_precision_is_quantized_like_float32(tmp_path: Path, policy: str) -> None:
+    """Weights and activations are quantized, with the error of the float32 model, and strip restores the source."""
+    values = np.random.default_rng(0).normal(size=(40, 8, 8, 3)).astype(np.float32)
+    sqnr = []
+    for name in ("float32", policy):
+        half_precision_network(name, tmp_path / f"{name}.keras")
+        result = gq.insert(tmp_path / f"{name}.keras", data={"x": values})
+        assert len([pair for pair in result.inserted if pair.site.parameter]) == 2
+        assert result.quantized_share == 1
+        assert result.validation is not None
+        sqnr.append(result.validation.worst_sqnr)
+    assert sqnr[1] > sqnr[0] - 1
+    quantized = gq.load(gq.save(result.model, tmp_path / "half"))
+    assert gq.strip(quantized).exact
+
+
+@pytest.mark.parametrize("name", ["net.keras", "net.h5"])
+def test_files_of_keras_2_are_read_by_tf_keras(empty_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A file of Keras 2 goes to tf_keras if it is installed; a stand-in records the calls."""
+    keras_network().save(name)
+    set_keras_version(name, "2.15.0")
+    requests = []
+
+    class ModelOfKeras2:
+        """A model whose export has the arguments and the output of tf_keras."""
+
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def export(self, folder: Path) -> None:
+            print("Saved artifact")  # noqa: T201  # as tf_keras does
+            self.model.export(folder, verbose=False)
+
+    def load_model(path: Path, *, compile: bool, safe_mode: bool) -> ModelOfKeras2:  # noqa: A002  # tf_keras's name
+        requests.append((path.name, compile, safe_mode))
+        return ModelOfKeras2(keras.saving.load_model(path, compile=False))
+
+    stand_in = types.ModuleType("tf_keras")
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("tf_keras", None)
+    stand_in.saving = types.SimpleNamespace(  # type: ignore[attr-defined]
+        load_model=load_model, get_registered_object=lambda name: None
+    )
+    stand_in.__version__ = "2.21.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tf_keras", stand_in)
+    gq.load(Path(name))
+    assert requests == [(name, False, True)]
+    set_keras_version(name, "3.9.0")
+    gq.load(Path(name))
+    assert len(requests) == 1
+
+
+def set_keras_version(name: str, version: str) -> None:
+    """Write another version of Keras into a file."""
+    if name.endswith(".h5"):
+        with h5py.File(name, "r+") as file:
+            file.attrs["keras_version"] = version
+        return
+    with zipfile.ZipFile(name) as old:
+        members = {member: old.read(member) for member in old.namelist()}
+    members["metadata.json"] = json.dumps({"keras_version": version}).encode()
+    with zipfile.ZipFile(name, "w") as new:
+        for member, data in members.items():
+            new.writestr(member, data)
+
+
+def test_files_of_keras_2_that_keras_3_cannot_read(
+    empty_folder: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without tf_keras the message has the command that installs it, and the exit code is 4."""
+    keras_network().save("net.keras")
+    write_other_config(lambda config: {**config, "module": "tf_keras.src.engine.functional"})
+    set_keras_version("bad.keras", "2.15.0")
+    monkeypatch.setitem(sys.modules, "tf_keras", None)
+    error_text = cli("inspect", "bad.keras", code=4).stderr
+    assert "pip install tf-keras" in error_text
+    assert "Keras 2.15.0" in error_text
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_real_tf_keras(empty_folder: Path) -> None:
+    """A model of tf_keras gives the same result from memory and from both kinds of file."""
+    tf_keras = pytest.importorskip("tf_keras")
+    image = tf_keras.Input((8, 8, 1), name="image")
+    hidden = tf_keras.layers.Conv2D(4, 3, activation="relu")(image)
+    hidden = tf_keras.layers.Flatten()(tf_keras.layers.BatchNormalization()(hidden))
+    model = tf_keras.Model(image, tf_keras.layers.Dense(3, name="logits")(hidden))
+    results = []
+    for source in (model, "net.h5", "net.keras"):
+        if source is not model:
+            model.save(source)
+        result = gq.insert(source, data={"image": IMAGES})
+        results.append((len(result.inserted), round(result.validation.worst_sqnr, 2)))
+    assert len(set(results)) == 1
