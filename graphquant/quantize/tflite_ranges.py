@@ -19,11 +19,13 @@ import numpy as np
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import (
     FORWARDING_KINDS,
+    RESHAPING_KINDS,
     WEIGHTED_KINDS,
     Call,
     Graph,
     Model,
     Output,
+    Parameters,
     Shape,
     StoredQuantization,
     TensorRef,
@@ -48,6 +50,12 @@ if TYPE_CHECKING:
 CONVERTER_PREFIXES = re.compile(r"^((Stateful)?PartitionedCall/|serving_default_)+")
 """Prefixes that the converter adds to names inside a SavedModel's functions and to its inputs."""
 
+INLINED_PREFIX = re.compile(r"^.*/(?:body|cond|then|else)/_\d+/")
+"""The prefix that freezing puts before the names of ops in loops and branches."""
+
+INSERTED_SUFFIXES = re.compile(r"/(?:quant|bias_add|bias_folded)\d*$")
+"""Suffixes of ops that graphquant inserts: a Q/DQ pair, or the bias of a folded BatchNorm."""
+
 MAX_PASSTHROUGH_OPS = 64  # pass-through ops that a tensor is followed through
 
 
@@ -68,22 +76,56 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
                 spellings = {f"{op}:{port}": 0, output.name: 0, **({op: 0} if not port else {})}
                 for spelling in spellings:
                     refs_by_spelling.setdefault(spelling, []).append(ref)
+    parameters = Parameters(model)
     claims: dict[TensorRef, list[str]] = {}
+    direct_claims: dict[TensorRef, list[str]] = {}  # of tensors that are passed on from another one
     plain_names = {name: name if name in refs_by_spelling else _strip_name_counter(name, names) for name in activations}
     part_counts = Counter(name_part for name in set(plain_names.values()) for name_part in set(name.split(";")))
     for name, plain_name in plain_names.items():
         unique_parts = {name_part: part_counts[name_part] == 1 for name_part in plain_name.split(";")}
         for candidate in refs_by_spelling.get(plain_name) or _find_fused_tensors(
-            model, refs_by_spelling, ranks, unique_parts
+            model, parameters, refs_by_spelling, ranks, unique_parts
         ):
-            ref = _innermost_producer(model, candidate)
+            last_tensor = _last_folded_tensor(model, parameters, candidate, part_counts)
+            ref = _innermost_producer(model, last_tensor)
             if _may_have_same_size(model.output(ref).shape, activations[name].shape):
                 claims.setdefault(ref, []).append(name)
+                direct_claims.setdefault(last_tensor, []).append(name)
     return {
         ref: claimants[0]
-        for ref, claimants in claims.items()
+        for ref, claimants in (*claims.items(), *direct_claims.items())
         if _have_same_quantization([activations[name] for name in claimants])
     }
+
+
+def _last_folded_tensor(
+    model: Model, parameters: Parameters, tensor: TensorRef, file_names: Collection[str]
+) -> TensorRef:
+    """Return the output of the BatchNorms behind a tensor, which the converter folded into its layer.
+
+    A model with variables still has them. A BatchNorm that is not folded has a name in the file.
+    """
+
+    def next_tensor(current: TensorRef) -> TensorRef | None:
+        graph = model.graphs[current.graph]
+        uses = graph.consumers(current)
+        if len(uses) != 1 or uses[0].graph != graph.name or uses[0].op in file_names:
+            return None
+        return TensorRef(graph.name, uses[0].op) if _is_batchnorm_part(parameters, graph, uses[0].op) else None
+
+    if model.op(tensor).kind not in WEIGHTED_KINDS | {"bias_add", "add"}:
+        return tensor
+    return follow_to_end(tensor, next_tensor, MAX_PASSTHROUGH_OPS)
+
+
+def _is_batchnorm_part(parameters: Parameters, graph: Graph, name: str) -> bool:
+    """Return True for a BatchNorm, and for a product or sum with a parameter, into which Keras 3 divides it."""
+    op = graph.op(name)
+    if op.kind == "batchnorm":
+        return True
+    return op.kind in {"mul", "add"} and any(
+        slot is not None and parameters.is_parameter(slot) for slot in graph.slots(name)
+    )
 
 
 def _strip_name_counter(name: str, names: Collection[str]) -> str:
@@ -101,6 +143,7 @@ def _may_have_same_size(first: Shape | None, second: Shape | None) -> bool:
 
 def _find_fused_tensors(
     model: Model,
+    parameters: Parameters,
     refs_by_spelling: Mapping[str, list[TensorRef]],
     ranks: Mapping[TensorRef, int],
     unique_parts: Mapping[str, bool],
@@ -109,41 +152,51 @@ def _find_fused_tensors(
     refs_by_graph: dict[str, tuple[list[TensorRef], list[TensorRef]]] = {}
     for name_part, is_unique in unique_parts.items():
         plain_name = CONVERTER_PREFIXES.sub("", name_part)
-        inserted_on = refs_by_spelling.get(plain_name.removesuffix("/quant"), [])  # if graphquant inserted the op
-        for ref in refs_by_spelling.get(plain_name, inserted_on):
+        base_name = INSERTED_SUFFIXES.sub("", plain_name)  # if graphquant inserted the op
+        spellings = (plain_name, base_name, INLINED_PREFIX.sub("", base_name))
+        for ref in next((refs_by_spelling[spelling] for spelling in spellings if spelling in refs_by_spelling), ()):
             refs_by_graph.setdefault(ref.graph, ([], []))[not is_unique].append(ref)
     candidates = (
-        _last_of_largest_group(model.graphs[graph], unique_refs or shared, shared if unique_refs else [], ranks)
+        _last_of_largest_group(
+            model.graphs[graph], parameters, unique_refs or shared, shared if unique_refs else [], ranks
+        )
         for graph, (unique_refs, shared) in refs_by_graph.items()
     )
     return [ref for ref in candidates if ref is not None]
 
 
 def _last_of_largest_group(
-    graph: Graph, refs: list[TensorRef], shared: list[TensorRef], ranks: Mapping[TensorRef, int]
+    graph: Graph, parameters: Parameters, refs: list[TensorRef], shared: list[TensorRef], ranks: Mapping[TensorRef, int]
 ) -> TensorRef | None:
     """Return the last tensor of the largest connected group among `refs`.
 
     Return None if two groups are equally large, or if one of `shared`, refs of other names too, may follow the group.
     """
     ops = dict.fromkeys(ref.op for ref in refs)
-    edges = [(name, source) for name in ops for source in _iterate_sources(graph, name) if source in ops]
+    edges = [(name, source) for name in ops for source in _iterate_sources(graph, parameters, name) if source in ops]
     largest, *others = sorted((set(group) for group in connected_groups(ops, edges)), key=len, reverse=True)
     if others and len(others[0]) == len(largest):
         return None
     for name in (ref.op for ref in shared):
         # A weighted op begins a layer of its own, so it cannot be fused behind the group.
-        if graph.op(name).kind not in WEIGHTED_KINDS and not largest.isdisjoint(_iterate_sources(graph, name)):
+        if graph.op(name).kind not in WEIGHTED_KINDS and not largest.isdisjoint(
+            _iterate_sources(graph, parameters, name)
+        ):
             return None
     return max((ref for ref in refs if ref.op in largest), key=ranks.__getitem__)
 
 
-def _iterate_sources(graph: Graph, name: str) -> Iterator[str]:
-    """Yield the ops that an op reads, looking through ops that graphquant inserted, which the file cannot know."""
+def _iterate_sources(graph: Graph, parameters: Parameters, name: str) -> Iterator[str]:
+    """Yield the ops that an op reads, looking through those that the file cannot know.
+
+    These are ops that graphquant inserted, and BatchNorms that the converter folded.
+    """
 
     def source_of_inserted_op(op: str) -> str | None:
-        producer = graph.source_of(Use(graph.name, op, 0)) if graph.op(op).rule and graph.slots(op) else None
-        return producer.op if producer is not None and producer.graph == graph.name else None
+        if not graph.slots(op) or not (graph.op(op).rule or _is_batchnorm_part(parameters, graph, op)):
+            return None
+        sources = [slot for slot in graph.slots(op) if slot is not None and not parameters.is_parameter(slot)]
+        return sources[0].op if len(sources) == 1 and sources[0].graph == graph.name else None
 
     for source in graph.nx.pred[name]:
         yield from follow(source, source_of_inserted_op, MAX_PASSTHROUGH_OPS)
@@ -262,7 +315,7 @@ def transfer_ranges(
     for site in plan.sites:
         name = mapped.get(site.tensor)
         if name is None and not site.parameter and site.clone_of is None:
-            equivalent_tensors = iterate_equivalent_tensors(model, callers, site.tensor)
+            equivalent_tensors = _iterate_unmoved_tensors(model, callers, site.tensor)
             name = next((file_names[ref] for ref in equivalent_tensors if ref in file_names), None)
         if name is None and site.parameter and weights and site.view is None:
             name = _matching_constant(model, site, entries)
@@ -295,6 +348,21 @@ def _matching_constant(model: Model, site: Site, entries: Mapping[str, tuple[Out
             stored = stored_quantization(output)
             return name if stored.scale.size == 1 or stored.axis == site.axis else None
     return None
+
+
+def _iterate_unmoved_tensors(
+    model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef
+) -> Iterator[TensorRef]:
+    """Yield the tensor, equivalent ones, and those whose values reshapes and transposes move into it."""
+    for moved in follow(tensor, lambda current: _reshaped_tensor(model, current), MAX_PASSTHROUGH_OPS - 1):
+        yield from iterate_equivalent_tensors(model, callers, moved)
+
+
+def _reshaped_tensor(model: Model, tensor: TensorRef) -> TensorRef | None:
+    """Return the tensor that a reshape or transpose reads, None for another op."""
+    if model.op(tensor).kind not in RESHAPING_KINDS:
+        return None
+    return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
 
 
 def _quantized_entries(source: Model) -> dict[str, tuple[Output, bool]]:

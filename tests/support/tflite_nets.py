@@ -25,7 +25,9 @@ class ConvertedNet:
     signatures: tuple[str, ...] = ("serving_default",)
 
 
-def export_trained(model: Any, draw: Callable[[int], tuple[Array, Array]], folder: Path, *, epochs: int = 3) -> ConvertedNet:
+def export_trained(
+    model: Any, draw: Callable[[int], tuple[Array, Array]], folder: Path, *, epochs: int = 3
+) -> ConvertedNet:
     """Fit a Keras classifier to `draw` and export it with its samples."""
     import tensorflow as tf
 
@@ -52,7 +54,9 @@ def noisy_prototypes(seed: int, shape: tuple[int, ...]) -> Callable[[int], tuple
 def kws(_samples: Path, shared: Path, _folder: Path) -> ConvertedNet:
     """Keyword spotting, a SavedModel that TensorFlow's converter cannot load."""
     return ConvertedNet(
-        shared / "kws/saved_model", str(shared / "kws/calib.npz"), {"input_1": np.load(shared / "kws/eval.npz")["input_1"]}
+        shared / "kws/saved_model",
+        str(shared / "kws/calib.npz"),
+        {"input_1": np.load(shared / "kws/eval.npz")["input_1"]},
     )
 
 

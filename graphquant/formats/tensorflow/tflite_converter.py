@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -110,7 +110,7 @@ def _convert_signatures(model: Model, graph_def: Any, signatures: list[FrozenSig
             f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}."
             f" {_conversion_advice(model, str(error))}"
         ) from error
-    return _with_signatures(data, signatures)
+    return add_signatures(data, signatures)
 
 
 def _convert_graph(tensorflow: Any, model: Model, graph_def: Any, signature: FrozenSignature, io: str | None) -> bytes:
@@ -204,7 +204,7 @@ def _require_ranges(model: Model, io: str, signature: FrozenSignature) -> None:
         )
 
 
-def _with_signatures(data: bytes, signatures: list[FrozenSignature]) -> bytes:
+def add_signatures(data: bytes, signatures: list[FrozenSignature]) -> bytes:
     """Return a TFLite file with signatures, which give the inputs and outputs of its main graph keys.
 
     The converter writes signatures only of SavedModels, which would have to be written for it.
@@ -221,6 +221,7 @@ def _with_signatures(data: bytes, signatures: list[FrozenSignature]) -> bytes:
         return mapped
 
     file = flatbuffer_utils.convert_bytearray_to_object(bytearray(data))
+    _name_inputs(file.subgraphs[0], signatures[0])
     file.signatureDefs = []
     for signature in signatures:
         definition = schema.SignatureDefT()
@@ -229,6 +230,16 @@ def _with_signatures(data: bytes, signatures: list[FrozenSignature]) -> bytes:
         definition.outputs = entries(signature.outputs, file.subgraphs[0].outputs)
         file.signatureDefs.append(definition)
     return bytes(flatbuffer_utils.convert_object_to_bytearray(file))
+
+
+def _name_inputs(graph: Any, signature: FrozenSignature) -> None:
+    """Name the quantized inputs after their ops, as TensorFlow does. The converter names them after a pass."""
+    for op, index in zip(signature.inputs.values(), graph.inputs, strict=True):
+        if graph.tensors[index].name.startswith(b"tfl."):
+            for tensor in graph.tensors:
+                if tensor.name == op.encode():  # an unused rest of the float input
+                    tensor.name += b"/float"
+            graph.tensors[index].name = op.encode()
 
 
 _SUBGRAPH_OPTIONS: Final = (
@@ -249,38 +260,47 @@ def join_tflite_files(files: Sequence[bytes]) -> bytes:
     if len(files) == 1:
         return files[0]
     joined, *others = [flatbuffer_utils.convert_bytearray_to_object(bytearray(data)) for data in files]
-
-    def code_key(code: Any) -> tuple[Any, ...]:
-        return code.builtinCode, code.deprecatedBuiltinCode, code.customCode, code.version
-
-    def buffer_content(buffer: Any) -> bytes:
-        return b"" if buffer.data is None else bytes(buffer.data)
-
-    codes = {code_key(code): index for index, code in enumerate(joined.operatorCodes)}
-    buffers = {buffer_content(buffer): index for index, buffer in reversed(list(enumerate(joined.buffers)))}
+    codes = {_code_key(code): index for index, code in enumerate(joined.operatorCodes)}
+    buffers = {_buffer_content(buffer): index for index, buffer in reversed(list(enumerate(joined.buffers)))}
     for file in others:
         first_graph = len(joined.subgraphs)
         for graph in file.subgraphs:
             for tensor in graph.tensors:
-                content = buffer_content(file.buffers[tensor.buffer])
+                buffer = file.buffers[tensor.buffer]
+                content = _buffer_content(buffer)
                 if content not in buffers:
                     buffers[content] = len(joined.buffers)
-                    joined.buffers.append(file.buffers[tensor.buffer])
+                    joined.buffers.append(buffer)
                 tensor.buffer = buffers[content] if content else 0
             for op in graph.operators:
                 code = file.operatorCodes[op.opcodeIndex]
-                if code_key(code) not in codes:
-                    codes[code_key(code)] = len(joined.operatorCodes)
+                if _code_key(code) not in codes:
+                    codes[_code_key(code)] = len(joined.operatorCodes)
                     joined.operatorCodes.append(code)
-                op.opcodeIndex = codes[code_key(code)]
-                for option in _SUBGRAPH_OPTIONS:
-                    if hasattr(op.builtinOptions, option):
-                        setattr(op.builtinOptions, option, getattr(op.builtinOptions, option) + first_graph)
+                op.opcodeIndex = codes[_code_key(code)]
+                _shift_called_graphs(op, first_graph)
         for definition in file.signatureDefs:
             definition.subgraphIndex += first_graph
         joined.subgraphs += file.subgraphs
         joined.signatureDefs += file.signatureDefs
     return bytes(flatbuffer_utils.convert_object_to_bytearray(joined))
+
+
+def _code_key(code: Any) -> tuple[Any, ...]:
+    """Return the content of an operator code of a TFLite file."""
+    return code.builtinCode, code.deprecatedBuiltinCode, code.customCode, code.version
+
+
+def _buffer_content(buffer: Any) -> bytes:
+    """Return the bytes of a buffer of a TFLite file."""
+    return b"" if buffer.data is None else bytes(buffer.data)
+
+
+def _shift_called_graphs(op: Any, shift: int) -> None:
+    """Add `shift` to the indices of the graphs that an op of a TFLite file runs."""
+    for option in _SUBGRAPH_OPTIONS:
+        if hasattr(op.builtinOptions, option):
+            setattr(op.builtinOptions, option, getattr(op.builtinOptions, option) + shift)
 
 
 _MISSING_OPS = re.compile(r"(?:TF Select|Custom|Flex) ops: ([\w, ]+)")
@@ -502,7 +522,7 @@ def _merge_equal_nodes(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) -
     return {tensor: renamed[tensor] for tensor in outputs}
 
 
-def _equivalent_nodes(graph_def: Any, *, ignored_attrs: Set[str]) -> dict[str, int]:
+def _equivalent_nodes(graph_def: Any, *, ignored_attrs: Collection[str]) -> dict[str, int]:
     """Return a number for each node, the same for nodes that compute the same.
 
     Nodes with equal contents start with the same number and get different ones if their inputs have different ones.
