@@ -414,7 +414,7 @@ for name in sys.argv[1:]:
 
 def find_tools(interpreters: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return the interpreter of each tool, versions by package, and the reasons of the skipped tools."""
-    packages = sorted({name for names in PACKAGES.values() for name in names} | {"onnx"})
+    packages = sorted({name for names in PACKAGES.values() for name in names} | {"onnx", "sympy"})
     found = dict.fromkeys(QUANTIZERS, sys.executable)
     versions = {"graphquant": gq.__version__, "python": sys.version.split()[0]}
     for python in (sys.executable, *interpreters):
