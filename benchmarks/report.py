@@ -485,7 +485,7 @@ def main() -> int:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "report.json").write_text(json.dumps(rounded(report), indent=1) + "\n", "utf-8")
-    (options.out / "report.html").write_text(render_page(rounded(report), TOOLS), "utf-8")
+    (options.out / "report.html").write_text(render_page(rounded(report)), "utf-8")
     return print_verdict(report, options.out)
 
 

@@ -18,10 +18,10 @@ ROW, LEFT, WIDTH, TOP = 20, 190, 900, 26
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6472; --line: #dfe3e8; --paper: #ffffff;
   --c0: #0057b8; --c1: #b85c00; --c2: #8a6d00; --c3: #a03070; --c4: #00785a; --c5: #70757f; --c6: #7a4fc0;
-  --c7: #2e7d99; --c8: #c03030; --c9: #4d6b1f; }
+  --c7: #2e7d99; --c8: #c03030; --c9: #4d6b1f; --c10: #111111; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --soft: #9aa4b2; --line: #343b46; --paper: #14171c;
   --c0: #6db3ff; --c1: #ff9f4a; --c2: #e0c040; --c3: #f080c0; --c4: #40d0a0; --c5: #a8adb8; --c6: #b79cff;
-  --c7: #6fc7e6; --c8: #ff7a7a; --c9: #a9cf6a; } }
+  --c7: #6fc7e6; --c8: #ff7a7a; --c9: #a9cf6a; --c10: #ffffff; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1100px;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } p, li { color: var(--soft); max-width: 46rem; }
@@ -44,7 +44,7 @@ SHAPES = (
 )
 """Outlines of marks: circle, square, diamond, triangle, cross."""
 
-COLORS = 10
+COLORS = 11
 
 
 def mark(index: int, x: float, y: float, title: str = "") -> str:
@@ -249,10 +249,10 @@ SUMMARY_COLUMNS = (
 )
 
 
-def render_page(report: Entry, tools: Sequence[str]) -> str:
+def render_page(report: Entry) -> str:
     """Render the report."""
     models = report["models"]
-    used = [tool for tool in tools if any(tool in entry["results"] for entry in models.values())]
+    tools = list(report["summary"])
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     loads = [entry["load"] for entry in models.values()]
     load = f"load average {min(loads):.1f} to {max(loads):.1f}" if loads else "no load measured"
@@ -268,7 +268,7 @@ def render_page(report: Entry, tools: Sequence[str]) -> str:
         "<p>“/ ours” is the median of the tool's figure divided by graphquant's.</p>",
     ]
     for drawing in DRAWINGS:
-        keys = legend(tools, [tool for tool in used if drawing.shows(tool)])
+        keys = legend(tools, [tool for tool in tools if drawing.shows(tool)])
         body += [f"<h2>{drawing.title}</h2><p>{drawing.text}</p>", keys, drawing.render(models, tools)]
     body += ["<h2>All figures</h2>", table(RESULT_COLUMNS, list(result_rows(models)), texts=(10,))]
     if not_run:
