@@ -194,8 +194,9 @@ def _stored_scale(
         uses = model.graphs[current.graph].consumers(current)
         following = model.graphs[uses[0].graph].op(uses[0].op) if len(uses) == 1 else op
         if following.kind == "batchnorm":
-            layer = _stored_scale(model, parameters, following, current, TensorRef(uses[0].graph, uses[0].op))
-            return None if layer is None else replace(layer, offset=None if bias is None else bias.reshape(-1))
+            normalized = _stored_scale(model, parameters, following, current, TensorRef(uses[0].graph, uses[0].op))
+            offset = None if bias is None else bias.reshape(-1)
+            return None if normalized is None else replace(normalized, offset=offset)
         if following.kind == "output":  # the biases of a regression have the unit of the output
             bias = None
         elif bias is None and following.kind in BIAS_ADD_KINDS:
