@@ -94,3 +94,24 @@ def test_masks(tmp_path: Path, rules: str, mask: str) -> None:
     assert output.sqnr > 20
     quantized = {(done.site.tensor.op, use.op) for done in result.inserted for use in done.site.uses}
     assert {use for _, use in quantized} >= {node.name for node in gq.load(model).main.ops() if node.type == "MatMul"}
+
+
+@pytest.mark.parametrize("rules", ["qnn", "qnn16", "vitis_ai"])
+@pytest.mark.parametrize("reader", ["", "e = Erf(d)"], ids=["alone", "with another reader"])
+def test_products_before_a_mask(tmp_path: Path, rules: str, reader: str) -> None:
+    """A product whose output a mask is added to directly runs on integers, also with another reader."""
+    rng = np.random.default_rng(1)
+    message = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 18]> g (float[N,8,16] x, float[N,8,16] m) => (float[N,8,16] p'
+        f"{', float[N,8,16] e' if reader else ''}) {{ d = MatMul(x, w) {reader} a = Add(d, m) p = Softmax(a) }}"
+    )
+    message.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=(16, 16)).astype(np.float32), "w"))
+    for node in message.graph.node:
+        node.name = node.output[0]
+    onnx.save(message, tmp_path / "model.onnx")
+    data = {name: rng.normal(size=(8, 8, 16)).astype(np.float32) for name in ("x", "m")}
+    result = gq.insert(tmp_path / "model.onnx", data=data, rules=[rules])
+    report = gq.check(result.save(tmp_path / "quantized.onnx"), backend=rules.removesuffix("16"))
+    assert report.findings == ()
+    statuses = {verdict.op: verdict.status for verdict in report.verdicts}
+    assert (statuses["d"], statuses["a"]) == ("int8", "float")
