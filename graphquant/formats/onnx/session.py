@@ -412,17 +412,15 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
         names = (tensor.name for tensor in part.graph.initializer)
         part_weights = {name: weights[name] for name in names if name in weights}
         data, external_bytes = serialize_for_session(part, weights)
-        return partial(create_session, data, folder, external_bytes, part_weights, mode=mode)
+        create = partial(create_session, data, folder, external_bytes, part_weights, mode=mode)
+        return cache(create) if kept else create
 
     # Other runs of a small model create no sessions, and threads of its sessions need little memory.
     kept = mode.watched or count_pairs(message) <= MAX_KEPT_PAIRS
     part_mode = mode if kept else replace(mode, watched=True)
     single = mode.timed or (mode.optimized is not None and count_pairs(message) <= MAX_OPTIMIZED_PAIRS)
     split = None if single else create_split_session(message, partial(prepare, mode=part_mode))
-    if split is not None and kept:
-        parts = [(cache(create), inputs, outputs) for create, inputs, outputs in split.parts]
-        split = SplitSession(parts, kept=True)
-    return split or prepare(message, mode)()
+    return replace(split, kept=kept) if split is not None else prepare(message, mode)()
 
 
 def _part_path(optimized: Path, number: int) -> Path:

@@ -1,8 +1,9 @@
-"""Sessions of the consecutive parts of a model with very many Q/DQ pairs.
+"""Sessions of the consecutive parts of a model with very many Q/DQ pairs or outputs.
 
-ONNX Runtime creates a session in a time that grows with the square of the number of pairs. A cut is where few values
-pass, preferably behind a QuantizeLinear. Each part repeats the DequantizeLinear nodes that it reads, so that ONNX
-Runtime fuses the same ops as in the whole model.
+ONNX Runtime creates a session in a time that grows with the square of the number of pairs, and with that of the number
+of outputs. A cut is where few values pass, preferably behind a QuantizeLinear. Each part repeats the DequantizeLinear
+nodes that it reads, so that ONNX Runtime fuses the same ops as in the whole model. For the same reason, a model without
+many pairs is only cut where all values that pass are outputs, past which ONNX Runtime fuses nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from graphquant.formats.onnx.emitter import node_bodies
 from graphquant.formats.onnx.runtime import TENSOR_TYPE
 
 MAX_SESSION_PAIRS = 500  # maximum number of DequantizeLinear nodes of a model that is not split
+MAX_SESSION_OUTPUTS = 10_000  # maximum number of outputs of a model that is not split
 PART_NODES = 150  # minimum number of nodes of a part, not counting repeated ones; there are less than twice as many
+OBSERVED_PART_NODES = 2000  # the same for a model without so many pairs, almost all of whose values are outputs
 REPEATED_TYPES = frozenset({"DequantizeLinear", "Constant"})
 
 
@@ -49,12 +52,13 @@ class SplitSession:
 def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any]]) -> SplitSession | None:
     """Return the parts of a ModelProto; `prepare` returns the function that creates the session of a part.
 
-    Returns None if the model has few pairs or cannot be split.
+    Returns None if the model has few pairs and outputs, or cannot be split.
     """
-    if count_pairs(message) <= MAX_SESSION_PAIRS:
+    has_many_pairs = count_pairs(message) > MAX_SESSION_PAIRS
+    if not has_many_pairs and len(message.graph.output) <= MAX_SESSION_OUTPUTS:
         return None
     parts, infos = [], {info.name: info for info in message.graph.input}
-    for graph, inputs in _split_graph(message.graph):
+    for graph, inputs in _split_graph(message.graph, observed=not has_many_pairs):
         if not infos.keys() >= inputs:
             return None  # the nodes are not sorted, or a value is no tensor that Python can pass on
         graph.input.extend(infos[name] for name in sorted(inputs))
@@ -129,8 +133,11 @@ def count_pairs(message: Any) -> int:
     return sum(node.op_type == "DequantizeLinear" for node in message.graph.node)
 
 
-def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
-    """Yield the parts of a graph without their inputs, and the names of these."""
+def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]]:
+    """Yield the parts of a graph without their inputs, and the names of these.
+
+    An `observed` graph is only cut where all values that pass are outputs.
+    """
     nodes, initializers = list(graph.node), {tensor.name: tensor for tensor in graph.initializer}
     producers = {value: position for position, node in enumerate(nodes) for value in node.output if value}
     own = [position for position, node in enumerate(nodes) if node.op_type not in REPEATED_TYPES]
@@ -159,13 +166,17 @@ def _split_graph(graph: Any) -> Iterator[tuple[Any, set[str]]]:
     for value, last_read in last_reads.items():
         if value in producers:
             cost = 1 if nodes[producers[value]].op_type == "QuantizeLinear" else 2
+            cost = int(value not in outputs) if observed else cost
             changes[producers[value]] += cost
             changes[last_read] -= cost
     costs = list(accumulate(changes))
     start = end = 0
+    part_nodes = OBSERVED_PART_NODES if observed else PART_NODES
     while end < len(own):
-        start, candidates = end, range(end + PART_NODES, min(end + 2 * PART_NODES, len(own)))
+        start, candidates = end, range(end + part_nodes, min(end + 2 * part_nodes, len(own)))
         end = min(candidates, key=lambda count: costs[own[count - 1]], default=len(own))
+        if observed and end < len(own) and costs[own[end - 1]]:
+            end = len(own)
         reads = [read_names(nodes[position]) for position in own[start:end]]
         values, positions = needs(chain(*reads, outputs & repeated if end == len(own) else ()))
         positions.update(own[start:end])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,31 @@ def test_few_pairs_have_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     assert split(quantized_chain()) is None
     monkeypatch.setattr(split_session, "MAX_SESSION_PAIRS", pairs - 1)
     assert split(quantized_chain()) is not None
+
+
+@pytest.mark.parametrize(("hidden", "passed"), [("", ["m1"]), ("m1", ["m2"]), ("r0", None)])
+def test_many_outputs_are_cut_at_outputs(
+    hidden: str, passed: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float model with many outputs is divided where only outputs pass, and has the bits of one session."""
+    monkeypatch.setattr(split_session, "MAX_SESSION_OUTPUTS", 2)
+    monkeypatch.setattr(split_session, "OBSERVED_PART_NODES", 3)
+    chain = ["r0", *(f"m{k}" for k in range(6))]
+    nodes = [helper.make_node("MatMul", [source, "w"], [target]) for source, target in pairwise(chain)]
+    nodes.insert(0, helper.make_node("Relu", ["x"], ["r0"]))
+    nodes.append(helper.make_node("Add", [chain[-1], "r0"], ["y"]))
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32), "w")
+    values = [name for node in nodes for name in node.output if name != hidden]
+    outputs = [onnx.ValueInfoProto(name=name) for name in values]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])]
+    graph = helper.make_graph(nodes, "chain", inputs, outputs, [weight])
+    message = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    whole, feed = create_session(message.SerializeToString(), None), {"x": np.ones((3, 4), np.float32)}
+    sessions = split(message)
+    assert sessions is not None
+    assert next((inputs for _, inputs, _ in sessions.parts[1:]), None) == passed
+    results = zip(sessions.run(values, [feed])[0], whole.run(values, feed), strict=True)
+    assert all(np.array_equal(part, value) for part, value in results)
 
 
 @pytest.mark.usefixtures("rules_alone")
