@@ -226,8 +226,9 @@ def _write_result(
         write_text_or_json(report, InsertResult.of(result, str(target) if target else None, conversion).as_json())
     if html is not None:
         from graphquant.visualize.drawing import result_drawing
+        from graphquant.visualize.text import result_figures
 
-        write_drawing_page(html, result_drawing(result), result.stats)
+        write_drawing_page(html, result_drawing(result), result.stats, result_figures(result))
     return conversion
 
 

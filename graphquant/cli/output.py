@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,14 +81,16 @@ def write_page(path: Path, page: str) -> None:
     click.echo(f"Written to {escape_unprintable(str(path))}", err=True)
 
 
-def write_drawing_page(path: Path, drawing: Drawing, stats: Stats | None = None) -> None:
-    """Write a drawing as an interactive page, with notes about the statistics in it."""
+def write_drawing_page(
+    path: Path, drawing: Drawing, stats: Stats | None = None, figures: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Write a drawing as an interactive page, with figures at its top and notes about the statistics in it."""
     from graphquant.visualize.text import incomplete_stats
     from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
     notes = ["The data is RANDOM. Use this page only for tests."] if stats is not None and stats.random else []
     notes += [str(line) for line in incomplete_stats(stats)] if stats is not None else []
-    write_page(path, viewer_page(viewer_data(drawing, notes)))
+    write_page(path, viewer_page(viewer_data(drawing, notes, figures=figures)))
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def annotation_text(annotation: Annotation) -> str:
     scale, zero_point = annotation.params.scale, annotation.params.zero_point
     if scale.size != 1:
         return f"{dtype}[{scale.size}]"
-    return f"{dtype} {scale.item():.3g}" + (f" z{int(zero_point.item())}" if zero_point.any() else "")
+    return f"{dtype} {scale.item():.4g}" + (f" z{int(zero_point.item())}" if zero_point.any() else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,16 @@ def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
     return Group(*sections)
 
 
+def comparison_figures(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return labels and values of the worst output."""
+    figures = []
+    if comparison.sqnr is not None:
+        figures.append(("worst output", f"{_decibel_text(comparison.sqnr)} dB"))
+    if comparison.agreement is not None:
+        figures.append(("agreement", _percent_text(comparison.agreement)))
+    return figures
+
+
 def metric_text(metric: MetricFigures) -> str:
     """Return the scores of both models by the user's metric."""
     return f"{metric.name} " + " -> ".join(f"{score:.4g}" for score in metric.scores)

@@ -23,7 +23,7 @@ from graphquant.ir.op_matching import match_ops
 from graphquant.quantize import Plan
 from graphquant.visualize.annotations import comparison_heatmap
 from graphquant.visualize.check_report import check_view, data_check_view
-from graphquant.visualize.compare_report import comparison_view, diff_summary, diff_view, strip_view
+from graphquant.visualize.compare_report import comparison_figures, comparison_view, diff_summary, diff_view, strip_view
 from graphquant.visualize.drawing import Drawing, model_drawing, plan_drawing, result_drawing
 from graphquant.visualize.merged_drawings import MergedDrawing, merge_drawings, viewer_changes
 from graphquant.visualize.statistics_report import range_report_view
@@ -45,13 +45,14 @@ def comparison_page(float_model: Model, quantized: Model, comparison: Comparison
     """
     notes = [RANDOM_DATA_NOTE] if comparison.random else []
     drawing, heatmap = model_drawing(quantized), comparison_heatmap(comparison)
+    figures = comparison_figures(comparison)
     if float_model.format != quantized.format:
-        return viewer_page(viewer_data(drawing, [*notes, FORMATS_DIFFER_NOTE], heatmap=heatmap))
+        return viewer_page(viewer_data(drawing, [*notes, FORMATS_DIFFER_NOTE], heatmap=heatmap, figures=figures))
     prepared = prepare_like(float_model, quantized)
     merged = merge_drawings(
         model_drawing(prepared), drawing, match_ops(prepared, quantized), _side_titles(float_model, quantized)
     )
-    return viewer_page(viewer_data(merged.drawing, notes, merged=merged, heatmap=heatmap))
+    return viewer_page(viewer_data(merged.drawing, notes, merged=merged, heatmap=heatmap, figures=figures))
 
 
 def diff_page(first: Model, second: Model, differences: Differences) -> str:

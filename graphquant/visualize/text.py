@@ -21,7 +21,13 @@ from graphquant.numerics import DynamicQParams, QParams
 from graphquant.quantize.plan import SkipCode
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.text import format_shape, percent
-from graphquant.visualize.compare_report import data_warnings, repair_view, search_view, validation_view
+from graphquant.visualize.compare_report import (
+    comparison_figures,
+    data_warnings,
+    repair_view,
+    search_view,
+    validation_view,
+)
 from graphquant.visualize.tables import (
     ROWS_SHOWN,
     Column,
@@ -115,6 +121,24 @@ def result_view(result: Result, output: Path | None, *, tables: bool = True) -> 
     message += f", {result.time_ratio.median:.2f} of float's time" if result.time_ratio is not None else ""
     message += f". Written to {output}" if output else ". Nothing written (dry run)."
     return Group(*sections, plain_line(message, style="bold"))
+
+
+def result_figures(result: Result) -> list[tuple[str, str]]:
+    """Return labels and values of the main figures of a result: error, size, time, share in int8."""
+    from graphquant.optimize.size_budget import model_constant_bytes
+
+    figures = (
+        []
+        if result.validation is None or result.validation.comparison is None
+        else comparison_figures(result.validation.comparison)
+    )
+    before, after = (model_constant_bytes(model) for model in (result.source, result.model))
+    figures.append(("constants", f"{after:,} of {before:,} bytes"))
+    if result.time_ratio is not None:
+        figures.append(("time", f"{result.time_ratio.median:.2f} of float"))
+    if result.quantized_share is not None:
+        figures.append(("multiply-adds with quantized inputs", percent(result.quantized_share)))
+    return figures
 
 
 def _detail_sections(result: Result) -> list[RenderableType]:

@@ -45,10 +45,10 @@ def short_name(name: str) -> str:
 def box_width(box: Box) -> int:
     """Return the width of a box that fits its type, name, output shape and constants, within limits."""
     capitals = sum(not letter.islower() for letter in box.op.type)
-    texts = [len(box.op.type) * 7.4 + capitals * 1.5, len(short_name(box.op.name)) * 6.2]
+    texts = [len(box.op.type) * 8.1 + capitals * 1.6, len(short_name(box.op.name)) * 6.8]
     texts.append(sum(34 for constant in box.constants if constant.annotations))
     if box.op.outputs:
-        texts.append(len(drawn_shape(box.op.outputs[0])) * 5.6 + 30)
+        texts.append(len(drawn_shape(box.op.outputs[0])) * 6.2 + 30)
     return round(min(max(MIN_BOX_WIDTH, *texts) + 16, MAX_BOX_WIDTH))
 
 
@@ -66,8 +66,9 @@ def viewer_data(
     merged: MergedDrawing | None = None,
     heatmap: Heatmap | None = None,
     changes: Sequence[Mapping[str, Any]] | None = None,
+    figures: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Any]:
-    """Return the data of a viewer page, with notes at its top.
+    """Return the data of a viewer page, with notes and figures (label and value) at its top.
 
     `merged` has the sides of a drawing of two models, and `changes`, from `viewer_changes`, their differences.
     """
@@ -83,6 +84,7 @@ def viewer_data(
         "version": VIEWER_DATA_VERSION,
         **{key: getattr(drawing, key) for key in ("title", "format", "planned")},
         "notes": list(notes),
+        "figures": list(map(list, figures)),
         "width": layout.width,
         "ops": {**_op_columns(drawing, layout, text_number), "width": widths},
         "constants": _constant_columns(drawing, text_number),

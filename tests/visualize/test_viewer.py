@@ -629,3 +629,62 @@ def test_truncation_is_always_marked(tmp_path: Path, open_viewer: Callable[..., 
     panel = page.locator("#panel").inner_text()
     assert long_name in panel.replace("\n", "")
     assert "and 3 more" in panel
+
+
+IN_VIEW = """op => {
+  const a = viewer, group = a.s.hiddenBy(op);
+  const box = group < 0 ? {x: a.s.x[op], row: a.m.layer[op]} : a.s.boxes.get(group);
+  const x = box.x * a.view.k + a.view.x, y = a.s.boxTop(box.row) * a.view.k + a.view.y;
+  return x > 0 && x < a.canvas.clientWidth && y > 0 && y < a.canvas.clientHeight;
+}"""
+"""Return true if an op, or the group that hides it, is in view."""
+
+
+def test_folding_keeps_the_selection_in_view(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
+    """The selection, or else what was in the center, stays in view while all groups are collapsed and expanded."""
+    page = open_viewer(digits_page, "stem/conv")
+    for op in (page.evaluate("viewer.m.count - 2"), 0):
+        page.evaluate("op => select(viewer, {kind: 'op', op}, {move: true})", op)
+        for name in ("Collapse all groups", "Expand all groups (e)"):
+            page.get_by_role("button", name=name).click()
+            assert page.evaluate(IN_VIEW, op)
+    page.evaluate("select(viewer, null); fitView(viewer, false); viewer.view.y -= viewer.s.height * viewer.view.k / 2")
+    center = page.evaluate("anchorOp(viewer)")
+    page.get_by_role("button", name="Collapse all groups").click()
+    assert page.evaluate(IN_VIEW, center)
+
+
+def test_figures_and_worst_tensors(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
+    """The strip at the top has the figures of the result, and links to the five tensors with the lowest SQNR."""
+    page = open_viewer(digits_page)
+    text = page.locator("#strip").inner_text()
+    assert all(label in text for label in ("worst output", "agreement", "constants", "multiply-adds"))
+    links = page.locator("#strip button")
+    worst = page.evaluate(
+        "viewer.m.annotations.filter((a) => typeof a.sqnr === 'number').sort((a, b) => a.sqnr - b.sqnr)"
+        ".slice(0, 5).map((a) => a.name || a.tensor)"
+    )
+    assert [link.rpartition(" ")[0].rpartition(" ")[0] for link in links.all_inner_texts()] == worst
+    links.nth(4).click()
+    assert _selected_title(page) == worst[4]
+
+
+def test_scales_have_four_digits(digits_page: Path, open_viewer: Callable[..., Any]) -> None:
+    """A drawn scale has four significant digits, and the panel has all."""
+    page = open_viewer(digits_page)
+    assert page.evaluate("[0.0171812, 12.34567, 1.23456e-5, 0].map(shortNumber)") == [
+        "0.01718",
+        "12.35",
+        "1.235e-5",
+        "0",
+    ]
+
+
+def test_legend_is_closed_on_a_narrow_screen(digits_page: Path, browser: Any) -> None:
+    """The legend is open on a wide screen only, and a click opens it."""
+    for width, is_open in ((1400, True), (480, False)):
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        page.goto(digits_page.as_uri())
+        page.wait_for_function("window.viewer")
+        assert page.locator("#panel details").evaluate("node => node.open") is is_open
+        page.close()

@@ -1,6 +1,6 @@
 // Drawing of the canvas.
 
-const FONTS = { type: "600 12px system-ui,sans-serif", name: "10px system-ui,sans-serif", annotation: "10px ui-monospace,monospace" };
+const FONTS = { type: "600 13px system-ui,sans-serif", name: "11px system-ui,sans-serif", annotation: "11px ui-monospace,monospace" };
 
 function palette() {
   const names = ["ink", "soft", "line", "back", "box", "io", "quant", "part", "float", "frame", "accent", "wire", "onannotation", "b4", "b8", "b16", "b32", "f8", "added", "removed", "changed", "addedbox", "removedbox", "changedbox", "h0", "h1", "h2", "h3", "h4", "l0", "l1", "l2", "l3", "l4"];
@@ -13,7 +13,7 @@ function badgeColor(app, dtype) {
   return app.color[+bits[1] <= 4 ? "b4" : +bits[1] <= 8 ? "b8" : +bits[1] <= 16 ? "b16" : "b32"];
 }
 
-const shortNumber = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4) ? +value.toPrecision(3) : value.toExponential(1)).toString();
+const shortNumber = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4) ? +value.toPrecision(4) : value.toExponential(3)).toString();
 const shortType = (dtype) => (dtype || "?").replace("uint", "u").replace("int", "i").replace("float8_", "f8 ");
 
 /** Returns a changed scale as "old → new", else "". */

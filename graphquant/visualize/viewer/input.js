@@ -15,12 +15,47 @@ function centerOn(app, op) {
   view.y = canvas.clientHeight / 2 - (s.boxTop(m.layer[op]) + BOX_HEIGHT / 2) * view.k;
 }
 
+/** Returns the selected op, or else the visible op that is nearest to the center of the view. */
+function anchorOp(app) {
+  const { s, m, view, canvas } = app, selected = app.selected ? targetOp(app, app.selected) : -1;
+  if (selected >= 0) return selected;
+  const x = (canvas.clientWidth / 2 - view.x) / view.k, y = (canvas.clientHeight / 2 - view.y) / view.k;
+  let nearest = -1, least = Infinity;
+  for (let op = 0; op < m.count; op++) {
+    const distance = s.hiddenBy(op) < 0 ? Math.hypot(s.x[op] - x, s.boxTop(m.layer[op]) - y) : Infinity;
+    if (distance < least) [nearest, least] = [op, distance];
+  }
+  return nearest;
+}
+
+/** Moves the view so that an op, or the group that hides it, is in view. */
+function reveal(app, op) {
+  const { s, m, view, canvas } = app;
+  if (op < 0) return fitView(app, false);
+  const group = s.hiddenBy(op), box = group < 0 ? { x: s.x[op], row: m.layer[op] } : s.boxes.get(group);
+  const centerY = s.boxTop(box.row) + BOX_HEIGHT / 2, x = box.x * view.k + view.x, y = centerY * view.k + view.y;
+  if (x > 0 && x < canvas.clientWidth && y > 0 && y < canvas.clientHeight) return;
+  view.x = canvas.clientWidth / 2 - box.x * view.k;
+  view.y = canvas.clientHeight / 2 - centerY * view.k;
+  app.redraw();
+}
+
+/** Collapses all groups and keeps the selection, or what was in the center, in view. */
+function collapseAll(app) {
+  const op = anchorOp(app);
+  app.m.group.parent.forEach((parent, group) => parent < 0 && app.collapsed.add(group));
+  rebuild(app);
+  reveal(app, op);
+}
+
 function setCollapsed(app, group, collapsed) {
   if (collapsed) app.collapsed.add(group);
   else app.collapsed.delete(group);
   const before = app.s.boxTop(app.m.groupExtents[group].top);
   rebuild(app);
   app.view.y += (before - app.s.boxTop(app.m.groupExtents[group].top)) * app.view.k;
+  const inside = app.m.ops.group.findIndex((owner) => owner === group);
+  if (inside >= 0) reveal(app, inside);
   select(app, { kind: "group", group }, { link: false });
 }
 

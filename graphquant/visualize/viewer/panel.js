@@ -70,6 +70,7 @@ function aboutModel(app) {
     m.planned ? el("p", {}, "This is a plan: annotations show planned quantization.") : "",
     ...m.notes.map((note) => el("p", { className: "warn" }, note)),
     ...(m.heat ? m.heat.summary.map((line) => el("p", {}, line)) : []),
+    el("details", { open: !matchMedia(NARROW).matches }, el("summary", {}, "Legend"),
     ...legend(app),
     rules.size ? el("h3", {}, "Rules") : "",
     table(...[...rules].map(([rule, number]) => tableRow(rule, pluralize(number, "tensor")))),
@@ -82,7 +83,7 @@ function aboutModel(app) {
       m.twoSides ? tableRow("v", "both sides, the first, the second") : "",
       m.control.source.length ? tableRow("d", "control edges on or off") : "",
       tableRow("?", "this"), tableRow("Esc", "clear"), tableRow("wheel", "moves; with Ctrl it zooms"),
-    ),
+    )),
   ];
 }
 

@@ -1,5 +1,7 @@
 // Toolbar and startup.
 
+const WORST_LINKS = 5, NARROW = "(max-width:50rem)";
+
 function filterSelect(app, key, title, entries) {
   const set = (event) => {
     app.filters[key] = event.target.value;
@@ -35,16 +37,25 @@ function bar(app) {
     hasFigures ? el("input", { type: "number", step: "1", placeholder: `${worse} dB`, "aria-label": `${worse} dB`, id: "by-sqnr", oninput: (event) => setFilter("sqnr", event.target.value === "" ? null : +event.target.value) }) : "",
     m.control.source.length ? el("button", { id: "controls", title: "Control edges (d)", "aria-label": "Control edges", "aria-pressed": "false", onclick: () => showControls(app, !app.controls) }, "control") : "",
     button("fold", "Unfold or fold all annotations (u)", () => toggleUnfold(app)),
-    button("collapse", "Collapse all groups", () => {
-      m.group.parent.forEach((parent, group) => parent < 0 && app.collapsed.add(group));
-      rebuild(app);
-    }),
-    button("expand", "Expand all groups (e)", () => { app.collapsed.clear(); rebuild(app); }),
+    button("collapse", "Collapse all groups", () => collapseAll(app)),
+    button("expand", "Expand all groups (e)", () => { app.collapsed.clear(); rebuild(app); reveal(app, anchorOp(app)); }),
     button("−", "Zoom out (−)", () => zoom(app, 1 / 1.3)),
     button("+", "Zoom in (+)", () => zoom(app, 1.3)),
     button("all", "Show all (0)", () => fitView(app, true)),
     button("◐", "Light or dark", () => setTheme(app, isDark() ? "light" : "dark")),
     button("?", "About this model and keys (?)", () => select(app, null)),
+  );
+}
+
+/** Returns the figures of the result and links to the worst tensors, or "" if there are none. */
+function figureStrip(app) {
+  const { m } = app, known = m.annotations.map(({ sqnr }, annotation) => [sqnr, annotation]).filter(([sqnr]) => typeof sqnr === "number");
+  const worst = known.sort((a, b) => a[0] - b[0]).slice(0, WORST_LINKS);
+  if (!m.figures.length && !worst.length) return "";
+  const link = ([sqnr, annotation]) => el("button", { className: "link", onclick: () => select(app, { kind: "annotation", annotation }, { move: true }) }, `${m.annotations[annotation].name || m.annotations[annotation].tensor} ${sqnr.toFixed(1)} dB`);
+  return el("div", { id: "strip" },
+    ...m.figures.map(([label, value]) => el("span", {}, `${label} `, el("b", {}, value))),
+    worst.length ? el("span", {}, "worst tensors ", ...worst.flatMap((entry, i) => (i ? [", ", link(entry)] : [link(entry)]))) : "",
   );
 }
 
@@ -121,7 +132,7 @@ async function start() {
   app.list = el("aside", { id: "list", "aria-label": m.changes ? "changes" : "quantized tensors, the worst first", hidden: !m.heat && !m.changes });
   colored(app);
   app.bar = bar(app);
-  document.body.append(app.bar, el("main", {}, app.list, el("div", { id: "panes", className: m.twoSides ? "two" : "" }, ...panes.map((side) => side.box), app.results, map), app.panel));
+  document.body.append(app.bar, figureStrip(app), el("main", {}, app.list, el("div", { id: "panes", className: m.twoSides ? "two" : "" }, ...panes.map((side) => side.box), app.results, map), app.panel));
   app.s = scene(m, app.collapsed, app.unfolded);
   app.panel.replaceChildren(...aboutModel(app));
   fillList(app);
