@@ -105,8 +105,11 @@ def compare_conversion(
             matches.append(None if name is None else activations[name])
     unclaimed = [stored for stored in (*activations.values(), *constants.values()) if stored not in matches]
     for index, insertion in enumerate(inserted):
-        if matches[index] is None:
-            matches[index] = next((stored for stored in unclaimed if _is_renamed(model, insertion, stored)), None)
+        match = matches[index]
+        # A tensor that is passed on may have another range behind it, as the inputs of a branch.
+        is_passed_on = not insertion.site.parameter and insertion.site.tensor not in names_by_tensor
+        if match is None or (is_passed_on and not _is_renamed(model, insertion, match)):
+            matches[index] = next((stored for stored in unclaimed if _is_renamed(model, insertion, stored)), match)
     lines = [_compare_tensor(insertion, stored) for insertion, stored in zip(inserted, matches, strict=True)]
     graphs = converted.graphs.values()
     op_count = sum(op.kind not in NON_COMPUTE_KINDS for graph in graphs for op in graph.ops())

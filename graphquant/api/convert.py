@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,20 +83,36 @@ def convert_to_tflite(
         raise UsageError(
             "Only a frozen TensorFlow graph can be converted. Quantize the result of graphquant.freeze(model)."
         )
-    sites = [insertion.site for insertion in result.inserted]
-    inconvertible = [(site, reason) for site in sites if (reason := _inconvertible_reason(result.model, site))]
+    from graphquant.formats.tensorflow.tflite_converter import (
+        MIN_DYNAMIC_WEIGHT_SIZE,
+        convert_signatures,
+        has_only_weight_ranges,
+        join_tflite_files,
+        runtime_tensors,
+    )
+
+    inserted, is_dynamic = result.inserted, has_only_weight_ranges(result.model)
+    inconvertible = [
+        (insertion.site, reason)
+        for insertion in inserted
+        if (reason := _inconvertible_reason(result.model, insertion.site, is_dynamic=is_dynamic))
+    ]
     if inconvertible:
         (site, reason), rest = inconvertible[0], len(inconvertible) - 1
         rest_hint = f" {rest} more sites cannot be converted either." if rest else ""
         raise UsageError(
             f"TFLite's converter cannot preserve the quantization of {site.tensor}, because {reason}.{rest_hint}"
         )
-    from graphquant.formats.tensorflow.tflite_converter import convert_signatures, join_tflite_files, runtime_tensors
     from graphquant.formats.tflite import parse_tflite
 
+    if is_dynamic:  # the values of smaller weights are rounded as planned, but stored as floats
+        sizes = [math.prod(result.model.output(insertion.site.tensor).shape or ()) for insertion in inserted]
+        inserted = tuple(
+            insertion for insertion, size in zip(inserted, sizes, strict=True) if size >= MIN_DYNAMIC_WEIGHT_SIZE
+        )
     files = convert_signatures(result.model, io)
     report = join_reports(
-        [compare_conversion(result.model, result.inserted, parse_tflite(data), runtime_tensors(data)) for data in files]
+        [compare_conversion(result.model, inserted, parse_tflite(data), runtime_tensors(data)) for data in files]
     )
     data = join_tflite_files(files)
     if path is not None:
@@ -105,7 +122,7 @@ def convert_to_tflite(
     return report
 
 
-def _inconvertible_reason(model: Model, site: Site) -> str:
+def _inconvertible_reason(model: Model, site: Site, *, is_dynamic: bool) -> str:
     """Return the reason why the converter would alter a site, "" if it would not."""
     scheme = site.scheme
     if scheme.family != "fake-quant":
@@ -115,7 +132,7 @@ def _inconvertible_reason(model: Model, site: Site) -> str:
     if scheme.range == "learned":
         return 'its range is stored in variables, which TFLite does not support; use range = "observed"'
     kinds = {model.graphs[use.graph].op(use.op).kind for use in site.uses}
-    if site.axis is not None and "matmul" in kinds:
+    if site.axis is not None and "matmul" in kinds and not is_dynamic:
         return "it fails on per-channel weights of MatMul; quantize that weight per tensor, as the rules tflite do"
     return ""
 

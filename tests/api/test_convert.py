@@ -14,8 +14,8 @@ from support.measurements import print_measurement, sqnr_db
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.api.convert import convert_to_tflite, freeze
-from graphquant.errors import UsageError
+from graphquant.api.convert import convert_to_tflite, freeze, require_convertible
+from graphquant.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -348,3 +348,51 @@ def test_unsupported_ops_are_refused_before_calibration(
     monkeypatch.setattr("graphquant.api.insert", refuse)
     result = cli("insert", tmp_path / "m.pb", "--data", tmp_path / "data.npz", "-o", tmp_path / "m.tflite", code=3)
     assert "Betainc" in result.stderr
+
+
+def test_weights_alone_give_dynamic_range(samples: Path, tmp_path: Path) -> None:
+    """Weights are int8 with the planned scales, and inputs, outputs and small weights are float."""
+    tensorflow = pytest.importorskip("tensorflow")
+    (tmp_path / "fold.toml").write_text('prepare = ["fold-batchnorm"]\n')
+    model = gq.freeze(gq.load(samples / "digits_cnn_saved_model"))
+    result = gq.insert(model, rules=[str(tmp_path / "fold.toml"), "weight_only"])
+    conversion = gq.convert_to_tflite(result, tmp_path / "x.tflite")
+    assert (conversion.agrees, 0 < len(conversion.tensors) < len(result.inserted)) == (True, True)
+    assert all(line.runtime is not None and line.runtime[0].size > 1 for line in conversion.tensors)
+    runner = tensorflow.lite.Interpreter(str(tmp_path / "x.tflite")).get_signature_runner("serving_default")
+    details = (*runner.get_input_details().values(), *runner.get_output_details().values())
+    assert {np.dtype(detail["dtype"]).name for detail in details} == {"float32"}
+    images = np.load(samples / "digits_cnn_eval.npz")["image"][:50]
+    after = np.concatenate([runner(image=image[None])["probabilities"] for image in images])
+    assert sqnr_db(float_answers(model, images), after) > 30
+
+
+def test_tensor_arrays_of_tensorflow_1_get_advice(tmp_path: Path) -> None:
+    """The graph with TensorArrayV3 is refused; built with control flow of version 2, as advised, it converts."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+
+    def frozen_loop(path: Path) -> gq.Model:
+        with v1.Graph().as_default() as graph:
+            rows = tf.transpose(v1.placeholder(tf.float32, [1, 5, 4], name="x"), [1, 0, 2])
+            kernel = tf.constant(np.eye(4, dtype=np.float32) / 2)
+
+            def step(index: Any, state: Any, states: Any) -> tuple[Any, Any, Any]:
+                state = tf.tanh(tf.gather(rows, index) @ kernel + state)
+                return index + 1, state, states.write(index, state)
+
+            start = 0, tf.zeros([1, 4]), tf.TensorArray(tf.float32, 5, element_shape=[1, 4])
+            *_, states = tf.while_loop(lambda index, *_: index < 5, step, start)
+            v1.identity(states.stack(), name="y")
+        path.write_bytes(graph.as_graph_def().SerializeToString())
+        return gq.freeze(gq.load(path))
+
+    was_enabled = v1.control_flow_v2_enabled()
+    try:
+        v1.disable_control_flow_v2()
+        with pytest.raises(ModelError, match="enable_control_flow_v2"):
+            require_convertible(frozen_loop(tmp_path / "v1.pb"))
+        v1.enable_control_flow_v2()
+        require_convertible(frozen_loop(tmp_path / "v2.pb"))
+    finally:
+        (v1.enable_control_flow_v2 if was_enabled else v1.disable_control_flow_v2)()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ from graphquant.formats.tensorflow.session import (
     translate_tf_errors,
 )
 from graphquant.formats.tensorflow.source import FrozenSignature, TensorFlowSource
-from graphquant.formats.tensorflow.values import decode_tensor, set_constant
-from graphquant.ir import FLOAT_TYPES, RESHAPING_KINDS, Model, TensorRef, Use, reachable
+from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
+from graphquant.ir import FLOAT_TYPES, RESHAPING_KINDS, Model, Parameters, TensorRef, Use, reachable
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -81,6 +82,8 @@ def convert_signatures(model: Model, io: str | None = None) -> tuple[bytes, ...]
         for signature in signatures:
             _require_ranges(model, io, signature)
     graph_def = model.source.graph_def(message)
+    if has_only_weight_ranges(model):
+        graph_def = _with_rounded_weights(model, graph_def)
     by_tensors: dict[tuple[tuple[str, ...], ...], list[FrozenSignature]] = {}
     for signature in signatures:
         tensors = tuple(signature.inputs.values()), tuple(signature.outputs.values())
@@ -105,7 +108,8 @@ def _convert_signatures(model: Model, graph_def: Any, signatures: list[FrozenSig
             if single is None:
                 raise
             data = _convert_graph(tensorflow, model, single, signatures[0], io)
-    except (ConverterError, ValueError, RuntimeError) as error:
+    # The converter's struct.error stands for an empty file.
+    except (ConverterError, ValueError, RuntimeError, struct.error) as error:
         raise ModelError(
             f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}."
             f" {_conversion_advice(model, str(error))}"
@@ -123,9 +127,10 @@ def _convert_graph(tensorflow: Any, model: Model, graph_def: Any, signature: Fro
             feeds = [function.graph.as_graph_element(f"{name}:0") for name in signature.inputs.values()]
             fetches = [function.graph.as_graph_element(name) for name in signature.outputs.values()]
             converter = tensorflow.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
-        # Without ranges the optimization would quantize the weights only.
+        # Without ranges the optimization quantizes the weights only.
         if any(op.kind == "qdq" for op in model.main.ops()):
             converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
+        if any(op.kind == "qdq" for op in model.main.ops()) and not has_only_weight_ranges(model):
             io_type = tensorflow.as_dtype(io or "int8")
             if all(_input_is_quantized(model, name) for name in signature.inputs.values()):
                 converter.inference_input_type = io_type
@@ -303,12 +308,19 @@ def _shift_called_graphs(op: Any, shift: int) -> None:
             setattr(op.builtinOptions, option, getattr(op.builtinOptions, option) + shift)
 
 
+_TENSOR_ARRAY: Final = re.compile(r"TensorArray(?:Read|Write|Gather|Scatter|Size|Split|Concat)?V[23]$")
+
 _MISSING_OPS = re.compile(r"(?:TF Select|Custom|Flex) ops: ([\w, ]+)")
 """The converter's list of ops without a kernel of TFLite."""
 
 
 def _conversion_advice(model: Model, message: str) -> str:
     """Return the advice for an error of the converter."""
+    if any(_TENSOR_ARRAY.match(op.type) for op in model.main.ops()):
+        return (
+            "TFLite has no TensorArrays of TensorFlow 1. Call tf.compat.v1.enable_control_flow_v2() before the graph is"
+            " built, and export it again."
+        )
     if "TensorList" in message or "TensorArray" in message:
         return (
             "TFLite has no lists of tensors whose elements have an unknown size. Build recurrent layers with"
@@ -384,6 +396,42 @@ def _input_quantizer(model: Model, input_name: str) -> str | None:
             return quantizer
         pending += [TensorRef("", name) for name in readers if model.main.op(name).kind in RESHAPING_KINDS]
     return None
+
+
+MIN_DYNAMIC_WEIGHT_SIZE: Final = 1024
+"""The number of elements from which the converter quantizes a weight whose op has float activations."""
+
+
+def has_only_weight_ranges(model: Model) -> bool:
+    """Return True if a model has FakeQuants, and all of them are on weights: TFLite's dynamic range quantization."""
+    parameters = Parameters(model)
+    inputs = [model.main.source_of(Use("", op.name, 0)) for op in model.main.ops() if op.kind == "qdq"]
+    return bool(inputs) and all(tensor is not None and parameters.is_parameter(tensor) for tensor in inputs)
+
+
+def _with_rounded_weights(model: Model, graph_def: Any) -> Any:
+    """Return the graph with constants for the FakeQuants of its weights.
+
+    The converter computes the scales of such weights from their values, which gives the planned scales: the largest
+    value is on the grid. FakeQuants would let it store float weights.
+    """
+    tensorflow = import_tensorflow()
+    v1 = tensorflow.compat.v1
+    rounded = type(graph_def)()
+    rounded.CopyFrom(graph_def)
+    names = [op.name for op in model.main.ops() if op.kind == "qdq"]
+    with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
+        v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
+        with v1.Session(graph=graph) as session:
+            values = dict(zip(names, session.run([f"{name}:0" for name in names]), strict=True))
+    for node in rounded.node:
+        if node.name in values:
+            name = node.name
+            node.Clear()
+            node.name, node.op = name, "Const"
+            node.attr["dtype"].type = type_number(values[name].dtype.name)
+            set_constant(node, values[name])
+    return rounded
 
 
 def _copy_node(graph_def: Any, node: Any, inputs: Sequence[str], used_names: set[str]) -> Any:
