@@ -327,6 +327,13 @@ class PlacementSearch:
                 planar = table.nanoseconds(f"{PLANAR_POOL} int8", group.work.int8_work)
                 self.planar_cost[index] = max(planar - self.int8_cost[index], 0.0)
         self.is_int8 = [group.fixed for group in groups]
+        # What `flip` reads often: the tensors whose conversions depend on each group, the groups that write each tensor
+        # as integers in int8, and the number of DequantizeLinears of each group.
+        self._affected = [[*group.reads, *(group.writes if group.quantized_output else ())] for group in groups]
+        self._integer_producers = [
+            tensor.producer if groups[tensor.producer].quantized_output else None for tensor in tensors
+        ]
+        self._dequantizations = [group.dequantizations for group in groups]
         self.time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
         self.int8_readers = [sum(self.is_int8[reader] for reader in tensor.readers) for tensor in tensors]
         self.dequantize_times = [
@@ -339,12 +346,11 @@ class PlacementSearch:
 
     def flip(self, index: int) -> None:
         """Change one group between float and int8."""
-        group, becomes_int8 = self.placement.groups[index], not self.is_int8[index]
-        affected = [*group.reads, *(group.writes if group.quantized_output else ())]
+        becomes_int8, affected = not self.is_int8[index], self._affected[index]
         before = sum(map(self._conversion_time, affected))
         self.is_int8[index] = becomes_int8
         sign = 1 if becomes_int8 else -1
-        for position in group.reads:
+        for position in self.placement.groups[index].reads:
             self.int8_readers[position] += sign
             self.dequantize_times[position] -= sign * self._dequantize_time(position, index)
             self.planar_times[position] += sign * self.planar_cost[index]
@@ -352,15 +358,14 @@ class PlacementSearch:
         self.time += (difference if becomes_int8 else -difference) + sum(map(self._conversion_time, affected)) - before
 
     def _conversion_time(self, position: int) -> float:
-        tensor = self.placement.tensors[position]
-        if self.is_int8[tensor.producer] and self.placement.groups[tensor.producer].quantized_output:
+        producer = self._integer_producers[position]
+        if producer is not None and self.is_int8[producer]:
             return self.dequantize_times[position]
         return self.quantize_cost[position] + self.planar_times[position] if self.int8_readers[position] else 0.0
 
     def _dequantize_time(self, position: int, reader: int) -> float:
         """Return the time that an int8 tensor adds to a float reader."""
-        count = self.placement.groups[reader].dequantizations
-        return count * self.dequantize_cost[position] + self.split_cost[reader]
+        return self._dequantizations[reader] * self.dequantize_cost[position] + self.split_cost[reader]
 
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -96,6 +97,7 @@ FLOAT8_NAMES = ("float8_e4m3fn", "float8_e5m2")
 QType = IntType | FloatType
 
 
+@lru_cache(maxsize=256)
 def parse_type(name: str) -> QType:
     """Return the type called `name`. Raises a ValueError that lists the possible names."""
     return FloatType(name) if name.startswith("float") else IntType.parse(name)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,10 +41,6 @@ if TYPE_CHECKING:
     from graphquant.rules.rule import Selector
 
 
-POSITION_KINDS = frozenset({"stem", "tail", "unnormalized"})
-"""Pseudo kinds that depend on the position of an op, not on its own kind."""
-
-
 class OpNeighbors:
     """The neighbors of the ops of `model`, which must not be edited meanwhile."""
 
@@ -57,9 +54,15 @@ class OpNeighbors:
         self._single_readers: dict[TensorRef, TensorRef | None] = {}
 
     @cached_property
-    def first_outputs(self) -> list[TensorRef]:
-        """The first output of each op that can run."""
-        return [TensorRef(graph.name, op.name) for graph, op in self.model.reachable_ops() if op.outputs]
+    def first_outputs(self) -> dict[tuple[str, str, bool], list[tuple[int, TensorRef]]]:
+        """The first output of each op that can run, with its position, by kind and type and for parameters."""
+        outputs: dict[tuple[str, str, bool], list[tuple[int, TensorRef]]] = {}
+        for position, (graph, op) in enumerate(self.model.reachable_ops()):
+            if op.outputs:
+                tensor = TensorRef(graph.name, op.name)
+                key = (op.kind, op.type, self.parameters.is_parameter(tensor))
+                outputs.setdefault(key, []).append((position, tensor))
+        return outputs
 
     def is_kind(self, kinds: AbstractSet[str], tensor: TensorRef) -> bool:
         """Return True if `kinds` contain the op of `tensor`."""
@@ -72,6 +75,11 @@ class OpNeighbors:
         if "unnormalized" in kinds and (tensor.graph, tensor.op) in self._unnormalized:
             return True
         return "parameter" in kinds and self.parameters.is_parameter(tensor)
+
+    def has_position(self, kinds: AbstractSet[str]) -> bool:
+        """Return True if `kinds` contain a pseudo kind that an op of the model has because of its position."""
+        is_stem, is_tail = "stem" in kinds and self._stems, "tail" in kinds and self._tails
+        return bool(is_stem or is_tail or ("unnormalized" in kinds and self._unnormalized))
 
     @cached_property
     def _stems(self) -> set[tuple[str, str]]:
@@ -379,7 +387,14 @@ class _PatternSearch:
         for name in names:
             names += [op.operands[0] for op in self.definitions[name] if op.is_alias]
         ops = [op for name in names for op in self.definitions[name]]
-        return [root for root in self._neighbors.first_outputs if any(self._is_op(op, root) for op in ops)]
+        has_position = any(self._neighbors.has_position(op.kinds) for op in ops)
+        roots = list[tuple[int, TensorRef]]()
+        for outputs in self._neighbors.first_outputs.values():
+            # Other ops of the same kind and type are alike, unless a position matters.
+            examined = outputs if has_position else outputs[:1]
+            fitting = [output for output in examined if any(self._is_op(op, output[1]) for op in ops)]
+            roots += outputs if fitting and not has_position else fitting
+        return [root for _, root in sorted(roots, key=itemgetter(0))]
 
     def bind_pattern(self, root: TensorRef) -> dict[str, TensorRef] | None:
         """Return the tensor for each name of the pattern if its last op is that of `root`, None without a match.

@@ -14,9 +14,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import AFFINE_KINDS, FLOAT_TYPES, VALUE_MOVING_KINDS, Model, Shape, TensorRef, Use, follow_to_end
+from graphquant.ir import AFFINE_KINDS, FLOAT_TYPES, VALUE_MOVING_KINDS, Model, Op, Shape, TensorRef, Use, follow_to_end
 from graphquant.rules.conditions import (
-    POSITION_KINDS,
     OpNeighbors,
     attribute_miss_reason,
     find_pattern,
@@ -199,7 +198,8 @@ class RuleMatcher:
         self.model, self.ruleset = model, ruleset
         self.neighbors = OpNeighbors(model)
         self.parameters = self.neighbors.parameters
-        self._rules_by_kinds: dict[tuple[str, bool, str], list[BoundRule]] = {}
+        self._rules_by_ends: dict[tuple[str, ...], list[BoundRule]] = {}
+        self._impossible_rules: set[int] = set()  # those whose pattern matches nowhere in the model
         self._pattern_matches: dict[tuple[PatternOp, ...], dict[str, set[tuple[str, str]]]] = {}
         self._ops_by_reference: dict[tuple[int, str], set[tuple[str, str]]] = {}
         self._claimed_uses: dict[tuple[int, str, str], frozenset[Use]] = {}
@@ -223,23 +223,28 @@ class RuleMatcher:
                         break
 
     def _candidate_rules(self, tensor: TensorRef, use: Use) -> list[BoundRule]:
-        """Return the rules that ops of these kinds may match: few, as most rules name kinds."""
+        """Return the rules that ops of these kinds and types may match: few, as most rules name kinds or a pattern."""
         reader = TensorRef(use.graph, use.op)
-        key = (self.model.op(tensor).kind, self.parameters.is_parameter(tensor), self.model.op(reader).kind)
-        if key not in self._rules_by_kinds:
-            self._rules_by_kinds[key] = [
+        producer_op, reader_op = self.model.op(tensor), self.model.op(reader)
+        role = "parameter" if self.parameters.is_parameter(tensor) else ""
+        key = (producer_op.kind, producer_op.type, role, reader_op.kind, reader_op.type)
+        if key not in self._rules_by_ends:
+            self._rules_by_ends[key] = [
                 rule
                 for rule in self.ruleset.rules
-                if self._may_be_in_chain(rule.rule.producer.kind, tensor, last=True)
+                if id(rule) not in self._impossible_rules
+                and self._may_be_in_chain(rule.rule.producer.kind, tensor, last=True)
                 and self._may_be_in_chain(rule.rule.consumer.kind, reader, last=False)
+                and _has_type(rule.rule.producer, producer_op)
+                and _has_type(rule.rule.consumer, reader_op)
             ]
-        return self._rules_by_kinds[key]
+        return self._rules_by_ends[key]
 
     def _may_be_in_chain(self, chain: str | None, tensor: TensorRef, *, last: bool) -> bool:
         """Return True if an op of that kind may be the last one, or the first one, of a chain."""
         ignored = frozenset[str]() if last else {"parameter"}  # a consumer is no parameter
         return chain is None or any(
-            not POSITION_KINDS.isdisjoint(link.kinds) or self.neighbors.is_kind(link.kinds - ignored, tensor)
+            self.neighbors.has_position(link.kinds) or self.neighbors.is_kind(link.kinds - ignored, tensor)
             for link in possible_end_links(chain, last=last)
         )
 
@@ -311,7 +316,7 @@ class RuleMatcher:
             return f"{name} is not {selector.pattern!r} of that pattern"
         if selector.feeds is not None and not self._feeds_pattern(rule, selector.feeds, tensor, use):
             return f"{tensor if use is None else name} does not only feed {selector.feeds!r}"
-        if selector.type is not None and op.type not in selector.type.split("|"):
+        if not _has_type(selector, op):
             return f"{name} is of type {op.type!r}, not {selector.type!r}"
         return ""
 
@@ -387,7 +392,10 @@ class RuleMatcher:
         return kind in VALUE_MOVING_KINDS or (kind in AFFINE_KINDS and len(computed) == 1)
 
     def _ops_in_pattern(self, rule: BoundRule, reference: str) -> set[tuple[str, str]]:
-        """Return (graph, op) of every op that has one of the named roles in a match of its pattern."""
+        """Return (graph, op) of every op that has one of the named roles in a match of its pattern.
+
+        A rule for which there is none is not examined again: most rules name a pattern, and few occur in a model.
+        """
         key = (id(rule.patterns), reference)
         if key not in self._ops_by_reference:
             self._ops_by_reference[key] = set()
@@ -397,7 +405,15 @@ class RuleMatcher:
                     self._pattern_matches[pattern_ops] = find_pattern(self.neighbors, name, pattern_ops)
                 matches = self._pattern_matches[pattern_ops]
                 self._ops_by_reference[key] |= matches[op_name or pattern_ops[-1].name]
+        if not self._ops_by_reference[key] and id(rule) not in self._impossible_rules:
+            self._impossible_rules.add(id(rule))
+            self._rules_by_ends.clear()
         return self._ops_by_reference[key]
+
+
+def _has_type(selector: Selector, op: Op) -> bool:
+    """Return True if a selector names no op type, or that of `op`."""
+    return selector.type is None or op.type in selector.type.split("|")
 
 
 def _identifies_op(selector: Selector) -> bool:
