@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -428,6 +429,8 @@ class _SearchStages:
             search.predict_by(trials)
         except SearchLimitError as limit:
             return replace(unchanged, stop_reason=limit.reason), rules_build
+        except KeyboardInterrupt:
+            return replace(unchanged, interrupted=True), rules_build
         result = search.run(
             {op: 0.0 if op in float_ops else cost for op, cost in costs.items()},
             [block.ops for block in trials.blocks],
@@ -539,10 +542,14 @@ class PlanMeasurer:
         spread = sorted(range(samples.count), key=lambda index: f"{index:b}"[::-1])
         pairs = zip_longest(worst, spread)
         order = list(dict.fromkeys(index for pair in pairs for index in pair if index is not None))
-        return self._builds(self._plan)[self._worst_fold], samples, order
+        return self.build_worst_fold(self._plan), samples, order
+
+    def build_worst_fold(self, plan: Plan) -> BuiltModel:
+        """Return the model of a plan for that fold. It is built only once if all folds were validated."""
+        return self._builds(plan)[self._worst_fold]
 
     def rebuild_worst_fold(self, plan: Plan) -> BuiltModel:
-        """Return the model of a plan for that fold."""
+        """Return the model of a plan for that fold, without those of the other folds."""
         return self._build_fold(self._folds[self._worst_fold], plan)
 
     def charge_plan(self, *, bypassed: bool = False) -> None:
@@ -675,11 +682,12 @@ class _BoundSearch:
             self._base_plan = plan
 
     def predict_by(self, trials: GroupTrials) -> None:
-        """Predict plans by switches. Raises a SearchLimitError if there is no work left."""
+        """Predict plans by switches, if there is work left for them."""
         names = {candidate.name for group in self._groups for candidate in group.candidates[1:]}
         if names <= {FLOAT_CANDIDATE}:
-            built = self._measurer.rebuild_worst_fold(self._base_plan)
-            self._predict_sites = trials.make_predictor(self._base_plan, built)
+            with suppress(SearchLimitError):
+                built = self._measurer.build_worst_fold(self._base_plan)
+                self._predict_sites = trials.make_predictor(self._base_plan, built)
 
     def _predict(self, selection: Selection) -> float:
         """Return the predicted SQNR in dB of a selection."""

@@ -30,6 +30,7 @@ from graphquant.optimize.search import (
     _SearchStages,
     search_plan,
 )
+from graphquant.optimize.search_budget import SearchLimitError
 from graphquant.optimize.selection import MAX_MEASUREMENTS
 from graphquant.optimize.size_budget import SizedPlan
 from graphquant.quantize import Plan, Site, SkipCode
@@ -532,7 +533,7 @@ class Trials:
 
     def make_predictor(self, plan, built):
         """Predict nothing."""
-        assert built == f"rebuilt {plan}"
+        assert built == f"fold of {plan}"
 
 
 class Measurer:
@@ -551,6 +552,10 @@ class Measurer:
     def select_worst_fold(self):
         """Return stand-ins."""
         return "worst fold", self.samples, [1, 0]
+
+    def build_worst_fold(self, plan):
+        """Return a stand-in."""
+        return f"fold of {plan}"
 
     def rebuild_worst_fold(self, plan):
         """Return a stand-in."""
@@ -755,6 +760,19 @@ def test_interrupted_trials(trials, monkeypatch):
     trace, validated = meet_bounds(monkeypatch, 25.0)
     assert (trace.interrupted, trace.plans, len(validated)) == (True, 1, 1)
     assert len(trace.plan.sites) == 4
+
+
+@pytest.mark.parametrize(("error", "interrupted"), [(KeyboardInterrupt(), True), (SearchLimitError("work"), False)])
+def test_predictions_that_end_early(trials, monkeypatch, error, interrupted):
+    """Ctrl-C before the predictions keeps the plan of the rules. Without work for them, the search goes on."""
+
+    def raise_error(*_):
+        raise error
+
+    monkeypatch.setattr(Trials, "make_predictor", raise_error)
+    trace, _ = meet_bounds(monkeypatch, 25.0)
+    assert (trace.interrupted, trace.status) == (interrupted, "missed" if interrupted else "met")
+    assert (len(trace.plan.sites) == 4) == interrupted
 
 
 def test_bounds_that_only_float_meets(trials, monkeypatch):
