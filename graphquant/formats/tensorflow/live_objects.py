@@ -38,7 +38,7 @@ from graphquant.formats.tensorflow.learned_ranges import (
 )
 from graphquant.formats.tensorflow.load import add_output, build_model
 from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
-from graphquant.formats.tensorflow.save import add_to_collections
+from graphquant.formats.tensorflow.save import add_to_collections, update_control_flow_contexts
 from graphquant.formats.tensorflow.session import assign_variables, import_tensorflow, translate_tf_errors
 from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource, fetch_from_session
 from graphquant.formats.tensorflow.values import encode_tensor
@@ -312,7 +312,7 @@ def _to_graph(tensorflow: Any, model: Model, live_object: LiveObject | None) -> 
     meta.meta_info_def.ClearField("stripped_op_list")
     meta.graph_def.CopyFrom(graph_def)
     add_to_collections(meta, learned_ranges(model))
-    _add_to_control_flow_contexts(meta, model)
+    update_control_flow_contexts(meta, model.source.graph_def(model.source.message))
     new_graph = tensorflow.Graph()
     with new_graph.as_default():
         functions = _load_functions(graph_def.library) if graph_def.library.function else {}
@@ -328,24 +328,6 @@ def _to_graph(tensorflow: Any, model: Model, live_object: LiveObject | None) -> 
             callee = functions_by_name[op.get_attr("f").name.encode()]
             op._gradient_function = callee._get_gradient_function()  # noqa: SLF001  # as TensorFlow's loader does
     return new_graph
-
-
-def _add_to_control_flow_contexts(meta: Any, model: Model) -> None:
-    """Add new ops to the loop and branch contexts of TensorFlow 1, which gradients depend on."""
-    from tensorflow.core.protobuf.control_flow_pb2 import CondContextDef, WhileContextDef
-
-    new_ops = [op.name for op in model.main.ops() if op.source is None]
-    for key, kind in (("while_context", WhileContextDef), ("cond_context", CondContextDef)):
-        contexts = meta.collection_def[key].bytes_list.value if key in meta.collection_def else []
-        for index, data in enumerate(contexts):
-            context = kind.FromString(data)
-            member_ops = {name.partition(":")[0] for name in context.values_def.values}
-            for name in new_ops:
-                if any(source in member_ops for source in model.main.nx.pred[name]):
-                    member_ops.add(name)
-                    ports = range(len(model.main.op(name).outputs))
-                    context.values_def.values.extend(f"{name}:{port}" for port in ports)
-            contexts[index] = context.SerializeToString()
 
 
 def _to_concrete_function(tensorflow: Any, model: Model, live_object: LiveObject) -> Any:

@@ -147,6 +147,8 @@ TensorShapeProto: Final = message_class("TensorShapeProto")
 TrackableObjectGraph: Final = message_class("TrackableObjectGraph")
 TypeSpecProto: Final = message_class("TypeSpecProto")
 VariableDef: Final = message_class("VariableDef")
+CondContextDef: Final = message_class("CondContextDef")
+WhileContextDef: Final = message_class("WhileContextDef")
 
 DataType: Final[dict[str, int]] = {
     value.name: value.number for value in POOL.FindEnumTypeByName("tensorflow.DataType").values

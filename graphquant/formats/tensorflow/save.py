@@ -149,6 +149,74 @@ def add_to_collections(meta: Any, variables: Iterable[LearnedRange]) -> None:
             meta.collection_def[collection].bytes_list.value.append(proto.to_binary(definition))
 
 
+def update_control_flow_contexts(meta: Any, source_graph_def: Any) -> None:
+    """Make the loop and branch contexts of TensorFlow 1 those of the edited graph.
+
+    Gradients are built from these collections: an op of a loop that its context does not list counts as one outside of
+    it. `source_graph_def` is the graph before the edits. Its nodes may be messages of another pool.
+    """
+    contexts = [
+        (serialized, index, proto.parse_binary(data, kind(), source=f"The collection {key}"))
+        for key, kind in (("while_context", proto.WhileContextDef), ("cond_context", proto.CondContextDef))
+        if key in meta.collection_def
+        for serialized in [meta.collection_def[key].bytes_list.value]
+        for index, data in enumerate(serialized)
+    ]
+    if not contexts:
+        return
+    old_nodes = {node.name: node for node in source_graph_def.node}
+    nodes = {node.name: node for node in meta.graph_def.node}
+    for serialized, index, context in contexts:
+        for nested in _nested_contexts(context):
+            _update_context_values(nested, nodes, old_nodes)
+        serialized[index] = proto.to_binary(context)
+
+
+def _nested_contexts(context: Any) -> Iterable[Any]:
+    yield context
+    for nested in context.nested_contexts:
+        yield from _nested_contexts(getattr(nested, nested.WhichOneof("ctxt")))
+
+
+def _update_context_values(context: Any, nodes: Mapping[str, Any], old_nodes: Mapping[str, Any]) -> None:
+    """Add the new ops that read tensors of a context, and rename the outer tensors that it reads if they changed."""
+    definition = context.values_def
+    for outer, inner in list(definition.external_values.items()):
+        node, old_node = nodes.get(_op_name(inner)), old_nodes.get(_op_name(inner))
+        if node is None or old_node is None or not old_node.input or _tensor_name(old_node.input[0]) != outer:
+            continue
+        if (new_outer := _tensor_name(node.input[0])) != outer:
+            definition.external_values[new_outer] = inner
+            definition.values.append(new_outer)
+    # The values of a context include the outer tensors that it reads, and its exits belong to the context around it.
+    outside = {*definition.external_values, *getattr(context, "loop_exit_names", ())}
+    values = {name for name in definition.values if _op_name(name) in nodes}
+    members = values - outside
+    member_ops = {_op_name(name) for name in members}
+    pending = {name: node for name, node in nodes.items() if name not in old_nodes}
+
+    def is_inside(text: str) -> bool:
+        return _op_name(text) in member_ops if text.startswith("^") else _tensor_name(text) in members
+
+    while inside := [name for name, node in pending.items() if any(map(is_inside, node.input))]:
+        for name in inside:
+            del pending[name]
+        tensors = {_tensor_name(name) for name in inside}  # each op that edits add has one output
+        values |= tensors
+        members |= tensors
+        member_ops |= {*inside}
+    del definition.values[:]
+    definition.values.extend(sorted(values))
+
+
+def _op_name(text: str) -> str:
+    return text.lstrip("^").partition(":")[0]
+
+
+def _tensor_name(text: str) -> str:
+    return text if ":" in text else f"{text}:0"
+
+
 def _extend_saver(meta: Any, variables: Mapping[str, tuple[str, int]]) -> None:
     """Extend the saver, so that it restores the variables and, if it saves in the main graph, saves them too.
 
@@ -208,6 +276,8 @@ def save(model: Model, path: Path) -> None:
     message = emit(model)
     write_metadata(message, model)
     additions = _add_learned_ranges(source, message, learned_ranges(model))
+    if (meta := source.meta_graph(message)) is not None:
+        update_control_flow_contexts(meta, source.graph_def(source.message))
     try:
         if source.folder is not None:
             _save_folder(source, source.folder, message, path, additions)

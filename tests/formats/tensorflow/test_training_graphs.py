@@ -168,3 +168,71 @@ def test_a_failing_run_names_the_op_and_its_shapes(tmp_path: Path) -> None:
         (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
     with pytest.raises(ModelError, match=r"op 'scope/product': .*\[2,3\].*\[4,5\]"):
         create_runner(gq.load(tmp_path / "net.pb")).run({"x": np.ones((2, 3), np.float32)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_resource", [False, True])
+@pytest.mark.parametrize("inner", ["none", "loop", "cond"])
+def test_a_rewritten_loop_of_a_meta_graph_trains(tmp_path: Path, inner: str, *, use_resource: bool) -> None:
+    """The contexts of the loop, and of a loop or branch in it, contain the new ops, so that gradients are built."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    was_enabled = v1.control_flow_v2_enabled()
+    v1.disable_control_flow_v2()
+    try:
+        with v1.Graph().as_default(), v1.Session() as session:
+            v1.set_random_seed(1)
+            x = v1.placeholder(tf.float32, [None, 6], name="x")
+            weight = v1.get_variable("weight", [6, 6], use_resource=use_resource)
+            head = v1.get_variable("head", [6, 3], use_resource=use_resource)
+
+            def product(hidden: Any) -> Any:
+                return tf.nn.tanh(tf.matmul(hidden, weight, name="product") + hidden)
+
+            def body(step: Any, hidden: Any) -> Any:
+                if inner == "loop":
+                    hidden = v1.while_loop(lambda i, _: i < 2, lambda i, h: (i + 1, product(h)), [0, hidden])[1]
+                elif inner == "cond":
+                    hidden = v1.cond(step < 2, lambda: product(hidden), lambda: hidden)
+                return step + 1, product(hidden)
+
+            hidden = v1.while_loop(lambda step, _: step < 3, body, [0, x])[1]
+            tf.reduce_mean(tf.square(tf.matmul(hidden, head) - 1.0), name="loss")
+            session.run(v1.global_variables_initializer())
+            v1.train.Saver().save(session, str(tmp_path / "net"))
+        values = np.random.default_rng(0).normal(size=(32, 6)).astype(np.float32) * 0.3
+        result = gq.insert(tmp_path / "net.meta", data={"x": values}, rules="generic", validate=False)
+        assert any(pair.site.parameter and "while" in pair.site.tensor.op for pair in result.inserted)
+        gq.save(result.model, tmp_path / "quantized.meta")
+        losses = {}
+        for name in ("net", "quantized"):
+            with v1.Graph().as_default() as graph, v1.Session() as session:
+                saver = v1.train.import_meta_graph(str(tmp_path / f"{name}.meta"))
+                loss = graph.get_tensor_by_name("loss:0")
+                train = v1.train.GradientDescentOptimizer(0.002).minimize(loss)
+                saver.restore(session, str(tmp_path / name))
+                losses[name] = [float(session.run([loss, train], {"x:0": values})[0]) for _ in range(TRAINING_STEPS)]
+    finally:
+        (v1.enable_control_flow_v2 if was_enabled else v1.disable_control_flow_v2)()
+    assert losses["quantized"][-1] < losses["quantized"][0]
+    np.testing.assert_allclose(losses["quantized"], losses["net"], rtol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["LSTM", "GRU"])
+def test_recurrent_layers_of_keras(tmp_path: Path, layer: str) -> None:
+    """The state and the body of a Keras LSTM or GRU stay float by the rule, and the rest has an SQNR of 20 dB."""
+    keras = pytest.importorskip("keras")
+    tf = pytest.importorskip("tensorflow")
+    keras.utils.set_random_seed(2)
+    sequence = keras.Input((12, 8), name="sequence")
+    hidden = getattr(keras.layers, layer)(16)(sequence)
+    network = keras.Model(sequence, keras.layers.Dense(5)(hidden))
+    network.export(tmp_path / "net", verbose=False)
+    values = np.random.default_rng(0).normal(size=(64, 12, 8)).astype(np.float32)
+    result = gq.insert(tmp_path / "net", data={"sequence": values})
+    assert result.inserted
+    gq.save(result.model, tmp_path / "quantized")
+    loaded = tf.saved_model.load(str(tmp_path / "quantized"))
+    expected, actual = network.predict(values, verbose=0), loaded.serve(values).numpy()
+    assert 10 * np.log10(np.sum(expected**2) / np.sum((expected - actual) ** 2)) > 20
