@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import re
 import signal
@@ -43,7 +44,7 @@ def open_inference_session(data: bytes, options: Any) -> Any:
     def open_session() -> Any:
         return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
-    if _MAY_CRASH and (child := os.fork()):
+    if _MAY_CRASH and (child := _fork_without_collection()):
         if os.WTERMSIG(os.waitpid(child, 0)[1]) in (signal.SIGABRT, signal.SIGSEGV):
             raise RuntimeError(f"version {onnxruntime.__version__} crashes on it")
     elif _MAY_CRASH:
@@ -53,6 +54,22 @@ def open_inference_session(data: bytes, options: Any) -> Any:
             open_session()
         os._exit(0)
     return open_session()
+
+
+def _fork_without_collection() -> int:
+    """Fork, with the garbage collector disabled in the child.
+
+    An unused session that is part of a reference cycle would be destroyed there, and would wait for ever for its
+    threads, which only the parent has.
+    """
+    was_enabled, child = gc.isenabled(), -1
+    gc.disable()
+    try:
+        child = os.fork()
+    finally:
+        if child and was_enabled:
+            gc.enable()
+    return child
 
 
 def infer_output_types(message: Any) -> dict[str, TypeAndShape]:

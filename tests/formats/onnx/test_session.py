@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +20,7 @@ from graphquant import formats
 from graphquant.errors import ModelError
 from graphquant.formats import InputSpec
 from graphquant.formats import onnx as format_
-from graphquant.formats.onnx import session
+from graphquant.formats.onnx import runtime, session
 from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:
@@ -213,3 +216,37 @@ def test_large_sessions_are_freed(load_text: Any, monkeypatch: pytest.MonkeyPatc
     assert [values[tensor][0].tolist() for values in runner.observe([tensor], [{"x": X}])] == expected
     runner.free_large_session()
     assert (runner._session is None, runner._full_watch is None) == (freed, False)
+
+
+class _Unreachable:
+    """Part of a reference cycle, which reports where the garbage collector destroys it."""
+
+    def __init__(self, path: Path) -> None:
+        self.cycle, self.path, self.process = self, path, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            self.path.touch()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux opens sessions in a forked process")
+def test_a_forked_process_collects_no_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that tries a session destroys no other one, whose threads it has not, and would wait for ever."""
+    fork = os.fork
+
+    def fork_with_garbage() -> int:
+        _Unreachable(tmp_path / "destroyed")
+        return fork()
+
+    monkeypatch.setattr(runtime, "_MAY_CRASH", True)
+    monkeypatch.setattr(os, "fork", fork_with_garbage)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for _ in range(20):
+            with pytest.raises(runtime.RUNTIME_ERRORS):
+                runtime.open_inference_session(b"", onnxruntime.SessionOptions())
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
+    assert not (tmp_path / "destroyed").exists()
