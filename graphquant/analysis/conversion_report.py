@@ -87,7 +87,11 @@ def compare_conversion(
     counterpart of its name therefore matches if an unclaimed one of its size has exactly its scale and zero point, or
     if an equal tensor matches.
     """
-    activations, constants = _stored_tensors(converted, runtime)
+    activations, stored_constants = _stored_tensors(converted, runtime)
+    constants: dict[str, _StoredTensor] = {}
+    for stored in stored_constants:
+        for op in stored.output.name.split(";"):  # the converter joins the names of merged tensors
+            constants.setdefault(op, stored)
     names_by_tensor = match_tensor_names(
         model, {name: stored.output for name, stored in activations.items()}, {tensor.name for tensor in runtime}
     )
@@ -103,7 +107,7 @@ def compare_conversion(
             equivalents = iterate_equivalent_tensors(model, callers, insertion.site.tensor)
             name = next((names_by_tensor[ref] for ref in equivalents if ref in names_by_tensor), None)
             matches.append(None if name is None else activations[name])
-    unclaimed = [stored for stored in (*activations.values(), *constants.values()) if stored not in matches]
+    unclaimed = [stored for stored in (*activations.values(), *stored_constants) if stored not in matches]
     for index, insertion in enumerate(inserted):
         match = matches[index]
         # A tensor that is passed on may have another range behind it, as the inputs of a branch.
@@ -121,11 +125,11 @@ def compare_conversion(
 
 def _stored_tensors(
     converted: Model, runtime: Sequence[RuntimeTensor]
-) -> tuple[dict[str, _StoredTensor], dict[str, _StoredTensor]]:
-    """Return the quantized activations of the converted model by name, and its constants by the name of their op."""
+) -> tuple[dict[str, _StoredTensor], list[_StoredTensor]]:
+    """Return the quantized activations of the converted model by name, and its quantized constants."""
     runtime_by_index = {(tensor.graph, tensor.index): tensor for tensor in runtime}
     activations: dict[str, _StoredTensor] = {}
-    constants: dict[str, _StoredTensor] = {}
+    constants: list[_StoredTensor] = []
     for graph_index, graph in enumerate(converted.graphs.values()):
         for op in graph.ops():
             for port, output in enumerate(op.outputs):
@@ -134,10 +138,7 @@ def _stored_tensors(
                 runtime_tensor = runtime_by_index.get((graph_index, output.quantization.index))
                 if op.kind in STORED_KINDS:
                     axis = _weight_channel_axis(graph, TensorRef(graph.name, op.name, port))
-                    stored = _StoredTensor(output, runtime_tensor, axis)
-                    # The converter joins the names of merged tensors.
-                    for name in output.name.split(";"):
-                        constants.setdefault(name, stored)
+                    constants.append(_StoredTensor(output, runtime_tensor, axis))
                 # Only inputs and outputs of the file are uint8. The int8 tensors beside them have the planned scales.
                 elif output.dtype != "uint8":
                     activations.setdefault(output.name, _StoredTensor(output, runtime_tensor))

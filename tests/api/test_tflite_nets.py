@@ -1,4 +1,4 @@
-"""Conversion of eight nets to TFLite: types, signatures, the report, and accuracy beside that of TensorFlow."""
+"""Conversion of nine nets to TFLite: types, signatures, the report, and accuracy beside that of TensorFlow."""
 
 from __future__ import annotations
 

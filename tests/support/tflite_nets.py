@@ -162,4 +162,24 @@ def two_signatures(_samples: Path, _shared: Path, folder: Path) -> ConvertedNet:
     return ConvertedNet(folder / "net", str(folder / "calib.npz"), {"image": images}, ("serving_default", "embed"))
 
 
-NETS = (kws, digits_cnn, digits_rnn, resnet, mobilenet, swish_net, lstm, two_signatures)
+def unet(_samples: Path, _shared: Path, folder: Path) -> ConvertedNet:
+    """A U-Net with a transposed convolution, whose weight has its channels on an inner axis."""
+    import tensorflow as tf
+
+    tf.keras.utils.set_random_seed(21)
+    layers = tf.keras.layers
+
+    def block(x: Any, width: int) -> Any:
+        return layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(width, 3, padding="same", use_bias=False)(x)))
+
+    x = tf.keras.Input((16, 16, 3), name="image")
+    outer = block(x, 8)
+    inner = block(layers.MaxPooling2D()(outer), 16)
+    y = layers.Conv2DTranspose(16, 2, strides=2, padding="same")(block(layers.MaxPooling2D()(inner), 24))
+    y = layers.UpSampling2D()(block(layers.Concatenate()([y, inner]), 16))
+    y = layers.Conv2D(CLASSES, 1, activation="sigmoid")(block(layers.Concatenate()([y, outer]), 8))
+    y = layers.Dense(CLASSES, activation="softmax")(layers.GlobalMaxPooling2D()(y))
+    return export_trained(tf.keras.Model(x, y), noisy_prototypes(21, (16, 16, 3)), folder)
+
+
+NETS = (kws, digits_cnn, digits_rnn, resnet, mobilenet, swish_net, lstm, two_signatures, unet)

@@ -82,8 +82,9 @@ def convert_signatures(model: Model, io: str | None = None) -> tuple[bytes, ...]
         for signature in signatures:
             _require_ranges(model, io, signature)
     graph_def = model.source.graph_def(message)
-    if has_only_weight_ranges(model):
-        graph_def = _with_rounded_weights(model, graph_def)
+    names = [op.name for op in model.main.ops() if op.kind == "qdq"]
+    if rounded := names if has_only_weight_ranges(model) else _transposed_weight_quantizers(model):
+        graph_def = _with_rounded_weights(graph_def, rounded)
     by_tensors: dict[tuple[tuple[str, ...], ...], list[FrozenSignature]] = {}
     for signature in signatures:
         tensors = tuple(signature.inputs.values()), tuple(signature.outputs.values())
@@ -409,8 +410,26 @@ def has_only_weight_ranges(model: Model) -> bool:
     return bool(inputs) and all(tensor is not None and parameters.is_parameter(tensor) for tensor in inputs)
 
 
-def _with_rounded_weights(model: Model, graph_def: Any) -> Any:
-    """Return the graph with constants for the FakeQuants of its weights.
+def _transposed_weight_quantizers(model: Model) -> list[str]:
+    """Return the FakeQuants on weights of transposed convolutions.
+
+    Their channels are on an inner axis, so the FakeQuant is between reshapes, with which the converter fails silently.
+    """
+    names = []
+    for op in model.main.ops():
+        if op.kind == "conv_transpose":
+            sources = [slot for index, slot in enumerate(model.main.slots(op.name)) if op.role(index) == "weight"]
+            for source in sources:
+                tensor = source
+                while tensor is not None and model.op(tensor).kind in RESHAPING_KINDS:
+                    tensor = model.main.source_of(Use("", tensor.op, 0))
+                if tensor is not None and model.op(tensor).kind == "qdq":
+                    names.append(tensor.op)
+    return list(dict.fromkeys(names))
+
+
+def _with_rounded_weights(graph_def: Any, names: Sequence[str]) -> Any:
+    """Return the graph with constants for the FakeQuants `names` of its weights.
 
     The converter computes the scales of such weights from their values, which gives the planned scales: the largest
     value is on the grid. FakeQuants would let it store float weights.
@@ -419,7 +438,6 @@ def _with_rounded_weights(model: Model, graph_def: Any) -> Any:
     v1 = tensorflow.compat.v1
     rounded = type(graph_def)()
     rounded.CopyFrom(graph_def)
-    names = [op.name for op in model.main.ops() if op.kind == "qdq"]
     with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
         v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
         with v1.Session(graph=graph) as session:
