@@ -14,8 +14,7 @@ from graphquant.ir import Model
 from graphquant.ir import check_invariants as _check_graphs
 from graphquant.ir.graph import check_tensor_sizes
 from graphquant.utils.atomic_files import LFS_ADVICE, is_lfs_pointer, lock_output, remove_stale_files
-from graphquant.utils.option_types import parse_names, parse_tags
-from graphquant.utils.options import SignatureOptions, checks_types
+from graphquant.utils.options import SignatureOptions, checks_types, resolve_options
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import MemoryData
@@ -135,13 +134,14 @@ def load(
         ModelError: The model cannot be read, or is not supported.
         UsageError: The source is not a model, or has no such signature or tags.
     """
+    chosen = resolve_options(SignatureOptions, None, {"signature": signature, "tags": tags})
     if isinstance(source, str | Path):
         if outputs:
             raise UsageError(
                 f"{source} is a file, but outputs can be chosen only for a tf.Graph or a session. Remove outputs."
             )
-        model = _load_file(Path(source), allow_links=allow_links, tags=parse_tags(tags))
-    elif parse_tags(tags):
+        model = _load_file(Path(source), allow_links=allow_links, tags=chosen.tags)
+    elif chosen.tags:
         raise UsageError(f"tags choose a MetaGraph of a SavedModel, but the model is a {type(source).__name__}.")
     elif type(source).__name__ == "ModelProto":  # onnx need not be imported for this check
         from graphquant.formats.onnx import from_onnx
@@ -154,7 +154,7 @@ def load(
 
         model = from_tensorflow(source, outputs)
     _check_graphs(model, "load")
-    return select_signatures(model, parse_names(signature))
+    return select_signatures(model, chosen.signature)
 
 
 def select_signatures(model: Model, names: Sequence[str], *, separate_inputs: bool = False) -> Model:

@@ -58,6 +58,7 @@ def test_attestation_content(entry_and_outcome):
                     "samples": 8,
                     "method": None,
                     "family": None,
+                    "range_source": "observed",
                     "include": (),
                     "exclude": (),
                     "float_weights": False,
@@ -72,6 +73,8 @@ def test_attestation_content(entry_and_outcome):
                     "search_time": "10x",
                     "metric": None,
                     "size_budget": None,
+                    "signature": (),
+                    "tags": (),
                 },
                 "internalParameters": {"key": "e" * 64},
                 "resolvedDependencies": [

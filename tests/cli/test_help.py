@@ -52,7 +52,8 @@ def test_groups_have_each_option() -> None:
 @pytest.mark.parametrize("name", GROUPED)
 def test_examples_are_valid(name: str) -> None:
     """Each example in the help of a command has valid options."""
-    lines = [line.split(maxsplit=2) for line in main.commands[name].epilog.splitlines() if "graphquant" in line]
+    epilog = main.commands[name].epilog.replace("\\\n", " ")  # continued lines
+    lines = [line.split(maxsplit=2) for line in epilog.splitlines() if "graphquant" in line]
     assert lines
     for _, command, *arguments in lines:
         assert command == name

@@ -226,7 +226,7 @@ PICTURES = np.random.default_rng(2).integers(0, 256, (5, 6, 10, 3), np.uint8)
     [
         ((None, 3, 6, 10), "mean=1:2:3,std=4"),
         ((None, 6, 10, 3), "preset=imagenet"),
-        ((1, 3, 5, 4), "scale=1/255,order=bgr,resize=crop"),
+        ((1, 3, 5, 7), "scale=1/255,order=bgr,resize=crop"),
         ((None, None, None, None), "scale=1/255,layout=nchw,size=4x8"),
         ((None, 1, 6, 10), "scale=1/255"),
         ((3, 6, 10), "mean=127"),
@@ -269,7 +269,7 @@ def test_pictures_in_arrays_need_a_conversion(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mean="):
         open_data(f"{tmp_path / 'float.npz'},mean=3", [one])
     with pytest.raises(DataError, match="10x6"):
-        open_data(f"{tmp_path / 'data.npz'},mean=3,resize=none", [float_input(None, 10, 6, 3)])
+        list(open_data(f"{tmp_path / 'data.npz'},mean=3,resize=none", [float_input(None, 10, 6, 3)]))
     digests = {open_data(f"{tmp_path / 'data.npz'},mean={mean}", [one]).final_digest() for mean in (1, 2)}
     assert len(digests) == 2
 
