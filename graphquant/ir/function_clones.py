@@ -58,7 +58,7 @@ class FunctionClones:
         self._originals: dict[OpKey, OpKey | None] = {}
         if self.clone_graphs:
             self._callers = model.callers()
-            self._spread_pairs(list(self._pairs_by_variables()))
+            self._spread_pairs([*self._pairs_by_variables(), *self._pairs_by_shared_functions()])
 
     def original_op(self, clone_graph: str, op_name: str) -> OpKey | None:
         """Return the running op that op `op_name` is a clone of; None if there is none, or several."""
@@ -69,13 +69,34 @@ class FunctionClones:
 
         That is so if clones compute them, or if the caller of the clone passes the tensor, such as a layer's input.
         """
-        clone_source, original_source = self._computed_source(clone_tensor), self._computed_source(original_tensor)
-        if clone_source is None or original_source is None:
-            return clone_source is None
-        return clone_source.port == original_source.port and self.original_op(clone_source.graph, clone_source.op) == (
-            original_source.graph,
-            original_source.op,
-        )
+        clone_sources = self._possible_sources(clone_tensor)
+        if None in clone_sources:
+            return True
+        original_sources = self._possible_sources(original_tensor) - {None}
+        return all(self._original_tensor(source) in original_sources for source in clone_sources if source is not None)
+
+    def _original_tensor(self, tensor: TensorRef) -> TensorRef | None:
+        """Return the tensor of the graphs that run that `tensor` is a clone of, or `tensor` if it is one of them."""
+        if tensor.graph not in self._clone_graph_set:
+            return tensor
+        original = self.original_op(tensor.graph, tensor.op)
+        return None if original is None else TensorRef(*original, tensor.port)
+
+    def _possible_sources(self, tensor: TensorRef) -> set[TensorRef | None]:
+        """Return the tensors that callers may pass on as `tensor`, with None for one that no caller computes."""
+        sources: set[TensorRef | None] = set()
+        pending, visited = [tensor], {tensor}
+        for current in pending:
+            source = self._follow_forwarding(current)
+            if source is None or self._model.op(source).kind != "input":
+                sources.add(source)
+                continue
+            operands = [operand for operand in self._caller_operands(source.graph, source.op) if operand not in visited]
+            pending.extend(operands)
+            visited.update(operands)
+            if not operands or len(pending) > MAX_HOPS:
+                sources.add(None)
+        return sources
 
     def variable_name(self, tensor: TensorRef) -> str | None:
         """Return the name of the variable whose value `tensor` is, quantized or not; None if it is not one."""
@@ -107,6 +128,23 @@ class FunctionClones:
                 ]
             if len(candidates) == 1:
                 yield op_key, candidates[0][0]
+
+    def _pairs_by_shared_functions(self) -> Iterator[tuple[OpKey, OpKey]]:
+        """Yield pairs of ops that read the result of a function which both a clone and a graph that runs call."""
+        shared = (
+            name
+            for name, uses in self._callers.items()
+            if name not in self._clone_graph_set and any(use.graph in self._clone_graph_set for use, _ in uses)
+        )
+        for graph in map(self._model.graphs.__getitem__, shared):
+            for label in graph.outputs:
+                source = self._computed_source(graph.source_of(Use(graph.name, label, 0)))
+                if source is not None:
+                    yield from (
+                        pair
+                        for pair in self._consumer_pairs(source, source)
+                        if self._may_be_clone(*pair) and self._read_same_values(*pair)
+                    )
 
     def _variable_readers(self, paths: dict[str, str | None]) -> Iterator[tuple[OpKey, str | None]]:
         """Yield the ops of these graphs that read variables, with their paths."""
@@ -148,12 +186,35 @@ class FunctionClones:
             if sources[0] is not None and sources[1] is not None and sources[0].port == sources[1].port:
                 yield (sources[0].graph, sources[0].op), (sources[1].graph, sources[1].op)
         for port in range(len(self._op_of(clone).outputs)):
-            originals_by_kind = self._computing_consumers(TensorRef(*original, port))
-            for kind, clones in self._computing_consumers(TensorRef(*clone, port)).items():
-                yield from _pair_candidates(clones, originals_by_kind.get(kind, []))
+            yield from self._consumer_pairs(TensorRef(*clone, port), TensorRef(*original, port))
+
+    def _consumer_pairs(self, clone_tensor: TensorRef, original_tensor: TensorRef) -> Iterator[tuple[OpKey, OpKey]]:
+        """Yield the pairs of ops in clones that read `clone_tensor` and ops that run and read `original_tensor`.
+
+        A function that both call has consumers of both sorts. Each clone has its own counterpart of a consumer.
+        """
+        originals_by_kind = self._computing_consumers(original_tensor)
+        for kind, consumers in self._computing_consumers(clone_tensor).items():
+            originals = [op for op in originals_by_kind.get(kind, []) if op[0] not in self._clone_graph_set]
+            by_graph: dict[str, list[OpKey]] = {}
+            for consumer in consumers:
+                if consumer[0] in self._clone_graph_set:
+                    by_graph.setdefault(consumer[0], []).append(consumer)
+            for clones in by_graph.values():
+                yield from _pair_candidates(clones, originals)
 
     def _computed_source(self, tensor: TensorRef | None) -> TensorRef | None:
         """Return the tensor that Identities, calls and arguments forward as `tensor`; None if there may be several."""
+        for _ in range(MAX_HOPS):
+            tensor = self._follow_forwarding(tensor)
+            if tensor is None or self._model.op(tensor).kind != "input":
+                return tensor
+            operands = self._caller_operands(tensor.graph, tensor.op)
+            tensor = operands[0] if len(operands) == 1 else None
+        return None
+
+    def _follow_forwarding(self, tensor: TensorRef | None) -> TensorRef | None:
+        """Return the computed tensor or argument that Identities and calls forward as `tensor`; None if unknown."""
         for _ in range(MAX_HOPS):
             if tensor is None:
                 break
@@ -164,21 +225,26 @@ class FunctionClones:
                 called = self._model.graphs[op.calls[0].graph]
                 output_name = called.outputs[tensor.port] if tensor.port < len(called.outputs) else None
                 tensor = None if output_name is None else called.source_of(Use(called.name, output_name, 0))
-            elif op.kind == "input":
-                operands = self._caller_operands(tensor.graph, op.name)
-                tensor = operands[0] if len(operands) == 1 else None
             else:
                 return tensor
         return None
 
     def _caller_operands(self, graph_name: str, argument: str) -> list[TensorRef]:
-        """Return the tensors that callers pass for an argument of a function or branch; none for one of a loop."""
+        """Return the tensors that callers pass for an argument of a function or branch; none for one of a loop.
+
+        Clones that call a function that also runs do not count, because they may pass other values.
+        """
         if graph_name not in self._input_positions:
             inputs = self._model.graphs[graph_name].inputs
             self._input_positions[graph_name] = {label: position for position, label in enumerate(inputs)}
         position = self._input_positions[graph_name].get(argument)
         callers = [] if position is None else self._callers.get(graph_name, [])
-        operands = (self._model.passed_operand(use, call, position or 0) for use, call in callers if not call.loop)
+        is_clone = graph_name in self._clone_graph_set
+        operands = (
+            self._model.passed_operand(use, call, position or 0)
+            for use, call in callers
+            if not call.loop and (is_clone or use.graph not in self._clone_graph_set)
+        )
         return [operand for operand in dict.fromkeys(operands) if operand is not None]
 
     def _computing_consumers(self, tensor: TensorRef) -> dict[tuple[str, int], list[OpKey]]:

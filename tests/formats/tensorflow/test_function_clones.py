@@ -333,3 +333,56 @@ def test_a_model_without_a_signature_is_refused(tmp_path: Path) -> None:
     with pytest.raises(gq.GraphQuantError, match=r"no signature.*tf\.saved_model\.save"):
         gq.plan(tmp_path / "net")
     assert len(summarize_model(gq.load(tmp_path / "net")).float_clone_ops) == 1
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("activation", ["relu", "sin"])
+@pytest.mark.slow
+def test_a_branch_that_reads_the_result_of_a_call_is_a_clone(activation: str, calls: int, tmp_path: Path) -> None:
+    """All traces of `head` give the bits of the signature: the function that it calls is one of those that run.
+
+    The branches of its tf.cond read the result of that function, and all of them quantize it.
+    """
+    tf = pytest.importorskip("tensorflow")
+    random = np.random.default_rng(0)
+    weights = [tf.Variable(random.normal(0, 0.4, shape).astype(np.float32)) for shape in ((8, 8), (8, 4), (8, 4))]
+    function = tf.nn.relu if activation == "relu" else tf.math.sin
+
+    class Net(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = weights
+
+        @tf.function
+        def body(self, x):
+            return function(tf.matmul(x, weights[0]))
+
+        @tf.function
+        def head(self, x):
+            for _ in range(calls):
+                x = self.body(x)
+            return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.matmul(x, weights[1]), lambda: tf.matmul(x, weights[2]))
+
+        @tf.function
+        def serve(self, x):
+            return {"y": self.head(x)}
+
+    net = Net()
+    net.head.get_concrete_function(tf.TensorSpec([5, 8], tf.float32))
+    signature = net.serve.get_concrete_function(tf.TensorSpec([None, 8], tf.float32, "x"))
+    tf.saved_model.save(net, str(tmp_path / "net"), signatures=signature)
+    samples = random.normal(size=(64, 8)).astype(np.float32)
+    result = gq.insert(tmp_path / "net", data={"x": samples}, validate=False)
+    branches = [graph for graph in result.model.graphs.values() if "cond/MatMul" in graph]
+    assert len(branches) > len([graph for graph in branches if graph.name in result.model.reachable_graphs()])
+    operands = [graph.slots("cond/MatMul")[0] for graph in branches]
+    assert {result.model.op(operand).kind for operand in operands if operand is not None} == {"qdq"}
+    loaded, original = (
+        tf.saved_model.load(str(path)) for path in (result.save(tmp_path / "quantized"), tmp_path / "net")
+    )
+    changes = []
+    for rows in (samples[:5], -samples[:5], samples[:7]):
+        expected = loaded.signatures["serving_default"](x=tf.constant(rows))["y"].numpy()
+        np.testing.assert_array_equal(loaded.head(tf.constant(rows)).numpy(), expected)
+        changes.append(np.abs(original.head(tf.constant(rows)).numpy() - expected).max())
+    assert max(changes) > 0
