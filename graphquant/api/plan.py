@@ -204,7 +204,7 @@ def select_sites(
     family: str | None = None,
     range_source: RangeSource = "observed",
 ) -> SiteSelection:
-    """Return the selection of tensors and of the QDQ family for a plan.
+    """Return the selection of tensors, of the QDQ family and of the source of ranges for a plan.
 
     Raises:
         UsageError: There is no such family for the format, it has no such ranges, or a pattern is invalid.
