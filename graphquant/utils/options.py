@@ -184,8 +184,8 @@ class InsertOptions(PlanOptions):
     plan: ObjectOrPath | None = option(None, "Apply this plan instead of rules.", metavar="FILE", path=True)
     ranges: ObjectOrPath | None = option(
         None,
-        "Quantized model, AIMET encodings, TensorRT calibration cache or overrides of onnxruntime, whose ranges are used"
-        " for activations of the same name.",
+        "Quantized model, AIMET encodings, TensorRT calibration cache or overrides of onnxruntime, whose ranges are"
+        " used for activations of the same name.",
         metavar="FILE",
         path=True,
     )
