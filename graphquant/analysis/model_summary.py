@@ -161,7 +161,9 @@ def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
 def _merge_copies(model: Model, ops: list[QuantizationOp], clones: FunctionClones) -> Iterator[QuantizationOp]:
     """Yield one op of those that are copies: in function clones, or in functions of the same ops."""
     originals = [clones.original_op(op.graph, op.op) or (op.graph, op.op) for op in ops]
-    ops_of = {graph: frozenset((op.name, op.type) for op in model.graphs[graph].ops()) for graph, _ in originals if graph}
+    ops_of = {
+        graph: frozenset((op.name, op.type) for op in model.graphs[graph].ops()) for graph, _ in originals if graph
+    }
     copies: dict[Any, list[QuantizationOp]] = {}
     for (graph, name), op in zip(originals, ops, strict=True):
         copies.setdefault((ops_of.get(graph), name, op.type, _params_key(op.params)), []).append(op)

@@ -45,6 +45,7 @@ from graphquant.rules import ObserverConfig
 from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
+    from graphquant.calibration import Stats
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.data.dataset import Feed
     from graphquant.calibration.holdout import HoldOut
@@ -68,6 +69,15 @@ HIGH_PRECISION_CANDIDATES = frozenset({f"{WIDE_ACTIVATION_BITS} bits", FLOAT_CAN
 
 FLOAT_EMULATION_FAMILY = "quantize-and-dequantize"
 """Prefix of families that emulate unknown hardware. Ops with 16-bit activations of other families run in float."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchFold:
+    """A part of the samples on which a search measures plans, and the ranges and algorithms of all other samples."""
+
+    held_out: HoldOut  # the samples of the part
+    build: BuildModel  # builds the quantized model of a plan without these samples
+    stats: Stats | None  # statistics without these samples; None if no range depends on data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,8 +64,7 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel
-    from graphquant.optimize.candidates import BuildModel
-    from graphquant.optimize.search import SearchFold
+    from graphquant.optimize.candidates import BuildModel, SearchFold
     from graphquant.quantize import Plan, Site
     from graphquant.utils import Progress
 

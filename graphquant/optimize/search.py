@@ -32,6 +32,7 @@ from graphquant.optimize.candidates import (
     CandidateErrors,
     GroupTrials,
     ScaleGroup,
+    SearchFold,
     byte_costs,
     insertions_by_site,
     mac_costs,
@@ -175,15 +176,6 @@ class SearchTrace:
         return replace(
             self, float_tensors={**self.float_tensors, **in_float}, changed_tensors={**self.changed_tensors, **changed}
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchFold:
-    """A part of the samples on which a search measures plans, and the ranges and algorithms of all other samples."""
-
-    held_out: HoldOut  # the samples of the part
-    build: BuildModel  # builds the quantized model of a plan without these samples
-    stats: Stats | None  # statistics without these samples; None if no range depends on data
 
 
 def search_plan(

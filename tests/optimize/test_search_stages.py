@@ -13,7 +13,7 @@ from graphquant.analysis.validation import Bounds, Validation
 from graphquant.errors import UsageError
 from graphquant.ir import TensorRef, Use
 from graphquant.optimize import PreCalibrationState, search
-from graphquant.optimize.candidates import FLOAT_CANDIDATE, RULE_CANDIDATE, Candidate, ScaleGroup
+from graphquant.optimize.candidates import FLOAT_CANDIDATE, RULE_CANDIDATE, Candidate, ScaleGroup, SearchFold
 from graphquant.optimize.latency import FloatSitesResult, TimeRatio
 from graphquant.optimize.search import (
     BOUNDS_NOT_MET,
@@ -25,7 +25,6 @@ from graphquant.optimize.search import (
     MAX_RELATIVE_TIME,
     OUTCOME_PAIRS,
     Objective,
-    SearchFold,
     SearchTrace,
     _SearchStages,
     search_plan,

@@ -378,10 +378,9 @@ def test_a_range_per_channel_needs_v3(version: int) -> None:
 
 
 def test_types_and_shapes_without_a_kernel() -> None:
-    """float16, and scalars with V3, are not supported; float64 is."""
+    """Scalars with V3 are not supported; float64 is, and half precision, which is cast to float32."""
     why_not = FAMILIES["quantize-and-dequantize-v3"].unsupported_reason
     for dtype in ("float16", "bfloat16"):
-        reason = why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype=dtype, shape=(2,)))
-        assert f"no CPU kernel for {dtype}" in reason
+        assert why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype=dtype, shape=(2,))) is None
     assert "no scalar" in why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype="float32", shape=()))
     assert why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype="float64", shape=(2,))) is None

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from graphquant import formats
-from graphquant.calibration.data.fit import LABEL_KEYS, dtype_kind, non_finite_mask, numpy_dtype
+from graphquant.calibration.data.dataset import LABEL_KEYS
+from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
 from graphquant.calibration.data.model_inputs import (
     InputLayer,
     InputUse,

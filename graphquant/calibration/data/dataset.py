@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Feed = dict[str, Array]
 
+LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})
+"""Keys that no input is expected to take."""
+
 RANDOM_PREFIX = "random:"
 MAX_TOML_BYTES = 1 << 20
 
@@ -320,8 +323,6 @@ def _open_by_signature(
     The longest data sets the number of samples. The samples of the others are repeated, each next to its copies, so
     that a hold-out of the last samples has none of the first ones of any signature.
     """
-    from graphquant.calibration.data.fit import LABEL_KEYS
-
     missing = next((entry for entry in inputs if entry.signatures and parts.keys().isdisjoint(entry.signatures)), None)
     if missing is not None:
         raise DataError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ml_dtypes
 import numpy as np
 
-from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
+from graphquant.calibration.data.dataset import LABEL_KEYS, DataRequest, Dataset, Feed
 from graphquant.calibration.data.files import MAX_FEED_BYTES, DataFile, hash_files
 from graphquant.errors import DataError, did_you_mean
 from graphquant.formats import ANY_DTYPE
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 Item = TypeVar("Item")
-
-LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})
-"""Keys that no input is expected to take."""
 
 STRING_DTYPES = frozenset({"string", "str", "object"})
 
