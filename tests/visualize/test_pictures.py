@@ -188,7 +188,7 @@ def test_ascii_graph(samples: Path) -> None:
     assert _print_ascii_graph(drawing, chosen) == (
         "● MaxPool  max_pool  ?x16x4x4\n"
         "│ ● Conv  residual_2/conv  ?x16x4x4\n"
-        "│ │     weight: int8 0.0156 by rule kernel\n"
+        "│ │     weight: int8 0.01562 by rule kernel\n"
         "◉─╯ Add  residual/add  ?x16x4x4\n"
         "● Relu  residual/relu  ?x16x4x4\n"
     )

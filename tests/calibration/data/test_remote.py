@@ -11,7 +11,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.data_files import encode_example, write_onnx_set, write_png, write_tfrecord
 
-from graphquant.calibration.data import open_data, parse_data_spec
+from graphquant.calibration.data import open_data
+from graphquant.calibration.data.dataset import parse_data_spec
 from graphquant.errors import DataError, MissingDependencyError
 from graphquant.formats import InputSpec
 
