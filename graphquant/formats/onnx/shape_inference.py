@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 from google.protobuf.message import DecodeError
 from onnx import (
     AttributeProto,
@@ -38,6 +37,7 @@ from graphquant.formats.onnx.tensors import (
     tensor_value,
     type_and_shape,
 )
+from graphquant.ir import reachable
 
 HIDDEN_DOMAIN = "graphquant.hidden"
 
@@ -299,9 +299,11 @@ def _typable_part(message: Any, graph: Any, types: Mapping[str, Any], functions:
     ]
     producers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     edges = [(name, index) for index, node in enumerate(nodes) for name in node.input if name]
-    dependencies: nx.DiGraph[int] = nx.DiGraph()
-    dependencies.add_edges_from((producers.get(name, -1), index) for name, index in edges if name not in types)
-    untypable = nx.descendants(dependencies, -1) if -1 in dependencies else set()
+    readers: dict[int, list[int]] = {}  # by producer, which is -1 if the type is unknown
+    for name, index in edges:
+        if name not in types:
+            readers.setdefault(producers.get(name, -1), []).append(index)
+    untypable = set(reachable([-1], lambda index: readers.get(index, ())))
     part.graph.node.extend(node for index, node in enumerate(nodes) if index not in untypable)
     produced = dict.fromkeys(name for node in part.graph.node for name in node.output if name)
     constants = {tensor.name: tensor for tensor in graph.initializer if _has_data(tensor)}
@@ -358,6 +360,8 @@ def _check_function_calls(message: Any) -> None:
     """Reject functions that call themselves, or that would fill memory when they are inlined."""
     if not message.functions:
         return
+    import networkx as nx  # imported when needed, because that takes longer than to read a small model
+
     main = ("", "", "")
     callables = {main: message.graph, **{(f.domain, f.name, f.overload): f for f in message.functions}}
     calls: nx.DiGraph[Any] = nx.DiGraph()
