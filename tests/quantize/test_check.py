@@ -68,6 +68,7 @@ def branched_model(tmp_path):
         (replace(SITE, parameter=True), "of x:0 .*'parameter'"),
         (replace(SITE, scheme=replace(INT8, family=None)), "of x:0 .*family None .*onnx"),
         (replace(SITE, scheme=replace(INT8, family="fake-quant")), "of x:0 .*family 'fake-quant' .*onnx"),
+        (replace(SITE, scheme=replace(INT8, dtype="int32")), "of x:0 .*onnxruntime .*int32"),
         (replace(SITE, tensor=TensorRef("", "h"), uses=(Use("", "k", 0),)), "of h:0 .*float16"),
         (replace(SITE, scheme=CHANNEL), "of x:0 .*per channel,.* None"),
         (replace(SITE, axis=0), "of x:0 .*per tensor,.* 0"),

@@ -47,7 +47,6 @@ def test_selectors_are_keys():
         lambda: Scheme(dtype="int8", signed=True),
         lambda: Scheme(dtype="int33"),
         lambda: Scheme(dtype="int17", family="onnx-qdq"),
-        lambda: Scheme(dtype="int32", family="onnx-qdq"),
         lambda: Scheme(dtype="float16"),
         lambda: Scheme(dtype="float8_e4m3fn", zero="asymmetric"),
         lambda: Scheme(dtype="float8_e4m3fn", narrow=True),
