@@ -32,7 +32,7 @@ def run_tool(*arguments: str | tuple[str, Any], data: str | None = None, allow_c
     """
     if data is not None and not allow_code and (refusal := _refuse_code(data)):
         return {"exit_code": UsageError.exit_code, "output": "", "messages": f"error: {refusal}"}
-    command = [sys.executable, "-m", "graphquant"]
+    command = [sys.executable, "-P", "-m", "graphquant"]  # -P: modules in the current folder replace no others
     for argument in arguments:
         if isinstance(argument, str):
             command.append(argument)
@@ -41,7 +41,7 @@ def run_tool(*arguments: str | tuple[str, Any], data: str | None = None, allow_c
         for element in value if isinstance(value, list) else [value]:
             if element is True:
                 command.append(option)
-            elif element not in {None, False, ""}:
+            elif element is not None and element is not False and element != "":  # 0 is a value
                 command += [f"{option}={element}"]
     process = subprocess.run(  # noqa: S603  # this program, without a shell
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, errors="replace"
@@ -55,13 +55,13 @@ def run_tool(*arguments: str | tuple[str, Any], data: str | None = None, allow_c
 
 def _refuse_code(data: str) -> str:
     """Return the error if a data spec names Python code or no data, else ""."""
-    from graphquant.calibration.data.dataset import parse_data_spec
+    from graphquant.calibration.data import parse_data_sources
 
     try:
-        kind = parse_data_spec(data).kind
+        sources = parse_data_sources(data)
     except GraphQuantError as error:
         return str(error)
-    if kind != "function":
+    if all(source.kind != "function" for source in sources):
         return ""
     return (
         f"The data {data} is Python code, which this server does not execute. Use files, or start it with graphquant"

@@ -7,7 +7,7 @@ A file is read as a model without edges whose tensors have stored quantization, 
 from __future__ import annotations
 
 import json
-import math
+import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from graphquant.errors import DataError, UsageError
 from graphquant.ir import Graph, Model, Op, Output, StoredQuantization, TensorRef
-from graphquant.numerics import IntType, QParams
+from graphquant.numerics import LARGEST_VALUE, IntType, QParams
 from graphquant.quantize.requantize import iterate_quantized_tensors
 from graphquant.utils.atomic_files import write_file
 
@@ -91,16 +91,18 @@ def ranges_of_model(model: Model) -> Model:
 def read_range_file(path: Path) -> Model:
     """Read a file of ranges, whose content tells its kind. Raises a DataError if it is none, or damaged."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)  # the size of a device or pipe is unknown before
+        if len(content) > MAX_FILE_BYTES:
             raise DataError(f"{path} is over {MAX_FILE_BYTES >> 20} MB, too large for ranges. Use another file.")
-        text = path.read_text("utf-8")
+        text = content.decode("utf-8")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Use the path of a file of ranges.") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a file of ranges: it is no text. {_KINDS}") from error
     try:
         entries = list(_parse_tensorrt(text) if text.startswith(TENSORRT_HEADER) else _parse_json(json.loads(text)))
-    except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError, struct.error) as error:
         reason = f"{type(error).__name__}: {str(error)[:100]}"
         raise DataError(f"{path} cannot be understood as a file of ranges ({reason}). {_KINDS}") from error
     if not entries:
@@ -166,7 +168,7 @@ def _parse_overrides(name: str, overrides: list[Any]) -> Iterator[NamedRange]:
     if not all("scale" in entry for entry in overrides):
         if len(overrides) == 1 and "rmin" in overrides[0] and "rmax" in overrides[0]:
             limits = float(overrides[0]["rmin"]), float(overrides[0]["rmax"])
-            if not -math.inf < limits[0] <= limits[1] < math.inf:
+            if not -LARGEST_VALUE <= limits[0] <= limits[1] <= LARGEST_VALUE:
                 raise ValueError(f"the range of {name} is {limits}")
             yield NamedRange(name=name, dtype="float32", limits=limits)
         return
@@ -180,12 +182,17 @@ def _parse_overrides(name: str, overrides: list[Any]) -> Iterator[NamedRange]:
 def _integer_range(
     name: str, dtype: str, scale: Iterable[float], zero_point: Iterable[int], *, constant: bool
 ) -> NamedRange:
-    """Return a range of integers; raise ValueError for a scale that is not positive or a type that is unknown."""
-    scales = tuple(scale)
-    if not all(0 < value < math.inf for value in scales):
-        raise ValueError(f"a scale of {name} is not positive")
+    """Return a range of integers. Raise ValueError or TypeError for numbers that the type and float32 do not have."""
+    scales, zero_points = tuple(scale), tuple(map(operator.index, zero_point))
+    if not scales or len(scales) != len(zero_points):
+        raise ValueError(f"{name} has {len(scales)} scales and {len(zero_points)} zero points")
+    if not all(0 < value <= LARGEST_VALUE for value in scales):
+        raise ValueError(f"a scale of {name} is not positive, or exceeds float32")
     integer = IntType.parse(dtype)
-    return NamedRange(name=str(name), dtype=integer.name, scale=scales, zero_point=tuple(zero_point), constant=constant)
+    low, high = integer.limits()
+    if not all(low <= value <= high for value in zero_points):
+        raise ValueError(f"a zero point of {name} is not from {low} to {high}")
+    return NamedRange(name=str(name), dtype=integer.name, scale=scales, zero_point=zero_points, constant=constant)
 
 
 def check_export_suffix(path: Path) -> None:

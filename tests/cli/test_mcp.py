@@ -73,6 +73,22 @@ def test_long_text_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_data_of_signatures(tmp_path: Path) -> None:
+    """Code is refused as the data of one of several signatures too, and files are accepted."""
+    (tmp_path / "a.npz").touch()
+    data = f"x={tmp_path / 'a.npz'}"
+    assert mcp_server.run_tool("rules", "list", data=data)["exit_code"] == 0
+    refused = mcp_server.run_tool("rules", "list", data=f"{data},y=evil:run")
+    assert (refused["exit_code"], "--allow-code" in refused["messages"]) == (2, True)
+
+
+def test_zero_is_an_argument() -> None:
+    """Zero is passed, and an option that is None, False or empty is not."""
+    arguments = (("--optimize", None), ("--force", False), ("--method", ""), ("--samples", 0))
+    result = mcp_server.run_tool("insert", *arguments, "--", MODEL)
+    assert (result["exit_code"], "--samples" in result["messages"]) == (2, True)
+
+
 def test_missing_package(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
     """Without the package, the exit code is 4 and the message has the command that installs it."""
     monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)

@@ -14,6 +14,7 @@ import pytest
 import graphquant as gq
 from graphquant.errors import DataError, UsageError
 from graphquant.formats.onnx import create_runner
+from graphquant.quantize import range_files
 from graphquant.quantize.range_files import read_range_file
 
 pytestmark = pytest.mark.usefixtures("rules_alone")
@@ -133,6 +134,14 @@ def test_overrides_of_onnxruntime(tmp_path: Path) -> None:
         *(b"\xff\xfe", b"", b"{", b"[]", b"3", b'{"a": 3}', b'{"a": [{"scale": -1}]}', b"[" * 100_000),
         *(b'{"activation_encodings": {"a": [{}]}}', b"TRT-8601\nx: zz\n"),
         b'{"a": [{"scale": 1, "quant_type": "QFloat8"}]}',
+        b"TRT-8601\nx: 3f80000000\n",
+        b'{"a": [{"scale": 1, "zero_point": 1' + b"0" * 30 + b"}]}",
+        b'{"a": [{"scale": 1, "zero_point": -1}]}',
+        b'{"a": [{"scale": 1e300}]}',
+        b'{"a": [{"rmin": -1e300, "rmax": 1}]}',
+        b'{"activation_encodings": [{"name": "a", "bw": 8, "scale": [1, 2], "offset": [0]}]}',
+        b'{"activation_encodings": [{"name": "a", "bw": 8, "scale": [], "offset": []}]}',
+        b'{"encodings": [{"name": "a", "y_scale": 1, "y_zero_point": 1.5, "output_dtype": "int8"}]}',
     ],
 )
 def test_damaged_files(tmp_path: Path, content: bytes) -> None:
@@ -141,6 +150,13 @@ def test_damaged_files(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"ranges\.cache"):
         read_range_file(path)
+
+
+def test_files_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device, whose size is not known, is not read beyond the limit."""
+    monkeypatch.setattr(range_files, "MAX_FILE_BYTES", 1 << 10)
+    with pytest.raises(DataError, match="/dev/zero is over"):
+        read_range_file(Path("/dev/zero"))
 
 
 def test_ranges_of_a_quantized_model(quantized: gq.Result, samples: Path, tmp_path: Path) -> None:
