@@ -300,7 +300,9 @@ def collect_stats(
                         run.progress(samples_done, total_samples)
                 if stopped:
                     break
-        sketches = dict(zip(accumulators, pool.map(SketchAccumulator.to_sketch, accumulators.values()), strict=True))
+        # A counted accumulator needs three times the memory of its sketch, so each is freed with its task.
+        tasks = (accumulators.pop(tensor) for tensor in tuple(accumulators))
+        sketches = dict(zip(observed_targets, pool.map(SketchAccumulator.to_sketch, tasks), strict=True))
     reached_sketches = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count or sketch.empty_arrays}
     return_freed_memory()
     digest, new_ranges = dataset.final_digest(), tuple(finished if observed_targets else block_ranges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -22,10 +23,11 @@ from graphquant.calibration import (
     combine_stats,
 )
 from graphquant.calibration import all_float_targets as all_of
+from graphquant.calibration.calibrate import MAX_CONCURRENT_RUNS
 from graphquant.calibration.data import Dataset
 from graphquant.errors import DataError
 from graphquant.ir import TensorRef
-from graphquant.observers import distribution_of, sketch_values
+from graphquant.observers import Sketch, SketchAccumulator, distribution_of, sketch_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -322,6 +324,26 @@ def test_memory_does_not_grow_with_samples() -> None:
 
     calibrate({A: TARGETS[A]}, Runner(a=values), numbered_samples(40))
     assert max(sys.getrefcount(one) for one in alive) <= 4  # the list, the loop and the call's argument
+
+
+def test_counted_accumulators_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accumulator is freed when its sketch exists, because it needs more memory."""
+    counted: weakref.WeakSet[SketchAccumulator] = weakref.WeakSet()
+    alive_counts: list[int] = []
+    to_sketch = SketchAccumulator.to_sketch
+
+    def record(accumulator: SketchAccumulator) -> Sketch:
+        alive_counts.append(len(counted))
+        counted.add(accumulator)
+        return to_sketch(accumulator)
+
+    monkeypatch.setattr(SketchAccumulator, "to_sketch", record)
+    names = [f"t{index}" for index in range(40)]
+    targets = {TensorRef("", name): ObservationTarget("d", None, 7) for name in names}
+    stats = calibrate(targets, Runner(**dict.fromkeys(names, lambda x: [x])), numbered_samples(4))
+    assert list(stats.sketches) == list(targets)
+    assert len(alive_counts) == len(names)
+    assert max(alive_counts) <= MAX_CONCURRENT_RUNS  # each thread may hold one
 
 
 def test_runner_errors() -> None:
