@@ -96,8 +96,14 @@ class Pixels:
     def convert(self, label: str, pixels: Array) -> Array:
         """Resize `pixels`, uint8 (height, width) or (height, width, channels), and convert them to a feed.
 
-        Raises a DataError if the size does not fit.
+        Raises a DataError if the size or the number of channels does not fit.
         """
+        channels = 1 if pixels.ndim == 2 else pixels.shape[2]  # noqa: PLR2004  # height and width
+        if not pixels.size or channels != self.channels:
+            raise DataError(
+                f"{label} has pictures of {format_shape(pixels.shape)}, but the model takes pictures with"
+                f" {self.channels} channels. Convert them, or use other data."
+            )
         pixels = pixels.reshape(*pixels.shape[:2], self.channels)
         if self.size is not None and (pixels.shape[1::-1] != self.size or self.crop_pct != 1):
             image_module = _import_pillow()

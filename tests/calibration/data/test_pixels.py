@@ -259,6 +259,14 @@ def test_arrays_of_pictures_in_batches(tmp_path: Path) -> None:
     np.testing.assert_array_equal(actual, (PICTURES[:4, ..., 0].astype(np.float32) - 127) / 2)
 
 
+@pytest.mark.parametrize("pictures", [PICTURES, PICTURES[:, :0, :, :1]])
+def test_pictures_of_other_channels(tmp_path: Path, pictures: np.ndarray) -> None:
+    """Pictures in color for a model of one channel, and pictures without pixels, are data errors."""
+    np.save(tmp_path / "data.npy", pictures)
+    with pytest.raises(DataError, match="with 1 channels"):
+        list(open_data(f"{tmp_path / 'data.npy'},mean=127", [float_input(None, 1, 6, 10)]))
+
+
 def test_pictures_in_arrays_need_a_conversion(tmp_path: Path) -> None:
     """Pixels for a float input need settings, settings need pixels, and the digest depends on the settings."""
     np.savez(tmp_path / "data.npz", x=PICTURES)
