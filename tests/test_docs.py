@@ -192,6 +192,7 @@ def test_algorithms_have_a_row_each():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated:UserWarning")
 def test_tensorflow(docs_folder):
     """The page's code blocks run, print the documented output, and create the files."""
     pytest.importorskip("tensorflow")

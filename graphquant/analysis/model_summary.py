@@ -140,7 +140,7 @@ def summarize_model(model: Model) -> ModelSummary:
         model=model,
         op_types=dict(sorted(types.items(), key=lambda entry: (-entry[1], entry[0]))),
         quantization_ops=tuple(quantization_ops),
-        distinct_ops=tuple(_merge_copies(model, [*quantization_ops, *python_ops], clones)),
+        distinct_ops=tuple(_merge_copies(model, quantization_ops, python_ops, clones)),
         coverage=coverage,
         tensors=tuple(tensors),
         unreachable_functions=unreachable,
@@ -158,17 +158,29 @@ def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
     )
 
 
-def _merge_copies(model: Model, ops: list[QuantizationOp], clones: FunctionClones) -> Iterator[QuantizationOp]:
-    """Yield one op of those that are copies: in function clones, or in functions of the same ops."""
-    originals = [clones.original_op(op.graph, op.op) or (op.graph, op.op) for op in ops]
-    ops_of = {
-        graph: frozenset((op.name, op.type) for op in model.graphs[graph].ops()) for graph, _ in originals if graph
-    }
+def _merge_copies(
+    model: Model, ops: list[QuantizationOp], python_ops: list[QuantizationOp], clones: FunctionClones
+) -> Iterator[QuantizationOp]:
+    """Yield one op of those that are copies.
+
+    Ops that run are copies in functions of the same ops. Those of functions that only Python code calls are copies of
+    one with the same name and parameters, because tracing in another mode removes or adds some ops of a function.
+    """
+    ops_of = {op.graph: frozenset((other.name, other.type) for other in model.graphs[op.graph].ops()) for op in ops}
     copies: dict[Any, list[QuantizationOp]] = {}
-    for (graph, name), op in zip(originals, ops, strict=True):
-        copies.setdefault((ops_of.get(graph), name, op.type, _params_key(op.params)), []).append(op)
+    by_name: dict[Any, list[QuantizationOp]] = {}
+    for op in ops:
+        key = op.op, op.type, _params_key(op.params)
+        copies_ = copies.setdefault((ops_of[op.graph] if op.graph else None, *key), [])
+        copies_.append(op)
+        by_name.setdefault(key, copies_)
+    for op in python_ops:
+        _, name = clones.original_op(op.graph, op.op) or (op.graph, op.op)
+        key = name, op.type, _params_key(op.params)
+        by_name.setdefault(key, copies.setdefault(key, [])).append(op)
     for copies_ in copies.values():
-        yield replace(copies_[0], copies=tuple(copies_[1:]))
+        if copies_:
+            yield replace(copies_[0], copies=tuple(copies_[1:]))
 
 
 def _params_key(params: QParams | DynamicQParams | None) -> tuple[object, ...]:

@@ -30,8 +30,8 @@ def freeze(model: Model) -> Model:
     """
     if model.format != "tensorflow":
         raise UsageError(
-            f"{model.path or 'The model'} is in the format {model.format}, but TensorFlow's converter makes TFLite"
-            " files from TensorFlow models only. Start from the TensorFlow model, or write the model in its own format."
+            f"{model.path or 'The model'} is in the format {model.format}. Only TensorFlow models can be frozen, and only"
+            " they become TFLite files. Start from the TensorFlow model, or write the model in its own format."
         )
     from graphquant.formats.tensorflow import describe_unfrozen_variables
     from graphquant.formats.tensorflow.tflite_converter import freeze_graph

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def call_tools(*calls: tuple[str, dict[str, Any]]) -> tuple[set[str], list[Any]]
             names = {tool.name for tool in (await session.list_tools()).tools}
             return names, [await session.call_tool(name, arguments) for name, arguments in calls]
 
-    return asyncio.run(run())
+    with ThreadPoolExecutor(1) as pool:  # browser tests before this one may have left an event loop in this thread
+        return pool.submit(lambda: asyncio.run(run())).result()
 
 
 def content(result: Any) -> dict[str, Any]:

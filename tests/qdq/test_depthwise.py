@@ -7,7 +7,7 @@ from reference import quantize_and_dequantize as qad
 from support.tensorflow_models import run_graph
 
 import graphquant as gq
-from graphquant.errors import UsageError
+from graphquant.errors import RuleError, UsageError
 from graphquant.ir import Op, channel_axis, merged_channel_shape
 from graphquant.numerics import DynamicQParams, tf_ranges
 from graphquant.quantize import plan_to_json
@@ -113,12 +113,9 @@ def test_each_output_channel_has_its_scale(tmp_path, family: str, range_: str, m
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [2, 4])
 def test_v2_and_v4_refuse_a_range_per_channel(tmp_path, version: int) -> None:
-    """V2 and V4 have no kernel for a range per channel: nothing is written, and the skip names the reason."""
-    result = quantize_depthwise(tmp_path, 2, f'family = "quantize-and-dequantize-v{version}"')
-    assert not result.inserted
-    (skip,) = result.skips
-    assert "quantize-and-dequantize-v3 or fake-quant" in skip.reason
-    assert result.model is result.source
+    """V2 and V4 have no kernel for a range per channel: the rule file is refused, with families that have one."""
+    with pytest.raises(RuleError, match="quantize-and-dequantize-v3 or fake-quant"):
+        quantize_depthwise(tmp_path, 2, f'family = "quantize-and-dequantize-v{version}"')
 
 
 @pytest.mark.slow

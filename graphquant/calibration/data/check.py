@@ -261,7 +261,7 @@ class _SampleDeviations:
             deviation = numbers - self.first
             self.total += deviation
             self.squares += deviation * deviation
-            self.variance += float(numbers.var())
+            self.variance += float(numbers.var()) if numbers.size else 0.0
         self.count += 1
 
     def relative_noise(self) -> float | None:

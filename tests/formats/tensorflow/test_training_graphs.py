@@ -232,6 +232,8 @@ def test_recurrent_layers_of_keras(tmp_path: Path, layer: str) -> None:
     values = np.random.default_rng(0).normal(size=(64, 12, 8)).astype(np.float32)
     result = gq.insert(tmp_path / "net", data={"sequence": values})
     assert result.inserted
+    frozen_plan = gq.plan(gq.freeze(gq.load(tmp_path / "net")))
+    assert not [site.tensor for site in frozen_plan.sites if "/while/" in site.tensor.op]
     gq.save(result.model, tmp_path / "quantized")
     loaded = tf.saved_model.load(str(tmp_path / "quantized"))
     expected, actual = network.predict(values, verbose=0), loaded.serve(values).numpy()
