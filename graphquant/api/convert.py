@@ -30,11 +30,11 @@ def freeze(model: Model) -> Model:
     """
     if model.format != "tensorflow":
         raise UsageError(
-            f"{model.path or 'The model'} is in the format {model.format}. Only TensorFlow models can be frozen, and only"
-            " they become TFLite files. Start from the TensorFlow model, or write the model in its own format."
+            f"{model.path or 'The model'} is in the format {model.format}. Only TensorFlow models can be frozen, and"
+            " only they become TFLite files. Start from the TensorFlow model, or write the model in its own format."
         )
     from graphquant.formats.tensorflow import describe_unfrozen_variables
-    from graphquant.formats.tensorflow.tflite_converter import freeze_graph
+    from graphquant.formats.tensorflow.freeze import freeze_graph
 
     if problem := describe_unfrozen_variables(model):
         raise ModelError(problem)

@@ -234,6 +234,11 @@ def split_inputs(node: Any) -> tuple[list[str], list[str]]:
     return data, [text for text in node.input if text.startswith("^")]
 
 
+def input_node(input_name: str) -> str:
+    """Return the node that an input of a node names, `name`, `name:port` or `^name`."""
+    return input_name.removeprefix("^").partition(":")[0]
+
+
 def replace_nodes(field: Any, nodes: Iterable[Any]) -> None:
     """Refill a repeated field with `nodes`. They are copied first, because clearing the field frees its own nodes."""
     copies = GraphDef(node=nodes)

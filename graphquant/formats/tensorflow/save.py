@@ -182,7 +182,7 @@ def _update_context_values(context: Any, nodes: Mapping[str, Any], old_nodes: Ma
     """Add the new ops that read tensors of a context, and rename the outer tensors that it reads if they changed."""
     definition = context.values_def
     for outer, inner in list(definition.external_values.items()):
-        node, old_node = nodes.get(_op_name(inner)), old_nodes.get(_op_name(inner))
+        node, old_node = nodes.get(proto.input_node(inner)), old_nodes.get(proto.input_node(inner))
         if node is None or old_node is None or not old_node.input or _tensor_name(old_node.input[0]) != outer:
             continue
         if (new_outer := _tensor_name(node.input[0])) != outer:
@@ -190,13 +190,13 @@ def _update_context_values(context: Any, nodes: Mapping[str, Any], old_nodes: Ma
             definition.values.append(new_outer)
     # The values of a context include the outer tensors that it reads, and its exits belong to the context around it.
     outside = {*definition.external_values, *getattr(context, "loop_exit_names", ())}
-    values = {name for name in definition.values if _op_name(name) in nodes}
+    values = {name for name in definition.values if proto.input_node(name) in nodes}
     members = values - outside
-    member_ops = {_op_name(name) for name in members}
+    member_ops = {proto.input_node(name) for name in members}
     pending = {name: node for name, node in nodes.items() if name not in old_nodes}
 
     def is_inside(text: str) -> bool:
-        return _op_name(text) in member_ops if text.startswith("^") else _tensor_name(text) in members
+        return proto.input_node(text) in member_ops if text.startswith("^") else _tensor_name(text) in members
 
     while inside := [name for name, node in pending.items() if any(map(is_inside, node.input))]:
         for name in inside:
@@ -207,10 +207,6 @@ def _update_context_values(context: Any, nodes: Mapping[str, Any], old_nodes: Ma
         member_ops |= {*inside}
     del definition.values[:]
     definition.values.extend(sorted(values))
-
-
-def _op_name(text: str) -> str:
-    return text.lstrip("^").partition(":")[0]
 
 
 def _tensor_name(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Freeze a model into one graph of constants, convert it to TFLite with TensorFlow, and read the runtime's scales.
+"""Convert a frozen model to TFLite with TensorFlow, and read the scales of the runtime.
 
 The FakeQuants hold every range, so no representative dataset is needed.
 https://www.tensorflow.org/api_docs/python/tf/lite/TFLiteConverter
@@ -7,11 +7,9 @@ https://www.tensorflow.org/api_docs/python/tf/lite/TFLiteConverter
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import struct
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,24 +18,19 @@ import numpy as np
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.function_names import rename_functions
-from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, unique_node_name
-from graphquant.formats.tensorflow.load import build_model
-from graphquant.formats.tensorflow.opdefs import builtin_table
+from graphquant.formats.tensorflow.learned_ranges import unique_node_name
 from graphquant.formats.tensorflow.runner import signatures_of_inputs
 from graphquant.formats.tensorflow.session import (
-    TensorFlowSession,
-    find_state_variables,
     first_error_line,
     import_tensorflow,
     silence_stderr,
     translate_tf_errors,
 )
-from graphquant.formats.tensorflow.source import FrozenSignature, TensorFlowSource
 from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
-from graphquant.ir import FLOAT_TYPES, RESHAPING_KINDS, Model, Parameters, TensorRef, Use, reachable
+from graphquant.ir import FLOAT_TYPES, RESHAPING_KINDS, Model, Parameters, TensorRef, Use
 
 if TYPE_CHECKING:
+    from graphquant.formats.tensorflow.source import FrozenSignature
     from graphquant.numerics import Array
 
 
@@ -473,8 +466,8 @@ def _with_quantized_inputs(model: Model, graph_def: Any, signature: FrozenSignat
         if quantizer is None:
             continue
         node = nodes[quantizer]
-        if _node_of(node.input[0]) != name:
-            range_ops = [_copy_node(rerouted, nodes[_node_of(text)], (), used_names) for text in node.input[1:]]
+        if proto.input_node(node.input[0]) != name:
+            range_ops = [_copy_node(rerouted, nodes[proto.input_node(text)], (), used_names) for text in node.input[1:]]
             node = _copy_node(rerouted, node, (name, *(op.name for op in range_ops)), used_names)
         for reader in rerouted.node:
             if not reader.op.startswith("FakeQuant"):  # other readers of the input have ranges of their own
@@ -492,252 +485,3 @@ def _output_is_quantized(model: Model, name: str) -> bool:
         return False
     dtype = model.output(tensor).dtype
     return dtype not in FLOAT_TYPES or model.op(tensor).kind in {"qdq", "softmax", "sigmoid", "tanh"}
-
-
-_CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
-"""The prefix that inlining puts before the names of a function's ops."""
-
-_INLINER_IDENTITY: Final = re.compile(r"^Func/.*/(?:input|output)/_\d+$")
-"""The names that inlining gives to Identity ops for arguments and results."""
-
-
-def freeze_graph(model: Model) -> Model:
-    """Return `model` as a GraphDef with constants for variables, inlined functions, and inferred shapes.
-
-    Inputs and outputs have the names of the signature; ops keep their names within the function.
-    """
-    source: TensorFlowSource = model.source
-    tensorflow = import_tensorflow()
-    with translate_tf_errors(tensorflow), silence_stderr():
-        values = source.live_object.values if source.live_object else {}
-        learned = any(op.kind == "variable" and LEARNED_ATTR in op.attrs for op in model.main.ops())
-        if source.message_type == "GraphDef" and len(model.graphs) == 1 and not values and not learned:
-            graph_def, signatures = emit(model), source.signatures
-        else:
-            graph_def, signatures = _freeze_signatures(tensorflow, model)
-        _write_inferred_shapes(tensorflow, graph_def)
-    digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
-    frozen = TensorFlowSource(message=graph_def, file=source.file, digest=digest, signatures=signatures)
-    frozen_model = build_model(frozen, model.path or source.file)
-    frozen_model.path = model.path
-    return frozen_model
-
-
-def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:
-    """Write the static shapes that TensorFlow infers into the nodes, from which the loader reads them."""
-    v1 = tensorflow.compat.v1
-    graph = tensorflow.Graph()
-    with graph.as_default():
-        tensorflow.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
-    for node in graph_def.node:
-        outputs = graph.get_operation_by_name(node.name).outputs
-        node.attr.pop("_output_shapes", None)
-        if outputs:
-            shapes = (output.shape.as_proto().SerializeToString() for output in outputs)
-            node.attr["_output_shapes"].list.shape.extend(map(proto.TensorShapeProto.FromString, shapes))
-
-
-def _freeze_signatures(tensorflow: Any, model: Model) -> tuple[Any, tuple[FrozenSignature, ...]]:
-    """Return the GraphDef of all signatures with the same inputs, and these with their tensors there."""
-    signatures = signatures_of_inputs(model)
-    served, *others = signatures
-    try:
-        data, tensors = _freeze_with_tensorflow(tensorflow, model, signatures)
-    except (ModelError, ValueError):
-        if not others:
-            raise
-        signatures = (served,)
-        data, tensors = _freeze_with_tensorflow(tensorflow, model, signatures)  # another one may change variables
-    graph_def = proto.parse_binary(data, proto.GraphDef(), source=str(model.source.file))
-    if others:
-        tensors = _merge_equal_nodes(graph_def, tensors)
-    proposed_names: dict[tuple[str, int], str] = {}
-    for signature in signatures:
-        for key, tensor in signature.outputs.items():
-            proposed_names.setdefault(tensors[tensor], key)
-    graph_def, names = _restore_op_names(graph_def, proposed_names, list(served.inputs))
-    frozen = tuple(
-        FrozenSignature(
-            name=signature.name,
-            inputs={key: key for key in sorted(signature.inputs)},
-            outputs={key: f"{names[tensors[tensor]]}:0" for key, tensor in signature.outputs.items()},
-        )
-        for signature in signatures
-    )
-    return graph_def, frozen
-
-
-def _merge_equal_nodes(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
-    """Let the readers of equal nodes read the first of them, and return `outputs` with their tensors.
-
-    Keras saves a second signature with the same function, and signatures for parts of a model share its first layers.
-    """
-    # Loops have a frame name, and a part of one loop cannot read another. Whole loops may be equal.
-    kinds = _equivalent_nodes(graph_def, ignored_attrs={"frame_name"})
-    first_outputs: dict[tuple[int, str], tuple[str, int]] = {}
-    merged = {}
-    for tensor, (name, dtype) in outputs.items():
-        op, _, port = name.partition(":")
-        merged[tensor] = first_outputs.setdefault((kinds[op], port), (name, dtype))
-    kinds = _equivalent_nodes(graph_def, ignored_attrs=set())
-    first_nodes: dict[int, str] = {}
-    replacements = {node.name: first_nodes.setdefault(kinds[node.name], node.name) for node in graph_def.node}
-    for node in graph_def.node:
-        node.input[:] = [_rename_input(text, {}, replacements) for text in node.input]
-    renamed = {tensor: (_rename_input(name, {}, replacements), dtype) for tensor, (name, dtype) in merged.items()}
-    return {tensor: renamed[tensor] for tensor in outputs}
-
-
-def _equivalent_nodes(graph_def: Any, *, ignored_attrs: Collection[str]) -> dict[str, int]:
-    """Return a number for each node, the same for nodes that compute the same.
-
-    Nodes with equal contents start with the same number and get different ones if their inputs have different ones.
-    The repetition ends when no number is split, so that equal loops, which are cycles, keep theirs.
-    """
-    table = builtin_table()
-    contents: dict[str, object] = {}
-    for node in graph_def.node:
-        is_unique = node.op == "Placeholder" or (spec := table.find_spec(node.op)) is None or spec.is_stateful
-        attrs = {
-            key: value.SerializeToString(deterministic=True)
-            for key, value in sorted(node.attr.items())
-            if not key.startswith("_") and key not in ignored_attrs
-        }
-        contents[node.name] = node.name if is_unique else (node.op, *attrs.items())
-    numbers = _numbered(contents)
-    while True:
-        refined = _numbered(
-            {
-                node.name: (
-                    numbers[node.name],
-                    *((text[:1] == "^", numbers[_node_of(text)], text.partition(":")[2]) for text in node.input),
-                )
-                for node in graph_def.node
-            }
-        )
-        if len(set(refined.values())) == len(set(numbers.values())):
-            return numbers
-        numbers = refined
-
-
-def _numbered(contents: Mapping[str, object]) -> dict[str, int]:
-    """Return the same number for the names of equal contents."""
-    numbers: dict[object, int] = {}
-    return {name: numbers.setdefault(content, len(numbers)) for name, content in contents.items()}
-
-
-def _node_of(input_name: str) -> str:
-    """Return the node of a node's input."""
-    return input_name.removeprefix("^").partition(":")[0]
-
-
-def _freeze_with_tensorflow(
-    tensorflow: Any, model: Model, signatures: Sequence[FrozenSignature]
-) -> tuple[bytes, dict[str, tuple[str, int]]]:
-    """Return the binary GraphDef between the inputs and outputs of signatures, and each output's name and type there.
-
-    Inputs with the same key become one placeholder.
-    """
-    from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
-
-    v1 = tensorflow.compat.v1
-    session = TensorFlowSession(tensorflow, model)
-    fetches = list(dict.fromkeys(tensor for signature in signatures for tensor in signature.outputs.values()))
-    with session.tf_session:
-        ops = [name.partition(":")[0] for name in fetches]
-        constant = v1.graph_util.convert_variables_to_constants(session.tf_session, session.graph.as_graph_def(), ops)
-    constant = v1.GraphDef.FromString(_with_unique_function_names(constant.SerializeToString()))
-    existing = {node.name for node in constant.node}
-
-    def rebuild() -> Any:
-        placeholders = {}
-        for key, op in signatures[0].inputs.items():
-            output = model.main.op(op).outputs[0]
-            placeholders[key] = v1.placeholder(output.dtype or "float32", output.shape, name=key)
-        input_map = {
-            f"{op}:0": placeholders[key]
-            for signature in signatures
-            for key, op in signature.inputs.items()
-            if op in existing or signature is signatures[0]
-        }
-        # The inliner only inlines a call whose results are fetched directly.
-        results = v1.import_graph_def(constant, name="", input_map=input_map, return_elements=fetches)
-        return list(placeholders.values()), results
-
-    traced: list[Any] = []
-    try:
-        function = v1.wrap_function(lambda: traced.extend(rebuild()), [])
-    except ValueError as error:
-        if not (changed := find_state_variables(model)):
-            raise
-        raise ModelError(
-            f"{model.path or 'The model'} cannot be frozen, because each run changes the variable {changed[0]}, and"
-            " constants cannot change. Export it with its state as inputs and outputs, or without stateful=True."
-        ) from error
-    frozen_function = convert_variables_to_constants_v2(function.prune(*traced))
-    pairs = zip(fetches, frozen_function.outputs, strict=True)
-    outputs = {tensor: (output.name, output.dtype.as_datatype_enum) for tensor, output in pairs}
-    return frozen_function.graph.as_graph_def().SerializeToString(), outputs
-
-
-def _with_unique_function_names(data: bytes) -> bytes:
-    """Return a binary GraphDef whose function names contain its digest.
-
-    TensorFlow keeps all functions of a process by name, and those of two models may have the same names.
-    """
-    graph_def = proto.parse_binary(data, proto.GraphDef(), source="the frozen graph")
-    digest = hashlib.sha256(data).hexdigest()[:12]
-    names = {function.signature.name: f"{function.signature.name}_{digest}" for function in graph_def.library.function}
-    rename_functions(proto.all_nodes(graph_def), names)
-    for function in graph_def.library.function:
-        function.signature.name = names[function.signature.name]
-    del graph_def.library.gradient[:]  # a graph of constants is not trained
-    return bytes(proto.to_binary(graph_def))
-
-
-def _restore_op_names(
-    graph_def: Any, proposed_names: Mapping[tuple[str, int], str], input_names: list[str]
-) -> tuple[Any, dict[tuple[str, int], str]]:
-    """Return the graph with the names that ops had inside their functions, where they are free, and its outputs' names.
-
-    `proposed_names` has the name of each output tensor, given with its type.
-    """
-    used_names = {node.name for node in graph_def.node}
-    names = {output: unique_node_name(used_names, key) for output, key in proposed_names.items()}
-    for (tensor, dtype), name in names.items():
-        graph_def.node.add(name=name, op="Identity", input=[tensor]).attr["T"].type = dtype
-    bypassed_inputs = {
-        node.name: node.input[0]
-        for node in graph_def.node
-        if node.op == "Identity" and len(node.input) == 1 and _INLINER_IDENTITY.match(node.name)
-    }
-    nodes = {node.name: node for node in graph_def.node if node.name not in bypassed_inputs}
-
-    def sources(name: str) -> list[str]:
-        renamed_inputs = (_rename_input(text, bypassed_inputs, {}) for text in nodes[name].input)
-        return [_node_of(text) for text in renamed_inputs]
-
-    # Lowering loops leaves placeholders without readers, which would be inputs of the frozen graph.
-    used_nodes = set(reachable(names.values(), sources)) | set(input_names)
-    remaining = [node for node in graph_def.node if node.name in used_nodes]
-    inner_names = {node.name: _CALL_PREFIX.sub("", node.name) for node in remaining}
-    counts = Counter(inner_names.values())
-    new_names = {old: new if counts[new] == 1 else old for old, new in inner_names.items()}
-    renamed = proto.GraphDef(versions=graph_def.versions, library=graph_def.library)
-    for node in remaining:
-        new_node = renamed.node.add()
-        new_node.CopyFrom(node)
-        new_node.name = new_names[node.name]
-        new_node.attr.pop("_class", None)
-        new_node.input[:] = [_rename_input(tensor_name, bypassed_inputs, new_names) for tensor_name in node.input]
-    return renamed, names
-
-
-def _rename_input(tensor_name: str, bypassed: Mapping[str, str], new_names: Mapping[str, str]) -> str:
-    """Return a node's input by its new name, past bypassed ops."""
-    control, tensor_name = ("^", tensor_name[1:]) if tensor_name.startswith("^") else ("", tensor_name)
-    while tensor_name.partition(":")[0] in bypassed:
-        tensor_name = bypassed[tensor_name.partition(":")[0]]
-    op, colon, port = tensor_name.partition(":")
-    new_name = new_names.get(op, op)
-    return f"{control}{new_name}" if control else f"{new_name}{colon}{port}"
