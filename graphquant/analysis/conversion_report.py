@@ -107,7 +107,8 @@ def compare_conversion(
             equivalents = iterate_equivalent_tensors(model, callers, insertion.site.tensor)
             name = next((names_by_tensor[ref] for ref in equivalents if ref in names_by_tensor), None)
             matches.append(None if name is None else activations[name])
-    unclaimed = [stored for stored in (*activations.values(), *stored_constants) if stored not in matches]
+    claimed = set(matches)
+    unclaimed = [stored for stored in (*activations.values(), *stored_constants) if stored not in claimed]
     for index, insertion in enumerate(inserted):
         match = matches[index]
         # A tensor that is passed on may have another range behind it, as the inputs of a branch.
