@@ -60,14 +60,15 @@ def check_model_output(
                 f"{path} has the suffix of a file, but a SavedModel is a folder. Remove {path.suffix!r} from the name."
             )
     elif path.suffix not in suffixes:
-        if path.suffix == ".tflite":
+        if path.suffix == ".tflite" and not frozen:
             raise UsageError(
                 f"{path} has the suffix of a TFLite file, but only TensorFlow models can be converted to TFLite, and"
                 f" the model is {source or 'of another format'}. Use {path.with_suffix(suffixes[0])}, or quantize the"
                 " TensorFlow model from which it was converted."
             )
         suffix_text = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        raise UsageError(f"{path} has {suffix_text}, but the model keeps its format. Use one of {', '.join(suffixes)}.")
+        form = "a frozen model is a TensorFlow graph" if frozen else "the model keeps its format"
+        raise UsageError(f"{path} has {suffix_text}, but {form}. Use one of {', '.join(suffixes)}.")
 
 
 def check_output(path: Path, source: Path | None = None, *, force: bool = False, folder: bool = False) -> None:

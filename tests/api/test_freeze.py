@@ -37,6 +37,7 @@ def test_frozen_saved_model_is_written_as_one_file(cli: Callable[..., Any], samp
     assert np.array_equal(run_model(frozen, images), run_model(model, images))
     cli("freeze", source, "-o", target, code=2)  # it exists
     cli("freeze", source, "-o", tmp_path / "digits.onnx", code=2)
+    cli("freeze", source, "-o", tmp_path / "digits.tflite", code=2)
     cli("freeze", samples / "digits_cnn.onnx", "-o", tmp_path / "x.onnx", code=2)
 
 
