@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.ir import (
+    CONCATENATING_KINDS,
     FORWARDING_KINDS,
     NON_COMPUTE_KINDS,
     STORED_KINDS,
     VALUE_MOVING_KINDS,
+    WEIGHTED_KINDS,
     Graph,
     Model,
     Op,
@@ -236,6 +238,37 @@ def _readers(graph: Graph, tensor: TensorRef) -> Iterator[str]:
             elif (passed := TensorRef(graph.name, use.op, 0)) not in visited:
                 visited.add(passed)
                 pending.append(passed)
+
+
+FIXED_RANGE_KINDS = frozenset({"sigmoid", "softmax", "tanh"})  # TFLite fixes the scale of their results
+
+
+def find_clipped_tensors(converted: Model) -> Iterator[tuple[str, str]]:
+    """Yield tensors that got the fixed range of a Sigmoid, Softmax or Tanh beside which an op joins them, and that op.
+
+    TFLite joins only tensors of one scale. The converter passes the fixed one to the other inputs, whose values beyond
+    it are then clipped.
+    """
+    for graph in converted.graphs.values():
+        for op in graph.ops():
+            stored = op.outputs[0].quantization if op.kind in CONCATENATING_KINDS else None
+            if stored is None or not stored.scale.size:
+                continue
+            sources = [graph.op(slot.op) for slot in graph.slots(op.name) if slot is not None]
+            behind = [graph.slots(source.name)[0] for source in sources if source.kind == "quantize"]
+            origins = [*sources, *(graph.op(slot.op) for slot in behind if slot is not None)]
+            if any(origin.kind in FIXED_RANGE_KINDS for origin in origins):
+                for source in sources:
+                    if source.kind in WEIGHTED_KINDS and _has_numbers_of(source.outputs[0], op.outputs[0]):
+                        yield source.outputs[0].name, op.outputs[0].name
+
+
+def _has_numbers_of(output: Output, other: Output) -> bool:
+    """Return True if two tensors of a converted model have the same scale and zero point."""
+    first, second = output.quantization, other.quantization
+    if first is None or second is None:
+        return False
+    return np.array_equal(first.scale, second.scale) and np.array_equal(first.zero_point, second.zero_point)
 
 
 def join_reports(reports: Sequence[ConversionReport]) -> ConversionReport:

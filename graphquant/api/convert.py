@@ -6,7 +6,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from graphquant.analysis.conversion_report import ConversionReport, compare_conversion, join_reports
+from graphquant.analysis.conversion_report import (
+    ConversionReport,
+    compare_conversion,
+    find_clipped_tensors,
+    join_reports,
+)
 from graphquant.api.models import check_output
 from graphquant.api.result import Result
 from graphquant.errors import ModelError, UsageError
@@ -111,8 +116,17 @@ def convert_to_tflite(
             insertion for insertion, size in zip(inserted, sizes, strict=True) if size >= MIN_DYNAMIC_WEIGHT_SIZE
         )
     files = convert_signatures(result.model, io)
+    converted = [parse_tflite(data) for data in files]
+    for tensor, joined in (names for model in converted for names in find_clipped_tensors(model)):
+        raise UsageError(
+            f"TFLite would clip {tensor} to the range that it fixes for a Sigmoid, Softmax or Tanh, because {joined}"
+            " joins both, so no file is written. Write a TensorFlow model instead, or join them outside of the model."
+        )
     report = join_reports(
-        [compare_conversion(result.model, inserted, parse_tflite(data), runtime_tensors(data)) for data in files]
+        [
+            compare_conversion(result.model, inserted, model, runtime_tensors(data))
+            for model, data in zip(converted, files, strict=True)
+        ]
     )
     data = join_tflite_files(files)
     if path is not None:

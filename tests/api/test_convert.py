@@ -396,3 +396,27 @@ def test_tensor_arrays_of_tensorflow_1_get_advice(tmp_path: Path) -> None:
         require_convertible(frozen_loop(tmp_path / "v2.pb"))
     finally:
         (v1.enable_control_flow_v2 if was_enabled else v1.disable_control_flow_v2)()
+
+
+@pytest.mark.slow
+def test_values_that_the_converter_would_clip_are_refused(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """A Relu joined with a Sigmoid would get its range of 0 to 1. Data has the name of the SavedModel's tensor."""
+    tf = pytest.importorskip("tensorflow")
+    rng = np.random.default_rng(0)
+    weights = [tf.constant(rng.normal(size=(3, 3, 2, 2)).astype(np.float32)) for _ in range(3)]
+    last = tf.constant(rng.normal(size=(3, 3, 4, 2)).astype(np.float32))
+
+    def serve(x: Any) -> Any:
+        hidden = tf.nn.relu(tf.nn.conv2d(x, weights[0], 1, "SAME"))
+        gate = tf.nn.sigmoid(tf.nn.conv2d(hidden, weights[1], 1, "SAME"))
+        joined = tf.concat([gate, tf.nn.relu(tf.nn.conv2d(hidden, weights[2], 1, "SAME"))], 3)
+        return {"gate": gate, "y": tf.nn.sigmoid(tf.nn.conv2d(joined, last, 1, "SAME"))}
+
+    module = tf.Module()
+    module.serve = tf.function(serve, input_signature=[tf.TensorSpec([1, 8, 8, 2], tf.float32, name="x")])
+    tf.saved_model.save(module, tmp_path / "net", signatures={"serving_default": module.serve})
+    np.savez(tmp_path / "data.npz", **{"serving_default_x:0": rng.normal(size=(8, 8, 8, 2)).astype(np.float32)})
+    arguments = ["--data", tmp_path / "data.npz", "--min-sqnr", "none", "-o", tmp_path / "x.tflite"]
+    result = cli("insert", tmp_path / "net", *arguments, code=2)
+    assert "would clip" in result.stderr
+    assert not (tmp_path / "x.tflite").exists()

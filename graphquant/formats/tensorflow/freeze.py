@@ -92,6 +92,7 @@ def _freeze_signatures(tensorflow: Any, model: Model) -> tuple[Any, tuple[Frozen
         FrozenSignature(
             name=signature.name,
             inputs={key: key for key in sorted(signature.inputs)},
+            source_inputs=signature.inputs,
             outputs={key: f"{names[tensors[tensor]]}:0" for key, tensor in signature.outputs.items()},
         )
         for signature in signatures

@@ -108,7 +108,13 @@ def _may_share_data(first: Sequence[Output], second: Sequence[Output]) -> bool:
 
 def _placeholder_input(model: Model, name: str) -> SignatureInput:
     output = model.main.op(name).outputs[0]
-    spec = InputSpec(name=name, dtype=output.dtype or "float32", shape=output.shape, aliases=(f"{name}:0",))
+    # Data for the model before freezing feeds the frozen one too.
+    sources = [
+        signature.source_inputs[name] for signature in model.source.signatures if name in signature.source_inputs
+    ]
+    names = dict.fromkeys(f"{op}{port}" for op in (name, *sources) for port in ("", ":0"))
+    aliases = tuple(alias for alias in names if alias != name)
+    spec = InputSpec(name=name, dtype=output.dtype or "float32", shape=output.shape, aliases=aliases)
     return SignatureInput(spec=spec, targets=(FedTensors(encoding="dense", ops=(name,)),))
 
 

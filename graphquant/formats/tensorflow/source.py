@@ -72,6 +72,7 @@ class FrozenSignature:
     name: str
     inputs: Mapping[str, str]  # the ops of the inputs by key
     outputs: Mapping[str, str]  # the tensors of the outputs by key
+    source_inputs: Mapping[str, str] = field(default_factory=dict)  # the ops of the inputs before freezing, by key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
