@@ -177,10 +177,11 @@ def _merge_copies(
     for op in python_ops:
         _, name = clones.original_op(op.graph, op.op) or (op.graph, op.op)
         key = name, op.type, _params_key(op.params)
-        by_name.setdefault(key, copies.setdefault(key, [])).append(op)
+        if key not in by_name:
+            by_name[key] = copies.setdefault(key, [])
+        by_name[key].append(op)
     for copies_ in copies.values():
-        if copies_:
-            yield replace(copies_[0], copies=tuple(copies_[1:]))
+        yield replace(copies_[0], copies=tuple(copies_[1:]))
 
 
 def _params_key(params: QParams | DynamicQParams | None) -> tuple[object, ...]:

@@ -117,7 +117,9 @@ def convert_to_tflite(
         )
     files = convert_signatures(result.model, io)
     converted = [parse_tflite(data) for data in files]
-    for tensor, joined in (names for model in converted for names in find_clipped_tensors(model)):
+    clipped = next((names for model in converted for names in find_clipped_tensors(model)), None)
+    if clipped is not None:
+        tensor, joined = clipped
         raise UsageError(
             f"TFLite would clip {tensor} to the range that it fixes for a Sigmoid, Softmax or Tanh, because {joined}"
             " joins both, so no file is written. Write a TensorFlow model instead, or join them outside of the model."

@@ -23,7 +23,7 @@ MIN_HOLDOUT_SAMPLES = 4  # Minimum size of the hold-out. Data with fewer than tw
 HOLDOUT_DIVISOR = 5  # the hold-out is one in this many samples
 MIN_FOLDS, MAX_FOLDS = 2, 4  # number of folds for many and for few samples
 MANY_SAMPLES = 32  # number of samples from which half of them give good ranges
-LABEL_KEYS = ("labels", "label")  # keys under which data may store the class of each sample
+CLASS_KEYS = ("labels", "label")  # keys under which data may store the class of each sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def open_optional_labels(
 ) -> tuple[Dataset, str]:
     """Open the data with its labels if it has class labels; return the data and the key of the labels, or ""."""
     try:
-        has_labels = any(key in dataset.ignored for key in LABEL_KEYS)
+        has_labels = any(key in dataset.ignored for key in CLASS_KEYS)
         return open_required_labels(dataset, data, inputs, samples) if has_labels else (dataset, "")
     except DataError:  # the array has no class indices
         return dataset, ""
@@ -112,7 +112,7 @@ def open_required_labels(
     """Open the data with its labels; return it and the key of the labels. Raises a DataError if these are missing."""
     from graphquant.calibration.data import open_data
 
-    name = next((name for name in LABEL_KEYS if name in dataset.ignored), None)
+    name = next((name for name in CLASS_KEYS if name in dataset.ignored), None)
     if name is None:
         raise DataError(
             f"{data} has no 'labels', which an accuracy bound needs. Add an integer array with the class index of each"
