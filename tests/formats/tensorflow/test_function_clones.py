@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.shared_models import SHARED_MODELS
+from support.tensorflow_models import write_branching_module, write_module_with_clones
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
@@ -99,38 +100,9 @@ def test_function_clones_share_scales(model_folder: Path, tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def module_with_clones(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SavedModel with separate functions for the signature, other shapes and training."""
-    tf = pytest.importorskip("tensorflow")
-    random = np.random.default_rng(0)
-
-    class Net(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
-        def __init__(self) -> None:
-            super().__init__()
-            self.k = tf.Variable(random.normal(0, 0.3, (3, 3, 3, 4)).astype(np.float32), name="k")
-            self.w = tf.Variable(random.normal(0, 0.3, (4, 2)).astype(np.float32), name="w")
-
-        @tf.function  # type: ignore[untyped-decorator]
-        def __call__(self, x: Any, training: bool = False) -> Any:
-            y = tf.nn.relu(tf.nn.conv2d(x, self.k, 1, "SAME"))
-            if training:
-                y = tf.nn.dropout(y, 0.1, seed=1)
-            return tf.reduce_mean(y, [1, 2]) @ self.w
-
-        @tf.function(input_signature=[tf.TensorSpec([None, 5])])  # type: ignore[untyped-decorator]
-        def other(self, x: Any) -> Any:
-            return x @ tf.ones([5, 2])
-
-        @tf.function(input_signature=[tf.TensorSpec([None, 8, 8, 3])])  # type: ignore[untyped-decorator]
-        def elsewhere(self, x: Any) -> Any:
-            with tf.name_scope("before"):
-                x = tf.nn.relu(100.0 * x)  # called as what follows the convolution is
-            return tf.nn.conv2d(x, self.k, 1, "SAME")
-
-    net = Net()
-    net(tf.zeros([2, 8, 8, 3]))
-    net(tf.zeros([2, 8, 8, 3]), training=True)
+    pytest.importorskip("tensorflow")
     path = tmp_path_factory.mktemp("net") / "net"
-    serve = net.__call__.get_concrete_function(tf.TensorSpec([None, 8, 8, 3]), training=False)
-    tf.saved_model.save(net, str(path), signatures=serve)
+    write_module_with_clones(path)
     return path
 
 
@@ -344,34 +316,8 @@ def test_a_branch_that_reads_the_result_of_a_call_is_a_clone(activation: str, ca
     The branches of its tf.cond read the result of that function, and all of them quantize it.
     """
     tf = pytest.importorskip("tensorflow")
-    random = np.random.default_rng(0)
-    weights = [tf.Variable(random.normal(0, 0.4, shape).astype(np.float32)) for shape in ((8, 8), (8, 4), (8, 4))]
-    function = tf.nn.relu if activation == "relu" else tf.math.sin
-
-    class Net(tf.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = weights
-
-        @tf.function
-        def body(self, x):
-            return function(tf.matmul(x, weights[0]))
-
-        @tf.function
-        def head(self, x):
-            for _ in range(calls):
-                x = self.body(x)
-            return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.matmul(x, weights[1]), lambda: tf.matmul(x, weights[2]))
-
-        @tf.function
-        def serve(self, x):
-            return {"y": self.head(x)}
-
-    net = Net()
-    net.head.get_concrete_function(tf.TensorSpec([5, 8], tf.float32))
-    signature = net.serve.get_concrete_function(tf.TensorSpec([None, 8], tf.float32, "x"))
-    tf.saved_model.save(net, str(tmp_path / "net"), signatures=signature)
-    samples = random.normal(size=(64, 8)).astype(np.float32)
+    write_branching_module(tmp_path / "net", activation=activation, calls=calls)
+    samples = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
     result = gq.insert(tmp_path / "net", data={"x": samples}, validate=False)
     branches = [graph for graph in result.model.graphs.values() if "cond/MatMul" in graph]
     assert len(branches) > len([graph for graph in branches if graph.name in result.model.reachable_graphs()])

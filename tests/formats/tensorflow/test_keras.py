@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 import pytest
+from support.tensorflow_models import half_precision_network, keras_network
 
 import graphquant as gq
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
@@ -36,16 +37,6 @@ def import_keras() -> None:
     """Import Keras before the first test. At the top of the module, every collection would wait for it."""
     global tf, keras
     tf, keras = pytest.importorskip("tensorflow"), pytest.importorskip("keras")
-
-
-def keras_network() -> Any:
-    """Return a small convolutional network."""
-    keras.utils.set_random_seed(4)
-    image = keras.Input((8, 8, 1), name="image")
-    hidden = keras.layers.Conv2D(4, 3, activation="relu", name="conv")(image)
-    hidden = keras.layers.BatchNormalization(name="norm")(hidden)
-    hidden = keras.layers.Flatten(name="flat")(hidden)
-    return keras.Model(image, keras.layers.Dense(3, name="logits")(hidden), name="net")
 
 
 @pytest.fixture
@@ -270,20 +261,6 @@ def test_damaged_files(empty_folder: Path) -> None:
     write_other_config(lambda config: {**config, "config": {"layers": [{}]}})
     with pytest.raises(ModelError, match="cannot read"):
         gq.load(empty_folder / "bad.keras")
-
-
-def half_precision_network(policy: str, path: Path) -> None:
-    """Write a network whose weights are equal for each policy, except for their rounding."""
-    keras.utils.set_random_seed(1)
-    stack = [
-        keras.layers.Conv2D(8, 3, activation="relu", dtype=policy),
-        keras.layers.Flatten(dtype=policy),
-        keras.layers.Dense(4, dtype=policy),
-    ]
-    network = keras.Sequential([keras.Input((8, 8, 3), name="x"), *stack])
-    values = np.random.default_rng(2)
-    network.set_weights([values.normal(size=weight.shape) * 0.2 for weight in network.get_weights()])
-    network.save(path)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16"])

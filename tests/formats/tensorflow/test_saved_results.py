@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.rule_files import input_rule, weight_rule
 from support.shared_models import SHARED_MODELS
+from support.tensorflow_models import write_gate, write_tensorflow_1_net
 
 import graphquant as gq
 from graphquant import formats
@@ -216,33 +217,8 @@ def test_kws_trains_and_is_saved_again(
 @pytest.fixture(scope="module")
 def gate(unoptimized_tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
     """A Keras 3 model with a branch in a tf.function, exported, quantized and saved."""
-    import keras
-
-    keras.utils.set_random_seed(1)
-
-    class Gate(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-        def build(self, shape: Any) -> None:
-            self.a = self.add_weight(shape=(shape[-1], 6), name="a")
-            self.b = self.add_weight(shape=(shape[-1], 6), name="b")
-
-        @unoptimized_tf.function  # type: ignore[untyped-decorator]
-        def inner(self, x: Any) -> Any:
-            positive = unoptimized_tf.reduce_mean(x) > 0.1
-            return unoptimized_tf.cond(
-                positive,
-                lambda: unoptimized_tf.nn.relu(unoptimized_tf.matmul(x, self.a)),
-                lambda: unoptimized_tf.matmul(x, self.b),
-            )
-
-        def call(self, x: Any) -> Any:
-            return self.inner(x)
-
-    x = keras.Input((8, 8, 3))
-    y = keras.layers.Conv2D(4, 3, padding="same", activation="relu", name="c")(x)
-    y = Gate(name="gate")(keras.layers.GlobalAveragePooling2D(name="mean")(y))
-    model = keras.Model(x, keras.layers.Dense(2, name="d")(y), name="net")
     folder = tmp_path_factory.mktemp("gate")
-    model.export(str(folder / "gate"), verbose=False)
+    write_gate(folder / "gate")
     loaded = gq.load(folder / "gate")
     (spec,) = formats.format_module("tensorflow").create_runner(loaded).inputs
     # Samples of which the Gate's input is above and below its threshold, so that both branches are calibrated.
@@ -357,21 +333,7 @@ def test_keras_export_frozen(unoptimized_tf: Any, gate: tuple[gq.Result, Path]) 
 def old(unoptimized_tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a TensorFlow 1 net, as "saved_model" and as "net.meta" with its checkpoint, and data."""
     folder = tmp_path_factory.mktemp("old")
-    v1, random = unoptimized_tf.compat.v1, np.random.default_rng(0)
-    with v1.Session(graph=unoptimized_tf.Graph()) as session, session.graph.as_default():
-        x = v1.placeholder("float32", [None, 8, 8, 3], name="image")
-        kernel = random.normal(0, 0.3, (3, 3, 3, 4)).astype(np.float32)
-        kernel = v1.get_variable("conv/kernel", initializer=kernel, use_resource=False)
-        weight = random.normal(0, 0.3, (4, 2)).astype(np.float32)
-        weight = v1.get_variable("dense/kernel", initializer=weight, use_resource=True)
-        y = unoptimized_tf.nn.relu(unoptimized_tf.nn.conv2d(x, kernel, 1, "SAME", name="conv/Conv2D"), name="relu")
-        y = unoptimized_tf.matmul(unoptimized_tf.reduce_mean(y, [1, 2], name="mean"), weight, name="logits")
-        session.run(v1.global_variables_initializer())
-        builder = v1.saved_model.builder.SavedModelBuilder(str(folder / "saved_model"))
-        signature = v1.saved_model.predict_signature_def({"image": x}, {"logits": y})
-        builder.add_meta_graph_and_variables(session, ["serve"], {"serving_default": signature})
-        builder.save()
-        v1.train.Saver().save(session, str(folder / "net"))
+    write_tensorflow_1_net(folder)
     np.savez(folder / "data.npz", image=pictures(8))
     return folder
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.cli import run_cli
 from support.data_files import encode_example, write_tfrecord
+from support.tensorflow_models import CLASSES, IMAGE_SIZE, TEXT_SIZE, write_signature_models
 
 import graphquant as gq
 from graphquant.calibration.data import open_data, split_by_signature
@@ -18,56 +19,15 @@ from graphquant.formats.tensorflow import input_specs
 from graphquant.formats.tensorflow.runner import create_runner, output_fetches
 from graphquant.formats.tensorflow.signatures import FedTensors
 
-SAMPLES, TEXT_SIZE, IMAGE_SIZE, CLASSES = 40, 6, 8, 3
+SAMPLES = 40
 
 
 @pytest.fixture(scope="module")
 def saved_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of SavedModels.
-
-    `shared` has two signatures that take the same `x`, `towers` has two that take other inputs under one key, and
-    `sparse` and `flattened` take a sparse tensor, which TensorFlow 1 and 2 save in different ways.
-    """
-    tf = pytest.importorskip("tensorflow")
-    folder, random = tmp_path_factory.mktemp("models"), np.random.default_rng(0)
-
-    def weight(*shape: int) -> Any:
-        return tf.Variable(random.normal(0, 0.4, shape).astype(np.float32))
-
-    class Net(tf.Module):  # type: ignore[misc]  # tensorflow has no types
-        def __init__(self) -> None:
-            super().__init__()
-            self.text, self.image, self.head = weight(TEXT_SIZE, 5), weight(IMAGE_SIZE, 5), weight(5, CLASSES)
-
-        def embed_text(self, x: Any) -> Any:
-            return {"scores": tf.matmul(tf.nn.relu(tf.matmul(x, self.text)), self.head)}
-
-        def embed_image(self, x: Any) -> Any:
-            return {"scores": tf.matmul(tf.nn.relu(tf.matmul(x, self.image)), self.head)}
-
-        def hidden(self, x: Any) -> Any:
-            return {"hidden": tf.nn.relu(tf.matmul(x, self.text))}
-
-    def traced(method: Any, spec: Any) -> Any:
-        return tf.function(method).get_concrete_function(spec)
-
-    net = Net()
-    texts, images = (tf.TensorSpec([None, size], tf.float32, "x") for size in (TEXT_SIZE, IMAGE_SIZE))
-    shared = {"serving_default": traced(net.embed_text, texts), "hidden": traced(net.hidden, texts)}
-    tf.saved_model.save(net, str(folder / "shared"), signatures=shared)
-    towers = {"text": traced(net.embed_text, texts), "image": traced(net.embed_image, images)}
-    tf.saved_model.save(net, str(folder / "towers"), signatures=towers)
-    sparse = traced(lambda sp: net.embed_text(tf.sparse.to_dense(sp)), tf.SparseTensorSpec([None, TEXT_SIZE]))
-    tf.saved_model.save(net, str(folder / "flattened"), signatures={"serving_default": sparse})
-    v1, initial_kernel = tf.compat.v1, net.text.numpy()
-    with v1.Graph().as_default(), v1.Session() as session:
-        sp = v1.sparse_placeholder(tf.float32, [None, TEXT_SIZE], name="sp")
-        ragged = v1.ragged.placeholder(tf.float32, 1)
-        kernel = v1.get_variable("kernel", initializer=initial_kernel, use_resource=True)
-        y = tf.matmul(tf.sparse.to_dense(sp), kernel)
-        z = tf.matmul(ragged.to_tensor(shape=[None, TEXT_SIZE]), kernel)
-        session.run(v1.global_variables_initializer())
-        v1.saved_model.simple_save(session, str(folder / "sparse"), {"sp": sp, "rows": ragged}, {"y": y, "z": z})
+    """The folder of the models of `write_signature_models`."""
+    pytest.importorskip("tensorflow")
+    folder = tmp_path_factory.mktemp("models")
+    write_signature_models(folder)
     return folder
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.cli import run_cli
+from support.tensorflow_models import write_training_graph
 
 import graphquant as gq
 from graphquant.errors import GraphQuantError, ModelError
@@ -23,17 +24,9 @@ TRAINING_STEPS = 5
 @pytest.fixture
 def training_model(tmp_path: Path) -> Path:
     """A SavedModel with the input `x` and the output `pred` that still has its loss, label and gradients."""
-    tf = pytest.importorskip("tensorflow")
-    v1, random = tf.compat.v1, np.random.default_rng(0)
-    with v1.Graph().as_default(), v1.Session() as session:
-        x, label = (v1.placeholder(tf.float32, [None, size], name=name) for name, size in (("x", 8), ("label", 3)))
-        weight = v1.Variable(random.normal(0, 0.3, (8, 3)).astype(np.float32), name="W", use_resource=False)
-        pred = tf.nn.relu(tf.matmul(x, weight, name="product"), name="pred")
-        loss = tf.reduce_mean(tf.square(pred - label), name="loss")
-        v1.train.GradientDescentOptimizer(0.3).minimize(loss, name="train")
-        session.run(v1.global_variables_initializer())
-        v1.saved_model.simple_save(session, str(tmp_path / "net"), {"x": x}, {"pred": pred})
-    np.savez(tmp_path / "data.npz", x=random.normal(size=(40, 8)).astype(np.float32))
+    pytest.importorskip("tensorflow")
+    write_training_graph(tmp_path / "net")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32))
     return tmp_path / "net"
 
 
