@@ -1,5 +1,6 @@
 """Sketches, which are the statistics of tensors, and the observers that choose a range from a sketch."""
 
+from graphquant.observers.block_search import search_block_params
 from graphquant.observers.distribution import Distribution, distribution_of
 from graphquant.observers.observers import OBSERVERS, ObserverArgument, QuantizationCost, estimate_cost, histogram_bits
 from graphquant.observers.sketch import (

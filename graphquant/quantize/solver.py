@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from graphquant.errors import DataError, UsageError
+from graphquant.errors import DataError, InternalError, UsageError
 from graphquant.ir import BIAS_ADD_KINDS, FLOAT_TYPES, Model, TensorRef, Use, paused_gc, require_finite_weight
 from graphquant.numerics import (
     SMALLEST_SCALE,
@@ -27,7 +27,14 @@ from graphquant.numerics import (
     qparams_from_scale,
     round_scale_to_float16,
 )
-from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, bin_means, sketch_values
+from graphquant.observers import (
+    EMPTY_SKETCH,
+    OBSERVERS,
+    Sketch,
+    bin_means,
+    search_block_params,
+    sketch_values,
+)
 from graphquant.quantize.limits import meet_limits
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan
 from graphquant.quantize.saturation import limit_to_responsive
@@ -81,6 +88,9 @@ def find_site_ranges(
             if site.scale is not None:
                 state.params[index] = _params_given_by_plan(site, site.scale)
                 continue
+            if _searches_blocks(site):
+                state.params[index] = _search_blocks(state, index)
+                continue
             state.ranges[index] = _find_site_range(state, index, sketches)
             if site.scheme.block_size is not None:
                 solve_block_scales(state, index)
@@ -103,6 +113,20 @@ def _skip_weights_in_bodies(state: SolverState, unreached: set[str]) -> None:
 def _has_explicit_range(site: Site) -> bool:
     """Return True if the plan or the rule gives range or scale, so that no value is needed for it."""
     return site.scale is not None or site.range is not None or not OBSERVERS[site.scheme.observe.name].needs_values
+
+
+def _searches_blocks(site: Site) -> bool:
+    """Return True if scale and zero point of each block have the least squared error, which no range expresses."""
+    scheme = site.scheme
+    return site.parameter and site.range is None and scheme.observe.name == "mse" and scheme.block_size is not None
+
+
+def _search_blocks(state: SolverState, index: int) -> QParams:
+    """Return scale and zero point of each block of a weight, of least squared error."""
+    site, value = state.sites[index], _read_quantizable_weight(state, index)
+    if site.axis is None or site.scheme.block_size is None:
+        raise InternalError(f"the blocks of {site.tensor} have no axis or no size.")
+    return search_block_params(value, site.scheme.grid, site.axis, site.scheme.block_size)
 
 
 def _read_weight(state: SolverState, site: Site) -> Array | None:

@@ -192,6 +192,7 @@ class Scheme:
         observer, dtype = self.observe.name, self.type
         is_float, is_symmetric = isinstance(dtype, FloatType), self.zero == "symmetric"
         supports_blocks = not OBSERVERS[observer].needs_histogram and observer not in {"mean-minmax", "bias"}
+        supports_blocks |= observer == "mse" and not is_float and self.smallest_range is None
         conflicts = {
             "'dtype' replaces 'bits' and 'signed'; give one or the other": (
                 self.dtype and (self.bits is not None or self.signed is not None)
@@ -213,7 +214,7 @@ class Scheme:
             "a scheme per tensor has no 'axis'; remove it, or set per = \"channel\"": (
                 self.per == "tensor" and self.axis is not None
             ),
-            f"the observer {observer!r} does not support blocks; use minmax or absmax": (
+            f"the observer {observer!r} does not support such blocks; use minmax, absmax, or mse for integers": (
                 self.per == "block" and not supports_blocks
             ),
         }

@@ -1,0 +1,101 @@
+"""Search of the scale and zero point of each block of a weight with the least squared error.
+
+A block has few values, so a histogram would be larger than the block. Instead, some scales and zero points are tried on
+the values themselves, for many blocks at once. After each trial, the scale becomes that of least squares for the
+integers, as in Banner et al. 2018 and in the alternating steps of HQQ (Badri and Shaji 2023, "Half-Quadratic
+Quantization of Large Machine Learning Models"). A zero point of 7 instead of 8 mirrors an unsigned 4-bit grid, so that
+an asymmetric type also has the better of both signs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from graphquant.numerics import (
+    LARGEST_VALUE,
+    SMALLEST_SCALE,
+    Array,
+    QParams,
+    QuantizationGrid,
+    block_scale_shape,
+    iter_blocks,
+    qparams_from_scale,
+)
+
+SHRINK_FACTORS: Final = (1.0, 0.94, 0.88, 0.82, 0.76, 0.7)  # factors of both ends of the range that are tried first
+LOW_BIT_SHRINK_FACTORS: Final = (0.6, 0.5, 0.4)  # also tried for up to `LOW_BITS`, which gain by clipping more
+LOW_BITS: Final = 3
+NEIGHBORS: Final = ((1.0, 1), (1.0, -1), (0.95, 1), (0.95, -1), (1.05, 1), (1.05, -1), (0.97, 0), (1.03, 0), (1.0, 0))
+"""Changes of the best trial that are tried next: factor of the scale, and difference of the zero point."""
+
+SMALLEST_RELATIVE_SCALE: Final = np.float32(1e-6)  # relative to a block's largest value
+FLOAT32_ROUNDING: Final = 1 - 2.0**-23  # factor below which rounding to float32 does not exceed a limit
+CHUNK_ELEMENTS: Final = 1 << 17  # values that are searched at once, so that temporary arrays fit into the cache
+
+
+def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: int) -> QParams:
+    """Return scale and zero point of each block of a finite weight `value` with the least squared error found.
+
+    The error is at most that of a range from the smallest to the largest value, and on blocks of normal values within
+    0.1 dB of the least one that any scale and zero point have. The type of `grid` is an integer type.
+    """
+    scales, zero_points = [], []
+    for blocks in iter_blocks(value, axis, block):
+        step = max(CHUNK_ELEMENTS // block, 1)
+        for start in range(0, len(blocks), step):
+            scale, zero_point = _search_chunk(blocks[start : start + step], grid)
+            scales.append(scale)
+            zero_points.append(zero_point)
+    shape = block_scale_shape(value.shape, axis, block)
+    scale, zero_point = (np.concatenate(parts).reshape(shape) for parts in (scales, zero_points))
+    return qparams_from_scale(scale, zero_point, grid.type, narrow=grid.narrow, axis=axis, block=block)
+
+
+def _search_chunk(blocks: Array, grid: QuantizationGrid) -> tuple[Array, Array]:
+    """Return float32 scale and int32 zero point of each row of `blocks` (N, block)."""
+    qmin, qmax = grid.type.limits(narrow=grid.narrow)
+    # Blocks are columns: sums over a block add rows, which is fast, and a scale broadcasts along the last axis.
+    columns = np.ascontiguousarray(blocks.T, np.float32)
+    # Squares of very large or small values would overflow or vanish. A power of two rounds nothing.
+    unit = np.ldexp(np.float32(1), np.frexp(np.abs(columns).max(0))[1] - 1)
+    columns = columns / unit
+    low, high = np.minimum(columns.min(0), 0), np.maximum(columns.max(0), 0)
+    best_gain, best_scale, best_zero = np.full(low.shape, -1, np.float32), np.ones_like(low), np.zeros_like(low)
+    codes = np.empty_like(columns)
+
+    def try_params(scale: Array, zero: Array) -> None:
+        """Keep the params of the blocks whose error is the least so far, with the best scale for their integers."""
+        scale = np.maximum(scale, SMALLEST_RELATIVE_SCALE)
+        if grid.power_of_two:
+            mantissa, exponent = np.frexp(scale)
+            scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # noqa: PLR2004  # frexp's smallest mantissa
+        np.divide(columns, scale, out=codes)
+        np.rint(codes, out=codes)
+        np.clip(codes, qmin - zero, qmax - zero, out=codes)
+        products, powers = np.einsum("ij,ij->j", codes, columns), np.einsum("ij,ij->j", codes, codes)
+        if not grid.power_of_two:
+            scale = np.where(products > 0, products / np.maximum(powers, 1), scale)
+        gain = scale * (2 * products - scale * powers)  # power of the values less the squared error
+        better = gain > best_gain
+        for best, values in ((best_gain, gain), (best_scale, scale), (best_zero, zero)):
+            np.copyto(best, values, where=better)
+
+    for factor in SHRINK_FACTORS + (LOW_BIT_SHRINK_FACTORS if grid.type.bits <= LOW_BITS else ()):
+        if grid.symmetric:
+            zero = np.full_like(low, grid.type.symmetric_zero_point)
+            scale = np.maximum(high / (qmax - zero), low / (qmin - zero)) * np.float32(factor)
+        else:
+            scale = np.maximum((high - low) / (qmax - qmin) * np.float32(factor), SMALLEST_RELATIVE_SCALE)
+            zero = np.clip(np.rint(qmin - low * np.float32(factor) / scale), qmin, qmax)
+        try_params(scale, zero)
+    for factor, step in NEIGHBORS:
+        if not (grid.symmetric and step):
+            try_params(best_scale * np.float32(factor), np.clip(best_zero + step, qmin, qmax))
+    farthest_step = np.maximum(best_zero - qmin, qmax - best_zero)
+    with np.errstate(over="ignore", under="ignore"):
+        scale = np.clip(
+            best_scale.astype(np.float64) * unit, SMALLEST_SCALE, LARGEST_VALUE * FLOAT32_ROUNDING / farthest_step
+        )
+    return np.where(high > low, scale, 1.0).astype(np.float32), best_zero.astype(np.int32)
