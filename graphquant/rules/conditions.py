@@ -16,6 +16,7 @@ from graphquant.errors import UsageError
 from graphquant.ir import (
     COMMUTATIVE_KINDS,
     CONVOLUTION_KINDS,
+    FLOAT_TYPES,
     LOOP_KINDS,
     MAC_KINDS,
     TRANSPARENT_KINDS,
@@ -138,6 +139,29 @@ class OpNeighbors:
         """Return the consumers of `tensor`."""
         return self.consumers_by_port(self.model.graphs[tensor.graph], tensor.op).get(tensor.port, [])
 
+    def is_float_cast(self, tensor: TensorRef) -> bool:
+        """Return True if `tensor` is another one, converted to another float type by TensorFlow.
+
+        Mixed precision puts such Casts between layers, so rules look through them. Not so in ONNX models: ONNX Runtime
+        finds pairs only next to the ops to which they belong.
+        """
+        if self.model.op(tensor).kind != "cast" or self.model.traits.runtime != "TensorFlow":
+            return False
+        tensors = tensor, self.model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
+        dtypes = {None if cast_end is None else self.model.output(cast_end).dtype for cast_end in tensors}
+        return dtypes <= FLOAT_TYPES and not self.parameters.is_parameter(tensor)
+
+    def before_casts(self, tensor: TensorRef) -> TensorRef:
+        """Return the tensor that Casts between float types convert to `tensor`; `tensor` itself if there are none."""
+        if self.model.op(tensor).kind != "cast":  # for nearly all tensors of nearly all models
+            return tensor
+        return follow_to_end(tensor, lambda cast: self.data_input(cast) if self.is_float_cast(cast) else None)
+
+    def reader_count(self, tensor: TensorRef) -> int:
+        """Return the number of consumers of `tensor`, counting those of a Cast between float types in its place."""
+        readers = (TensorRef(use.graph, use.op) for use in self.consumers(tensor))
+        return sum(self.reader_count(reader) if self.is_float_cast(reader) else 1 for reader in readers)
+
     def inputs(self, use: Use) -> list[tuple[TensorRef, Use]]:
         """Return the inputs of the op of `use`, each with its use."""
         slots = enumerate(self.model.graphs[use.graph].slots(use.op))
@@ -174,12 +198,15 @@ class OpNeighbors:
             cache[current] = None  # also ends a ring of identities
             path.append(current)
             current = step(current)
-            if current is not None and self.model.op(current).kind not in TRANSPARENT_KINDS:
+            if current is not None and not self._forwards_values(current):
                 break
         else:
             current = None if current is None else cache[current]
         cache.update(dict.fromkeys(path, current))
         return current
+
+    def _forwards_values(self, tensor: TensorRef) -> bool:
+        return self.model.op(tensor).kind in TRANSPARENT_KINDS or self.is_float_cast(tensor)
 
     def data_input(self, tensor: TensorRef) -> TensorRef | None:
         """Return the main input of the op of `tensor`: the first one that is no parameter, or the first one."""
@@ -320,7 +347,7 @@ def _matches_links(
     next_tensor: Callable[..., TensorRef | None],
 ) -> bool:
     """Return True if the ops from `start` on form the chain."""
-    literal = any(not link.kinds.isdisjoint(TRANSPARENT_KINDS) for link in links)
+    literal = any(not link.kinds.isdisjoint(TRANSPARENT_KINDS | {"cast"}) for link in links)
     positions, current = _skip_optional_links(links, 0), start
     while True:
         matched = {index + 1 for index in positions if is_kind(links[index].kinds, current)}

@@ -177,6 +177,7 @@ class RuleMatch:
     tensor: TensorRef
     use: Use
     rule: BoundRule
+    producer: TensorRef  # the tensor that Casts convert to `tensor`, `tensor` itself if there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,12 +220,13 @@ class RuleMatcher:
                     if id(rule) not in producer_misses:
                         producer_misses[id(rule)] = self._producer_miss_reason(rule, tensor)
                     if not producer_misses[id(rule)] and not self._consumer_miss_reason(rule, tensor, use):
-                        yield RuleMatch(tensor=tensor, use=use, rule=rule)
+                        producer = self.neighbors.before_casts(tensor)
+                        yield RuleMatch(tensor=tensor, use=use, rule=rule, producer=producer)
                         break
 
     def _candidate_rules(self, tensor: TensorRef, use: Use) -> list[BoundRule]:
         """Return the rules that ops of these kinds and types may match: few, as most rules name kinds or a pattern."""
-        reader = TensorRef(use.graph, use.op)
+        reader, tensor = TensorRef(use.graph, use.op), self.neighbors.before_casts(tensor)
         producer_op, reader_op = self.model.op(tensor), self.model.op(reader)
         role = "parameter" if self.parameters.is_parameter(tensor) else ""
         key = (producer_op.kind, producer_op.type, role, reader_op.kind, reader_op.type)
@@ -289,27 +291,31 @@ class RuleMatcher:
     def _producer_miss_reason(self, rule: BoundRule, tensor: TensorRef) -> str:
         selector, reason = rule.rule.producer, self._op_mismatch(rule, tensor, None)
         if not reason and selector.readers is not None:
-            count = len(self.neighbors.consumers(tensor))
+            count = self.neighbors.reader_count(self.neighbors.before_casts(tensor))
             reason = "" if count == selector.readers else f"{tensor} has {count} consumers, not {selector.readers}"
-        reason = reason or attribute_miss_reason(selector, self.model.op(tensor))
+        reason = reason or attribute_miss_reason(selector, self.model.op(self.neighbors.before_casts(tensor)))
         reason = reason or size_miss_reason(self.neighbors, selector, tensor, None)
         return f"producer {reason}" if reason else ""
 
     def _op_mismatch(self, rule: BoundRule, tensor: TensorRef, use: Use | None) -> str:
         """Return why the op that reads at `use`, or without it the one that produces `tensor`, is not the rule's op."""
         selector = rule.rule.producer if use is None else rule.rule.consumer
-        graph, name = (tensor.graph, tensor.op) if use is None else (use.graph, use.op)
+        producer = self.neighbors.before_casts(tensor)
+        graph, name = (producer.graph, producer.op) if use is None else (use.graph, use.op)
         op, neighbors = self.model.graphs[graph].op(name), self.neighbors
         if selector.kind is not None:
             links = parse_chain(selector.kind)
             is_chain = (
-                matches_chain_up(neighbors, links, tensor) if use is None else matches_chain_down(neighbors, links, use)
+                matches_chain_up(neighbors, links, producer)
+                if use is None
+                else matches_chain_down(neighbors, links, use)
             )
             if not is_chain:
-                is_weight = use is None and self.parameters.is_parameter(tensor)
+                is_weight = use is None and self.parameters.is_parameter(producer)
                 return f"{name} is {'a parameter' if is_weight else repr(op.kind)}, not {selector.kind!r}"
         if selector.name is not None:
-            labels = self.labels(tensor) if use is None else op_selector_names(graph, name)
+            names = (*self.labels(tensor), *self.labels(producer))
+            labels = names if use is None else op_selector_names(graph, name)
             if not name_matches(selector.name, *labels):
                 return f"{tensor if use is None else name} does not match the name {selector.name!r}"
         if selector.pattern is not None and (graph, name) not in self._ops_in_pattern(rule, selector.pattern):
@@ -323,6 +329,8 @@ class RuleMatcher:
     def _consumer_miss_reason(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
         selector, op = rule.rule.consumer, self.model.graphs[use.graph].op(use.op)
         reason = self._op_mismatch(rule, tensor, use)
+        if self.neighbors.is_float_cast(TensorRef(use.graph, use.op)) and not _identifies_op(selector):
+            reason = f"{use.op} only converts the type, so the rule applies to its consumers"
         if not reason and selector.input is not None and op.role(use.slot) not in selector.input.split("|"):
             reason = f"{use} reads it as {op.role(use.slot)!r}, not as {selector.input!r}"
         reason = reason or attribute_miss_reason(selector, op)
