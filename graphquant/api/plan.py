@@ -231,4 +231,9 @@ def select_sites(
     )
     if range_source != "observed" and (reason := chosen_family.unsupported_reason(request)) is not None:
         raise UsageError(f"--range-source {range_source} is not possible: {reason}.")
-    return SiteSelection(family=chosen_family.name, range_source=range_source, include=include, exclude=exclude)
+    selection = SiteSelection(family=chosen_family.name, range_source=range_source, include=include, exclude=exclude)
+    if (family is None or chosen_family.variant_of) and model.format == "onnx":
+        from graphquant.formats.onnx import supports_fused_op
+
+        selection = replace(selection, supports_fused_op=supports_fused_op)
+    return selection

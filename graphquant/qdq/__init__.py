@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphquant.qdq.family import FamilyArguments, FamilyRequest, QDQFamily, QDQSite, RoundingMode
+from graphquant.qdq.onnx_fused import FusedOnnxFamily, PackedWeight, fused_op_type
 from graphquant.qdq.onnx_qdq import OnnxFamily
 from graphquant.qdq.tensorflow_qdq import LEARNED_ATTR, FakeQuantFamily, QuantizeAndDequantizeFamily
 
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, QDQFamily] = {
     family.name: family
-    for family in (OnnxFamily(), FakeQuantFamily(), *(QuantizeAndDequantizeFamily(version) for version in (2, 3, 4)))
+    for family in (
+        OnnxFamily(),
+        FusedOnnxFamily(),
+        FakeQuantFamily(),
+        *(QuantizeAndDequantizeFamily(version) for version in (2, 3, 4)),
+    )
 }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from pydantic import ConfigDict, StrictFloat
 
 from graphquant.errors import InternalError
-from graphquant.ir import Graph, Op, Output, Parameters, Shape, TensorRef
+from graphquant.ir import Graph, Op, Output, Parameters, Shape, TensorRef, Use
 from graphquant.numerics import Array, DynamicQParams, QParams, QType
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class FamilyArguments:
         form: For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op.
         input_min: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
         input_max: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
+        accuracy_level: For "onnx-fused": 4 multiplies with activations rounded to int8, 0 in their own type.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -36,6 +37,7 @@ class FamilyArguments:
     form: Literal["vars", "args"] | None = None
     input_min: StrictFloat | None = None
     input_max: StrictFloat | None = None
+    accuracy_level: Literal[0, 1, 4] | None = None
 
     def specified(self) -> tuple[str, ...]:
         """Return the names of the arguments that have a value."""
@@ -108,6 +110,7 @@ class QDQFamily(ABC):
 
     name: str  # its name in rule files
     format: str  # the format whose models can contain it
+    variant_of: str = ""  # the family with the same values in a standard form, which replaces this one where needed
     op_types: frozenset[str]  # the op types that it reads back
     stores_integer_weights: bool = False  # it can store a weight as integers
     has_zero_points: bool = True  # 0.0 can be another integer than 0
@@ -122,6 +125,13 @@ class QDQFamily(ABC):
     @abstractmethod
     def unsupported_reason(self, request: FamilyRequest) -> str | None:
         """Return the reason why the runtime does not support a request, or None."""
+
+    def fused_op(self, _graph: Graph, _use: Use, _request: FamilyRequest) -> tuple[str, int]:
+        """Return the type of the op that replaces the ops and the consumer at a use, and the bits of its weight.
+
+        The type is "" without such an op.
+        """
+        return "", 0
 
     def minimum_opset(self, _request: FamilyRequest) -> int:
         """Return the lowest opset that has the ops of a request; 0 in formats without opsets."""

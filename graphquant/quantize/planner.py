@@ -6,7 +6,7 @@ a reason. Sites are repeated in function clones, the saved functions that comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ from graphquant.ir import (
     reduction_axis,
 )
 from graphquant.numerics import IntType
-from graphquant.qdq import FAMILIES, QDQFamily
+from graphquant.qdq import FAMILIES, FamilyArguments, QDQFamily
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 from graphquant.rules import (
     LIST_NAMES_HINT,
@@ -218,6 +218,8 @@ class SiteSelection:
     # If not empty, quantize only uses whose consumer or tensor matches one of these patterns.
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()  # leave uses in float whose consumer or tensor matches one of these patterns
+    # Returns True for fused ops that the runtime has, by type and bits of the weight.
+    supports_fused_op: Callable[[str, int], bool] = lambda _op_type, _bits: False
 
 
 @paused_gc()
@@ -515,6 +517,22 @@ class _PlanBuilder:
         self._sites.setdefault(key, pending).uses.append(match.use)
         return True
 
+    def _has_fused_form(self, match: RuleMatch, scheme: Scheme) -> bool:
+        """Return True if the runtimes of the plan have one op for the dequantized tensor and its consumer."""
+        model, family = self.matcher.model, FAMILIES[scheme.family or ""]
+        if family.format != model.format or not all(
+            target.startswith("onnxruntime") for target in self.matcher.ruleset.targets
+        ):
+            return False
+        request = scheme.family_request(
+            axis=self._scale_layout(match, scheme)[0],
+            dtype=model.output(match.tensor).dtype or "",
+            shape=self.matcher.shape(match.tensor),
+            is_parameter=self.matcher.parameters.is_parameter(match.tensor),
+        )
+        op_type, bits = family.fused_op(model.graphs[match.use.graph], match.use, request)
+        return bool(op_type) and self.options.supports_fused_op(op_type, bits)
+
     def _scheme_conflict(
         self, match: RuleMatch, scheme: Scheme, family: QDQFamily, axis: int | None, view: Shape | None
     ) -> str:
@@ -540,6 +558,8 @@ class _PlanBuilder:
     def _supported_scheme(self, match: RuleMatch, scheme: Scheme) -> Scheme:
         """Return a rule's scheme as the family of the caller supports it, with the caller's source of ranges if any."""
         family, source = FAMILIES[self.options.family], self.options.range_source
+        if scheme.family and FAMILIES[scheme.family].variant_of and not self._has_fused_form(match, scheme):
+            scheme = change_scheme(scheme, family=None, args=FamilyArguments())
         adapted = _adapt_to_family(scheme, family, source)
         if adapted.range == scheme.range:
             return adapted

@@ -61,7 +61,9 @@ def test_weights(float16_path, rules, opset, names, float_weights):
             tensor.CopyFrom(numpy_helper.from_array(rounded[tensor.name], tensor.name))
     x = np.random.default_rng(1).normal(size=(1, 4, 8, 8)).astype(np.float16)
     feeds = {"x": x, "i": np.array([1, 5])}
-    for level, min_sqnr in (("ORT_DISABLE_ALL", 55), ("ORT_ENABLE_ALL", 40)):  # MatMulNBits rounds more
+    # MatMulNBits rounds activations to int8. The optimizer creates it from pairs.
+    unoptimized_sqnr = 40 if any(node.op_type == "MatMulNBits" for node in message.graph.node) else 55
+    for level, min_sqnr in (("ORT_DISABLE_ALL", unoptimized_sqnr), ("ORT_ENABLE_ALL", 40)):
         for actual, expected in zip(run_onnx(message, feeds, level), run_onnx(reference, feeds, level), strict=True):
             noise = np.square(actual.astype(np.float64) - expected).mean()
             assert 10 * np.log10(np.square(expected.astype(np.float64)).mean() / max(noise, 1e-12)) > min_sqnr

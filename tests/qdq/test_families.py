@@ -181,7 +181,7 @@ def test_names_in_use_get_a_suffix(family: str) -> None:
     params = choose_qparams(Range(np.array(-1.0), np.array(1.0)), INT8, symmetric=True)
     FAMILIES[family].add_ops(graph, QDQSite(tensor=tensor, name="t/quant", params=params, rule="r"))
     check_invariants(model, family)
-    used_name = "t/quant/scale_1" if family == "onnx-qdq" else "t/quant/min_1"
+    used_name = "t/quant/scale_1" if FAMILIES[family].format == "onnx" else "t/quant/min_1"
     assert graph.slots("t/quant_1")[:2] == [tensor, TensorRef("", used_name)]
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.conversions import bind_input_shapes, encode_skeleton, inline_functions, upgrade_opset
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
+    from graphquant.formats.onnx.fused_ops import supports_fused_op
     from graphquant.formats.onnx.index import input_specs, read_metadata
     from graphquant.formats.onnx.reader import from_onnx, load, restore_original
     from graphquant.formats.onnx.session import (
@@ -31,6 +32,7 @@ _MODULES = {
     "conversions": ("bind_input_shapes", "encode_skeleton", "inline_functions", "upgrade_opset"),
     "emitter": ("emit",),
     "file_writer": ("save",),
+    "fused_ops": ("supports_fused_op",),
     "index": ("input_specs", "read_metadata"),
     "reader": ("from_onnx", "load", "restore_original"),
     "session": (

@@ -22,6 +22,7 @@ from graphquant.formats.onnx.external_data import (
     copy_without_weights,
     deferred_tensor,
 )
+from graphquant.formats.onnx.fused_ops import lower_fused_ops
 from graphquant.formats.onnx.index import (
     METADATA_IR_VERSION,
     OnnxGraphSource,
@@ -57,6 +58,7 @@ class Emission:
 
     message: Any  # the ModelProto
     renamed_tensors: dict[TensorRef, str]  # names of the tensors whose names differ from their `Output`
+    model: Model  # the model with fused ops as the message has them
     # Constants whose values are still missing in the message, see `external_data`.
     deferred: tuple[DeferredWeight, ...] = ()
 
@@ -71,15 +73,15 @@ def emit(model: Model) -> Any:
 
     Raises a ModelError if a change cannot be expressed in ONNX.
     """
-    message = emit_message(model).message
-    write_onnx_metadata(message, model)
-    return message
+    emission = emit_message(model)
+    write_onnx_metadata(emission.message, emission.model)
+    return emission.message
 
 
 @paused_gc()
 def emit_message(model: Model, *, defer_weights: bool = False) -> Emission:
     """Return the changed copy of the source message; with `defer_weights`, without the values of large constants."""
-    message = ModelProto()
+    model, message = lower_fused_ops(model), ModelProto()
     if defer_weights:
         deferred = copy_without_weights(model.source.message, message)
     else:
@@ -118,7 +120,10 @@ class _MessageEmitter:
             retain_entries(self._message.metadata_props, lambda entry: entry.key != VERSION_KEY)
             self._message.metadata_props.add(key=VERSION_KEY, value=__version__)
         return Emission(
-            message=self._message, renamed_tensors=self._renamed_tensors, deferred=tuple(self._deferred or ())
+            message=self._message,
+            renamed_tensors=self._renamed_tensors,
+            model=self._model,
+            deferred=tuple(self._deferred or ()),
         )
 
     def _value_name(self, tensor: TensorRef | None) -> str:

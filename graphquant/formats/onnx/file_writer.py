@@ -50,7 +50,7 @@ def save(model: Model, path: Path) -> None:
     external = serialization_form(path) == "protobuf" and _needs_external_weights(model, emission)
     if not external:
         fill_deferred_weights(message, emission.deferred)
-    write_onnx_metadata(message, model, record=not external)
+    write_onnx_metadata(message, emission.model, record=not external)
     writer: HashingWriter
     try:
         with replacing_model(path, external_weights=external):

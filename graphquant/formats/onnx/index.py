@@ -32,10 +32,11 @@ from graphquant.formats.onnx.tensors import (
     tensor_value,
     type_and_shape,
 )
-from graphquant.ir import Call, Graph, Model, Op, OpInfo, Output, Shape, TensorRef
+from graphquant.ir import Call, Graph, Model, Op, OpInfo, OpKey, Output, Shape, TensorRef
 from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json
 
 if TYPE_CHECKING:
+    from graphquant.formats.onnx.fused_ops import LiftedOp
     from graphquant.numerics import Array
 
 
@@ -60,6 +61,8 @@ class OnnxSource:
     folder: Path | None  # Folder of its external data; None for a model built in memory.
     # Returns the outputs of a pure op for the arrays in its input slots, None if it cannot.
     evaluate_op: Callable[[Op, list[Array]], list[Array] | None]
+    # Fused ops that standard ops replace in the model, by graph and name.
+    lifted: dict[OpKey, LiftedOp] = field(default_factory=dict)
 
 
 def output_value_name(op: Op) -> str:

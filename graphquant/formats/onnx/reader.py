@@ -33,6 +33,7 @@ from onnx import (
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.external_data import message_tensors
+from graphquant.formats.onnx.fused_ops import lift_fused_ops
 from graphquant.formats.onnx.index import GraphIndexer, OnnxSource, clear_metadata, read_metadata
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, external_location, external_path, first_line, is_external
 from graphquant.ir import Model, Op, paused_gc
@@ -112,11 +113,11 @@ _PARSE_ERRORS = (
 )
 
 
-def load(path: Path, *, allow_links: bool = False) -> Model:
+def load(path: Path, *, allow_links: bool = False, lift: bool = True) -> Model:
     """Read the model at `path`: `.onnx`, `.onnxtxt`, `.textproto` or `.json`; external data is read lazily.
 
-    With `allow_links`, external data may be links out of the folder of the model. Raises a ModelError if the file is
-    not a valid ONNX model.
+    With `allow_links`, external data may be links out of the folder of the model. Without `lift`, fused ops stay as
+    they are in the file. Raises a ModelError if the file is not a valid ONNX model.
     """
     try:
         if serialization_form(path) == "protobuf" and path.stat().st_size > MAX_MESSAGE_BYTES:
@@ -130,7 +131,7 @@ def load(path: Path, *, allow_links: bool = False) -> Model:
         digest, message = hashlib.sha256(data).hexdigest(), parse_message(data, path)
         del data  # it may contain all weights
         folder = _resolve_links(message, path.parent) if allow_links else path.parent
-        return model_from_message(message, path=path, digest=digest, folder=folder)
+        return model_from_message(message, path=path, digest=digest, folder=folder, lift=lift)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
 
@@ -229,9 +230,11 @@ def _resolve_links(message: Any, folder: Path) -> Path:
 
 
 def model_from_message(
-    message: Any, *, path: Path | None = None, digest: str = "", folder: Path | None = None
+    message: Any, *, path: Path | None = None, digest: str = "", folder: Path | None = None, lift: bool = True
 ) -> Model:
     """Return the model of a ModelProto, which must not be changed afterwards; `folder` has its external data.
+
+    With `lift`, standard ops replace fused ones with constant weights.
 
     Raises a ModelError if the message has no graph, or its content is inconsistent.
     """
@@ -244,6 +247,8 @@ def model_from_message(
     model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
     with paused_gc():
         GraphIndexer(model, source).run()
+        if lift:
+            source.lifted.update(lift_fused_ops(model))
     return model
 
 

@@ -85,7 +85,7 @@ class OnnxRunner:
     def _emission(self) -> Emission:
         """The model as a message without large weights."""
         emission = emit_message(self.model, defer_weights=True)
-        read_names = _read_weight_names(self.model, emission)
+        read_names = _read_weight_names(emission)
         self._external_weights = take_session_weights(emission.message, emission.deferred, read_names)
         return emission
 
@@ -457,8 +457,9 @@ def _keep_ancestors(graph: Any, names: Sequence[str]) -> None:
                 del entries[index]
 
 
-def _read_weight_names(model: Model, emission: Emission) -> set[str]:
+def _read_weight_names(emission: Emission) -> set[str]:
     """Return the names of large values that the main graph receives and that a node reads."""
+    model = emission.model
     ops = (op for op in model.main.ops() if op.read_value is not None and constant_bytes(op) >= EXTERNAL_MIN_BYTES)
     return {emission.value_name(model, TensorRef("", op.name)) for op in ops if model.main.consumers_by_port(op.name)}
 
@@ -508,8 +509,8 @@ def require_loadable(model: Model) -> None:
 def _create_numbered_session(model: Model, options: Mapping[str, str], optimized: Path | None = None) -> _OpLookup:
     """Create a session in which nodes have numbers, so that its errors can name the op; return the ops by number."""
     emission = emit_message(model, defer_weights=True)
-    lookup = _number_nodes(model, emission)
-    external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(model, emission))
+    lookup = _number_nodes(emission)
+    external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(emission))
     weights = {name: value() for name, value in external_weights.items()}
     mode = SessionMode(extra_options={"session.disable_prepacking": "1", **options}, optimized=optimized)
     try:
@@ -560,7 +561,7 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
     with TemporaryDirectory() as folder:
         path = Path(folder, "optimized.onnx")
         lookup = _create_numbered_session(model, options, path)
-        optimized = load(path)
+        optimized = load(path, lift=False)
     return _trace_optimized(model, optimized, lookup)
 
 
@@ -625,7 +626,7 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     Raises a ModelError if onnxruntime rejects the model, or a run failed.
     """
     emission = emit_message(model)
-    lookup = _number_nodes(model, emission)
+    lookup = _number_nodes(emission)
     data, external_bytes = serialize_for_session(emission.message)
     with TemporaryDirectory() as folder:
         profile = Path(folder, "run")
@@ -661,8 +662,9 @@ class _OpLookup:
         return number_match[0] if op_key is None else qualified_op_name(*op_key)
 
 
-def _number_nodes(model: Model, emission: Emission) -> _OpLookup:
+def _number_nodes(emission: Emission) -> _OpLookup:
     """Rename each node of an emitted model to a number."""
+    model = emission.model
     numbered: list[OpKey] = []
     tensors: dict[tuple[str, str], TensorRef] = {}
     functions = [name for name, graph in model.graphs.items() if graph.is_function]

@@ -82,12 +82,15 @@ def test_matrix_products_are_fused(tmp_path: Path, rules: list[str], opset: int,
     assert 10 * np.log10(np.square(want).sum() / noise) > closest
 
 
-def test_what_onnxruntime_does_not_fuse(tmp_path: Path) -> None:
-    """A Relu behind a product or the sum of two is fused first, and their weights are unpacked in each run."""
+@pytest.mark.parametrize(("family", "products"), [(None, (3, 0, 0)), ("onnx-qdq", (1, 1, 1))])
+def test_products_that_onnxruntime_fuses_otherwise(
+    tmp_path: Path, family: str | None, products: tuple[int, int, int]
+) -> None:
+    """Onnxruntime joins a Relu or a sum to a product first, and unpacks its weight in each run, if it is a pair."""
     path, feeds = write_table_net(tmp_path, 21, act="Relu", last="Add")
-    saved = gq.insert(path, rules=["weight_only_int4"]).save(tmp_path / "quant.onnx")
+    saved = gq.insert(path, rules=["weight_only_int4"], family=family).save(tmp_path / "quant.onnx")
     _, after = run_and_count_ops(saved, feeds)
-    assert (after["MatMulNBits"], after["MatMul"], after["Gemm"]) == (1, 1, 1)
+    assert (after["MatMulNBits"], after["MatMul"], after["Gemm"]) == products
 
 
 def test_blocks_lie_along_what_is_summed_over(tmp_path: Path) -> None:
@@ -142,7 +145,7 @@ def test_blocks_in_a_plan_file_and_in_inspect(tmp_path: Path) -> None:
     assert gq.insert(path, plan=again).save(tmp_path / "two.onnx").read_bytes() == saved.read_bytes()
     file = StringIO()
     Console(file=file, width=120).print(summary_view(summarize_model(gq.load(saved))))
-    assert re.search(r"w1/quant/int4:0 +int4\[240\] axis 0 by 32 ", file.getvalue())
+    assert re.search(r"w1/quant/uint4:0 +uint4\[240\] axis 0 by 32 ", file.getvalue())
 
 
 def test_other_formats_say_why_not() -> None:

@@ -1,0 +1,501 @@
+"""Fused ops of com.microsoft in files, and the standard ops in their place in the intermediate representation.
+
+`lift_fused_ops` runs after a model is loaded: each fused op with constant weights becomes a constant, a
+DequantizeLinear and the op that computes with the result. `lower_fused_ops` runs before a model is emitted: a
+DequantizeLinear with `Op.fused_attrs` and its readers become fused ops. Everything between the two knows only the
+standard ops. An op that was lifted and not changed is written exactly as it was read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+
+from graphquant.errors import InternalError
+from graphquant.ir import Model, Op, Parameters, TensorRef, Use, fully_known_shape
+from graphquant.numerics import IntType, QParams
+from graphquant.qdq import PackedWeight, fused_op_type, read_qparams
+from graphquant.qdq.family import new_op
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
+
+if TYPE_CHECKING:
+    from graphquant.ir import Graph
+    from graphquant.numerics import Array
+
+BITS_PER_BYTE = 8
+
+PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
+
+# Positions of the inputs of MatMulNBits and GatherBlockQuantized.
+WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiftedOp:
+    """A fused op as it was loaded, and the ops in its place."""
+
+    op: Op  # the fused op
+    slots: tuple[TensorRef | None, ...]  # its inputs
+    constants: Mapping[TensorRef, Op]  # its weight, scale and zero point
+    # The ops in its place with their inputs, in topological order; the last one has its name and output.
+    replacements: tuple[tuple[Op, tuple[TensorRef | None, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lift:
+    """The parts of a fused op while it is lifted."""
+
+    model: Model
+    graph: Graph
+    op: Op
+    slots: tuple[TensorRef | None, ...]
+    shared: dict[tuple[Any, ...], TensorRef]  # dequantized weights by the inputs and attributes that define them
+
+    def constant(self, slot: int) -> Op | None:
+        """Return the constant that the op reads at `slot`."""
+        tensor = self.slots[slot] if slot < len(self.slots) else None
+        op = None if tensor is None else self.model.op(tensor)
+        return op if op is not None and op.kind == "constant" and op.read_value is not None else None
+
+
+# Packed elements
+
+
+def pack_elements(values: Array, bits: int) -> Array:
+    """Return unsigned integers of `bits` bits (..., n) as bytes (..., ceil(n * bits / 8)), lowest bits first."""
+    per_byte = BITS_PER_BYTE // bits
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % per_byte)]
+    padded = np.pad(values.astype(np.uint8), padding)
+    packed = padded[..., ::per_byte].copy()
+    for position in range(1, per_byte):
+        packed |= padded[..., position::per_byte] << (bits * position)
+    return packed
+
+
+def unpack_elements(packed: Array, bits: int, count: int) -> Array:
+    """Return the first `count` integers of `bits` bits in each row of bytes; the inverse of `pack_elements`."""
+    per_byte = BITS_PER_BYTE // bits
+    values = np.empty((*packed.shape[:-1], packed.shape[-1] * per_byte), np.uint8)
+    for position in range(per_byte):
+        values[..., position::per_byte] = (packed >> (bits * position)) & ((1 << bits) - 1)
+    return values[..., :count]
+
+
+def _unsigned(values: Array, offset: int) -> Array:
+    """Return integers plus `offset`, which is 0 for unsigned types, as uint8."""
+    return np.asarray(values.astype(np.int8 if offset else np.uint8).view(np.uint8) + np.uint8(offset))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MatrixLayout:
+    """The weight of a MatMulNBits: `rows` outputs, each the sum over `columns` inputs in blocks."""
+
+    rows: int
+    columns: int
+    bits: int
+    block: int
+    transposed: bool  # true if the standard weight is (columns, rows), as MatMul reads it
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of a row."""
+        return -(-self.columns // self.block)
+
+    def pack(self, read_value: Callable[[], Array], offset: int) -> Array:
+        """Return the packed weight, uint8 (rows, blocks, block * bits / 8). Elements past the last column are 0."""
+        values = _unsigned(read_value(), offset)
+        rows = np.zeros((self.rows, self.blocks * self.block), np.uint8)
+        rows[:, : self.columns] = values.T if self.transposed else values
+        return pack_elements(rows, self.bits).reshape(self.rows, self.blocks, -1)
+
+    def unpack(self, read_value: Callable[[], Array], dtype: np.dtype[Any], offset: int) -> Array:
+        """Return the standard weight as `dtype`."""
+        values = unpack_elements(read_value().reshape(self.rows, -1), self.bits, self.columns)
+        signed = (values - np.uint8(offset)).view(np.int8) if offset else values
+        return np.ascontiguousarray(signed.T if self.transposed else signed).astype(dtype)
+
+    def pack_zero_points(self, zero_points: Array, offset: int) -> Array:
+        """Return zero points in the standard layout, packed: uint8 (rows * ceil(blocks * bits / 8),)."""
+        rows = zero_points.T if self.transposed else zero_points
+        return pack_elements(_unsigned(rows, offset), self.bits).reshape(-1)
+
+    def unpack_zero_points(self, packed: Array) -> Array:
+        """Return the zero points of packed ones as uint8 in the standard layout."""
+        return self.unpack_blocks(unpack_elements(packed.reshape(self.rows, -1), self.bits, self.blocks))
+
+    def pack_scales(self, read_value: Callable[[], Array]) -> Array:
+        """Return scales in the standard layout as (rows * blocks,)."""
+        scales = read_value()
+        return np.ascontiguousarray(scales.T if self.transposed else scales).reshape(-1)
+
+    def unpack_blocks(self, values: Array) -> Array:
+        """Return one value per block, (rows * blocks,), in the standard layout."""
+        rows = values.reshape(self.rows, self.blocks)
+        return np.ascontiguousarray(rows.T if self.transposed else rows)
+
+
+# From fused ops to standard ops
+
+
+def lift_fused_ops(model: Model) -> dict[tuple[str, str], LiftedOp]:
+    """Replace the fused ops of a loaded model that read constant weights; return them by graph and name."""
+    lifted: dict[tuple[str, str], LiftedOp] = {}
+    for graph in model.graphs.values():
+        fused = [op for op in graph.ops() if op.domain == MICROSOFT_DOMAIN and op.type in _LIFTS]
+        shared = dict[tuple[Any, ...], TensorRef]()
+        for op in fused:
+            slots = tuple(graph.slots(op.name))
+            lift = _Lift(model=model, graph=graph, op=op, slots=slots, shared=shared)
+            names = _LIFTS[op.type](lift)
+            if names:
+                constants = {tensor: model.op(tensor) for tensor in slots[:GROUP_INDEX_SLOT] if tensor is not None}
+                constants = {tensor: constant for tensor, constant in constants.items() if constant.kind == "constant"}
+                lifted[graph.name, op.name] = LiftedOp(
+                    op=op,
+                    slots=slots,
+                    constants=constants,
+                    replacements=tuple((graph.op(name), tuple(graph.slots(name))) for name in names),
+                )
+    for record in lifted.values():
+        for tensor in record.constants:
+            _remove_if_unread(model, tensor)
+    return lifted
+
+
+def _lift_matmul(lift: _Lift) -> list[str]:
+    """Replace a MatMulNBits by DequantizeLinear, MatMul and, with a bias, Add; return their names if possible."""
+    op, graph = lift.op, lift.graph
+    weight, scale, zero_point = (lift.constant(slot) for slot in (WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT))
+    is_optional = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
+    bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 0))
+    layout = _MatrixLayout(
+        rows=int(op.numeric_attr("N", 0)),
+        columns=int(op.numeric_attr("K", 0)),
+        bits=bits,
+        block=max(block, 1),
+        transposed=True,
+    )
+    if (
+        weight is None
+        or scale is None
+        or is_optional[GROUP_INDEX_SLOT]
+        or is_optional[ZERO_POINT_SLOT] != (zero_point is not None)
+        or bits not in {2, 4, 8}
+        or min(layout.rows, layout.columns, block) < 1
+        or _size(weight) != layout.rows * layout.blocks * -(-block * bits // BITS_PER_BYTE)
+        or _size(scale) != layout.rows * layout.blocks
+        or (zero_point is not None and zero_point.outputs[0].dtype != "uint8")
+    ):
+        return []
+    dequantized = _add_lifted_weight(lift, layout, weight, scale, zero_point)
+    bias = lift.slots[BIAS_SLOT] if len(lift.slots) > BIAS_SLOT else None
+    output = op.outputs[0]
+    product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
+    plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": ""}
+    inputs = [lift.slots[0], dequantized]
+    if bias is None:
+        _replace_op(graph, replace(op, **product, **plain), inputs)
+        return [dequantized.op, op.name]
+    source = graph.add_op(new_op(graph, f"{op.name}/product", output.dtype, output.shape, **product), inputs)
+    add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
+    _replace_op(graph, replace(op, **add, **plain), [source, bias])
+    return [dequantized.op, source.op, op.name]
+
+
+def _lift_gather(lift: _Lift) -> list[str]:
+    """Replace a GatherBlockQuantized of 4-bit tensors by DequantizeLinear and Gather; return their names."""
+    op, graph = lift.op, lift.graph
+    weight, scale = lift.constant(0), lift.constant(SCALE_SLOT)
+    zero_point = lift.slots[ZERO_POINT_SLOT] if len(lift.slots) > ZERO_POINT_SLOT else None
+    shape = None if weight is None else fully_known_shape(weight.outputs[0].shape)
+    if weight is None or scale is None or not shape or weight.outputs[0].dtype not in {"int4", "uint4"}:
+        return []
+    axis = int(op.numeric_attr("quantize_axis", 1)) % len(shape)
+    key = (*lift.slots[:1], *lift.slots[2:], axis, op.numeric_attr("block_size", 128))
+    if key not in lift.shared:
+        scale_output = scale.outputs[0]
+        dequantize = new_op(
+            graph,
+            _dequantized_name(op, scale),
+            scale_output.dtype,
+            shape,
+            kind="dequantize",
+            type="DequantizeLinear",
+            roles=("input", "scale", "zero_point"),
+            attrs={"axis": axis, "block_size": int(op.numeric_attr("block_size", 128))},
+            rule=op.rule,
+            anchor=op.anchor,
+            fused_attrs={},
+        )
+        lift.shared[key] = graph.add_op(dequantize, [lift.slots[0], lift.slots[2], *filter(None, [zero_point])])
+    dequantized = lift.shared[key]
+    attrs = {"axis": int(op.numeric_attr("gather_axis", 0))}
+    gather = replace(
+        op, kind="gather", type="Gather", domain="", roles=("input", "indices"), attrs=attrs, rule="", anchor=""
+    )
+    _replace_op(graph, gather, [dequantized, lift.slots[1]])
+    return [dequantized.op, op.name]
+
+
+def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op, zero_point: Op | None) -> TensorRef:
+    """Add the constants of a MatMulNBits in the standard layout and their DequantizeLinear, once for equal weights."""
+    op, graph = lift.op, lift.graph
+    level = int(op.numeric_attr("accuracy_level", 0))
+    key = (*lift.slots[WEIGHT_SLOT:GROUP_INDEX_SLOT], layout, level)
+    if key in lift.shared:
+        return lift.shared[key]
+    # Without zero points, integers are stored with the middle of their range added.
+    offset = 0 if zero_point is not None else 1 << (layout.bits - 1)
+    type_name = f"{'u' if zero_point is not None else ''}int{max(layout.bits, 4)}"
+    dtype = np.dtype(getattr(ml_dtypes, type_name, type_name))
+    shapes = (layout.columns, layout.rows), (layout.blocks, layout.rows)
+
+    def add_constant(name: str, dtype_name: str, shape: tuple[int, ...], read_value: Callable[[], Array]) -> TensorRef:
+        constant = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
+        return graph.add_op(new_op(graph, name, dtype_name, shape, **constant))
+
+    def read_value(constant: Op) -> Callable[[], Array]:
+        if constant.read_value is None:
+            raise InternalError(f"{constant.name!r} has no value.")
+        return constant.read_value
+
+    scale_dtype = scale.outputs[0].dtype or "float32"
+    inputs = [
+        add_constant(
+            _unpacked_name(weight),
+            type_name,
+            shapes[0],
+            partial(layout.unpack, read_value(weight), dtype, offset),
+        ),
+        add_constant(_unpacked_name(scale), scale_dtype, shapes[1], lambda: layout.unpack_blocks(read_value(scale)())),
+    ]
+    if zero_point is not None:
+        read_zero_point = read_value(zero_point)
+        inputs.append(
+            add_constant(
+                _unpacked_name(zero_point),
+                type_name,
+                shapes[1],
+                lambda: layout.unpack_zero_points(read_zero_point()).astype(dtype),
+            )
+        )
+    dequantize = new_op(
+        graph,
+        _dequantized_name(op, scale),
+        scale_dtype,
+        shapes[0],
+        kind="dequantize",
+        type="DequantizeLinear",
+        roles=("input", "scale", "zero_point"),
+        attrs={"axis": 0, "block_size": layout.block},
+        rule=op.rule,
+        anchor=op.anchor,
+        fused_attrs={"bits": layout.bits, "accuracy_level": level},
+    )
+    return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
+
+
+_LIFTS: dict[str, Callable[[_Lift], list[str]]] = {
+    "MatMulNBits": _lift_matmul,
+    "GatherBlockQuantized": _lift_gather,
+}
+
+
+def _unpacked_name(constant: Op) -> str:
+    """Return the name of a constant before it was packed, or another name for one of another tool."""
+    name = constant.name.removesuffix(PACKED_SUFFIX)
+    return name if name != constant.name else f"{name}/unpacked"
+
+
+def _dequantized_name(fused: Op, scale: Op) -> str:
+    """Return the name of the DequantizeLinear with a scale, as its family names both."""
+    name = scale.name.removesuffix(PACKED_SUFFIX)
+    return f"{name.removesuffix('/scale') if name.endswith('/scale') else fused.name}/dequant"
+
+
+def _size(constant: Op) -> int:
+    """Return the number of elements of a constant; 0 if it is unknown."""
+    shape = fully_known_shape(constant.outputs[0].shape)
+    return 0 if shape is None else math.prod(shape)
+
+
+# From standard ops to fused ops
+
+
+@cache
+def supports_fused_op(op_type: str, bits: int) -> bool:
+    """Return True if the installed onnxruntime runs a fused op with a weight of `bits` bits."""
+    import onnxruntime  # imported when needed, so that models are read without it
+
+    from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RUNTIME_ERRORS, open_inference_session
+
+    indices = op_type == "GatherBlockQuantized"
+    attrs = {"gather_axis": 0, "quantize_axis": 1} if indices else {"K": 16, "N": 1, "bits": bits, "accuracy_level": 4}
+    weight = np.zeros((1, 16), ml_dtypes.int4) if indices else np.zeros((1, 1, 2 * bits), np.uint8)
+    data = np.zeros((1, 1), np.int64) if indices else np.zeros((1, 16), np.float32)
+    inputs = ["weight", "data", "scale"] if indices else ["data", "weight", "scale"]
+    node = helper.make_node(op_type, inputs, ["result"], domain=MICROSOFT_DOMAIN, block_size=16, **attrs)
+    scale = np.ones((1, 1) if indices else (1,), np.float32)
+    input_info = helper.make_tensor_value_info("data", helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
+    output_info = helper.make_tensor_value_info("result", TensorProto.FLOAT, None)
+    constants = [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(scale, "scale")]
+    opsets = [helper.make_opsetid("", 13), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
+    graph = helper.make_graph([node], "probe", [input_info], [output_info], constants)
+    message = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = FATAL_LOG_LEVEL
+    try:
+        open_inference_session(message.SerializeToString(), options).run(None, {"data": data})
+    except RUNTIME_ERRORS:
+        return False
+    return True
+
+
+def lower_fused_ops(model: Model) -> Model:
+    """Return a copy of the model in which fused ops replace their standard form; the model itself if it has none."""
+    marked = [
+        (graph.name, op.name) for graph in model.graphs.values() for op in graph.ops() if op.fused_attrs is not None
+    ]
+    if not marked:
+        return model
+    lowered = replace(model.copy(), provenance=model.provenance, original_model=model.original_model)
+    for (graph_name, _), record in model.source.lifted.items():
+        if graph_name in lowered.graphs:
+            _restore_unchanged(lowered, lowered.graphs[graph_name], record)
+    parameters = Parameters(lowered)
+    for graph_name, name in marked:
+        graph = lowered.graphs[graph_name]
+        if name in graph:
+            _lower_readers(lowered, graph, graph.op(name), parameters)
+    return lowered
+
+
+def _restore_unchanged(model: Model, graph: Graph, record: LiftedOp) -> None:
+    """Restore a lifted op if the ops in its place did not change."""
+    for op, slots in record.replacements:
+        if op.name not in graph or graph.op(op.name) is not op or tuple(graph.slots(op.name)) != slots:
+            return
+    for tensor, constant in record.constants.items():
+        home = model.graphs[tensor.graph]
+        if tensor.op not in home:
+            home.add_op(constant)
+        elif home.op(tensor.op) is not constant:
+            return
+    _replace_op(graph, record.op, record.slots)
+    graph.rerouted_uses.difference_update(Use(graph.name, record.op.name, slot) for slot in range(len(record.slots)))
+    for op, _ in reversed(record.replacements[:-1]):
+        _remove_with_constants(model, TensorRef(graph.name, op.name))
+
+
+def _lower_readers(model: Model, graph: Graph, dequantize: Op, parameters: Parameters) -> None:
+    """Replace the readers of a dequantized weight that have a fused form, and the weight if no other op reads it."""
+    data, scale, zero_point = [*graph.slots(dequantize.name), None][:3]
+    params = read_qparams(graph, dequantize, parameters)
+    if data is None or scale is None or not isinstance(params, QParams):
+        return
+    attrs = dequantize.fused_attrs or {}
+    weight = PackedWeight(
+        type=IntType(int(attrs["bits"]), signed=params.type.signed) if "bits" in attrs else params.type,
+        axis=params.axis,
+        block=params.block,
+        shape=graph.output(data).shape,
+    )
+    packed: dict[str, list[TensorRef | None]] = {}
+    for use in graph.consumers(TensorRef(graph.name, dequantize.name)):
+        consumer = graph.op(use.op) if use.graph == graph.name else None
+        op_type = "" if consumer is None else fused_op_type(graph, consumer, use.slot, weight)
+        if consumer is None or not op_type:
+            continue
+        slots = graph.slots(consumer.name)
+        fused_attrs: dict[str, Any] = {"block_size": params.block, "bits": weight.bits}
+        if op_type == "MatMulNBits":
+            layout = _matrix_layout(weight)
+            packed[op_type] = packed.get(op_type) or _add_packed_weight(graph, dequantize, layout, params, model)
+            inputs = [slots[0], *packed[op_type]]
+            if bias := next(iter(slots[2:]), None):
+                inputs = [*inputs, *[None] * (BIAS_SLOT - len(inputs)), bias]
+            fused_attrs |= {"K": layout.columns, "N": layout.rows, "accuracy_level": attrs.get("accuracy_level", 0)}
+        else:
+            inputs = [data, slots[1], scale, *filter(None, [zero_point])]
+            fused_attrs = {"block_size": params.block, "gather_axis": 0, "quantize_axis": params.axis}
+        fused = replace(
+            consumer,
+            kind="integer",
+            type=op_type,
+            domain=MICROSOFT_DOMAIN,
+            roles=("input",),
+            channel_axis=None,
+            attrs=fused_attrs,
+            source=None,
+            rule=dequantize.rule,
+            anchor=dequantize.anchor,
+        )
+        _replace_op(graph, fused, inputs)
+    _remove_with_constants(model, TensorRef(graph.name, dequantize.name))
+
+
+def _matrix_layout(weight: PackedWeight) -> _MatrixLayout:
+    """Return the layout of a matrix with blocks along the axis that is summed over."""
+    first, second = (size or 0 for size in weight.shape or ())
+    transposed = weight.axis == 0
+    rows, columns = (second, first) if transposed else (first, second)
+    return _MatrixLayout(rows=rows, columns=columns, bits=weight.bits, block=weight.block or 1, transposed=transposed)
+
+
+def _add_packed_weight(
+    graph: Graph, dequantize: Op, layout: _MatrixLayout, params: QParams, model: Model
+) -> list[TensorRef | None]:
+    """Add the packed weight, the scales and, unless they are all in the middle of the range, the zero points."""
+    data, scale, *zero_point = (tensor for tensor in graph.slots(dequantize.name) if tensor is not None)
+    offset = 1 << (layout.bits - 1) if params.type.signed else 0
+
+    def add(source: TensorRef, dtype: str, shape: tuple[int, ...], read: Callable[[], Array]) -> TensorRef:
+        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "rule": dequantize.rule}
+        return graph.add_op(new_op(graph, f"{source.op}{PACKED_SUFFIX}", dtype, shape, read_value=read, **fields))
+
+    read_data, read_scale = (model.op(tensor).read_value for tensor in (data, scale))
+    if read_data is None or read_scale is None:
+        raise InternalError(f"the weight {data} or its scale {scale} has no value.")
+    blob = -(-layout.block * layout.bits // BITS_PER_BYTE)
+    scale_dtype, count = graph.output(scale).dtype, (layout.rows * layout.blocks,)
+    inputs: list[TensorRef | None] = [
+        add(data, "uint8", (layout.rows, layout.blocks, blob), partial(layout.pack, read_data, offset)),
+        add(scale, scale_dtype, count, partial(layout.pack_scales, read_scale)),
+    ]
+    if (params.zero_point + offset != 1 << (layout.bits - 1)).any():
+        zero_points = layout.pack_zero_points(params.zero_point, offset)
+        inputs.append(add(next(iter(zero_point), scale), "uint8", zero_points.shape, zero_points.view))
+    return inputs
+
+
+def _replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> None:
+    """Replace the op of the same name and all its inputs."""
+    graph.replace_op(op)
+    count = max(len(inputs), len(graph.slots(op.name)))
+    for slot, tensor in enumerate([*inputs, *[None] * (count - len(inputs))]):
+        graph.set_source(Use(graph.name, op.name, slot), tensor)
+    del graph.slots(op.name)[len(inputs) :]
+
+
+def _remove_with_constants(model: Model, tensor: TensorRef) -> None:
+    """Remove an op that nothing reads, and the constants that only it reads."""
+    graph = model.graphs[tensor.graph]
+    if tensor.op not in graph or graph.consumers_by_port(tensor.op):
+        return
+    constants = {slot for slot in graph.slots(tensor.op) if slot is not None and model.op(slot).kind == "constant"}
+    graph.remove_op(tensor.op)
+    for constant in sorted(constants):
+        _remove_if_unread(model, constant)
+
+
+def _remove_if_unread(model: Model, tensor: TensorRef) -> None:
+    graph = model.graphs[tensor.graph]
+    if tensor.op in graph and not graph.consumers_by_port(tensor.op):
+        graph.remove_op(tensor.op)
