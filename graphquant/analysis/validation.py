@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, tee
 from typing import TYPE_CHECKING, Literal
 
@@ -342,7 +343,9 @@ def validate_model(
         report = stage_progress(progress, "validating")
         sites = match_sites(source, quantized, prepared) if include_sites and has_few_sites(site_count) else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
-        comparison = compare_runners(runner, formats.create_runner(quantized), samples, sites, {}, report)
+        # That of a large model has sessions only during runs, and `optimize_model` reads what they wrote.
+        share = formats.create_runner if has_few_sites(site_count) else partial(formats.shared_runner, role="quantized")
+        comparison = compare_runners(runner, share(quantized), samples, sites, {}, report)
         quantized_macs, total_macs = (
             count_quantized_macs(source, quantized, measure_tensor_sizes(source, batches, runner))
             if include_sites
@@ -368,9 +371,7 @@ def validate_model(
     )
     if validation.misses_target:
         low_outputs = [figures for figures in comparison.outputs if (figures.sqnr or 0.0) < (target_sqnr or 0.0)]
-        score_sqnr = _measure_scores(
-            (source, runner), (quantized, formats.create_runner(quantized)), low_outputs, batches
-        )
+        score_sqnr = _measure_scores((source, runner), quantized, low_outputs, batches)
         validation = replace(validation, score_sqnr=score_sqnr)
     is_suspect = validation.failures or any(output.fusion_loss > OPTIMIZER_LOSS for output in comparison.outputs)
     if sites is None or quantized.format != "onnx" or not is_suspect:
@@ -388,13 +389,16 @@ def validate_model(
 
 def _measure_scores(
     source: tuple[Model, Runner],
-    quantized: tuple[Model, Runner],
+    quantized: Model,
     outputs: Sequence[OutputFigures],
     batches: Dataset,
 ) -> dict[str, float]:
     """Measure the SQNR in dB of the scores from which a softmax makes each of `outputs`; others are omitted."""
     tensors: list[dict[str, TensorRef]] = []
-    for side, (model, runner) in enumerate((source, quantized)):
+    runners: list[Runner] = []
+    for side, model in enumerate((source[0], quantized)):
+        runner = formats.create_runner(model) if side else source[1]
+        runners.append(runner)
         found = {
             figures.name: find_scores(
                 model, runner.output_tensors.get(figures.quantized_name if side else figures.name)
@@ -404,18 +408,18 @@ def _measure_scores(
         scores = {name: tensor for name, tensor in found.items() if tensor is not None}
         hidden = runner.unobservable(list(scores.values()))
         tensors.append({name: tensor for name, tensor in scores.items() if tensor not in hidden})
+        if not tensors[-1]:
+            return {}
     names = [name for name in tensors[0] if name in tensors[1]]
     if not names:
         return {}
-    inputs = match_inputs(source[1].inputs, quantized[1].inputs)
-    feeds = [model_inputs(source[1], feed) for feed in batches]
+    inputs = match_inputs(*(runner.inputs for runner in runners))
+    feeds = [model_inputs(runners[0], feed) for feed in batches]
     quantized_feeds = ({name: feed[other] for name, other in inputs.items()} for feed in feeds)
     sums = {name: ErrorSums() for name in names}
     observations = (
         runner.observe([side_tensors[name] for name in names], side_feeds)
-        for (_, runner), side_tensors, side_feeds in zip(
-            (source, quantized), tensors, (iter(feeds), quantized_feeds), strict=True
-        )
+        for runner, side_tensors, side_feeds in zip(runners, tensors, (iter(feeds), quantized_feeds), strict=True)
     )
     with ignore_overflow():
         for expected, actual in zip(*observations, strict=True):

@@ -163,9 +163,11 @@ def insert(
     )
     if not (result.inserted or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))
-    for role in formats.RUNNER_ROLES:  # their sessions would need memory beside those that are timed
-        formats.release_runner(role)
-    return _measure_time(_judge_execution(result), data)
+    formats.release_runner("source")
+    formats.release_runner("prepared")
+    result = _judge_execution(result)  # uses the sessions of the validation
+    formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
+    return _measure_time(result, data)
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

@@ -201,11 +201,16 @@ def share_runner(runner: Runner, role: RunnerRole) -> Runner:
     return runner
 
 
+def find_shared_runner(model: Model) -> Runner | None:
+    """Return the shared runner of this model, None if there is none."""
+    # Models that differ in their metadata alone share their graphs.
+    runners = (_SHARED_RUNNERS.get() or {}).values()
+    return next((runner for runner in runners if runner.model.graphs is model.graphs), None)
+
+
 def create_runner(model: Model) -> Runner:
     """Return the shared runner of this model, or else a new one."""
-    # Models that differ in their metadata alone share their graphs.
-    shared = (runner for runner in (_SHARED_RUNNERS.get() or {}).values() if runner.model.graphs is model.graphs)
-    return next(shared, None) or format_module(model.format).create_runner(model)
+    return find_shared_runner(model) or format_module(model.format).create_runner(model)
 
 
 def run_outputs(runner: Runner, feeds: Iterable[Feeds]) -> Iterator[dict[str, npt.NDArray[Any]]]:

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import re
+import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,13 +17,14 @@ from functools import cache, cached_property, partial
 from itertools import count, islice
 from pathlib import Path
 from statistics import mean
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
 import onnxruntime
 from onnx import ModelProto, NodeProto
 
+from graphquant import formats
 from graphquant.errors import ModelError
 from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch
 from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
@@ -33,6 +36,7 @@ from graphquant.formats.onnx.reader import load
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
 from graphquant.formats.onnx.split_session import (
     SplitSession,
+    copy_header,
     count_pairs,
     create_split_session,
     merge_graphs,
@@ -77,6 +81,7 @@ class OnnxRunner:
         self._session: Any = None
         self._full_watch: _WatchSession | None = None
         self._flagged_watch: _WatchSession | None = None
+        self._numbered: _NumberedModel | None = None
         self.inputs: Sequence[InputSpec] = input_specs(model)
         infos = self._emission.message.graph.output
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
@@ -92,7 +97,13 @@ class OnnxRunner:
     def start(self) -> None:
         """Create the session, which otherwise happens at the first run; raise ModelError if that fails."""
         if self._session is None:
-            self._session = self._open_session(self._emission.message, SessionMode(optimizes=self._optimizes))
+            mode, message = SessionMode(optimizes=self._optimizes), self._emission.message
+            if self._optimizes and count_pairs(message) > MAX_OPTIMIZED_PAIRS:
+                # `optimize_model` needs sessions of the same parts, so those that run write the optimized parts, too.
+                self._numbered = _NumberedModel(self.model, self._emission, _optimization_options(self.model))
+                mode = self._numbered.mode
+            with self._named_errors():
+                self._session = self._open_session(message, mode)
             if isinstance(self._session, SplitSession) and not self._session.kept:
                 del self._emission  # the message is large, and few models with so many pairs are observed
 
@@ -117,10 +128,27 @@ class OnnxRunner:
             if not self.outputs:  # for onnxruntime, no names are all names
                 yield from ({} for _ in group)
                 continue
-            with _run_errors(group[0]):
+            with self._named_errors(), _run_errors(group[0]):
                 results = session.run(self.outputs, group) if is_split else [session.run(self.outputs, *group)]
             for values in results:
                 yield dict(zip(self.outputs, values, strict=True))
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Name ops in errors by their names if they have numbers in the message."""
+        try:
+            yield
+        except ModelError as error:
+            if self._numbered is None:
+                raise
+            raise ModelError(self._numbered.name_ops(str(error))) from error
+
+    def take_optimized(self) -> OptimizedModel | None:
+        """Return the model as onnxruntime optimized it for the runs so far, only once; None if that is not known."""
+        numbered, self._numbered = self._numbered, None
+        if numbered is None or self._session is None:
+            return None
+        return numbered.load_optimized(self._session)
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
@@ -503,30 +531,59 @@ def require_loadable(model: Model) -> None:
 
     Raises a ModelError if the model cannot be emitted, and a SessionError if onnxruntime rejects the model.
     """
-    _create_numbered_session(model, {})
+    _load_numbered(model, {}, optimizes=False)
 
 
-def _create_numbered_session(model: Model, options: Mapping[str, str], optimized: Path | None = None) -> _OpLookup:
-    """Create a session in which nodes have numbers, so that its errors can name the op; return the ops by number."""
+class _NumberedModel:
+    """Numbers as names of the nodes of a message, and a folder to which its sessions write it after optimizations.
+
+    The optimized model, and errors of onnxruntime, name ops by these numbers.
+    """
+
+    def __init__(self, model: Model, emission: Emission, options: Mapping[str, str], *, optimizes: bool = True) -> None:
+        """Number the nodes of the message. Without `optimizes`, sessions write nothing."""
+        self._model, self._lookup, self._header = model, _number_nodes(emission), copy_header(emission.message)
+        folder = Path(mkdtemp())
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._path = folder / "optimized.onnx"
+        self.mode = SessionMode(extra_options=options, optimized=self._path if optimizes else None)
+
+    def name_ops(self, text: str) -> str:
+        """Return an error with the names of ops in place of their numbers."""
+        return NODE_NUMBER.sub(self._lookup.name_of_number, text)
+
+    @contextmanager
+    def session_errors(self) -> Iterator[None]:
+        """Turn a ModelError into a SessionError that names the op."""
+        try:
+            yield
+        except ModelError as error:
+            reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
+            raise SessionError(self.name_ops(reason), self._lookup.numbered_op(reason) or ("", "")) from error
+
+    def load_optimized(self, session: Any) -> OptimizedModel:
+        """Return the model that `session`, or the sessions of its parts, wrote."""
+        if isinstance(session, SplitSession):
+            paths = (_part_path(self._path, number) for number in range(len(session.parts)))
+            merged = merge_graphs(self._header, (ModelProto.FromString(path.read_bytes()) for path in paths))
+            self._path.write_bytes(merged.SerializeToString())
+        return _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
+
+
+def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool) -> tuple[_NumberedModel, Any]:
+    """Create a session for the model, or sessions of its parts; return it with the numbers of its ops.
+
+    Raises a SessionError that names the op if onnxruntime rejects the model.
+    """
     emission = emit_message(model, defer_weights=True)
-    lookup = _number_nodes(emission)
+    numbered = _NumberedModel(model, emission, {"session.disable_prepacking": "1", **options}, optimizes=optimizes)
     external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(emission))
     weights = {name: value() for name, value in external_weights.items()}
-    mode = SessionMode(extra_options={"session.disable_prepacking": "1", **options}, optimized=optimized)
-    try:
-        session = _create_session_or_parts(emission.message, model.source.folder, weights, mode)
-        parts = session.parts if isinstance(session, SplitSession) else ()
-        for create, *_ in parts:
+    with numbered.session_errors():
+        session = _create_session_or_parts(emission.message, model.source.folder, weights, numbered.mode)
+        for create, *_ in session.parts if isinstance(session, SplitSession) else ():
             create()
-    except ModelError as error:
-        reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
-        message = NODE_NUMBER.sub(lookup.name_of_number, reason)
-        raise SessionError(message, lookup.numbered_op(reason) or ("", "")) from error
-    if parts and optimized is not None:
-        paths = (_part_path(optimized, number) for number in range(len(parts)))
-        merged = merge_graphs(emission.message, (ModelProto.FromString(path.read_bytes()) for path in paths))
-        optimized.write_bytes(merged.SerializeToString())
-    return lookup
+    return numbered, session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -550,19 +607,25 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
         ModelError: The model cannot be emitted.
         SessionError: onnxruntime rejects the model.
     """
+    runner = None if int8_activations else formats.find_shared_runner(model)
+    optimized = runner.take_optimized() if isinstance(runner, OnnxRunner) else None
+    if optimized is not None:
+        return optimized
     options = {"session.qdqisint8allowed": "1"} if int8_activations else {}
+    numbered, session = _load_numbered(model, options | _optimization_options(model), optimizes=True)
+    return numbered.load_optimized(session)
+
+
+def _optimization_options(model: Model) -> dict[str, str]:
+    """Return the configuration entries that keep large weights out of the file of the optimized model."""
     # Releases before 1.31 write some initializers twice, or fail, if weights go to a file of their own.
     weights = (op for op in model.main.ops() if op.read_value is not None)
-    if RELEASE >= (1, 31) or sum(map(constant_bytes, weights)) >= MEMORY_MAPPED_BYTES:
-        options |= {
-            "session.optimized_model_external_initializers_file_name": "weights",
-            "session.optimized_model_external_initializers_min_size_in_bytes": str(MAX_INLINE_OPTIMIZED_BYTES),
-        }
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "optimized.onnx")
-        lookup = _create_numbered_session(model, options, path)
-        optimized = load(path, lift=False)
-    return _trace_optimized(model, optimized, lookup)
+    if RELEASE < (1, 31) and sum(map(constant_bytes, weights)) < MEMORY_MAPPED_BYTES:
+        return {}
+    return {
+        "session.optimized_model_external_initializers_file_name": "weights",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(MAX_INLINE_OPTIMIZED_BYTES),
+    }
 
 
 def _trace_optimized(model: Model, optimized: Model, lookup: _OpLookup) -> OptimizedModel:

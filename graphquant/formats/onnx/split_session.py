@@ -81,16 +81,23 @@ def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any
     return SplitSession(parts) if all(info.name in infos for info in message.graph.output) else None
 
 
+def copy_header(message: Any) -> Any:
+    """Return a ModelProto with the versions, functions, inputs and outputs of `message`, and no nodes."""
+    fields = {"opset_import": message.opset_import, "functions": message.functions}
+    header = ModelProto(ir_version=message.ir_version, **fields)
+    header.graph.name = message.graph.name
+    header.graph.input.extend(message.graph.input)
+    header.graph.output.extend(message.graph.output)
+    return header
+
+
 def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
     """Return a ModelProto with the inputs and outputs of `whole`, and the nodes of its parts, each a ModelProto.
 
     Nodes and initializers that are equal in several parts are merged. If only their names are, those of the later part
     are renamed, because ONNX Runtime numbers the values that it adds to each part anew.
     """
-    result = ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, functions=whole.functions)
-    result.graph.name = whole.graph.name
-    result.graph.input.extend(whole.graph.input)
-    result.graph.output.extend(whole.graph.output)
+    result = copy_header(whole)
     known: dict[str, bytes] = {}  # the serialized initializer or node that gives each value
     for index, part in enumerate(parts):
         renames: dict[str, str] = {}

@@ -12,7 +12,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import graphquant as gq
+from graphquant.analysis import validation
 from graphquant.backends import judge_ops
+from graphquant.errors import ModelError
 from graphquant.formats.onnx import create_runner, session, split_session
 from graphquant.formats.onnx.session import SessionError, create_session, require_loadable
 from graphquant.formats.onnx.split_session import SplitSession, create_split_session
@@ -167,6 +169,25 @@ def test_verdicts_in_parts(residual: bool, tmp_path: Path, monkeypatch: pytest.M
     assert len(names) == len(set(names))
 
 
+@pytest.mark.usefixtures("few_pairs_per_part", "rules_alone")
+def test_sessions_of_the_validation_give_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The validation of a model with many pairs writes the optimized parts, so that no session is created for them."""
+    numbered = []
+    load_numbered = session._load_numbered
+    monkeypatch.setattr(
+        session, "_load_numbered", lambda *args, **kwargs: numbered.append(args) or load_numbered(*args, **kwargs)
+    )
+    for name in ("MAX_KEPT_PAIRS", "MAX_OPTIMIZED_PAIRS"):
+        monkeypatch.setattr(session, name, 0)
+    monkeypatch.setattr(validation, "MAX_MEASURED_SITES", 0)
+    result = gq.insert(SAMPLES / "digits_cnn.onnx", data=f"{SAMPLES / 'digits_cnn'}_calib.npz")
+    assert result.validation is not None
+    assert result.validation.comparison is not None
+    assert not numbered
+    assert result.verdicts == judge_ops(result.model, "onnxruntime") != ()
+    assert len(numbered) == 1
+
+
 def test_merged_graphs() -> None:
     """Equal nodes of two parts are merged; others of the same name are renamed, also where a body captures them."""
     scale = numpy_helper.from_array(np.float32(2), "scale")
@@ -192,7 +213,7 @@ def test_merged_graphs() -> None:
 
 
 @pytest.mark.usefixtures("few_pairs_per_part")
-def test_errors_of_a_part_name_the_op(tmp_path: Path) -> None:
+def test_errors_of_a_part_name_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The op is named that ONNX Runtime rejects in a later part, by the shape of a value of an earlier one."""
     message = quantized_chain()
     node = next(node for node in message.graph.node if node.output[0] == "m4")
@@ -202,6 +223,9 @@ def test_errors_of_a_part_name_the_op(tmp_path: Path) -> None:
     with pytest.raises(SessionError) as error:
         require_loadable(gq.load(tmp_path / "bad.onnx"))
     assert error.value.op_key == ("", "bad")
+    monkeypatch.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
+    with pytest.raises(ModelError, match=r"onnxruntime rejects the model: .*\(bad\)"):
+        create_runner(gq.load(tmp_path / "bad.onnx")).run({"x": np.ones((1, 4), np.float32)})
 
 
 @pytest.mark.usefixtures("few_pairs_per_part")
