@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from support.cli import run_cli
 from support.plans import disable_costs
+from support.onnx_models import WRONG_PRODUCTS
 from support.shared_models import NO_SHARED_MODELS, SHARED_MODELS
 
 from graphquant.formats import format_module
@@ -37,7 +38,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 # Each release of tf_keras needs one release of TensorFlow, and the version matrix has several.
-ALLOWED_SKIPS = (NO_SHARED_MODELS, "mounting needs root", "mounting is not permitted", "could not import 'tf_keras'")
+ALLOWED_SKIPS = (
+    *(NO_SHARED_MODELS, WRONG_PRODUCTS),
+    *("mounting needs root", "mounting is not permitted", "could not import 'tf_keras'"),
+)
 """Reasons for which a test may be skipped with `--fail-on-skips`: the rest can be installed everywhere."""
 
 

@@ -58,6 +58,7 @@ class Verdict:
     runs_as: str  # the op that does its work, for example "QLinearConv"; "" if it is removed
     broken_rule: BrokenRule | None = None  # the first rule that the op breaks; None unless it stays float
     note: str = ""  # reason why low precision is probably slower, "" for most ops
+    fault: str = ""  # wrong results of the installed runtime on this machine, "" for nearly all ops
 
     @property
     def location(self) -> str:

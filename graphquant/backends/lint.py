@@ -59,6 +59,7 @@ LINT_CODES = {
     "GQ111": LintCode("error", "the scales of a weight are not along its output channels"),
     "GQ112": LintCode("warning", "a Q/DQ pair prevents the fusion of two ops"),
     "GQ113": LintCode("note", "an op runs on integers and would be faster in float"),
+    "GQ114": LintCode("error", "the installed runtime computes an integer op wrong on this CPU"),
 }
 """All codes."""
 
@@ -241,6 +242,12 @@ def _check_slower_on_integers(context: LintContext, graph: Graph, op: Op) -> Ite
     verdict = context.verdicts.get((graph.name, op.name))
     if verdict is not None and verdict.note:
         yield "GQ113", verdict.note, "keep it in float"
+
+
+def _check_fault(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
+    verdict = context.verdicts.get((graph.name, op.name))
+    if verdict is not None and verdict.fault:
+        yield "GQ114", verdict.fault, "install a newer release of the runtime, or keep the op in float"
 
 
 def _check_data_movement(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
@@ -448,4 +455,5 @@ _LINT_CHECKS: tuple[Callable[[LintContext, Graph, Op], Iterator[Problem]], ...] 
     *(_check_symmetric_relu, _check_weighted_op, _check_data_movement, _check_bias, _check_concat_ranges),
     *(_check_weight_scales, _check_scale_value, _check_unused_quantization, _check_blocked_fusion),
     _check_slower_on_integers,
+    _check_fault,
 )

@@ -8,6 +8,7 @@ checked on the optimized model, where Q/DQ pairs have moved already and pairs wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,6 +49,9 @@ INTEGER_OP_TYPES = frozenset(
     }
 )
 """Op types that compute on integers by definition, in addition to the QLinear types."""
+
+WEIGHT_SLOTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulInteger": 1, "MatMulIntegerToFloat": 1}
+"""Inputs with the weight, by types of ops that multiply integer matrices."""
 
 LOW_PRECISION_DTYPES = frozenset({"int8", "uint8", "int16", "uint16"})
 """Integer types that count as low precision. Wider ones are indices and shapes."""
@@ -187,7 +191,8 @@ class _RuntimeJudge:
         kernel = _integer_kernel(self.optimized.model, host_graph, host)
         if kernel or host.kind in QUANTIZATION_KINDS:
             status: RunStatus = "int8" if is_own and kernel else "fused"
-            return make_verdict(graph, op, status, kernel or host.type)
+            verdict = make_verdict(graph, op, status, kernel or host.type)
+            return replace(verdict, fault=_find_fault(self.optimized.model, host_graph, host) if is_own else "")
         return make_verdict(graph, op, "float", host.type, self._find_reason(op, host_graph, host))
 
     def _find_reason(self, op: Op, host_graph: Graph, host: Op) -> BrokenRule:
@@ -216,6 +221,26 @@ def _integer_kernel(model: Model, graph: Graph, op: Op) -> str:
     tensor = next(iter(graph.slots(op.name)), None)
     dtype = None if tensor is None or op.kind in UNJUDGED_KINDS else element_type(model, tensor)
     return f"{op.type} on {dtype}" if dtype in LOW_PRECISION_DTYPES else ""
+
+
+def _find_fault(model: Model, graph: Graph, op: Op) -> str:
+    """Return a sentence if this CPU and the installed release compute the integer products of an op wrong, or ""."""
+    from graphquant.formats.onnx import PRODUCT_TYPES, find_wrong_product
+
+    if op.type not in WEIGHT_SLOTS:
+        return ""
+    slots = graph.slots(op.name)
+    tensor, weight = slots[0], slots[WEIGHT_SLOTS[op.type]]
+    shape = None if weight is None else graph.output(weight).shape
+    types = tuple("" if source is None else element_type(model, source) for source in (tensor, weight))
+    if shape is None or len(shape) < 2 or types not in PRODUCT_TYPES:
+        return ""
+    is_transposed = op.type == "QLinearConv" or op.numeric_attr("transB", 0)
+    columns = shape[0] if is_transposed else shape[-1]
+    if op.type == "QLinearConv" and columns is not None:
+        columns //= int(op.numeric_attr("group", 1))
+    rows = find_wrong_product(*types, columns) if columns else 0
+    return rows and f"this onnxruntime computes {rows} or more rows of {columns} columns wrong on this CPU" or ""
 
 
 ORT_FUSABLE_KINDS = dict.fromkeys(

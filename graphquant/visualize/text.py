@@ -106,7 +106,7 @@ def result_view(result: Result, output: Path | None, *, tables: bool = True) -> 
     if result.inserted:
         runtime_lines = _runtime_lines(result)
         sections += [*validation_view(result.validation), *runtime_lines[: None if tables else 1]]
-        sections += _slowdown_lines(result) + _tensorflow_time_lines(result, output)
+        sections += _fault_lines(result) + _slowdown_lines(result) + _tensorflow_time_lines(result, output)
     if result.unjudged_reason:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
         sections.append(plain_line(message, style="yellow"))
@@ -192,6 +192,16 @@ def _runtime_lines(result: Result) -> list[RenderableType]:
 
 def _plan_warnings(plan: Plan) -> list[RenderableType]:
     return [plain_line(f"warning: {warning}", style="yellow") for warning in plan.warnings]
+
+
+def _fault_lines(result: Result) -> list[RenderableType]:
+    """Return a warning if the installed runtime computes ops of the result wrong on this machine."""
+    faults = [verdict for verdict in result.verdicts if verdict.fault]
+    if not faults:
+        return []
+    ops = f"{faults[0].location}: " if len(faults) == 1 else f"{faults[0].location} and {len(faults) - 1} other ops: "
+    message = f"warning: {ops}{faults[0].fault}, whatever the model is. Install a newer release before you use it here"
+    return [plain_line(message, style="yellow")]
 
 
 def _slowdown_lines(result: Result) -> list[RenderableType]:

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.onnx_models import WRONG_PRODUCTS
 
 import graphquant as gq
 from graphquant import formats
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import DataError, ModelError, NeedsDataError, RuleError, UsageError
+from graphquant.formats.onnx import find_wrong_product
 from graphquant.ir import check_invariants
 
 Array = np.ndarray[Any, Any]
@@ -238,6 +240,8 @@ def test_int8_is_as_accurate_as_float(samples: Path, tmp_path: Path, name: str) 
     """On 300 test images int8 is within one point of float and agrees with it on 98%."""
     if not name.endswith(".onnx"):
         pytest.importorskip("tensorflow")
+    elif name == "digits_rnn.onnx" and find_wrong_product("uint8", "int8", 24):
+        pytest.skip(WRONG_PRODUCTS)
     before, after, agreement = compared(samples, name, tmp_path)
     sys.stdout.write(f"{name}: float {before:.4f}, int8 {after:.4f}, agreement {agreement:.4f}\n")
     assert before > 0.98

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     Source = Path | onnx.ModelProto | Model
 
 
+WRONG_PRODUCTS = "this onnxruntime multiplies integers wrong on this CPU"
+"""Reason to skip a test."""
+
 CAPTURED_TENSOR = """
 g (bool p, float[2] x) => (float[2] y)
 {

@@ -1,4 +1,4 @@
-"""The installed release of onnxruntime: its errors, the models that crash it, and the types that it infers."""
+"""The installed release of onnxruntime: its errors, the models that crash it, its wrong products, inferred types."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import re
 import signal
 import sys
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnxruntime
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
+from onnx.parser import parse_model
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.formats.onnx.tensors import DTYPE_NAMES
@@ -35,6 +38,12 @@ _MAY_CRASH = sys.platform == "linux" and RELEASE < (1, 28)
 They first open each session in a forked process."""
 
 FATAL_LOG_LEVEL = 4  # errors are raised with the same text
+COLUMN_TILE = 64  # products of columns above a multiple of it are computed by the same code as those of the rest
+PRODUCT_TYPES = frozenset({("uint8", "int8"), ("uint8", "uint8"), ("int8", "int8")})
+"""Types of matrices for which onnxruntime has products."""
+PROBE_DEPTH = 64  # summed elements of a probed product
+PROBED_ROWS = (*range(1, 10), 12, 16, 31, 32, 33, 64)  # panels of kernels have 1 to 6, 12, 16 and 32 rows
+
 TENSOR_TYPE = re.compile(r"tensor\((\w+)\)")  # a type of onnxruntime that is a tensor's
 
 
@@ -93,3 +102,39 @@ def infer_output_types(message: Any) -> dict[str, TypeAndShape]:
             sizes = tuple(size if isinstance(size, int) else None for size in output.shape)
             types[output.name] = DTYPE_NAMES[code], sizes or None  # an unknown rank is reported as no axes, too
     return types
+
+
+@cache
+def find_wrong_product(dtype: str, weight_dtype: str, columns: int) -> int:
+    """Return the smallest number of rows for which onnxruntime multiplies integers wrong on this CPU, 0 if for none.
+
+    Before release 1.26, products of uint8 and int8 are wrong on CPUs with AMX for 32 or more rows and some numbers of
+    columns, and on those with AVX-VNNI and without AVX-512 for other types (microsoft/onnxruntime#27671). Data may
+    hide it, because most of the sums are right.
+
+    Args:
+        dtype: The type of the left matrix.
+        weight_dtype: The type of the right matrix, a constant; both are one of `PRODUCT_TYPES`.
+        columns: The columns of the right matrix.
+    """
+    columns = columns % COLUMN_TILE + COLUMN_TILE if columns > COLUMN_TILE else columns
+    random = np.random.default_rng(0)
+    left, right = (
+        random.integers(np.iinfo(name).min, np.iinfo(name).max, shape, np.dtype(name), endpoint=True)
+        for name, shape in ((dtype, (max(PROBED_ROWS), PROBE_DEPTH)), (weight_dtype, (PROBE_DEPTH, columns)))
+    )
+    model = parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 13, "com.microsoft" : 1]>
+        probe ({dtype}[rows, {PROBE_DEPTH}] left) => (float[rows, {columns}] product)
+        <float scale = {{1.0}}, {dtype} zero_point = {{3}}>
+        {{ product = com.microsoft.MatMulIntegerToFloat (left, right, scale, scale, zero_point) }}"""
+    )
+    model.graph.initializer.append(numpy_helper.from_array(right, "right"))
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    expected = ((left.astype(np.int32) - 3) @ right.astype(np.int32)).astype(np.float32)  # exact below 2**24
+    wrong = (
+        rows for rows in PROBED_ROWS if np.any(session.run(None, {"left": left[:rows]})[0] != expected[:rows])
+    )
+    return next(wrong, 0)
