@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 from support.cli import run_cli
-from support.plans import disable_costs
 from support.onnx_models import WRONG_PRODUCTS
+from support.plans import disable_costs
 from support.shared_models import NO_SHARED_MODELS, SHARED_MODELS
 
 from graphquant.formats import format_module

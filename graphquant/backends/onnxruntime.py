@@ -230,17 +230,17 @@ def _find_fault(model: Model, graph: Graph, op: Op) -> str:
     if op.type not in WEIGHT_SLOTS:
         return ""
     slots = graph.slots(op.name)
-    tensor, weight = slots[0], slots[WEIGHT_SLOTS[op.type]]
-    shape = None if weight is None else graph.output(weight).shape
-    types = tuple("" if source is None else element_type(model, source) for source in (tensor, weight))
-    if shape is None or len(shape) < 2 or types not in PRODUCT_TYPES:
+    tensors = slots[0], slots[WEIGHT_SLOTS[op.type]]
+    types = tuple("" if tensor is None else element_type(model, tensor) for tensor in tensors)
+    shape = None if tensors[1] is None else graph.output(tensors[1]).shape
+    if not shape or types not in PRODUCT_TYPES:
         return ""
-    is_transposed = op.type == "QLinearConv" or op.numeric_attr("transB", 0)
-    columns = shape[0] if is_transposed else shape[-1]
-    if op.type == "QLinearConv" and columns is not None:
-        columns //= int(op.numeric_attr("group", 1))
-    rows = find_wrong_product(*types, columns) if columns else 0
-    return rows and f"this onnxruntime computes {rows} or more rows of {columns} columns wrong on this CPU" or ""
+    if op.type == "QLinearConv":
+        columns = (shape[0] or 0) // int(op.numeric_attr("group", 1))
+    else:
+        columns = shape[0 if op.numeric_attr("transB", 0) else -1] or 0
+    rows = columns and find_wrong_product(*types, columns)
+    return f"this onnxruntime computes {rows} or more rows of {columns} columns wrong on this CPU" if rows else ""
 
 
 ORT_FUSABLE_KINDS = dict.fromkeys(

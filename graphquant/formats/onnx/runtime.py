@@ -134,7 +134,5 @@ def find_wrong_product(dtype: str, weight_dtype: str, columns: int) -> int:
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     expected = ((left.astype(np.int32) - 3) @ right.astype(np.int32)).astype(np.float32)  # exact below 2**24
-    wrong = (
-        rows for rows in PROBED_ROWS if np.any(session.run(None, {"left": left[:rows]})[0] != expected[:rows])
-    )
+    wrong = (rows for rows in PROBED_ROWS if np.any(session.run(None, {"left": left[:rows]})[0] != expected[:rows]))
     return next(wrong, 0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 import onnxruntime
 import pytest
 
 from graphquant.formats.onnx import runtime
+
+if TYPE_CHECKING:
+    import numpy as np
 
 COLUMNS = [1, 8, 16, 24, 33, 56, 64, 100, 150]
 
@@ -18,10 +22,12 @@ class AlteredSession:
         self.rows = rows
 
     def __call__(self, data: bytes, options: object, providers: list[str]) -> AlteredSession:
+        """Open the session."""
         self.session = onnxruntime.capi.onnxruntime_inference_collection.InferenceSession(data, options, providers)
         return self
 
     def run(self, names: None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """Return the product, with another last element if it has enough rows."""
         (product,) = self.session.run(names, feed)
         if len(product) >= self.rows:
             product[-1, -1] += 1
