@@ -14,6 +14,7 @@ from graphquant.backends.findings import Backend, FindingLevel, LintFinding, Rej
 from graphquant.backends.requirements import QuantizationReader, QuantizedInput, same_quantization
 from graphquant.errors import DataError
 from graphquant.ir import (
+    CONCATENATING_KINDS,
     DATA_MOVEMENT_KINDS,
     QUANTIZATION_KINDS,
     WEIGHTED_KINDS,
@@ -30,6 +31,8 @@ from graphquant.quantize.limits import INT32_MAX
 
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
+
+_RELU_KINDS = frozenset({"relu", "relu6"})
 
 JudgeOps = Callable[[Model], tuple[Verdict, ...]]
 
@@ -145,18 +148,40 @@ def _make_lint_finding(graph: Graph, op: Op, problem: Problem) -> LintFinding:
 
 
 def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
-    if op.kind not in {"relu", "relu6"} or not context.accepts_zero_points:
+    if op.kind not in _RELU_KINDS or not context.accepts_zero_points:
         return
     for quantize_op, params in context.quantizations.outputs(graph, op)[0]:
         if params is None or not isinstance(params.type, IntType):
             continue
         low, high = params.type.limits(narrow=params.narrow)
         unused_share = (float(np.max(params.zero_point)) - low) / (high - low)
-        if unused_share >= MAX_UNUSED_SHARE:
+        if unused_share >= MAX_UNUSED_SHARE and not _shares_range(context.quantizations, graph, quantize_op, params):
             message = (
                 f"{quantize_op.name} gives {unused_share:.0%} of its integers to values below 0, which a {op.type}"
             )
             yield "GQ101", f"{message} never has", "quantize it asymmetrically, with the smallest integer for 0"
+
+
+def _shares_range(quantizations: QuantizationReader, graph: Graph, quantize_op: Op, params: QParams) -> bool:
+    """Return True if a quantized tensor is concatenated with one of the same range that may have negative values."""
+    pending = [(graph, quantize_op)] if quantize_op.name in graph else []
+    for home, op in pending:
+        readers = [reader for port in range(len(op.outputs)) for reader in quantizations.readers(home, op, port)]
+        for use, reader in readers:
+            home_of_reader = quantizations.model.graphs[use.graph]
+            if reader.kind in CONCATENATING_KINDS:
+                others = [side for side in quantizations.inputs(home_of_reader, reader) if side.slot != use.slot]
+                if any(
+                    same_quantization(side.params, params)
+                    and quantizations.model.op(side.source).kind not in _RELU_KINDS
+                    for side in others
+                ):
+                    return True
+            elif reader.kind in DATA_MOVEMENT_KINDS | {"dequantize"} or same_quantization(
+                quantizations.params(use.graph, reader.name) if reader.kind in QUANTIZATION_KINDS else None, params
+            ):
+                pending += [(home_of_reader, reader)] if (home_of_reader, reader) not in pending else []
+    return False
 
 
 def _check_weighted_op(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:

@@ -58,6 +58,27 @@ CASES = [
     ("", None, qdq_text("x", "a", zero="i0") + "r = Relu(a)" + qdq_text("r", "y", zero="i0"), ""),
     ("", None, qdq_text("x", "a", zero="i0") + "r = Relu(a)" + qdq_text("r", "y", zero="imin"), ""),
     ("", "tensorrt", qdq_text("x", "a", zero="i0") + "r = Relu(a)" + qdq_text("r", "y", zero="i0"), ""),
+    ("", None, A + "r = Relu(a)" + qdq_text("r", "j") + "k = Concat<axis = 1>(j, a) y = Identity(k)", ""),
+    (
+        "",
+        None,
+        A
+        + "r = Relu(a)"
+        + qdq_text("r", "j")
+        + "f = Flatten(j)"
+        + qdq_text("f", "g")
+        + "c = Flatten(a)"
+        + qdq_text("c", "h")
+        + "y = Concat<axis = 1>(g, h)",
+        "",
+    ),
+    ("GQ101", None, A + "r = Relu(a)" + qdq_text("r", "j") + "y = Concat<axis = 1>(j, j)", "r"),
+    (
+        "GQ101",
+        None,
+        A + "r = Relu(a)" + qdq_text("r", "j") + qdq_text("x2", "k", "s2") + "y = Concat<axis = 1>(j, k)",
+        "r",
+    ),
     ("GQ102", "onnxruntime", A + W + "y = Conv(a, v)", "y"),
     ("GQ102", "tensorrt", qdq_text("x", "a", zero="i0") + W + "y = Conv(a, v)", ""),
     ("", "onnxruntime", CONV, ""),

@@ -25,7 +25,9 @@ from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, Tenso
 ARGUMENT_TYPE: Final = "_Arg"
 RESULT_TYPE: Final = "_Retval"
 
-_SHAPE_PRESERVING_KINDS: Final = frozenset({"identity", "enter", "switch", "read_variable", "next_iteration", "exit"})
+_SHAPE_PRESERVING_KINDS: Final = frozenset(
+    {"identity", "enter", "switch", "read_variable", "next_iteration", "exit", "cast", "qdq"}
+)
 _LEGACY_SCALARS: Final = 24  # older GraphDef versions write a placeholder of unknown shape as a scalar
 _NON_SINK_KINDS: Final = frozenset(
     {"constant", "variable", "read_variable", "input", "switch", "enter", "next_iteration", "loop_cond", "stateful"}
@@ -279,7 +281,7 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
 
 
 def _propagate_shapes(graph: Graph) -> None:
-    """Copy shapes through passthrough ops. A read of a variable has the variable's shape."""
+    """Copy shapes through ops that keep them. A read of a variable has the variable's shape."""
     visited: set[str] = set()
     for start_name in graph.nx:
         chain: list[tuple[Op, TensorRef | None]] = []

@@ -18,6 +18,7 @@ import pytest
 from support.tensorflow_models import half_precision_network, keras_network
 
 import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -278,6 +279,13 @@ def test_half_precision_is_quantized_like_float32(tmp_path: Path, policy: str) -
     assert sqnr[1] > sqnr[0] - 1
     quantized = gq.load(gq.save(result.model, tmp_path / "half"))
     assert gq.strip(quantized).exact
+    # The axis of channels is known behind the Casts too.
+    axes = [
+        {row.op: getattr(row.params, "axis", None) for row in summarize_model(each).distinct_ops}
+        for each in (result.model, quantized)
+    ]
+    assert axes[0] == axes[1]
+    assert set(axes[0].values()) == {None, 3}
 
 
 @pytest.mark.parametrize("name", ["net.keras", "net.h5"])
