@@ -40,6 +40,7 @@ from graphquant.calibration import (
 )
 from graphquant.calibration.data import as_data_spec, parse_data_sources
 from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
+from graphquant.calibration.memory import return_freed_memory
 from graphquant.calibration.metric import load_metric
 from graphquant.errors import DataError, EmptyResultError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize import (
@@ -128,6 +129,10 @@ def insert(
     start = search_clock(settings.search_time)()
     workspace = _make_workspace(source, state, data, settings, progress)
     findings = () if check is None else check.finish(None if workspace.stats is None or data.stats else state.model)
+    del check  # and its runner
+    if not has_few_sites(len(plan.sites)):
+        _release_float_runners()
+        return_freed_memory()  # from now on, only outputs are measured
     context = _RepairContext(source, prepared, data, settings, plan, start, progress)
     repair, search_objective = None, objective
     if objective.bounds.min_sqnr is not None and data.search_set is not None and context.allows(objective):
@@ -163,11 +168,16 @@ def insert(
     )
     if not (result.inserted or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))
-    formats.release_runner("source")
-    formats.release_runner("prepared")
+    _release_float_runners()
     result = _judge_execution(result)  # uses the sessions of the validation
     formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
     return _measure_time(result, data)
+
+
+def _release_float_runners() -> None:
+    """Free the sessions of the float model. One that observes all activations needs much memory."""
+    formats.release_runner("source")
+    formats.release_runner("prepared")
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

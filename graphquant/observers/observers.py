@@ -125,6 +125,17 @@ def _value_distribution(stats: Sketch, dtype: QType, *, uniform_steps: bool = Fa
 
     `uniform_steps` raises a DataError for types whose steps differ in size.
     """
+    required_bits = _require_histogram(stats, dtype)
+    if uniform_steps and isinstance(dtype, FloatType):
+        raise DataError(
+            f"this observer needs uniform steps, and those of {dtype.name} differ in size;"
+            " use the observer minmax, absmax or percentile"
+        )
+    return distribution_of(coarsen_histogram(stats, required_bits))
+
+
+def _require_histogram(stats: Sketch, dtype: QType) -> int:
+    """Return the mantissa bits of the histogram that the type needs. Raises a DataError if the statistics lack it."""
     _observed_range(stats)
     required_bits = histogram_bits(dtype)
     if stats.low.ndim:
@@ -142,12 +153,7 @@ def _value_distribution(stats: Sketch, dtype: QType, *, uniform_steps: bool = Fa
             f"its histogram has {stats.bits} mantissa bits, and {dtype.name} needs {required_bits};"
             " calibrate the model again with this scheme, or use the observer minmax or absmax"
         )
-    if uniform_steps and isinstance(dtype, FloatType):
-        raise DataError(
-            f"this observer needs uniform steps, and those of {dtype.name} differ in size;"
-            " use the observer minmax, absmax or percentile"
-        )
-    return distribution_of(coarsen_histogram(stats, required_bits))
+    return required_bits
 
 
 def _percentile(stats: Sketch, grid: QuantizationGrid, arguments: ArgumentValues) -> Range:
@@ -211,9 +217,11 @@ def _auto(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) -> 
     """
     if isinstance(grid.type, FloatType):  # steps are small near 0, where most values are
         return _observed_range(stats)
-    values, max_clipped_share = _value_distribution(stats, grid.type), 4.0 ** (1 - grid.type.bits)
-    if values.count * max_clipped_share < 1:
+    max_clipped_share = 4.0 ** (1 - grid.type.bits)
+    _require_histogram(stats, grid.type)
+    if stats.counts.sum() * max_clipped_share < 1:
         return _observed_range(stats)
+    values = _value_distribution(stats, grid.type)
     least_error = _cheapest_range(_observed_range(stats), values.squared_error, grid, floor=values.clipping_error)
     return least_error.union(_range_with_share_outside(values, max_clipped_share, symmetric=grid.symmetric))
 

@@ -146,9 +146,17 @@ def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]
     An `observed` graph is only cut where all values that pass are outputs.
     """
     nodes, initializers = list(graph.node), {tensor.name: tensor for tensor in graph.initializer}
-    producers = {value: position for position, node in enumerate(nodes) for value in node.output if value}
-    own = [position for position, node in enumerate(nodes) if node.op_type not in REPEATED_TYPES]
-    repeated = {value for node in nodes if node.op_type in REPEATED_TYPES for value in node.output}
+    # Each access to a field of a message takes long, so those that are read several times are read here.
+    types, all_outputs = [node.op_type for node in nodes], [tuple(node.output) for node in nodes]
+    all_reads = [tuple(read_names(node)) for node in nodes]
+    producers = {value: position for position, outputs in enumerate(all_outputs) for value in outputs if value}
+    own = [position for position, op_type in enumerate(types) if op_type not in REPEATED_TYPES]
+    repeated = {
+        value
+        for op_type, values in zip(types, all_outputs, strict=True)
+        if op_type in REPEATED_TYPES
+        for value in values
+    }
     known = {*producers, *initializers, *(info.name for info in graph.input)}
     outputs = {info.name for info in graph.output}
     infos = {info.name: info for info in (*graph.value_info, *graph.output)}
@@ -164,15 +172,15 @@ def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]
                 values.add(name)
             elif position not in positions:
                 positions.add(position)
-                pending.extend(filter(None, nodes[position].input))
+                pending.extend(filter(None, all_reads[position]))
         return values, positions
 
-    last_reads = {value: position for position in own for value in needs(read_names(nodes[position]))[0]}
+    last_reads = {value: position for position in own for value in needs(all_reads[position])[0]}
     last_reads.update(dict.fromkeys(needs(outputs & repeated)[0], len(nodes)))
     changes = [0] * (len(nodes) + 1)
     for value, last_read in last_reads.items():
         if value in producers:
-            cost = 1 if nodes[producers[value]].op_type == "QuantizeLinear" else 2
+            cost = 1 if types[producers[value]] == "QuantizeLinear" else 2
             cost = int(value not in outputs) if observed else cost
             changes[producers[value]] += cost
             changes[last_read] -= cost
@@ -184,10 +192,10 @@ def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]
         end = min(candidates, key=lambda count: costs[own[count - 1]], default=len(own))
         if observed and end < len(own) and costs[own[end - 1]]:
             end = len(own)
-        reads = [read_names(nodes[position]) for position in own[start:end]]
+        reads = [all_reads[position] for position in own[start:end]]
         values, positions = needs(chain(*reads, outputs & repeated if end == len(own) else ()))
         positions.update(own[start:end])
-        made = {value for position in positions for value in nodes[position].output}
+        made = {value for position in positions for value in all_outputs[position]}
         results = {value for value in made if value in outputs or last_reads.get(value, 0) > own[end - 1]}
         part = GraphProto(name=graph.name, node=[nodes[position] for position in sorted(positions)])
         part.initializer.extend(initializers[name] for name in sorted(values) if name in initializers)
