@@ -22,23 +22,37 @@ import numpy as np
 from graphquant.ir import Model, Op, Parameters, TensorRef, paused_gc
 from graphquant.numerics import Array, IntType, QParams, broadcast_to_tensor
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits, skipped_target
-from graphquant.optimize.weighted_ops import NOT_OBSERVED, WeightedOp, find_unshared_constant, find_weighted_ops
+from graphquant.optimize.weighted_ops import (
+    NOT_OBSERVED,
+    WeightedOp,
+    dependency_levels,
+    find_unshared_constant,
+    find_weighted_ops,
+)
 
 if TYPE_CHECKING:
     from graphquant.ir import OpKey
     from graphquant.quantize import Plan
 
 RoundMatrix = Callable[[Array, Array, "RoundingGrid"], Array]
+RoundingTask = tuple[WeightedOp, TensorRef, Array, QParams, "MatrixForm"]  # op, its weight's constant, value and form
 
 GPTQ: Final = "gptq"
 ADAROUND: Final = "adaround"
 
 GPTQ_DAMPING: Final = 0.01  # share of the mean of H's diagonal that GPTQ adds to the diagonal, as in the paper
+GPTQ_BATCH: Final = 128  # number of inputs whose errors reach the later ones together
 MAX_SWEEPS: Final = 8  # maximum number of passes of AdaRound over all weights
 MAX_ROUNDED_BITS: Final = 8  # bit width above which rounding to nearest is exact enough
 MAX_GRAM_ROWS: Final = 1024  # maximum number of positions of a feature map, spread over all of it
 MAX_GRAM_INPUTS: Final = 4096
 """Maximum number of inputs of a sum. Larger Gram matrices need more memory than they gain."""
+
+DRIFT_SHARE: Final = 0.5
+"""Share of the correction for inputs that differ from those of the float model. The full one fits few samples."""
+
+MAX_WAVES: Final = 32
+"""Maximum number of passes over the samples. Each measures the inputs of ops behind the weights rounded so far."""
 
 UNSEEN_POWER_SHARE: Final = 0.3
 """Share of each input's power that is assumed to be independent in samples outside of the measured ones."""
@@ -73,17 +87,29 @@ def apply_gptq(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
 
 
 def round_matrix_gptq(matrix: Array, hessian: Array, grid: RoundingGrid) -> Array:
-    """Round the matrix (outputs, inputs) of one group, input by input."""
+    """Round the matrix (outputs, inputs) of one group, input by input, from the one with the most power to the least.
+
+    Errors reach the inputs of later batches by one product for each batch, as in the paper.
+    """
     count = len(hessian)
+    order = np.argsort(-np.diagonal(hessian), kind="stable")
+    # Columns are contiguous, since they are read one by one.
+    grid = replace(grid, scale=np.asfortranarray(grid.scale[:, order]), zero=np.asfortranarray(grid.zero[:, order]))
+    remaining = np.asfortranarray(matrix[:, order])
+    rounded = np.empty_like(remaining)
     mean = float(np.trace(hessian)) / max(count, 1) or 1.0
-    damped = hessian + np.eye(count) * (GPTQ_DAMPING * mean)
+    damped = hessian[np.ix_(order, order)] + np.eye(count) * (GPTQ_DAMPING * mean)
     inverse = np.linalg.cholesky(np.linalg.inv(damped)).T
-    remaining, result = matrix.copy(), np.empty_like(matrix)
-    for column in range(count):
-        result[:, column] = grid.select((slice(None), column)).nearest(remaining[:, column])
-        error = (remaining[:, column] - result[:, column]) / inverse[column, column]
-        remaining[:, column + 1 :] -= np.outer(error, inverse[column, column + 1 :])
-    return result
+    for start in range(0, count, GPTQ_BATCH):
+        stop = min(start + GPTQ_BATCH, count)
+        errors = np.empty((len(matrix), stop - start))
+        for column in range(start, stop):
+            rounded[:, column] = grid.select((slice(None), column)).nearest(remaining[:, column])
+            error = (remaining[:, column] - rounded[:, column]) / inverse[column, column]
+            remaining[:, column + 1 : stop] -= np.outer(error, inverse[column, column + 1 : stop])
+            errors[:, column - start] = error
+        remaining[:, stop:] -= errors @ inverse[start:stop, stop:]
+    return rounded[:, np.argsort(order)]
 
 
 @paused_gc()
@@ -160,26 +186,75 @@ def matrix_form(op: Op, shape: Sequence[int]) -> MatrixForm | None:
     return MatrixForm(order=(0, 1) if transposed else (1, 0), groups=1, kernel=())
 
 
-def measure_gram_matrices(
-    model: Model, inputs: Sequence[tuple[TensorRef, Op, MatrixForm]], samples: AlgorithmData
-) -> list[Array | None]:
-    """Measure X^T X of each op, float64 (groups, inputs, inputs); see `shrink_gram_matrix`.
+class InputMoments(NamedTuple):
+    """Moments of the inputs of an op behind rounded weights, X, with those of the float model, Y."""
 
-    The value is None if no sample reaches the op or its rows do not fit. Raises a ModelError if the model cannot be
-    run.
+    gram: Array  # X^T X, float64 (groups, inputs, inputs); see `shrink_gram_matrix`
+    drift: Array | None  # Y^T X - X^T X, normalized as `gram`; None if X = Y
+
+
+def measure_input_moments(
+    model: Model,
+    inputs: Sequence[tuple[TensorRef, Op, MatrixForm]],
+    samples: AlgorithmData,
+    float_model: Model | None = None,
+) -> list[InputMoments | None]:
+    """Measure the moments of the inputs of each op in `model`, and how they differ from those in `float_model`.
+
+    The value is None if no sample reaches the op or its rows do not fit. Raises a ModelError if a model cannot be run.
     """
     sums: list[GramSum | None] = [None] * len(inputs)
-    for values_by_tensor in samples.observe(model, (tensor for tensor, _, _ in inputs)):
+    drifts: list[Array | None] = [None] * len(inputs)
+    tensors = [tensor for tensor, _, _ in inputs]
+    models = [model] if float_model is None else [model, float_model]
+    for values_by_model in zip(*(samples.observe(m, tensors, ancestors_only=True) for m in models), strict=True):
         for position, (tensor, op, form) in enumerate(inputs):
-            total: Array | None = None
-            for value in values_by_tensor.get(tensor, ()):
-                rows = matrix_input_rows(op, form, np.asarray(value, np.float32))
-                if rows is not None:
-                    product = np.matmul(rows.transpose(0, 2, 1), rows).astype(np.float64)
-                    total = product if total is None else total + product
-            if total is not None:
-                sums[position] = add_gram_product(sums[position], total)
-    return [None if gram_sum is None else shrink_gram_matrix(gram_sum) for gram_sum in sums]
+            rows, *float_rows = (
+                [matrix_input_rows(op, form, np.asarray(value, np.float32)) for value in values.get(tensor, ())]
+                for values in values_by_model
+            )
+            product = _sum_products(rows, rows)
+            if product is None:
+                continue
+            sums[position] = add_gram_product(sums[position], product)
+            cross_product = _sum_products(float_rows[0], rows) if float_rows else None
+            trace = float(np.einsum("gii->", product))
+            if cross_product is not None and trace and np.isfinite(trace) and np.isfinite(cross_product).all():
+                drift = (cross_product - product) / trace
+                previous = drifts[position]
+                drifts[position] = drift if previous is None else previous + drift
+    return [
+        None if gram_sum is None else InputMoments(shrink_gram_matrix(gram_sum), drift)
+        for gram_sum, drift in zip(sums, drifts, strict=True)
+    ]
+
+
+def _sum_products(first: Sequence[Array | None], second: Sequence[Array | None]) -> Array | None:
+    """Sum A^T B over pairs of rows, float64 (groups, inputs, inputs); None without pairs, or if their shapes differ."""
+    total: Array | None = None
+    if len(first) != len(second):
+        return None
+    for rows, paired_rows in zip(first, second, strict=True):
+        if rows is not None and paired_rows is not None and rows.shape == paired_rows.shape:
+            product = np.matmul(rows.transpose(0, 2, 1), paired_rows).astype(np.float64)
+            total = product if total is None else total + product
+    return total
+
+
+def correct_for_drift(matrices: Array, moments: InputMoments) -> Array:
+    """Return weights (groups, outputs, inputs) whose outputs for drifted inputs are nearer those of the float model.
+
+    The full correction W (Y^T X - X^T X) (X^T X)^-1 minimizes the error on the measured samples.
+
+    Source: Arai and Ichikawa 2025, "Quantization Error Propagation: Revisiting Layer-Wise Post-Training Quantization",
+        proposition 5.1, with its share of the correction.
+    """
+    if moments.drift is None:
+        return matrices
+    count = moments.gram.shape[-1]
+    damping = np.eye(count) * (GPTQ_DAMPING * np.einsum("gii->g", moments.gram)[:, None, None] / max(count, 1))
+    correction = np.linalg.solve(moments.gram + damping, moments.drift.transpose(0, 2, 1)).transpose(0, 2, 1)
+    return np.asarray(matrices + DRIFT_SHARE * (matrices @ correction))
 
 
 class GramSum(NamedTuple):
@@ -294,7 +369,10 @@ def predict_rounding_work(model: Model, plan: Plan, samples: int, macs: Mapping[
     Gram matrices grow with the square of the inputs of a sum, and the sweeps over them with its outputs too. `macs` are
     the multiply-adds of each op, which give its positions.
     """
-    sweeps, work = MAX_SWEEPS if name == ADAROUND else 1, 0.0
+    sweeps = MAX_SWEEPS if name == ADAROUND else 1
+    # Each wave runs the float and the rounded model, on average half of their ops.
+    waves = min(sum(site.parameter for site in plan.sites), MAX_WAVES)
+    work = waves * samples * sum(macs.values()) * GRAM_MAC_SECONDS
     for site in plan.sites:
         for use in site.uses if site.parameter else ():
             op, shape = model.graphs[use.graph].op(use.op), model.output(site.tensor).shape
@@ -316,12 +394,16 @@ def predict_rounding_work(model: Model, plan: Plan, samples: int, macs: Mapping[
 def round_low_bit_weights(
     edits: WeightEdits, samples: AlgorithmData, name: str, round_matrix: RoundMatrix
 ) -> WeightEdits:
-    """Replace low-bit weights by the result of `round_matrix` for matrix, H and grid."""
+    """Replace low-bit weights by the result of `round_matrix` for matrix, H and grid.
+
+    H is measured behind the weights rounded so far, as in both papers. The rounding also corrects a part of the errors
+    that these weights cause.
+    """
     model, prepared, solution = edits.model.copy(), edits.prepared_model, edits.solution
     parameters = Parameters(prepared)
     index_by_use = {use: index for index, site in enumerate(solution.plan.sites) for use in site.uses}
     results: list[AlgorithmResult] = []
-    tasks: list[tuple[WeightedOp, TensorRef, Array, QParams, MatrixForm]] = []
+    tasks: list[RoundingTask] = []
     for weighted in find_weighted_ops(prepared, solution):
         index = index_by_use[weighted.weight]
         params = solution.params.get(index)
@@ -339,29 +421,53 @@ def round_low_bit_weights(
             results.append(skipped_target(name, weighted.name, f"a {weighted.op.type} of this form has no matrix form"))
         else:
             tasks.append((weighted, constant, value, params, form))
-    inputs = [
-        (prepared.graphs[weighted.graph].source_of(weighted.data_input) or weighted.output, weighted.op, form)
-        for weighted, *_, form in tasks
-    ]
-    gram_matrices = measure_gram_matrices(prepared, inputs, samples)
     weights = dict(edits.edited_weights)
-    for (weighted, constant, value, params, form), gram_matrix in zip(tasks, gram_matrices, strict=True):
-        if gram_matrix is None:
-            results.append(skipped_target(name, weighted.name, NOT_OBSERVED))
-            continue
-        rounded_value, gain = _round_if_better(value, params, form, gram_matrix, round_matrix)
-        graph = model.graphs[constant.graph]
-        graph.replace_op(replace(graph.op(constant.op), read_value=partial(np.asarray, rounded_value)))
-        weights[weighted.weight] = rounded_value
-        detail = f"its squared error is {gain:.0%} of that of nearest rounding"
-        results.append(AlgorithmResult(algorithm=name, target=weighted.name, detail=detail))
+    waves = _dependency_waves(prepared, tasks)
+    for wave in waves:
+        model = model.copy()  # the runners of earlier waves keep their model
+        inputs = [
+            (prepared.graphs[weighted.graph].source_of(weighted.data_input) or weighted.output, weighted.op, form)
+            for weighted, *_, form in wave
+        ]
+        moments_by_op = measure_input_moments(model, inputs, samples, prepared if wave is not waves[0] else None)
+        for (weighted, constant, value, params, form), moments in zip(wave, moments_by_op, strict=True):
+            if moments is None:
+                results.append(skipped_target(name, weighted.name, NOT_OBSERVED))
+                continue
+            rounded_value, gain = _round_if_better(value, params, form, moments, round_matrix)
+            graph = model.graphs[constant.graph]
+            graph.replace_op(replace(graph.op(constant.op), read_value=partial(np.asarray, rounded_value)))
+            weights[weighted.weight] = rounded_value
+            detail = f"its squared error is {gain:.0%} of that of nearest rounding"
+            results.append(AlgorithmResult(algorithm=name, target=weighted.name, detail=detail))
     return replace(edits, model=model, edited_weights=weights, results=(*edits.results, *results))
 
 
+def _dependency_waves(model: Model, tasks: Sequence[RoundingTask]) -> list[list[RoundingTask]]:
+    """Divide tasks into at most `MAX_WAVES`, each of which depends on the ones before; one wave for graphs with loops.
+
+    Ops in the body of a loop or branch count by their depth in the body.
+    """
+    level_by_op: dict[tuple[str, str], int] = {}
+    for graph_name in dict.fromkeys(task[0].graph for task in tasks):
+        names = [weighted.op.name for weighted, *_ in tasks if weighted.graph == graph_name]
+        levels = dependency_levels(model.graphs[graph_name], names)
+        level_by_op |= {(graph_name, op): level for op, level in levels.items()}
+    depth = max(level_by_op.values(), default=0) + 1
+    waves: dict[int, list[RoundingTask]] = {}
+    for task in tasks:
+        level = level_by_op.get((task[0].graph, task[0].op.name), 0)
+        waves.setdefault(level * min(depth, MAX_WAVES) // depth, []).append(task)
+    return [waves[number] for number in sorted(waves)]
+
+
 def _round_if_better(
-    value: Array, params: QParams, form: MatrixForm, gram_matrices: Array, round_matrix: RoundMatrix
+    value: Array, params: QParams, form: MatrixForm, moments: InputMoments, round_matrix: RoundMatrix
 ) -> tuple[Array, float]:
-    """Return the rounded float32 weight, and its squared error relative to rounding to nearest."""
+    """Return the rounded float32 weight, and its squared error relative to rounding to nearest.
+
+    The error is that against the weight which `correct_for_drift` returns.
+    """
     low, high = params.type.limits(narrow=params.narrow)
     expanded = (
         broadcast_to_tensor(values.astype(np.float64), params, value.shape)
@@ -369,10 +475,10 @@ def _round_if_better(
     )
     scale, zero = (form.to_matrices(np.broadcast_to(values, value.shape)) for values in expanded)
     grid = RoundingGrid(scale=scale, zero=zero, low=int(low), high=int(high))
-    matrices = form.to_matrices(value.astype(np.float64))
-    result = grid.nearest(matrices)
+    original = form.to_matrices(value.astype(np.float64))
+    matrices, result = correct_for_drift(original, moments), grid.nearest(original)
     before = after = 0.0
-    for group, hessian in enumerate(gram_matrices):
+    for group, hessian in enumerate(moments.gram):
         matrix, group_grid = matrices[group], grid.select((group,))
         nearest = result[group]
         alternative = round_matrix(matrix, hessian, group_grid)

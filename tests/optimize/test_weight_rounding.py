@@ -7,18 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import graphquant as gq
+from graphquant.formats import create_runner
 from graphquant.formats.onnx import load
+from graphquant.numerics import dequantize, quantize
+from graphquant.optimize import weight_rounding
+from graphquant.optimize.algorithm import AlgorithmData, WeightEdits
 from graphquant.optimize.weight_rounding import (
     UNSEEN_POWER_SHARE,
+    InputMoments,
     RoundingGrid,
     _squared_output_errors,
     add_gram_product,
+    correct_for_drift,
     matrix_form,
     matrix_input_rows,
+    round_low_bit_weights,
     round_matrix_adaround,
     round_matrix_gptq,
     shrink_gram_matrix,
 )
+from graphquant.quantize import solve_scales
 
 RNG = np.random.default_rng(5)
 CONVS = {
@@ -136,3 +145,67 @@ def test_rounding_helps_samples_that_were_not_looked_at():
         costs = [np.square(fresh @ (entry - matrix).T).sum() for entry in (nearest, *alternatives)]
         better += [costs[1] < costs[0], costs[2] < costs[0]]
     assert (better >= 9).all()
+
+
+def test_batches_of_inputs_change_nothing(monkeypatch):
+    """GPTQ with 7 inputs a batch equals GPTQ with all in one, and starts with the input of the most power."""
+    matrix, hessian, grid = drawn(3, 6, 40)
+    whole = round_matrix_gptq(matrix, hessian, grid)
+    monkeypatch.setattr(weight_rounding, "GPTQ_BATCH", 7)
+    np.testing.assert_allclose(round_matrix_gptq(matrix, hessian, grid), whole, atol=1e-12)
+    loudest = int(np.argmax(np.diagonal(hessian)))
+    np.testing.assert_allclose(whole[:, loudest], grid.nearest(matrix)[:, loudest])
+
+
+def test_drift_is_corrected():
+    """Weights for inputs that lost a part leave a smaller error against the outputs of the float inputs."""
+    rng = np.random.default_rng(2)
+    rows, matrix = rng.normal(size=(300, 12)), rng.normal(size=(1, 5, 12))
+    drifted = rows * 0.8 + 0.05 * rng.normal(size=rows.shape)
+    gram = (drifted.T @ drifted)[None]
+    moments = InputMoments(gram, (rows.T @ drifted)[None] - gram)
+    errors = [
+        np.square(rows @ matrix[0].T - drifted @ weights[0].T).sum()
+        for weights in (matrix, correct_for_drift(matrix, moments))
+    ]
+    assert errors[1] < errors[0] * 0.5
+    assert correct_for_drift(matrix, InputMoments(gram, None)) is matrix
+
+
+def test_later_ops_are_rounded_behind_earlier_ones(tmp_path):
+    """The second product is rounded for the outputs of the rounded first one, on a grid with zero points in blocks."""
+    rng = np.random.default_rng(4)
+    weights = {name: rng.normal(size=(64, 64)).astype(np.float32) for name in ("w1", "w2")}
+    message = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> g (float[n,64] x) => (float[n,64] y)'
+        " { a = MatMul(x, w1) b = Relu(a) y = MatMul(b, w2) }"
+    )
+    message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in weights.items())
+    onnx.save(message, tmp_path / "m.onnx")
+    model, x = load(tmp_path / "m.onnx"), rng.normal(size=(50, 64)).astype(np.float32)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[scheme.block]\ndtype = "uint4"\nzero = "asymmetric"\nper = "block"\nblock_size = 32\nobserve = "mse"\n'
+        '[[rule]]\nname = "w"\nwhy = "test"\nproducer = { kind = "parameter" }\n'
+        'consumer = { kind = "matmul", input = "weight" }\nquantize = "block"\n'
+    )
+    plan = gq.plan(model, rules=[str(rules)])
+    solution = solve_scales(model, plan, {})
+    samples = AlgorithmData(feeds=[{"x": x}], validation_feeds=[], create_runner=create_runner)
+    seen = []
+
+    def record(matrix, hessian, grid):
+        seen.append((matrix, np.diagonal(hessian), grid.nearest(matrix)))
+        return grid.nearest(matrix)
+
+    edits = WeightEdits(prepared_model=model, model=model, solution=solution)
+    edited = round_low_bit_weights(edits, samples, "gptq", record)
+    hidden = np.maximum(x @ seen[0][2].T, 0)
+    powers = np.square(hidden).sum(0)
+    np.testing.assert_allclose(seen[1][1], powers / powers.sum() * (1 + UNSEEN_POWER_SHARE), rtol=1e-3)
+    np.testing.assert_array_equal(seen[0][0], weights["w1"].T)
+    assert 0 < np.abs(seen[1][0] - weights["w2"].T).max() < 1
+    for use, value in edited.edited_weights.items():
+        params = solution.params[next(i for i, site in enumerate(solution.plan.sites) if use in site.uses)]
+        np.testing.assert_allclose(dequantize(quantize(value, params), params), value, atol=1e-6)
+        assert params.zero_point.min() < 8 < params.zero_point.max()
