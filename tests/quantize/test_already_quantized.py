@@ -309,9 +309,9 @@ def test_other_types_are_placed_anew(tmp_path, made_by_onnxruntime):
         for result in (inserted_result, first)
     ]
     assert types[0] == types[1]
-    assert {name for _, name in types[0]} == {"int4", "int8"}
+    assert {name for _, name in types[0]} == {"uint4", "int8"}
     assert {reading.params.type.name for reading in summarize_model(inserted_result.model).quantization_ops} == {
-        "int4",
+        "uint4",
         "int8",
     }
 
