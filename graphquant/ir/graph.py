@@ -125,6 +125,11 @@ class Graph:
         """Return all uses of `tensor`, including those in bodies, in the order in which their ops were connected."""
         return self.graphs[tensor.graph].consumers_by_port(tensor.op).get(tensor.port, [])
 
+    def executed_ops(self) -> Container[str]:
+        """Return the ops that a call of this TensorFlow function runs: those that outputs or side effects need."""
+        effects = (op.name for op in self.ops() if op.kind == "stateful")
+        return dict.fromkeys(reachable((*self.outputs, *effects), self.nx.pred.__getitem__))
+
     def consumers_by_port(self, name: str) -> dict[int, list[Use]]:
         """Return the consumers of each output port of op `name`."""
         by_port: dict[int, list[Use]] = {}
@@ -389,14 +394,15 @@ class Model(HtmlRepresentation):
     def needed_ops(self) -> Mapping[str, Container[str]]:
         """Return the ops that the outputs need, by reachable graph.
 
-        A TensorFlow graph may still contain gradients, losses and savers, which a run for the outputs skips.
+        A TensorFlow graph may still contain gradients, losses and savers, which a run for the outputs skips. Functions
+        also run their ops with side effects, but no others, such as those that Keras traced only for their shapes.
         """
         if self.traits.runtime != "TensorFlow" or not self.main.outputs:
             return {name: self.graphs[name] for name in self.reachable_graphs()}
         needed = dict.fromkeys(reachable(self.main.outputs, self.main.nx.pred.__getitem__))
         called = dict.fromkeys(call.graph for name in needed for call in self.main.op(name).calls)
         callees = self.graphs_reachable_from([name for name in called if name in self.graphs])
-        return {"": needed, **{name: self.graphs[name] for name in callees}}
+        return {"": needed, **{name: self.graphs[name].executed_ops() for name in callees}}
 
     def op_kinds(self) -> set[str]:
         """Return the kinds of the ops that a run can reach."""

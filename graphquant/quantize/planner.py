@@ -332,7 +332,7 @@ class _PlanBuilder:
         self._order.setdefault(match.tensor, len(self._order))
         if match.rule.rule.quantize in INPUT_DEPENDENT and self._exclusion(match) is None:
             self.used_rules.add(id(match.rule))
-            self._tied_matches.setdefault((match.tensor.graph, match.tensor.op), []).append(match)
+            self._tied_matches.setdefault((match.producer.graph, match.producer.op), []).append(match)
         else:
             self._place_or_skip(match)
 
@@ -390,12 +390,14 @@ class _PlanBuilder:
                     self._passthrough_sources[match.use] = self._passthrough_sources.get(quantized_use, quantized_use)
                 elif scheme.range in CHANGING_RANGES:
                     # No scale can be shared: moved values are on the grid of their source, and others get their own.
-                    if self.matcher.model.op(match.tensor).kind in VALUE_MOVING_KINDS - CONCATENATING_KINDS:
+                    if self.matcher.model.op(match.producer).kind in VALUE_MOVING_KINDS - CONCATENATING_KINDS:
                         self._add_skip(match, SkipCode.QUANTIZED, PASSES_QUANTIZED_VALUES)
                     elif not self._add_to_site(match, per_tensor, ()):
                         continue
-                elif not self._add_to_site(match, per_tensor, self._tied_inputs[match.tensor.graph, match.tensor.op]):
-                    continue
+                else:
+                    tied_inputs = self._tied_inputs[match.producer.graph, match.producer.op]
+                    if not self._add_to_site(match, per_tensor, tied_inputs):
+                        continue
                 queue.append((match.use, per_tensor))
 
     def skip_captured_uses(self) -> None:
