@@ -14,7 +14,7 @@ from graphquant.calibration import CALIBRATION_METHODS, Stats, sites_needing_dat
 from graphquant.calibration.fingerprints import fingerprints, preserved_fingerprints
 from graphquant.errors import DataError
 from graphquant.numerics import QParams, QuantizationGrid, Range
-from graphquant.observers import OBSERVERS, QuantizationCost, Sketch, estimate_cost
+from graphquant.observers import OBSERVERS, QuantizationCost, Sketch, estimate_cost, least_sqnr
 
 if TYPE_CHECKING:
     from graphquant.analysis.model_summary import ModelSummary
@@ -234,6 +234,22 @@ class Loss:
     tensor: TensorRef
     sqnr: float  # SQNR in dB over all calibration samples
     clipped: float  # share of clipped values, 0 to 1
+
+
+def lowest_activation_sqnr(inserted: Iterable[InsertedPair], sketches: Mapping[TensorRef, Sketch]) -> Loss | None:
+    """Return the first of `activation_sqnr` if it is below `LOW_SQNR`.
+
+    Most activations have a bound above that, which takes a tenth of the time of an estimate.
+    """
+    doubtful = (
+        pair
+        for pair in inserted
+        if not isinstance(pair.params, QParams)
+        or (sketch := sketches.get(pair.site.tensor)) is None
+        or least_sqnr(sketch, pair.params) < LOW_SQNR
+    )
+    lowest = next(iter(activation_sqnr(doubtful, sketches)), None)
+    return lowest if lowest is not None and lowest.sqnr < LOW_SQNR else None
 
 
 def activation_sqnr(inserted: Iterable[InsertedPair], sketches: Mapping[TensorRef, Sketch]) -> tuple[Loss, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant import __version__
-from graphquant.analysis.range_report import Loss, activation_sqnr
+from graphquant.analysis.range_report import Loss, activation_sqnr, lowest_activation_sqnr
 from graphquant.analysis.validation import Validation, count_quantized_macs
 from graphquant.api.models import save
 from graphquant.calibration import Stats, sites_needing_data
@@ -102,6 +102,12 @@ class Result(HtmlRepresentation):
         """Estimated SQNR of the quantized activations, lowest first, without those that are clipped on purpose."""
         pairs = (pair for pair in self.inserted if pair.site.tensor not in self.saturated_tensors)
         return activation_sqnr(pairs, self.stats.sketches if self.stats is not None else {})
+
+    @property
+    def low_activation_sqnr(self) -> Loss | None:
+        """The quantized activation with the lowest estimated SQNR if that is low."""
+        pairs = (pair for pair in self.inserted if pair.site.tensor not in self.saturated_tensors)
+        return lowest_activation_sqnr(pairs, self.stats.sketches if self.stats is not None else {})
 
     @property
     def already_quantized(self) -> bool:

@@ -20,7 +20,7 @@ from graphquant.numerics import (
     qparams_from_scale,
 )
 from graphquant.observers.distribution import Distribution, distribution_of
-from graphquant.observers.sketch import SUBNORMAL_EXPONENT, Sketch, coarsen_histogram
+from graphquant.observers.sketch import SUBNORMAL_EXPONENT, Sketch, coarsen_histogram, inner_bin_ends
 
 ArgumentValues = Mapping[str, float]
 RangePicker = Callable[[Sketch, QuantizationGrid, ArgumentValues], Range]
@@ -380,6 +380,21 @@ class QuantizationCost:
         if not self.squared_error:
             return math.inf
         return 10 * math.log10(self.power / self.squared_error) if self.power else -math.inf
+
+
+def least_sqnr(sketch: Sketch, params: QParams) -> float:
+    """Return a lower bound in dB of the SQNR that `estimate_cost` estimates; -inf if values may be clipped.
+
+    Without clipping, no value is off by more than half a step, and none is smaller than the inner end of its bin.
+    """
+    if params.axis is not None or isinstance(params.type, FloatType) or not sketch.counts.size:
+        return -math.inf
+    scale, zero, limits = float(params.scale), int(params.zero_point), params.type.limits(narrow=params.narrow)
+    if sketch.low < (limits[0] - zero) * scale or sketch.high > (limits[1] - zero) * scale:
+        return -math.inf
+    inner_ends = inner_bin_ends(sketch).astype(np.float64)
+    power = float(np.square(inner_ends) @ sketch.counts) / int(sketch.counts.sum())
+    return 10 * math.log10(4 * power / scale**2) if power else -math.inf
 
 
 def estimate_cost(sketch: Sketch, params: QParams) -> QuantizationCost | None:

@@ -161,9 +161,14 @@ def bin_means(sketch: Sketch) -> Array:
     return np.asarray(np.ldexp(signed, np.maximum(exponent, 1) - 150))
 
 
+def inner_bin_ends(sketch: Sketch) -> Array:
+    """Return the end of each bin that is nearer to zero, float32 (K,)."""
+    return (sketch.bins.astype(np.uint32) << (MANTISSA_BITS - sketch.bits)).view(np.float32)
+
+
 def bin_edges(sketch: Sketch) -> tuple[Array, Array]:
     """Return the smallest and the largest float32 of each bin, float64 (K,) each."""
-    near = sketch.bins.astype(np.uint32) << (MANTISSA_BITS - sketch.bits)  # the end of the bin nearer to zero
+    near = inner_bin_ends(sketch).view(np.uint32)
     far = near | ((1 << (MANTISSA_BITS - sketch.bits)) - 1)
     ends = [pattern.astype(np.uint32).view(np.float32).astype(np.float64) for pattern in (near, far)]
     return np.minimum(*ends), np.maximum(*ends)

@@ -580,6 +580,8 @@ class _PlanBuilder:
         computes_weight = not forwards and parameters.is_parameter(TensorRef(use.graph, use.op))
         if computes_weight and not (rule.producer.name or rule.consumer.name):
             return SkipCode.WEIGHT, COMPUTES_WEIGHT
+        if not (self.options.include or self.options.exclude):
+            return None
         # The name of an op means each of its outputs.
         labels = (
             *op_selector_names(use.graph, use.op),

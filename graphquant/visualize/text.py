@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
 from graphquant.ir import MAC_KINDS, Model, qualified_op_name
 from graphquant.numerics import DynamicQParams, QParams
@@ -229,8 +228,8 @@ def _tensorflow_time_lines(result: Result, output: Path | None) -> list[Renderab
 
 def _worst_activation(result: Result) -> list[RenderableType]:
     """Return a warning on the activation with the lowest SQNR if it is low."""
-    worst = next(iter(result.activation_sqnr), None)
-    if worst is None or worst.sqnr >= LOW_SQNR:
+    worst = result.low_activation_sqnr
+    if worst is None:
         return []
     message = f"warning: {worst.tensor} has the lowest SQNR of the quantized activations, an estimated"
     hint = f"To keep its op float: --exclude {shlex.quote(worst.tensor.op)}"

@@ -9,7 +9,8 @@ import pytest
 from support.cli import run_cli
 
 import graphquant as gq
-from graphquant.numerics import dequantize, quantize
+from graphquant.numerics import QParams, dequantize, parse_type, quantize
+from graphquant.observers import estimate_cost, least_sqnr, sketch_values
 
 TEXT = """
 <ir_version: 8, opset_import: ["" : 17]>
@@ -77,3 +78,18 @@ def test_low_sqnr_is_reported(observer_in_rules):
     assert "--exclude b" in ran.stdout
     again = run_cli(*arguments, "--exclude", "b", "--force")
     assert "warning: b:0" not in again.stdout
+
+
+def test_bound_of_sqnr():
+    """The bound is below the estimate for any scale and zero point, and close to it without clipping."""
+    rng = np.random.default_rng(3)
+    for scale in (0.001, 0.02, 0.03, 0.5):
+        for zero_point in (-100, 0, 60):
+            sketch = sketch_values(rng.normal(size=500).astype(np.float32), bits=7)
+            params = QParams(scale=np.float32(scale), zero_point=np.int32(zero_point), type=parse_type("int8"))
+            cost = estimate_cost(sketch, params)
+            bound = least_sqnr(sketch, params)
+            assert bound <= cost.sqnr
+            if (scale, zero_point) == (0.03, 0):
+                assert cost.clipped == 0
+                assert cost.sqnr - bound < 6

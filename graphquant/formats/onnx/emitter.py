@@ -40,7 +40,7 @@ from graphquant.formats.onnx.tensors import (
     patch_node,
     write_rule_metadata,
 )
-from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
+from graphquant.ir import Graph, Model, Op, Shape, TensorRef, Use, paused_gc
 
 VERSION_KEY = "graphquant.version"
 
@@ -100,6 +100,7 @@ class _MessageEmitter:
         self._renamed_tensors: dict[TensorRef, str] = {}
         self._patches: dict[str, dict[str, set[int]]] = {}
         self._has_new_ops = False
+        self._imported_domains: set[str] = set()  # domains that the message imports
         self._deferred = deferred
 
     def emit(self) -> Emission:
@@ -213,11 +214,14 @@ class _MessageEmitter:
         return node
 
     def _ensure_opset_import(self, imports: Any, domain: str) -> None:
+        if imports is self._message and domain in self._imported_domains:
+            return
         equivalent_domains = DEFAULT_DOMAINS if domain in DEFAULT_DOMAINS else {domain}
         for owner in (imports, self._message):
             if all(entry.domain not in equivalent_domains for entry in owner.opset_import):
                 version = 1 if domain else self._model.opset or DEFAULT_OPSET
                 owner.opset_import.append(helper.make_opsetid(domain, version))
+        self._imported_domains.add(domain)
 
     def _patch_inputs(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
         """Drop inputs that were removed or became constants, and add new ones."""
@@ -283,10 +287,14 @@ class _MessageEmitter:
             if op.kind not in {"constant", "input"}
             for port in range(len(op.outputs))
         ]
+        types: dict[tuple[str, Shape], Any] = {}
         for tensor in chain(renamed, new_tensors):
             output, name = self._model.output(tensor), self._value_name(tensor)
             if name not in output_names and output.dtype in DTYPE_CODES and output.shape is not None:
-                target.value_info.append(helper.make_tensor_value_info(name, DTYPE_CODES[output.dtype], output.shape))
+                key = output.dtype, output.shape
+                if key not in types:
+                    types[key] = helper.make_tensor_type_proto(DTYPE_CODES[output.dtype], output.shape)
+                target.value_info.add(name=name, type=types[key])
 
 
 def _loaded_op(graph: Graph, name: str) -> Op | None:
@@ -304,7 +312,7 @@ def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
         if root in visited:
             continue
         visited.add(root)
-        stack = [(root, iter(graph.nx.pred[root]))]
+        stack = [(root, graph.nx.predecessors(root))]
         while stack:
             name, sources = stack[-1]
             unvisited_source = next((source for source in sources if source not in visited), None)
@@ -313,7 +321,7 @@ def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
                 stack.pop()
             else:
                 visited.add(unvisited_source)
-                stack.append((unvisited_source, iter(graph.nx.pred[unvisited_source])))
+                stack.append((unvisited_source, graph.nx.predecessors(unvisited_source)))
     return ordered
 
 

@@ -735,9 +735,9 @@ def _number_nodes(emission: Emission) -> _OpLookup:
     for name, proto in pending:  # grows while bodies are visited
         graph = model.graphs[name]
         for op in graph.ops():
-            for port in range(len(op.outputs)):
+            for port, output in enumerate(op.outputs):
                 tensor = TensorRef(name, op.name, port)
-                tensors[name, emission.value_name(model, tensor)] = tensor
+                tensors[name, emission.renamed_tensors.get(tensor) or output.name] = tensor
         for node in proto.node:
             value = next(filter(None, node.output), "")
             if not value:
