@@ -26,6 +26,7 @@ from graphquant.ir import (
     paused_gc,
     qualified_op_name,
 )
+from graphquant.ir.op_matching import is_barrier, is_inserted
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.visualize.annotations import Annotation, AnnotationSet, annotate_model, annotate_plan, annotate_result
 from graphquant.visualize.tables import group_values
@@ -174,13 +175,17 @@ class _DrawingBuilder:
         """Return True if the op is part of an annotation or a constant and gets no box."""
         if op.kind in {"constant", "variable"}:
             return True
-        if op.kind in QUANTIZATION_KINDS:
+        if is_inserted(op):
             return self._passes_through(graph, op)
+        if op.kind == "output" or (op.kind == "input" and not graph.name):
+            return op.read_value is not None  # old ONNX lists initializers as inputs too
         outputs = [TensorRef(graph.name, op.name, port) for port in range(len(op.outputs))]
-        return op.kind not in {"input", "output"} and bool(outputs) and all(map(self.parameters.is_parameter, outputs))
+        return bool(outputs) and all(map(self.parameters.is_parameter, outputs))
 
     def _passes_through(self, graph: Graph, op: Op) -> bool:
-        """Return True if a quantization op only passes its first input through and has readers."""
+        """Return True if a quantization op, or a helper inserted with one, only forwards its first input to readers."""
+        if not is_inserted(op) or is_barrier(graph, op):
+            return False
         slots = graph.slots(op.name)
         if not slots or slots[0] is None or any(output.quantization is not None for output in op.outputs):
             return False
@@ -194,7 +199,7 @@ class _DrawingBuilder:
         while current not in self.sources:
             graph = self.model.graphs[current.graph]
             op = graph.op(current.op)
-            if op.kind not in QUANTIZATION_KINDS or not self._passes_through(graph, op) or current in passed_through:
+            if not self._passes_through(graph, op) or current in passed_through:
                 self.sources[current] = current, self._stored_annotations(current)
                 break
             passed_through[current] = None
@@ -208,6 +213,8 @@ class _DrawingBuilder:
                 self.folded[annotation].update({(op.type, op.name): None for op in pending})
                 annotations, pending = (*annotations, annotation), []
             self.sources[step] = origin, annotations
+        if pending and annotations and pending[0].kind not in QUANTIZATION_KINDS:  # a Cast after the last pair
+            self.folded[annotations[-1]].update({(op.type, op.name): None for op in pending})
         return self.sources[tensor]
 
     def _stored_annotations(self, tensor: TensorRef) -> tuple[int, ...]:
@@ -302,8 +309,8 @@ class _DrawingBuilder:
                 slot = position - (call.offset or 0)
                 tensor = slots[slot] if 0 <= slot < len(slots) else None
                 source = None if tensor is None else self._trace_source(tensor)[0]
-                if source is not None and source[:2] in self.numbers:
-                    entered = self.numbers[name, body_input]
+                entered = self.numbers.get((name, body_input))  # None for an argument that is always the same constant
+                if entered is not None and source is not None and source[:2] in self.numbers:
                     yield Wire(source=self.numbers[source[:2]], port=source.port, target=entered, slot=-1)
 
     def _assign_groups(self, drawn: list[tuple[Graph, Op]]) -> list[int]:

@@ -20,7 +20,7 @@ from graphquant.qdq import read_qparams
 from graphquant.visualize import JSON_SCHEMA_VERSION
 from graphquant.visualize.annotations import Annotation, annotation_text
 from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire, drawn_shape
-from graphquant.visualize.viewer_data import attributes_text, box_width, drawing_layout, short_name
+from graphquant.visualize.viewer_data import attributes_text, box_label, box_width, drawing_layout
 
 if TYPE_CHECKING:
     from graphquant.visualize.layout import Placement
@@ -426,7 +426,7 @@ def _box_svg(drawing: Drawing, box: Box, x: int, y: int) -> str:
     kind = "float" if box.op.kind in MAC_KINDS and kind != "all" else kind
     elements = [f'<rect class="box {kind}" x="{x - width // 2}" y="{y}" width="{width}" height="{BOX_HEIGHT}" rx="6"/>']
     elements.append(f'<text class="type" x="{x}" y="{y + 16}">{_fit_text(box.op.type, width)}</text>')
-    elements.append(f'<text x="{x}" y="{y + 30}">{_fit_text(short_name(box.op.name), width)}</text>')
+    elements.append(f'<text x="{x}" y="{y + 30}">{_fit_text(box_label(box), width)}</text>')
     annotated = [constant for constant in box.constants if constant.annotations]
     chips = [(constant.role[:1].upper(), constant.annotations[-1]) for constant in annotated]
     chips += [("", annotation_number) for annotation_number in box.annotations]

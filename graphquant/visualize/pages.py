@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -28,7 +28,7 @@ from graphquant.visualize.drawing import Drawing, model_drawing, plan_drawing, r
 from graphquant.visualize.merged_drawings import MergedDrawing, merge_drawings, viewer_changes
 from graphquant.visualize.statistics_report import range_report_view
 from graphquant.visualize.tables import plain_line, pluralize
-from graphquant.visualize.text import conversion_view, plan_view, summary_view
+from graphquant.visualize.text import conversion_view, plan_view, result_figures, summary_view
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 RANDOM_DATA_NOTE = "The data is RANDOM: the metrics do not apply to real data."
@@ -118,7 +118,8 @@ def notebook_html(value: object) -> str:
         summary = _preformatted(summary_view(summarize_model(value)), lines=SUMMARY_LINES)
         return summary + _viewer_or_hint(value, lambda: model_drawing(value))
     if isinstance(value, Result):
-        return _preformatted(_result_view(value)) + _viewer_or_hint(value.model, lambda: result_drawing(value))
+        figures = result_figures(value)
+        return _preformatted(_result_view(value)) + _viewer_or_hint(value.model, lambda: result_drawing(value), figures)
     return _preformatted(_VIEWS[type(value)](value))
 
 
@@ -135,10 +136,10 @@ def _result_view(result: Result) -> RenderableType:
     return Group(*lines)
 
 
-def _viewer_or_hint(model: Model, drawing: Callable[[], Drawing]) -> str:
+def _viewer_or_hint(model: Model, drawing: Callable[[], Drawing], figures: Sequence[tuple[str, str]] = ()) -> str:
     """Return the viewer in a sandboxed frame, or a command to run if the model is too large for a cell."""
     ops = sum(len(model.graphs[name]) for name in model.reachable_graphs())
-    document = "" if ops > MAX_DRAWN_OPS else escape(viewer_page(viewer_data(drawing(), [])))
+    document = "" if ops > MAX_DRAWN_OPS else escape(viewer_page(viewer_data(drawing(), figures=figures)))
     if not document or len(document) > MAX_FRAME_LENGTH:
         command = f"graphquant inspect {model.path or 'MODEL'} --html page.html"
         return _preformatted(plain_line(f"{ops} ops are too many for a cell. Draw them: {command}"))

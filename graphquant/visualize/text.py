@@ -131,8 +131,9 @@ def result_figures(result: Result) -> list[tuple[str, str]]:
         if result.validation is None or result.validation.comparison is None
         else comparison_figures(result.validation.comparison)
     )
-    before, after = (model_constant_bytes(model) for model in (result.source, result.model))
-    figures.append(("constants", f"{after:,} of {before:,} bytes"))
+    if not any(op.kind == "variable" for _, op in result.source.reachable_ops()):  # variables keep their size
+        before, after = (model_constant_bytes(model) for model in (result.source, result.model))
+        figures.append(("constants", f"{after:,} of {before:,} bytes"))
     if result.time_ratio is not None:
         figures.append(("time", f"{result.time_ratio.median:.2f} of float"))
     if result.quantized_share is not None:
@@ -304,7 +305,7 @@ CONVERSION_COLUMNS: tuple[Column[ConvertedTensor], ...] = (
     Column("scale", lambda line: line.planned, lambda params: _scale_text(params[0])),
     Column("zero", _zero_points_text),
     Column("runtime", lambda line: line.runtime, lambda params: _scale_text(params[0])),
-    Column("verdict", lambda line: line.problem or "equal"),
+    Column("verdict", lambda line: line.problem or ("rounded floats" if line.runtime is None else "equal")),
 )
 
 

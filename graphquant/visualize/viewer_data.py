@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import ModelError, escape_unprintable
 from graphquant.ir import MAC_KINDS, Op, paused_gc
+from graphquant.ir.kinds import BOUNDARY_KINDS
 from graphquant.observers import distribution_of
 from graphquant.visualize.annotations import Annotation, DrawnParams, Heatmap, heatmap_data
 from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire, drawn_shape
@@ -29,11 +31,12 @@ if TYPE_CHECKING:
     from graphquant.analysis.range_report import TensorRange
 
 VIEWER_DATA_VERSION = 2
-MIN_BOX_WIDTH, MAX_BOX_WIDTH = 84, 240  # minimum and maximum width of a box, in drawing units
+MIN_BOX_WIDTH, MAX_BOX_WIDTH = 100, 280  # minimum and maximum width of a box, in drawing units
 VIEWER_BARS = 80  # bars of a histogram
 MAX_SCALES = 2048  # maximum number of scales of one tensor; a weight quantized in blocks has very many
 MAX_SHOWN = 12  # maximum number of attributes of an op, and of numbers in a list
 MAX_ATTR_LENGTH = 60  # maximum number of characters of an attribute
+CHIP_WIDTH, SHAPE_DIGIT = 46, 7.6  # width of a quantized constant and of a digit, in drawing units, as in drawing.js
 INPUT_STATES = ("", "none", "some", "all")
 
 
@@ -42,14 +45,54 @@ def short_name(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2] or name
 
 
+def box_label(box: Box) -> str:
+    """Return the part of an op's name that its author chose, without the op types that exporters append.
+
+    `/layer1/layer1.0/conv1/Conv` is `conv1`. `/stft/Slice_1` is `stft/Slice_1`, to tell it from the other ops of its
+    scope. An op whose name has no such part is named after its weight: `Conv_4`, which reads `stem.conv.weight`, is
+    `stem.conv`. The label of an op that only has the name of its type is "".
+    """
+    name, op_type = box.op.name, box.op.type
+    parts = all_parts = [part for part in name.partition(";")[0].split("/") if part] or [name]
+    while len(parts) > 1 and _is_op_type(_COUNTER.sub("", parts[-1]), op_type):
+        parts = parts[:-1]
+    if len(parts) < len(all_parts) or box.op.kind in BOUNDARY_KINDS:
+        return parts[-1]
+    last = _NUMBER.sub("", parts[-1])
+    is_type = not last or _is_op_type(last, op_type)
+    if len(parts) > 1:
+        return "/".join(parts[-2:]) if is_type or op_type.casefold().startswith(last.casefold()) else parts[-1]
+    if not is_type:
+        return name
+    weight = next((constant.name for constant in box.constants if constant.role == "weight"), "")
+    owner = re.split(r"[./]", weight)[:-1]
+    if owner and owner[0] != name and any(map(str.isidentifier, owner)):
+        return weight[: len(".".join(owner))]
+    return "" if name == op_type else name
+
+
+_COUNTER = re.compile(r"__\d+$")  # appended to unique names by tf2onnx
+_NUMBER = re.compile(r"_*\d*$")
+_TRACED = re.compile(r"^__(?:inference|forward|backward)_(.+)_\d+$")  # name that TensorFlow gives to a traced function
+
+
+def _is_op_type(word: str, op_type: str) -> bool:
+    """Return True if a component of a name is the op's type, or a type of ONNX or TensorFlow."""
+    if word == op_type or not word[:1].isupper():
+        return word == op_type
+    from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS
+    from graphquant.formats.tensorflow.ops import builtin_table
+
+    return word in DEFAULT_DOMAIN_OPS or builtin_table().find_spec(word) is not None
+
+
 def box_width(box: Box) -> int:
     """Return the width of a box that fits its type, name, output shape and constants, within limits."""
     capitals = sum(not letter.islower() for letter in box.op.type)
-    texts = [len(box.op.type) * 8.1 + capitals * 1.6, len(short_name(box.op.name)) * 6.8]
-    texts.append(sum(34 for constant in box.constants if constant.annotations))
-    if box.op.outputs:
-        texts.append(len(drawn_shape(box.op.outputs[0])) * 6.2 + 30)
-    return round(min(max(MIN_BOX_WIDTH, *texts) + 16, MAX_BOX_WIDTH))
+    texts = [len(box.op.type) * 9.8 + capitals * 1.8, len(box_label(box)) * 7.6]
+    shape_width = len(drawn_shape(box.op.outputs[0])) * SHAPE_DIGIT if box.op.outputs else 0
+    texts.append(sum(CHIP_WIDTH for constant in box.constants if constant.annotations) + shape_width)
+    return round(min(max(MIN_BOX_WIDTH, *texts) + 18, MAX_BOX_WIDTH))
 
 
 def drawing_layout(drawing: Drawing, widths: Sequence[int] = ()) -> Placement:
@@ -94,7 +137,7 @@ def viewer_data(
             for annotation, folded_ops in zip(drawing.annotations, drawing.folded_ops, strict=True)
         ],
         "groups": {
-            "label": [text_number(group.label) for group in drawing.groups],
+            "label": [text_number(_TRACED.sub(r"\1", group.label)) for group in drawing.groups],
             "parent": [group.parent for group in drawing.groups],
             "graph": [int(bool(group.graph)) for group in drawing.groups],
         },
@@ -113,6 +156,11 @@ def _op_columns(drawing: Drawing, layout: Placement, text_number: Callable[[str]
     boxes = drawing.boxes
     return {
         **{key: [text_number(getattr(box.op, key)) for box in boxes] for key in ("name", "type", "kind")},
+        "labels": {
+            number: text_number(label)
+            for number, box in enumerate(boxes)
+            if (label := box_label(box)) != short_name(box.op.name)
+        },
         "graph": [text_number(box.graph) for box in boxes],
         "group": [box.group for box in boxes],
         "layer": _differences_of(layout.layer),

@@ -13,6 +13,7 @@ from onnx import helper
 from graphquant import api
 from graphquant.errors import UsageError
 from graphquant.ir import QUANTIZATION_KINDS, TensorRef
+from graphquant.ir.op_matching import is_inserted
 from graphquant.visualize.annotations import annotation_text
 from graphquant.visualize.drawing import model_drawing, neighborhood, plan_drawing, result_drawing
 
@@ -115,7 +116,9 @@ def test_quantized_constants_and_fan_out(samples: Path) -> None:
     assert _shown_annotations(drawing) == set(range(len(drawing.annotations)))
     assert not [box for box in drawing.boxes if box.op.kind in QUANTIZATION_KINDS]
     assert {box.inputs for box in drawing.boxes if box.op.kind == "conv"} == {"all"}
-    names = {op.name for graph in result.model.graphs.values() for op in graph.ops() if op.kind in QUANTIZATION_KINDS}
+    names = {op.name for graph in result.model.graphs.values() for op in graph.ops() if is_inserted(op)}
+    assert any(name.endswith("/clip_low") for name in names)
+    assert not [box for box in drawing.boxes if is_inserted(box.op)]
     assert {name for folded in drawing.folded_ops for _, name in folded} == names
 
 

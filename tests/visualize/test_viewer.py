@@ -344,7 +344,7 @@ def test_annotations_unfold_and_fold(
     page = open_viewer(digits_page, "stem/conv__6:0")
     height = page.evaluate("viewer.s.height")
     page.get_by_role("button", name="Unfold", exact=True).click()
-    assert page.evaluate("viewer.s.height") == height + 64
+    assert page.evaluate("viewer.s.height") == height + page.evaluate("2 * OP_HEIGHT + TIER_GAP")
     until(page, "viewer.hits.filter((hit) => hit.annotation === viewer.selected.annotation).length === 2")
     page.locator("#graph").focus()
     page.keyboard.press("u")
@@ -352,7 +352,7 @@ def test_annotations_unfold_and_fold(
     page.keyboard.press("Escape")
     page.keyboard.press("u")
     assert page.evaluate("viewer.unfolded.size === viewer.m.annotations.length")
-    assert page.evaluate("viewer.s.height") > height + 64
+    assert page.evaluate("viewer.s.height") > height + page.evaluate("2 * OP_HEIGHT + TIER_GAP")
     page.keyboard.press("u")
     assert page.evaluate("viewer.s.height") == height
 
@@ -670,7 +670,8 @@ def test_figures_and_worst_tensors(digits_page: Path, open_viewer: Callable[...,
         "viewer.m.annotations.filter((a) => typeof a.sqnr === 'number').sort((a, b) => a.sqnr - b.sqnr)"
         ".slice(0, 5).map((a) => a.name || a.tensor)"
     )
-    assert [link.rpartition(" ")[0].rpartition(" ")[0] for link in links.all_inner_texts()] == worst
+    assert [link.get_attribute("title") for link in links.all()] == worst
+    assert [f"{link.rpartition(' ')[0].rpartition(' ')[0]}:0" for link in links.all_inner_texts()] == worst
     links.nth(4).click()
     assert _selected_title(page) == worst[4]
 

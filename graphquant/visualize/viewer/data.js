@@ -2,13 +2,18 @@
 // files to one plain script in the order given there; the page loads nothing.
 // Names come from models: they are set as text, never as HTML.
 
-const BOX_HEIGHT = 52; // height of a box
-const ROW_GAP = 58; // room above a row of boxes, for wires and annotations
-const UNFOLDED_GAP = 64; // additional room above a row with an unfolded annotation
+const BOX_HEIGHT = 60; // height of a box
+const ROW_GAP = 60; // room above a row of boxes, for wires and annotations
+const PLAIN_GAP = 30; // room above a row whose wires have no annotations
+const OP_WIDTH = 160, OP_HEIGHT = 36; // an op of an unfolded annotation
+const CONSTANT_HEIGHT = 22; // an unfolded constant
+const TIER_GAP = 8; // room between unfolded annotations
+const READABLE_ZOOM = 12 / 13; // from this zoom on, the smallest text has 12 pixels
+const MAX_BOX = 280; // the largest width of a box, as in viewer_data.py
 const TEXT_ZOOM = 0.5; // from this zoom on, text is drawn
 const CURVE_ZOOM = 0.16; // from this zoom on, wires are curves and annotations dots
 const OUTLINE_ZOOM = 0.35; // from this zoom on, boxes have an outline and their type
-const LABEL_HEIGHT = 15; // height of a frame's label, reserved above the row in which the frame begins
+const LABEL_HEIGHT = 18; // height of a frame's label, reserved above the row in which the frame begins
 const MAX_RESULTS = 100; // listed search results
 const MAX_CONTROLS = 60; // control edges are drawn initially up to this number
 const FIRST = 1, SECOND = 2; // bits of the sides of a page of two models; parts on both sides, or of one model, have the sum
@@ -102,10 +107,12 @@ function model(data) {
   m.firstBoxes = was;
   m.constants = groupByOwner(m.constant.op, count);
   m.last = (name) => name.slice(name.lastIndexOf("/", name.length - 2) + 1);
-  m.short = (op) => m.last(m.name(op));
+  m.short = (op) => (ops.labels[op] === undefined ? m.last(m.name(op)) : texts[ops.labels[op]]);
   m.groupExtents = groupExtents(m);
   m.frameParts = frameParts(m);
   m.portX = portPositions(m);
+  m.annotatedRows = new Uint8Array(rows);
+  for (const wire of Object.keys(wires.annotations)) m.annotatedRows[layer[target[wire]]] = 1;
   m.readers = annotations.map(() => []);
   const addReader = (marked, reader) => marked.forEach((annotation) => m.readers[annotation].push(reader));
   for (const [wire, marked] of Object.entries(wires.annotations)) addReader(marked, { op: target[wire], wire: +wire });

@@ -1,6 +1,6 @@
 // Drawing of the canvas.
 
-const FONTS = { type: "600 13px system-ui,sans-serif", name: "11px system-ui,sans-serif", annotation: "11px ui-monospace,monospace" };
+const FONTS = { type: "600 15px system-ui,sans-serif", name: "13px system-ui,sans-serif", annotation: "13px ui-monospace,monospace" };
 
 function palette() {
   const names = ["ink", "soft", "line", "back", "box", "io", "quant", "part", "float", "frame", "accent", "wire", "onannotation", "b4", "b8", "b16", "b32", "f8", "added", "removed", "changed", "addedbox", "removedbox", "changedbox", "h0", "h1", "h2", "h3", "h4", "l0", "l1", "l2", "l3", "l4"];
@@ -251,7 +251,7 @@ function drawBoxes(app, area) {
     if (!s.filled[row]) continue;
     const y = s.boxTop(row), inRow = m.inRow.of(row);
     let pixel = -Infinity;
-    for (let i = firstFrom(s.x, inRow, area.left - 130); i < inRow.length && s.x[inRow[i]] < area.right + 130; i++) {
+    for (let i = firstFrom(s.x, inRow, area.left - MAX_BOX); i < inRow.length && s.x[inRow[i]] < area.right + MAX_BOX; i++) {
       const op = inRow[i];
       if (s.hiddenBy(op) >= 0 || !(m.side.op[op] & app.side)) continue;
       if (view.k < CURVE_ZOOM && s.x[op] * view.k < pixel) continue; // a box on this pixel is drawn already
@@ -321,21 +321,36 @@ function drawType(app, op, y) {
   ctx.fillStyle = color.ink;
   setFont(app, "type");
   const old = firstSideBox(app, op), sign = app.by === "changes" ? SIGNS[changeStatus(app, "op", op)] || "" : "";
-  ctx.fillText(fitText(app, ctx, sign + (old ? old.type : m.type(op)), m.ops.width[op] - 10), s.x[op], y + 16);
+  ctx.fillText(fitText(app, ctx, sign + (old ? old.type : m.type(op)), m.ops.width[op] - 10), s.x[op], y + 19);
 }
 
-/** Draws the last component of the name, and the output shape if there are no quantized constants. */
+/** Draws the name, and the output shape: right of the chips of quantized constants if there is room. */
 function drawName(app, op, y) {
   const { ctx, m, s, color } = app, room = m.ops.width[op] - 10;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.fillStyle = color.soft;
+  ctx.textAlign = "center";
   setFont(app, "name");
   const old = firstSideBox(app, op);
-  ctx.fillText(fitText(app, ctx, old ? m.last(old.name) : m.short(op), room), s.x[op], y + 30);
-  if (!chipsOf(app, op).length && m.ops.outputs[op].length) {
-    ctx.fillText(fitText(app, ctx, old ? old.shape : m.text(m.ops.outputs[op][2]), room), s.x[op], y + 44);
+  const label = old ? m.last(old.name) : m.short(op);
+  ctx.fillText(fitText(app, ctx, label, room), s.x[op], y + 36);
+  const shape = m.ops.outputs[op].length ? (old ? old.shape : m.text(m.ops.outputs[op][2])) : "", chips = chipsOf(app, op);
+  if (!chips.length) ctx.fillText(fitText(app, ctx, shape, room), s.x[op], y + (label ? 53 : 42));
+  else if (shape && shapeRoom(app, op, chips)) {
+    ctx.textAlign = "right";
+    ctx.fillText(shape, s.x[op] + m.ops.width[op] / 2 - 6, y + 53);
   }
 }
+
+/** Returns the width of the shape right of the chips, or 0 if it does not fit there. */
+function shapeRoom(app, op, chips) {
+  const { m } = app, shape = m.ops.outputs[op].length ? m.text(m.ops.outputs[op][2]) : "";
+  if (!shape || chips.some((chip) => !chip.text)) return 0;
+  const width = shape.length * SHAPE_DIGIT + 8;
+  return m.ops.width[op] - width >= chips.length * CHIP_WIDTH + 8 ? width : 0;
+}
+
+const CHIP_WIDTH = 46, SHAPE_DIGIT = 7.6; // the least width of a chip, and the width of a digit, as in viewer_data.py
 
 /** Returns labels for the quantized constants of an op and its own annotations. */
 function chipsOf(app, op) {
@@ -353,7 +368,7 @@ function drawChips(app, op, y) {
   if (!chips.length) return;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.textAlign = "center";
-  const from = inputState(app, op) >= 2 ? 7 : 4, room = (width - 4 - from) / chips.length, single = chips.length === 1 && !chips[0].text;
+  const from = inputState(app, op) >= 2 ? 7 : 4, room = (width - 4 - from - shapeRoom(app, op, chips)) / chips.length, single = chips.length === 1 && !chips[0].text;
   setFont(app, "annotation");
   chips.forEach((chip, i) => {
     const annotation = m.annotations[chip.annotation], left = x + from + room * i;
@@ -362,11 +377,11 @@ function drawChips(app, op, y) {
     const label = single ? annotationLabel(app, chip.annotation) : `${chip.text} ${value}`.trim();
     ctx.fillStyle = annotationColor(app, chip.annotation);
     ctx.beginPath();
-    ctx.roundRect(left + 1, y + 35, room - 2, 14, 4);
+    ctx.roundRect(left + 1, y + 41, room - 2, 16, 4);
     ctx.fill();
     ctx.fillStyle = showsHeatmap(app) && figure !== undefined ? color.ink : color.onannotation;
-    ctx.fillText(fitText(app, ctx, label, room - 4), left + room / 2, y + 45.5);
-    app.hits.push({ x: left, y: y + 34, right: left + room, bottom: y + 50, annotation: chip.annotation });
+    ctx.fillText(fitText(app, ctx, label, room - 4), left + room / 2, y + 53);
+    app.hits.push({ x: left, y: y + 40, right: left + room, bottom: y + 58, annotation: chip.annotation });
   });
 }
 
@@ -387,10 +402,10 @@ function drawGroup(app, box, y) {
   ctx.textAlign = "center";
   ctx.fillStyle = color.ink;
   setFont(app, "type");
-  ctx.fillText(fitText(app, ctx, `+ ${m.text(m.group.label[box.group])}`, box.width - 10), box.x, y + 22);
+  ctx.fillText(fitText(app, ctx, `+ ${m.text(m.group.label[box.group])}`, box.width - 10), box.x, y + 26);
   ctx.fillStyle = color.soft;
   setFont(app, "name");
-  ctx.fillText(pluralize(m.groupExtents[box.group].ops, "op"), box.x, y + 38);
+  ctx.fillText(pluralize(m.groupExtents[box.group].ops, "op"), box.x, y + 46);
 }
 
 /** Draws annotations on the last pieces of wires: as text, as dots at low zoom, or unfolded as their ops. */
@@ -403,12 +418,13 @@ function drawAnnotations(app, area) {
       if (!marked.length || Math.max(x0[i], x1[i]) < area.left - 60 || Math.min(x0[i], x1[i]) > area.right + 60) continue;
       const target = m.wire.target[wire[i]];
       for (const annotation of marked) {
+        if (app.unfolded.has(annotation)) continue;
         const lane = lanes.get(target) || 0;
         lanes.set(target, lane + 1);
         drawAnnotation(app, annotation, target, { x0: x0[i], x1: x1[i], above, below }, [0.7, 0.36, 0.88][lane % 3]);
       }
     }
-    for (const op of app.unfolded.size ? m.inRow.of(row) : []) if (s.hiddenBy(op) < 0 && m.side.op[op] & app.side) drawConstants(app, op, below);
+    if (s.unfolded.has(row)) drawUnfolded(app, row, area);
   }
   app.ctx.globalAlpha = 1;
 }
@@ -418,7 +434,6 @@ function drawAnnotation(app, number, target, piece, t) {
   const x = piece.x0 + (piece.x1 - piece.x0) * t * t * (3 - 2 * t);
   const y = piece.above + (piece.below - piece.above) * (1.5 * t * (1 - t) + t * t * t);
   ctx.globalAlpha = app.matched && !app.matched[target] ? 0.2 : 1;
-  if (app.unfolded.has(number)) return drawUnfolded(app, number, x, (piece.above + piece.below) / 2);
   const selected = app.selected && app.selected.annotation === number;
   ctx.fillStyle = annotationColor(app, number);
   if (view.k < TEXT_ZOOM) {
@@ -429,9 +444,9 @@ function drawAnnotation(app, number, target, piece, t) {
     return;
   }
   setFont(app, "annotation");
-  const text = fitText(app, ctx, annotationLabel(app, number), 150), half = ctx.measureText(text).width / 2 + 5;
+  const text = fitText(app, ctx, annotationLabel(app, number), 180), half = ctx.measureText(text).width / 2 + 5;
   ctx.beginPath();
-  ctx.roundRect(x - half, y - 8, 2 * half, 16, 8);
+  ctx.roundRect(x - half, y - 10, 2 * half, 20, 10);
   ctx.fill();
   if (selected) {
     ctx.strokeStyle = color.accent;
@@ -440,62 +455,66 @@ function drawAnnotation(app, number, target, piece, t) {
   }
   ctx.textAlign = "center";
   ctx.fillStyle = showsHeatmap(app) && figureOf(app, number) !== undefined ? color.ink : color.onannotation;
-  ctx.fillText(text, x, y + 3.5);
-  app.hits.push({ x: x - half, y: y - 8, right: x + half, bottom: y + 8, annotation: number });
+  ctx.fillText(text, x, y + 4.5);
+  app.hits.push({ x: x - half, y: y - 10, right: x + half, bottom: y + 10, annotation: number });
+}
+
+/** Draws the unfolded annotations above a row: first the lines from constants to their op, then the boxes. */
+function drawUnfolded(app, row, area) {
+  const { ctx, m, s } = app, bottom = s.bandBottom(row);
+  const items = s.unfolded.get(row).items.filter(({ side, left, width }) => side & app.side && left < area.right && left + width > area.left);
+  ctx.lineWidth = 1.5;
+  for (const { op, constants, left, width, up, height } of items) {
+    if (!constants) continue;
+    ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
+    ctx.strokeStyle = badgeColor(app, m.annotations[constants[constants.length - 1].annotation].dtype);
+    ctx.beginPath();
+    ctx.moveTo(left + width, bottom - up + height - CONSTANT_HEIGHT / 2);
+    ctx.lineTo(s.x[op] - m.ops.width[op] / 2 + 8, s.boxTop(row));
+    ctx.stroke();
+  }
+  for (const item of items) {
+    ctx.globalAlpha = app.matched && !app.matched[item.op] ? 0.2 : 1;
+    (item.constants ? drawConstants : drawRepresentedOps)(app, item, bottom - item.up);
+  }
+}
+
+function unfoldedBox(app, stroke, x, y, width, height) {
+  const { ctx } = app;
+  ctx.fillStyle = app.color.back;
+  ctx.strokeStyle = stroke;
+  ctx.beginPath();
+  ctx.roundRect(x, y, width, height, 5);
+  ctx.fill();
+  ctx.stroke();
+  ctx.fillStyle = app.color.ink;
 }
 
 /** Draws the ops of an unfolded annotation below each other; planned ops have no names yet. */
-function drawUnfolded(app, number, x, y) {
-  const { ctx, m, color } = app, annotation = m.annotations[number];
-  const all = annotation.ops || (m.planned ? [["quantize", ""], ["dequantize", ""]] : [[annotation.dtype, annotation.name || ""]]), height = 26;
-  const ops = all.length > 4 ? [[`${all.length - 3} more`, "in the panel"], ...all.slice(-3)] : all;
+function drawRepresentedOps(app, { annotation: number, ops, left, width }, y) {
+  const { ctx, m, color } = app, annotation = m.annotations[number], middle = left + width / 2;
   ctx.textAlign = "center";
+  setFont(app, "name");
   ops.forEach(([type, name], i) => {
-    const top = y + (i - ops.length / 2) * (height + 4);
-    ctx.fillStyle = color.back;
-    ctx.strokeStyle = badgeColor(app, annotation.dtype);
-    ctx.lineWidth = 1.5;
-    ctx.beginPath();
-    ctx.roundRect(x - 62, top, 124, height, 5);
-    ctx.fill();
-    ctx.stroke();
-    ctx.fillStyle = color.ink;
-    setFont(app, "name");
-    ctx.fillText(fitText(app, ctx, type, 118), x, top + 11);
+    const top = y + i * OP_HEIGHT, height = OP_HEIGHT - 3;
+    unfoldedBox(app, badgeColor(app, annotation.dtype), left, top, width, height);
+    ctx.fillText(fitText(app, ctx, type, width - 8), middle, top + 14);
     ctx.fillStyle = color.soft;
-    ctx.fillText(fitText(app, ctx, name.split("/").pop() || annotationText(annotation), 118), x, top + 22);
-    app.hits.push({ x: x - 62, y: top, right: x + 62, bottom: top + height, annotation: number });
+    ctx.fillText(fitText(app, ctx, name.split("/").pop() || annotationText(annotation), width - 8), middle, top + 28);
+    app.hits.push({ x: left, y: top, right: left + width, bottom: top + height, annotation: number });
   });
 }
 
-/** Draws the constants with unfolded annotations above the left end of an op. */
-function drawConstants(app, op, below) {
-  const { ctx, m, s, color } = app, open = [];
-  for (const constant of m.constants.of(op)) {
-    const marked = onSide(app, m.constant.annotations[constant]);
-    if (marked.some((annotation) => app.unfolded.has(annotation))) open.push({ constant, annotation: marked[marked.length - 1] });
-  }
-  const x = Math.min(s.x[op] - m.ops.width[op] / 2, s.x[op] - 76); // left of the ops of an unfolded annotation
+/** Draws the unfolded constants of an op below each other. */
+function drawConstants(app, { constants, left, width }, y) {
+  const { ctx, m, color } = app;
   ctx.textAlign = "left";
   setFont(app, "name");
-  if (open.length > 4) open.splice(3, open.length, { more: open.length - 3 });
-  open.forEach(({ constant, annotation, more }, i) => {
-    const y = below - 26 - i * 22;
-    ctx.fillStyle = color.back;
-    ctx.strokeStyle = more ? color.line : badgeColor(app, m.annotations[annotation].dtype);
-    ctx.lineWidth = 1.5;
-    ctx.beginPath();
-    ctx.moveTo(x, y + 9);
-    ctx.lineTo(x + 6, y + 9);
-    ctx.lineTo(s.x[op] - m.ops.width[op] / 2 + 8, s.boxTop(m.layer[op]));
-    ctx.stroke();
-    ctx.beginPath();
-    ctx.roundRect(x - 130, y, 130, 18, 4);
-    ctx.fill();
-    ctx.stroke();
-    ctx.fillStyle = color.ink;
+  constants.forEach(({ constant, annotation, more }, i) => {
+    const top = y + i * CONSTANT_HEIGHT, height = CONSTANT_HEIGHT - 3;
+    unfoldedBox(app, more ? color.line : badgeColor(app, m.annotations[annotation].dtype), left, top, width, height);
     const label = more ? `and ${more} more` : `${m.text(m.constant.role[constant])} ${shortType(m.annotations[annotation].dtype)} ${m.text(m.constant.shape[constant])}`;
-    ctx.fillText(fitText(app, ctx, label, 122), x - 126, y + 12);
-    if (!more) app.hits.push({ x: x - 130, y, right: x, bottom: y + 18, annotation });
+    ctx.fillText(fitText(app, ctx, label, width - 8), left + 4, top + 14);
+    if (!more) app.hits.push({ x: left, y: top, right: left + width, bottom: top + height, annotation });
   });
 }

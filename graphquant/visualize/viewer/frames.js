@@ -181,7 +181,7 @@ function drawLabels(app, area, frames) {
     ctx.fillRect(frame.x + 1, y + 1, right - frame.x - 2, LABEL_HEIGHT - 3);
     ctx.globalAlpha = 1;
     ctx.fillStyle = color.soft;
-    ctx.fillText(label, frame.x + 4, y + 11);
+    ctx.fillText(label, frame.x + 4, y + 13);
     app.hits.push({ x: frame.x, y, right, bottom: y + LABEL_HEIGHT, frame: frame.group });
   }
 }

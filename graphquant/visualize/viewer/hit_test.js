@@ -15,7 +15,7 @@ function hitTest(app, pane, x, y) {
       if (Math.abs(x - box.x) <= box.width / 2) return { kind: "group", group: box.group };
     }
     const inRow = m.inRow.of(row);
-    for (let i = firstFrom(s.x, inRow, x - 130); i < inRow.length && s.x[inRow[i]] <= x + 130; i++) {
+    for (let i = firstFrom(s.x, inRow, x - MAX_BOX); i < inRow.length && s.x[inRow[i]] <= x + MAX_BOX; i++) {
       const op = inRow[i];
       if (s.hiddenBy(op) < 0 && m.side.op[op] & pane.side && Math.abs(x - s.x[op]) <= m.ops.width[op] / 2) return { kind: "op", op };
     }

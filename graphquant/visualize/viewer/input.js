@@ -9,30 +9,45 @@ function rebuild(app) {
 
 function centerOn(app, op) {
   const { s, m, view, canvas } = app;
-  view.k = Math.max(view.k, 0.8);
+  view.k = Math.max(view.k, READABLE_ZOOM);
   const covered = app.results.hidden ? 0 : app.results.offsetWidth;
   view.x = (canvas.clientWidth + covered) / 2 - s.x[op] * view.k;
   view.y = canvas.clientHeight / 2 - (s.boxTop(m.layer[op]) + BOX_HEIGHT / 2) * view.k;
 }
 
-/** Returns the selected op, or else the visible op that is nearest to the center of the view. */
+/** Returns the position of an op's box, or of the box of the group that hides it, as x and row. */
+function positionOf(app, op) {
+  const { s, m } = app, group = s.hiddenBy(op);
+  return group < 0 ? { x: s.x[op], row: m.layer[op] } : s.boxes.get(group);
+}
+
+/** Returns the first op in a group or in one of its inner groups; -1 without any. */
+function firstOpIn(m, group) {
+  return m.ops.group.findIndex((inner) => {
+    while (inner > group) inner = m.group.parent[inner]; // a parent precedes its children
+    return inner === group;
+  });
+}
+
+/** Returns the op of the selection, or else the op that is nearest to the center of the view. */
 function anchorOp(app) {
-  const { s, m, view, canvas } = app, selected = app.selected ? targetOp(app, app.selected) : -1;
-  if (selected >= 0) return selected;
+  const { s, m, view, canvas, selected } = app;
+  const op = !selected ? -1 : selected.kind === "group" ? firstOpIn(m, selected.group) : targetOp(app, selected);
+  if (op >= 0) return op;
   const x = (canvas.clientWidth / 2 - view.x) / view.k, y = (canvas.clientHeight / 2 - view.y) / view.k;
   let nearest = -1, least = Infinity;
-  for (let op = 0; op < m.count; op++) {
-    const distance = s.hiddenBy(op) < 0 ? Math.hypot(s.x[op] - x, s.boxTop(m.layer[op]) - y) : Infinity;
-    if (distance < least) [nearest, least] = [op, distance];
+  for (let candidate = 0; candidate < m.count; candidate++) {
+    const box = positionOf(app, candidate), distance = Math.hypot(box.x - x, s.boxTop(box.row) - y);
+    if (distance < least) [nearest, least] = [candidate, distance];
   }
   return nearest;
 }
 
 /** Moves the view so that an op, or the group that hides it, is in view. */
 function reveal(app, op) {
-  const { s, m, view, canvas } = app;
+  const { s, view, canvas } = app;
   if (op < 0) return fitView(app, false);
-  const group = s.hiddenBy(op), box = group < 0 ? { x: s.x[op], row: m.layer[op] } : s.boxes.get(group);
+  const box = positionOf(app, op);
   const centerY = s.boxTop(box.row) + BOX_HEIGHT / 2, x = box.x * view.k + view.x, y = centerY * view.k + view.y;
   if (x > 0 && x < canvas.clientWidth && y > 0 && y < canvas.clientHeight) return;
   view.x = canvas.clientWidth / 2 - box.x * view.k;
@@ -48,14 +63,21 @@ function collapseAll(app) {
   reveal(app, op);
 }
 
+/** Expands all groups, likewise. */
+function expandAll(app) {
+  const op = anchorOp(app);
+  app.collapsed.clear();
+  rebuild(app);
+  reveal(app, op);
+}
+
 function setCollapsed(app, group, collapsed) {
   if (collapsed) app.collapsed.add(group);
   else app.collapsed.delete(group);
   const before = app.s.boxTop(app.m.groupExtents[group].top);
   rebuild(app);
   app.view.y += (before - app.s.boxTop(app.m.groupExtents[group].top)) * app.view.k;
-  const inside = app.m.ops.group.findIndex((owner) => owner === group);
-  if (inside >= 0) reveal(app, inside);
+  reveal(app, firstOpIn(app.m, group));
   select(app, { kind: "group", group }, { link: false });
 }
 
@@ -95,16 +117,34 @@ function zoom(app, factor, x = app.canvas.clientWidth / 2, y = app.canvas.client
   app.redraw();
 }
 
-/** Shows the whole model, or its start at a readable zoom. */
+/** Shows the whole model, or its start at a readable zoom: the model's first input that is read, with its neighbors. */
 function fitView(app, all) {
   const { m, s, view, canvas } = app, width = canvas.clientWidth, height = canvas.clientHeight;
   const k = Math.min(1, (width - 40) / Math.max(m.width, 1), (height - 40) / Math.max(s.height, 1));
-  view.k = all || k > 0.4 ? Math.max(k, 0.002) : 0.75;
-  const top = m.rows && view.k > k ? Array.from(m.inRow.of(0)) : [], read = top.filter((op) => m.outgoing.of(op).length);
-  const first = read.length ? read : top;  // prefer inputs with readers
-  const middle = first.length ? (s.x[first[0]] + s.x[first[first.length - 1]]) / 2 : m.width / 2;
-  view.x = width / 2 - middle * view.k;
-  view.y = view.k > k ? 10 : Math.max(10, (height - s.height * view.k) / 2);
+  view.k = Math.max(k, all ? 0.002 : READABLE_ZOOM);
+  view.x = (width - m.width * view.k) / 2;
+  view.y = Math.max(10, (height - s.height * view.k) / 2);
+  if (view.k > k && m.count) {
+    const isInput = (op) => m.kind(op) === "input" && !m.ops.graph[op] && m.outgoing.of(op).length && s.hiddenBy(op) < 0;
+    const input = m.layer.findIndex((_, op) => isInput(op)), row = input < 0 ? 0 : m.layer[input];
+    const starts = Array.from(m.inRow.of(row)).filter(input < 0 ? (op) => s.hiddenBy(op) < 0 : isInput), ends = [starts[0], starts[starts.length - 1]];
+    const fits = starts.length && (s.x[ends[1]] - s.x[ends[0]] + MAX_BOX) * view.k < width;
+    const middle = fits ? (s.x[ends[0]] + s.x[ends[1]]) / 2 : input >= 0 ? s.x[input] : starts.length ? s.x[starts[0]] : m.width / 2;
+    const start = (room, size, at) => Math.min(20, Math.max(room - size * view.k - 20, at)); // no empty margin
+    if (m.width * view.k > width - 40) view.x = start(width, m.width, width / 2 - middle * view.k);
+    view.y = start(height, s.height, 10 - s.top[row] * view.k);
+  }
+  app.redraw();
+}
+
+/** Keeps the middle of the view after a resize. A page that had no size, in a hidden cell or frame, starts only now. */
+function onResize(app) {
+  const { view, canvas } = app, [width, height] = app.size;
+  app.size = [canvas.clientWidth, canvas.clientHeight];
+  if (width && height) view.x += (canvas.clientWidth - width) / 2;
+  else if (app.selected && targetOp(app, app.selected) >= 0) centerOn(app, targetOp(app, app.selected));
+  else fitView(app, false);
+  app.mapLater();
   app.redraw();
 }
 
@@ -166,7 +206,7 @@ function onKey(app, event) {
       const group = app.selected && app.selected.kind === "group" ? app.selected.group : app.selected ? app.m.ops.group[targetOp(app, app.selected)] : -1;
       if (group >= 0) setCollapsed(app, group, !app.collapsed.has(group));
     },
-    e: () => { app.collapsed.clear(); rebuild(app); },
+    e: () => expandAll(app),
     "?": () => select(app, null),
   };
   const canvas = app.panes.some((pane) => pane.canvas === event.target);

@@ -39,7 +39,10 @@ function select(app, selection, { move = false, link = true } = {}) {
 /** Returns the full name for the tooltip, since the drawing truncates names. */
 function fullName(app, selection) {
   const { m } = app;
-  if (selection.kind === "op") return `${m.type(selection.op)} ${m.full(selection.op)}`;
+  if (selection.kind === "op") {
+    const constants = Array.from(m.constants.of(selection.op), (i) => `${m.text(m.constant.role[i])} ${m.text(m.constant.dtype[i])} ${m.text(m.constant.shape[i])}`);
+    return [`${m.type(selection.op)} ${m.full(selection.op)}`, ...constants].join("\n");
+  }
   if (selection.kind === "wire") return `${m.full(m.wire.source[selection.wire])}:${m.wire.port[selection.wire]}`;
   if (selection.kind === "group") return m.text(m.group.label[selection.group]);
   const annotation = m.annotations[selection.annotation];

@@ -19,10 +19,12 @@ function scene(m, collapsed, unfolded) {
     s.x = shiftRow(m, s, row, boxes);
   }
   reserveLabels(m, s);
-  s.top = rowTops(m, s, unfolded);
+  s.unfolded = placeUnfolded(m, s, unfolded);
+  s.top = rowTops(m, s);
   s.height = s.top[m.rows];
   s.boxTop = (row) => s.top[row + 1] - BOX_HEIGHT;
-  s.entry = (row) => Math.max(s.top[row], s.boxTop(row) - LABEL_HEIGHT * s.strip[row]); // frame labels are below
+  s.bandBottom = (row) => s.boxTop(row) - LABEL_HEIGHT * s.strip[row]; // frame labels are below
+  s.entry = (row) => Math.max(s.top[row], s.bandBottom(row) - (s.unfolded.has(row) ? s.unfolded.get(row).height : 0));
   const end = (op, side) => {
     const group = s.hiddenBy(op), row = group < 0 ? m.layer[op] : s.boxes.get(group).row;
     return { node: group < 0 ? op : -1 - group, x: group < 0 ? s.x[op] : s.boxes.get(group).x, row, side };
@@ -58,14 +60,68 @@ function shiftRow(m, s, row, boxes) {
 }
 
 /** Returns the top of each row, with the room above its boxes; empty rows have no height. */
-function rowTops(m, s, unfolded) {
-  const extra = new Uint8Array(m.rows);
-  for (const annotation of unfolded) {
-    for (const reader of m.readers[annotation]) if (s.hiddenBy(reader.op) < 0) extra[m.layer[reader.op]] = 1;
-  }
+function rowTops(m, s) {
   const top = new Float64Array(m.rows + 1);
-  for (let row = 0; row < m.rows; row++) top[row + 1] = top[row] + (s.filled[row] ? BOX_HEIGHT + ROW_GAP + LABEL_HEIGHT * s.strip[row] + extra[row] * UNFOLDED_GAP : 0);
+  for (let row = 0; row < m.rows; row++) {
+    const gap = m.annotatedRows[row] ? ROW_GAP : PLAIN_GAP, band = s.unfolded.get(row);
+    top[row + 1] = top[row] + (s.filled[row] ? BOX_HEIGHT + gap + LABEL_HEIGHT * s.strip[row] + (band ? band.height : 0) : 0);
+  }
   return top;
+}
+
+/** Returns the ops of an annotation, as type and name; the first ones are counted if there are many. */
+function representedOps(m, number) {
+  const annotation = m.annotations[number], planned = [["quantize", ""], ["dequantize", ""]];
+  const all = annotation.ops || (m.planned ? planned : [[annotation.dtype, annotation.name || ""]]);
+  return all.length > 4 ? [[`${all.length - 3} more`, "in the panel"], ...all.slice(-3)] : all;
+}
+
+/**
+ * Places unfolded annotations in a band above the row of their reader: the ops on a wire above its end, and constants
+ * left of their op. Items whose extents in x overlap are in different tiers; tier 0 is the lowest one.
+ */
+function placeUnfolded(m, s, unfolded) {
+  const bands = new Map(), lists = new Map();
+  const add = (op, item) => {
+    const row = m.layer[op];
+    if (!bands.has(row)) bands.set(row, { items: [], height: 0 });
+    bands.get(row).items.push({ op, ...item });
+  };
+  for (const annotation of unfolded) {
+    const side = m.side.annotation[annotation], ops = representedOps(m, annotation);
+    for (const { op, wire, constant } of m.readers[annotation]) {
+      if (s.hiddenBy(op) >= 0) continue;
+      if (wire !== undefined) {
+        add(op, { annotation, side, ops, left: m.portX[wire] + s.x[op] - m.x[op] - OP_WIDTH / 2, width: OP_WIDTH, height: OP_HEIGHT * ops.length });
+      } else if (constant !== undefined) {
+        const key = `${op} ${side}`;
+        if (!lists.has(key)) lists.set(key, { op, side, constants: [] });
+        lists.get(key).constants.push({ annotation, constant });
+      }
+    }
+  }
+  for (const { op, side, constants } of lists.values()) {
+    if (constants.length > 4) constants.splice(0, constants.length - 3, { more: constants.length - 3 });
+    const left = s.x[op] - Math.max(m.ops.width[op], OP_WIDTH) / 2 - OP_WIDTH - TIER_GAP;
+    add(op, { side, constants, left, width: OP_WIDTH, height: CONSTANT_HEIGHT * constants.length });
+  }
+  for (const band of bands.values()) placeTiers(band);
+  return bands;
+}
+
+/** Sets the tier of each item of a band, the least number without overlap, and `up`, from the band's bottom to its top. */
+function placeTiers(band) {
+  const tiers = [];
+  for (const item of band.items.sort((a, b) => a.left - b.left)) {
+    const taken = (tier) => [FIRST, SECOND].some((side) => item.side & side && tier.right[side] + TIER_GAP > item.left);
+    let number = tiers.findIndex((tier) => !taken(tier));
+    if (number < 0) number = tiers.push({ right: { [FIRST]: -Infinity, [SECOND]: -Infinity }, height: 0 }) - 1;
+    for (const side of [FIRST, SECOND]) if (item.side & side) tiers[number].right[side] = item.left + item.width;
+    tiers[number].height = Math.max(tiers[number].height, item.height);
+    item.tier = number;
+  }
+  const bottoms = tiers.map(({ height }) => (band.height += height + TIER_GAP) - height);
+  for (const item of band.items) item.up = bottoms[item.tier] + item.height;
 }
 
 /** Splits wires into pieces between adjacent rows, by end row; collects wires that cross rows. */

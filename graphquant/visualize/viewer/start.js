@@ -1,6 +1,6 @@
 // Toolbar and startup.
 
-const WORST_LINKS = 5, NARROW = "(max-width:50rem)";
+const WORST_LINKS = 5, MAX_LINK = 36, NARROW = "(max-width:50rem)";
 
 function filterSelect(app, key, title, entries) {
   const set = (event) => {
@@ -38,7 +38,7 @@ function bar(app) {
     m.control.source.length ? el("button", { id: "controls", title: "Control edges (d)", "aria-label": "Control edges", "aria-pressed": "false", onclick: () => showControls(app, !app.controls) }, "control") : "",
     button("fold", "Unfold or fold all annotations (u)", () => toggleUnfold(app)),
     button("collapse", "Collapse all groups", () => collapseAll(app)),
-    button("expand", "Expand all groups (e)", () => { app.collapsed.clear(); rebuild(app); reveal(app, anchorOp(app)); }),
+    button("expand", "Expand all groups (e)", () => expandAll(app)),
     button("−", "Zoom out (−)", () => zoom(app, 1 / 1.3)),
     button("+", "Zoom in (+)", () => zoom(app, 1.3)),
     button("all", "Show all (0)", () => fitView(app, true)),
@@ -47,15 +47,33 @@ function bar(app) {
   );
 }
 
+/** Returns the name of an annotation's tensor without that of its graph. */
+function nameInGraph(m, annotation) {
+  const [reader] = m.readers[annotation];
+  if (!reader) return m.annotations[annotation].tensor;
+  if (reader.constant !== undefined) return m.text(m.constant.name[reader.constant]);
+  if (reader.wire === undefined) return m.name(reader.op);
+  const port = m.wire.port[reader.wire];
+  return m.name(m.wire.source[reader.wire]) + (port ? `:${port}` : "");
+}
+
+/** Returns names without the scopes that all of them begin with, and without the begin of long ones. */
+function shortNames(names) {
+  const paths = names.map((name) => name.replace(/^\//, "").split("/"));
+  while (paths.length > 1 && paths.every((path) => path.length > 1 && path[0] === paths[0][0])) paths.forEach((path) => path.shift());
+  return paths.map((path) => path.join("/")).map((name) => (name.length > MAX_LINK ? `…${name.slice(-MAX_LINK)}` : name));
+}
+
 /** Returns the figures of the result and links to the worst tensors, or "" if there are none. */
 function figureStrip(app) {
   const { m } = app, known = m.annotations.map(({ sqnr }, annotation) => [sqnr, annotation]).filter(([sqnr]) => typeof sqnr === "number");
   const worst = known.sort((a, b) => a[0] - b[0]).slice(0, WORST_LINKS);
   if (!m.figures.length && !worst.length) return "";
-  const link = ([sqnr, annotation]) => el("button", { className: "link", onclick: () => select(app, { kind: "annotation", annotation }, { move: true }) }, `${m.annotations[annotation].name || m.annotations[annotation].tensor} ${sqnr.toFixed(1)} dB`);
+  const names = shortNames(worst.map(([, annotation]) => nameInGraph(m, annotation)));
+  const link = ([sqnr, annotation], i) => el("button", { className: "link", title: m.annotations[annotation].name || m.annotations[annotation].tensor, onclick: () => select(app, { kind: "annotation", annotation }, { move: true }) }, `${names[i]} ${sqnr.toFixed(1)} dB`);
   return el("div", { id: "strip" },
     ...m.figures.map(([label, value]) => el("span", {}, `${label} `, el("b", {}, value))),
-    worst.length ? el("span", {}, "worst tensors ", ...worst.flatMap((entry, i) => (i ? [", ", link(entry)] : [link(entry)]))) : "",
+    worst.length ? el("span", {}, "worst tensors ", ...worst.flatMap((entry, i) => (i ? [", ", link(entry, i)] : [link(entry, i)]))) : "",
   );
 }
 
@@ -137,6 +155,7 @@ async function start() {
   app.panel.replaceChildren(...aboutModel(app));
   fillList(app);
   showControls(app, m.control.source.length <= MAX_CONTROLS);
+  app.size = [canvas.clientWidth, canvas.clientHeight];
   fitView(app, false);
   followLink(app);
   draw(app);
@@ -144,7 +163,7 @@ async function start() {
   onPrint(app);
   addEventListener("keydown", (event) => onKey(app, event));
   addEventListener("hashchange", () => followLink(app));
-  new ResizeObserver(() => { app.mapLater(); app.redraw(); }).observe(canvas.parentElement.parentElement);
+  new ResizeObserver(() => onResize(app)).observe(canvas.parentElement.parentElement);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(app, document.documentElement.dataset.theme));
   requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("drawn")));
   app.mapLater();
