@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from graphquant.formats import provenance_of
 from graphquant.ir import (
     DATA_MOVEMENT_KINDS,
     FLOAT_TYPES,
@@ -27,6 +28,7 @@ from graphquant.ir import (
 from graphquant.ir.op_matching import is_barrier
 from graphquant.numerics import DynamicQParams
 from graphquant.qdq import family_of
+from graphquant.quantize.integer_io import BoundaryTensor, integer_tensors
 
 if TYPE_CHECKING:
     from graphquant.numerics import QParams
@@ -90,6 +92,8 @@ class ModelSummary:
     # Weighted ops of saved functions that stay float. Rules apply to reachable graphs and their clones only.
     float_clone_ops: tuple[OpCoverage, ...]
 
+    io: tuple[BoundaryTensor, ...]  # integer inputs and outputs in place of floats, as graphquant recorded them
+
     @property
     def inputs(self) -> tuple[Op, ...]:
         """Inputs of the main graph."""
@@ -138,6 +142,7 @@ def summarize_model(model: Model) -> ModelSummary:
     tensors.sort(key=lambda stored_tensor: (graph_order[stored_tensor.tensor.graph], stored_tensor.stored.index))
     return ModelSummary(
         model=model,
+        io=integer_tensors(provenance_of(model)),
         op_types=dict(sorted(types.items(), key=lambda entry: (-entry[1], entry[0]))),
         quantization_ops=tuple(quantization_ops),
         distinct_ops=tuple(_merge_copies(model, quantization_ops, python_ops, clones)),

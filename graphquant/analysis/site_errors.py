@@ -138,7 +138,7 @@ def match_sites(float_model: Model, quantized_model: Model, prepared: Model | No
         op_pairs = match_ops(quantized_model, prepared)
     prepared = prepared or float_model
     parameters, float_weights = Parameters(quantized_model), _FloatWeights(quantized_model, prepared, op_pairs)
-    record = _provenance(quantized_model)
+    record = formats.provenance_of(quantized_model)
     compared, rescaled_tensors = [], _rescaled_tensors(record)
     has_corrected_biases = "bias-correction" in record.get("algorithms", "")
     for quantization_op in summarize_model(quantized_model).quantization_ops:
@@ -149,7 +149,8 @@ def match_sites(float_model: Model, quantized_model: Model, prepared: Model | No
             and quantized_model.graphs[output_tensor.graph].slots(output_tensor.op)[0] == quantized_tensor
         )
         parameter = parameters.is_parameter(quantized_tensor)
-        if reads_integers and not parameter:
+        gives_integers = quantized_model.op(output_tensor).kind == "quantize"  # as those of an integer output
+        if gives_integers or (reads_integers and not parameter):
             continue  # integers that the model computes
         unquantized = unquantized_source(quantized_model, quantized_tensor)
         site = ComparedSite(
@@ -172,11 +173,6 @@ def match_sites(float_model: Model, quantized_model: Model, prepared: Model | No
     kinds = {op.kind for graph in float_model.graphs.values() for op in graph.ops()}
     float_has_quantization = not kinds.isdisjoint(QUANTIZATION_KINDS)
     return ComparedSites(sites=tuple(compared), float_model=prepared, float_has_quantization=float_has_quantization)
-
-
-def _provenance(quantized_model: Model) -> Mapping[str, str]:
-    """Return what graphquant recorded in the model."""
-    return quantized_model.provenance or formats.format_module(quantized_model.format).read_metadata(quantized_model)
 
 
 def _rescaled_tensors(provenance: Mapping[str, str]) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from graphquant.analysis.conversion_report import (
     ConversionReport,
@@ -63,7 +63,7 @@ def convert_to_tflite(
     path: str | Path | None,
     *,
     force: bool = False,
-    io: Literal["int8", "uint8", "float32"] | None = None,
+    io: str | None = None,
 ) -> ConversionReport:
     """Convert a quantized frozen model, compare it with its plan, and write it.
 

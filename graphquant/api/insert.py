@@ -42,7 +42,7 @@ from graphquant.calibration.data import as_data_spec, parse_data_sources
 from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
 from graphquant.calibration.memory import return_freed_memory
 from graphquant.calibration.metric import load_metric
-from graphquant.errors import DataError, EmptyResultError, ModelError, NeedsDataError, UsageError
+from graphquant.errors import DataError, EmptyResultError, FindingsError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize import (
     BuiltModel,
     Objective,
@@ -72,6 +72,7 @@ from graphquant.quantize import (
     read_range_file,
     transfer_ranges,
 )
+from graphquant.quantize.integer_io import set_pixel_ranges, with_integer_io
 from graphquant.rules import NEGATION
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import NO_TARGET, InsertOptions, resolve_options, takes_options
@@ -121,6 +122,7 @@ def insert(
     sample_shapes = partial(_first_sample_shapes, open_samples, settings)
     prepared, plan = prepare_and_plan(source, settings, settings.plan, sample_shapes=sample_shapes)
     plan, transfer = _apply_ranges(source, prepared, plan, settings)
+    plan, pictures = _apply_pixel_ranges(prepared, plan, settings, open_samples)
     data = _split_data(prepared, plan, objective, settings, open_samples)
     if data.lacks_samples:
         raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
@@ -148,14 +150,14 @@ def insert(
     if repair is not None and repair.steps:
         base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
         trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
-    result = make_result(source, state, built, trace, stats)
+    result = _with_integer_io(make_result(source, state, built, trace, stats), settings, pictures)
     # Scaled channels would differ from those of the source.
     like_source = None if state.rescaled_tensors else state.model
     validation = _validate(result, data, settings, objective.bounds, progress, like_source)
     # The plans of a repair would take many times as long as the rest for so many quantized tensors.
     is_repairable = validation is not None and has_few_sites(len(result.inserted)) and context.allows(objective)
     if validation is not None and is_repairable and context.misses_target(built, validation):
-        result = context.repair(workspace, built, validation)
+        result = _with_integer_io(context.repair(workspace, built, validation), settings, pictures)
         validation = _validate(result, data, settings, objective.bounds, progress)
     stats_path = Path(settings.stats) if result.stats and isinstance(settings.stats, str | Path) else None
     result = replace(
@@ -178,6 +180,20 @@ def _release_float_runners() -> None:
     """Free the sessions of the float model. One that observes all activations needs much memory."""
     formats.release_runner("source")
     formats.release_runner("prepared")
+
+
+def _with_integer_io(result: Result, settings: InsertOptions, pictures: frozenset[str]) -> Result:
+    """Return the result with integer inputs and outputs, if the options request them."""
+    if settings.io is None or settings.io == "float32" or not result.inserted or result.model.format != "onnx":
+        return result
+    changed, tensors = with_integer_io(result.model, settings.io, pictures)
+    if all(tensor.reason for tensor in tensors):
+        listed = "; ".join(map(str, tensors)) or "none is float32"
+        raise FindingsError(
+            f"No input or output can be {settings.io}: {listed}. Nothing was written. Quantize them with other rules,"
+            " such as generic or qnn, or use --io float32."
+        )
+    return replace(result, model=changed, io=tensors)
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:
@@ -238,6 +254,17 @@ def _apply_ranges(
     names = settings.ranges_map
     name_map = read_name_map(Path(names)) if isinstance(names, str | Path) else names or {}
     return transfer_ranges(prepared, plan, _read_ranges(settings.ranges), name_map)
+
+
+def _apply_pixel_ranges(
+    prepared: Model, plan: Plan, settings: InsertOptions, open_samples: Callable[[int | None], Dataset]
+) -> tuple[Plan, frozenset[str]]:
+    """Return the plan for integer inputs, with the ranges of normalized pixels, and the inputs that take pixels."""
+    if settings.io is not None and prepared.format != "onnx" and settings.runtime != "tflite":
+        raise UsageError("--io is for ONNX models and TFLite files. Write to -o NAME.tflite, or remove --io.")
+    if settings.io not in {"int8", "uint8"} or prepared.format != "onnx" or settings.data is None:
+        return plan, frozenset()
+    return set_pixel_ranges(prepared, plan, next(open_samples(settings.samples).feeds_between(0, 1), {}))
 
 
 def _read_ranges(ranges: Model | str | Path) -> Model:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from graphquant.backends import Verdict
     from graphquant.calibration.data.check import DataFinding
     from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace, TimeRatio
+    from graphquant.quantize.integer_io import BoundaryTensor
     from graphquant.quantize.rewrite import InsertedPair
 
 
@@ -61,6 +62,7 @@ class Result(HtmlRepresentation):
         unjudged_reason: Reason why it is unknown whether the runtime accepts the model, or "".
         verdicts: How the installed ONNX Runtime runs each op; none in other formats, and if it cannot load the model.
         data_findings: Likely mistakes in the data.
+        io: Integer inputs and outputs, and those that stay float with the reason; none without the option `io`.
         strict: True if a bound that is met but not proven is a failure.
         time_ratio: Time of a run relative to the float model on this machine, or None if it was not measured.
     """
@@ -84,6 +86,7 @@ class Result(HtmlRepresentation):
     verdicts: tuple[Verdict, ...] = ()
     search: SearchTrace | None = None
     data_findings: tuple[DataFinding, ...] = ()
+    io: tuple[BoundaryTensor, ...] = ()
     strict: bool = False
     time_ratio: TimeRatio | None = None
 

@@ -72,7 +72,8 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
                 notes.append(
                     "The graph was changed after graphquant wrote it. The inserted ops are removed one by one."
                 )
-    removed = strip_quantization(source)
+    provenance = formats.provenance_of(source)
+    removed = strip_quantization(source, provenance)
     model, ops, remaining = removed.model, removed.ops, removed.remaining
     if everything:
         model, steps_made = prepare(model, [requantize.REQUANTIZE_STEP])
@@ -88,7 +89,6 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
             else "no quantization ops from graphquant. --all also removes quantization ops of other tools."
         )
         raise UsageError(f"{source.path or 'The model'} has {missing}")
-    provenance = module.read_metadata(source)
     notes += [f"{text}: {provenance[key]}." for key, text in LASTING_CHANGES.items() if provenance.get(key)]
     if removed.replaced_arguments:
         weight_names = ", ".join(map(str, removed.replaced_arguments))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -49,11 +49,6 @@ if TYPE_CHECKING:
 @click.argument("model", type=PATH)
 @click.option("-o", "--output", type=PATH, help="Default: the name of MODEL with .quant in it.")
 @options_of(InsertOptions)
-@click.option(
-    "--io",
-    type=click.Choice(["int8", "uint8", "float32"]),
-    help="Type of float inputs and outputs in a TFLite file. Default: int8 if all of them have a range.",
-)
 @click.option("--dry-run", is_flag=True, help="Do everything except writing the model.")
 @click.option("--report", type=PATH, metavar="FILE", help="Write the result as JSON.")
 @click.option(
@@ -69,7 +64,6 @@ if TYPE_CHECKING:
 def insert_command(
     model: Path,
     output: Path | None,
-    io: Literal["int8", "uint8", "float32"] | None,
     dry_run: bool,
     report: Path | None,
     export_ranges: Path | None,
@@ -99,8 +93,6 @@ def insert_command(
         # Its remedy does not help if other arguments are wrong too.
         _check_inputs(model, settings)
         raise
-    if io is not None and not to_tflite:
-        raise UsageError("--io is the type of inputs and outputs in a TFLite file. Add -o NAME.tflite, or remove it.")
     if not dry_run:
         lock_output_of_command(target)
     source = as_model(model, settings)
@@ -112,7 +104,9 @@ def insert_command(
     with progress_bar() as progress:
         result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
     written = None if dry_run else target
-    conversion = _write_result(result, written, to_tflite=to_tflite, io=io, report=report, html=html, force=force)
+    conversion = _write_result(
+        result, written, to_tflite=to_tflite, io=settings.io, report=report, html=html, force=force
+    )
     if not quiet:
         _print_result(result, written, conversion, tables=verbose)
     if conversion is not None and not conversion.agrees:
@@ -205,7 +199,7 @@ def _write_result(
     target: Path | None,
     *,
     to_tflite: bool,
-    io: Literal["int8", "uint8", "float32"] | None,
+    io: str | None,
     report: Path | None,
     html: Path | None,
     force: bool,

@@ -173,6 +173,13 @@ def format_module(name: str) -> FormatModule:
     return cast("FormatModule", import_module(FORMATS[name]))
 
 
+def provenance_of(model: Model) -> Mapping[str, str]:
+    """Return the entries that graphquant recorded in a model, or will record when it is written."""
+    if model.provenance is not None or not model.traits.rewritable:
+        return model.provenance or {}
+    return format_module(model.format).read_metadata(model)
+
+
 RunnerRole = Literal["source", "prepared", "quantized"]
 RUNNER_ROLES: tuple[RunnerRole, ...] = get_args(RunnerRole)
 _SHARED_RUNNERS: ContextVar[dict[RunnerRole, Runner] | None] = ContextVar("shared_runners", default=None)

@@ -72,7 +72,7 @@ def insert_switches(
     `by_input` has the number of the switch by index of the quantization, which must be `find_switchable`. Several
     quantizations may share a switch.
     """
-    changed = model.copy()
+    changed = replace(model.copy(), provenance=model.provenance)  # with its integer inputs and outputs
     inputs: dict[int, str] = {}
     replacements: dict[TensorRef, TensorRef] = {}
     for index, switch_point in enumerate(switch_points):

@@ -5,6 +5,7 @@ If the model has a record of its source, `quantize.source_record` restores that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +15,7 @@ from graphquant.ir.op_matching import is_inserted
 from graphquant.numerics import Array, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op
+from graphquant.quantize.integer_io import with_float_io
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.prepare import PREPARATION_STEPS
 
@@ -31,20 +33,20 @@ class StrippedModel:
 
 
 @paused_gc()
-def strip_quantization(model: Model) -> StrippedModel:
-    """Return a copy of `model` without the quantization that graphquant inserted.
+def strip_quantization(model: Model, provenance: Mapping[str, str] | None = None) -> StrippedModel:
+    """Return a copy of `model` without the quantization that graphquant inserted; `provenance` is its metadata.
 
     Raises a ModelError if a weight in the model's files cannot be read.
     """
-    return _QuantizationRemover(model).run()
+    return _QuantizationRemover(model, provenance or {}).run()
 
 
 class _QuantizationRemover:
     """Removes quantization from a copy of a model."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, provenance: Mapping[str, str]) -> None:
         self._model = model
-        self._changed = model.copy()
+        self._changed = with_float_io(model, provenance)
         self._parameters = Parameters(model)
         self._floats: dict[tuple[str, str, bytes], tuple[TensorRef, QParams]] = {}
         self._remaining: dict[TensorRef, str] = {}
@@ -95,7 +97,8 @@ class _QuantizationRemover:
         ]
         if not uses:
             return
-        if op.kind == "quantize":
+        changed_op = self._changed.op(op_ref)
+        if op.kind == "quantize" and changed_op.outputs[0].dtype == op.outputs[0].dtype:
             self._remaining[op_ref] = "other ops read its integers"
             return
         float_source = self._find_float_source(op_ref)
@@ -115,6 +118,8 @@ class _QuantizationRemover:
             if not slots or slots[0] is None:
                 return None
             source = self._model.op(slots[0])
+            if self._changed.output(slots[0]).dtype == op.outputs[0].dtype and source.kind != "quantize":
+                return slots[0]  # behind an integer input
             if op.kind == "dequantize" and not (source.kind == "quantize" and self._is_removable(source)):
                 return self._add_float_constant(current, slots[0])
             current = slots[0]

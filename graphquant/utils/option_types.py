@@ -101,6 +101,7 @@ MetricFunction = Annotated[Any, WithJsonSchema({"type": "string"})]
 Cost = Literal["macs", "size", "latency"]
 RangeSource = Literal["observed", "given", "dynamic", "learned"]
 Runtime = Literal["tflite"]
+InputOutputType = Literal["int8", "uint8", "int16", "float32"]
 # A spec, its path or data in memory, which only the code that opens data can check.
 DataSpec = Annotated[Any, WithJsonSchema({"type": "string"})]
 # A path, or the object that its file contains.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Count,
         DataSpec,
         Decibels,
+        InputOutputType,
         MetricFunction,
         NameMapOrPath,
         Names,
@@ -252,6 +253,13 @@ class InsertOptions(PlanOptions):
         "Maximum bytes of all constants, such as 2MB, or 25% of the float model's. Weights get 4 bits, 8 bits or"
         " float.",
         metavar="SIZE",
+    )
+    io: InputOutputType | None = option(
+        None,
+        "Type of the float inputs and outputs of an ONNX model or a TFLite file. Default: float32 in ONNX, and the type"
+        " of the plan's activations in TFLite if all of them have a range.",
+        metavar="TYPE",
+        choices=("int8", "uint8", "int16", "float32"),
     )
     runtime: Runtime | None = option(
         None, '"tflite" to minimize the latency of a TFLite file. Default: the runtime of the format.', python_only=True

@@ -14,6 +14,7 @@ from graphquant.analysis.conversion_report import ConversionReport, FloatOp
 from graphquant.calibration.data.check import DataFinding
 from graphquant.optimize import AlgorithmResult, TimeRatio
 from graphquant.quantize import SkipCode
+from graphquant.quantize.integer_io import BoundaryTensor
 from graphquant.visualize.json_checks import (
     CheckedOp,
     CheckResult,
@@ -304,6 +305,7 @@ class InsertResult(JsonResult):
     latency: Annotated[LatencyRatio, BeforeValidator(lambda result: _latency_ratio(result.time_ratio, 1))] = at(
         "result"
     )
+    io: tuple[BoundaryTensor, ...] = at("result.io")
     warnings: tuple[str, ...] = at("result.plan.warnings")
     skips: tuple[SkipJson, ...] = at("result.skips")
     unused: tuple[str, ...] = at("result.plan.unused")

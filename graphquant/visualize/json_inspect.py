@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 
 from graphquant.analysis.model_summary import OpCoverage, StoredScaleTensor
 from graphquant.observers import distribution_of
+from graphquant.quantize.integer_io import BoundaryTensor
 from graphquant.visualize.histograms import bar_counts, histogram_axis
 from graphquant.visualize.json_objects import (
     Digests,
@@ -113,6 +114,7 @@ class InspectResult(JsonResult):
     function_clones: tuple[OpCoverage, ...] = at("float_clone_ops")
     inputs: tuple[ModelInput, ...]
     outputs: tuple[str, ...] = at("model.main.outputs")
+    io: tuple[BoundaryTensor, ...]
     ops: dict[str, int] = at("op_types")
     quantization: tuple[QuantizationOpJson, ...] = at("distinct_ops")
     tensors: tuple[StoredTensor, ...]

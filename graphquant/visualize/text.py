@@ -99,6 +99,7 @@ def result_view(result: Result, output: Path | None, *, tables: bool = True) -> 
     if result.already_quantized:
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
+    sections += [plain_line(str(tensor)) for tensor in result.io]
     sections += _unused_rules_lines(result.plan, shipped=False)
     sections += _plan_warnings(result.plan) + repair_view(result.search, result.validation)
     sections += search_view(result.search)
@@ -330,6 +331,7 @@ def summary_view(summary: ModelSummary) -> RenderableType:
     for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
         signatures = [_tensor_signature(model, name, title.strip() == "outputs") for name in names]
         lines.append(plain_line(f"  {title} {join_names(signatures, 6)}"))
+    lines += [plain_line(f"  {tensor}") for tensor in summary.io]
     counts = [f"{count} {kind}" for kind, count in summary.op_types.items()]
     lines.append(plain_line(f"  ops     {join_names(counts, 12)}"))
     if summary.unreachable_functions:

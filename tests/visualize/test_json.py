@@ -33,6 +33,10 @@ COMMANDS = {
             "insert digits_cnn.onnx --data digits_cnn_calib.npz --optimize latency --allow-empty -o OUT/l.onnx"
             " --report OUT/report.json"
         ),
+        (
+            "insert digits_cnn.onnx --data digits_cnn_calib.npz --rules qnn --io int8 -o OUT/io.onnx"
+            " --report OUT/report.json"
+        ),
         "insert digits_cnn.onnx --rules weight_only --size-budget 24% -o OUT/c.onnx --report OUT/report.json",
         (
             "insert digits_cnn.onnx --data digits_cnn_calib.npz --rules OUT/four_bits.toml -o OUT/repaired.onnx"
@@ -82,7 +86,7 @@ NOT_WRITTEN = {
         "search.repair",  # `tests/optimize/test_repair.py` compares its keys
         "search.repair.steps[]",
     },
-    "inspect": {"function_clones[]", "tensors[]"},
+    "inspect": {"function_clones[]", "io[]", "tensors[]"},
     "data check": {"findings[]"},
     "compare": {"metric"},
     "check": {"findings[]"},

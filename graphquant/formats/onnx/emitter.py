@@ -49,6 +49,9 @@ FREE_INITIALIZERS_IR_VERSION = 4  # first IR version whose initializers need not
 DTYPE_IR_VERSIONS = {"float8_e4m3fn": 9, "float8_e5m2": 9, "int4": 10, "uint4": 10}
 """First IR version of newer constant types."""
 
+IO_DTYPES = frozenset({"float32", "int8", "uint8", "int16", "uint16"})
+"""Types that the inputs and outputs of a model are converted between."""
+
 DEFAULT_OPSET = 13  # opset of the default domain for a model that had no op of it
 
 
@@ -224,9 +227,18 @@ class _MessageEmitter:
         self._imported_domains.add(domain)
 
     def _patch_inputs(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
-        """Drop inputs that were removed or became constants, and add new ones."""
+        """Drop inputs that were removed or became constants, change types, and add new inputs."""
         input_names = set(graph.inputs)
         retain_entries(target.input, lambda info: info.name in input_names)
+        ends = [(info, graph.op(info.name).outputs[0]) for info in target.input]
+        ends += [
+            (info, self._model.output(tensor))
+            for info, name in zip(target.output, graph.outputs, strict=True)
+            if (tensor := graph.source_of(Use(graph.name, name, 0))) is not None
+        ]
+        for info, output in ends:
+            if info.type.HasField("tensor_type") and output.dtype in IO_DTYPES:
+                info.type.tensor_type.elem_type = DTYPE_CODES[output.dtype]
         has_freed_input = any(
             op.kind == "input" and _loaded_op(graph, name) is not None and name not in input_names
             for name, op in source.loaded_ops.items()
@@ -279,6 +291,10 @@ class _MessageEmitter:
         stale_names = {source.loaded_ops[tensor.op].outputs[tensor.port].name for tensor in renamed}
         removed = [op for name, op in source.loaded_ops.items() if _loaded_op(graph, name) is None]
         stale_names.update(output.name for op in removed for output in op.outputs)
+        loaded = [(op, _loaded_op(graph, name)) for name, op in source.loaded_ops.items() if op.outputs]
+        stale_names.update(
+            op.outputs[0].name for op, new in loaded if new is not None and new.outputs[0].dtype != op.outputs[0].dtype
+        )
         retain_entries(target.value_info, lambda info: info.name not in stale_names)
         output_names = {info.name for info in target.output}
         new_tensors = [

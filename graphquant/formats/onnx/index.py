@@ -34,6 +34,7 @@ from graphquant.formats.onnx.tensors import (
 )
 from graphquant.ir import Call, Graph, Model, Op, OpInfo, OpKey, Output, Shape, TensorRef
 from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json
+from graphquant.quantize.integer_io import integer_tensors
 
 if TYPE_CHECKING:
     from graphquant.formats.onnx.fused_ops import LiftedOp
@@ -91,8 +92,14 @@ def write_onnx_metadata(message: Any, model: Model, *, record: bool = True) -> N
     """Write the provenance of `model` to `message`, which was emitted from it."""
     if model.provenance is None:
         return
+    entries, annotations = dict(model.provenance), message.graph.quantization_annotation
+    previous = {tensor.name for tensor in integer_tensors(metadata_entries(message))}
+    retain_entries(annotations, lambda annotation: annotation.tensor_name not in previous)
+    for tensor in integer_tensors(entries):
+        annotation = annotations.add(tensor_name=tensor.name)
+        for key, constant in zip(("SCALE_TENSOR", "ZERO_POINT_TENSOR"), tensor.constants, strict=False):
+            annotation.quant_parameter_tensor_names.add(key=key, value=constant)
     clear_metadata(message)
-    entries = dict(model.provenance)
     if message.ir_version < METADATA_IR_VERSION and (ops := op_provenance_json(model)):
         entries[OPS_KEY] = ops
     if record and model.original_model is not None:

@@ -26,7 +26,7 @@ from onnx import ModelProto, NodeProto
 
 from graphquant import formats
 from graphquant.errors import ModelError
-from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch
+from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch, provenance_of
 from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
 from graphquant.formats.onnx.external_data import EXTERNAL_MIN_BYTES, constant_bytes, take_session_weights
 from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
@@ -44,6 +44,8 @@ from graphquant.formats.onnx.split_session import (
 )
 from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
+from graphquant.numerics import dequantize, quantize
+from graphquant.quantize.integer_io import integer_tensors
 
 ObservedValues = dict[TensorRef, list["Array"]]
 OpKey = tuple[str, str]
@@ -84,6 +86,8 @@ class OnnxRunner:
         self._numbered: _NumberedModel | None = None
         self.inputs: Sequence[InputSpec] = input_specs(model)
         infos = self._emission.message.graph.output
+        # Integer inputs and outputs of float values. Float feeds are quantized, and outputs dequantized.
+        self._integers = {tensor.name: tensor.params for tensor in integer_tensors(provenance_of(model))}
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
 
     @cached_property
@@ -123,7 +127,8 @@ class OnnxRunner:
     def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, Array]]:
         """Yield the outputs of each feed. A model in parts runs many feeds at once, because it creates its sessions."""
         self.start()
-        session, remaining, is_split = self._session, iter(feeds), isinstance(self._session, SplitSession)
+        session, is_split = self._session, isinstance(self._session, SplitSession)
+        remaining = map(self.quantize_feed, feeds)
         while group := list(islice(remaining, FEEDS_PER_SPLIT_RUN if is_split else 1)):
             if not self.outputs:  # for onnxruntime, no names are all names
                 yield from ({} for _ in group)
@@ -131,7 +136,21 @@ class OnnxRunner:
             with self._named_errors(), _run_errors(group[0]):
                 results = session.run(self.outputs, group) if is_split else [session.run(self.outputs, *group)]
             for values in results:
-                yield dict(zip(self.outputs, values, strict=True))
+                outputs = dict(zip(self.outputs, values, strict=True))
+                yield outputs | {
+                    name: dequantize(outputs[name], params)
+                    for name, params in self._integers.items()
+                    if name in outputs
+                }
+
+    def quantize_feed(self, feed: Feeds) -> Feeds:
+        """Return a feed with quantized values for integer inputs that get floats."""
+        integers = {
+            name: quantize(feed[name], params).astype(params.type.name)
+            for name, params in self._integers.items()
+            if name in feed and np.asarray(feed[name]).dtype.kind == "f"
+        }
+        return {**feed, **integers} if integers else feed
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -158,8 +177,8 @@ class OnnxRunner:
 
     @property
     def output_tensors(self) -> Mapping[str, TensorRef]:
-        """Tensor of each entry of `outputs`."""
-        main, output_names = self.model.main, set(self.outputs)
+        """Tensor of each entry of `outputs` that is not an integer in place of a float."""
+        main, output_names = self.model.main, set(self.outputs) - self._integers.keys()
         infos = zip(self._emission.message.graph.output, main.outputs, strict=True)
         producers = {info.name: main.source_of(Use("", label, 0)) for info, label in infos if info.name in output_names}
         return {name: tensor for name, tensor in producers.items() if tensor is not None}
@@ -170,6 +189,7 @@ class OnnxRunner:
         Raises an UnobservableTensorError if a tensor is `unobservable`, and a ModelError if onnxruntime rejects the
         model, or the run failed.
         """
+        feed = self.quantize_feed(feed)
         if all(spec.shape is not None and None not in spec.shape for spec in self.inputs) and not any(
             tensor.graph for tensor in tensors
         ):
@@ -224,7 +244,7 @@ class OnnxRunner:
         else:
             self._full_watch = None  # free the previous session first
             watch_session = self._full_watch = self._create_watch(tensors)
-        run = watch_session.run_function(tensors)
+        run, feeds = watch_session.run_function(tensors), map(self.quantize_feed, feeds)
         is_small = self._model_bytes <= SESSION_PER_THREAD_BYTES and len(watch_session.probes) <= MAX_COPIED_TENSORS
         if on_result is not None and is_small:
             copies = [
@@ -677,7 +697,8 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
         raise ModelError(
             "the time of a model with so many Q/DQ pairs cannot be measured. Choose another objective than latency."
         )
-    session = OnnxRunner(model).create_timed_session()
+    runner = OnnxRunner(model)
+    session, feeds = runner.create_timed_session(), [runner.quantize_feed(feed) for feed in feeds]
     for feed in feeds:
         run_session(session, None, feed)
     return lambda: [session.run(None, feed) for feed in feeds]
@@ -695,6 +716,7 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
         profile = Path(folder, "run")
         mode = SessionMode(timed=True, profile=profile)
         session = create_session(data, model.source.folder, external_bytes, mode=mode)
+        feeds = list(map(OnnxRunner(model).quantize_feed, feeds))
         for feed in feeds:
             run_session(session, None, feed)
         runs, deadline = 1, time.perf_counter() + MAX_PROFILED_SECONDS

@@ -1,0 +1,312 @@
+"""Integer inputs and outputs of ONNX models.
+
+The Q/DQ pair of an input or output loses its float side, also if ops that change only the layout are between both. If
+the model normalizes pictures itself, and the pair maps the pixel values 0 to 255 to its integers in their order, the
+pair replaces the normalization.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+
+from graphquant.ir import (
+    RESHAPING_KINDS,
+    Graph,
+    Model,
+    Op,
+    Parameters,
+    TensorRef,
+    Use,
+    check_invariants,
+)
+from graphquant.numerics import Array, IntType, QParams, qparams_from_scale, quantize
+from graphquant.qdq import read_qparams
+from graphquant.qdq.family import add_constant, new_op
+from graphquant.quantize.preparation_undo import remove_unread_ops
+
+if TYPE_CHECKING:
+    from graphquant.quantize.plan import Plan
+
+LAYOUT_KINDS = RESHAPING_KINDS | {"flatten", "identity"}  # kinds that run on integers as on floats
+IntegerType = Literal["int8", "uint8", "int16"]
+NORMALIZATION_KINDS = frozenset({"add", "sub", "mul", "div"})
+IO_KEY = "io"  # key of the integer inputs and outputs in the provenance
+IO_RULE = "io"  # rule of the ops that convert between the requested type and that of a pair
+PIXEL_LEVELS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryTensor:
+    """A float input or output of a model, and the integers `q` that replace its values `(q - zero_point) * scale`."""
+
+    name: str
+    role: Literal["input", "output"]
+    dtype: Literal["int8", "uint8", "int16", "float32"]
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    zero_point: int = 0
+    constants: tuple[str, ...] = ()  # the initializers with the scale and zero point of the op that reads or writes it
+    reason: str = ""  # reason why it stays float, or ""
+    normalization: str = ""  # "folded" or the reason why it is kept, for an input that takes pixel values
+
+    def __str__(self) -> str:
+        params = f"because {self.reason}" if self.reason else f"scale {self.scale:.9g}, zero point {self.zero_point}"
+        pixels = f", for pixel values; the normalization is {self.normalization}" if self.normalization else ""
+        return f"{self.role} {self.name}: {self.dtype}, {params}{pixels}"
+
+    @property
+    def params(self) -> QParams:
+        """Scale, zero point and type."""
+        return qparams_from_scale(np.array(self.scale), np.array(self.zero_point), IntType.parse(self.dtype))
+
+
+def integer_tensors(provenance: Mapping[str, str]) -> tuple[BoundaryTensor, ...]:
+    """Return the integer inputs and outputs that the provenance of a model lists; none if it is damaged."""
+    try:
+        return TypeAdapter(tuple[BoundaryTensor, ...]).validate_json(provenance.get(IO_KEY, "[]"))
+    except ValidationError:
+        return ()
+
+
+def set_pixel_ranges(model: Model, plan: Plan, sample: Mapping[str, Array]) -> tuple[Plan, frozenset[str]]:
+    """Return the plan with the ranges of normalized pictures, and the names of the inputs that take such pictures.
+
+    An input takes pictures if constants normalize it and all values of the sample are integers from 0 to 255.
+    """
+    parameters, names = Parameters(model), set()
+    ranges: dict[TensorRef, tuple[float, float]] = {}
+    for name, array in sample.items():
+        if name not in model.main.inputs or array.dtype.kind != "f" or array.max(initial=0) <= 1:
+            continue
+        trace = _trace_input(model, parameters, name, "quantize")
+        if trace.normalization_ops and np.array_equal(array, np.clip(np.rint(array), 0, PIXEL_LEVELS - 1)):
+            names.add(name)
+            tables = [(tensor, table) for tensor, table in trace.tables.items() if table is not None]
+            ranges.update((tensor, (float(table.min()), float(table.max()))) for tensor, table in tables)
+    sites = [
+        replace(site, range=ranges.get(site.tensor)) if site.range is None and site.scale is None else site
+        for site in plan.sites
+    ]
+    return replace(plan, sites=tuple(sites)), frozenset(names)
+
+
+def with_integer_io(
+    model: Model, dtype: IntegerType, pictures: frozenset[str]
+) -> tuple[Model, tuple[BoundaryTensor, ...]]:
+    """Return a quantized model with integer inputs and outputs, and the conversion of each float one.
+
+    The inputs `pictures` take integers from 0 to 255, so 8 bits suffice for them even if they have no pair.
+    """
+    changed, parameters, main = model.copy(), Parameters(model), model.main
+    inputs = [op for op in map(main.op, main.inputs) if op.read_value is None and op.outputs[0].dtype == "float32"]
+    sources = [(name, main.source_of(Use("", name, 0))) for name in main.outputs]
+    outputs = [name for name, source in sources if source and model.output(source).dtype == "float32"]
+    tensors = [_convert_input(changed, parameters, op.name, dtype, is_picture=op.name in pictures) for op in inputs]
+    tensors += [_convert_output(changed, parameters, name, dtype) for name in outputs]
+    check_invariants(changed, "the conversion of inputs and outputs")
+    entries = [asdict(tensor) for tensor in tensors if not tensor.reason]
+    provenance = {**(model.provenance or {}), IO_KEY: json.dumps(entries)}
+    return replace(changed, provenance=provenance, original_model=model.original_model), tuple(tensors)
+
+
+def with_float_io(model: Model, provenance: Mapping[str, str]) -> Model:
+    """Return a copy in which inputs and outputs have the type float32 again; the ops of their pairs stay as they are.
+
+    An input stays an integer if its normalization was folded, because the model does not have these ops any more.
+    """
+    changed = model.copy()
+    graph, outputs = changed.main, {_value_name(model.main.op(name)): name for name in model.main.outputs}
+    for tensor in integer_tensors(provenance):
+        if tensor.role == "input" and tensor.name in graph and tensor.normalization != "folded":
+            layout_ops = _trace_input(changed, Parameters(changed), tensor.name, "dequantize").layout_ops
+            _set_dtype(graph, [tensor.name, *layout_ops], "float32")
+        elif tensor.role == "output" and tensor.name in outputs:
+            sources = [graph.source_of(use) for use in _output_path(graph, outputs[tensor.name])]
+            _set_dtype(graph, [source.op for source in sources if source is not None], "float32")
+    return changed
+
+
+@dataclass(slots=True, kw_only=True)
+class _InputTrace:
+    """Readers of an input, behind layout ops and its normalization."""
+
+    tables: dict[TensorRef, Array | None]  # the value of a tensor for each pixel value; None if channels differ
+    layout_ops: list[str] = field(default_factory=list)
+    normalization_ops: list[str] = field(default_factory=list)
+    pair_ops: list[str] = field(default_factory=list)  # the ops of the requested kind
+    obstacle: str = ""  # reason why the input cannot be an integer
+
+
+def _trace_input(model: Model, parameters: Parameters, name: str, kind: str) -> _InputTrace:
+    """Find the ops of `kind`, "quantize" or "dequantize", that read an input of the main graph."""
+    graph, pending = model.main, [TensorRef("", name)]
+    trace = _InputTrace(tables={pending[0]: np.arange(PIXEL_LEVELS, dtype=np.float32)})
+    for tensor in pending:  # grows
+        for use in graph.consumers(tensor):
+            op, result = model.graphs[use.graph].op(use.op), TensorRef("", use.op)
+            other = None if use.graph or op.kind not in NORMALIZATION_KINDS else graph.slots(op.name)[1 - use.slot]
+            if use.graph:
+                trace.obstacle = f"a subgraph reads {tensor}"
+            elif op.kind == kind:
+                trace.pair_ops.append(op.name)
+            elif op.kind in LAYOUT_KINDS:
+                trace.layout_ops.append(op.name)
+                trace.tables[result] = trace.tables[tensor]
+                pending.append(result)
+            elif other is not None and parameters.is_parameter(other):
+                trace.normalization_ops.append(op.name)
+                trace.tables[result] = _normalized(model, op, use.slot, trace.tables[tensor], parameters.value(other))
+                pending.append(result)
+            elif op.kind != "shape":
+                trace.obstacle = f"{op.name} ({op.type or op.kind}) reads its float values"
+    return trace
+
+
+def _normalized(model: Model, op: Op, slot: int, table: Array | None, constant: Array | None) -> Array | None:
+    """Return the outputs of an op for `table`, None if its constant is not a single number."""
+    if table is None or constant is None or constant.size != 1:
+        return None
+    operands = [table, constant.reshape(())]
+    outputs = model.source.evaluate_op(op, operands if slot == 0 else operands[::-1])
+    return None if outputs is None else np.asarray(outputs[0])
+
+
+def _convert_input(
+    model: Model, parameters: Parameters, name: str, dtype: IntegerType, *, is_picture: bool
+) -> BoundaryTensor:
+    """Change the type of an input if that is possible."""
+    graph, lowest = model.main, IntType.parse(dtype).limits()[0]
+    trace = _trace_input(model, parameters, name, "quantize")
+    tensor = BoundaryTensor(name=name, role="input", dtype=dtype, zero_point=lowest)
+    pair = _read_pair(graph, parameters, trace.pair_ops, dtype)
+    reason = trace.obstacle or (pair if isinstance(pair, str) else "")
+    if not isinstance(pair, str) and trace.normalization_ops and not reason:
+        integers = np.arange(PIXEL_LEVELS) + pair.type.limits()[0]
+        tables = [trace.tables[source] for op in trace.pair_ops if (source := graph.slots(op)[0]) is not None]
+        if any(table is None or not np.array_equal(quantize(table, pair), integers) for table in tables):
+            reason = "its pair does not map the normalized pixel values to its integers"
+    if isinstance(pair, str) or reason:
+        if not is_picture or lowest < np.iinfo(np.int8).min:
+            return replace(tensor, dtype="float32", reason=reason)
+        return replace(_add_dequantize(graph, tensor), normalization=f"kept, because {reason}")
+    stored = replace(tensor, scale=float(pair.scale), zero_point=_shifted(pair, dtype))
+    _bypass(model, trace, trace.normalization_ops)
+    if pair.type.name == dtype:
+        scale, zero_point = (slot.op for slot in graph.slots(trace.pair_ops[0])[1:3] if slot is not None)
+        stored = replace(stored, constants=(scale, zero_point))
+        _set_dtype(graph, [name, *trace.layout_ops, *trace.pair_ops], dtype)
+        _bypass(model, trace, trace.pair_ops)
+    else:
+        stored = _add_dequantize(graph, stored)
+    is_folded = bool(trace.normalization_ops)
+    return replace(tensor, constants=stored.constants, normalization="folded") if is_folded else stored
+
+
+def _convert_output(model: Model, parameters: Parameters, name: str, dtype: IntegerType) -> BoundaryTensor:
+    """Change the type of an output if that is possible."""
+    graph = model.main
+    tensor = BoundaryTensor(name=_value_name(graph.op(name)), role="output", dtype=dtype)
+    uses = _output_path(graph, name)
+    floats = graph.source_of(uses[-1])
+    is_pair = floats is not None and not floats.graph and graph.op(floats.op).kind == "dequantize"
+    pair = _read_pair(graph, parameters, [floats.op] if floats is not None and is_pair else [], dtype)
+    if isinstance(pair, str) or floats is None:
+        return replace(tensor, dtype="float32", reason=str(pair))
+    tensor = replace(tensor, scale=float(pair.scale), zero_point=_shifted(pair, dtype))
+    integers, scale, zero_point = graph.slots(floats.op)[:3]
+    if pair.type.name == dtype and scale is not None and zero_point is not None:
+        _set_dtype(graph, [use.op for use in uses[1:]], dtype)
+        graph.set_source(uses[-1], integers)
+        if not graph.consumers(floats):
+            _remove_op(model, floats.op)
+        return replace(tensor, constants=(scale.op, zero_point.op))
+    return _add_op(graph, "quantize", tensor, graph.source_of(uses[0]) or floats, uses[:1])
+
+
+def _read_pair(graph: Graph, parameters: Parameters, names: list[str], dtype: str) -> QParams | str:
+    """Return the common scale of ops, or the reason why integers of a type cannot replace their pairs."""
+    pairs = [read_qparams(graph, graph.op(name), parameters) for name in names]
+    if not pairs:
+        return "no rule of the plan quantizes it"
+    pair = pairs[0]
+    if not isinstance(pair, QParams) or pair.axis is not None or not isinstance(pair.type, IntType):
+        return "its pair does not have one constant scale"
+    if pair.type.bits != IntType.parse(dtype).bits:
+        return f"its pair has {pair.type.name}"
+    for other in pairs[1:]:
+        if not isinstance(other, QParams) or (other.type, other.axis) != (pair.type, None):
+            return "its readers have different types or scales"
+        if other.scale != pair.scale or other.zero_point != pair.zero_point:
+            return "its readers have different types or scales"
+    return pair
+
+
+def _shifted(pair: QParams, dtype: str) -> int:
+    """Return the zero point of a pair for integers of a type with the same bits, signed or not."""
+    return int(pair.zero_point - pair.type.limits()[0] + IntType.parse(dtype).limits()[0])
+
+
+def _output_path(graph: Graph, name: str) -> list[Use]:
+    """Return the use of an output, followed by those of layout ops before it whose results nothing else reads."""
+    uses = [Use("", name, 0)]
+    for use in uses:  # grows
+        source = graph.source_of(use)
+        is_layout = source is not None and not source.graph and graph.op(source.op).kind in LAYOUT_KINDS
+        if source is not None and is_layout and len(graph.consumers(source)) == 1:
+            uses.append(Use("", source.op, 0))
+    return uses
+
+
+def _value_name(output: Op) -> str:
+    return str(getattr(output.source, "name", output.source))
+
+
+def _set_dtype(graph: Graph, names: Iterable[str], dtype: str) -> None:
+    for op in map(graph.op, names):
+        graph.replace_op(replace(op, outputs=(replace(op.outputs[0], dtype=dtype), *op.outputs[1:])))
+
+
+def _bypass(model: Model, trace: _InputTrace, names: Iterable[str]) -> None:
+    """Remove ops behind an input, whose consumers read the operand that depends on the input instead."""
+    graph = model.main
+    for name in names:
+        source = next(slot for slot in graph.slots(name) if slot in trace.tables)
+        graph.reroute(TensorRef("", name), graph.consumers(TensorRef("", name)), source)
+        _remove_op(model, name)
+
+
+def _remove_op(model: Model, name: str) -> None:
+    operands = [slot for slot in model.main.slots(name) if slot is not None]
+    model.main.remove_op(name)
+    remove_unread_ops(model, operands)
+
+
+def _add_dequantize(graph: Graph, tensor: BoundaryTensor) -> BoundaryTensor:
+    """Add a DequantizeLinear behind an input, which becomes an integer."""
+    start = TensorRef("", tensor.name)
+    uses = [use for use in graph.consumers(start) if graph.graphs[use.graph].op(use.op).kind != "shape"]
+    tensor = _add_op(graph, "dequantize", tensor, start, uses)
+    _set_dtype(graph, [tensor.name], tensor.dtype)
+    return tensor
+
+
+def _add_op(graph: Graph, kind: str, tensor: BoundaryTensor, source: TensorRef, uses: Iterable[Use]) -> BoundaryTensor:
+    """Add a quantization op with the scale of an input or output before `uses`; return it with its constants."""
+    values = {"scale": np.array(tensor.scale, np.float32), "zero_point": np.array(tensor.zero_point, tensor.dtype)}
+    constants = [
+        add_constant(graph, f"{tensor.name}/{name}", value, op_type="Constant", rule=IO_RULE)
+        for name, value in values.items()
+    ]
+    dtype = "float32" if kind == "dequantize" else tensor.dtype
+    fields: dict[str, Any] = {"type": f"{kind.capitalize()}Linear", "roles": ("input", "scale", "zero_point")}
+    shape = graph.output(source).shape
+    op = new_op(graph, f"{tensor.name}/{kind}", dtype, shape, kind=kind, rule=IO_RULE, anchor=str(source), **fields)
+    result = graph.add_op(op, [source, *constants])
+    for use in uses:
+        graph.graphs[use.graph].set_source(use, result)
+    return replace(tensor, constants=tuple(constant.op for constant in constants))
