@@ -346,16 +346,21 @@ class PlacementSearch:
 
     def flip(self, index: int) -> None:
         """Change one group between float and int8."""
-        becomes_int8, affected = not self.is_int8[index], self._affected[index]
+        affected = self._affected[index]
         before = sum(map(self._conversion_time, affected))
-        self.is_int8[index] = becomes_int8
-        sign = 1 if becomes_int8 else -1
+        self._toggle(index)
+        difference = self.int8_cost[index] - self.float_cost[index]
+        difference = difference if self.is_int8[index] else -difference
+        self.time += difference + sum(map(self._conversion_time, affected)) - before
+
+    def _toggle(self, index: int) -> None:
+        """Change one group, but not the total time."""
+        self.is_int8[index] = not self.is_int8[index]
+        sign = 1 if self.is_int8[index] else -1
         for position in self.placement.groups[index].reads:
             self.int8_readers[position] += sign
             self.dequantize_times[position] -= sign * self._dequantize_time(position, index)
             self.planar_times[position] += sign * self.planar_cost[index]
-        difference = self.int8_cost[index] - self.float_cost[index]
-        self.time += (difference if becomes_int8 else -difference) + sum(map(self._conversion_time, affected)) - before
 
     def _conversion_time(self, position: int) -> float:
         producer = self._integer_producers[position]
@@ -376,7 +381,7 @@ class PlacementSearch:
         if self.time < before - tolerance or (to_int8 and self.time <= before + tolerance):
             return bool(indices)
         for index in reversed(indices):
-            self.flip(index)
+            self._toggle(index)
         self.time = before
         return False
 

@@ -383,18 +383,19 @@ class QuantizationCost:
 
 
 def least_sqnr(sketch: Sketch, params: QParams) -> float:
-    """Return a lower bound in dB of the SQNR that `estimate_cost` estimates; -inf if values may be clipped.
+    """Return a lower bound in dB of the SQNR that `estimate_cost` estimates; -inf if there is none.
 
-    Without clipping, no value is off by more than half a step, and none is smaller than the inner end of its bin.
+    No value is off by more than half a step or the part of the range that is clipped, and none is smaller than the
+    inner end of its bin.
     """
     if params.axis is not None or isinstance(params.type, FloatType) or not sketch.counts.size:
         return -math.inf
-    scale, zero, limits = float(params.scale), int(params.zero_point), params.type.limits(narrow=params.narrow)
-    if sketch.low < (limits[0] - zero) * scale or sketch.high > (limits[1] - zero) * scale:
-        return -math.inf
+    scale, zero = float(params.scale), int(params.zero_point)
+    low, high = ((limit - zero) * scale for limit in params.type.limits(narrow=params.narrow))
+    largest_error = max(scale / 2, low - float(sketch.low), float(sketch.high) - high)
     inner_ends = inner_bin_ends(sketch).astype(np.float64)
     power = float(np.square(inner_ends) @ sketch.counts) / int(sketch.counts.sum())
-    return 10 * math.log10(4 * power / scale**2) if power else -math.inf
+    return 10 * math.log10(power / largest_error**2) if power else -math.inf
 
 
 def estimate_cost(sketch: Sketch, params: QParams) -> QuantizationCost | None:
