@@ -279,6 +279,6 @@ def as_model(model: Any, options: SignatureOptions | None = None) -> Model:
     settings = options or SignatureOptions()
     if not isinstance(model, Model):
         return load(model, allow_links=settings.allow_links, signature=settings.signature, tags=settings.tags)
-    if settings.tags and formats.meta_graph_tags(model) != set(settings.tags):
+    if settings.tags and formats.meta_graph_tags(model) != set(filter(None, settings.tags)):
         raise UsageError("The model is loaded, so its MetaGraph can no longer be chosen by tags. Pass tags to gq.load.")
     return select_signatures(model, settings.signature)

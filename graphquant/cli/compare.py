@@ -21,7 +21,7 @@ from graphquant.cli.options import (
 )
 from graphquant.cli.output import print_view, progress_bar, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import BACKEND_NAMES, CompareBounds, CompareOptions, ReadOptions
+from graphquant.utils.options import BACKEND_NAMES, CompareBounds, CompareOptions, SignatureOptions
 
 if TYPE_CHECKING:
     from graphquant.analysis import Comparison, Differences
@@ -156,7 +156,7 @@ def _check_bounds(comparison: Comparison, bounds: CompareBounds) -> None:
 @click.option(
     "--stats", type=PATH, metavar="FILE", help="Statistics from calibrate: report quantizations that no sample reached."
 )
-@options_of(ReadOptions)
+@options_of(SignatureOptions, exclude=("signature",))
 @format_option("json", "sarif", "github")
 @OUTPUT
 @FORCE
@@ -164,10 +164,10 @@ def check_command(
     models: tuple[Path, ...],
     backend: str | None,
     stats: Path | None,
-    allow_links: bool,
     form: str,
     output: Path | None,
     force: bool,
+    **reading: Any,
 ) -> None:
     """Find probable mistakes in quantized MODELs. With --for, also show which ops stay float on that backend.
 
@@ -181,7 +181,7 @@ def check_command(
 
     if output is not None:
         check_output(output, models[0], force=force)
-    loaded = (api.load(model, allow_links=allow_links) for model in models)
+    loaded = (api.load(model, **reading) for model in models)
     reports = [api.check(model, backend=backend, stats=stats) for model in loaded]
     if form == "text":
         from rich.console import Group
@@ -208,7 +208,7 @@ def check_command(
 @format_option("json")
 @HTML
 @click.option("--model", type=PATH, metavar="FILE", help="With --html and two plans: the model to draw.")
-@options_of(ReadOptions)
+@options_of(SignatureOptions, exclude=("signature",))
 @OUTPUT
 @FORCE
 def diff_command(
@@ -219,9 +219,9 @@ def diff_command(
     form: str,
     html: Path | None,
     model: Path | None,
-    allow_links: bool,
     output: Path | None,
     force: bool,
+    **reading: Any,
 ) -> None:
     """Show the differences between two models or plans, A and B.
 
@@ -232,12 +232,12 @@ def diff_command(
     from graphquant.api.models import check_output
     from graphquant.visualize.compare_report import diff_view
 
-    operands = [api.plan_or_none(path) or api.load(path, allow_links=allow_links) for path in (first, second)]
+    operands = [api.plan_or_none(path) or api.load(path, **reading) for path in (first, second)]
     for path in filter(None, (first, second, model)):
         for output_path in filter(None, (output, html)):
             check_output(output_path, path, force=force)
     differences = api.diff(*operands, quantization=ignore is None)
-    drawn_model = None if html is None or model is None else api.load(model, allow_links=allow_links)
+    drawn_model = None if html is None or model is None else api.load(model, **reading)
     page = _diff_page(operands, differences, drawn_model) if html is not None else ""
     if form == "json":
         write_result("diff", differences, output)

@@ -26,7 +26,7 @@ from graphquant.cli.output import (
     write_text_or_json,
 )
 from graphquant.errors import FindingsError, OutputExistsError, UsageError
-from graphquant.utils.options import NO_TARGET, InsertOptions, PlanOptions, ReadOptions, option_fields
+from graphquant.utils.options import NO_TARGET, InsertOptions, PlanOptions, SignatureOptions, option_fields
 from graphquant.utils.text import quantized_share_failure
 
 if TYPE_CHECKING:
@@ -256,10 +256,10 @@ def _exit_with_result(result: Result, settings: InsertOptions, written_note: str
     metavar="ORIGINAL",
     help="Verify that the result equals this model. Nothing is written if it differs.",
 )
-@options_of(ReadOptions)
+@options_of(SignatureOptions, exclude=("signature",))
 @FORCE
 def strip_command(
-    model: Path, output: Path | None, everything: bool, original: Path | None, allow_links: bool, force: bool
+    model: Path, output: Path | None, everything: bool, original: Path | None, force: bool, **reading: Any
 ) -> None:
     """Remove the quantization that graphquant inserted into MODEL.
 
@@ -273,12 +273,12 @@ def strip_command(
 
     if output is None and original is None:
         raise UsageError("There is no output for the float model. Use -o OUT, or only --check ORIGINAL.")
-    source = api.load(model, allow_links=allow_links)
+    source = api.load(model, **reading)
     if output is not None:
         check_model_output(output, model, detect_format(model), force=force)
         lock_output_of_command(output)
     stripped = api.strip(source, everything=everything)
-    original_model = None if original is None else api.load(original, allow_links=allow_links)
+    original_model = None if original is None else api.load(original, **reading)
     proof = None if original_model is None else api.prove_stripped(stripped, original_model)
     holds = proof is None or proof.holds
     written = api.save(stripped.model, output, force=force) if output is not None and holds else None
@@ -295,9 +295,9 @@ def strip_command(
 @click.command("freeze")
 @click.argument("model", type=PATH)
 @click.option("-o", "--output", type=PATH, required=True, help="Write the frozen graph to this .pb file.")
-@options_of(ReadOptions)
+@options_of(SignatureOptions)
 @FORCE
-def freeze_command(model: Path, output: Path, allow_links: bool, force: bool) -> None:
+def freeze_command(model: Path, output: Path, force: bool, **reading: Any) -> None:
     """Replace the variables of a TensorFlow MODEL by constants.
 
     The result is one GraphDef without functions, with the inputs and outputs of the signature. BatchNorms can be folded
@@ -308,7 +308,7 @@ def freeze_command(model: Path, output: Path, allow_links: bool, force: bool) ->
     from graphquant.api.models import check_model_output
     from graphquant.formats import detect_format
 
-    source = api.load(model, allow_links=allow_links)
+    source = api.load(model, **reading)
     check_model_output(output, model, detect_format(model), force=force, frozen=True)
     lock_output_of_command(output)
     written = api.save(freeze(source), output, force=force)

@@ -22,7 +22,7 @@ from graphquant.cli.options import (
 )
 from graphquant.cli.output import print_notes, print_view, write_drawing_page, write_or_print, write_page, write_result
 from graphquant.errors import FindingsError, UsageError
-from graphquant.utils.options import RULE_NAMES, ExplainOptions, PlanOptions, ReadOptions
+from graphquant.utils.options import RULE_NAMES, ExplainOptions, PlanOptions, SignatureOptions
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -124,7 +124,7 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
     metavar="N",
     help="Size of the neighborhood, in edges.",
 )
-@options_of(ReadOptions)
+@options_of(SignatureOptions, exclude=("signature",))
 @OUTPUT
 @FORCE
 def inspect_command(
@@ -135,9 +135,9 @@ def inspect_command(
     html: Path | None,
     around: str | None,
     hops: int,
-    allow_links: bool,
     output: Path | None,
     force: bool,
+    **reading: Any,
 ) -> None:
     """Show the quantization ops of MODEL, and its float ops.
 
@@ -158,7 +158,7 @@ def inspect_command(
         return
     if rules and stats is None:
         raise UsageError("--rules computes ranges from statistics. Add --stats FILE, which calibrate writes.")
-    source = api.load(model, allow_links=allow_links)
+    source = api.load(model, **reading)
     _check_paths(model, html, output, force=force, stats=stats)
     draws_graph = form in GRAPH_FORMATS or around is not None
     if html is not None or draws_graph:
@@ -262,9 +262,9 @@ def data_group() -> None:
 @click.argument("model", type=PATH)
 @click.argument("spec")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Check only the first N samples.")
-@options_of(ReadOptions)
+@options_of(SignatureOptions)
 @format_option("json")
-def data_check_command(model: Path, spec: str, samples: int | None, allow_links: bool, form: str) -> None:
+def data_check_command(model: Path, spec: str, samples: int | None, form: str, **reading: Any) -> None:
     """Show the data that SPEC feeds to each input of MODEL, and probable mistakes.
 
     Exit code 1 if there are probable mistakes.
@@ -272,7 +272,7 @@ def data_check_command(model: Path, spec: str, samples: int | None, allow_links:
     from graphquant import api
     from graphquant.visualize import check_report as view
 
-    report = api.check_data(api.load(model, allow_links=allow_links), spec, samples=samples)
+    report = api.check_data(api.load(model, **reading), spec, samples=samples)
     if form == "json":
         write_result("data check", report)
     else:

@@ -81,8 +81,13 @@ def parse_names(value: Any) -> tuple[str, ...]:
 
 
 def parse_tags(value: Any) -> tuple[str, ...]:
-    """Return tags as a tuple; text may contain several, with commas between them."""
-    return tuple(filter(None, (tag.strip() for name in parse_names(value) for tag in name.split(","))))
+    """Return tags as a tuple; text may contain several, with commas between them.
+
+    The tuple ("",) stands for the MetaGraph without tags, and an empty one for no choice.
+    """
+    names = parse_names(value)
+    tags = tuple(filter(None, (tag.strip() for name in names for tag in name.split(","))))
+    return tags or (names and ("",))
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]

@@ -138,7 +138,8 @@ def write_branching_module(folder: Path, *, activation: str = "relu", calls: int
             super().__init__()
             self.weights = weights
 
-        @tf.function
+        # One trace for all shapes: the copies of `head` call the function that the signature runs.
+        @tf.function(input_signature=[tf.TensorSpec([None, 8])])
         def body(self, x):
             return function(tf.matmul(x, weights[0]))
 
@@ -148,14 +149,13 @@ def write_branching_module(folder: Path, *, activation: str = "relu", calls: int
                 x = self.body(x)
             return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.matmul(x, weights[1]), lambda: tf.matmul(x, weights[2]))
 
-        @tf.function
+        @tf.function(input_signature=[tf.TensorSpec([None, 8], name="x")])
         def serve(self, x):
             return {"y": self.head(x)}
 
     net = Net()
     net.head.get_concrete_function(tf.TensorSpec([5, 8], tf.float32))
-    signature = net.serve.get_concrete_function(tf.TensorSpec([None, 8], tf.float32, "x"))
-    tf.saved_model.save(net, str(folder), signatures=signature)
+    tf.saved_model.save(net, str(folder), signatures=net.serve)
 
 
 def write_gate(folder: Path) -> None:

@@ -254,17 +254,18 @@ def select_signatures(model: Model, names: Sequence[str], *, separate_inputs: bo
 def choose_meta_graph(meta_graphs: Sequence[Any], tags: Sequence[str], file: object) -> int:
     """Return the index of the MetaGraph with exactly these tags.
 
-    Without tags, it is the one tagged `serve` with the fewest other tags, else the first. Raises a UsageError if there
-    is none.
+    Without tags, it is the one tagged `serve` with the fewest other tags, else the first. The empty tag stands for no
+    tags. Raises a UsageError if there is none.
     """
     tag_sets = [tuple(meta.meta_info_def.tags) for meta in meta_graphs]
     if not tags:
         serving = [index for index, names in enumerate(tag_sets) if "serve" in names]
         return min(serving, key=lambda index: len(tag_sets[index]), default=0)
-    index = next((index for index, names in enumerate(tag_sets) if set(names) == set(tags)), None)
+    index = next((index for index, names in enumerate(tag_sets) if set(names) == set(filter(None, tags))), None)
     if index is None:
         listed = "; ".join(format_tags(names) for names in tag_sets) or "none"
-        raise UsageError(f"{file} has no MetaGraph with the tags {','.join(tags)}. Its MetaGraphs have: {listed}.")
+        named = f"the tags {','.join(tags)}" if any(tags) else "no tags"
+        raise UsageError(f"{file} has no MetaGraph with {named}. Its MetaGraphs have: {listed}.")
     return index
 
 

@@ -323,6 +323,9 @@ def test_a_branch_that_reads_the_result_of_a_call_is_a_clone(activation: str, ca
     assert len(branches) > len([graph for graph in branches if graph.name in result.model.reachable_graphs()])
     operands = [graph.slots("cond/MatMul")[0] for graph in branches]
     assert {result.model.op(operand).kind for operand in operands if operand is not None} == {"qdq"}
+    conditions = [graph.slots("Sum")[0] for graph in result.model.graphs.values() if "Sum" in graph]
+    assert len(conditions) > 1
+    assert len({result.model.op(operand).kind for operand in conditions if operand is not None}) == 1
     loaded, original = (
         tf.saved_model.load(str(path)) for path in (result.save(tmp_path / "quantized"), tmp_path / "net")
     )

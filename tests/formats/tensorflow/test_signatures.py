@@ -212,7 +212,7 @@ def test_tags_choose_the_meta_graph(tmp_path: Path) -> None:
     tf = pytest.importorskip("tensorflow")
     v1 = tf.compat.v1
     builder = v1.saved_model.builder.SavedModelBuilder(str(tmp_path / "net"))
-    for tags in (["serve"], ["serve", "gpu"]):
+    for tags in (["serve"], ["serve", "gpu"], []):
         with v1.Graph().as_default(), v1.Session() as session:
             x = v1.placeholder(tf.float32, [None, TEXT_SIZE], name="x")
             kernel = v1.get_variable("kernel", [TEXT_SIZE, 2], use_resource=True)
@@ -230,5 +230,29 @@ def test_tags_choose_the_meta_graph(tmp_path: Path) -> None:
     output = tmp_path / "quantized"
     outcome = run_cli("insert", tmp_path / "net", "--rules", "weight_only", "--tags", "gpu,serve", "-o", output)
     assert "serve" in next(line for line in outcome.stderr.splitlines() if "MetaGraph" in line)
-    kinds = [{op.kind for op in gq.load(output, tags=tags).main.ops()} for tags in ("serve", "serve,gpu")]
-    assert ["qdq" in each for each in kinds] == [False, True]
+    kinds = [{op.kind for op in gq.load(output, tags=tags).main.ops()} for tags in ("serve", "serve,gpu", "")]
+    assert ["qdq" in each for each in kinds] == [False, True, False]
+    # The empty text stands for the MetaGraph without tags, in each command.
+    assert gq.load(output, tags="").main.outputs == ["@serving_default/y"]
+    for tags in ("serve,gpu", ""):
+        run_cli("freeze", tmp_path / "net", "--tags", tags, "-o", tmp_path / f"{len(tags)}.pb")
+        frozen = gq.load(tmp_path / f"{len(tags)}.pb")
+        assert "_".join(["product", *filter(None, tags.split(","))]) in {op.name for op in frozen.main.ops()}
+    run_cli("diff", tmp_path / "net", output, "--tags", "serve")
+    run_cli("diff", tmp_path / "net", output, "--tags", "gpu,serve", code=1)
+    assert "product_serve_gpu" in run_cli("inspect", output, "--tags", "serve,gpu").stdout
+    run_cli("check", output, "--tags", "serve,gpu")
+    run_cli("strip", output, "--tags", "serve,gpu", "--check", tmp_path / "net")
+    outcome = run_cli("freeze", tmp_path / "net", "--tags", "tpu", "-o", tmp_path / "tpu.pb", code=UsageError.exit_code)
+    assert "no tags" in outcome.stderr
+    with pytest.raises(UsageError, match="no MetaGraph with no tags"):
+        gq.load("sample_models/digits_cnn_saved_model", tags="")
+
+
+@pytest.mark.slow
+def test_freeze_takes_a_signature(saved_models: Path, tmp_path: Path) -> None:
+    """The frozen graph has the inputs and outputs of the selected signature."""
+    for name, width in (("text", TEXT_SIZE), ("image", IMAGE_SIZE)):
+        run_cli("freeze", saved_models / "towers", "--signature", name, "-o", tmp_path / f"{name}.pb")
+        (spec,) = input_specs(gq.load(tmp_path / f"{name}.pb"))
+        assert spec.shape == (None, width)
