@@ -236,24 +236,10 @@ class Loss:
     clipped: float  # share of clipped values, 0 to 1
 
 
-def lowest_activation_sqnr(inserted: Iterable[InsertedPair], sketches: Mapping[TensorRef, Sketch]) -> Loss | None:
-    """Return the first of `activation_sqnr` if it is below `LOW_SQNR`.
-
-    Most activations have a bound above that, which takes a tenth of the time of an estimate.
-    """
-    doubtful = (
-        pair
-        for pair in inserted
-        if not isinstance(pair.params, QParams)
-        or (sketch := sketches.get(pair.site.tensor)) is None
-        or least_sqnr(sketch, pair.params) < LOW_SQNR
-    )
-    lowest = next(iter(activation_sqnr(doubtful, sketches)), None)
-    return lowest if lowest is not None and lowest.sqnr < LOW_SQNR else None
-
-
-def activation_sqnr(inserted: Iterable[InsertedPair], sketches: Mapping[TensorRef, Sketch]) -> tuple[Loss, ...]:
-    """Estimate the SQNR of activations with statistics, the lowest first; shared scales are left out.
+def activation_sqnr(
+    inserted: Iterable[InsertedPair], sketches: Mapping[TensorRef, Sketch], limit: float = math.inf
+) -> tuple[Loss, ...]:
+    """Estimate the SQNR of activations with statistics below `limit` dB, the lowest first, without shared scales.
 
     Weights are not covered. Later ops may amplify or attenuate the error, so the outputs can lose more or less.
     """
@@ -262,7 +248,9 @@ def activation_sqnr(inserted: Iterable[InsertedPair], sketches: Mapping[TensorRe
         sketch = sketches.get(insertion.site.tensor)
         if sketch is None or insertion.site.tie or not isinstance(insertion.params, QParams):
             continue
+        if limit < math.inf and least_sqnr(sketch, insertion.params) >= limit:  # takes a tenth of the estimate's time
+            continue
         cost = estimate_cost(sketch, insertion.params)
-        if cost is not None and math.isfinite(cost.sqnr):
+        if cost is not None and math.isfinite(cost.sqnr) and cost.sqnr < limit:
             measured.append(Loss(tensor=insertion.site.tensor, sqnr=cost.sqnr, clipped=cost.clipped))
     return tuple(sorted(measured, key=lambda loss: loss.sqnr))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant import __version__
-from graphquant.analysis.range_report import Loss, activation_sqnr, lowest_activation_sqnr
+from graphquant.analysis.range_report import Loss, activation_sqnr
 from graphquant.analysis.validation import Validation, count_quantized_macs
 from graphquant.api.models import save
 from graphquant.calibration import Stats, sites_needing_data
@@ -103,14 +104,12 @@ class Result(HtmlRepresentation):
     @property
     def activation_sqnr(self) -> tuple[Loss, ...]:
         """Estimated SQNR of the quantized activations, lowest first, without those that are clipped on purpose."""
-        pairs = (pair for pair in self.inserted if pair.site.tensor not in self.saturated_tensors)
-        return activation_sqnr(pairs, self.stats.sketches if self.stats is not None else {})
+        return self.activations_below(math.inf)
 
-    @property
-    def low_activation_sqnr(self) -> Loss | None:
-        """The quantized activation with the lowest estimated SQNR if that is low."""
+    def activations_below(self, limit: float) -> tuple[Loss, ...]:
+        """Return the part of `activation_sqnr` below `limit` dB."""
         pairs = (pair for pair in self.inserted if pair.site.tensor not in self.saturated_tensors)
-        return lowest_activation_sqnr(pairs, self.stats.sketches if self.stats is not None else {})
+        return activation_sqnr(pairs, self.stats.sketches if self.stats is not None else {}, limit)
 
     @property
     def already_quantized(self) -> bool:

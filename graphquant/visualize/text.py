@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
+from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
 from graphquant.ir import MAC_KINDS, Model, qualified_op_name
 from graphquant.numerics import DynamicQParams, QParams
@@ -230,7 +231,7 @@ def _tensorflow_time_lines(result: Result, output: Path | None) -> list[Renderab
 
 def _worst_activation(result: Result) -> list[RenderableType]:
     """Return a warning on the activation with the lowest SQNR if it is low."""
-    worst = result.low_activation_sqnr
+    worst = next(iter(result.activations_below(LOW_SQNR)), None)
     if worst is None:
         return []
     message = f"warning: {worst.tensor} has the lowest SQNR of the quantized activations, an estimated"
