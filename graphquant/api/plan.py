@@ -233,7 +233,7 @@ def select_sites(
         raise UsageError(f"--range-source {range_source} is not possible: {reason}.")
     selection = SiteSelection(family=chosen_family.name, range_source=range_source, include=include, exclude=exclude)
     if (family is None or chosen_family.variant_of) and model.format == "onnx":
-        from graphquant.formats.onnx import supports_fused_op
+        from graphquant.formats.onnx import supports_fused_form
 
-        selection = replace(selection, supports_fused_op=supports_fused_op)
+        selection = replace(selection, supports_fused_form=supports_fused_form)
     return selection

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphquant.qdq.family import FamilyArguments, FamilyRequest, QDQFamily, QDQSite, RoundingMode
-from graphquant.qdq.onnx_fused import FusedOnnxFamily, PackedWeight, fused_op_type
+from graphquant.qdq.family import FamilyArguments, FamilyRequest, FusedForm, QDQFamily, QDQSite, RoundingMode
+from graphquant.qdq.onnx_fused import (
+    FOLDED_FORM,
+    FusedOnnxFamily,
+    PackedWeight,
+    count_product_weights,
+    fused_op_type,
+)
 from graphquant.qdq.onnx_qdq import OnnxFamily
 from graphquant.qdq.tensorflow_qdq import LEARNED_ATTR, FakeQuantFamily, QuantizeAndDequantizeFamily
 

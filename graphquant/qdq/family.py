@@ -26,7 +26,8 @@ class FamilyArguments:
     """Arguments that only the ops of one family have: `{ form = "args" }`.
 
     Attributes:
-        form: For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op.
+        form: For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op. For "onnx-fused":
+            "packed" has the kernel read packed blocks, "folded" has the runtime compute float weights when it starts.
         input_min: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
         input_max: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
         accuracy_level: For "onnx-fused": 4 multiplies with activations rounded to int8, 0 in their own type.
@@ -34,7 +35,7 @@ class FamilyArguments:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    form: Literal["vars", "args"] | None = None
+    form: Literal["vars", "args", "packed", "folded"] | None = None
     input_min: StrictFloat | None = None
     input_max: StrictFloat | None = None
     accuracy_level: Literal[0, 1, 4] | None = None
@@ -105,6 +106,15 @@ class FamilyRequest:
         return self.range_source == "dynamic"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedForm:
+    """A form of a dequantized weight and its consumer that only some runtimes compute, or compute fast."""
+
+    op_type: str  # the op that replaces both, "" if standard ops replace the DequantizeLinear only
+    bits: int  # bits of an element of the weight
+    args: FamilyArguments  # the arguments that select the form
+
+
 class QDQFamily(ABC):
     """A kind of quantize-dequantize op."""
 
@@ -117,6 +127,7 @@ class QDQFamily(ABC):
     has_channel_ranges: bool = True  # a range per channel can be given
     supports_learned_range: bool = False  # gradients reach the range, so that it can be learned
     argument_names: frozenset[str] = frozenset()  # the `FamilyArguments` of its ops
+    forms: tuple[str, ...] = ()  # values of the argument `form`
 
     @abstractmethod
     def add_ops(self, graph: Graph, site: QDQSite) -> TensorRef:
@@ -126,12 +137,14 @@ class QDQFamily(ABC):
     def unsupported_reason(self, request: FamilyRequest) -> str | None:
         """Return the reason why the runtime does not support a request, or None."""
 
-    def fused_op(self, _graph: Graph, _use: Use, _request: FamilyRequest) -> tuple[str, int]:
-        """Return the type of the op that replaces the ops and the consumer at a use, and the bits of its weight.
+    def fused_forms(
+        self, _graph: Graph, _use: Use, _request: FamilyRequest, _model_weights: int | None = None
+    ) -> list[FusedForm]:
+        """Return the forms other than Q/DQ ops that a weight can have for a use, the preferred one first.
 
-        The type is "" without such an op.
+        `_model_weights` is the number of elements of all weights of matrix products, counted again if it is None.
         """
-        return "", 0
+        return []
 
     def minimum_opset(self, _request: FamilyRequest) -> int:
         """Return the lowest opset that has the ops of a request; 0 in formats without opsets."""

@@ -1,26 +1,46 @@
-"""Weights that onnxruntime reads in packed blocks: the ops of com.microsoft that take them, and the family for them.
+"""Quantized weights in the forms that onnxruntime computes with fastest, and the family that writes them.
 
 In the intermediate representation such a weight is a constant with a DequantizeLinear, like any other. Its op has
-`Op.fused_attrs`, and `graphquant.formats.onnx.fused_ops` writes it and its reader as one op, and reads that op as two.
+`Op.fused_attrs`, and `graphquant.formats.onnx.fused_ops` writes it in one of two forms, and reads these as a pair:
+
+* Packed: one op of com.microsoft, MatMulNBits or GatherBlockQuantized, in place of the DequantizeLinear and its reader.
+* Folded: Cast, Sub and Mul. onnxruntime computes them when it loads the model, but a DequantizeLinear in each run.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from graphquant.ir import MATRIX_PRODUCT_KINDS
 from graphquant.numerics import IntType, QType
+from graphquant.qdq.family import FusedForm
 from graphquant.qdq.onnx_qdq import OnnxFamily
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from graphquant.ir import Graph, Op, Shape, TensorRef, Use
     from graphquant.qdq.family import FamilyRequest, QDQSite
+
+FOLDED_FORM: Literal["folded"] = "folded"
+BITS_OF_BYTES = 8
 
 MATMUL_BLOCK_SIZES = frozenset({16, 32, 64, 128, 256})  # those that all releases from 1.22 on accept
 MIN_GATHER_BLOCK_SIZE = 16  # of GatherBlockQuantized, which requires a power of two
 
-DEFAULT_ACCURACY_LEVEL = 4
-"""Type in which MatMulNBits multiplies: 4 rounds the activations to int8, 0 computes in their own type."""
+# docs/decisions/0076-fused-ops.md has the measurements.
+MIN_MODEL_ELEMENTS, MIN_MATRIX_ELEMENTS = 1 << 19, 1 << 14
+"""Smallest sum of all matrices of products, which then leave the processor's cache, and smallest matrix, that products
+read faster packed than as float, both with 1 and with 128 rows."""
+
+FLOAT_LEVEL_BITS = 4  # width of weights that products in float read fast; others take ten times as long
+MIN_BYTE_BLOCK_SIZE = 128  # smallest blocks of bytes with which products of 128 rows are faster than in float
+
+FLOAT_LEVEL: Literal[0] = 0
+INT8_LEVEL: Literal[4] = 4
+"""Values of `accuracy_level`: MatMulNBits computes in the type of its activations, or rounds them to int8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +48,7 @@ class PackedWeight:
     """A constant weight in blocks, as far as the choice of the op that reads it depends on it."""
 
     type: QType  # the type of the quantized values
-    axis: int | None  # the axis of the blocks
+    axis: int | None  # the axis of the channels or blocks
     block: int | None  # number of elements along the axis that share one scale
     shape: Shape | None  # the static shape
 
@@ -38,7 +58,7 @@ class PackedWeight:
         container = self.type.container if isinstance(self.type, IntType) else ""
         if container in {"int4", "uint4"}:
             return 2 if self.type.bits == 2 else 4  # noqa: PLR2004  # the width
-        return 8 if container in {"int8", "uint8"} else 0
+        return BITS_OF_BYTES if container in {"int8", "uint8"} else 0
 
 
 def fused_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -> str:
@@ -69,25 +89,72 @@ def _summed_axis(graph: Graph, consumer: Op, shape: Shape) -> int | None:
     return int(is_transposed) if is_plain else None
 
 
+def count_product_weights(graphs: Mapping[str, Graph]) -> int:
+    """Return the number of elements of all constants that the matrix products of a model read as weights."""
+    weights = {
+        tensor: graph.output(tensor).shape
+        for graph in graphs.values()
+        for op in graph.ops()
+        if op.kind in MATRIX_PRODUCT_KINDS
+        for slot, tensor in enumerate(graph.slots(op.name))
+        if tensor is not None and op.role(slot) == "weight" and graphs[tensor.graph].op(tensor.op).kind == "constant"
+    }
+    return sum(math.prod(size or 0 for size in shape) for shape in weights.values() if shape)
+
+
 class FusedOnnxFamily(OnnxFamily):
-    """Weights in blocks as MatMulNBits and GatherBlockQuantized of com.microsoft, which only onnxruntime implements."""
+    """Weights of models for onnxruntime: packed for large matrices and for tables, folded elsewhere."""
 
     name = "onnx-fused"
     variant_of = OnnxFamily.name
     op_types = frozenset()  # its ops are read as pairs
-    argument_names = frozenset({"accuracy_level"})
-
-    def fused_op(self, graph: Graph, use: Use, request: FamilyRequest) -> tuple[str, int]:
-        """Return MatMulNBits, GatherBlockQuantized or "", and the bits of the weight."""
-        weight = PackedWeight(type=request.type, axis=request.axis, block=request.block, shape=request.shape)
-        return fused_op_type(graph, graph.op(use.op), use.slot, weight), weight.bits
+    argument_names = frozenset({"form", "accuracy_level"})
+    forms = ("packed", FOLDED_FORM)
 
     def add_ops(self, graph: Graph, site: QDQSite) -> TensorRef:
-        """Add the ops of the standard form, and mark them for the fused form if the weight is stored as integers."""
+        """Add the ops of the standard form, and mark them for the form of the site if integers store the weight."""
         output = super().add_ops(graph, site)
         if site.read_value is not None:
-            level = site.args.accuracy_level
             weight = PackedWeight(type=site.params.type, axis=None, block=None, shape=None)
-            attrs = {"accuracy_level": DEFAULT_ACCURACY_LEVEL if level is None else level, "bits": weight.bits}
+            level = site.args.accuracy_level or FLOAT_LEVEL
+            attrs = {"form": site.args.form, "accuracy_level": level, "bits": weight.bits}
             graph.replace_op(replace(graph.op(output.op), fused_attrs=attrs))
         return output
+
+    def unsupported_reason(self, request: FamilyRequest) -> str | None:
+        """Return the reason why onnxruntime does not support a request, or None."""
+        if request.args.accuracy_level == INT8_LEVEL and not request.symmetric:
+            # https://github.com/microsoft/onnxruntime/issues/29853
+            return (
+                "onnxruntime computes wrong products of one row from 4-bit weights with zero points and"
+                " accuracy_level 4 on processors with AVX2 only; use accuracy_level 0 or a symmetric scheme"
+            )
+        return super().unsupported_reason(request)
+
+    def fused_forms(
+        self, graph: Graph, use: Use, request: FamilyRequest, model_weights: int | None = None
+    ) -> list[FusedForm]:
+        """Return the forms of a constant weight for a use, the preferred one first."""
+        if model_weights is None:
+            model_weights = count_product_weights(graph.graphs)
+        weight = PackedWeight(type=request.type, axis=request.axis, block=request.block, shape=request.shape)
+        op_type = fused_op_type(graph, graph.op(use.op), use.slot, weight)
+        is_table, args = op_type == "GatherBlockQuantized", request.args
+        default_level = INT8_LEVEL if weight.bits != FLOAT_LEVEL_BITS and request.symmetric else FLOAT_LEVEL
+        level = default_level if args.accuracy_level is None else args.accuracy_level
+        is_fast = weight.bits == FLOAT_LEVEL_BITS or (
+            weight.bits == BITS_OF_BYTES and level == INT8_LEVEL and (request.block or 0) >= MIN_BYTE_BLOCK_SIZE
+        )
+        elements = math.prod(size or 0 for size in request.shape or ())
+        is_large = model_weights >= MIN_MODEL_ELEMENTS and elements >= MIN_MATRIX_ELEMENTS
+        is_faster = is_table or (is_fast and is_large)
+        forms = []
+        if op_type and (args.form == "packed" or (args.form is None and is_faster)):
+            packed_args = replace(args, form="packed", accuracy_level=None if is_table else level)
+            forms.append(FusedForm(op_type=op_type, bits=weight.bits, args=packed_args))
+        # onnxruntime has no kernels for float16 that would compute the weight when it loads the model.
+        is_foldable = request.is_parameter and request.dtype == "float32" and None not in (request.shape or (None,))
+        if args.form != "packed" and is_foldable and weight.bits:
+            folded_args = replace(args, form=FOLDED_FORM, accuracy_level=None)
+            forms.append(FusedForm(op_type="", bits=weight.bits, args=folded_args))
+        return forms

@@ -197,6 +197,7 @@ class FakeQuantFamily(TensorFlowFamily):
     name = "fake-quant"
     op_types = frozenset({"FakeQuantWithMinMaxArgs", "FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel"})
     argument_names = frozenset({"form"})
+    forms = ("vars", "args")
     supports_learned_range = True
 
     def add_unmerged_ops(self, graph: Graph, site: QDQSite) -> TensorRef:

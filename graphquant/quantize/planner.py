@@ -37,7 +37,7 @@ from graphquant.ir import (
     reduction_axis,
 )
 from graphquant.numerics import IntType
-from graphquant.qdq import FAMILIES, FamilyArguments, QDQFamily
+from graphquant.qdq import FAMILIES, FamilyArguments, FusedForm, QDQFamily, count_product_weights
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 from graphquant.rules import (
     LIST_NAMES_HINT,
@@ -218,8 +218,8 @@ class SiteSelection:
     # If not empty, quantize only uses whose consumer or tensor matches one of these patterns.
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()  # leave uses in float whose consumer or tensor matches one of these patterns
-    # Returns True for fused ops that the runtime has, by type and bits of the weight.
-    supports_fused_op: Callable[[str, int], bool] = lambda _op_type, _bits: False
+    # Returns True for forms of weights that the runtime has.
+    supports_fused_form: Callable[[FusedForm], bool] = lambda _form: False
 
 
 @paused_gc()
@@ -326,6 +326,7 @@ class _PlanBuilder:
         self._passthrough_sources: dict[Use, Use] = {}  # to where the integers come from
         self._order: dict[TensorRef, int] = {}
         self.used_rules: set[int] = set()
+        self._product_elements: int | None = None  # of all weights of matrix products, counted when needed
 
     def add_match(self, match: RuleMatch) -> None:
         """Add one match to a site, a tie or a skip."""
@@ -519,21 +520,25 @@ class _PlanBuilder:
         self._sites.setdefault(key, pending).uses.append(match.use)
         return True
 
-    def _has_fused_form(self, match: RuleMatch, scheme: Scheme) -> bool:
-        """Return True if the runtimes of the plan have one op for the dequantized tensor and its consumer."""
+    def _choose_fused_form(self, match: RuleMatch, scheme: Scheme) -> Scheme:
+        """Return the scheme with the best form that the plan's runtimes have, without its family if there is none."""
         model, family = self.matcher.model, FAMILIES[scheme.family or ""]
-        if family.format != model.format or not all(
-            target.startswith("onnxruntime") for target in self.matcher.ruleset.targets
-        ):
-            return False
         request = scheme.family_request(
             axis=self._scale_layout(match, scheme)[0],
             dtype=model.output(match.tensor).dtype or "",
             shape=self.matcher.shape(match.tensor),
             is_parameter=self.matcher.parameters.is_parameter(match.tensor),
         )
-        op_type, bits = family.fused_op(model.graphs[match.use.graph], match.use, request)
-        return bool(op_type) and self.options.supports_fused_op(op_type, bits)
+        is_available = family.format == model.format and all(
+            target.startswith("onnxruntime") for target in self.matcher.ruleset.targets
+        )
+        if is_available and self._product_elements is None:
+            self._product_elements = count_product_weights(model.graphs)
+        graph, elements = model.graphs[match.use.graph], self._product_elements or 0
+        for form in family.fused_forms(graph, match.use, request, elements) if is_available else ():
+            if self.options.supports_fused_form(form):
+                return change_scheme(scheme, args=form.args)
+        return change_scheme(scheme, family=None, args=FamilyArguments())
 
     def _scheme_conflict(
         self, match: RuleMatch, scheme: Scheme, family: QDQFamily, axis: int | None, view: Shape | None
@@ -560,8 +565,8 @@ class _PlanBuilder:
     def _supported_scheme(self, match: RuleMatch, scheme: Scheme) -> Scheme:
         """Return a rule's scheme as the family of the caller supports it, with the caller's source of ranges if any."""
         family, source = FAMILIES[self.options.family], self.options.range_source
-        if scheme.family and FAMILIES[scheme.family].variant_of and not self._has_fused_form(match, scheme):
-            scheme = change_scheme(scheme, family=None, args=FamilyArguments())
+        if scheme.family and FAMILIES[scheme.family].variant_of:
+            scheme = self._choose_fused_form(match, scheme)
         adapted = _adapt_to_family(scheme, family, source)
         if adapted.range == scheme.range:
             return adapted

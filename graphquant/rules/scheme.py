@@ -234,6 +234,8 @@ class Scheme:
         if unknown := next((name for name in specified if name not in family.argument_names), None):
             accepted = " and ".join(map(repr, sorted(family.argument_names))) or "no arguments"
             raise ValueError(f"the family {self.family!r} has no {unknown!r}; it takes {accepted}")
+        if self.args.form is not None and self.args.form not in family.forms:
+            raise ValueError(f"the family {self.family!r} has the forms {' and '.join(map(repr, family.forms))}")
         low, high = self.args.input_min, self.args.input_max
         if low is not None and high is not None and not low <= high:
             raise ValueError(f"'input_min' {low} is above 'input_max' {high}")

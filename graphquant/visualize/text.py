@@ -438,6 +438,7 @@ def scheme_text(site: Site) -> str:
     scheme = site.scheme
     granularity = f", axis {site.axis}" if site.axis is not None else ""
     granularity += f" in blocks of {scheme.block_size}" if scheme.block_size is not None else ""
+    granularity += f", {scheme.args.form}" if scheme.args.form is not None else ""
     shared_uses = (site.clone_of,) if site.clone_of is not None else site.tie
     range_text = "dynamic" if scheme.range == "dynamic" else scheme.observe.name
     range_text += f", {scheme.range}" if scheme.range in {"given", "learned"} else ""

@@ -349,7 +349,8 @@ def test_added_ops_are_read_back(family, bits, signed, narrow, high, dynamic, ha
         ('family = "quantize-and-dequantize-v2"\nzero = "asymmetric"', "no zero point"),
         ('family = "quantize-and-dequantize-v2"\nargs = {form = "args"}', "has no 'form'"),
         ('family = "fake-quant"\nrange = "dynamic"', "needs a range"),
-        ('family = "fake-quant"\nargs = {form = "arg"}', "'vars' or 'args'"),
+        ('family = "fake-quant"\nargs = {form = "arg"}', "'vars', 'args'"),
+        ('family = "fake-quant"\nargs = {form = "packed"}', "'vars' and 'args'"),
         ('family = "fake-quant"\nargs = {from = "args"}', "'from' .*arguments"),
         ('args = {form = "args"}', "'family'"),
         (

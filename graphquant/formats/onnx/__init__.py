@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.conversions import bind_input_shapes, encode_skeleton, inline_functions, upgrade_opset
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
-    from graphquant.formats.onnx.fused_ops import supports_fused_op
+    from graphquant.formats.onnx.fused_ops import supports_fused_form
     from graphquant.formats.onnx.index import input_specs, read_metadata
     from graphquant.formats.onnx.reader import from_onnx, load, restore_original
     from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product
@@ -33,7 +33,7 @@ _MODULES = {
     "conversions": ("bind_input_shapes", "encode_skeleton", "inline_functions", "upgrade_opset"),
     "emitter": ("emit",),
     "file_writer": ("save",),
-    "fused_ops": ("supports_fused_op",),
+    "fused_ops": ("supports_fused_form",),
     "index": ("input_specs", "read_metadata"),
     "reader": ("from_onnx", "load", "restore_original"),
     "runtime": ("PRODUCT_TYPES", "find_wrong_product"),

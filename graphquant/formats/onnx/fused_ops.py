@@ -19,18 +19,21 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from graphquant.errors import InternalError
+from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import Model, Op, Parameters, TensorRef, Use, fully_known_shape
 from graphquant.numerics import IntType, QParams
-from graphquant.qdq import PackedWeight, fused_op_type, read_qparams
+from graphquant.qdq import FOLDED_FORM, FusedForm, PackedWeight, fused_op_type, read_qparams
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 
 if TYPE_CHECKING:
-    from graphquant.ir import Graph
+    from graphquant.ir import Graph, Shape
     from graphquant.numerics import Array
 
 BITS_PER_BYTE = 8
 
+FOLDED_TYPES = frozenset({"Cast", "Sub", "Mul", "Reshape", "Slice"})  # the ops of a folded weight
+INTEGER_DTYPES = frozenset({"int4", "uint4", "int8", "uint8"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
@@ -43,7 +46,8 @@ class LiftedOp:
 
     op: Op  # the fused op
     slots: tuple[TensorRef | None, ...]  # its inputs
-    constants: Mapping[TensorRef, Op]  # its weight, scale and zero point
+    # The ops and constants that only it reads, with their inputs, in topological order.
+    sources: Mapping[TensorRef, tuple[Op, tuple[TensorRef | None, ...]]]
     # The ops in its place with their inputs, in topological order; the last one has its name and output.
     replacements: tuple[tuple[Op, tuple[TensorRef | None, ...]], ...]
 
@@ -148,25 +152,36 @@ def lift_fused_ops(model: Model) -> dict[tuple[str, str], LiftedOp]:
     """Replace the fused ops of a loaded model that read constant weights; return them by graph and name."""
     lifted: dict[tuple[str, str], LiftedOp] = {}
     for graph in model.graphs.values():
-        fused = [op for op in graph.ops() if op.domain == MICROSOFT_DOMAIN and op.type in _LIFTS]
+        fused = [op for op in graph.ops() if (op.domain, op.type) in _LIFTS]
         shared = dict[tuple[Any, ...], TensorRef]()
         for op in fused:
             slots = tuple(graph.slots(op.name))
             lift = _Lift(model=model, graph=graph, op=op, slots=slots, shared=shared)
-            names = _LIFTS[op.type](lift)
+            names = _LIFTS[op.domain, op.type](lift)
             if names:
-                constants = {tensor: model.op(tensor) for tensor in slots[:GROUP_INDEX_SLOT] if tensor is not None}
-                constants = {tensor: constant for tensor, constant in constants.items() if constant.kind == "constant"}
+                graph.rerouted_uses.clear()  # the ops are new, so that no input of a loaded one changed
                 lifted[graph.name, op.name] = LiftedOp(
                     op=op,
                     slots=slots,
-                    constants=constants,
+                    sources=_constant_sources(model, slots),
                     replacements=tuple((graph.op(name), tuple(graph.slots(name))) for name in names),
                 )
     for record in lifted.values():
-        for tensor in record.constants:
+        for tensor in reversed([*record.sources]):
             _remove_if_unread(model, tensor)
     return lifted
+
+
+def _constant_sources(
+    model: Model, slots: Sequence[TensorRef | None]
+) -> dict[TensorRef, tuple[Op, tuple[TensorRef | None, ...]]]:
+    """Return the constants that an op reads, and the ops of `FOLDED_TYPES` that compute with them, inputs first."""
+    sources: dict[TensorRef, tuple[Op, tuple[TensorRef | None, ...]]] = {}
+    for tensor in (slot for slot in slots if slot is not None):
+        op, inputs = model.op(tensor), tuple(model.graphs[tensor.graph].slots(tensor.op))
+        if op.kind == "constant" or (op.rule and op.type in FOLDED_TYPES):
+            sources |= _constant_sources(model, inputs) | {tensor: (op, inputs)}
+    return sources
 
 
 def _lift_matmul(lift: _Lift) -> list[str]:
@@ -198,7 +213,7 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     bias = lift.slots[BIAS_SLOT] if len(lift.slots) > BIAS_SLOT else None
     output = op.outputs[0]
     product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
-    plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": ""}
+    plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
     inputs = [lift.slots[0], dequantized]
     if bias is None:
         _replace_op(graph, replace(op, **product, **plain), inputs)
@@ -232,15 +247,15 @@ def _lift_gather(lift: _Lift) -> list[str]:
             attrs={"axis": axis, "block_size": int(op.numeric_attr("block_size", 128))},
             rule=op.rule,
             anchor=op.anchor,
-            fused_attrs={},
+            fused_attrs={"form": "packed"},
         )
         lift.shared[key] = graph.add_op(dequantize, [lift.slots[0], lift.slots[2], *filter(None, [zero_point])])
     dequantized = lift.shared[key]
-    attrs = {"axis": int(op.numeric_attr("gather_axis", 0))}
-    gather = replace(
-        op, kind="gather", type="Gather", domain="", roles=("input", "indices"), attrs=attrs, rule="", anchor=""
-    )
-    _replace_op(graph, gather, [dequantized, lift.slots[1]])
+    gather_axis = int(op.numeric_attr("gather_axis", 0))
+    fields: dict[str, Any] = {"kind": "gather", "type": "Gather", "roles": ("input", "indices")}
+    attrs: dict[str, Any] = {"axis": gather_axis} if gather_axis else {}
+    plain: dict[str, Any] = {"domain": "", "attrs": attrs, "rule": "", "anchor": ""}
+    _replace_op(graph, replace(op, **fields, **plain, source=None), [dequantized, lift.slots[1]])
     return [dequantized.op, op.name]
 
 
@@ -254,17 +269,12 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
     # Without zero points, integers are stored with the middle of their range added.
     offset = 0 if zero_point is not None else 1 << (layout.bits - 1)
     type_name = f"{'u' if zero_point is not None else ''}int{max(layout.bits, 4)}"
-    dtype = np.dtype(getattr(ml_dtypes, type_name, type_name))
+    dtype = _numpy_dtype(type_name)
     shapes = (layout.columns, layout.rows), (layout.blocks, layout.rows)
 
     def add_constant(name: str, dtype_name: str, shape: tuple[int, ...], read_value: Callable[[], Array]) -> TensorRef:
         constant = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
         return graph.add_op(new_op(graph, name, dtype_name, shape, **constant))
-
-    def read_value(constant: Op) -> Callable[[], Array]:
-        if constant.read_value is None:
-            raise InternalError(f"{constant.name!r} has no value.")
-        return constant.read_value
 
     scale_dtype = scale.outputs[0].dtype or "float32"
     inputs = [
@@ -272,18 +282,17 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
             _unpacked_name(weight),
             type_name,
             shapes[0],
-            partial(layout.unpack, read_value(weight), dtype, offset),
+            partial(layout.unpack, partial(_value, weight), dtype, offset),
         ),
-        add_constant(_unpacked_name(scale), scale_dtype, shapes[1], lambda: layout.unpack_blocks(read_value(scale)())),
+        add_constant(_unpacked_name(scale), scale_dtype, shapes[1], lambda: layout.unpack_blocks(_value(scale))),
     ]
     if zero_point is not None:
-        read_zero_point = read_value(zero_point)
         inputs.append(
             add_constant(
                 _unpacked_name(zero_point),
                 type_name,
                 shapes[1],
-                lambda: layout.unpack_zero_points(read_zero_point()).astype(dtype),
+                lambda: layout.unpack_zero_points(_value(zero_point)).astype(dtype),
             )
         )
     dequantize = new_op(
@@ -297,15 +306,92 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
         attrs={"axis": 0, "block_size": layout.block},
         rule=op.rule,
         anchor=op.anchor,
-        fused_attrs={"bits": layout.bits, "accuracy_level": level},
+        fused_attrs={"form": "packed", "bits": layout.bits, "accuracy_level": level},
     )
     return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
 
 
-_LIFTS: dict[str, Callable[[_Lift], list[str]]] = {
-    "MatMulNBits": _lift_matmul,
-    "GatherBlockQuantized": _lift_gather,
+def _lift_folded(lift: _Lift) -> list[str]:
+    """Replace the last op of a folded weight by DequantizeLinear, and return its name."""
+    op, graph, model = lift.op, lift.graph, lift.model
+    readers = [graph.op(use.op) for use in graph.consumers(TensorRef(graph.name, op.name)) if use.graph == graph.name]
+    continues = any(r.type in FOLDED_TYPES and (r.rule, r.anchor) == (op.rule, op.anchor) for r in readers)
+    if not op.rule or continues:
+        return []
+    chain, source = [op], next(iter(graph.slots(op.name)), None)
+    while source is not None and source.graph == graph.name and graph.op(source.op).type in FOLDED_TYPES:
+        chain.append(graph.op(source.op))
+        source = next(iter(graph.slots(source.op)), None)
+    data = None if source is None else model.op(source)
+    operands = {
+        link.type: model.op(operand)
+        for link in chain
+        for operand in graph.slots(link.name)[2 if link.type == "Slice" else 1 :][:1]
+        if operand is not None
+    }
+    if data is None or data.kind != "constant" or data.outputs[0].dtype not in INTEGER_DTYPES or "Mul" not in operands:
+        return []
+    scale, zero_point = operands["Mul"], operands.get("Sub")
+    shape, scale_shape = (fully_known_shape(constant.outputs[0].shape) for constant in (data, scale))
+    constants = [data, *operands.values()]
+    if shape is None or scale_shape is None or any(constant.read_value is None for constant in constants):
+        return []
+    attrs: dict[str, Any] = {}
+    sizes: tuple[int, ...] = ()
+    stored_shape = shape
+    long_axes = [axis for axis, size in enumerate(scale_shape) if size > 1]
+    if "Reshape" in operands:
+        block_axis = next(axis for axis, size in enumerate(shape) if scale_shape[axis] != size)
+        axis = block_axis - 1
+        attrs = {"axis": axis, "block_size": shape[block_axis]}
+        sizes = (*scale_shape[:block_axis], *scale_shape[block_axis + 1 :])
+        stored_shape = (*shape[:axis], shape[axis] * shape[block_axis], *shape[block_axis + 1 :])
+        count = int(_value(operands["Slice"])[0]) if "Slice" in operands else stored_shape[axis]
+        shape = (*stored_shape[:axis], count, *stored_shape[axis + 1 :])
+    elif len(long_axes) == 1:
+        attrs, sizes = {"axis": long_axes[0]}, (scale_shape[long_axes[0]],)
+    elif long_axes:
+        return []
+    dtype = _numpy_dtype(data.outputs[0].dtype or "")
+
+    def add(constant: Op, dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorRef:
+        def read_value() -> Array:
+            value = _value(constant).reshape(stored_shape if constant is data else shape)
+            return np.ascontiguousarray(value[tuple(map(slice, shape))]).astype(dtype, copy=False)
+
+        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
+        return graph.add_op(new_op(graph, _unpacked_name(constant), dtype.name, shape, **fields))
+
+    scale_dtype = np.dtype(scale.outputs[0].dtype)
+    inputs = [add(data, dtype, shape) if "Reshape" in operands else source, add(scale, scale_dtype, sizes)]
+    inputs += [add(zero_point, dtype, sizes)] if zero_point is not None else []
+    dequantize = {"kind": "dequantize", "type": "DequantizeLinear", "roles": ("input", "scale", "zero_point")}
+    fused_attrs = {"form": FOLDED_FORM}
+    output = replace(op.outputs[0], dtype=scale_dtype.name, shape=shape)
+    changes: dict[str, Any] = {**dequantize, "attrs": attrs, "outputs": (output,), "fused_attrs": fused_attrs}
+    _replace_op(graph, replace(op, source=None, **changes), inputs)
+    return [op.name]
+
+
+_LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
+    (MICROSOFT_DOMAIN, "MatMulNBits"): _lift_matmul,
+    (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
+    ("", "Mul"): _lift_folded,
+    ("", "Reshape"): _lift_folded,
+    ("", "Slice"): _lift_folded,
 }
+
+
+def _value(constant: Op) -> Array:
+    """Return the value of a constant."""
+    if constant.read_value is None:
+        raise InternalError(f"{constant.name!r} has no value.")
+    return constant.read_value()
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name, also of types of 4 bits."""
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _unpacked_name(constant: Op) -> str:
@@ -330,18 +416,22 @@ def _size(constant: Op) -> int:
 
 
 @cache
-def supports_fused_op(op_type: str, bits: int) -> bool:
-    """Return True if the installed onnxruntime runs a fused op with a weight of `bits` bits."""
+def supports_fused_form(form: FusedForm) -> bool:
+    """Return True if the installed onnxruntime runs the op of a form with a weight of its width."""
+    if not form.op_type:
+        return True
     import onnxruntime  # imported when needed, so that models are read without it
 
     from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RUNTIME_ERRORS, open_inference_session
 
-    indices = op_type == "GatherBlockQuantized"
-    attrs = {"gather_axis": 0, "quantize_axis": 1} if indices else {"K": 16, "N": 1, "bits": bits, "accuracy_level": 4}
+    indices, bits, level = form.op_type == "GatherBlockQuantized", form.bits, form.args.accuracy_level or 0
+    attrs = (
+        {"gather_axis": 0, "quantize_axis": 1} if indices else {"K": 16, "N": 1, "bits": bits, "accuracy_level": level}
+    )
     weight = np.zeros((1, 16), ml_dtypes.int4) if indices else np.zeros((1, 1, 2 * bits), np.uint8)
     data = np.zeros((1, 1), np.int64) if indices else np.zeros((1, 16), np.float32)
     inputs = ["weight", "data", "scale"] if indices else ["data", "weight", "scale"]
-    node = helper.make_node(op_type, inputs, ["result"], domain=MICROSOFT_DOMAIN, block_size=16, **attrs)
+    node = helper.make_node(form.op_type, inputs, ["result"], domain=MICROSOFT_DOMAIN, block_size=16, **attrs)
     scale = np.ones((1, 1) if indices else (1,), np.float32)
     input_info = helper.make_tensor_value_info("data", helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
     output_info = helper.make_tensor_value_info("result", TensorProto.FLOAT, None)
@@ -372,7 +462,9 @@ def lower_fused_ops(model: Model) -> Model:
     parameters = Parameters(lowered)
     for graph_name, name in marked:
         graph = lowered.graphs[graph_name]
-        if name in graph:
+        if name in graph and (graph.op(name).fused_attrs or {}).get("form") == FOLDED_FORM:
+            _fold(lowered, graph, graph.op(name), parameters)
+        elif name in graph:
             _lower_readers(lowered, graph, graph.op(name), parameters)
     return lowered
 
@@ -382,16 +474,20 @@ def _restore_unchanged(model: Model, graph: Graph, record: LiftedOp) -> None:
     for op, slots in record.replacements:
         if op.name not in graph or graph.op(op.name) is not op or tuple(graph.slots(op.name)) != slots:
             return
-    for tensor, constant in record.constants.items():
+    for tensor, (op, slots) in record.sources.items():
         home = model.graphs[tensor.graph]
         if tensor.op not in home:
-            home.add_op(constant)
-        elif home.op(tensor.op) is not constant:
+            home.add_op(op, slots)
+        elif home.op(tensor.op) is not op:
             return
+    replaced = [slot for _, slots in record.replacements for slot in slots if slot is not None]
     _replace_op(graph, record.op, record.slots)
     graph.rerouted_uses.difference_update(Use(graph.name, record.op.name, slot) for slot in range(len(record.slots)))
     for op, _ in reversed(record.replacements[:-1]):
-        _remove_with_constants(model, TensorRef(graph.name, op.name))
+        _remove_if_unread(model, TensorRef(graph.name, op.name))
+    for tensor in replaced:
+        if tensor.op in model.graphs[tensor.graph] and model.op(tensor).kind == "constant":
+            _remove_if_unread(model, tensor)
 
 
 def _lower_readers(model: Model, graph: Graph, dequantize: Op, parameters: Parameters) -> None:
@@ -441,6 +537,91 @@ def _lower_readers(model: Model, graph: Graph, dequantize: Op, parameters: Param
     _remove_with_constants(model, TensorRef(graph.name, dequantize.name))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoldedOps:
+    """Adds the ops that replace a DequantizeLinear."""
+
+    model: Model
+    graph: Graph
+    dequantize: Op
+
+    def add(self, op_type: str, suffix: str, inputs: Sequence[TensorRef], shape: Shape, **attrs: Any) -> TensorRef:
+        """Add an op with the type of the dequantized tensor."""
+        fields: dict[str, Any] = {"kind": op_type.lower(), "type": op_type, "attrs": attrs}
+        return self._add(f"{self.dequantize.name}{suffix}", self.dequantize.outputs[0].dtype, shape, inputs, **fields)
+
+    def add_sizes(self, name: str, sizes: Sequence[int]) -> TensorRef:
+        """Add a constant of sizes or axes."""
+        values = np.array(sizes, np.int64)
+        return self._add_constant(f"{self.dequantize.name}/{name}", "int64", values.shape, values.view)
+
+    def reshape_constant(
+        self, source: TensorRef, dtype: str | None, shape: tuple[int, ...], padded: tuple[int, ...]
+    ) -> TensorRef:
+        """Add a constant with the values of another one, with zeros to the shape `padded`, as `dtype` and `shape`."""
+        constant = self.model.op(source)
+
+        def read_value() -> Array:
+            value = _value(constant)
+            if math.prod(shape) > value.size:
+                value = np.pad(value, [(0, whole - size) for size, whole in zip(value.shape, padded, strict=True)])
+            return value.reshape(shape).astype(_numpy_dtype(dtype or ""), copy=False)
+
+        return self._add_constant(f"{source.op}{PACKED_SUFFIX}", dtype, shape, read_value)
+
+    def _add_constant(self, name: str, dtype: str | None, shape: Shape, read_value: Callable[[], Array]) -> TensorRef:
+        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
+        return self._add(name, dtype, shape, (), **fields)
+
+    def _add(self, name: str, dtype: str | None, shape: Shape, inputs: Sequence[TensorRef], **fields: Any) -> TensorRef:
+        op = new_op(self.graph, name, dtype, shape, rule=self.dequantize.rule, anchor=self.dequantize.anchor, **fields)
+        return self.graph.add_op(op, inputs)
+
+
+def _fold(model: Model, graph: Graph, dequantize: Op, parameters: Parameters) -> None:
+    """Replace a DequantizeLinear by Cast, Sub, Mul and, for blocks, Reshape; by a Slice for a partial last block."""
+    sources = [tensor for tensor in graph.slots(dequantize.name) if tensor is not None]
+    data, scale, *zero_point = sources
+    params, dtype = read_qparams(graph, dequantize, parameters), dequantize.outputs[0].dtype or ""
+    shape = fully_known_shape(graph.output(data).shape)
+    if not isinstance(params, QParams) or shape is None or model.op(data).read_value is None:
+        return
+    ops, axis = _FoldedOps(model=model, graph=graph, dequantize=dequantize), params.axis or 0
+    blocks, sizes = _folded_shapes(shape, params)
+    padded = shape if blocks == shape else (*blocks[:axis], blocks[axis] * blocks[axis + 1], *blocks[axis + 2 :])
+    if blocks != shape:
+        data = ops.reshape_constant(data, graph.output(data).dtype, blocks, padded)
+    values = ops.add("Cast", "/cast", [data], blocks, to=DTYPE_CODES[dtype])
+    if zero_point and params.zero_point.any():
+        values = ops.add("Sub", "/sub", [values, ops.reshape_constant(zero_point[0], dtype, sizes, sizes)], blocks)
+    last, inputs = "Mul", [values, ops.reshape_constant(scale, dtype, sizes, sizes)]
+    if blocks != shape:
+        values = ops.add("Mul", "/blocks", inputs, blocks)
+        last, inputs = "Reshape", [values, ops.add_sizes("shape", padded)]
+    if padded != shape:
+        values = ops.add("Reshape", "/padded", inputs, padded)
+        ends = [ops.add_sizes(name, [value]) for name, value in (("start", 0), ("end", shape[axis]), ("axis", axis))]
+        last, inputs = "Slice", [values, *ends]
+    changes: dict[str, Any] = {"kind": last.lower(), "type": last, "domain": "", "roles": ("input",), "attrs": {}}
+    _replace_op(graph, replace(dequantize, **changes, fused_attrs=None), inputs)
+    for tensor in sources:
+        _remove_if_unread(model, tensor)
+
+
+def _folded_shapes(shape: tuple[int, ...], params: QParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of a weight with an axis for its blocks, and that of scales which broadcast to it."""
+    axis = params.axis
+    if axis is None:
+        return shape, (1,) * len(shape)
+    if params.block is None:
+        return shape, tuple(size if i == axis else 1 for i, size in enumerate(shape))
+    count = -(-shape[axis] // params.block)
+    return (
+        (*shape[:axis], count, params.block, *shape[axis + 1 :]),
+        (*shape[:axis], count, 1, *shape[axis + 1 :]),
+    )
+
+
 def _matrix_layout(weight: PackedWeight) -> _MatrixLayout:
     """Return the layout of a matrix with blocks along the axis that is summed over."""
     first, second = (size or 0 for size in weight.shape or ())
@@ -482,6 +663,7 @@ def _replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> Non
     for slot, tensor in enumerate([*inputs, *[None] * (count - len(inputs))]):
         graph.set_source(Use(graph.name, op.name, slot), tensor)
     del graph.slots(op.name)[len(inputs) :]
+    graph.rerouted_uses.difference_update(Use(graph.name, op.name, slot) for slot in range(len(inputs), count))
 
 
 def _remove_with_constants(model: Model, tensor: TensorRef) -> None:

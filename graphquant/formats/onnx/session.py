@@ -660,7 +660,8 @@ def _trace_optimized(model: Model, optimized: Model, lookup: _OpLookup) -> Optim
                 tensor = lookup.tensors.get((graph_names.get(name, name), output.name)) if output.name else None
                 if tensor is not None:
                     tensors[TensorRef(name, op.name, port)] = tensor
-            if origin is not None:
+            # Ops of a folded weight are not in the model.
+            if origin is not None and origin[1] in model.graphs[origin[0]]:
                 origins[name, op.name] = origin
                 bodies = {call.attr: call.graph for call in model.graphs[origin[0]].op(origin[1]).calls}
                 graph_names.update((call.graph, bodies[call.attr]) for call in op.calls if call.attr in bodies)

@@ -96,7 +96,7 @@ def test_external_weights_compute_the_same(
 ) -> None:
     """All large tensors, also in bodies and Constant nodes, go to one file; the model computes the same."""
     source = write_branched_model(tmp_path, external=external)
-    result = gq.insert(source, rules=rules)
+    result = gq.insert(source, rules=rules, family="onnx-qdq")
     result.save(tmp_path / "inside.onnx")
     assert not weight_files(tmp_path / "inside.onnx")
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)

@@ -69,7 +69,7 @@ def run_and_count_ops(path: Path, feeds: dict[str, np.ndarray]) -> tuple[np.ndar
 def test_matrix_products_are_fused(tmp_path: Path, rules: list[str], opset: int, needed: int, closest: float) -> None:
     """Every matrix product becomes MatMulNBits, the convolution keeps its DequantizeLinear, the output stays close."""
     path, feeds = write_table_net(tmp_path, opset)
-    result = gq.insert(path, rules=rules)
+    result = gq.insert(path, rules=rules, family="onnx-qdq")
     saved = result.save(tmp_path / "quant.onnx")
     onnx.checker.check_model(onnx.load(saved), full_check=True)
     assert gq.load(saved).opset == max(opset, needed)
@@ -82,15 +82,46 @@ def test_matrix_products_are_fused(tmp_path: Path, rules: list[str], opset: int,
     assert 10 * np.log10(np.square(want).sum() / noise) > closest
 
 
-@pytest.mark.parametrize(("family", "products"), [(None, (3, 0, 0)), ("onnx-qdq", (1, 1, 1))])
-def test_products_that_onnxruntime_fuses_otherwise(
-    tmp_path: Path, family: str | None, products: tuple[int, int, int]
+@pytest.mark.parametrize("rules", ["weight_only_int8", "weight_only_int4"])
+@pytest.mark.parametrize(("act", "last"), [("Tanh", "Mul"), ("Relu", "Add")])
+def test_weights_of_small_models_are_folded(tmp_path: Path, rules: str, act: str, last: str) -> None:
+    """The optimized model has the ops of the float model, so it is as fast. Its file is smaller."""
+    path, feeds = write_table_net(tmp_path, 21, act=act, last=last)
+    saved = gq.insert(path, rules=rules).save(tmp_path / "quant.onnx")
+    want, before = run_and_count_ops(path, feeds)
+    have, after = run_and_count_ops(saved, feeds)
+    assert after == before
+    assert 10 * np.log10(np.square(want).sum() / np.square(have - want).sum()) > (30 if "8" in rules else 10)
+    assert saved.stat().st_size < 0.65 * path.stat().st_size  # the table stays float
+
+
+@pytest.mark.parametrize(
+    ("rules", "family", "counts"),
+    [
+        ("weight_only_int4", None, {"MatMulNBits": 2}),
+        ("weight_only_int8", None, {"MatMulNBits": 2}),
+        ("weight_only_int4", "onnx-qdq", {"MatMulNBits": 1, "FusedGemm": 1, "DequantizeLinear": 1}),
+    ],
+)
+def test_weights_of_large_models_are_packed(
+    tmp_path: Path, rules: str, family: str | None, counts: dict[str, int]
 ) -> None:
-    """Onnxruntime joins a Relu or a sum to a product first, and unpacks its weight in each run, if it is a pair."""
-    path, feeds = write_table_net(tmp_path, 21, act="Relu", last="Add")
-    saved = gq.insert(path, rules=["weight_only_int4"], family=family).save(tmp_path / "quant.onnx")
-    _, after = run_and_count_ops(saved, feeds)
-    assert (after["MatMulNBits"], after["MatMul"], after["Gemm"]) == products
+    """As pairs, onnxruntime joins one product with its Relu, and would unpack its weight in each run."""
+    body = "h = Gemm(x, w1, b) r = Relu(h) y = MatMul(r, w2)"
+    message = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 21]> g (float[n, 512] x) => (float[n, 512] y) {{ {body} }}'
+    )
+    rng = np.random.default_rng(0)
+    for name, shape in (("w1", (512, 1024)), ("b", (1024,)), ("w2", (1024, 512))):
+        value = rng.standard_normal(shape).astype(np.float32)
+        message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    onnx.save(message, tmp_path / "model.onnx")
+    feeds = {"x": rng.standard_normal((1, 512)).astype(np.float32)}
+    saved = gq.insert(tmp_path / "model.onnx", rules=rules, family=family).save(tmp_path / "quant.onnx")
+    want, _ = run_and_count_ops(tmp_path / "model.onnx", feeds)
+    have, after = run_and_count_ops(saved, feeds)
+    assert {name: after[name] for name in counts} == counts
+    assert 10 * np.log10(np.square(want).sum() / np.square(have - want).sum()) > (30 if "8" in rules else 15)
 
 
 def test_blocks_lie_along_what_is_summed_over(tmp_path: Path) -> None:

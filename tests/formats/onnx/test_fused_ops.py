@@ -1,0 +1,296 @@
+"""Packed and folded weights compute what their pairs compute, and are read back as these pairs."""
+
+from collections import Counter
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+import graphquant as gq
+from graphquant.errors import RuleError
+from graphquant.formats import onnx as onnx_format
+from graphquant.formats.onnx import file_writer
+from graphquant.formats.onnx.fused_ops import pack_elements, supports_fused_form, unpack_elements
+from graphquant.ir import Parameters
+from graphquant.qdq import FusedForm, read_qparams
+from graphquant.qdq.family import FamilyArguments
+
+RULES = """description = "Weights of products and tables"
+[scheme.block]
+dtype = "{dtype}"
+zero = "{zero}"
+per = "{per}"
+{block}
+family = "onnx-fused"
+args = {{ {args} }}
+[[rule]]
+name = "product"
+producer = {{ kind = "parameter", min_rank = 2 }}
+consumer = {{ kind = "matmul|gemm|conv", input = "weight" }}
+quantize = "block"
+[[rule]]
+name = "table"
+producer = {{ kind = "parameter", min_rank = 2 }}
+consumer = {{ kind = "gather", input = "input" }}
+quantize = "block"
+"""
+
+PRODUCTS = {
+    "MatMul": "y = MatMul(x, w)",
+    "Gemm": "y = Gemm(x, w, b)",
+    "Gemm without a bias": "y = Gemm(x, w)",
+    "transposed Gemm": "y = Gemm<transB = 1>(x, w, b)",
+}
+
+
+def write_rules(
+    path: Path, dtype: str, args: str, *, block: int | None = 32, per: str = "block", zero: str = "symmetric"
+) -> Path:
+    """Write a rule file for weights of one type."""
+    line = "" if block is None else f"block_size = {block}"
+    path.write_text(RULES.format(dtype=dtype, zero=zero, per=per, block=line, args=args))
+    return path
+
+
+def parse(body: str, inputs: str, outputs: str, weights: dict[str, np.ndarray], opset: int = 21) -> onnx.ModelProto:
+    """The model of a graph as text with weights."""
+    header = f'<ir_version: 10, opset_import: ["": {opset}, "com.microsoft": 1]>'
+    message = onnx.parser.parse_model(f"{header} g ({inputs}) => ({outputs}) {{ {body} }}")
+    message.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    return message
+
+
+def run(message: onnx.ModelProto, feeds: dict[str, np.ndarray], *, optimizes: bool = True) -> list[np.ndarray]:
+    """The outputs of onnxruntime."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if not optimizes:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def op_counts(message: onnx.ModelProto) -> Counter[str]:
+    """Number of nodes by type."""
+    return Counter(node.op_type for node in message.graph.node)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    product=st.sampled_from(sorted(PRODUCTS)),
+    columns=st.integers(1, 70),
+    rows=st.integers(1, 9),
+    dtype=st.sampled_from(["int4", "uint4", "int2", "int3", "int8", "uint8"]),
+    block=st.sampled_from([16, 32, 64]),
+    zero=st.sampled_from(["symmetric", "asymmetric"]),
+    form=st.sampled_from(["packed", "folded"]),
+    seed=st.integers(0, 99),
+)
+def test_products(
+    tmp_path: Path, product: str, columns: int, rows: int, dtype: str, block: int, zero: str, form: str, seed: int
+) -> None:
+    """The file computes what onnx defines for the pair, and is read back as the pair that was planned."""
+    rng = np.random.default_rng(seed)
+    shape = (rows, columns) if product.startswith("transposed") else (columns, rows)
+    weights = {"w": rng.standard_normal(shape).astype(np.float32) + 1, "b": np.arange(rows, dtype=np.float32)}
+    if "b)" not in PRODUCTS[product]:
+        del weights["b"]
+    signature = f"float[n, {columns}] x", f"float[n, {rows}] y"
+    onnx.save(parse(PRODUCTS[product], *signature, weights), tmp_path / "float.onnx")
+    args = f'form = "{form}"'
+    rules = write_rules(tmp_path / "r.toml", dtype, args, block=block, zero=zero)
+    is_packed = form == "packed" and "8" not in dtype
+    if is_packed:
+        rules = write_rules(tmp_path / "r.toml", dtype, f"{args}, accuracy_level = 0", block=block, zero=zero)
+    result = gq.insert(tmp_path / "float.onnx", rules=rules)
+    standard = gq.insert(tmp_path / "float.onnx", rules=rules, family="onnx-qdq")
+    message = onnx_format.emit(result.model)
+    onnx.checker.check_model(message, full_check=True)
+    counts = op_counts(message)
+    if form == "packed" and supports_fused_form(
+        FusedForm(op_type="MatMulNBits", bits=2 if "2" in dtype else 4, args=FamilyArguments(accuracy_level=0))
+    ):
+        assert counts["MatMulNBits"] == 1
+        assert counts["DequantizeLinear"] == 0
+    elif form == "folded":
+        assert (counts["Mul"], counts["Slice"], counts["DequantizeLinear"]) == (1, bool(columns % block), 0)
+    feeds = {"x": rng.standard_normal((3, columns)).astype(np.float32)}
+    expected = ReferenceEvaluator(onnx_format.emit(standard.model)).run(None, feeds)[0]
+    scale = np.abs(expected).max() + 1
+    tolerance = 1e-5 if is_packed or form == "folded" else 0.05  # bytes are multiplied with rounded activations
+    assert np.allclose(run(message, feeds)[0], expected, atol=tolerance * scale, rtol=0)
+    assert np.allclose(run(message, feeds, optimizes=False)[0], expected, atol=tolerance * scale, rtol=0)
+    saved = result.save(tmp_path / "out.onnx", force=True)
+    read = gq.load(saved)
+    (insertion,) = result.inserted
+    (op,) = [op for op in read.main.ops() if op.kind == "dequantize"]
+    params = read_qparams(read.main, op, Parameters(read))
+    assert np.array_equal(params.scale.reshape(-1)[:1], insertion.params.scale.reshape(-1)[:1])
+    if not product.startswith("transposed"):
+        assert params.scale.shape == insertion.params.scale.shape
+    onnx_format.save(read, tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == saved.read_bytes()
+    (tmp_path / "out.onnx").unlink()
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("width", [32, 40, 96])
+def test_rows_of_tables_have_the_same_bits(tmp_path: Path, dtype: str, width: int) -> None:
+    """GatherBlockQuantized returns exactly the rows that the pair returns, also with a partial block."""
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((50, width)).astype(np.float32)
+    onnx.save(parse("y = Gather(t, i)", "int64[n, 2] i", "float[n, 2, w] y", {"t": table}), tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", dtype, "", zero="asymmetric")
+    message = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules).model)
+    assert op_counts(message) == {"GatherBlockQuantized": 1}
+    standard = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules, family="onnx-qdq").model)
+    feeds = {"i": rng.integers(-50, 50, (4, 2))}
+    assert np.array_equal(run(message, feeds)[0], ReferenceEvaluator(standard).run(None, feeds)[0])
+
+
+@pytest.mark.parametrize("per", ["channel", "tensor"])
+def test_folded_convolutions_run_as_float_ones(tmp_path: Path, per: str) -> None:
+    """The weight is computed when the model is loaded: the optimized graph is that of the float model."""
+    rng = np.random.default_rng(0)
+    weights = {"k": rng.standard_normal((8, 3, 3, 3)).astype(np.float32)}
+    body = "c = Conv<pads = [1, 1, 1, 1]>(x, k) y = Relu(c)"
+    onnx.save(parse(body, "float[n, 3, 8, 8] x", "float[n, 8, 8, 8] y", weights), tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "int8", "", block=None, per=per)
+    result = gq.insert(tmp_path / "float.onnx", rules=rules)
+    message = onnx_format.emit(result.model)
+    assert op_counts(message) == {"Cast": 1, "Mul": 1, "Conv": 1, "Relu": 1}
+    optimized = onnx_format.optimize_model(result.model).model
+    assert [op.type for op in optimized.main.ops() if op.kind not in {"constant", "input", "output"}] == ["FusedConv"]
+    feeds = {"x": rng.standard_normal((2, 3, 8, 8)).astype(np.float32)}
+    standard = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules, family="onnx-qdq").model)
+    assert np.array_equal(*(run(model, feeds, optimizes=False)[0] for model in (message, standard)))
+    read = gq.load(result.save(tmp_path / "out.onnx"))
+    (op,) = [op for op in read.main.ops() if op.kind == "dequantize"]
+    assert np.array_equal(
+        read_qparams(read.main, op, Parameters(read)).scale.reshape(-1), result.inserted[0].params.scale.reshape(-1)
+    )
+    onnx_format.save(read, tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "out.onnx").read_bytes()
+
+
+BODY = """
+  y = If (c) <
+    then_branch = t () => (float[n, 64] a) { a = MatMul(x, w) },
+    else_branch = e () => (float[n, 64] b) { s = MatMul(x, w) b = Relu(s) }
+  >
+"""
+
+
+@pytest.mark.parametrize("form", ["packed", "folded"])
+def test_bodies_and_shared_weights(tmp_path: Path, form: str) -> None:
+    """Branches that capture a weight get weights of their own; readers in one graph share one."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal((64, 64)).astype(np.float32)}
+    rules = write_rules(tmp_path / "r.toml", "int4", f'form = "{form}"')
+    onnx.save(parse(BODY, "float[n, 64] x, bool c", "float[n, 64] y", weights), tmp_path / "if.onnx")
+    feeds = {"x": rng.standard_normal((3, 64)).astype(np.float32)}
+    for name, message in (("if", None), ("shared", "h = MatMul(x, w) y = MatMul(h, w)")):
+        path = tmp_path / f"{name}.onnx"
+        if message is not None:
+            onnx.save(parse(message, "float[n, 64] x", "float[n, 64] y", weights), path)
+        result = gq.insert(path, rules=rules)
+        emitted = onnx_format.emit(result.model)
+        standard = onnx_format.emit(gq.insert(path, rules=rules, family="onnx-qdq").model)
+        for condition in (True, False) if name == "if" else (None,):
+            values = feeds if condition is None else {**feeds, "c": np.array(condition)}
+            expected = ReferenceEvaluator(standard).run(None, values)[0]
+            assert np.allclose(run(emitted, values)[0], expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
+        saved = result.save(tmp_path / f"{name}_out.onnx")
+        onnx_format.save(gq.load(saved), tmp_path / f"{name}_again.onnx")
+        assert (tmp_path / f"{name}_again.onnx").read_bytes() == saved.read_bytes()
+    large = [tensor for tensor in emitted.graph.initializer if np.prod(tensor.dims) >= 64 * 64 // 2]
+    assert len(large) == 1
+
+
+@pytest.mark.parametrize("form", ["packed", "folded"])
+def test_external_weights(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed integers are computed when they are written to the weights file, and read back from there."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal((256, 128)).astype(np.float32)}
+    onnx.save(parse("y = MatMul(x, w)", "float[n, 256] x", "float[n, 128] y", weights), tmp_path / "float.onnx")
+    result = gq.insert(tmp_path / "float.onnx", rules=write_rules(tmp_path / "r.toml", "int4", f'form = "{form}"'))
+    inside = result.save(tmp_path / "inside.onnx")
+    monkeypatch.setattr(file_writer, "MAX_MESSAGE_BYTES", 8000)
+    (tmp_path / "out").mkdir()
+    outside = result.save(tmp_path / "out" / "q.onnx")
+    assert [path.suffix for path in sorted((tmp_path / "out").iterdir())] == [".onnx", ".data"]
+    monkeypatch.undo()
+    feeds = {"x": rng.standard_normal((2, 256)).astype(np.float32)}
+    session = onnxruntime.InferenceSession(outside, providers=["CPUExecutionProvider"])
+    assert np.array_equal(session.run(None, feeds)[0], run(onnx.load(inside), feeds)[0])
+    for first, second in zip(gq.load(inside).main.ops(), gq.load(outside).main.ops(), strict=True):
+        assert first.type == second.type
+        assert (first.read_value is None) or np.array_equal(first.read_value(), second.read_value())
+
+
+def test_op_of_another_tool(tmp_path: Path) -> None:
+    """A MatMulNBits with a bias is read as a pair, a product and a sum. `strip` makes a float model of it."""
+    rng = np.random.default_rng(0)
+    integers, zeros = rng.integers(0, 16, (5, 64)), rng.integers(0, 16, (5, 2))
+    scales = rng.uniform(0.5, 1, (5, 2)).astype(np.float32)
+    weights = {
+        "q": pack_elements(integers, 4).reshape(5, 2, 16),
+        "s": scales.reshape(-1),
+        "z": pack_elements(zeros, 4).reshape(-1),
+        "b": np.arange(5, dtype=np.float32),
+    }
+    node = 'y = com.microsoft.MatMulNBits<K = 64, N = 5, bits = 4, block_size = 32>(x, q, s, z, "", b)'
+    message = parse(node.replace('""', ""), "float[n, 64] x", "float[n, 5] y", weights)
+    onnx.save(message, tmp_path / "other.onnx")
+    model = gq.load(tmp_path / "other.onnx")
+    kinds = [op.kind for op in model.main.ops() if op.kind not in {"constant", "input", "output"}]
+    assert sorted(kinds) == ["add", "dequantize", "matmul"]
+    dense = (integers - np.repeat(zeros, 32, axis=1)) * np.repeat(scales, 32, axis=1)
+    stripped = onnx_format.emit(gq.strip(tmp_path / "other.onnx", everything=True).model)
+    assert op_counts(stripped) == {"MatMul": 1, "Add": 1}
+    x = rng.standard_normal((2, 64)).astype(np.float32)
+    assert np.allclose(run(stripped, {"x": x})[0], x @ dense.T + weights["b"], atol=1e-3)
+
+
+def test_a_release_without_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that the installed onnxruntime lacks is replaced by the next one."""
+    weights = {"w": np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)}
+    onnx.save(parse("y = MatMul(x, w)", "float[n, 64] x", "float[n, 8] y", weights), tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "int4", 'form = "packed"')
+    monkeypatch.setattr("graphquant.formats.onnx.fused_ops.supports_fused_form", lambda _form: False)
+    plan = gq.plan(tmp_path / "float.onnx", rules=rules)
+    assert plan.sites[0].scheme.family == "onnx-qdq"
+
+
+def test_unsupported_ops_are_probed() -> None:
+    """The installed onnxruntime rejects a width of 3 bits."""
+    args = FamilyArguments(form="packed", accuracy_level=0)
+    assert supports_fused_form(FusedForm(op_type="MatMulNBits", bits=4, args=args))
+    assert not supports_fused_form(FusedForm(op_type="MatMulNBits", bits=3, args=args))
+
+
+def test_int8_products_with_zero_points_are_refused(tmp_path: Path) -> None:
+    """Some processors compute wrong products from 4-bit weights with zero points and rounded activations."""
+    rules = write_rules(tmp_path / "r.toml", "uint4", "accuracy_level = 4", zero="asymmetric")
+    with pytest.raises(RuleError, match="accuracy_level 0"):
+        gq.plan("sample_models/digits_cnn.onnx", rules=rules)
+
+
+@given(bits=st.sampled_from([2, 4, 8]), count=st.integers(1, 40), seed=st.integers(0, 9))
+def test_packed_elements(bits: int, count: int, seed: int) -> None:
+    """Packing is reversible, and has the layout of onnx for 4 bits."""
+    values = np.random.default_rng(seed).integers(0, 1 << bits, (3, count)).astype(np.uint8)
+    packed = pack_elements(values, bits)
+    assert packed.shape == (3, -(-count * bits // 8))
+    assert np.array_equal(unpack_elements(packed, bits, count), values)
+    if bits == 4:
+        row = values[:1].astype(ml_dtypes.uint4)
+        assert numpy_helper.from_array(row).raw_data == packed[0].tobytes()
