@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from graphquant.errors import UsageError
 from graphquant.ir import qualified_op_name
-from graphquant.utils.option_types import RangeSource  # noqa: TC001  # pydantic evaluates the annotation
+from graphquant.utils.option_types import InputOutputType, RangeSource  # noqa: TC001  # pydantic evaluates them
 
 REPORT_SCHEMA_VERSION = 2  # schema version of reports
 MAX_REPORT_BYTES = 1 << 30  # maximum size of a report file
@@ -99,6 +99,7 @@ class Entry(_Record):
     search_time: str = "10x"
     metric: str | None = None
     size_budget: str | None = None
+    io: InputOutputType | None = None
     allow_links: bool = False
     signature: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()

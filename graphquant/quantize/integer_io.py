@@ -28,6 +28,7 @@ from graphquant.ir import (
 from graphquant.numerics import Array, IntType, QParams, qparams_from_scale, quantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import add_constant, new_op
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_WITHOUT_KERNELS
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ NORMALIZATION_KINDS = frozenset({"add", "sub", "mul", "div"})
 IO_KEY = "io"  # key of the integer inputs and outputs in the provenance
 IO_RULE = "io"  # rule of the ops that convert between the requested type and that of a pair
 PIXEL_LEVELS = 256
+PAIR_ROLES = ("input", "scale", "zero_point")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +195,8 @@ def _convert_input(
     if isinstance(pair, str) or reason:
         if not is_picture or lowest < np.iinfo(np.int8).min:
             return replace(tensor, dtype="float32", reason=reason)
-        return replace(_add_dequantize(graph, tensor), normalization=f"kept, because {reason}")
+        domain = MICROSOFT_DOMAIN if model.opset >= OPSET_WITHOUT_KERNELS else ""
+        return replace(_add_dequantize(graph, tensor, domain), normalization=f"kept, because {reason}")
     stored = replace(tensor, scale=float(pair.scale), zero_point=_shifted(pair, dtype))
     _bypass(model, trace, trace.normalization_ops)
     if pair.type.name == dtype:
@@ -202,7 +205,7 @@ def _convert_input(
         _set_dtype(graph, [name, *trace.layout_ops, *trace.pair_ops], dtype)
         _bypass(model, trace, trace.pair_ops)
     else:
-        stored = _add_dequantize(graph, stored)
+        stored = _add_dequantize(graph, stored, graph.op(trace.pair_ops[0]).domain)
     is_folded = bool(trace.normalization_ops)
     return replace(tensor, constants=stored.constants, normalization="folded") if is_folded else stored
 
@@ -222,10 +225,9 @@ def _convert_output(model: Model, parameters: Parameters, name: str, dtype: Inte
     if pair.type.name == dtype and scale is not None and zero_point is not None:
         _set_dtype(graph, [use.op for use in uses[1:]], dtype)
         graph.set_source(uses[-1], integers)
-        if not graph.consumers(floats):
-            _remove_op(model, floats.op)
+        remove_unread_ops(model, [floats])
         return replace(tensor, constants=(scale.op, zero_point.op))
-    return _add_op(graph, "quantize", tensor, graph.source_of(uses[0]) or floats, uses[:1])
+    return _add_op(graph, "quantize", tensor, graph.source_of(uses[0]) or floats, uses[:1], graph.op(floats.op).domain)
 
 
 def _read_pair(graph: Graph, parameters: Parameters, names: list[str], dtype: str) -> QParams | str:
@@ -277,25 +279,21 @@ def _bypass(model: Model, trace: _InputTrace, names: Iterable[str]) -> None:
     for name in names:
         source = next(slot for slot in graph.slots(name) if slot in trace.tables)
         graph.reroute(TensorRef("", name), graph.consumers(TensorRef("", name)), source)
-        _remove_op(model, name)
+        remove_unread_ops(model, [TensorRef("", name)])
 
 
-def _remove_op(model: Model, name: str) -> None:
-    operands = [slot for slot in model.main.slots(name) if slot is not None]
-    model.main.remove_op(name)
-    remove_unread_ops(model, operands)
-
-
-def _add_dequantize(graph: Graph, tensor: BoundaryTensor) -> BoundaryTensor:
+def _add_dequantize(graph: Graph, tensor: BoundaryTensor, domain: str) -> BoundaryTensor:
     """Add a DequantizeLinear behind an input, which becomes an integer."""
     start = TensorRef("", tensor.name)
     uses = [use for use in graph.consumers(start) if graph.graphs[use.graph].op(use.op).kind != "shape"]
-    tensor = _add_op(graph, "dequantize", tensor, start, uses)
+    tensor = _add_op(graph, "dequantize", tensor, start, uses, domain)
     _set_dtype(graph, [tensor.name], tensor.dtype)
     return tensor
 
 
-def _add_op(graph: Graph, kind: str, tensor: BoundaryTensor, source: TensorRef, uses: Iterable[Use]) -> BoundaryTensor:
+def _add_op(
+    graph: Graph, kind: str, tensor: BoundaryTensor, source: TensorRef, uses: Iterable[Use], domain: str
+) -> BoundaryTensor:
     """Add a quantization op with the scale of an input or output before `uses`; return it with its constants."""
     values = {"scale": np.array(tensor.scale, np.float32), "zero_point": np.array(tensor.zero_point, tensor.dtype)}
     constants = [
@@ -303,7 +301,7 @@ def _add_op(graph: Graph, kind: str, tensor: BoundaryTensor, source: TensorRef, 
         for name, value in values.items()
     ]
     dtype = "float32" if kind == "dequantize" else tensor.dtype
-    fields: dict[str, Any] = {"type": f"{kind.capitalize()}Linear", "roles": ("input", "scale", "zero_point")}
+    fields: dict[str, Any] = {"type": f"{kind.capitalize()}Linear", "roles": PAIR_ROLES, "domain": domain}
     shape = graph.output(source).shape
     op = new_op(graph, f"{tensor.name}/{kind}", dtype, shape, kind=kind, rule=IO_RULE, anchor=str(source), **fields)
     result = graph.add_op(op, [source, *constants])

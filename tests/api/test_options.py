@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -10,6 +11,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.batch.manifest_schema import OMITTED_OPTIONS, EntrySettings
+from graphquant.batch.types import ENTRY_OPTIONS, Gates
 from graphquant.cli import main
 from graphquant.errors import UsageError
 from graphquant.utils.options import (
@@ -69,6 +71,8 @@ def test_batch_has_each_option_of_insert_or_a_reason() -> None:
     assert names - manifest == set(OMITTED_OPTIONS)
     assert all(OMITTED_OPTIONS.values())
     assert names - set(OMITTED_OPTIONS) <= command
+    gates = {gate.name for gate in fields(Gates)}
+    assert names - set(OMITTED_OPTIONS) <= gates | set(ENTRY_OPTIONS)
 
 
 def options_table(options_class: type) -> str:

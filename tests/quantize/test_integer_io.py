@@ -74,9 +74,9 @@ def run(model: gq.Model, feed: dict[str, Array], level: Any) -> dict[str, Array]
     return dict(zip(names, session.run(names, feed), strict=True))
 
 
-def assert_same_bits(model: Any, result: gq.Result, feed: dict[str, Array]) -> None:
+def assert_same_bits(model: Any, result: gq.Result, data: Any, feed: dict[str, Array]) -> None:
     """Assert that the integer model computes the bits of the model with float inputs and outputs of the same plan."""
-    expected_model = gq.insert(model, plan=result.plan, stats=result.stats).model
+    expected_model = gq.insert(model, plan=result.plan, data=data).model
     params = {tensor.name: tensor.params for tensor in result.io if not tensor.reason}
     integers = {
         name: quantize(value, params[name]).astype(params[name].type.name) if name in params else value
@@ -125,7 +125,7 @@ def test_pictures_keep_their_bits(name: str, io: str) -> None:
     assert (source.dtype, source.scale, source.zero_point) == (io, 1.0, 0 if io == "uint8" else -128)
     assert source.normalization.partition(",")[0] == normalization
     assert {"Div", "Mul", "Sub"}.isdisjoint(op_types(result.model)) == (normalization == "folded")
-    assert_same_bits(model, result, feed)
+    assert_same_bits(model, result, feed, feed)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -154,7 +154,7 @@ def test_pairs_behind_layouts_keep_their_bits(layouts: list[str], rules: str, io
     feed = {"x": (pixels() / 100 + offset).astype(np.float32)}
     result = gq.insert(model, data=feed, rules=[rules], io=io)
     assert result.io[0].reason == ""
-    assert_same_bits(model, result, feed)
+    assert_same_bits(model, result, feed, feed)
 
 
 def branched_model() -> Any:
@@ -179,7 +179,7 @@ def test_a_float_reader_keeps_its_input_float() -> None:
     tensors = {tensor.name: tensor for tensor in result.io}
     assert [tensors[name].dtype for name in "aby"] == ["float32", "uint8", "uint8"]
     assert "Sin" in tensors["a"].reason
-    assert_same_bits(branched_model(), result, feeds[0])
+    assert_same_bits(branched_model(), result, feeds, feeds[0])
 
 
 def test_no_integer_is_an_error(samples: Path) -> None:
@@ -224,7 +224,7 @@ def test_other_commands_take_integer_models(samples: Path, tmp_path: Path, cli: 
     assert figures.sqnr is not None
     assert figures.sqnr > 40
     assert all(site.local is None or site.local > 0 for site in result.validation.comparison.sites)
-    floats = gq.insert(source, plan=result.plan, stats=result.stats, data=str(data))
+    floats = gq.insert(source, plan=result.plan, data=str(data))
     assert floats.validation is not None
     assert floats.validation.comparison is not None
     assert floats.validation.comparison.outputs[0].sqnr == figures.sqnr
