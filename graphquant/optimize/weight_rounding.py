@@ -217,7 +217,7 @@ def measure_input_moments(
             if product is None:
                 continue
             sums[position] = add_gram_product(sums[position], product)
-            cross_product = _sum_products(float_rows[0], rows) if float_rows else None
+            cross_product = _sum_products(float_rows[0], rows) if float_rows and not form.kernel else None
             trace = float(np.einsum("gii->", product))
             if cross_product is not None and trace and np.isfinite(trace) and np.isfinite(cross_product).all():
                 drift = (cross_product - product) / trace
@@ -396,8 +396,8 @@ def round_low_bit_weights(
 ) -> WeightEdits:
     """Replace low-bit weights by the result of `round_matrix` for matrix, H and grid.
 
-    H is measured behind the weights rounded so far, as in both papers. The rounding also corrects a part of the errors
-    that these weights cause.
+    H is measured behind the weights rounded so far, as in both papers. Matrix products also correct a part of the
+    errors that these weights cause. Convolutions lose by that on samples which were not measured.
     """
     model, prepared, solution = edits.model.copy(), edits.prepared_model, edits.solution
     parameters = Parameters(prepared)
@@ -429,7 +429,8 @@ def round_low_bit_weights(
             (prepared.graphs[weighted.graph].source_of(weighted.data_input) or weighted.output, weighted.op, form)
             for weighted, *_, form in wave
         ]
-        moments_by_op = measure_input_moments(model, inputs, samples, prepared if wave is not waves[0] else None)
+        has_drift = wave is not waves[0] and any(not form.kernel for *_, form in wave)
+        moments_by_op = measure_input_moments(model, inputs, samples, prepared if has_drift else None)
         for (weighted, constant, value, params, form), moments in zip(wave, moments_by_op, strict=True):
             if moments is None:
                 results.append(skipped_target(name, weighted.name, NOT_OBSERVED))
