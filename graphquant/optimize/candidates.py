@@ -39,7 +39,7 @@ from graphquant.optimize.sensitivity import (
     measure_sensitivity,
     share_errors,
 )
-from graphquant.qdq import FAMILIES
+from graphquant.qdq import FAMILIES, FamilyArguments
 from graphquant.quantize import Plan, Site, Skip, SkipCode
 from graphquant.rules import ObserverConfig
 from graphquant.utils import Progress, stage_progress
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.holdout import HoldOut
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.optimize.search_budget import SearchBudget
+    from graphquant.qdq import FamilyRequest
     from graphquant.quantize.rewrite import InsertedPair
 
 BuildModel = Callable[[Plan], "BuiltModel"]
@@ -93,16 +94,16 @@ class Candidate:
 def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> dict[str, Plan]:
     """Make one plan per candidate, in which every site that supports the candidate uses it.
 
-    Candidates that change no site are omitted. `small` offers weights of few bits instead.
+    Candidates that change no site are omitted. `small` offers weights of 8 and of few bits instead.
     """
     parameters, needs_range = Parameters(model), set(map(id, sites_needing_data(plan)))
     ranged = [site if id(site) in needs_range else None for site in plan.sites]
-    bits = SMALL_WEIGHT_BITS if small else WEIGHT_BITS
     changed = {}
     if not small:
         for candidate, name in zip(RANGE_CANDIDATES, RANGE_OBSERVERS, strict=True):
             changed[candidate] = [site and _with_observer(site, name) for site in ranged]
-    changed[f"{bits}-bit weights"] = [_with_weight_bits(model, site, bits) for site in plan.sites]
+    for bits in (WEIGHT_BITS, SMALL_WEIGHT_BITS) if small else (WEIGHT_BITS,):
+        changed[f"{bits}-bit weights"] = [_with_weight_bits(model, site, bits) for site in plan.sites]
     if not small:
         changed["weights per channel"] = [_with_channel_scales(model, parameters, site) for site in plan.sites]
         changed[f"{WIDE_ACTIVATION_BITS} bits"] = [site and _with_wide_activation(model, site) for site in ranged]
@@ -130,14 +131,30 @@ def _with_weight_bits(model: Model, site: Site, bits: int) -> Site | None:
         return None
     if dtype.bits == bits or few_bits != (dtype.bits > bits):
         return None
-    # With few bits, clipping reduces the error. Blocks do not support that observer.
-    observed = _with_observer(site, "mse") if few_bits and site.scheme.block_size is None else site
+    # With few bits, clipping reduces the error.
+    observed = _with_observer(site, "mse") if few_bits and site.scheme.smallest_range is None else site
     return _with_supported_bits(model, observed, dtype, bits)
 
 
 def _with_supported_bits(model: Model, site: Site, dtype: IntType, bits: int) -> Site | None:
     name = IntType(bits, signed=dtype.signed).name
-    return _if_supported(model, replace(site, scheme=replace(site.scheme, dtype=name, bits=None, signed=None)))
+    changed_site = replace(site, scheme=replace(site.scheme, dtype=name, bits=None, signed=None))
+    return _if_supported(model, _with_fused_form(model, changed_site))
+
+
+def _with_fused_form(model: Model, site: Site) -> Site:
+    """Return the site in the form that the installed runtime computes fastest with, which depends on the bits."""
+    from graphquant.formats.onnx import supports_fused_form  # imported when needed, for its packages
+
+    family = FAMILIES[site.scheme.family or ""]
+    if not family.variant_of:
+        return site
+    scheme = replace(site.scheme, args=FamilyArguments())
+    request = _family_request(model, replace(site, scheme=scheme))
+    for form in family.fused_forms(model.graphs[site.uses[0].graph], site.uses[0], request):
+        if supports_fused_form(form):
+            return replace(site, scheme=replace(scheme, args=form.args))
+    return replace(site, scheme=replace(scheme, family=family.variant_of))
 
 
 def _is_observed_weight(site: Site) -> bool:
@@ -173,8 +190,14 @@ def _with_wide_activation(model: Model, site: Site) -> Site | None:
 
 def _if_supported(model: Model, site: Site) -> Site | None:
     """Return the site if its family supports it at the model's opset."""
-    family, output = FAMILIES[site.scheme.family or ""], model.output(site.tensor)
-    request = site.scheme.family_request(
+    family, request = FAMILIES[site.scheme.family or ""], _family_request(model, site)
+    is_supported = family.unsupported_reason(request) is None
+    return None if not is_supported or 0 < model.opset < family.minimum_opset(request) else site
+
+
+def _family_request(model: Model, site: Site) -> FamilyRequest:
+    output = model.output(site.tensor)
+    return site.scheme.family_request(
         axis=site.axis,
         dtype=output.dtype or "",
         shape=site.view or output.shape,
@@ -182,8 +205,6 @@ def _if_supported(model: Model, site: Site) -> Site | None:
         in_function=model.graphs[site.tensor.graph].is_function,
         opset=model.opset,
     )
-    is_supported = family.unsupported_reason(request) is None
-    return None if not is_supported or 0 < model.opset < family.minimum_opset(request) else site
 
 
 # The next part finds the weighted ops that read each site, and the cost of running them in float.

@@ -109,6 +109,25 @@ def test_without_data(samples: Path) -> None:
     assert all("10.3KB" in reason for reason in reasons)
 
 
+def test_blocks_of_four_and_eight_bits(tmp_path: Path) -> None:
+    """Rules for 4 bits get 8 where these reduce the error most for their bytes, and rules for 8 bits get 4."""
+    rng = np.random.default_rng(0)
+    message = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> g (float[n,64] x) => (float[n,64] y)'
+        " { a = MatMul(x, w1) b = Tanh(a) y = MatMul(b, w2) }"
+    )
+    for name, spread in (("w1", 0.05), ("w2", 5.0)):
+        value = (rng.standard_normal((64, 64)) * spread).astype(np.float32)
+        message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    onnx.save(message, tmp_path / "m.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.standard_normal((64, 64)).astype(np.float32))
+    for rules in ("weight_only_int4", "weight_only_int8"):
+        data = str(tmp_path / "data.npz")
+        result = gq.insert(tmp_path / "m.onnx", rules=rules, size_budget="24%", data=data)
+        assert result.search.size <= result.search.max_size
+        assert sorted(site.scheme.type.bits for site in result.plan.sites) == [4, 8]
+
+
 def test_a_weight_of_which_nothing_is_known(
     samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
