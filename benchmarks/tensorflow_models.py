@@ -113,6 +113,7 @@ def cases() -> dict[str, Callable[[Path], Case]]:
         "towers": {"text": {"x": texts}, "image": {"x": images}},
         "sparse": {"sp": texts, "rows": texts},
         "flattened": {"sp": texts},
+        "ragged": {"rows": texts},
     }
     samples = ("cnn.pb", "cnn.pbtxt", "cnn_saved_model", "rnn.pb", "rnn_saved_model")
     loop_feeds = {name: np.stack([value] * 8) for name, value in stand_ins.loop_detector_feeds().items()}

@@ -44,7 +44,8 @@ def write_signature_models(folder: Path) -> None:
     """Write SavedModels with several signatures, or with sparse and ragged inputs.
 
     `shared` has two signatures that take the same `x`, `towers` has two that take other inputs under one key, and
-    `sparse` and `flattened` take a sparse tensor, which TensorFlow 1 and 2 save in different ways.
+    `sparse` and `flattened` take a sparse tensor, which TensorFlow 1 and 2 save in different ways. `ragged` takes a
+    ragged tensor as TensorFlow 2 saves it.
     """
     import tensorflow as tf
 
@@ -78,6 +79,9 @@ def write_signature_models(folder: Path) -> None:
     tf.saved_model.save(net, str(folder / "towers"), signatures=towers)
     sparse = traced(lambda sp: net.embed_text(tf.sparse.to_dense(sp)), tf.SparseTensorSpec([None, TEXT_SIZE]))
     tf.saved_model.save(net, str(folder / "flattened"), signatures={"serving_default": sparse})
+    spec = tf.RaggedTensorSpec([None, None], tf.float32, ragged_rank=1)
+    ragged_rows = traced(lambda rows: net.embed_text(rows.to_tensor(shape=[None, TEXT_SIZE])), spec)
+    tf.saved_model.save(net, str(folder / "ragged"), signatures={"serving_default": ragged_rows})
     v1, initial_kernel = tf.compat.v1, net.text.numpy()
     with v1.Graph().as_default(), v1.Session() as session:
         sp = v1.sparse_placeholder(tf.float32, [None, TEXT_SIZE], name="sp")

@@ -152,14 +152,23 @@ def _iterate_items(create_iterable: Callable[[], Any], request: DataRequest) -> 
                 item = next(iterator)
             except StopIteration:
                 return
-            arrays = _item_arrays(label, item, request.input_names)
-        yield label, arrays
+            arrays = [_item_arrays(label, part, request.input_names) for part in _split_ragged(item)]
+        yield from ((label, each) for each in arrays)
 
 
 def _iterate_reader(get_next: Callable[[], Any]) -> Iterator[Any]:
     """Yield the items of an ONNX Runtime CalibrationDataReader, which ends with None."""
     while (item := get_next()) is not None:
         yield item
+
+
+def _split_ragged(item: Any) -> list[Any]:
+    """Return an item with a `tf.RaggedTensor` as one item for each row, because rows of other lengths have no array."""
+    values = item.values() if isinstance(item, Mapping) else ()
+    counts = [len(value.row_lengths()) for value in values if hasattr(value, "row_lengths")]
+    if not counts:
+        return [item]
+    return [{key: value[row][None] for key, value in item.items()} for row in range(counts[0])]
 
 
 def _item_arrays(label: str, item: Any, names: list[str]) -> dict[str, Array]:

@@ -12,6 +12,7 @@ from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.formats import InputSpec
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.values import decode_shape
+from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Model, Shape
@@ -147,11 +148,14 @@ def signature_outputs(model: Model, meta: Any) -> dict[str, str]:
 def _inputs_of(model: Model, name: str, signature: Any) -> list[SignatureInput]:
     """Return the inputs of a signature. Tensors that the graph computes from other inputs need no data."""
     inputs: list[SignatureInput] = []
-    sparse_parts = {f"{key}{part}" for key in signature.inputs for part in _SPARSE_PARTS if _is_sparse(signature, key)}
+    part_keys: set[str] = set()
     for key in sorted(signature.inputs):
-        if key in sparse_parts and not _is_sparse(signature, key):
+        if key in part_keys:
             continue
-        tensors, info = _fed_tensors(model.main, signature, key), signature.inputs[key]
+        is_sparse = _is_sparse(signature, key)
+        splits = () if is_sparse else _row_split_keys(model, signature, key)
+        part_keys.update((f"{key}{part}" for part in _SPARSE_PARTS) if is_sparse else splits)
+        tensors, info = _fed_tensors(model.main, signature, key, splits), signature.inputs[key]
         values_op = tensors.values_op
         if not _is_placeholder(model.main, values_op):
             continue
@@ -185,8 +189,35 @@ def _is_sparse(signature: Any, key: str) -> bool:
     )
 
 
-def _fed_tensors(main: Graph, signature: Any, key: str) -> FedTensors:
-    """Return the placeholders of an input; raise ModelError if one does not exist."""
+def _row_split_keys(model: Model, signature: Any, key: str) -> tuple[str, ...]:
+    """Return the keys of the row splits of a ragged argument, which TensorFlow 2 saves after its values; else none."""
+    keys: list[str] = []
+    while (name := f"{key}_{len(keys) + 1}") in signature.inputs and _are_row_splits(model, signature.inputs[name]):
+        keys.append(name)
+    return tuple(keys)
+
+
+def _are_row_splits(model: Model, info: Any) -> bool:
+    """Return True if an input is a vector of int64 that an op of ragged tensors reads, also in a called function."""
+    shape, name = decode_shape(info.tensor_shape), info.name.partition(":")[0]
+    is_vector = proto.dtype_name(info.dtype) == "int64" and shape is not None and len(shape) == 1
+    pending = [TensorRef("", name)] if is_vector and name in model.main else []
+    for tensor in pending:
+        for use in model.graphs[tensor.graph].consumers(tensor):
+            op = model.graphs[use.graph].op(use.op)
+            if op.type.startswith("Ragged"):
+                return True
+            forwarded = [TensorRef(use.graph, use.op)] if op.kind == "identity" else []
+            for call in op.calls:
+                inputs = model.graphs[call.graph].inputs
+                position = -1 if call.offset is None else use.slot - call.offset
+                forwarded += [TensorRef(call.graph, inputs[position])] if 0 <= position < len(inputs) else []
+            pending += [successor for successor in forwarded if successor not in pending]
+    return False
+
+
+def _fed_tensors(main: Graph, signature: Any, key: str, splits: Sequence[str]) -> FedTensors:
+    """Return the placeholders of an input with these keys of row splits; raise ModelError if one does not exist."""
     info = signature.inputs[key]
     encoding: Literal["dense", "sparse", "ragged"] = "dense"
     names = [info.name]
@@ -206,6 +237,9 @@ def _fed_tensors(main: Graph, signature: Any, key: str) -> FedTensors:
     elif _is_sparse(signature, key):
         encoding = "sparse"
         names = [signature.inputs[f"{key}{part}"].name for part in _SPARSE_PARTS]
+    elif splits:
+        encoding = "ragged"
+        names += [signature.inputs[name].name for name in splits]
     ops = tuple(name.partition(":")[0] for name in names)
     for op in ops:
         if op not in main or not main.op(op).outputs:

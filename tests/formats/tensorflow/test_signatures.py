@@ -141,6 +141,30 @@ def test_sparse_and_ragged_inputs_take_dense_arrays(name: str, saved_models: Pat
 
 
 @pytest.mark.slow
+def test_flattened_ragged_inputs_take_rows_of_any_length(saved_models: Path, texts: Any, tmp_path: Path) -> None:
+    """The values and the row splits are one input, and samples may have rows of different lengths."""
+    tf = pytest.importorskip("tensorflow")
+    model = gq.load(saved_models / "ragged")
+    assert [(spec.aliases, spec.shape) for spec in input_specs(model)] == [(("rows",), (None, None))]
+    rows = [{"rows": text[None, : 2 + index % 5]} for index, text in enumerate(texts)]
+    padded = np.concatenate([np.pad(row["rows"], [(0, 0), (0, TEXT_SIZE - row["rows"].shape[1])]) for row in rows])
+    runner, dense = create_runner(model), create_runner(gq.load(saved_models / "shared", signature="serving_default"))
+    scores = np.concatenate([runner.run(row)["scores"] for row in rows])
+    np.testing.assert_allclose(scores, dense.run({"x": padded})["scores"], rtol=1e-5, atol=1e-6)
+    result = gq.insert(model, data=rows)
+    assert result.validation is not None
+    assert result.validation.worst_sqnr is not None
+    assert result.validation.worst_sqnr > 20
+    ragged = tf.ragged.constant([row["rows"][0].tolist() for row in rows], dtype=tf.float32)
+    stats = [gq.calibrate(model, data=data).samples for data in (rows, {"rows": ragged})]
+    assert stats == [SAMPLES, SAMPLES]
+    same = gq.insert(model, data={"rows": ragged})
+    assert [repr(pair.params) for pair in same.inserted] == [repr(pair.params) for pair in result.inserted]
+    with pytest.raises(DataError, match="'serving_default_rows'"):
+        gq.insert(model, data={"values": texts})
+
+
+@pytest.mark.slow
 def test_records_feed_a_model_that_parses_examples(tmp_path: Path) -> None:
     """Whole records of TFRecord files feed a string input, unless they have a feature of its name."""
     tf = pytest.importorskip("tensorflow")
