@@ -145,18 +145,11 @@ def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]
 
     An `observed` graph is only cut where all values that pass are outputs.
     """
-    nodes, initializers = list(graph.node), {tensor.name: tensor for tensor in graph.initializer}
-    # Each access to a field of a message takes long, so those that are read several times are read here.
-    types, all_outputs = [node.op_type for node in nodes], [tuple(node.output) for node in nodes]
-    all_reads = [tuple(read_names(node)) for node in nodes]
+    initializers = {tensor.name: position for position, tensor in enumerate(graph.initializer)}
+    types, all_reads, all_outputs = _read_nodes(graph)
     producers = {value: position for position, outputs in enumerate(all_outputs) for value in outputs if value}
     own = [position for position, op_type in enumerate(types) if op_type not in REPEATED_TYPES]
-    repeated = {
-        value
-        for op_type, values in zip(types, all_outputs, strict=True)
-        if op_type in REPEATED_TYPES
-        for value in values
-    }
+    repeated = {value for value, position in producers.items() if types[position] in REPEATED_TYPES}
     known = {*producers, *initializers, *(info.name for info in graph.input)}
     outputs = {info.name for info in graph.output}
     infos = {info.name: info for info in (*graph.value_info, *graph.output)}
@@ -176,8 +169,8 @@ def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]
         return values, positions
 
     last_reads = {value: position for position in own for value in needs(all_reads[position])[0]}
-    last_reads.update(dict.fromkeys(needs(outputs & repeated)[0], len(nodes)))
-    changes = [0] * (len(nodes) + 1)
+    last_reads.update(dict.fromkeys(needs(outputs & repeated)[0], len(types)))
+    changes = [0] * (len(types) + 1)
     for value, last_read in last_reads.items():
         if value in producers:
             cost = 1 if types[producers[value]] == "QuantizeLinear" else 2
@@ -197,10 +190,22 @@ def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]
         positions.update(own[start:end])
         made = {value for position in positions for value in all_outputs[position]}
         results = {value for value in made if value in outputs or last_reads.get(value, 0) > own[end - 1]}
-        part = GraphProto(name=graph.name, node=[nodes[position] for position in sorted(positions)])
-        part.initializer.extend(initializers[name] for name in sorted(values) if name in initializers)
+        part = GraphProto(name=graph.name, node=[graph.node[position] for position in sorted(positions)])
+        stored = [name for name in sorted(values) if name in initializers]
+        part.initializer.extend(graph.initializer[initializers[name]] for name in stored)
         part.output.extend(infos.get(name, ValueInfoProto(name=name)) for name in sorted(results))
-        yield part, values - made - initializers.keys()
+        yield part, (values - made).difference(stored)
+
+
+def _read_nodes(graph: Any) -> tuple[list[str], list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Return the type of each node, the values that it reads, and its outputs."""
+    types, reads, outputs = list[str](), list[tuple[str, ...]](), list[tuple[str, ...]]()
+    shared: dict[str, str] = {}  # each access to a field makes a new string
+    for node in graph.node:  # a list of nodes would also hold an object for each field that was read
+        types.append(shared.setdefault(node.op_type, node.op_type))
+        reads.append(tuple(shared.setdefault(name, name) for name in read_names(node)))
+        outputs.append(tuple(shared.setdefault(name, name) for name in node.output))
+    return types, reads, outputs
 
 
 def read_names(node: Any) -> Iterator[str]:
