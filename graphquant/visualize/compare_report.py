@@ -57,7 +57,7 @@ def comparison_figures(comparison: Comparison) -> list[tuple[str, str]]:
     """Return labels and values of the worst output."""
     figures = []
     if comparison.sqnr is not None:
-        figures.append(("worst output", f"{_decibel_text(comparison.sqnr)} dB"))
+        figures.append(("SQNR of the worst output", f"{_decibel_text(comparison.sqnr)} dB"))
     if comparison.agreement is not None:
         figures.append(("agreement", _percent_text(comparison.agreement)))
     return figures

@@ -139,7 +139,7 @@ def result_figures(result: Result) -> list[tuple[str, str]]:
     if result.time_ratio is not None:
         figures.append(("time", f"{result.time_ratio.median:.2f} of float"))
     if result.quantized_share is not None:
-        figures.append(("multiply-adds with quantized inputs", percent(result.quantized_share)))
+        figures.append(("quantized multiply-adds", percent(result.quantized_share)))
     return figures
 
 

@@ -89,7 +89,9 @@ def _is_op_type(word: str, op_type: str) -> bool:
 def box_width(box: Box) -> int:
     """Return the width of a box that fits its type, name, output shape and constants, within limits."""
     capitals = sum(not letter.islower() for letter in box.op.type)
-    texts = [len(box.op.type) * 9.8 + capitals * 1.8, len(box_label(box)) * 7.6]
+    weight_shape = next((constant.shape for constant in box.constants if constant.role == "weight"), "")
+    name_length = len(box_label(box)) + (len(weight_shape) + 3 if weight_shape else 0)
+    texts = [len(box.op.type) * 9.8 + capitals * 1.8, name_length * 7.6]
     shape_width = len(drawn_shape(box.op.outputs[0])) * SHAPE_DIGIT if box.op.outputs else 0
     texts.append(sum(CHIP_WIDTH for constant in box.constants if constant.annotations) + shape_width)
     return round(min(max(MIN_BOX_WIDTH, *texts) + 18, MAX_BOX_WIDTH))

@@ -344,7 +344,7 @@ def test_annotations_unfold_and_fold(
     page = open_viewer(digits_page, "stem/conv__6:0")
     height = page.evaluate("viewer.s.height")
     page.get_by_role("button", name="Unfold", exact=True).click()
-    assert page.evaluate("viewer.s.height") == height + page.evaluate("2 * OP_HEIGHT + TIER_GAP")
+    assert page.evaluate("viewer.s.height") == height + page.evaluate("2 * OP_HEIGHT - PILL_HEIGHT")
     until(page, "viewer.hits.filter((hit) => hit.annotation === viewer.selected.annotation).length === 2")
     page.locator("#graph").focus()
     page.keyboard.press("u")
@@ -352,7 +352,7 @@ def test_annotations_unfold_and_fold(
     page.keyboard.press("Escape")
     page.keyboard.press("u")
     assert page.evaluate("viewer.unfolded.size === viewer.m.annotations.length")
-    assert page.evaluate("viewer.s.height") > height + page.evaluate("2 * OP_HEIGHT + TIER_GAP")
+    assert page.evaluate("viewer.s.height") > height + page.evaluate("2 * OP_HEIGHT - PILL_HEIGHT")
     page.keyboard.press("u")
     assert page.evaluate("viewer.s.height") == height
 
@@ -664,7 +664,10 @@ def test_figures_and_worst_tensors(digits_page: Path, open_viewer: Callable[...,
     """The strip at the top has the figures of the result, and links to the five tensors with the lowest SQNR."""
     page = open_viewer(digits_page)
     text = page.locator("#strip").inner_text()
-    assert all(label in text for label in ("worst output", "agreement", "constants", "multiply-adds"))
+    assert all(
+        label in text
+        for label in ("SQNR of the worst output", "agreement", "constants", "time", "quantized multiply-adds")
+    )
     links = page.locator("#strip button")
     worst = page.evaluate(
         "viewer.m.annotations.filter((a) => typeof a.sqnr === 'number').sort((a, b) => a.sqnr - b.sqnr)"

@@ -76,8 +76,8 @@ METADATA_IR_VERSION = 10  # first IR version whose nodes have metadata_props
 
 
 def read_metadata(model: Model) -> dict[str, str]:
-    """Return the provenance entries in the model's metadata."""
-    return metadata_entries(model.source.message)
+    """Return the provenance entries in the model's metadata; none if the model was not loaded from a file."""
+    return {} if model.source is None else metadata_entries(model.source.message)
 
 
 def input_specs(model: Model) -> Sequence[InputSpec]:

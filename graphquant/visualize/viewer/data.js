@@ -3,11 +3,11 @@
 // Names come from models: they are set as text, never as HTML.
 
 const BOX_HEIGHT = 60; // height of a box
-const ROW_GAP = 60; // room above a row of boxes, for wires and annotations
-const PLAIN_GAP = 30; // room above a row whose wires have no annotations
+const ROW_GAP = 30; // room for the curves of wires above a row of boxes and its annotations
+const PILL_HEIGHT = 20, PILL_DIGIT = 8, MAX_PILL = 190; // an annotation: its height, the width of a character, the largest width
 const OP_WIDTH = 160, OP_HEIGHT = 36; // an op of an unfolded annotation
 const CONSTANT_HEIGHT = 22; // an unfolded constant
-const TIER_GAP = 8; // room between unfolded annotations
+const TIER_GAP = 8; // room between annotations
 const READABLE_ZOOM = 12 / 13; // from this zoom on, the smallest text has 12 pixels
 const MAX_BOX = 280; // the largest width of a box, as in viewer_data.py
 const TEXT_ZOOM = 0.5; // from this zoom on, text is drawn
@@ -111,8 +111,6 @@ function model(data) {
   m.groupExtents = groupExtents(m);
   m.frameParts = frameParts(m);
   m.portX = portPositions(m);
-  m.annotatedRows = new Uint8Array(rows);
-  for (const wire of Object.keys(wires.annotations)) m.annotatedRows[layer[target[wire]]] = 1;
   m.readers = annotations.map(() => []);
   const addReader = (marked, reader) => marked.forEach((annotation) => m.readers[annotation].push(reader));
   for (const [wire, marked] of Object.entries(wires.annotations)) addReader(marked, { op: target[wire], wire: +wire });
@@ -177,7 +175,7 @@ function portPositions(m) {
   for (let op = 0; op < m.count; op++) {
     const read = m.incoming.of(op);
     if (read.length > 1) read.sort((a, b) => from(a) - from(b) || a - b);
-    const spacing = Math.min(26, (m.ops.width[op] - 16) / read.length);
+    const spacing = Math.min(48, (m.ops.width[op] - 16) / read.length);
     read.forEach((wire, i) => { result[wire] = m.x[op] + (i - (read.length - 1) / 2) * spacing; });
   }
   return result;

@@ -17,8 +17,8 @@ const shortNumber = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.
 const shortType = (dtype) => (dtype || "?").replace("uint", "u").replace("int", "i").replace("float8_", "f8 ");
 
 /** Returns a changed scale as "old → new", else "". */
-function scaleText(app, number) {
-  const annotation = app.m.annotations[number], before = app.m.annotations[app.m.counterparts[number]];
+function scaleText(m, number) {
+  const annotation = m.annotations[number], before = m.annotations[m.counterparts[number]];
   const scaleOf = (side) => (side.scale && !side.count ? shortNumber(Math.fround(side.scale[0])) : "");
   return before && scaleOf(before) && scaleOf(annotation) && scaleOf(before) !== scaleOf(annotation) ? `${scaleOf(before)} → ${scaleOf(annotation)}` : "";
 }
@@ -27,7 +27,7 @@ function scaleText(app, number) {
 function annotationLabel(app, number) {
   const annotation = app.m.annotations[number], figure = showsHeatmap(app) ? figureOf(app, number) : undefined;
   if (figure !== undefined) return `${shortType(annotation.dtype)} ${figureText(app, figure)}`;
-  const scales = app.by === "changes" ? scaleText(app, number) : "";
+  const scales = app.by === "changes" ? scaleText(app.m, number) : "";
   return scales ? `${shortType(annotation.dtype)} ${scales}` : annotationText(annotation);
 }
 
@@ -212,13 +212,17 @@ function drawLongWires(app, area, paths, bright) {
     let path = m.wire.slot[line.wire] < 0 ? paths.dashed : paths.plain;
     if (app.matched && !app.matched[m.wire.target[line.wire]]) path = paths.dim;
     if (bright.has(line.wire)) path = paths.bright;
+    const entry = line.to.node < 0 ? y1 : s.entry(line.to.row);
     const x1 = line.to.node < 0 ? line.to.x : m.portX[line.wire] + s.x[line.to.node] - m.x[line.to.node];
     if (line.lane !== undefined && y1 > y0) {
       curve(path, line.from.x, y0, line.lane, y0 + ROW_GAP);
-      path.lineTo(line.lane, y1 - ROW_GAP);
-      curve(path, line.lane, y1 - ROW_GAP, x1, y1);
-    } else if (y1 > y0) curve(path, line.from.x, y0, x1, y1);
-    else {
+      path.lineTo(line.lane, entry - ROW_GAP);
+      curve(path, line.lane, entry - ROW_GAP, x1, entry);
+      path.lineTo(x1, y1);
+    } else if (y1 > y0) {
+      curve(path, line.from.x, y0, x1, entry);
+      path.lineTo(x1, y1);
+    } else {
       path.moveTo(line.from.x, y0);
       const side = Math.max(line.from.x, x1) + 90;
       path.bezierCurveTo(line.from.x, y0 + 50, side, y0 + 50, side, (y0 + y1) / 2);
@@ -324,7 +328,7 @@ function drawType(app, op, y) {
   ctx.fillText(fitText(app, ctx, sign + (old ? old.type : m.type(op)), m.ops.width[op] - 10), s.x[op], y + 19);
 }
 
-/** Draws the name, and the output shape: right of the chips of quantized constants if there is room. */
+/** Draws the name with the shape of the weight, and the output shape: right of the chips of quantized constants if there is room. */
 function drawName(app, op, y) {
   const { ctx, m, s, color } = app, room = m.ops.width[op] - 10;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
@@ -332,10 +336,12 @@ function drawName(app, op, y) {
   ctx.textAlign = "center";
   setFont(app, "name");
   const old = firstSideBox(app, op);
-  const label = old ? m.last(old.name) : m.short(op);
-  ctx.fillText(fitText(app, ctx, label, room), s.x[op], y + 36);
+  const label = old && old.name !== m.name(op) ? m.last(old.name) : m.short(op);
+  const weight = m.constants.of(op).find((constant) => m.text(m.constant.role[constant]) === "weight" && m.side.constant[constant] & app.side);
+  const name = weight === undefined || !m.text(m.constant.shape[weight]) ? label : [label, m.text(m.constant.shape[weight])].filter(Boolean).join(" · ");
+  ctx.fillText(fitText(app, ctx, ctx.measureText(name).width > room ? label : name, room), s.x[op], y + 36);
   const shape = m.ops.outputs[op].length ? (old ? old.shape : m.text(m.ops.outputs[op][2])) : "", chips = chipsOf(app, op);
-  if (!chips.length) ctx.fillText(fitText(app, ctx, shape, room), s.x[op], y + (label ? 53 : 42));
+  if (!chips.length) ctx.fillText(fitText(app, ctx, shape, room), s.x[op], y + (name ? 53 : 42));
   else if (shape && shapeRoom(app, op, chips)) {
     ctx.textAlign = "right";
     ctx.fillText(shape, s.x[op] + m.ops.width[op] / 2 - 6, y + 53);
@@ -408,32 +414,33 @@ function drawGroup(app, box, y) {
   ctx.fillText(pluralize(m.groupExtents[box.group].ops, "op"), box.x, y + 46);
 }
 
-/** Draws annotations on the last pieces of wires: as text, as dots at low zoom, or unfolded as their ops. */
+/** Draws the annotations above each row: as text, as dots at low zoom, or unfolded as their ops, with constants. */
 function drawAnnotations(app, area) {
-  const { m, s } = app, { x0, x1, wire, last } = s.pieces;
+  const { ctx, m, s } = app;
   for (let row = area.first; row <= Math.min(area.last + 1, m.rows - 1); row++) {
-    const above = s.top[row], below = s.entry(row), lanes = new Map();
-    for (const i of s.intoRow.of(row)) {
-      const marked = last[i] ? onSide(app, m.wire.annotations[wire[i]]) : NONE;
-      if (!marked.length || Math.max(x0[i], x1[i]) < area.left - 60 || Math.min(x0[i], x1[i]) > area.right + 60) continue;
-      const target = m.wire.target[wire[i]];
-      for (const annotation of marked) {
-        if (app.unfolded.has(annotation)) continue;
-        const lane = lanes.get(target) || 0;
-        lanes.set(target, lane + 1);
-        drawAnnotation(app, annotation, target, { x0: x0[i], x1: x1[i], above, below }, [0.7, 0.36, 0.88][lane % 3]);
-      }
+    if (!s.bands.has(row)) continue;
+    const bottom = s.bandBottom(row);
+    const items = s.bands.get(row).items.filter(({ side, left, width }) => side & app.side && left < area.right && left + width > area.left);
+    for (const { op, constants, left, width, up, height } of items) {
+      if (!constants) continue; // the lines from constants to their op are behind all boxes
+      ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
+      ctx.strokeStyle = badgeColor(app, m.annotations[constants[constants.length - 1].annotation].dtype);
+      ctx.lineWidth = 1.5;
+      ctx.beginPath();
+      ctx.moveTo(left + width, bottom - up + height - CONSTANT_HEIGHT / 2);
+      ctx.lineTo(s.x[op] - m.ops.width[op] / 2 + 8, s.boxTop(row));
+      ctx.stroke();
     }
-    if (s.unfolded.has(row)) drawUnfolded(app, row, area);
+    for (const item of items) {
+      ctx.globalAlpha = app.matched && !app.matched[item.op] ? 0.2 : 1;
+      (item.constants ? drawConstants : item.ops ? drawRepresentedOps : drawAnnotation)(app, item, bottom - item.up);
+    }
   }
-  app.ctx.globalAlpha = 1;
+  ctx.globalAlpha = 1;
 }
 
-function drawAnnotation(app, number, target, piece, t) {
-  const { ctx, m, view, color } = app;
-  const x = piece.x0 + (piece.x1 - piece.x0) * t * t * (3 - 2 * t);
-  const y = piece.above + (piece.below - piece.above) * (1.5 * t * (1 - t) + t * t * t);
-  ctx.globalAlpha = app.matched && !app.matched[target] ? 0.2 : 1;
+function drawAnnotation(app, { annotation: number, left, width }, top) {
+  const { ctx, view, color } = app, x = left + width / 2, y = top + PILL_HEIGHT / 2;
   const selected = app.selected && app.selected.annotation === number;
   ctx.fillStyle = annotationColor(app, number);
   if (view.k < TEXT_ZOOM) {
@@ -444,9 +451,9 @@ function drawAnnotation(app, number, target, piece, t) {
     return;
   }
   setFont(app, "annotation");
-  const text = fitText(app, ctx, annotationLabel(app, number), 180), half = ctx.measureText(text).width / 2 + 5;
+  const text = fitText(app, ctx, annotationLabel(app, number), width - 10), half = ctx.measureText(text).width / 2 + 5;
   ctx.beginPath();
-  ctx.roundRect(x - half, y - 10, 2 * half, 20, 10);
+  ctx.roundRect(x - half, top, 2 * half, PILL_HEIGHT, PILL_HEIGHT / 2);
   ctx.fill();
   if (selected) {
     ctx.strokeStyle = color.accent;
@@ -456,31 +463,12 @@ function drawAnnotation(app, number, target, piece, t) {
   ctx.textAlign = "center";
   ctx.fillStyle = showsHeatmap(app) && figureOf(app, number) !== undefined ? color.ink : color.onannotation;
   ctx.fillText(text, x, y + 4.5);
-  app.hits.push({ x: x - half, y: y - 10, right: x + half, bottom: y + 10, annotation: number });
-}
-
-/** Draws the unfolded annotations above a row: first the lines from constants to their op, then the boxes. */
-function drawUnfolded(app, row, area) {
-  const { ctx, m, s } = app, bottom = s.bandBottom(row);
-  const items = s.unfolded.get(row).items.filter(({ side, left, width }) => side & app.side && left < area.right && left + width > area.left);
-  ctx.lineWidth = 1.5;
-  for (const { op, constants, left, width, up, height } of items) {
-    if (!constants) continue;
-    ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
-    ctx.strokeStyle = badgeColor(app, m.annotations[constants[constants.length - 1].annotation].dtype);
-    ctx.beginPath();
-    ctx.moveTo(left + width, bottom - up + height - CONSTANT_HEIGHT / 2);
-    ctx.lineTo(s.x[op] - m.ops.width[op] / 2 + 8, s.boxTop(row));
-    ctx.stroke();
-  }
-  for (const item of items) {
-    ctx.globalAlpha = app.matched && !app.matched[item.op] ? 0.2 : 1;
-    (item.constants ? drawConstants : drawRepresentedOps)(app, item, bottom - item.up);
-  }
+  app.hits.push({ x: x - half, y: top, right: x + half, bottom: top + PILL_HEIGHT, annotation: number });
 }
 
 function unfoldedBox(app, stroke, x, y, width, height) {
   const { ctx } = app;
+  ctx.lineWidth = 1.5;
   ctx.fillStyle = app.color.back;
   ctx.strokeStyle = stroke;
   ctx.beginPath();

@@ -19,12 +19,12 @@ function scene(m, collapsed, unfolded) {
     s.x = shiftRow(m, s, row, boxes);
   }
   reserveLabels(m, s);
-  s.unfolded = placeUnfolded(m, s, unfolded);
+  s.bands = placeAnnotations(m, s, unfolded);
   s.top = rowTops(m, s);
   s.height = s.top[m.rows];
   s.boxTop = (row) => s.top[row + 1] - BOX_HEIGHT;
   s.bandBottom = (row) => s.boxTop(row) - LABEL_HEIGHT * s.strip[row]; // frame labels are below
-  s.entry = (row) => Math.max(s.top[row], s.bandBottom(row) - (s.unfolded.has(row) ? s.unfolded.get(row).height : 0));
+  s.entry = (row) => Math.max(s.top[row], s.bandBottom(row) - (s.bands.has(row) ? s.bands.get(row).height : 0));
   const end = (op, side) => {
     const group = s.hiddenBy(op), row = group < 0 ? m.layer[op] : s.boxes.get(group).row;
     return { node: group < 0 ? op : -1 - group, x: group < 0 ? s.x[op] : s.boxes.get(group).x, row, side };
@@ -63,8 +63,8 @@ function shiftRow(m, s, row, boxes) {
 function rowTops(m, s) {
   const top = new Float64Array(m.rows + 1);
   for (let row = 0; row < m.rows; row++) {
-    const gap = m.annotatedRows[row] ? ROW_GAP : PLAIN_GAP, band = s.unfolded.get(row);
-    top[row + 1] = top[row] + (s.filled[row] ? BOX_HEIGHT + gap + LABEL_HEIGHT * s.strip[row] + (band ? band.height : 0) : 0);
+    const band = s.bands.get(row);
+    top[row + 1] = top[row] + (s.filled[row] ? BOX_HEIGHT + ROW_GAP + LABEL_HEIGHT * s.strip[row] + (band ? band.height : 0) : 0);
   }
   return top;
 }
@@ -76,28 +76,42 @@ function representedOps(m, number) {
   return all.length > 4 ? [[`${all.length - 3} more`, "in the panel"], ...all.slice(-3)] : all;
 }
 
+/** Returns the size of an annotation on a wire: its label, which may also be a figure, or its ops if it is unfolded. */
+function annotationSize(m, number, unfolded) {
+  const ops = unfolded ? representedOps(m, number) : null;
+  if (ops) return { ops, width: OP_WIDTH, height: OP_HEIGHT * ops.length };
+  const annotation = m.annotations[number], change = m.twoSides ? shortType(annotation.dtype).length + 1 + scaleText(m, number).length : 0;
+  const letters = Math.max(annotationText(annotation).length, change, m.heat ? 13 : 0);
+  return { width: Math.min(MAX_PILL, 12 + PILL_DIGIT * letters), height: PILL_HEIGHT };
+}
+
 /**
- * Places unfolded annotations in a band above the row of their reader: the ops on a wire above its end, and constants
- * left of their op. Items whose extents in x overlap are in different tiers; tier 0 is the lowest one.
+ * Places annotations in a band above the row of their reader: those of a wire above its end, one above the other in
+ * the order of the wire, and unfolded constants left of their op. Items whose extents in x overlap are in different
+ * tiers; tier 0 is the lowest one.
  */
-function placeUnfolded(m, s, unfolded) {
+function placeAnnotations(m, s, unfolded) {
   const bands = new Map(), lists = new Map();
   const add = (op, item) => {
     const row = m.layer[op];
     if (!bands.has(row)) bands.set(row, { items: [], height: 0 });
     bands.get(row).items.push({ op, ...item });
   };
+  for (const [wire, annotations] of Object.entries(m.wire.annotations)) {
+    const op = m.wire.target[wire];
+    if (s.hiddenBy(op) >= 0) continue;
+    for (let i = annotations.length - 1; i >= 0; i--) {
+      const annotation = annotations[i], size = annotationSize(m, annotation, unfolded.has(annotation));
+      add(op, { annotation, side: m.side.annotation[annotation], ...size, left: m.portX[wire] + s.x[op] - m.x[op] - size.width / 2 });
+    }
+  }
   for (const annotation of unfolded) {
-    const side = m.side.annotation[annotation], ops = representedOps(m, annotation);
-    for (const { op, wire, constant } of m.readers[annotation]) {
-      if (s.hiddenBy(op) >= 0) continue;
-      if (wire !== undefined) {
-        add(op, { annotation, side, ops, left: m.portX[wire] + s.x[op] - m.x[op] - OP_WIDTH / 2, width: OP_WIDTH, height: OP_HEIGHT * ops.length });
-      } else if (constant !== undefined) {
-        const key = `${op} ${side}`;
-        if (!lists.has(key)) lists.set(key, { op, side, constants: [] });
-        lists.get(key).constants.push({ annotation, constant });
-      }
+    const side = m.side.annotation[annotation];
+    for (const { op, constant } of m.readers[annotation]) {
+      const key = `${op} ${side}`;
+      if (constant === undefined || s.hiddenBy(op) >= 0) continue;
+      if (!lists.has(key)) lists.set(key, { op, side, constants: [] });
+      lists.get(key).constants.push({ annotation, constant });
     }
   }
   for (const { op, side, constants } of lists.values()) {
@@ -109,14 +123,14 @@ function placeUnfolded(m, s, unfolded) {
   return bands;
 }
 
-/** Sets the tier of each item of a band, the least number without overlap, and `up`, from the band's bottom to its top. */
+/** Sets the tier of each item of a band, so that none overlap, and `up`, from the band's bottom to the item's top. */
 function placeTiers(band) {
   const tiers = [];
-  for (const item of band.items.sort((a, b) => a.left - b.left)) {
+  for (const item of band.items.sort((a, b) => a.left + a.width / 2 - b.left - b.width / 2)) {
     const taken = (tier) => [FIRST, SECOND].some((side) => item.side & side && tier.right[side] + TIER_GAP > item.left);
     let number = tiers.findIndex((tier) => !taken(tier));
     if (number < 0) number = tiers.push({ right: { [FIRST]: -Infinity, [SECOND]: -Infinity }, height: 0 }) - 1;
-    for (const side of [FIRST, SECOND]) if (item.side & side) tiers[number].right[side] = item.left + item.width;
+    for (const side of [FIRST, SECOND]) if (item.side & side) tiers[number].right[side] = Math.max(tiers[number].right[side], item.left + item.width);
     tiers[number].height = Math.max(tiers[number].height, item.height);
     item.tier = number;
   }
