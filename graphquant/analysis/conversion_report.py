@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.ir import (
+    BOUNDED_KINDS,
     CONCATENATING_KINDS,
     FORWARDING_KINDS,
     NON_COMPUTE_KINDS,
@@ -20,12 +21,13 @@ from graphquant.ir import (
     Model,
     Op,
     Output,
+    Parameters,
     TensorRef,
     Use,
     connected_groups,
     fully_known_shape,
 )
-from graphquant.numerics import Array, DynamicQParams, QParams
+from graphquant.numerics import Array, DynamicQParams, QParams, dequantize, quantize
 from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
 from graphquant.utils import HtmlRepresentation
 
@@ -87,7 +89,7 @@ def compare_conversion(
 
     The converter renames tensors, merges equal ones, and removes those that another op computes. A tensor without a
     counterpart of its name therefore matches if an unclaimed one of its size has exactly its scale and zero point, or
-    if an equal tensor matches.
+    if an equal tensor matches. A weight also matches if the model has its rounded values as floats.
     """
     activations, stored_constants = _stored_tensors(converted, runtime)
     constants: dict[str, _StoredTensor] = {}
@@ -118,12 +120,36 @@ def compare_conversion(
         if match is None or (is_passed_on and not _is_renamed(model, insertion, match)):
             matches[index] = next((stored for stored in unclaimed if _is_renamed(model, insertion, stored)), match)
     lines = [_compare_tensor(insertion, stored) for insertion, stored in zip(inserted, matches, strict=True)]
+    _accept_rounded_floats(model, inserted, converted, lines)
     graphs = converted.graphs.values()
     op_count = sum(op.kind not in NON_COMPUTE_KINDS for graph in graphs for op in graph.ops())
     float_ops = tuple(float_op for graph in graphs for float_op in _find_float_ops(graph))
     return ConversionReport(
         tensors=tuple(_with_equal_tensors(model, inserted, lines)), float_ops=float_ops, op_count=op_count
     )
+
+
+def _accept_rounded_floats(
+    model: Model, inserted: Sequence[InsertedPair], converted: Model, lines: list[ConvertedTensor]
+) -> None:
+    """Let a weight agree if the converted model has its rounded values as floats, for ops that stay float."""
+    parameters = Parameters(model)
+    floats = [
+        (output, np.sort(op.read_value(), axis=None))
+        for graph in converted.graphs.values()
+        for op in graph.ops()
+        for output in op.outputs
+        if op.kind in STORED_KINDS and output.dtype == "float32" and op.read_value is not None
+    ]
+    for index, (insertion, line) in enumerate(zip(inserted, lines, strict=True)):
+        if insertion.site.parameter and line.index is None and isinstance(insertion.params, QParams):
+            value = parameters.value(insertion.site.tensor)
+            if value is None:
+                continue
+            rounded = np.sort(dequantize(quantize(value, insertion.params), insertion.params), axis=None)
+            for output, values in floats:
+                if values.size == rounded.size and np.allclose(values, rounded, rtol=SCALE_TOLERANCE, atol=0):
+                    lines[index] = replace(line, name=output.name, problem="")
 
 
 def _stored_tensors(
@@ -240,9 +266,6 @@ def _readers(graph: Graph, tensor: TensorRef) -> Iterator[str]:
                 pending.append(passed)
 
 
-FIXED_RANGE_KINDS = frozenset({"sigmoid", "softmax", "tanh"})  # TFLite fixes the scale of their results
-
-
 def find_clipped_tensors(converted: Model) -> Iterator[tuple[str, str]]:
     """Yield tensors that got the fixed range of a Sigmoid, Softmax or Tanh beside which an op joins them, and that op.
 
@@ -257,7 +280,7 @@ def find_clipped_tensors(converted: Model) -> Iterator[tuple[str, str]]:
             sources = [graph.op(slot.op) for slot in graph.slots(op.name) if slot is not None]
             behind = [graph.slots(source.name)[0] for source in sources if source.kind == "quantize"]
             origins = [*sources, *(graph.op(slot.op) for slot in behind if slot is not None)]
-            if any(origin.kind in FIXED_RANGE_KINDS for origin in origins):
+            if any(origin.kind in BOUNDED_KINDS for origin in origins):
                 for source in sources:
                     if source.kind in WEIGHTED_KINDS and _has_numbers_of(source.outputs[0], op.outputs[0]):
                         yield source.outputs[0].name, op.outputs[0].name
@@ -345,25 +368,27 @@ def _find_float_ops(graph: Graph) -> Iterator[FloatOp]:
             continue
         reasons = list(_missing_ranges(graph, op))
         if reasons:
-            reason = reasons[0] or "TFLite has no int8 kernel here"
+            reason = reasons[0] or "TFLite has no integer kernel here"
             yield FloatOp(op=_short_op_name(op), type=op.type, reason=reason)
 
 
 def _missing_ranges(graph: Graph, op: Op) -> Iterator[str]:
     """Yield the reason for each float operand and result: no range, or "" if it has one; those without range first."""
     reasons: list[str] = []
+    constant_reasons: list[str] = []  # they come last: the converter folds the pairs of constants of a float op
     for slot, tensor in enumerate(graph.slots(op.name)):
         if tensor is None or graph.output(tensor).dtype != "float32":
             continue
         source = graph.op(tensor.op)
         lacks_range = source.kind != "dequantize" and op.role(slot) != "bias"
-        reasons.append(f"its {op.role(slot)} {_short_op_name(source)} has no range" if lacks_range else "")
+        reason = f"its {op.role(slot)} {_short_op_name(source)} has no range" if lacks_range else ""
+        (constant_reasons if source.kind == "constant" else reasons).append(reason)
     for port, output in enumerate(op.outputs):
         if output.dtype == "float32":
             readers = graph.consumers(TensorRef(graph.name, op.name, port))
             has_range = bool(readers) and all(graph.op(use.op).kind == "quantize" for use in readers)
             reasons.append("" if has_range else "its output has no range")
-    yield from sorted(reasons, key=lambda reason: not reason)
+    yield from sorted([*reasons, *constant_reasons], key=lambda reason: not reason)
 
 
 def _short_op_name(op: Op) -> str:

@@ -15,14 +15,16 @@ from graphquant.analysis.conversion_report import (
 from graphquant.api.models import check_output
 from graphquant.api.result import Result
 from graphquant.errors import ModelError, UsageError
+from graphquant.ir import WEIGHTED_KINDS
 from graphquant.utils.atomic_files import lock_output, write_file
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
     from graphquant.quantize import Site
 
-CONVERTIBLE_BITS = 8
-"""The only bit width that the converter supports: others silently become wrong int16 convolutions, or fail."""
+WEIGHT_BITS = 8
+ACTIVATION_BITS = (8, 16)
+"""The bit widths that TFLite's kernels support. With 16 bits the zero point is 0, and all activations have 16 bits."""
 
 
 def freeze(model: Model) -> Model:
@@ -71,8 +73,8 @@ def convert_to_tflite(
         result: The result of `insert` for a frozen model.
         path: The file, which is written atomically; None writes nothing.
         force: Replace an existing file at `path`.
-        io: The type of float inputs and outputs in the file. By default, inputs become int8 if the plan has a range for
-            all of them, and so do outputs.
+        io: The type of float inputs and outputs in the file. By default, inputs get the type of the plan's activations
+            if the plan has a range for all of them, and so do outputs.
 
     Returns:
         Each planned tensor's scale and zero point with those of the runtime. The file is written even if they differ.
@@ -97,10 +99,11 @@ def convert_to_tflite(
     )
 
     inserted, is_dynamic = result.inserted, has_only_weight_ranges(result.model)
+    bits = max((site.site.scheme.type.bits for site in inserted if not _is_weight(result.model, site.site)), default=8)
     inconvertible = [
         (insertion.site, reason)
         for insertion in inserted
-        if (reason := _inconvertible_reason(result.model, insertion.site, is_dynamic=is_dynamic))
+        if (reason := _inconvertible_reason(result.model, insertion.site, bits, is_dynamic=is_dynamic))
     ]
     if inconvertible:
         (site, reason), rest = inconvertible[0], len(inconvertible) - 1
@@ -138,17 +141,29 @@ def convert_to_tflite(
     return report
 
 
-def _inconvertible_reason(model: Model, site: Site, *, is_dynamic: bool) -> str:
+def _is_weight(model: Model, site: Site) -> bool:
+    """Return True for a constant that is the weight of a convolution or matrix product."""
+    readers = [(model.graphs[use.graph].op(use.op), use.slot) for use in site.uses]
+    return site.parameter and any(op.kind in WEIGHTED_KINDS and op.role(slot) == "weight" for op, slot in readers)
+
+
+def _inconvertible_reason(model: Model, site: Site, activation_bits: int, *, is_dynamic: bool) -> str:
     """Return the reason why the converter would alter a site, "" if it would not."""
     scheme = site.scheme
+    bits = scheme.type.bits
     if scheme.family != "fake-quant":
         return f"it supports only FakeQuant and not {scheme.family}; give --family fake-quant"
-    if scheme.type.bits != CONVERTIBLE_BITS:
-        return f"FakeQuants of {scheme.type.bits} bits give wrong results or fail; use {CONVERTIBLE_BITS} bits"
+    if bits not in ACTIVATION_BITS or bits != (WEIGHT_BITS if _is_weight(model, site) else activation_bits):
+        return (
+            f"its kernels have no {bits} bits here; use 8 bits for weights and either 8 or 16 for all activations, as"
+            " the rules tflite and tflite16 do"
+        )
+    if bits != WEIGHT_BITS and (scheme.zero != "symmetric" or not scheme.type.signed):
+        return "its kernels take 16 bits only as int16 with the zero point 0, as the rules tflite16 have"
     if scheme.range == "learned":
         return 'its range is stored in variables, which TFLite does not support; use range = "observed"'
     kinds = {model.graphs[use.graph].op(use.op).kind for use in site.uses}
-    if site.axis is not None and "matmul" in kinds and not is_dynamic:
+    if site.axis is not None and "matmul" in kinds and not is_dynamic and activation_bits == WEIGHT_BITS:
         return "it fails on per-channel weights of MatMul; quantize that weight per tensor, as the rules tflite do"
     return ""
 

@@ -6,6 +6,7 @@ from graphquant.ir.kinds import (
     AFFINE_KINDS,
     BIAS_ADD_KINDS,
     BOUNDARY_KINDS,
+    BOUNDED_KINDS,
     CLAMPING_KINDS,
     COMMUTATIVE_KINDS,
     CONCATENATING_KINDS,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pydantic import TypeAdapter
 
@@ -29,6 +29,9 @@ from graphquant.rules.toml_document import (
     words_sentence,
 )
 from graphquant.rules.toml_lines import KeyPath, nearest_line
+
+if TYPE_CHECKING:
+    from graphquant.rules.scheme import Scheme
 
 # One-line rules, `PRODUCER > CONSUMER: BITS, EXPONENT`: the fixed-point recipe in place of a file name.
 
@@ -57,6 +60,9 @@ def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake
         for index, name in enumerate(used)
         if name not in shipped
     ]
+    if isinstance(base := data.get("extends"), str) and base and base not in shipped_rule_files():
+        hint = _hint(base, shipped_rule_files(), "Shipped are")
+        mistakes.append((("extends",), f"there is no shipped rule file {format_value(base)}.{hint}"))
     mistakes += _reference_mistakes(data, library_patterns)
     file, validation_mistakes = validate_document(data, RuleFile, RULE_FILE_KIND)
     if file is not None:
@@ -231,18 +237,13 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     targets: dict[str, None] = {}
     costs = ""
     digest = hashlib.sha256()
-    for position, (name, path) in enumerate(zip(names, paths, strict=True)):
+    sources: list[tuple[int, str, Path | None, dict[str, Scheme]]]
+    sources = [(position, name, path, {}) for position, (name, path) in enumerate(zip(names, paths, strict=True))]
+    for index, (position, name, path, overrides) in enumerate(sources):  # grows during the loop
         label = f"rules[{position}]" if "\n" in name else name
-        lines: Mapping[KeyPath, int] = {}
         try:
             content = name.encode(errors="replace") if path is None else read_document(path, RULE_FILE_KIND)
-            if path is None and label == name:
-                data = _parse_inline_rule(name)
-            else:
-                data, lines = parse_document(path or Path(label), content, RULE_FILE_KIND)
-            file, mistakes = parse_rule_file(data)
-            if file is None:
-                raise mistakes_error(path or Path(label), lines, mistakes, RULE_FILE_KIND)
+            file, lines = _parse_rules(name, label, path, content)
         except RuleError as error:
             failures[str(error)] = None
             continue
@@ -255,9 +256,11 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         descriptions.append(file.description)
         targets |= dict.fromkeys(filter(None, [file.target]))
         costs = costs or resolve_costs(file.costs, path)
-        schemes = {key: replace(scheme, name=key) for key, scheme in file.scheme.items()}
-        for index, rule in enumerate(file.rule):
-            find_line = partial(nearest_line, lines, ("rule", index))
+        schemes = {key: replace(scheme, name=key) for key, scheme in file.scheme.items()} | overrides
+        if file.extends:
+            sources.insert(index + 1, (position, file.extends, shipped_rule_files()[file.extends], schemes))
+        for rule_index, rule in enumerate(file.rule):
+            find_line = partial(nearest_line, lines, ("rule", rule_index))
             rules.append(BoundRule(rule, label, find_line, schemes.get(rule.quantize), file.pattern))
     if failures:
         raise RuleError("\n".join(failures))
@@ -272,6 +275,19 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         costs=costs,
         rules=tuple(rules),
     )
+
+
+def _parse_rules(name: str, label: str, path: Path | None, content: bytes) -> tuple[RuleFile, Mapping[KeyPath, int]]:
+    """Return a rule file and the lines of its keys. Raises a RuleError for its mistakes."""
+    lines: Mapping[KeyPath, int] = {}
+    if path is None and label == name:
+        data = _parse_inline_rule(name)
+    else:
+        data, lines = parse_document(path or Path(label), content, RULE_FILE_KIND)
+    file, mistakes = parse_rule_file(data)
+    if file is None:
+        raise mistakes_error(path or Path(label), lines, mistakes, RULE_FILE_KIND)
+    return file, lines
 
 
 def resolve_costs(name: str, rule_file: Path | None) -> str:

@@ -256,6 +256,8 @@ class RuleFile:
         prepare: Steps to run before matching ("fold-batchnorm"), or to switch off although a later file requests them
             ("not fold-batchnorm").
         algorithms: Optimization algorithms to run ("bias-correction"), or to switch off ("not bias-correction").
+        extends: Name of a shipped rule file whose rules follow those of this file. Schemes of this file replace those
+            of the same name there.
         use: Names of shipped pattern libraries ("transformers", "detection") whose patterns the rules may name.
         costs: Table of kernel costs by which ops stay float where int8 does not pay: "onnxruntime" for the shipped one,
             or a TOML file, relative to the rule file. Without one, the rules alone decide.
@@ -268,6 +270,7 @@ class RuleFile:
     target: Literal["", "onnxruntime", "onnxruntime-arm", "openvino", "qnn", "tensorrt", "vitis_ai"] = ""
     prepare: list[Annotated[str, _step_choices(PREPARATION_NAMES)]] = Field(default_factory=list)
     algorithms: list[Annotated[str, _step_choices(ALGORITHM_NAMES)]] = Field(default_factory=list)
+    extends: str = ""
     use: list[ShortText] = Field(default_factory=list)
     costs: str = ""
     scheme: dict[str, Scheme] = Field(default_factory=dict)

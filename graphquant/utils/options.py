@@ -44,8 +44,8 @@ NO_TARGET = "none"  # value of `min_sqnr` that disables the default target
 # Names for the help and the completion of the command line, which must not import the tables that define them.
 # `tests/cli/test_help.py` compares them with these tables.
 RULE_NAMES = (
-    *("onnxruntime", "tflite", "tensorrt", "qnn", "qnn16", "openvino", "vitis_ai", "generic", "fixed_point"),
-    *("weight_only", "weight_only_int8", "weight_only_int4", "tables_int4"),
+    *("onnxruntime", "tflite", "tflite16", "tensorrt", "qnn", "qnn16", "openvino", "vitis_ai", "generic"),
+    *("fixed_point", "weight_only", "weight_only_int8", "weight_only_int4", "tables_int4"),
 )
 FAMILY_NAMES = (
     *("onnx-qdq", "fake-quant", "quantize-and-dequantize-v2", "quantize-and-dequantize-v3"),

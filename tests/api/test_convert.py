@@ -245,19 +245,46 @@ def test_powers_of_two_are_exact(samples: Path, tmp_path: Path) -> None:
 
 
 def test_unconvertible_sites_are_refused(samples: Path, tmp_path: Path) -> None:
-    """16 bits (silently wrong convolutions) and unfrozen functions are refused; nothing is written."""
+    """Weights of 16 bits, mixed widths and unfrozen functions are refused; nothing is written."""
     pytest.importorskip("tensorflow")
     (tmp_path / "wide.toml").write_text(
         '[scheme.s]\nbits = 16\nobserve = { name = "fixed-point", exponent = -8 }\n[[rule]]\nname = "r"\n'
         'consumer = { kind = "conv", input = "input|weight" }\nquantize = "s"\n'
     )
     result = gq.insert(gq.freeze(gq.load(samples / "digits_cnn.pb")), rules=[str(tmp_path / "wide.toml")])
-    with pytest.raises(UsageError, match="FakeQuants of 16 bits"):
+    with pytest.raises(UsageError, match="no 16 bits"):
         convert_to_tflite(result, tmp_path / "wide.tflite")
     weight_only_result = gq.insert(gq.load(samples / "digits_cnn_saved_model"), rules=["weight_only"])
     with pytest.raises(UsageError, match="frozen TensorFlow graph"):
         convert_to_tflite(weight_only_result, tmp_path / "wide.tflite")
     assert not (tmp_path / "wide.tflite").exists()
+
+
+def test_constants_of_float_ops_agree_if_they_are_rounded(tmp_path: Path) -> None:
+    """The converter folds the pairs of the constants of a hard sigmoid, which stays float."""
+    tf = pytest.importorskip("tensorflow")
+    kernels = np.random.default_rng(7).normal(size=(3, 1, 1, 3, 3)).astype(np.float32)
+
+    @tf.function(input_signature=[tf.TensorSpec((1, 4, 4, 3), tf.float32, name="x")])
+    def net(x: Any) -> Any:
+        offset, factor = tf.constant(3.0), tf.constant(1 / 6)
+        y = tf.nn.conv2d(x, kernels[0], 1, "SAME")
+        y = y * (tf.nn.relu6(y + offset) * factor)
+        scores = tf.nn.conv2d(tf.reduce_mean(y, [1, 2], keepdims=True), kernels[1], 1, "SAME")
+        return tf.nn.conv2d(y * (tf.nn.relu6(scores + offset) * factor), kernels[2], 1, "SAME")
+
+    (tmp_path / "net.pb").write_bytes(net.get_concrete_function().graph.as_graph_def().SerializeToString())
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(8).normal(size=(8, 4, 4, 3)).astype(np.float32))
+    for rules in ("tflite", "tflite16"):
+        result = gq.insert(
+            gq.freeze(gq.load(tmp_path / "net.pb")), rules=[rules], data=str(tmp_path / "data.npz"), validate=False
+        )
+        conversion = convert_to_tflite(result, None)
+        assert [(str(line.tensor), line.problem) for line in conversion.tensors if line.problem] == []
+        folded = [line for line in conversion.tensors if line.runtime is None]
+        assert {line.planned[0].size for line in folded if line.planned} == {1}
+        assert len(folded) == 2
+        assert not [float_op for float_op in conversion.float_ops if "Const" in float_op.reason]
 
 
 def test_ops_that_stay_float_are_named(samples: Path, tmp_path: Path) -> None:
@@ -294,14 +321,19 @@ def test_a_difference_ends_with_1(
     assert "error: x.tflite does not" in result.stderr
 
 
-@pytest.mark.parametrize("io", ["int8", "uint8", "float32"])
-def test_signature_and_io_type_are_kept(cli: Callable[..., Any], samples: Path, tmp_path: Path, io: str) -> None:
+@pytest.mark.parametrize(
+    ("rules", "io"),
+    [("tflite", "int8"), ("tflite", "uint8"), ("tflite", "float32"), ("tflite16", "int16"), ("tflite16", "float32")],
+)
+def test_signature_and_io_type_are_kept(
+    cli: Callable[..., Any], samples: Path, tmp_path: Path, rules: str, io: str
+) -> None:
     """The runner of the signature takes and gives values of the requested type, and the conversion report agrees."""
     tensorflow = pytest.importorskip("tensorflow")
     output_path, report_path = tmp_path / "x.tflite", tmp_path / "report.json"
     cli(
         "insert", samples / "digits_cnn_saved_model", "--data", samples / "digits_cnn_calib.npz", "-o", output_path,
-        "--io", io, "--report", report_path,
+        "--io", io, "--report", report_path, "--rules", rules,
     )  # fmt: skip
     assert json.loads(report_path.read_text())["conversion"]["agrees"]
     runner = tensorflow.lite.Interpreter(str(output_path)).get_signature_runner("serving_default")
@@ -317,6 +349,18 @@ def test_signature_and_io_type_are_kept(cli: Callable[..., Any], samples: Path, 
         for value, label in zip(values, data["labels"], strict=False)
     ]
     assert np.mean(matches) > 0.9
+
+
+@pytest.mark.parametrize(("rules", "io"), [("tflite", "int16"), ("tflite16", "int8"), ("tflite16", "uint8")])
+def test_io_of_another_width_is_refused(
+    cli: Callable[..., Any], samples: Path, tmp_path: Path, rules: str, io: str
+) -> None:
+    """Inputs and outputs have the type of the activations, or are float."""
+    pytest.importorskip("tensorflow")
+    data, output_path = samples / "digits_cnn_calib.npz", tmp_path / "x.tflite"
+    arguments = ("insert", samples / "digits_cnn.pb", "--data", data, "--rules", rules, "--io", io, "-o", output_path)
+    assert "float32" in cli(*arguments, code=2).stderr
+    assert not output_path.exists()
 
 
 def test_io_of_an_input_without_a_range_is_refused(cli: Callable[..., Any], samples: Path, tmp_path: Path) -> None:

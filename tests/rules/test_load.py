@@ -66,7 +66,7 @@ def test_shipped_rules_load(name):
     ruleset = load_ruleset([name])
     assert ruleset.files == (name,)
     assert ruleset.rules
-    assert {rule.file for rule in ruleset.rules} == {name}
+    assert {rule.file for rule in ruleset.rules} == {name} | ({"tflite"} if name == "tflite16" else set())
 
 
 def test_load(write_rule_files):
@@ -215,7 +215,7 @@ def test_texts(write_rule_files):
         ("rules[0]", rule.line, rule.rule) for rule in from_file.rules
     ]
     sentence = rule_error_text("rules.toml", "\n# a > b\nb = 1")
-    keys = "description, target, prepare, algorithms, use, costs, scheme, pattern, rule"
+    keys = "description, target, prepare, algorithms, extends, use, costs, scheme, pattern, rule"
     assert re.fullmatch(rf"rules\[1\]:3: 'b' .* {keys}\.", sentence)
     assert re.match(r"rules\[0\]:1: .* 1048576 bytes", rule_error_text("\n" * ((1 << 20) + 1)))
 
@@ -225,6 +225,27 @@ def test_many_mistakes_are_cut(write_rule_files):
     lines = rule_error_text(write_rule_files("".join(f"key{number} = 1\n" for number in range(1000)))).splitlines()
     assert len(lines) == 101
     assert lines[-1].startswith("rules.toml:101: and 900 more ")
+
+
+def test_a_file_extends_a_shipped_one(tmp_path):
+    """Its rules come first, its schemes replace those of the same name, and later files follow both."""
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'extends = "tflite"\n[scheme.activation]\ndtype = "int16"\nzero = "symmetric"\nobserve = "absmax"\n'
+        '[[rule]]\nname = "first"\nproducer = { name = "x" }\nquantize = "activation"\n'
+    )
+    base = load_ruleset(["tflite"])
+    ruleset = load_ruleset([str(path), "generic"])
+    assert [bound.file for bound in ruleset.rules[:2]] == [str(path), "tflite"]
+    assert [bound.rule.name for bound in ruleset.rules[1 : len(base.rules) + 1]] == [
+        bound.rule.name for bound in base.rules
+    ]
+    assert ruleset.rules[len(base.rules) + 1].file == "generic"
+    by_scheme = {bound.rule.quantize: bound.scheme for bound in ruleset.rules[: len(base.rules) + 1]}
+    assert (by_scheme["activation"].type.name, by_scheme["weight"].type.name) == ("int16", "int8")
+    assert ruleset.prepare[: len(base.prepare)] == base.prepare
+    path.write_text('extends = "tflit"\n')
+    assert "tflite" in rule_error_text(str(path))
 
 
 def test_strange_characters_stay_on_their_line(write_rule_files):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,8 +26,11 @@ from graphquant.formats.tensorflow.session import (
     silence_stderr,
     translate_tf_errors,
 )
+from graphquant.formats.tensorflow.tflite_16x8 import quantize_16x8
 from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
-from graphquant.ir import FLOAT_TYPES, RESHAPING_KINDS, Model, Parameters, TensorRef, Use
+from graphquant.ir import BOUNDED_KINDS, FLOAT_TYPES, RESHAPING_KINDS, Model, Parameters, TensorRef, Use
+from graphquant.numerics import QParams, dequantize, quantize
+from graphquant.qdq import read_qparams
 
 if TYPE_CHECKING:
     from graphquant.formats.tensorflow.source import FrozenSignature
@@ -64,20 +67,27 @@ def convert_signatures(model: Model, io: str | None = None) -> tuple[bytes, ...]
 
     Args:
         model: The frozen model.
-        io: The type of the file's float inputs and outputs: "int8", "uint8" or "float32". By default, inputs become
-            int8 if all of them have a range, and so do outputs.
+        io: The type of the file's float inputs and outputs: "int8", "uint8", "int16" or "float32". By default, inputs
+            get the type of the activations if all of them have a range, and so do outputs.
 
-    Raises a ModelError if the converter refuses the model, and a UsageError if `io` needs a range that is missing.
+    Raises a ModelError if the converter refuses the model, and a UsageError if `io` is not a type for its activations,
+    or needs a range that is missing.
     """
     message = emit(model)
     signatures = signatures_of_inputs(model, message)
-    if io in {"int8", "uint8"}:
+    io_types = ["int16", "float32"] if is_16x8(model) else ["int8", "uint8", "float32"]
+    if io is not None and io not in io_types:
+        raise UsageError(f"The activations of the plan are {io_types[0]}, so --io is one of {', '.join(io_types)}.")
+    if io is not None and io != "float32":
         for signature in signatures:
             _require_ranges(model, io, signature)
     graph_def = model.source.graph_def(message)
     names = [op.name for op in model.main.ops() if op.kind == "qdq"]
-    if rounded := names if has_only_weight_ranges(model) else _transposed_weight_quantizers(model):
-        graph_def = _with_rounded_weights(graph_def, rounded)
+    if not has_only_weight_ranges(model):
+        names = _transposed_weight_quantizers(model)
+    switched = _switched_weights(model)
+    if names or switched:
+        graph_def = _with_rounded_weights(graph_def, names, switched)
     by_tensors: dict[tuple[tuple[str, ...], ...], list[FrozenSignature]] = {}
     for signature in signatures:
         tensors = tuple(signature.inputs.values()), tuple(signature.outputs.values())
@@ -121,16 +131,25 @@ def _convert_graph(tensorflow: Any, model: Model, graph_def: Any, signature: Fro
             feeds = [function.graph.as_graph_element(f"{name}:0") for name in signature.inputs.values()]
             fetches = [function.graph.as_graph_element(name) for name in signature.outputs.values()]
             converter = tensorflow.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
+        has_ranges, has_16_bits = any(op.kind == "qdq" for op in model.main.ops()), is_16x8(model)
         # Without ranges the optimization quantizes the weights only.
-        if any(op.kind == "qdq" for op in model.main.ops()):
+        if has_ranges and not has_16_bits:
             converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
-        if any(op.kind == "qdq" for op in model.main.ops()) and not has_only_weight_ranges(model):
-            io_type = tensorflow.as_dtype(io or "int8")
-            if all(_input_is_quantized(model, name) for name in signature.inputs.values()):
-                converter.inference_input_type = io_type
-            if all(_output_is_quantized(model, name) for name in signature.outputs.values()):
-                converter.inference_output_type = io_type
+        quantizes_activations = has_ranges and not has_only_weight_ranges(model) and io != "float32"
+        integer_inputs, integer_outputs = (
+            quantizes_activations and all(is_quantized(model, name) for name in names)
+            for is_quantized, names in (
+                (_input_is_quantized, signature.inputs.values()),
+                (_output_is_quantized, signature.outputs.values()),
+            )
+        )
+        if integer_inputs and not has_16_bits:
+            converter.inference_input_type = tensorflow.as_dtype(io or "int8")
+        if integer_outputs and not has_16_bits:
+            converter.inference_output_type = tensorflow.as_dtype(io or "int8")
         data: bytes = converter.convert()
+    if has_16_bits:
+        return quantize_16x8(data, integer_inputs=integer_inputs, integer_outputs=integer_outputs)
     return data
 
 
@@ -392,6 +411,8 @@ def _input_quantizer(model: Model, input_name: str) -> str | None:
     return None
 
 
+WIDE_BITS: Final = 16  # bits of the activations of a 16x8 file
+
 MIN_DYNAMIC_WEIGHT_SIZE: Final = 1024
 """The number of elements from which the converter quantizes a weight whose op has float activations."""
 
@@ -401,6 +422,11 @@ def has_only_weight_ranges(model: Model) -> bool:
     parameters = Parameters(model)
     inputs = [model.main.source_of(Use("", op.name, 0)) for op in model.main.ops() if op.kind == "qdq"]
     return bool(inputs) and all(tensor is not None and parameters.is_parameter(tensor) for tensor in inputs)
+
+
+def is_16x8(model: Model) -> bool:
+    """Return True if a model has FakeQuants of 16 bits, which are on activations: TFLite's 16x8 quantization."""
+    return any(op.kind == "qdq" and op.numeric_attr("num_bits", 8) == WIDE_BITS for op in model.main.ops())
 
 
 def _transposed_weight_quantizers(model: Model) -> list[str]:
@@ -421,8 +447,28 @@ def _transposed_weight_quantizers(model: Model) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _with_rounded_weights(graph_def: Any, names: Sequence[str]) -> Any:
-    """Return the graph with constants for the FakeQuants `names` of its weights.
+def _switched_weights(model: Model) -> dict[str, Array]:
+    """Return the rounded weights that reach a FakeQuant per channel in a branch through a Switch, by its name.
+
+    The converter makes such a weight an argument of the branch, and has no kernel for the FakeQuant of an argument.
+    """
+    weights, parameters = {}, Parameters(model)
+    for op in model.main.ops():
+        path = [TensorRef("", op.name)] if op.kind == "qdq" and "PerChannel" in op.type else []
+        for tensor in path:  # grows during the loop
+            source = model.main.source_of(Use("", tensor.op, 0))
+            if source is not None and model.op(source).kind in {"identity", "switch", "constant"}:
+                path.append(source)
+        params = read_qparams(model.main, op, parameters) if path else None
+        read_value = model.op(path[-1]).read_value if path else None
+        is_switched = any(model.op(tensor).kind == "switch" for tensor in path)
+        if is_switched and isinstance(params, QParams) and read_value is not None:
+            weights[op.name] = dequantize(quantize(read_value(), params), params)
+    return weights
+
+
+def _with_rounded_weights(graph_def: Any, names: Sequence[str], known: Mapping[str, Array]) -> Any:
+    """Return the graph with constants for the FakeQuants `names` of its weights, and for those with a known value.
 
     The converter computes the scales of such weights from their values, which gives the planned scales: the largest
     value is on the grid. FakeQuants would let it store float weights.
@@ -434,7 +480,7 @@ def _with_rounded_weights(graph_def: Any, names: Sequence[str]) -> Any:
     with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
         v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
         with v1.Session(graph=graph) as session:
-            values = dict(zip(names, session.run([f"{name}:0" for name in names]), strict=True))
+            values = {**dict(zip(names, session.run([f"{name}:0" for name in names]), strict=True)), **known}
     for node in rounded.node:
         if node.name in values:
             name = node.name
@@ -484,4 +530,4 @@ def _output_is_quantized(model: Model, name: str) -> bool:
     if tensor is None:
         return False
     dtype = model.output(tensor).dtype
-    return dtype not in FLOAT_TYPES or model.op(tensor).kind in {"qdq", "softmax", "sigmoid", "tanh"}
+    return dtype not in FLOAT_TYPES or model.op(tensor).kind in BOUNDED_KINDS | {"qdq"}

@@ -1,0 +1,152 @@
+"""Ops with int16 activations: each op of the tables runs in the interpreter, and others stay float."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.measurements import sqnr_db
+
+from graphquant.formats.tensorflow import tflite_16x8
+from graphquant.formats.tensorflow.tflite_16x8 import quantize_16x8
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+tf = pytest.importorskip("tensorflow")
+
+LIMIT = 4.0  # the range of all activations, in real units
+
+
+def rounded(x: Any, limit: float = LIMIT) -> Any:
+    """Return a tensor behind a FakeQuant of 16 bits whose zero point is 0."""
+    step = limit / 32768
+    return tf.quantization.fake_quant_with_min_max_args(x, -limit, limit - step, num_bits=16)
+
+
+def weight(shape: tuple[int, ...]) -> Any:
+    """Return a random constant behind a FakeQuant of 8 bits."""
+    values = np.random.default_rng(3).uniform(-0.5, 0.5, shape).astype(np.float32)
+    return tf.quantization.fake_quant_with_min_max_args(values, -0.5, 0.5, num_bits=8, narrow_range=True)
+
+
+def turned(x: Any, limit: float = LIMIT) -> Any:
+    """Return another activation of the same shape."""
+    return rounded(tf.transpose(x, [0, 2, 1, 3]), limit)
+
+
+def steps(shape: tuple[int, ...]) -> Any:
+    """Return a weight that has only multiples of a step, and the largest one in each channel."""
+    values = np.random.default_rng(3).integers(-127, 128, shape)
+    values[0, 0] = 127
+    return (values / 254).astype(np.float32)
+
+
+def bias(count: int) -> Any:
+    """Return a random constant."""
+    return np.random.default_rng(4).uniform(-1, 1, count).astype(np.float32)
+
+
+nn = tf.nn
+OPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "add": ("ADD", lambda x: x + turned(x)),
+    "average": ("AVERAGE_POOL_2D", lambda x: nn.avg_pool2d(x, 2, 2, "SAME")),
+    "broadcast": ("BROADCAST_TO", lambda x: tf.broadcast_to(x[:, :1], (1, 4, 4, 4))),
+    "concat": ("CONCATENATION", lambda x: tf.concat([x, rounded(nn.relu(x), 8.0)], 3)),
+    "conv": ("CONV_2D", lambda x: nn.relu(nn.conv2d(x, weight((3, 3, 4, 5)), 1, "SAME") + bias(5))),
+    "depthwise": (
+        "DEPTHWISE_CONV_2D",
+        lambda x: nn.depthwise_conv2d(x, weight((3, 3, 4, 1)), [1] * 4, "SAME") + bias(4),
+    ),
+    "dense": ("FULLY_CONNECTED", lambda x: tf.matmul(tf.reshape(x, (1, 64)), weight((64, 3)))),
+    "gather": ("GATHER", lambda x: tf.gather(x, [1, 0], axis=1)),
+    "gather_nd": ("GATHER_ND", lambda x: tf.gather_nd(x, [[0, 1], [0, 0]])),
+    "leaky": ("LEAKY_RELU", nn.leaky_relu),
+    "logistic": ("LOGISTIC", tf.sigmoid),
+    "maximum": ("MAXIMUM", lambda x: tf.maximum(x, turned(x))),
+    "max_pool": ("MAX_POOL_2D", lambda x: nn.max_pool2d(x, 2, 2, "SAME")),
+    "mean": ("MEAN", lambda x: tf.reduce_mean(x, [1, 2])),
+    "minimum": ("MINIMUM", lambda x: tf.minimum(x, turned(x))),
+    "mirror": ("MIRROR_PAD", lambda x: tf.pad(x, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="REFLECT")),
+    "mul": ("MUL", lambda x: x * turned(x, 2 * LIMIT)),
+    "pack": ("PACK", lambda x: tf.stack([x, x])),
+    "pad": ("PAD", lambda x: tf.pad(x, [[0, 0], [1, 1], [1, 1], [0, 0]])),
+    "product": ("BATCH_MATMUL", lambda x: tf.matmul(x, rounded(tf.transpose(x, [0, 1, 3, 2])))),
+    "reduce_max": ("REDUCE_MAX", lambda x: tf.reduce_max(x, [1, 2])),
+    "reduce_min": ("REDUCE_MIN", lambda x: tf.reduce_min(x, [1, 2])),
+    "relu": ("RELU", lambda x: nn.relu(tf.transpose(x, [0, 2, 1, 3]))),
+    "reshape": ("RESHAPE", lambda x: tf.reshape(x, (2, 32))),
+    "bilinear": ("RESIZE_BILINEAR", lambda x: tf.image.resize(x, (8, 8))),
+    "nearest": ("RESIZE_NEAREST_NEIGHBOR", lambda x: tf.image.resize(x, (8, 8), method="nearest")),
+    "select": ("SELECT_V2", lambda x: tf.where(np.arange(4) > 1, x, turned(x))),
+    "slice": ("SLICE", lambda x: tf.slice(x, [0, 1, 0, 0], [1, 2, 2, 2])),
+    "softmax": ("SOFTMAX", nn.softmax),
+    "split": ("SPLIT", lambda x: tf.add(*[rounded(part) for part in tf.split(x, 2, 3)])),
+    "split_v": ("SPLIT_V", lambda x: rounded(tf.split(x, [1, 3], 3)[1])),
+    "strided": ("STRIDED_SLICE", lambda x: x[:, ::2]),
+    "sub": ("SUB", lambda x: x - turned(x, 2 * LIMIT)),
+    "sum": ("SUM", lambda x: tf.reduce_sum(x, [1, 2])),
+    "tanh": ("TANH", tf.tanh),
+    "transpose": ("TRANSPOSE", lambda x: tf.transpose(x, [0, 2, 1, 3])),
+    "transpose_conv": (
+        "TRANSPOSE_CONV",
+        lambda x: nn.conv2d_transpose(x, steps((3, 3, 3, 4)), (1, 8, 8, 3), 2),
+    ),
+    "unpack": ("UNPACK", lambda x: tf.unstack(x, axis=1)[1]),
+}
+
+
+def run_16x8(build: Callable[[Any], Any]) -> tuple[list[str], float]:
+    """Return the types of the ops that run, and the SQNR in dB of the output of a small net."""
+    step = 1 / 32768
+    net = tf.function(
+        lambda x: rounded(build(rounded(x)), 1 if build in BOUNDED else 4 * LIMIT),
+        input_signature=[tf.TensorSpec((1, 4, 4, 4))],
+    )
+    data = tf.lite.TFLiteConverter.from_concrete_functions([net.get_concrete_function()]).convert()
+    made = tf.lite.Interpreter(
+        model_content=quantize_16x8(data, integer_inputs=True, integer_outputs=True),
+        experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
+    )
+    made.allocate_tensors()
+    (source,), (target,) = made.get_input_details(), made.get_output_details()
+    assert {source["dtype"], target["dtype"]} == {np.int16}
+    x = np.random.default_rng(5).uniform(-3, 3, (1, 4, 4, 4)).astype(np.float32)
+    made.set_tensor(source["index"], np.rint(x / (LIMIT * step)).astype(np.int16))
+    made.invoke()
+    result = made.get_tensor(target["index"]) * target["quantization"][0]
+    return [op["op_name"] for op in made._get_ops_details()], sqnr_db(net(x).numpy(), result)
+
+
+BOUNDED = {OPS[name][1] for name in ("logistic", "softmax", "tanh")}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_exist_and_agree_with_float(name: str) -> None:
+    """The op runs on integers in the interpreter, without a DEQUANTIZE, and its result is that of TensorFlow."""
+    op_type, build = OPS[name]
+    types, sqnr = run_16x8(build)
+    assert op_type in types
+    assert "DEQUANTIZE" not in types
+    assert sqnr >= 60
+
+
+def test_every_op_of_the_tables_is_tested() -> None:
+    """Each op type that may run on int16 has a case, except those that TensorFlow's converter makes reshapes."""
+    tables = tflite_16x8._BOUNDED_OPS | tflite_16x8._SAME_SCALE_OPS | tflite_16x8._SCALING_OPS
+    tested = {op_type for op_type, _ in OPS.values()}
+    assert {*tables, *tflite_16x8._WEIGHTED_OPS} - tested == {"EXPAND_DIMS", "SQUEEZE"}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [nn.elu, lambda x: nn.relu6(tf.transpose(x, [0, 2, 1, 3])), lambda x: tf.tile(x, (1, 2, 1, 1))],
+)
+def test_ops_without_a_kernel_stay_float(build: Callable[[Any], Any]) -> None:
+    """An op that has no int16 kernel gets floats, and the file runs."""
+    types, sqnr = run_16x8(build)
+    assert "DEQUANTIZE" in types
+    assert sqnr >= 60
