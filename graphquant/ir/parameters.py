@@ -27,7 +27,7 @@ IMPURE_KINDS = STORED_KINDS | QUANTIZATION_KINDS | {"input", "output", "call", "
 MAX_FOLDED_ELEMENTS = 1 << 28
 """Limit of elements when a chain of constants is evaluated, so that a malicious model cannot fill memory."""
 
-UNCOMPUTED_KINDS = FORWARDING_KINDS | STORED_KINDS | {"input"}
+UNCOMPUTED_KINDS = FORWARDING_KINDS | STORED_KINDS | {"input", "merge"}
 """Kinds of parameters whose value is one of the model's own, not computed."""
 
 
@@ -99,7 +99,7 @@ class Parameters:
 
     def _forwarded_sources(self, tensor: TensorRef) -> tuple[TensorRef, ...]:
         """Return the tensors that a parameter may be equal to; none if it is computed."""
-        forwarded = self._model.op(tensor).kind in FORWARDING_KINDS | {"input"}
+        forwarded = self._model.op(tensor).kind in UNCOMPUTED_KINDS
         return self._known_sources(tensor) if forwarded else ()
 
     def _topological_order(self, tensors: list[TensorRef]) -> Iterator[TensorRef]:
@@ -162,11 +162,26 @@ class Parameters:
         if op.kind == "input":
             return self._argument_sources(tensor, op)
         slots = graph.slots(tensor.op)
+        if op.kind == "merge":
+            return self._loop_invariant(tensor)
         if op.kind in FORWARDING_KINDS:
             return (slots[0],) if slots and slots[0] is not None else None
         if op.kind in IMPURE_KINDS or op.calls or not slots or any(slot is None for slot in slots):
             return None
         return tuple(slot for slot in slots if slot is not None)
+
+    def _loop_invariant(self, merge: TensorRef) -> tuple[TensorRef, ...] | None:
+        """Return the value that enters a loop of TensorFlow 1 at `merge` if each iteration passes it on unchanged."""
+        graph = self._model.graphs[merge.graph]
+        entering, repeated = (*graph.slots(merge.op), None, None)[:2]
+        if entering is None or repeated is None or graph.op(repeated.op).kind != "next_iteration":
+            return None
+
+        def forwarded(tensor: TensorRef) -> TensorRef | None:
+            is_forwarded = graph.op(tensor.op).kind in {"next_iteration", "identity", "switch"}
+            return graph.source_of(Use(graph.name, tensor.op, 0)) if is_forwarded else None
+
+        return (entering,) if follow_to_end(repeated, forwarded, len(graph)) == merge else None
 
     def _argument_sources(self, tensor: TensorRef, op: Op) -> tuple[TensorRef, ...] | None:
         """Return the tensors that callers of a function pass for the argument `op`; None if some are unknown."""
