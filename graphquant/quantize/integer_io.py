@@ -25,7 +25,15 @@ from graphquant.ir import (
     Use,
     check_invariants,
 )
-from graphquant.numerics import Array, IntType, QParams, qparams_from_scale, quantize
+from graphquant.numerics import (
+    LARGEST_VALUE,
+    SMALLEST_SCALE,
+    Array,
+    IntType,
+    QParams,
+    qparams_from_scale,
+    quantize,
+)
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import add_constant, new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_WITHOUT_KERNELS
@@ -50,8 +58,8 @@ class BoundaryTensor:
     name: str
     role: Literal["input", "output"]
     dtype: Literal["int8", "uint8", "int16", "float32"]
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    zero_point: int = 0
+    scale: Annotated[float, Field(ge=SMALLEST_SCALE, le=LARGEST_VALUE)] = 1.0
+    zero_point: Annotated[int, Field(ge=-(1 << 15), lt=1 << 15)] = 0
     constants: tuple[str, ...] = ()  # the initializers with the scale and zero point of the op that reads or writes it
     reason: str = ""  # reason why it stays float, or ""
     normalization: str = ""  # "folded" or the reason why it is kept, for an input that takes pixel values
@@ -70,9 +78,10 @@ class BoundaryTensor:
 def integer_tensors(provenance: Mapping[str, str]) -> tuple[BoundaryTensor, ...]:
     """Return the integer inputs and outputs that the provenance of a model lists; none if it is damaged."""
     try:
-        return TypeAdapter(tuple[BoundaryTensor, ...]).validate_json(provenance.get(IO_KEY, "[]"))
+        tensors = TypeAdapter(tuple[BoundaryTensor, ...]).validate_json(provenance.get(IO_KEY, "[]"))
     except ValidationError:
         return ()
+    return tuple(tensor for tensor in tensors if tensor.dtype != "float32")
 
 
 def set_pixel_ranges(model: Model, plan: Plan, sample: Mapping[str, Array]) -> tuple[Plan, frozenset[str]]:

@@ -17,6 +17,7 @@ import graphquant as gq
 from graphquant import formats
 from graphquant.errors import FindingsError, UsageError
 from graphquant.numerics import dequantize, quantize
+from graphquant.quantize.integer_io import integer_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,3 +234,18 @@ def test_other_commands_take_integer_models(samples: Path, tmp_path: Path, cli: 
     assert not stripped.graph.quantization_annotation
     cli("check", path)
     cli("explain", path, "image")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"name": "image", "role": "input", "dtype": "float32"},
+        {"name": "image", "role": "input", "dtype": "uint8", "scale": 1e300},
+        {"name": "image", "role": "input", "dtype": "uint8", "zero_point": 1 << 40},
+        [],
+    ],
+)
+def test_damaged_entries_are_ignored(entry: Any) -> None:
+    """Metadata that no version wrote is no reason to fail."""
+    assert not integer_tensors({"io": json.dumps([entry])})
+    assert not integer_tensors({"io": "["})
