@@ -171,12 +171,13 @@ def _merge_copies(
     Ops that run are copies in functions of the same ops. Those of functions that only Python code calls are copies of
     one with the same name and parameters, because tracing in another mode removes or adds some ops of a function.
     """
-    ops_of = {op.graph: frozenset((other.name, other.type) for other in model.graphs[op.graph].ops()) for op in ops}
+    functions = {op.graph for op in ops if op.graph}  # the main graph, which may be very large, is no copy
+    ops_of = {name: frozenset((op.name, op.type) for op in model.graphs[name].ops()) for name in functions}
     copies: dict[Any, list[QuantizationOp]] = {}
     by_name: dict[Any, list[QuantizationOp]] = {}
     for op in ops:
         key = op.op, op.type, _params_key(op.params)
-        copies_ = copies.setdefault((ops_of[op.graph] if op.graph else None, *key), [])
+        copies_ = copies.setdefault((ops_of.get(op.graph), *key), [])
         copies_.append(op)
         by_name.setdefault(key, copies_)
     for op in python_ops:

@@ -7,6 +7,7 @@ import pytest
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.formats.onnx import load
 from graphquant.formats.tensorflow import load as tf_load
+from graphquant.ir import Graph
 from graphquant.visualize.json_inspect import InspectResult
 from graphquant.visualize.tables import render_text
 from graphquant.visualize.text import summary_view
@@ -124,3 +125,25 @@ def test_fake_quant(tmp_path, low, bits, expected):
     fake_quant_params = None if params is None else (params.type.name, float(params.scale), int(params.zero_point))
     assert fake_quant_params == expected
     assert (reading.op, str(reading.tensor)) == ("q", "x:0")
+
+
+def test_a_summary_reads_the_ops_of_a_graph_a_bounded_number_of_times(tmp_path, monkeypatch):
+    """A summary takes linear time: it lists the ops of the graph as often for 60 quantized tensors as for 2."""
+    reads = []
+    list_ops = Graph.ops
+    monkeypatch.setattr(Graph, "ops", lambda graph: reads.append(graph.name) or list_ops(graph))
+    counts = []
+    for pairs in (2, 60):
+        nodes = "\n".join(
+            f"q{i} = QuantizeLinear (x{i}, s, p)\nx{i + 1} = DequantizeLinear (q{i}, s, p)" for i in range(pairs)
+        )
+        text = f"""<ir_version: 8, opset_import: ["": 13]>
+            g (float[4] x0) => (float[4] x{pairs}) <float s = {{0.5}}, uint8 p = {{128}}> {{
+            {nodes}
+            }}"""
+        onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+        model = load(tmp_path / "model.onnx")
+        reads.clear()
+        assert len(summarize_model(model).quantization_ops) == pairs
+        counts.append(len(reads))
+    assert counts[0] == counts[1]
