@@ -125,7 +125,8 @@ def convert_to_tflite(
         tensor, joined = clipped
         raise UsageError(
             f"TFLite would clip {tensor} to the range that it fixes for a Sigmoid, Softmax or Tanh, because {joined}"
-            " joins both, so no file is written. Write a TensorFlow model instead, or join them outside of the model."
+            " joins both, so no file is written. Use --rules tflite16, whose file keeps both ranges, or write a"
+            " TensorFlow model instead."
         )
     report = join_reports(
         [
