@@ -148,13 +148,12 @@ class FusedOnnxFamily(OnnxFamily):
         elements = math.prod(size or 0 for size in request.shape or ())
         is_large = model_weights >= MIN_MODEL_ELEMENTS and elements >= MIN_MATRIX_ELEMENTS
         is_faster = is_table or (is_fast and is_large)
-        forms = []
-        if op_type and (args.form == "packed" or (args.form is None and is_faster)):
-            packed_args = replace(args, form="packed", accuracy_level=None if is_table else level)
-            forms.append(FusedForm(op_type=op_type, bits=weight.bits, args=packed_args))
+        packed_args = replace(args, form="packed", accuracy_level=None if is_table else level)
+        packed = [FusedForm(op_type=op_type, bits=weight.bits, args=packed_args)] if op_type else []
         # onnxruntime has no kernels for float16 that would compute the weight when it loads the model.
         is_foldable = request.is_parameter and request.dtype == "float32" and None not in (request.shape or (None,))
-        if args.form != "packed" and is_foldable and weight.bits:
-            folded_args = replace(args, form=FOLDED_FORM, accuracy_level=None)
-            forms.append(FusedForm(op_type="", bits=weight.bits, args=folded_args))
-        return forms
+        folded_args = replace(args, form=FOLDED_FORM, accuracy_level=None)
+        folded = [FusedForm(op_type="", bits=weight.bits, args=folded_args)] if is_foldable and weight.bits else []
+        if args.form is not None:
+            return packed if args.form == "packed" else folded
+        return [*packed, *folded] if is_faster else [*folded, *packed]

@@ -24,7 +24,7 @@ from graphquant.ir import Model, Op, Parameters, TensorRef, Use, fully_known_sha
 from graphquant.numerics import IntType, QParams
 from graphquant.qdq import FOLDED_FORM, FusedForm, PackedWeight, fused_op_type, read_qparams
 from graphquant.qdq.family import new_op
-from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_BLOCKS
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Shape
@@ -418,25 +418,28 @@ def _size(constant: Op) -> int:
 @cache
 def supports_fused_form(form: FusedForm) -> bool:
     """Return True if the installed onnxruntime runs the op of a form with a weight of its width."""
-    if not form.op_type:
-        return True
     import onnxruntime  # imported when needed, so that models are read without it
 
     from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RUNTIME_ERRORS, open_inference_session
 
-    indices, bits, level = form.op_type == "GatherBlockQuantized", form.bits, form.args.accuracy_level or 0
-    attrs = (
-        {"gather_axis": 0, "quantize_axis": 1} if indices else {"K": 16, "N": 1, "bits": bits, "accuracy_level": level}
-    )
-    weight = np.zeros((1, 16), ml_dtypes.int4) if indices else np.zeros((1, 1, 2 * bits), np.uint8)
-    data = np.zeros((1, 1), np.int64) if indices else np.zeros((1, 16), np.float32)
-    inputs = ["weight", "data", "scale"] if indices else ["data", "weight", "scale"]
-    node = helper.make_node(form.op_type, inputs, ["result"], domain=MICROSOFT_DOMAIN, block_size=16, **attrs)
-    scale = np.ones((1, 1) if indices else (1,), np.float32)
+    bits, level, rows = form.bits, form.args.accuracy_level or 0, np.zeros((1, 16), np.float32)
+    narrow = np.zeros((1, 16), np.int8 if bits > 4 else ml_dtypes.int4)  # noqa: PLR2004  # bits
+    scale: Array = np.ones((1, 1), np.float32)
+    attrs: dict[str, Any] = {"domain": MICROSOFT_DOMAIN, "block_size": 16}
+    if form.op_type == "MatMulNBits":
+        inputs, data, weight = ["data", "weight", "scale"], rows, np.zeros((1, 1, 2 * bits), np.uint8)
+        attrs |= {"K": 16, "N": 1, "bits": bits, "accuracy_level": level}
+        scale = scale[0]
+    elif form.op_type == "GatherBlockQuantized":
+        inputs, data, weight = ["weight", "data", "scale"], np.zeros((1, 1), np.int64), narrow
+        attrs |= {"gather_axis": 0, "quantize_axis": 1}
+    else:
+        inputs, data, weight, attrs = ["weight"], rows, narrow, {"to": TensorProto.FLOAT}
+    node = helper.make_node(form.op_type or "Cast", inputs, ["result"], **attrs)
     input_info = helper.make_tensor_value_info("data", helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
     output_info = helper.make_tensor_value_info("result", TensorProto.FLOAT, None)
-    constants = [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(scale, "scale")]
-    opsets = [helper.make_opsetid("", 13), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
+    constants = [numpy_helper.from_array(value, name) for value, name in ((weight, "weight"), (scale, "scale"))]
+    opsets = [helper.make_opsetid("", OPSET_BLOCKS), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
     graph = helper.make_graph([node], "probe", [input_info], [output_info], constants)
     message = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
