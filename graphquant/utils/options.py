@@ -48,7 +48,7 @@ RULE_NAMES = (
     *("fixed_point", "weight_only", "weight_only_int8", "weight_only_int4", "tables_int4"),
 )
 FAMILY_NAMES = (
-    *("onnx-qdq", "fake-quant", "quantize-and-dequantize-v2", "quantize-and-dequantize-v3"),
+    *("onnx-qdq", "onnx-fused", "fake-quant", "quantize-and-dequantize-v2", "quantize-and-dequantize-v3"),
     "quantize-and-dequantize-v4",
 )
 METHOD_NAMES = ("auto", "minmax", "absmax", "mean-minmax", "percentile", "mse", "entropy")
