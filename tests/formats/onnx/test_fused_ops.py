@@ -129,7 +129,7 @@ def test_products(
     feeds = {"x": rng.standard_normal((3, columns)).astype(np.float32)}
     expected = ReferenceEvaluator(onnx_format.emit(standard.model)).run(None, feeds)[0]
     scale = np.abs(expected).max() + 1
-    is_exact = is_packed or counts["Mul"]
+    is_exact = counts["Mul"] or (is_packed and counts["MatMulNBits"])
     tolerance = 1e-5 if is_exact else 0.05  # bytes are multiplied with rounded activations
     assert np.allclose(run(message, feeds)[0], expected, atol=tolerance * scale, rtol=0)
     assert np.allclose(run(message, feeds, optimizes=False)[0], expected, atol=tolerance * scale, rtol=0)
