@@ -27,7 +27,7 @@ from graphquant.ir import (
 )
 from graphquant.ir.op_matching import is_barrier
 from graphquant.numerics import DynamicQParams
-from graphquant.qdq import family_of
+from graphquant.qdq import DYNAMIC_FORM, family_of
 from graphquant.quantize.integer_io import BoundaryTensor, integer_tensors
 
 if TYPE_CHECKING:
@@ -242,6 +242,9 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
 
 def _float_input_reason(graph: Graph, op: Op) -> str:
     """Reason why the op computes in float: its first input without quantization; "" if there is none."""
+    weights = (graph.op(tensor.op) for tensor in graph.slots(op.name) if tensor is not None and tensor.op in graph)
+    if any((weight.fused_attrs or {}).get("form") == DYNAMIC_FORM for weight in weights):
+        return ""
     for slot, tensor in enumerate(graph.slots(op.name)):
         if tensor is None or op.role(slot) not in {"input", "weight", "recurrent_weight"}:
             continue

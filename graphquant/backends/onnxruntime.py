@@ -36,6 +36,7 @@ from graphquant.ir import (
     Use,
 )
 from graphquant.ir.op_matching import is_barrier
+from graphquant.qdq import DYNAMIC_PRODUCT
 
 if TYPE_CHECKING:
     from graphquant.formats.onnx import OptimizedModel
@@ -44,13 +45,16 @@ ResultT = TypeVar("ResultT")
 
 INTEGER_OP_TYPES = frozenset(
     {
-        *("ConvInteger", "MatMulInteger", "QGemm", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul"),
+        *("ConvInteger", "MatMulInteger", "QGemm", "MatMulIntegerToFloat", "MatMulNBits", DYNAMIC_PRODUCT),
         *("DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization"),
     }
 )
 """Op types that compute on integers by definition, in addition to the QLinear types."""
 
-WEIGHT_SLOTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulInteger": 1, "MatMulIntegerToFloat": 1}
+WEIGHT_SLOTS = {
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), 3),
+    **dict.fromkeys(("MatMulInteger", "MatMulIntegerToFloat", DYNAMIC_PRODUCT), 1),
+}
 """Inputs with the weight, by types of ops that multiply integer matrices."""
 
 LOW_PRECISION_DTYPES = frozenset({"int8", "uint8", "int16", "uint16"})
@@ -232,6 +236,8 @@ def _find_fault(model: Model, graph: Graph, op: Op) -> str:
     slots = graph.slots(op.name)
     tensors = slots[0], slots[WEIGHT_SLOTS[op.type]]
     types = tuple("" if tensor is None else element_type(model, tensor) for tensor in tensors)
+    if op.type == DYNAMIC_PRODUCT:
+        types = "uint8", types[1]  # it quantizes its input
     shape = None if tensors[1] is None else graph.output(tensors[1]).shape
     if not shape or types not in PRODUCT_TYPES:
         return ""

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 from graphquant.qdq.family import FamilyArguments, FamilyRequest, FusedForm, QDQFamily, QDQSite, RoundingMode
 from graphquant.qdq.onnx_fused import (
+    DYNAMIC_FORM,
+    DYNAMIC_PRODUCT,
     FOLDED_FORM,
     FusedOnnxFamily,
     PackedWeight,
     count_product_weights,
     fused_op_type,
+    is_dynamic_product,
 )
 from graphquant.qdq.onnx_qdq import OnnxFamily
 from graphquant.qdq.tensorflow_qdq import LEARNED_ATTR, FakeQuantFamily, QuantizeAndDequantizeFamily

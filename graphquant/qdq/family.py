@@ -27,7 +27,8 @@ class FamilyArguments:
 
     Attributes:
         form: For "fake-quant": "vars" stores the range in constants, "args" in attributes of the op. For "onnx-fused":
-            "packed" has the kernel read packed blocks, "folded" has the runtime compute float weights when it starts.
+            "packed" has the kernel read packed blocks, "folded" has the runtime compute float weights when it starts,
+            and "dynamic" multiplies integers, with the range of the activations in each run.
         input_min: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
         input_max: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
         accuracy_level: For "onnx-fused": 4 multiplies with activations rounded to int8, 0 in their own type.
@@ -35,7 +36,7 @@ class FamilyArguments:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    form: Literal["vars", "args", "packed", "folded"] | None = None
+    form: Literal["vars", "args", "packed", "folded", "dynamic"] | None = None
     input_min: StrictFloat | None = None
     input_max: StrictFloat | None = None
     accuracy_level: Literal[0, 1, 4] | None = None

@@ -1,9 +1,11 @@
 """Quantized weights in the forms that onnxruntime computes with fastest, and the family that writes them.
 
 In the intermediate representation such a weight is a constant with a DequantizeLinear, like any other. Its op has
-`Op.fused_attrs`, and `graphquant.formats.onnx.fused_ops` writes it in one of two forms, and reads these as a pair:
+`Op.fused_attrs`, and `graphquant.formats.onnx.fused_ops` writes it in one of three forms, and reads these as a pair:
 
 * Packed: one op of com.microsoft, MatMulNBits or GatherBlockQuantized, in place of the DequantizeLinear and its reader.
+* Dynamic: a DynamicQuantizeMatMul of com.microsoft, which also quantizes its other input in each run, to uint8 with one
+  range for all its values.
 * Folded: Cast, Sub and Mul. onnxruntime computes them when it loads the model, but a DequantizeLinear in each run.
 """
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from graphquant.qdq.family import FamilyRequest, QDQSite
 
 FOLDED_FORM: Literal["folded"] = "folded"
+DYNAMIC_FORM: Literal["dynamic"] = "dynamic"
+DYNAMIC_PRODUCT = "DynamicQuantizeMatMul"
 BITS_OF_BYTES = 8
 
 MATMUL_BLOCK_SIZES = frozenset({16, 32, 64, 128, 256})  # those that all releases from 1.22 on accept
@@ -75,8 +79,17 @@ def fused_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -
     return "GatherBlockQuantized" if reads_rows and is_supported_block and weight.bits == 4 else ""  # noqa: PLR2004
 
 
+def is_dynamic_product(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -> bool:
+    """Return True if DynamicQuantizeMatMul computes a MatMul or Gemm with a weight of 8 bits."""
+    if consumer.domain or consumer.type not in {"MatMul", "Gemm"} or slot != 1 or weight.bits != BITS_OF_BYTES:
+        return False
+    shape = weight.shape or ()
+    summed_axis = _summed_axis(graph, consumer, shape) if len(shape) == 2 and None not in shape else None  # noqa: PLR2004  # rows and columns
+    return summed_axis is not None and weight.block is None and weight.axis in {None, 1 - summed_axis}
+
+
 def _summed_axis(graph: Graph, consumer: Op, shape: Shape) -> int | None:
-    """Return the weight's axis that a MatMul or Gemm sums over; None if MatMulNBits does not compute such a Gemm."""
+    """Return the weight's axis that a MatMul or Gemm sums over; None if no fused op computes such a Gemm."""
     if consumer.type == "MatMul":
         return 0
     is_transposed = bool(consumer.numeric_attr("transB", 0))
@@ -109,7 +122,7 @@ class FusedOnnxFamily(OnnxFamily):
     variant_of = OnnxFamily.name
     op_types = frozenset()  # its ops are read as pairs
     argument_names = frozenset({"form", "accuracy_level"})
-    forms = ("packed", FOLDED_FORM)
+    forms = ("packed", FOLDED_FORM, DYNAMIC_FORM)
 
     def add_ops(self, graph: Graph, site: QDQSite) -> TensorRef:
         """Add the ops of the standard form, and mark them for the form of the site if integers store the weight."""
@@ -150,10 +163,14 @@ class FusedOnnxFamily(OnnxFamily):
         is_faster = is_table or (is_fast and is_large)
         packed_args = replace(args, form="packed", accuracy_level=None if is_table else level)
         packed = [FusedForm(op_type=op_type, bits=weight.bits, args=packed_args)] if op_type else []
+        dynamic = []
+        if is_dynamic_product(graph, graph.op(use.op), use.slot, weight) and request.dtype == "float32":
+            dynamic_args = replace(args, form=DYNAMIC_FORM, accuracy_level=None)
+            dynamic.append(FusedForm(op_type=DYNAMIC_PRODUCT, bits=weight.bits, args=dynamic_args))
         # onnxruntime has no kernels for float16 that would compute the weight when it loads the model.
         is_foldable = request.is_parameter and request.dtype == "float32" and None not in (request.shape or (None,))
         folded_args = replace(args, form=FOLDED_FORM, accuracy_level=None)
         folded = [FusedForm(op_type="", bits=weight.bits, args=folded_args)] if is_foldable and weight.bits else []
         if args.form is not None:
-            return packed if args.form == "packed" else folded
+            return {"packed": packed, DYNAMIC_FORM: [*dynamic, *folded], FOLDED_FORM: folded}[args.form]
         return [*packed, *folded] if is_faster else [*folded, *packed]

@@ -22,7 +22,16 @@ from graphquant.errors import InternalError
 from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import Model, Op, Parameters, TensorRef, Use, fully_known_shape
 from graphquant.numerics import IntType, QParams
-from graphquant.qdq import FOLDED_FORM, FusedForm, PackedWeight, fused_op_type, read_qparams
+from graphquant.qdq import (
+    DYNAMIC_FORM,
+    DYNAMIC_PRODUCT,
+    FOLDED_FORM,
+    FusedForm,
+    PackedWeight,
+    fused_op_type,
+    is_dynamic_product,
+    read_qparams,
+)
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_BLOCKS
 
@@ -38,6 +47,7 @@ PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
+DYNAMIC_BIAS_SLOT = 4  # that of the bias of a DynamicQuantizeMatMul, whose inputs before it have the same positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +196,7 @@ def _constant_sources(
 
 def _lift_matmul(lift: _Lift) -> list[str]:
     """Replace a MatMulNBits by DequantizeLinear, MatMul and, with a bias, Add; return their names if possible."""
-    op, graph = lift.op, lift.graph
+    op = lift.op
     weight, scale, zero_point = (lift.constant(slot) for slot in (WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT))
     is_optional = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
     bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 0))
@@ -209,8 +219,45 @@ def _lift_matmul(lift: _Lift) -> list[str]:
         or (zero_point is not None and zero_point.outputs[0].dtype != "uint8")
     ):
         return []
-    dequantized = _add_lifted_weight(lift, layout, weight, scale, zero_point)
-    bias = lift.slots[BIAS_SLOT] if len(lift.slots) > BIAS_SLOT else None
+    return _lift_product(lift, _add_lifted_weight(lift, layout, weight, scale, zero_point), BIAS_SLOT)
+
+
+def _lift_dynamic_product(lift: _Lift) -> list[str]:
+    """Replace a DynamicQuantizeMatMul by DequantizeLinear, MatMul and, with a bias, Add; return their names."""
+    graph, is_given = lift.graph, [slot is not None for slot in (*lift.slots, *[None] * BIAS_SLOT)]
+    weight, scale, zero_point = (lift.constant(slot) for slot in (WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT))
+    shape, sizes = (None if op is None else fully_known_shape(op.outputs[0].shape) for op in (weight, scale))
+    if (
+        scale is None
+        or shape is None
+        or sizes not in {(), shape[1:]}
+        or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
+    ):
+        return []
+    inputs = tuple(slot for slot in lift.slots[WEIGHT_SLOT:DYNAMIC_BIAS_SLOT] if slot is not None)
+    key = (DYNAMIC_FORM, *inputs)
+    if key not in lift.shared:
+        dequantize = new_op(
+            graph,
+            _dequantized_name(lift.op, scale),
+            scale.outputs[0].dtype,
+            shape,
+            kind="dequantize",
+            type="DequantizeLinear",
+            roles=("input", "scale", "zero_point"),
+            attrs={"axis": 1} if sizes else {},
+            rule=lift.op.rule,
+            anchor=lift.op.anchor,
+            fused_attrs={"form": DYNAMIC_FORM},
+        )
+        lift.shared[key] = graph.add_op(dequantize, inputs)
+    return _lift_product(lift, lift.shared[key], DYNAMIC_BIAS_SLOT)
+
+
+def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[str]:
+    """Replace a fused product by MatMul and, with a bias, Add; return the names of its ops and of its weight."""
+    op, graph = lift.op, lift.graph
+    bias = lift.slots[bias_slot] if len(lift.slots) > bias_slot else None
     output = op.outputs[0]
     product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
     plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
@@ -375,6 +422,7 @@ def _lift_folded(lift: _Lift) -> list[str]:
 
 _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
     (MICROSOFT_DOMAIN, "MatMulNBits"): _lift_matmul,
+    (MICROSOFT_DOMAIN, DYNAMIC_PRODUCT): _lift_dynamic_product,
     (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
     ("", "Mul"): _lift_folded,
     ("", "Reshape"): _lift_folded,
@@ -418,6 +466,8 @@ def _size(constant: Op) -> int:
 @cache
 def supports_fused_form(form: FusedForm) -> bool:
     """Return True if the installed onnxruntime runs the op of a form with a weight of its width."""
+    if form.op_type == DYNAMIC_PRODUCT:  # all releases have it
+        return True
     import onnxruntime  # imported when needed, so that models are read without it
 
     from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RUNTIME_ERRORS, open_inference_session
@@ -507,8 +557,12 @@ def _lower_readers(model: Model, graph: Graph, dequantize: Op, parameters: Param
         shape=graph.output(data).shape,
     )
     packed: dict[str, list[TensorRef | None]] = {}
+    transposed: list[TensorRef] = []
     for use in graph.consumers(TensorRef(graph.name, dequantize.name)):
         consumer = graph.op(use.op) if use.graph == graph.name else None
+        if consumer is not None and attrs.get("form") == DYNAMIC_FORM:
+            _lower_dynamic_product(model, graph, dequantize, use, weight, transposed)
+            continue
         op_type = "" if consumer is None else fused_op_type(graph, consumer, use.slot, weight)
         if consumer is None or not op_type:
             continue
@@ -524,20 +578,63 @@ def _lower_readers(model: Model, graph: Graph, dequantize: Op, parameters: Param
         else:
             inputs = [data, slots[1], scale, *filter(None, [zero_point])]
             fused_attrs = {"block_size": params.block, "gather_axis": 0, "quantize_axis": params.axis}
-        fused = replace(
-            consumer,
-            kind="integer",
-            type=op_type,
-            domain=MICROSOFT_DOMAIN,
-            roles=("input",),
-            channel_axis=None,
-            attrs=fused_attrs,
-            source=None,
-            rule=dequantize.rule,
-            anchor=dequantize.anchor,
-        )
-        _replace_op(graph, fused, inputs)
+        _replace_op(graph, _fused_op(consumer, op_type, fused_attrs, dequantize), inputs)
     _remove_with_constants(model, TensorRef(graph.name, dequantize.name))
+
+
+def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) -> Op:
+    """Return the fused op with the name and output of `op`."""
+    return replace(
+        op,
+        kind="integer",
+        type=op_type,
+        domain=MICROSOFT_DOMAIN,
+        roles=("input",),
+        channel_axis=None,
+        attrs=attrs,
+        source=None,
+        rule=dequantize.rule,
+        anchor=dequantize.anchor,
+    )
+
+
+def _lower_dynamic_product(
+    model: Model, graph: Graph, dequantize: Op, use: Use, weight: PackedWeight, transposed: list[TensorRef]
+) -> None:
+    """Replace a MatMul or Gemm, and the Add of its bias, by DynamicQuantizeMatMul if possible.
+
+    `transposed` has the transposed weight if a Gemm needed it before, and gets it otherwise.
+    """
+    product = graph.op(use.op)
+    if not is_dynamic_product(graph, product, use.slot, weight):
+        return
+    source, _, *bias = graph.slots(product.name)
+    constants = [tensor for tensor in graph.slots(dequantize.name) if tensor is not None]
+    if product.numeric_attr("transB", 0):
+        transposed[:] = transposed or [_transposed_constant(model, graph, constants[0])]
+        constants = [*transposed, *constants[1:]]
+    result, columns = product, graph.output(constants[0]).shape[-1:]
+    readers = graph.consumers(TensorRef(graph.name, product.name))
+    reads_once = not bias and len(readers) == 1 and readers[0].graph == graph.name
+    if reads_once and graph.op(readers[0].op).type == "Add":
+        add = graph.op(readers[0].op)
+        addend = graph.slots(add.name)[1 - readers[0].slot]
+        if addend is not None and model.op(addend).kind == "constant" and graph.output(addend).shape == columns:
+            result, bias = add, [addend]
+    inputs = [source, *constants, *[None] * (DYNAMIC_BIAS_SLOT - 1 - len(constants)), *bias]
+    _replace_op(graph, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
+    if result is not product:
+        graph.remove_op(product.name)
+
+
+def _transposed_constant(model: Model, graph: Graph, tensor: TensorRef) -> TensorRef:
+    """Return a new constant with the transposed value of a matrix."""
+    read_value = partial(_value, model.op(tensor))
+    fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "rule": model.op(tensor).rule}
+    output = model.output(tensor)
+    fields["read_value"] = lambda: np.ascontiguousarray(read_value().T)
+    shape = None if output.shape is None else output.shape[::-1]
+    return graph.add_op(new_op(graph, f"{tensor.op}/transposed", output.dtype, shape, **fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

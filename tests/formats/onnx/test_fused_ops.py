@@ -20,6 +20,7 @@ from graphquant.formats import onnx as onnx_format
 from graphquant.formats.onnx import file_writer
 from graphquant.formats.onnx.fused_ops import pack_elements, supports_fused_form, unpack_elements
 from graphquant.ir import Parameters
+from graphquant.numerics import QParams
 from graphquant.qdq import FusedForm, read_qparams
 from graphquant.qdq.family import FamilyArguments
 
@@ -301,3 +302,66 @@ def test_packed_elements(bits: int, count: int, seed: int) -> None:
     if bits == 4:
         row = values[:1].astype(ml_dtypes.uint4)
         assert numpy_helper.from_array(row).raw_data == packed[0].tobytes()
+
+
+def read_scale(model: gq.Model) -> np.ndarray:
+    """The scale of the only DequantizeLinear."""
+    (op,) = (op for _, op in model.reachable_ops() if op.kind == "dequantize")
+    params = read_qparams(model.graphs[""], op, Parameters(model))
+    assert isinstance(params, QParams)
+    return params.scale
+
+
+def multiply_dynamically(x: np.ndarray, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The product of integers, with the formula that onnx gives for DynamicQuantizeLinear."""
+    low, high = min(x.min(), np.float32(0)), max(x.max(), np.float32(0))
+    step = (high - low) / np.float32(255)
+    zero = np.clip(np.round(-low / step), 0, 255)
+    rounded = np.clip(np.round(x / step) + zero, 0, 255) - zero
+    return (rounded.astype(np.int64) @ weight.astype(np.int64)) * (step * scale.astype(np.float64))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    product=st.sampled_from([*sorted(PRODUCTS), "MatMul and Add"]),
+    columns=st.integers(1, 70),
+    rows=st.integers(1, 9),
+    per=st.sampled_from(["channel", "tensor"]),
+    seed=st.integers(0, 99),
+)
+def test_dynamic_products(tmp_path: Path, product: str, columns: int, rows: int, per: str, seed: int) -> None:
+    """A product with dynamic activations has the values of its definition, and is read back as a pair."""
+    rng = np.random.default_rng(seed)
+    shape = (rows, columns) if product.startswith("transposed") else (columns, rows)
+    weights = {"w": rng.standard_normal(shape).astype(np.float32), "b": np.arange(rows, dtype=np.float32)}
+    text = {**PRODUCTS, "MatMul and Add": "m = MatMul(x, w) y = Add(b, m)"}[product]
+    if "b)" not in text and "(b" not in text:
+        del weights["b"]
+    signature = f"float[n, {columns}] x", f"float[n, {rows}] y"
+    onnx.save(parse(text, *signature, weights), tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "int8", 'form = "dynamic"', block=None, per=per)
+    result = gq.insert(tmp_path / "float.onnx", rules=rules)
+    message = onnx_format.emit(result.model)
+    onnx.checker.check_model(message, full_check=True)
+    assert op_counts(message) == {"DynamicQuantizeMatMul": 1}
+    scale = read_scale(result.model)
+    x = rng.standard_normal((5, columns)).astype(np.float32)
+    matrix = weights["w"].T if product.startswith("transposed") else weights["w"]
+    integers = np.clip(np.round(matrix / scale), -128, 127)
+    expected = multiply_dynamically(x, integers, scale) + weights.get("b", 0)
+    np.testing.assert_allclose(run(message, {"x": x})[0], expected, rtol=1e-4, atol=1e-4)
+    written = gq.load(result.save(tmp_path / "dynamic.onnx", force=True))
+    np.testing.assert_array_equal(read_scale(written), scale)
+    assert onnx_format.emit(written).SerializeToString() == message.SerializeToString()
+
+
+def test_shared_weight_of_dynamic_products(tmp_path: Path) -> None:
+    """A weight that several products read is stored once, and other ops read the float one."""
+    weights = {"w": np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)}
+    body = "a = Gemm<transB = 1>(x, w) b = Gemm<transB = 1>(a, w) y = Mul(b, w)"
+    onnx.save(parse(body, "float[8, 8] x", "float[8, 8] y", weights), tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "int8", 'form = "dynamic"', block=None, per="tensor")
+    message = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules).model)
+    assert op_counts(message)["DynamicQuantizeMatMul"] == 2
+    matrices = [initializer.data_type for initializer in message.graph.initializer if initializer.dims[:] == [8, 8]]
+    assert sorted(matrices) == [onnx.TensorProto.FLOAT, onnx.TensorProto.INT8]
