@@ -278,8 +278,8 @@ def test_own_results_have_no_errors(model, rules, samples, tmp_path):
     try:
         result = gq.insert(samples / model, rules=rules, data=data, samples=8, validate=False)
     except EmptyResultError:
-        # The models have no table that Gather reads, and TensorFlow has no blocks.
-        assert rules == "tables_int4" or (rules.startswith("weight_only_int") and "onnx" not in model)
+        # The models have no table that Gather reads and only small products, and TensorFlow has no blocks.
+        assert rules in {"tables_int4", "dynamic"} or (rules.startswith("weight_only_int") and "onnx" not in model)
         return
     written = gq.load(result.save(tmp_path / f"out{(samples / model).suffix}"))
     backend = next(iter(result.plan.targets), None) if model.endswith(".onnx") else None
