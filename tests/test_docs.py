@@ -233,6 +233,8 @@ def test_guides(docs_folder, page):
     assert [target for target in targets if "://" not in target and not folder.joinpath(target).exists()] == []
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated:UserWarning")
 def test_ranges(docs_folder):
     """The commands of the page run, and write the files."""
     run_page("ranges.md")

@@ -62,6 +62,7 @@ def test_attestation_content(entry_and_outcome):
                     "include": (),
                     "exclude": (),
                     "float_weights": False,
+                    "io": None,
                     "allow_empty": False,
                     "allow_links": False,
                     "requantize": False,

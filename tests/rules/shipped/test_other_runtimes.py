@@ -388,8 +388,9 @@ def test_openvino_runs(case, quantize_net):
         for one in told
         if str(one["layerType"].astype(str)) in {"Convolution", "Deconvolution", "FullyConnected", "MatMul"}
     }
-    joined = "Concat<axis = 0>(x, token)" in text  # a constant part is float to OpenVINO, and so is all behind it
-    assert ran <= ({"f32"} if joined else {"u8", "i8"})
+    # a constant part is float to OpenVINO, and so is all behind it on some processors
+    is_joined = "Concat<axis = 0>(x, token)" in text
+    assert ran <= {"u8", "i8"} | ({"f32"} if is_joined else set())
 
 
 def test_openvino_runs_the_sample_model(tmp_path):
