@@ -44,6 +44,12 @@ _WEIGHTED_OPS: Final = {
 }
 """The slots of input, int8 weight and int64 bias."""
 
+_MAX_SUM_RESCALING: Final = 2**14
+"""The kernels of ADD and SUB need inputs whose scales are below that of the output times this.
+
+Otherwise ADD aborts the process, and SUB gives wrong results.
+"""
+
 _SIGNED_BITS: Final = {"UINT8": ("INT8", 8), "UINT16": ("INT16", 16)}
 
 
@@ -249,6 +255,10 @@ class _GraphRewriter:
                 if self.graph.tensors[output].type != self.schema.TensorType.INT16:
                     return None
                 scale = self.scale(output)
+                if name in {"ADD", "SUB"}:
+                    largest = max(float(self.scale(entry)[0]) for entry in inputs)
+                    if largest >= _MAX_SUM_RESCALING * float(scale[0]):
+                        return None
                 is_possible = scale[0] == UNIT_SCALE if name in _BOUNDED_OPS else len(op.outputs) == 1
                 if is_possible or name not in _BOUNDED_OPS | _SAME_SCALE_OPS:
                     outputs.append(output)

@@ -54,8 +54,13 @@ nn = tf.nn
 OPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "add": ("ADD", lambda x: x + turned(x)),
     "average": ("AVERAGE_POOL_2D", lambda x: nn.avg_pool2d(x, 2, 2, "SAME")),
+    "padded_average": ("AVERAGE_POOL_2D", lambda x: nn.avg_pool2d(x, 3, 2, "SAME")),
     "broadcast": ("BROADCAST_TO", lambda x: tf.broadcast_to(x[:, :1], (1, 4, 4, 4))),
     "concat": ("CONCATENATION", lambda x: tf.concat([x, rounded(nn.relu(x), 8.0)], 3)),
+    "concat_of_three": (
+        "CONCATENATION",
+        lambda x: tf.concat([x, turned(nn.relu(x), 8.0), rounded(x * turned(x), 16.0)], 3),
+    ),
     "conv": ("CONV_2D", lambda x: nn.relu(nn.conv2d(x, weight((3, 3, 4, 5)), 1, "SAME") + bias(5))),
     "depthwise": (
         "DEPTHWISE_CONV_2D",
@@ -141,12 +146,23 @@ def test_every_op_of_the_tables_is_tested() -> None:
     assert {*tables, *tflite_16x8._WEIGHTED_OPS} - tested == {"EXPAND_DIMS", "SQUEEZE"}
 
 
+def coarse_zeros() -> Any:
+    """Return zeros with 2**16 times the scale of the outputs of `run_16x8`."""
+    return rounded(np.zeros(4, np.float32), 2**16 * 4 * LIMIT)
+
+
 @pytest.mark.parametrize(
     "build",
-    [nn.elu, lambda x: nn.relu6(tf.transpose(x, [0, 2, 1, 3])), lambda x: tf.tile(x, (1, 2, 1, 1))],
+    [
+        nn.elu,
+        lambda x: nn.relu6(tf.transpose(x, [0, 2, 1, 3])),
+        lambda x: tf.tile(x, (1, 2, 1, 1)),
+        lambda x: x + coarse_zeros(),
+        lambda x: x - coarse_zeros(),
+    ],
 )
 def test_ops_without_a_kernel_stay_float(build: Callable[[Any], Any]) -> None:
-    """An op that has no int16 kernel gets floats, and the file runs."""
+    """An op that has no int16 kernel for its inputs gets floats, and the file runs."""
     types, sqnr = run_16x8(build)
     assert "DEQUANTIZE" in types
     assert sqnr >= 60
