@@ -173,7 +173,7 @@ def insert(
     _release_float_runners()
     result = _judge_execution(result)  # uses the sessions of the validation
     formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
-    return _measure_time(result, data)
+    return _measure_time(result, prepared, data)
 
 
 def _release_float_runners() -> None:
@@ -437,13 +437,17 @@ def _judge_execution(result: Result) -> Result:
     return replace(result, unjudged_reason=unjudged_reason, verdicts=verdicts)
 
 
-def _measure_time(result: Result, data: CalibrationData) -> Result:
-    """Return the result with its time relative to float, as onnxruntime runs both on this machine."""
+def _measure_time(result: Result, prepared: Model, data: CalibrationData) -> Result:
+    """Return the result with its time relative to the prepared float model, as onnxruntime runs both on this machine.
+
+    The source may take longer for reasons that have nothing to do with integers: onnxruntime does not fold a BatchNorm
+    whose parameters are inputs of the graph.
+    """
     ratio = None if result.search is None else result.search.outcome_ratio
     is_timed = ratio is None and result.validation is not None and result.plan.for_onnxruntime
     if is_timed and result.model.format == "onnx" and model_constant_bytes(result.source) <= MAX_TIMED_BYTES:
         with suppress(ModelError, DataError, OSError):  # the report does without it
-            ratio = time_beside_float(result.source, result.model, data.dataset)
+            ratio = time_beside_float(prepared, result.model, data.dataset)
     return replace(result, time_ratio=ratio)
 
 

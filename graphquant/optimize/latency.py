@@ -392,10 +392,12 @@ REPORT_SECONDS = 0.02  # processor seconds of the comparison with float in the r
 MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
 
 
-def time_beside_float(source: Model, quantized: Model, batches: Dataset) -> TimeRatio:
-    """Return the time of a quantized model relative to float, from runs in turn within about a second.
+def time_beside_float(float_model: Model, quantized: Model, batches: Dataset) -> TimeRatio:
+    """Return the time of a quantized model relative to a float one, from runs in turn within about a second.
 
     Raises a ModelError if a model cannot be run, and a DataError if a sample does not fit the model.
     """
-    timer = LatencyTimer.for_data(source, batches, as_tflite=False)
-    return measure_time_ratio(timer.make_run(quantized), timer.make_run(source), seconds=REPORT_SECONDS, min_rounds=1)
+    timer = LatencyTimer.for_data(float_model, batches, as_tflite=False)
+    return measure_time_ratio(
+        timer.make_run(quantized), timer.make_run(float_model), seconds=REPORT_SECONDS, min_rounds=1
+    )

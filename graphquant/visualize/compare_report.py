@@ -305,7 +305,7 @@ def _caveat_lines(search: SearchTrace) -> list[RenderableType]:
     lines: list[RenderableType] = []
     if search.status == "met-not-proven" and validation is not None and validation.comparison is not None:
         count = pluralize(validation.comparison.samples, "sample")
-        lines.append(plain_line(f"The bounds are met on {count}, not proven.", "yellow"))
+        lines.append(plain_line(f"The bounds are met on {count} of the search, not proven.", "yellow"))
     return [*lines, *(plain_line(f"inconclusive: {caveat}", "yellow") for caveat in search.caveats)]
 
 

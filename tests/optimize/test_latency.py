@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -373,3 +374,15 @@ def test_short_runs_are_timed_in_blocks() -> None:
         machine.taking("a", steady(4e-6)), machine.taking("b", steady(2e-6)), seconds=0.1, clock=clock
     )
     assert measured_ratio.median == pytest.approx(2, rel=0.02)
+
+
+def test_the_report_times_the_prepared_float_model(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A BatchNorm that only the preparation folds is no gain of the integers."""
+    timed: list[tuple[gq.Model, gq.Model]] = []
+    module = importlib.import_module("graphquant.api.insert")
+    monkeypatch.setattr(module, "time_beside_float", lambda plain, quantized, _: timed.append((plain, quantized)))
+    result = gq.insert(samples / "digits_cnn_bn.onnx", data=str(samples / "digits_cnn_calib.npz"), samples=20)
+    ((plain, quantized),) = timed
+    kinds = [{op.kind for _, op in model.reachable_ops()} for model in (result.source, plain, quantized)]
+    assert ["batchnorm" in found for found in kinds] == [True, False, False]
+    assert "quantize" in kinds[2] - kinds[1]

@@ -193,7 +193,7 @@ def _check_expansion(file: DataFile, file_size: int, size: int, request: DataReq
     if size > limit and (text is not None or size > MAX_EXPANSION * file_size):
         raise DataError(
             f"{file.name} has {file_size:,} bytes that claim to expand to {size:,}, and the limit is {limit:,}."
-            f" If the file is trusted, raise the limit: --data {request.source.spec},max_size={-(-size >> 20)}MiB"
+            f" If the file is trusted, raise the limit: --data {request.source.full_spec},max_size={-(-size >> 20)}MiB"
         )
 
 
@@ -262,8 +262,8 @@ def _picture_conversion(
         return None
     raise DataError(
         f"{label} is uint8 {format_shape(shape)}, but input {model_input.name!r} takes {model_input.dtype}. If it has"
-        f" pictures, add their conversion in training: {request.source.spec},preset=imagenet (or"
-        f" {', '.join(PIXEL_PRESETS)}), or {request.source.spec},mean=127,std=128. Otherwise save it as"
+        f" pictures, add their conversion in training: {request.source.full_spec},preset=imagenet (or"
+        f" {', '.join(PIXEL_PRESETS)}), or {request.source.full_spec},mean=127,std=128. Otherwise save it as"
         f" {model_input.dtype}."
     )
 

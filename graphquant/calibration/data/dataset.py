@@ -189,6 +189,12 @@ class DataSource:
     ignored: tuple[str, ...]
     memory: MemoryData | None = None
 
+    @property
+    def full_spec(self) -> str:
+        """The spec with its keys, to which advice adds others."""
+        inputs = {f"inputs.{name}": key for name, key in self.input_keys.items()}
+        return ",".join([self.spec, *(f"{key}={value}" for key, value in {**inputs, **self.keys}.items())])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequest:

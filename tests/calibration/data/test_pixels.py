@@ -274,6 +274,8 @@ def test_pictures_in_arrays_need_a_conversion(tmp_path: Path) -> None:
     one = float_input(None, 6, 10, 3)
     with pytest.raises(DataError, match="preset=imagenet"):
         open_data(str(tmp_path / "data.npz"), [one])
+    with pytest.raises(DataError, match=r"data\.npz,inputs\.x=x,mean=127"):  # the keys in the spec stay in the advice
+        open_data(f"{tmp_path / 'data.npz'},inputs.x=x", [one])
     with pytest.raises(DataError, match="mean="):
         open_data(f"{tmp_path / 'float.npz'},mean=3", [one])
     with pytest.raises(DataError, match="10x6"):
