@@ -46,6 +46,11 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  # the keys are strings
 
 
+def __dir__() -> list[str]:
+    """Completion offers the public names."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used, so that importing graphquant costs nothing."""
     if name not in _PUBLIC:
