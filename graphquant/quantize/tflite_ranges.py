@@ -79,7 +79,10 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
     parameters = Parameters(model)
     claims: dict[TensorRef, list[str]] = {}
     direct_claims: dict[TensorRef, list[str]] = {}  # of tensors that are passed on from another one
-    plain_names = {name: name if name in refs_by_spelling else _strip_name_counter(name, names) for name in activations}
+    known_names = {*names, *refs_by_spelling}  # a file may lack the tensor whose name another one has with a number
+    plain_names = {
+        name: name if name in refs_by_spelling else _strip_name_counter(name, known_names) for name in activations
+    }
     part_counts = Counter(name_part for name in set(plain_names.values()) for name_part in set(name.split(";")))
     for name, plain_name in plain_names.items():
         unique_parts = {name_part: part_counts[name_part] == 1 for name_part in plain_name.split(";")}
