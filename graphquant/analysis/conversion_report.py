@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -121,12 +121,12 @@ def compare_conversion(
             matches[index] = next((stored for stored in unclaimed if _is_renamed(model, insertion, stored)), match)
     lines = [_compare_tensor(insertion, stored) for insertion, stored in zip(inserted, matches, strict=True)]
     _accept_rounded_floats(model, inserted, converted, lines)
+    lines = list(_with_equal_tensors(model, inserted, lines))
+    _accept_folded_constants(model, inserted, converted, lines)
     graphs = converted.graphs.values()
     op_count = sum(op.kind not in NON_COMPUTE_KINDS for graph in graphs for op in graph.ops())
     float_ops = tuple(float_op for graph in graphs for float_op in _find_float_ops(graph))
-    return ConversionReport(
-        tensors=tuple(_with_equal_tensors(model, inserted, lines)), float_ops=float_ops, op_count=op_count
-    )
+    return ConversionReport(tensors=tuple(lines), float_ops=float_ops, op_count=op_count)
 
 
 def _accept_rounded_floats(
@@ -150,6 +150,63 @@ def _accept_rounded_floats(
             for output, values in floats:
                 if values.size == rounded.size and np.allclose(values, rounded, rtol=SCALE_TOLERANCE, atol=0):
                     lines[index] = replace(line, name=output.name, problem="")
+
+
+def _accept_folded_constants(
+    model: Model, inserted: Sequence[InsertedPair], converted: Model, lines: list[ConvertedTensor]
+) -> None:
+    """Let a constant agree that is nowhere in the converted model, if the planned tensors computed from it agree.
+
+    HARD_SWISH contains its constants, and the converter removes an addition of zeros.
+    """
+    parameters = Parameters(model)
+    agreeing = {line.tensor: not line.problem for line in lines if line.index is not None}
+    bounds = list(_constant_bounds(converted, {line.name for line in lines}))
+    for index, (insertion, line) in enumerate(zip(inserted, lines, strict=True)):
+        is_absent = insertion.site.parameter and line.index is None and line.planned is not None and line.problem
+        value = parameters.value(insertion.site.tensor) if is_absent else None
+        if value is None or not value.size:
+            continue
+        is_stored = any(
+            abs(value.min() - low) <= tolerance and abs(value.max() - high) <= tolerance
+            for low, high, tolerance in bounds
+        )
+        if not is_stored and _results_agree(model, insertion, agreeing):
+            lines[index] = replace(line, problem="")
+
+
+def _constant_bounds(converted: Model, matched: Collection[str]) -> Iterator[tuple[float, float, float]]:
+    """Yield the smallest and the largest value of each constant whose name is not in `matched`, and their precision.
+
+    Biases of int32 and int64 are left out: their precision is higher than that of any plan.
+    """
+    for graph in converted.graphs.values():
+        for op in graph.ops():
+            if op.kind not in STORED_KINDS or op.read_value is None or op.outputs[0].name in matched:
+                continue
+            output, values = op.outputs[0], np.asarray(op.read_value())
+            stored = output.quantization
+            if output.dtype == "float32" and values.size:
+                yield float(values.min()), float(values.max()), SCALE_TOLERANCE * float(np.abs(values).max())
+            elif output.dtype in {"int8", "int16"} and values.size and stored is not None and stored.scale.size == 1:
+                reals = (values.astype(np.float64) - stored.zero_point) * stored.scale
+                yield float(reals.min()), float(reals.max()), float(stored.scale[0])
+
+
+def _results_agree(model: Model, insertion: InsertedPair, agreeing: Mapping[TensorRef, bool]) -> bool:
+    """Return True if the planned activations computed from a constant agree, which is no weight of a product."""
+    pending, visited = [TensorRef(use.graph, use.op) for use in insertion.site.uses], set[TensorRef]()
+    while pending:
+        tensor = pending.pop()
+        if tensor in visited:
+            continue
+        visited.add(tensor)
+        op, readers = model.op(tensor), model.graphs[tensor.graph].consumers(tensor)
+        if op.kind in WEIGHTED_KINDS or len(op.outputs) > 1 or not agreeing.get(tensor, bool(readers)):
+            return False
+        if tensor not in agreeing:
+            pending += [TensorRef(use.graph, use.op) for use in readers]
+    return True
 
 
 def _stored_tensors(

@@ -287,6 +287,27 @@ def test_constants_of_float_ops_agree_if_they_are_rounded(tmp_path: Path) -> Non
         assert not [float_op for float_op in conversion.float_ops if "Const" in float_op.reason]
 
 
+def test_constants_that_the_converter_folds_agree(tmp_path: Path) -> None:
+    """HARD_SWISH contains the 3 of its formula."""
+    tf = pytest.importorskip("tensorflow")
+    kernels = np.random.default_rng(7).normal(size=(2, 1, 1, 3, 3)).astype(np.float32)
+
+    @tf.function(input_signature=[tf.TensorSpec((1, 4, 4, 3), tf.float32, name="x")])
+    def net(x: Any) -> Any:
+        y = tf.nn.conv2d(x, kernels[0], 1, "SAME")
+        y = y * tf.nn.relu6(y + tf.constant(3.0)) / tf.constant(6.0)
+        return tf.nn.conv2d(y, kernels[1], 1, "SAME")
+
+    (tmp_path / "net.pb").write_bytes(net.get_concrete_function().graph.as_graph_def().SerializeToString())
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(8).normal(size=(8, 4, 4, 3)).astype(np.float32))
+    model = gq.freeze(gq.load(tmp_path / "net.pb"))
+    result = gq.insert(model, rules=["tflite"], data=str(tmp_path / "data.npz"), validate=False)
+    conversion = convert_to_tflite(result, None)
+    assert [(str(line.tensor), line.problem) for line in conversion.tensors if line.problem] == []
+    planned = {str(line.tensor): line for line in conversion.tensors}
+    assert planned["Const:0"].index is None
+
+
 def test_ops_that_stay_float_are_named(samples: Path, tmp_path: Path) -> None:
     """Ops of an excluded tensor stay float, and the report names the operand without a range."""
     pytest.importorskip("tensorflow")
