@@ -167,7 +167,7 @@ class OnnxRunner:
         numbered, self._numbered = self._numbered, None
         if numbered is None or self._session is None:
             return None
-        return numbered.load_optimized(self._session)
+        return numbered.load_optimized(_part_count(self._session))
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
@@ -581,10 +581,10 @@ class _NumberedModel:
             reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
             raise SessionError(self.name_ops(reason), self._lookup.numbered_op(reason) or ("", "")) from error
 
-    def load_optimized(self, session: Any) -> OptimizedModel:
-        """Return the model that `session`, or the sessions of its parts, wrote."""
-        if isinstance(session, SplitSession):
-            paths = (_part_path(self._path, number) for number in range(len(session.parts)))
+    def load_optimized(self, part_count: int) -> OptimizedModel:
+        """Return the model that the session, or those of the parts of the model, wrote."""
+        if part_count:
+            paths = (_part_path(self._path, number) for number in range(part_count))
             merged = merge_graphs(self._header, (ModelProto.FromString(path.read_bytes()) for path in paths))
             self._path.write_bytes(merged.SerializeToString())
         return _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
@@ -633,7 +633,14 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
         return optimized
     options = {"session.qdqisint8allowed": "1"} if int8_activations else {}
     numbered, session = _load_numbered(model, options | _optimization_options(model), optimizes=True)
-    return numbered.load_optimized(session)
+    part_count = _part_count(session)
+    del session  # it has the weights, which would be in memory twice
+    return numbered.load_optimized(part_count)
+
+
+def _part_count(session: Any) -> int:
+    """Return the number of parts of a session, 0 if it has the whole model."""
+    return len(session.parts) if isinstance(session, SplitSession) else 0
 
 
 def _optimization_options(model: Model) -> dict[str, str]:
