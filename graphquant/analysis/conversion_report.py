@@ -343,6 +343,23 @@ def find_clipped_tensors(converted: Model) -> Iterator[tuple[str, str]]:
                         yield source.outputs[0].name, op.outputs[0].name
 
 
+_MAX_SUM_RESCALING = 2**19  # for int8; int16 sums beyond 2**14 are float in the files of the converter
+
+
+def find_aborting_sum(converted: Model) -> str | None:
+    """Return an int8 sum with an input whose scale is so much above its own that TFLite's ADD aborts the process."""
+    for graph in converted.graphs.values():
+        for op in graph.ops():
+            stored = op.outputs[0].quantization if op.type == "ADD" else None
+            if stored is None or not stored.scale.size:
+                continue
+            inputs = [graph.output(slot).quantization for slot in graph.slots(op.name) if slot is not None]
+            largest = max((float(entry.scale.max()) for entry in inputs if entry and entry.scale.size), default=0.0)
+            if largest >= _MAX_SUM_RESCALING * float(stored.scale[0]):
+                return op.outputs[0].name
+    return None
+
+
 def _has_numbers_of(output: Output, other: Output) -> bool:
     """Return True if two tensors of a converted model have the same scale and zero point."""
     first, second = output.quantization, other.quantization

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphquant.analysis.conversion_report import (
     ConversionReport,
     compare_conversion,
+    find_aborting_sum,
     find_clipped_tensors,
     join_reports,
 )
@@ -127,6 +128,11 @@ def convert_to_tflite(
             f"TFLite would clip {tensor} to the range that it fixes for a Sigmoid, Softmax or Tanh, because {joined}"
             " joins both, so no file is written. Use --rules tflite16, whose file keeps both ranges, or write a"
             " TensorFlow model instead."
+        )
+    if aborting := next(filter(None, map(find_aborting_sum, converted)), None):
+        raise UsageError(
+            f"TFLite's ADD would abort the process, because an input of {aborting} has at least 2**19 times its scale,"
+            " so no file is written. Exclude the inputs of that op with --exclude."
         )
     report = join_reports(
         [

@@ -14,8 +14,10 @@ from support.measurements import print_measurement, sqnr_db
 
 import graphquant as gq
 from graphquant import formats
+from graphquant.analysis.conversion_report import find_aborting_sum
 from graphquant.api.convert import convert_to_tflite, freeze, require_convertible
 from graphquant.errors import ModelError, UsageError
+from graphquant.formats.tflite import parse_tflite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -306,6 +308,26 @@ def test_constants_that_the_converter_folds_agree(tmp_path: Path) -> None:
     assert [(str(line.tensor), line.problem) for line in conversion.tensors if line.problem] == []
     planned = {str(line.tensor): line for line in conversion.tensors}
     assert planned["Const:0"].index is None
+
+
+def test_sums_that_abort_the_process_are_found() -> None:
+    """TFLite's interpreter aborts on an int8 ADD of which an input has 2**19 times the scale of the output."""
+    tf = pytest.importorskip("tensorflow")
+
+    def aborting_sum(limit: float) -> str | None:
+        def rounded(x: Any, largest: float) -> Any:
+            return tf.quantization.fake_quant_with_min_max_args(x, -largest, largest)
+
+        spec = tf.TensorSpec((1, 4, 4, 3), tf.float32)
+        net = tf.function(
+            lambda x, y: rounded(rounded(x, 128.0) + rounded(y, 1.0), limit), input_signature=[spec, spec]
+        )
+        converter = tf.lite.TFLiteConverter.from_concrete_functions([net.get_concrete_function()])
+        converter.optimizations = [tf.lite.Optimize.DEFAULT]
+        return find_aborting_sum(parse_tflite(converter.convert()))
+
+    assert aborting_sum(1.0) is None
+    assert aborting_sum(128 / 2**20) is not None
 
 
 def test_ops_that_stay_float_are_named(samples: Path, tmp_path: Path) -> None:
