@@ -85,7 +85,8 @@ for module in pkgutil.walk_packages(gq.__path__, "graphquant."):
         importlib.import_module(module.name)
 for verb in ("load", "plan", "calibrate", "insert", "save"):
     assert isinstance(getattr(gq, verb), types.FunctionType), verb
-assert dir(gq) == sorted(gq.__all__) == sorted(set(gq.__all__)) and all(getattr(gq, name) is not None for name in gq.__all__)
+assert dir(gq) == sorted(gq.__all__) == sorted(set(gq.__all__))
+assert all(getattr(gq, name) is not None for name in gq.__all__)
 try:
     gq.nothing
 except AttributeError as error:
