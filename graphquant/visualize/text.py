@@ -506,8 +506,14 @@ def _stored_range_text(stored: StoredQuantization) -> str:
     return f"[{stored.low.min():.4g}, {stored.high.max():.4g}]" if stored.low.size and stored.high.size else ""
 
 
+def _joined_name_text(name: str) -> str:
+    """Return the first of the names that TFLite's converter joins for ops that it fuses, and the number of others."""
+    first, *others = name.split(";")
+    return f"{first} and {len(others)} more" if others else name
+
+
 STORED_COLUMNS: tuple[Column[StoredScaleTensor], ...] = (
-    Column("tensor", lambda tensor: tensor.output.name),
+    Column("tensor", lambda tensor: tensor.output.name, _joined_name_text),
     Column("index", lambda tensor: tensor.stored.index, number=True),
     Column("dtype", _stored_dtype_text),
     Column("scale", lambda tensor: _scale_text(tensor.stored.scale) or tensor.stored.details),

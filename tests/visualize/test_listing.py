@@ -169,3 +169,9 @@ def test_an_added_column_is_in_every_output(module, name, build, samples, monkey
     assert [line.rpartition(",")[2] for line in table.csv_text().splitlines()] == ["votes of 9", *["7.125"] * len(rows)]
     assert [line.endswith("| 7.1 |") for line in table.markdown_lines()] == [False, False, *[True] * len(rows)]
     assert str(list(table.html_lines())).count('data-v="7.125">7.1</td>') == len(rows)
+
+
+def test_joined_names_of_tflite_files() -> None:
+    """The names that a converter joins for fused ops are one name and a number; a single name stays whole."""
+    column = next(column for column in text.STORED_COLUMNS if column.name == "tensor")
+    assert (column.form("relu;conv;bias"), column.form(NAMES[1])) == ("relu and 2 more", NAMES[1])

@@ -147,6 +147,7 @@ REPORT_COLUMNS: tuple[Column[Outcome], ...] = (
     Column("sites", _sites, number=True),
     Column("int8", lambda outcome: outcome.int8_share, percent_text, number=True),
     Column("SQNR", _sqnr, sqnr_text, number=True),
+    Column("data", lambda outcome: "random" if outcome.metrics and outcome.metrics.random else None, optional=True),
     Column("time", lambda outcome: outcome.seconds or None, duration_text, number=True),
 )
 """Columns of the terminal, Markdown, HTML and CSV reports. A new column is one more line."""

@@ -62,6 +62,17 @@ def test_json_without_times(report_of_each_status):
     assert batch_report_json(report_of_each_status) != batch_report_json(later_report)
 
 
+def test_random_data_is_named(report_of_each_status):
+    """Text, Markdown and HTML say which figures come from random data, and have no such column otherwise."""
+    outcome = report_of_each_status.outcomes[0]
+    drawn = replace(outcome, metrics=OutcomeMetrics(sqnr=46.5, samples=8, random=True))
+    tables = [
+        render_text(batch_report_view(replace(report_of_each_status, outcomes=outcomes)))
+        for outcomes in ((outcome,), (outcome, drawn))
+    ]
+    assert ["random" in table.split() for table in tables] == [False, True]
+
+
 def test_shipped_schema_is_up_to_date():
     """The shipped schema equals that of the types. `python tests/batch/reports/write_schema.py` updates it."""
     assert json.loads(SHIPPED.read_text("utf-8")) == report_schema()
