@@ -44,7 +44,7 @@ from graphquant.formats.onnx.split_session import (
 )
 from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
-from graphquant.numerics import dequantize, quantize
+from graphquant.numerics import QParams, dequantize, quantize
 from graphquant.quantize.integer_io import integer_tensors
 
 ObservedValues = dict[TensorRef, list["Array"]]
@@ -72,6 +72,21 @@ _SPINNING_OPTION = "session.intra_op.allow_spinning"
 _EXTERNAL_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 
+def _integer_params(model: Model) -> dict[str, QParams]:
+    """Return the scales of the integer inputs and outputs that stand for floats, by name."""
+    return {tensor.name: tensor.params for tensor in integer_tensors(provenance_of(model))}
+
+
+def _quantize_feed(feed: Feeds, integers: Mapping[str, QParams]) -> Feeds:
+    """Return a feed with quantized values for integer inputs that get floats."""
+    quantized = {
+        name: quantize(feed[name], params).astype(params.type.name)
+        for name, params in integers.items()
+        if name in feed and np.asarray(feed[name]).dtype.kind == "f"
+    }
+    return {**feed, **quantized} if quantized else feed
+
+
 class OnnxRunner:
     """Runs a model with onnxruntime on the CPU: inputs without a default value, and outputs that are tensors."""
 
@@ -86,8 +101,8 @@ class OnnxRunner:
         self._numbered: _NumberedModel | None = None
         self.inputs: Sequence[InputSpec] = input_specs(model)
         infos = self._emission.message.graph.output
-        # Integer inputs and outputs of float values. Float feeds are quantized, and outputs dequantized.
-        self._integers = {tensor.name: tensor.params for tensor in integer_tensors(provenance_of(model))}
+        # Float feeds of integer inputs are quantized, and integer outputs dequantized.
+        self._integers = _integer_params(model)
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
 
     @cached_property
@@ -128,7 +143,7 @@ class OnnxRunner:
         """Yield the outputs of each feed. A model in parts runs many feeds at once, because it creates its sessions."""
         self.start()
         session, is_split = self._session, isinstance(self._session, SplitSession)
-        remaining = map(self.quantize_feed, feeds)
+        remaining = (_quantize_feed(feed, self._integers) for feed in feeds)
         while group := list(islice(remaining, FEEDS_PER_SPLIT_RUN if is_split else 1)):
             if not self.outputs:  # for onnxruntime, no names are all names
                 yield from ({} for _ in group)
@@ -142,15 +157,6 @@ class OnnxRunner:
                     for name, params in self._integers.items()
                     if name in outputs
                 }
-
-    def quantize_feed(self, feed: Feeds) -> Feeds:
-        """Return a feed with quantized values for integer inputs that get floats."""
-        integers = {
-            name: quantize(feed[name], params).astype(params.type.name)
-            for name, params in self._integers.items()
-            if name in feed and np.asarray(feed[name]).dtype.kind == "f"
-        }
-        return {**feed, **integers} if integers else feed
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -189,7 +195,7 @@ class OnnxRunner:
         Raises an UnobservableTensorError if a tensor is `unobservable`, and a ModelError if onnxruntime rejects the
         model, or the run failed.
         """
-        feed = self.quantize_feed(feed)
+        feed = _quantize_feed(feed, self._integers)
         if all(spec.shape is not None and None not in spec.shape for spec in self.inputs) and not any(
             tensor.graph for tensor in tensors
         ):
@@ -244,7 +250,7 @@ class OnnxRunner:
         else:
             self._full_watch = None  # free the previous session first
             watch_session = self._full_watch = self._create_watch(tensors)
-        run, feeds = watch_session.run_function(tensors), map(self.quantize_feed, feeds)
+        run, feeds = watch_session.run_function(tensors), (_quantize_feed(feed, self._integers) for feed in feeds)
         is_small = self._model_bytes <= SESSION_PER_THREAD_BYTES and len(watch_session.probes) <= MAX_COPIED_TENSORS
         if on_result is not None and is_small:
             copies = [
@@ -705,8 +711,8 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
         raise ModelError(
             "the time of a model with so many Q/DQ pairs cannot be measured. Choose another objective than latency."
         )
-    runner = OnnxRunner(model)
-    session, feeds = runner.create_timed_session(), [runner.quantize_feed(feed) for feed in feeds]
+    session, integers = OnnxRunner(model).create_timed_session(), _integer_params(model)
+    feeds = [_quantize_feed(feed, integers) for feed in feeds]
     for feed in feeds:
         run_session(session, None, feed)
     return lambda: [session.run(None, feed) for feed in feeds]
@@ -724,7 +730,8 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
         profile = Path(folder, "run")
         mode = SessionMode(timed=True, profile=profile)
         session = create_session(data, model.source.folder, external_bytes, mode=mode)
-        feeds = list(map(OnnxRunner(model).quantize_feed, feeds))
+        integers = _integer_params(model)
+        feeds = [_quantize_feed(feed, integers) for feed in feeds]
         for feed in feeds:
             run_session(session, None, feed)
         runs, deadline = 1, time.perf_counter() + MAX_PROFILED_SECONDS
