@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+SAMPLE_DATA = {
+    "digits_cnn.onnx": "digits_cnn_calib.npz",
+    "digits_cnn_bn.onnx": "digits_cnn_calib.npz",
+    "digits_nested.onnx": "digits_nested_calib.npz",
+    "digits_rnn.onnx": "digits_rnn_calib.npz",
+    "digits_cnn.pbtxt": "digits_cnn_calib.npz",
+    "digits_cnn.pb": "digits_cnn_calib.npz",
+    "digits_rnn.pb": "digits_rnn_calib.npz",
+    "digits_cnn_saved_model": "digits_cnn_calib.npz",
+    "digits_rnn_saved_model": "digits_rnn_calib.npz",
+}
+"""The data of each sample model."""
+
+
 def mask_crc(data: bytes) -> int:
     """Return the masked checksum that TFRecord files and checkpoints store."""
     crc = google_crc32c.value(data)

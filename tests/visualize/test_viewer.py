@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
+from support.data_files import SAMPLE_DATA
 
 from graphquant import api
 from graphquant.visualize.annotations import annotation_text
@@ -91,19 +92,6 @@ def _op_expression(name: str) -> str:
     return f"viewer.m.ops.name.findIndex((_, op) => viewer.m.full(op) === {json.dumps(name)})"
 
 
-MODELS = {
-    "digits_cnn.onnx": "digits_cnn_calib.npz",
-    "digits_cnn_bn.onnx": "digits_cnn_calib.npz",
-    "digits_nested.onnx": "digits_nested_calib.npz",
-    "digits_rnn.onnx": "digits_rnn_calib.npz",
-    "digits_cnn.pbtxt": "digits_cnn_calib.npz",
-    "digits_cnn.pb": "digits_cnn_calib.npz",
-    "digits_rnn.pb": "digits_rnn_calib.npz",
-    "digits_cnn_saved_model": "digits_cnn_calib.npz",
-    "digits_rnn_saved_model": "digits_rnn_calib.npz",
-}
-
-
 def _check_every_site(open_viewer: Callable[..., Any], cli: Callable[..., Any], model: Path) -> None:
     """Assert that search and panel show each quantized tensor with the values of `inspect --format json`.
 
@@ -146,12 +134,12 @@ def _tensor_name(tensor: dict[str, Any]) -> str:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SAMPLE_DATA)
 def test_search_finds_every_site_of_a_sample_model(
     name: str, samples: Path, tmp_path: Path, open_viewer: Callable[..., Any], cli: Callable[..., Any]
 ) -> None:
     """Search finds each site by name, with type, scale and zero point."""
-    result = api.insert(samples / name, data=str(samples / MODELS[name]), samples=8, validate=False)
+    result = api.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=8, validate=False)
     _check_every_site(open_viewer, cli, result.save(tmp_path / name))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.data_files import SAMPLE_DATA
 
 import graphquant as gq
 from graphquant import api
@@ -114,18 +115,6 @@ BOXES_IN_VIEW = """
 """
 """Return the ops whose boxes are completely in view."""
 
-SAMPLES = {
-    "digits_cnn.onnx": "digits_cnn_calib.npz",
-    "digits_cnn_bn.onnx": "digits_cnn_calib.npz",
-    "digits_nested.onnx": "digits_nested_calib.npz",
-    "digits_rnn.onnx": "digits_rnn_calib.npz",
-    "digits_cnn.pbtxt": "digits_cnn_calib.npz",
-    "digits_cnn.pb": "digits_cnn_calib.npz",
-    "digits_rnn.pb": "digits_rnn_calib.npz",
-    "digits_cnn_saved_model": "digits_cnn_calib.npz",
-    "digits_rnn_saved_model": "digits_rnn_calib.npz",
-}
-
 REAL_MODELS = (
     ("ultraface/version-RFB-320.onnx", "random:1"),
     ("silero_vad_16k_op15.onnx", "silero_vad.npz"),
@@ -166,12 +155,12 @@ def _check_overlaps(page: Any, sides: tuple[int, ...] = (3,)) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", SAMPLE_DATA)
 def test_boxes_of_a_sample_model_do_not_overlap(
     name: str, samples: Path, tmp_path: Path, open_viewer: Callable[..., Any]
 ) -> None:
     """Boxes, collapsed groups, unfolded ops and frame labels of a quantized sample model do not overlap."""
-    result = api.insert(samples / name, data=str(samples / SAMPLES[name]), samples=4, validate=False)
+    result = api.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=4, validate=False)
     page = open_viewer(_write_page(model_drawing(result.model), tmp_path / "page.html"))
     _check_overlaps(page)
     page.evaluate("expandAll(viewer); toggleUnfold(viewer); toggleUnfold(viewer)")
@@ -237,7 +226,7 @@ PAGES = ("digits_cnn.onnx", "digits_nested.onnx", "digits_rnn_saved_model")
 @pytest.mark.parametrize("name", PAGES)
 def test_first_screen_is_readable(name: str, samples: Path, tmp_path: Path, open_viewer: Callable[..., Any]) -> None:
     """The first screen shows an input of the model, in text of at least 12 pixels, in the drawing and beside it."""
-    result = api.insert(samples / name, data=str(samples / SAMPLES[name]), samples=4, validate=False)
+    result = api.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=4, validate=False)
     page = open_viewer(_write_page(model_drawing(result.model), tmp_path / "page.html"))
     inputs = {op.name for op in result.model.main.ops() if op.kind == "input" and op.read_value is None}
     assert inputs & set(page.evaluate(BOXES_IN_VIEW))
