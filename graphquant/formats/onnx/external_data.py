@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.unknown_fields import UnknownFieldSet
-from onnx import GraphProto, TensorProto, numpy_helper
+from onnx import GraphProto, TensorProto, helper, numpy_helper
 
 from graphquant.formats.onnx.shape_inference import nested_graphs
 from graphquant.formats.onnx.tensors import (
@@ -42,6 +42,12 @@ ALIGNMENT = 64  # each tensor in a weights file starts at a multiple of this num
 
 WEIGHT_DTYPES = frozenset({"float16", "float32", "float64", "int8", "uint8", "int16", "uint16"})
 """Types that onnxruntime accepts from numpy, and that no shape has."""
+
+INTEGERS = frozenset({"int8", "uint8", "int16", "uint16"})
+
+MAX_READ_BYTES = 1 << 26
+"""Size of all new weights from which a session that is never run receives zeros in place of integers. To quantize
+them again would take longer than all the rest, and onnxruntime plans the same graph."""
 
 _DEFERRED_KEY = f"graphquant.later {secrets.token_hex(8)}"
 """Key under which a deferred tensor stores its index. The random part keeps files from containing it."""
@@ -117,14 +123,16 @@ def fill_deferred_weights(message: Any, ops: Sequence[DeferredWeight]) -> None:
 
 
 def take_session_weights(
-    message: Any, ops: Sequence[DeferredWeight], read_names: Container[str]
+    message: Any, ops: Sequence[DeferredWeight], read_names: Container[str], *, reads_values: bool = True
 ) -> dict[str, Callable[[], Array]]:
     """Return loaders for the weights that onnxruntime receives as arrays, and fill in all other deferred weights.
 
-    onnxruntime rejects arrays that no node reads, so `read_names` lists the values that are read. Raise ModelError if
-    ONNX cannot represent a value.
+    onnxruntime rejects arrays that no node reads, so `read_names` lists the values that are read. Without
+    `reads_values`, the session is never run, and zeros stand for new integer weights of more than `MAX_READ_BYTES`
+    together. Raise ModelError if ONNX cannot represent a value.
     """
     loaders: dict[str, Callable[[], Array]] = {}
+    new_bytes = 0 if reads_values else sum(constant_bytes(op) for op in ops if isinstance(op, Op))
 
     def fill(tensor: Any, op: DeferredWeight) -> None:
         name = tensor.name
@@ -136,7 +144,11 @@ def take_session_weights(
         op = _deferred_weight(tensor, ops)
         remaining_new -= isinstance(op, Op)
         if op is not None and tensor.name in read_names and DTYPE_NAMES[tensor.data_type] in WEIGHT_DTYPES:
-            loaders[tensor.name] = partial(_deferred_value, op)
+            is_zeros = new_bytes > MAX_READ_BYTES and isinstance(op, Op) and DTYPE_NAMES[tensor.data_type] in INTEGERS
+            dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            # Zeros take no memory before they are written to.
+            load = partial(np.zeros, tuple(tensor.dims), dtype) if is_zeros else partial(_deferred_value, op)
+            loaders[tensor.name] = load
             tensor.external_data[0].key = "location"  # the tensor is not deferred any more
         elif op is not None:
             fill(tensor, op)

@@ -603,8 +603,9 @@ def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool)
     """
     emission = emit_message(model, defer_weights=True)
     numbered = _NumberedModel(model, emission, {"session.disable_prepacking": "1", **options}, optimizes=optimizes)
-    external_weights = take_session_weights(emission.message, emission.deferred, _read_weight_names(emission))
-    weights = {name: value() for name, value in external_weights.items()}
+    read_names = _read_weight_names(emission)
+    loaders = take_session_weights(emission.message, emission.deferred, read_names, reads_values=False)
+    weights = {name: load() for name, load in loaders.items()}
     with numbered.session_errors():
         session = _create_session_or_parts(emission.message, model.source.folder, weights, numbered.mode)
         for create, *_ in session.parts if isinstance(session, SplitSession) else ():
