@@ -22,7 +22,7 @@ def reduction_axis(op: Op, role: str, shape: Shape) -> int | None:
     """
     if op.kind == "gather" and role == "input":
         return len(shape) - 1 if shape else None
-    axis = channel_axis(op, shape) if role == "weight" else None
+    axis = channel_axis(op, shape) if role in {"weight", "recurrent_weight"} else None
     if axis is None or len(shape) == 1:
         return None
     if op.kind == "conv_transpose":

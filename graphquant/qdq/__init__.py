@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 from graphquant.qdq.family import FamilyArguments, FamilyRequest, FusedForm, QDQFamily, QDQSite, RoundingMode
 from graphquant.qdq.onnx_fused import (
     DYNAMIC_FORM,
+    DYNAMIC_LSTM,
     DYNAMIC_PRODUCT,
     FOLDED_FORM,
+    LAYER_WEIGHT_SLOTS,
     FusedOnnxFamily,
     PackedWeight,
     count_product_weights,
     fused_op_type,
+    is_dynamic_lstm,
     is_dynamic_product,
 )
 from graphquant.qdq.onnx_qdq import OnnxFamily

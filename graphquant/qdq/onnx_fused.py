@@ -3,9 +3,10 @@
 In the intermediate representation such a weight is a constant with a DequantizeLinear, like any other. Its op has
 `Op.fused_attrs`, and `graphquant.formats.onnx.fused_ops` writes it in one of three forms, and reads these as a pair:
 
-* Packed: one op of com.microsoft, MatMulNBits or GatherBlockQuantized, in place of the DequantizeLinear and its reader.
-* Dynamic: a DynamicQuantizeMatMul of com.microsoft, which also quantizes its other input in each run, to uint8 with one
-  range for all its values.
+* Packed: one op of com.microsoft, MatMulNBits, GatherBlockQuantized or QMoE, in place of the DequantizeLinear and its
+  reader.
+* Dynamic: a DynamicQuantizeMatMul or DynamicQuantizeLSTM of com.microsoft, which also quantizes its other inputs in
+  each run, to uint8 with one range for all their values.
 * Folded: Cast, Sub and Mul. onnxruntime computes them when it loads the model, but a DequantizeLinear in each run.
 """
 
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 FOLDED_FORM: Literal["folded"] = "folded"
 DYNAMIC_FORM: Literal["dynamic"] = "dynamic"
 DYNAMIC_PRODUCT = "DynamicQuantizeMatMul"
+DYNAMIC_LSTM = "DynamicQuantizeLSTM"
 BITS_OF_BYTES = 8
+
+LAYER_WEIGHT_SLOTS = {"LSTM": (1, 2), "MoE": (2, 4, 6)}
+"""Inputs with the weights of ops whose fused form has all of them quantized: matrices of gates or of experts."""
 
 MATMUL_BLOCK_SIZES = frozenset({16, 32, 64, 128, 256})  # those that all releases from 1.22 on accept
 MIN_GATHER_BLOCK_SIZE = 16  # of GatherBlockQuantized, which requires a power of two
@@ -68,6 +73,13 @@ class PackedWeight:
 def fused_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -> str:
     """Return the op type that replaces the DequantizeLinear of a weight and its consumer, or ""."""
     shape, block = weight.shape, weight.block
+    if consumer.kind == "moe":
+        weights = {each: graph.slots(consumer.name)[each:][:1] for each in LAYER_WEIGHT_SLOTS[consumer.type]}
+        shapes = [
+            graph.output(tensor).shape for tensors in weights.values() for tensor in tensors if tensor is not None
+        ]
+        is_packed = all(_has_expert_blocks(replace(weight, shape=each)) for each in shapes)
+        return "QMoE" if is_packed and slot in weights and _has_fused_routing(consumer) else ""
     if consumer.domain or shape is None or None in shape or block is None or not weight.bits:
         return ""
     if consumer.type in {"MatMul", "Gemm"}:
@@ -77,6 +89,34 @@ def fused_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -
     is_supported_block = block >= MIN_GATHER_BLOCK_SIZE and block & (block - 1) == 0
     reads_rows = is_table and consumer.numeric_attr("axis", 0) == 0
     return "GatherBlockQuantized" if reads_rows and is_supported_block and weight.bits == 4 else ""  # noqa: PLR2004
+
+
+def _has_fused_routing(moe: Op) -> bool:
+    """Return True if a MoE weights its experts as QMoE does: always divided by the sum of the chosen ones."""
+    return bool(moe.numeric_attr("normalize_routing_weights", 0)) and not moe.numeric_attr("use_sparse_mixer", 0)
+
+
+def _has_expert_blocks(weight: PackedWeight) -> bool:
+    """Return True if QMoE reads a weight (experts, rows, columns), which has whole blocks of columns."""
+    shape, block = weight.shape or (), weight.block or 0
+    is_split = len(shape) == 3 and None not in shape and weight.axis == 2  # noqa: PLR2004  # experts, rows and columns
+    is_block = block >= MIN_GATHER_BLOCK_SIZE and block & (block - 1) == 0
+    return is_split and is_block and (shape[2] or 0) % block == 0 and weight.bits == FLOAT_LEVEL_BITS
+
+
+def is_dynamic_lstm(consumer: Op, slot: int, weight: PackedWeight) -> bool:
+    """Return True if DynamicQuantizeLSTM computes an LSTM with a weight (directions, gates, columns) of 8 bits."""
+    shape = weight.shape or ()
+    has_scales = weight.axis in {None, 1} if weight.block is None else (weight.axis, weight.block) == (2, shape[-1])
+    return (
+        (consumer.domain, consumer.type) == ("", "LSTM")
+        and slot in LAYER_WEIGHT_SLOTS["LSTM"]
+        and not consumer.numeric_attr("layout", 0)
+        and len(shape) == 3  # noqa: PLR2004  # directions, gates and columns
+        and None not in shape
+        and weight.bits == BITS_OF_BYTES
+        and has_scales
+    )
 
 
 def is_dynamic_product(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -> bool:
@@ -108,7 +148,7 @@ def count_product_weights(graphs: Mapping[str, Graph]) -> int:
         tensor: graph.output(tensor).shape
         for graph in graphs.values()
         for op in graph.ops()
-        if op.kind in MATRIX_PRODUCT_KINDS
+        if op.kind in MATRIX_PRODUCT_KINDS | {"moe"}
         for slot, tensor in enumerate(graph.slots(op.name))
         if tensor is not None and op.role(slot) == "weight" and graphs[tensor.graph].op(tensor.op).kind == "constant"
     }
@@ -163,10 +203,14 @@ class FusedOnnxFamily(OnnxFamily):
         is_faster = is_table or (is_fast and is_large)
         packed_args = replace(args, form="packed", accuracy_level=None if is_table else level)
         packed = [FusedForm(op_type=op_type, bits=weight.bits, args=packed_args)] if op_type else []
-        dynamic = []
-        if is_dynamic_product(graph, graph.op(use.op), use.slot, weight) and request.dtype == "float32":
+        dynamic, dynamic_type = [], ""
+        if is_dynamic_product(graph, graph.op(use.op), use.slot, weight):
+            dynamic_type = DYNAMIC_PRODUCT
+        elif request.symmetric and is_dynamic_lstm(graph.op(use.op), use.slot, weight):  # it has no zero points
+            dynamic_type = DYNAMIC_LSTM
+        if dynamic_type and request.dtype == "float32":
             dynamic_args = replace(args, form=DYNAMIC_FORM, accuracy_level=None)
-            dynamic.append(FusedForm(op_type=DYNAMIC_PRODUCT, bits=weight.bits, args=dynamic_args))
+            dynamic.append(FusedForm(op_type=dynamic_type, bits=weight.bits, args=dynamic_args))
         # onnxruntime has no kernels for float16 that would compute the weight when it loads the model.
         is_foldable = request.is_parameter and request.dtype == "float32" and None not in (request.shape or (None,))
         folded_args = replace(args, form=FOLDED_FORM, accuracy_level=None)

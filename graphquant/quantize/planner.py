@@ -523,10 +523,16 @@ class _PlanBuilder:
     def _choose_fused_form(self, match: RuleMatch, scheme: Scheme) -> Scheme:
         """Return the scheme with the best form that the plan's runtimes have, without its family if there is none."""
         model, family = self.matcher.model, FAMILIES[scheme.family or ""]
+        original, shape = scheme, self.matcher.shape(match.tensor)
+        consumer = model.graphs[match.use.graph].op(match.use.op)
+        sizes = fully_known_shape(shape) or (1,)
+        if consumer.kind == "lstm" and scheme.per == "channel" and min(sizes[0], sizes[-1]) > 1:
+            # A scale for each row of each direction. As channels, the directions would share scales.
+            scheme = change_scheme(scheme, per="block", block_size=sizes[-1])
         request = scheme.family_request(
             axis=self._scale_layout(match, scheme)[0],
             dtype=model.output(match.tensor).dtype or "",
-            shape=self.matcher.shape(match.tensor),
+            shape=shape,
             is_parameter=self.matcher.parameters.is_parameter(match.tensor),
         )
         is_available = family.format == model.format and all(
@@ -538,7 +544,7 @@ class _PlanBuilder:
         for form in family.fused_forms(graph, match.use, request, elements) if is_available else ():
             if self.options.supports_fused_form(form):
                 return change_scheme(scheme, args=form.args)
-        return change_scheme(scheme, family=None, args=FamilyArguments())
+        return change_scheme(original, family=None, args=FamilyArguments())
 
     def _scheme_conflict(
         self, match: RuleMatch, scheme: Scheme, family: QDQFamily, axis: int | None, view: Shape | None
@@ -623,7 +629,7 @@ class _PlanBuilder:
             return reduction_axis(consumer, role, shape), None
         if role == "bias":
             return 0 if len(shape) == 1 else None, None
-        axis = channel_axis(consumer, shape) if role == "weight" else None
+        axis = channel_axis(consumer, shape) if role in {"weight", "recurrent_weight"} else None
         return axis, None if axis is None else merged_channel_shape(consumer, shape)
 
     def _add_skip(self, match: RuleMatch, code: SkipCode, reason: str) -> None:

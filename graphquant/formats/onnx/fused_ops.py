@@ -19,16 +19,20 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from graphquant.errors import InternalError
+from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import Model, Op, Parameters, TensorRef, Use, fully_known_shape
 from graphquant.numerics import IntType, QParams
 from graphquant.qdq import (
     DYNAMIC_FORM,
+    DYNAMIC_LSTM,
     DYNAMIC_PRODUCT,
     FOLDED_FORM,
+    LAYER_WEIGHT_SLOTS,
     FusedForm,
     PackedWeight,
     fused_op_type,
+    is_dynamic_lstm,
     is_dynamic_product,
     read_qparams,
 )
@@ -36,7 +40,7 @@ from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_BLOCKS
 
 if TYPE_CHECKING:
-    from graphquant.ir import Graph, Shape
+    from graphquant.ir import Graph, OpInfo, Shape
     from graphquant.numerics import Array
 
 BITS_PER_BYTE = 8
@@ -48,6 +52,12 @@ PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
 DYNAMIC_BIAS_SLOT = 4  # that of the bias of a DynamicQuantizeMatMul, whose inputs before it have the same positions
+
+LSTM_SLOTS = 8  # inputs of LSTM; the scales and zero points of a DynamicQuantizeLSTM follow them
+MOE_WEIGHTS = 3  # weights of a MoE, each with a bias; a QMoE also has scales, and zero points after these triples
+MOE_FIRST_WEIGHT = 2
+QMOE_ATTRS = ("expert_weight_bits", "block_size", "accuracy_level", "quant_type")
+"""Attributes of QMoE that MoE lacks. Other ones, as widths of single weights, are not supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +136,7 @@ class _MatrixLayout:
         """Return the packed weight, uint8 (rows, blocks, block * bits / 8). Elements past the last column are 0."""
         values = _unsigned(read_value(), offset)
         rows = np.zeros((self.rows, self.blocks * self.block), np.uint8)
-        rows[:, : self.columns] = values.T if self.transposed else values
+        rows[:, : self.columns] = values.T if self.transposed else values.reshape(self.rows, -1)
         return pack_elements(rows, self.bits).reshape(self.rows, self.blocks, -1)
 
     def unpack(self, read_value: Callable[[], Array], dtype: np.dtype[Any], offset: int) -> Array:
@@ -137,7 +147,7 @@ class _MatrixLayout:
 
     def pack_zero_points(self, zero_points: Array, offset: int) -> Array:
         """Return zero points in the standard layout, packed: uint8 (rows * ceil(blocks * bits / 8),)."""
-        rows = zero_points.T if self.transposed else zero_points
+        rows = zero_points.T if self.transposed else zero_points.reshape(self.rows, -1)
         return pack_elements(_unsigned(rows, offset), self.bits).reshape(-1)
 
     def unpack_zero_points(self, packed: Array) -> Array:
@@ -252,6 +262,164 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
         )
         lift.shared[key] = graph.add_op(dequantize, inputs)
     return _lift_product(lift, lift.shared[key], DYNAMIC_BIAS_SLOT)
+
+
+def _lift_lstm(lift: _Lift) -> list[str]:
+    """Replace a DynamicQuantizeLSTM by two DequantizeLinear and an LSTM; return their names."""
+    op, slots = lift.op, [*lift.slots, *[None] * (LSTM_SLOTS + 4)]
+    inputs, names = slots[:LSTM_SLOTS], list[str]()
+    constants = [lift.constant(slot) for slot in (*LAYER_WEIGHT_SLOTS["LSTM"], *range(LSTM_SLOTS, LSTM_SLOTS + 4))]
+    if None in constants:
+        return []
+    for position, slot in enumerate(LAYER_WEIGHT_SLOTS["LSTM"]):
+        data, scale, zero_point = constants[position], constants[2 + 2 * position], constants[3 + 2 * position]
+        shape = None if data is None else fully_known_shape(data.outputs[0].shape)
+        if data is None or scale is None or zero_point is None or shape is None or len(shape) != 3:  # noqa: PLR2004  # directions, rows and columns
+            return []
+        directions, columns, gates = shape
+        steps, zeros = (_value(each).reshape(directions, -1) for each in (scale, zero_point))
+        if {steps.shape[1], zeros.shape[1]} - {1, gates}:
+            return []
+        attrs: dict[str, Any] = {"axis": 2, "block_size": columns}
+        sizes: tuple[int, ...] = (directions, gates, 1)
+        if (steps == steps[:1]).all() and (zeros == zeros[:1]).all():  # one direction, or equal ones
+            attrs, sizes = ({"axis": 1}, (gates,)) if steps.shape[1] > 1 else ({}, ())
+        dtype = _numpy_dtype(data.outputs[0].dtype or "")
+        count = math.prod(sizes)
+        values = partial(lambda constant: np.ascontiguousarray(_value(constant).swapaxes(1, 2)), data)
+        scales, zero_points = (
+            np.broadcast_to(each, (directions, gates)).reshape(-1)[:count].reshape(sizes) for each in (steps, zeros)
+        )
+        weight = _add_lifted_layer_weight(
+            lift,
+            len(names),
+            [
+                (data, dtype.name, (directions, gates, columns), values),
+                (scale, scale.outputs[0].dtype or "float32", sizes, scales.copy),
+                (zero_point, dtype.name, sizes, zero_points.astype(dtype).copy),
+            ],
+            attrs,
+            {"form": DYNAMIC_FORM},
+        )
+        inputs[slot] = weight
+        names.append(weight.op)
+    return _replace_layer(lift, DEFAULT_DOMAIN_OPS["LSTM"], "LSTM", "", inputs, op.attrs, names)
+
+
+def _lift_moe(lift: _Lift) -> list[str]:
+    """Replace a QMoE of 2, 4 or 8 bits by one DequantizeLinear for each weight and a MoE; return their names."""
+    op, attrs = lift.op, dict(lift.op.attrs)
+    bits, block = int(op.numeric_attr("expert_weight_bits", 4)), int(op.numeric_attr("block_size", 0))
+    first_zero_point = MOE_FIRST_WEIGHT + 3 * MOE_WEIGHTS
+    slots = [*lift.slots, *[None] * (first_zero_point + MOE_WEIGHTS)]
+    own = {name: attrs.pop(name, None) for name in QMOE_ATTRS}
+    is_plain = op.text_attr("quant_type", "int") == "int" and bits in {2, 4, 8} and block > 0
+    has_others = any(slots[first_zero_point + MOE_WEIGHTS :]) or any(
+        "weight" in name and name != "normalize_routing_weights" for name in attrs
+    )
+    if not is_plain or has_others or not op.numeric_attr("normalize_routing_weights", 0):
+        return []
+    inputs, names = slots[:MOE_FIRST_WEIGHT], list[str]()
+    for index in range(MOE_WEIGHTS):
+        position = MOE_FIRST_WEIGHT + 3 * index
+        data, scale, zero_point = (lift.constant(slot) for slot in (position, position + 1, first_zero_point + index))
+        shape = None if data is None else fully_known_shape(data.outputs[0].shape)
+        if slots[position] is None:
+            inputs += [None, None]
+            continue
+        if (
+            data is None
+            or scale is None
+            or shape is None
+            or len(shape) != 3  # noqa: PLR2004  # experts, rows and bytes
+            or (zero_point is None) != (slots[first_zero_point + index] is None)
+        ):
+            return []
+        experts, rows, columns = shape[0], shape[1], shape[2] * BITS_PER_BYTE // bits
+        layout = _MatrixLayout(rows=experts * rows, columns=columns, bits=bits, block=block, transposed=False)
+        if _size(scale) != layout.rows * layout.blocks or columns % block:
+            return []
+        offset = 0 if zero_point is not None else 1 << (bits - 1)
+        type_name = f"{'u' if zero_point is not None else ''}int{max(bits, 4)}"
+        dtype, sizes, full = _numpy_dtype(type_name), (experts, rows, columns // block), (experts, rows, columns)
+        constants = [
+            (data, type_name, full, partial(_unpack_experts, layout, data, dtype, offset, full)),
+            (scale, scale.outputs[0].dtype or "float32", sizes, partial(_value, scale)),
+        ]
+        if zero_point is not None:
+            read_zero_points = partial(_unpack_expert_zero_points, layout, zero_point, dtype, sizes)
+            constants.append((zero_point, type_name, sizes, read_zero_points))
+        fields = {"form": "packed", "bits": bits, "accuracy_level": int(own["accuracy_level"] or 0)}
+        weight = _add_lifted_layer_weight(lift, len(names), constants, {"axis": 2, "block_size": block}, fields)
+        inputs += [weight, slots[position + 2]]
+        names.append(weight.op)
+    while inputs[-1] is None:
+        inputs.pop()
+    return _replace_layer(lift, MICROSOFT_DOMAIN_OPS["MoE"], "MoE", MICROSOFT_DOMAIN, inputs, attrs, names)
+
+
+def _unpack_experts(
+    layout: _MatrixLayout, data: Op, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]
+) -> Array:
+    return layout.unpack(partial(_value, data), dtype, offset).reshape(shape)
+
+
+def _unpack_expert_zero_points(
+    layout: _MatrixLayout, zero_point: Op, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> Array:
+    return layout.unpack_zero_points(_value(zero_point)).astype(dtype).reshape(shape)
+
+
+def _add_lifted_layer_weight(
+    lift: _Lift,
+    number: int,
+    constants: Sequence[tuple[Op, str, tuple[int, ...], Callable[[], Array]]],
+    attrs: Mapping[str, Any],
+    fused_attrs: Mapping[str, Any],
+) -> TensorRef:
+    """Add the DequantizeLinear of weight `number` of an LSTM or MoE, once for equal constants.
+
+    `constants` has the constants of the file, with the type, shape and value of those in their place. The rule and
+    anchor of the fused op have one line for each weight.
+    """
+    key = tuple(constant.name for constant, *_ in constants)
+    if key in lift.shared:
+        return lift.shared[key]
+    graph, op, (_, scale_dtype, *_) = lift.graph, lift.op, constants[1]
+    inputs = []
+    for constant, dtype, shape, read_value in constants:
+        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
+        inputs.append(graph.add_op(new_op(graph, _unpacked_name(constant), dtype, shape, **fields)))
+    dequantize = new_op(
+        graph,
+        _dequantized_name(op, constants[1][0]),
+        scale_dtype,
+        constants[0][2],
+        kind="dequantize",
+        type="DequantizeLinear",
+        roles=("input", "scale", "zero_point"),
+        attrs=attrs,
+        rule=(op.rule.splitlines() or [""])[min(number, op.rule.count("\n"))],
+        anchor=(op.anchor.splitlines() or [""])[min(number, op.anchor.count("\n"))],
+        fused_attrs=fused_attrs,
+    )
+    return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
+
+
+def _replace_layer(
+    lift: _Lift,
+    info: OpInfo,
+    op_type: str,
+    domain: str,
+    inputs: Sequence[TensorRef | None],
+    attrs: Mapping[str, Any],
+    names: list[str],
+) -> list[str]:
+    """Replace a fused LSTM or MoE by the op that reads dequantized weights; return their names and its own."""
+    fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
+    plain: dict[str, Any] = {"domain": domain, "attrs": attrs, "rule": "", "anchor": "", "source": None}
+    _replace_op(lift.graph, replace(lift.op, type=op_type, **fields, **plain), inputs)
+    return [*dict.fromkeys(names), lift.op.name]
 
 
 def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[str]:
@@ -423,6 +591,8 @@ def _lift_folded(lift: _Lift) -> list[str]:
 _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
     (MICROSOFT_DOMAIN, "MatMulNBits"): _lift_matmul,
     (MICROSOFT_DOMAIN, DYNAMIC_PRODUCT): _lift_dynamic_product,
+    (MICROSOFT_DOMAIN, DYNAMIC_LSTM): _lift_lstm,
+    (MICROSOFT_DOMAIN, "QMoE"): _lift_moe,
     (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
     ("", "Mul"): _lift_folded,
     ("", "Reshape"): _lift_folded,
@@ -466,7 +636,7 @@ def _size(constant: Op) -> int:
 @cache
 def supports_fused_form(form: FusedForm) -> bool:
     """Return True if the installed onnxruntime runs the op of a form with a weight of its width."""
-    if form.op_type == DYNAMIC_PRODUCT:  # all releases have it
+    if form.op_type in {DYNAMIC_PRODUCT, DYNAMIC_LSTM}:  # all releases have them
         return True
     import onnxruntime  # imported when needed, so that models are read without it
 
@@ -483,6 +653,10 @@ def supports_fused_form(form: FusedForm) -> bool:
     elif form.op_type == "GatherBlockQuantized":
         inputs, data, weight = ["weight", "data", "scale"], np.zeros((1, 1), np.int64), narrow
         attrs |= {"gather_axis": 0, "quantize_axis": 1}
+    elif form.op_type == "QMoE":  # 16 experts of 16 rows, so that the data fits as the scores too
+        inputs, data = ["data", "data", "weight", "scale", "", "weight", "scale"], rows
+        weight, scale = np.zeros((16, 16, 2 * bits), np.uint8), np.ones((16, 16, 1), np.float32)
+        attrs |= {"expert_weight_bits": bits, "k": 1, "accuracy_level": level}
     else:
         inputs, data, weight, attrs = ["weight"], rows, narrow, {"to": TensorProto.FLOAT}
     node = helper.make_node(form.op_type or "Cast", inputs, ["result"], **attrs)
@@ -512,13 +686,13 @@ def lower_fused_ops(model: Model) -> Model:
     for (graph_name, _), record in model.source.lifted.items():
         if graph_name in lowered.graphs:
             _restore_unchanged(lowered, lowered.graphs[graph_name], record)
-    parameters = Parameters(lowered)
+    parameters, layer_constants = Parameters(lowered), dict[TensorRef, list[TensorRef | None]]()
     for graph_name, name in marked:
         graph = lowered.graphs[graph_name]
         if name in graph and (graph.op(name).fused_attrs or {}).get("form") == FOLDED_FORM:
             _fold(lowered, graph, graph.op(name), parameters)
         elif name in graph:
-            _lower_readers(lowered, graph, graph.op(name), parameters)
+            _lower_readers(lowered, graph, graph.op(name), parameters, layer_constants)
     return lowered
 
 
@@ -543,23 +717,42 @@ def _restore_unchanged(model: Model, graph: Graph, record: LiftedOp) -> None:
             _remove_if_unread(model, tensor)
 
 
-def _lower_readers(model: Model, graph: Graph, dequantize: Op, parameters: Parameters) -> None:
-    """Replace the readers of a dequantized weight that have a fused form, and the weight if no other op reads it."""
+def _packed_weight(graph: Graph, dequantize: Op, params: QParams) -> PackedWeight:
+    """Return the properties of the weight of a DequantizeLinear."""
+    bits, data = (dequantize.fused_attrs or {}).get("bits"), graph.slots(dequantize.name)[0]
+    return PackedWeight(
+        type=params.type if bits is None else IntType(int(bits), signed=params.type.signed),
+        axis=params.axis,
+        block=params.block,
+        shape=None if data is None else graph.output(data).shape,
+    )
+
+
+def _lower_readers(
+    model: Model,
+    graph: Graph,
+    dequantize: Op,
+    parameters: Parameters,
+    layer_constants: dict[TensorRef, list[TensorRef | None]],
+) -> None:
+    """Replace the readers of a dequantized weight that have a fused form, and the weight if no other op reads it.
+
+    `layer_constants` has the constants of weights of an LSTM or MoE by the dequantized weight, and gets new ones.
+    """
     data, scale, zero_point = [*graph.slots(dequantize.name), None][:3]
     params = read_qparams(graph, dequantize, parameters)
     if data is None or scale is None or not isinstance(params, QParams):
         return
-    attrs = dequantize.fused_attrs or {}
-    weight = PackedWeight(
-        type=IntType(int(attrs["bits"]), signed=params.type.signed) if "bits" in attrs else params.type,
-        axis=params.axis,
-        block=params.block,
-        shape=graph.output(data).shape,
-    )
+    attrs, weight = dequantize.fused_attrs or {}, _packed_weight(graph, dequantize, params)
     packed: dict[str, list[TensorRef | None]] = {}
     transposed: list[TensorRef] = []
     for use in graph.consumers(TensorRef(graph.name, dequantize.name)):
-        consumer = graph.op(use.op) if use.graph == graph.name else None
+        consumer = graph.op(use.op) if use.graph == graph.name and use.op in graph else None
+        if consumer is not None and consumer.type in LAYER_WEIGHT_SLOTS:
+            if not _lower_layer(model, graph, consumer, attrs, parameters, layer_constants):
+                _fold(model, graph, dequantize, parameters)
+                return
+            continue
         if consumer is not None and attrs.get("form") == DYNAMIC_FORM:
             _lower_dynamic_product(model, graph, dequantize, use, weight, transposed)
             continue
@@ -580,6 +773,105 @@ def _lower_readers(model: Model, graph: Graph, dequantize: Op, parameters: Param
             fused_attrs = {"block_size": params.block, "gather_axis": 0, "quantize_axis": params.axis}
         _replace_op(graph, _fused_op(consumer, op_type, fused_attrs, dequantize), inputs)
     _remove_with_constants(model, TensorRef(graph.name, dequantize.name))
+
+
+def _lower_layer(
+    model: Model,
+    graph: Graph,
+    layer: Op,
+    attrs: Mapping[str, Any],
+    parameters: Parameters,
+    constants: dict[TensorRef, list[TensorRef | None]],
+) -> bool:
+    """Replace an LSTM or MoE by its fused op if it reads all its weights as dequantized ones of one form."""
+    slots, weights = graph.slots(layer.name), dict[int, tuple[Op, PackedWeight, QParams]]()
+    for slot in LAYER_WEIGHT_SLOTS[layer.type]:
+        tensor = next(iter(slots[slot:]), None)
+        if tensor is None:
+            continue
+        op = model.op(tensor)
+        params = read_qparams(graph, op, parameters) if op.fused_attrs and tensor.graph == graph.name else None
+        if not isinstance(params, QParams) or (op.fused_attrs or {}).get("form") != attrs.get("form"):
+            return False
+        weight = _packed_weight(graph, op, params)
+        is_fused = fused_op_type(graph, layer, slot, weight) or is_dynamic_lstm(layer, slot, weight)
+        if not is_fused:
+            return False
+        weights[slot] = op, weight, params
+    for slot, (op, weight, params) in weights.items():
+        if slots[slot] not in constants:
+            add = _add_experts if layer.kind == "moe" else _add_gates
+            constants[TensorRef(graph.name, op.name)] = add(model, graph, op, weight, params)
+    sources = {slot: TensorRef(graph.name, op.name) for slot, (op, *_) in weights.items()}
+    inputs = _fused_layer_inputs(layer, slots, {slot: constants[tensor] for slot, tensor in sources.items()})
+    first, weight, _ = next(iter(weights.values()))
+    rules, anchors = ("\n".join(getattr(op, key) for op, *_ in weights.values()) for key in ("rule", "anchor"))
+    marks = replace(first, rule=rules.strip(), anchor=anchors.strip())
+    fused_attrs = {name: value for name, value in layer.attrs.items() if name != "layout"}
+    if layer.kind == "moe":
+        # Releases before 1.31 have no accuracy level, and compute QMoE in up to 20 times the time of MoE.
+        level = attrs.get("accuracy_level", 0)
+        fused_attrs |= {"expert_weight_bits": weight.bits, "block_size": weight.block, "accuracy_level": level}
+    op_type = "QMoE" if layer.kind == "moe" else DYNAMIC_LSTM
+    _replace_op(graph, _fused_op(layer, op_type, fused_attrs, marks), inputs)
+    for tensor in sources.values():
+        _remove_with_constants(model, tensor)
+    return True
+
+
+def _fused_layer_inputs(
+    layer: Op, slots: Sequence[TensorRef | None], constants: Mapping[int, list[TensorRef | None]]
+) -> list[TensorRef | None]:
+    """Return the inputs of a fused LSTM or MoE. `constants` has data, scale and zero point by the slot of a weight."""
+    if layer.kind != "moe":
+        inputs = [*slots, *[None] * (LSTM_SLOTS - len(slots))]
+        for slot, (data, *_) in constants.items():
+            inputs[slot] = data
+        return [*inputs, *(tensor for _, *scales in constants.values() for tensor in scales)]
+    padded = [*slots, *[None] * (MOE_FIRST_WEIGHT + 2 * MOE_WEIGHTS)]
+    weights = {slot: [*constants.get(slot, []), None, None, None][:3] for slot in LAYER_WEIGHT_SLOTS[layer.type]}
+    inputs = [*padded[:MOE_FIRST_WEIGHT], *(t for i, (d, s, _) in weights.items() for t in (d, s, padded[i + 1]))]
+    inputs += [zero_point for *_, zero_point in weights.values()]
+    while inputs[-1] is None:
+        inputs.pop()
+    return inputs
+
+
+def _add_experts(
+    model: Model, graph: Graph, dequantize: Op, weight: PackedWeight, params: QParams
+) -> list[TensorRef | None]:
+    """Add the packed weight of a QMoE, its scales and zero points."""
+    experts = (weight.shape or (0,))[0] or 0
+    return _add_packed_weight(graph, dequantize, _matrix_layout(weight), params, model, experts=experts)
+
+
+def _add_gates(
+    model: Model, graph: Graph, dequantize: Op, weight: PackedWeight, params: QParams
+) -> list[TensorRef | None]:
+    """Add a weight of a DynamicQuantizeLSTM, (directions, columns, gates), its scales and zero points.
+
+    Both are (directions,) or (directions, gates).
+    """
+    directions, gates, columns = weight.shape or ()
+    sizes: tuple[int, ...] = (directions or 0,) if params.axis is None else (directions or 0, gates or 0)
+    data, scale = graph.slots(dequantize.name)[:2]
+    if data is None or scale is None:
+        raise InternalError(f"{dequantize.name!r} has no scale.")
+    read_data = partial(_value, model.op(data))
+    dtype = graph.output(data).dtype or ""
+
+    def add(name: str, dtype_name: str | None, shape: Shape, read_value: Callable[[], Array]) -> TensorRef:
+        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "rule": dequantize.rule}
+        return graph.add_op(new_op(graph, f"{name}{PACKED_SUFFIX}", dtype_name, shape, read_value=read_value, **fields))
+
+    def expand(values: Array) -> Array:
+        return np.ascontiguousarray(np.broadcast_to(values.reshape(values.shape[:2]), sizes))
+
+    return [
+        add(data.op, dtype, (directions, columns, gates), lambda: read_data().swapaxes(1, 2).copy()),
+        add(scale.op, graph.output(scale).dtype, sizes, lambda: expand(params.scale)),
+        add(f"{dequantize.name}/zero_point", dtype, sizes, lambda: expand(params.zero_point.astype(dtype))),
+    ]
 
 
 def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) -> Op:
@@ -723,23 +1015,29 @@ def _folded_shapes(shape: tuple[int, ...], params: QParams) -> tuple[tuple[int, 
 
 
 def _matrix_layout(weight: PackedWeight) -> _MatrixLayout:
-    """Return the layout of a matrix with blocks along the axis that is summed over."""
-    first, second = (size or 0 for size in weight.shape or ())
-    transposed = weight.axis == 0
+    """Return the layout of a matrix, or of the rows of all experts, with blocks along the axis that is summed over."""
+    *sizes, second = (size or 0 for size in weight.shape or ())
+    first, transposed = math.prod(sizes), weight.axis == 0
     rows, columns = (second, first) if transposed else (first, second)
     return _MatrixLayout(rows=rows, columns=columns, bits=weight.bits, block=weight.block or 1, transposed=transposed)
 
 
 def _add_packed_weight(
-    graph: Graph, dequantize: Op, layout: _MatrixLayout, params: QParams, model: Model
+    graph: Graph, dequantize: Op, layout: _MatrixLayout, params: QParams, model: Model, *, experts: int = 0
 ) -> list[TensorRef | None]:
-    """Add the packed weight, the scales and, unless they are all in the middle of the range, the zero points."""
+    """Add the packed weight, the scales and, unless they are all in the middle of the range, the zero points.
+
+    Those of `experts` have the shape (experts, rows, values of a row). MatMulNBits reads those of a single matrix.
+    """
     data, scale, *zero_point = (tensor for tensor in graph.slots(dequantize.name) if tensor is not None)
     offset = 1 << (layout.bits - 1) if params.type.signed else 0
 
     def add(source: TensorRef, dtype: str, shape: tuple[int, ...], read: Callable[[], Array]) -> TensorRef:
         fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "rule": dequantize.rule}
-        return graph.add_op(new_op(graph, f"{source.op}{PACKED_SUFFIX}", dtype, shape, read_value=read, **fields))
+        if experts:
+            shape = (experts, layout.rows // experts, math.prod(shape) // layout.rows)
+        fields["read_value"] = lambda: read().reshape(shape)
+        return graph.add_op(new_op(graph, f"{source.op}{PACKED_SUFFIX}", dtype, shape, **fields))
 
     read_data, read_scale = (model.op(tensor).read_value for tensor in (data, scale))
     if read_data is None or read_scale is None:

@@ -363,3 +363,143 @@ def test_shared_weight_of_dynamic_products(tmp_path: Path) -> None:
     assert op_counts(message)["DynamicQuantizeMatMul"] == 2
     matrices = [initializer.data_type for initializer in message.graph.initializer if initializer.dims[:] == [8, 8]]
     assert sorted(matrices) == [onnx.TensorProto.FLOAT, onnx.TensorProto.INT8]
+
+
+LSTM_RULES = """description = "Weights of LSTMs"
+[scheme.gate]
+dtype = "int8"
+narrow = true
+per = "{per}"
+observe = "absmax"
+family = "onnx-fused"
+args = {{ form = "dynamic" }}
+[[rule]]
+name = "gates"
+producer = {{ kind = "parameter" }}
+consumer = {{ kind = "lstm", input = "weight|recurrent_weight" }}
+quantize = "gate"
+"""
+
+LSTM_SIZES = "hidden_size = 20"
+
+
+def lstm_weights(directions: int, columns: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights of an LSTM with 20 cells, whose second direction has larger ones."""
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (directions, 80, columns), "r": (directions, 80, 20), "b": (directions, 160)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) / 4 for name, shape in shapes.items()}
+    weights["w"][1:] *= 3
+    return weights
+
+
+def sqnr(expected: np.ndarray, actual: np.ndarray) -> float:
+    """SQNR in dB."""
+    return float(10 * np.log10(np.square(expected).sum() / np.square(expected - actual).sum()))
+
+
+@pytest.mark.parametrize("per", ["channel", "tensor"])
+@pytest.mark.parametrize(("direction", "directions"), [("forward", 1), ("reverse", 1), ("bidirectional", 2)])
+@pytest.mark.parametrize("columns", [1, 30])
+def test_dynamic_lstms(tmp_path: Path, direction: str, directions: int, columns: int, per: str) -> None:
+    """An LSTM with dynamic activations loses no more than that of onnxruntime's tool, and is read back as pairs."""
+    weights = lstm_weights(directions, columns)
+    body = f'y, h, c = LSTM<{LSTM_SIZES}, direction = "{direction}", clip = 3.0>(x, w, r, b, n)'
+    inputs, outputs = f"float[t, 3, {columns}] x, int32[3] n", "float[t, d, 3, 20] y, float[d, 3, 20] c"
+    onnx.save(parse(body, inputs, outputs, weights, opset=17), tmp_path / "float.onnx")
+    (tmp_path / "r.toml").write_text(LSTM_RULES.format(per=per))
+    result = gq.insert(tmp_path / "float.onnx", rules=tmp_path / "r.toml")
+    message = onnx_format.emit(result.model)
+    assert op_counts(message) == {"DynamicQuantizeLSTM": 1}
+    tools = pytest.importorskip("onnxruntime.quantization", exc_type=ImportError)  # it needs sympy before 1.26
+    tools.quantize_dynamic(tmp_path / "float.onnx", tmp_path / "tool.onnx", per_channel=per == "channel")
+    rng = np.random.default_rng(1)
+    feeds = {"x": rng.standard_normal((7, 3, columns)).astype(np.float32), "n": np.array([7, 2, 5], np.int32)}
+    expected = run(onnx.load(tmp_path / "float.onnx"), feeds)
+    tool = run(onnx.load(tmp_path / "tool.onnx"), feeds)
+    for reference, ours, others in zip(expected, run(message, feeds), tool, strict=True):
+        # The tool has a scale for each direction, and graphquant with one scale per tensor has not.
+        margin = 4 if (per, directions) == ("tensor", 2) else 0.1
+        assert sqnr(reference, ours) > min(sqnr(reference, others) - margin, 40)
+    written = gq.load(result.save(tmp_path / "dynamic.onnx", force=True))
+    anchors = {op.anchor.partition(":")[0] for _, op in written.reachable_ops() if op.kind == "dequantize"}
+    assert anchors == {"w", "r"}
+    assert onnx_format.emit(written).SerializeToString() == message.SerializeToString()
+    other_tool = gq.load(tmp_path / "tool.onnx")
+    assert {op.kind for _, op in other_tool.reachable_ops()} >= {"lstm", "dequantize"}
+    for ours, theirs in zip(run(onnx_format.emit(other_tool), feeds), tool, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_lstm_in_a_body_and_partly_excluded(tmp_path: Path) -> None:
+    """An LSTM in a body is fused. One whose second weight stays float reads the first one folded."""
+    weights = lstm_weights(1, 30)
+    lstm = f"a, h, c = LSTM<{LSTM_SIZES}>(x, w, r, b)"
+    body = f"""p = ReduceSum<keepdims = 0>(x) z = Constant<value_float = 0.0>() q = Greater(p, z)
+        y = If (q) <then_branch = t () => (float[t, 1, 3, 20] a) {{ {lstm} }},
+                    else_branch = e () => (float[t, 1, 3, 20] d) {{ {lstm} d = Neg(a) }}>"""
+    onnx.save(parse(body, "float[t, 3, 30] x", "float[t, 1, 3, 20] y", weights, opset=17), tmp_path / "float.onnx")
+    (tmp_path / "r.toml").write_text(LSTM_RULES.format(per="channel"))
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 3, 30)).astype(np.float32)}
+    (expected,) = run(onnx.load(tmp_path / "float.onnx"), feeds)
+    message = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=tmp_path / "r.toml").model)
+    (branch,) = (node for node in message.graph.node if node.op_type == "If")
+    for attribute in branch.attribute:
+        assert "DynamicQuantizeLSTM" in {node.op_type for node in attribute.g.node}
+        assert "LSTM" not in {node.op_type for node in attribute.g.node}
+    assert sqnr(expected, run(message, feeds)[0]) > 30
+    excluded = gq.insert(tmp_path / "float.onnx", rules=tmp_path / "r.toml", exclude=["r"]).model
+    partial = onnx_format.emit(excluded)
+    types = Counter(node.op_type for attribute in partial.graph.node[-1].attribute for node in attribute.g.node)
+    assert "DynamicQuantizeLSTM" not in types
+    assert "DequantizeLinear" not in types
+    assert sqnr(expected, run(partial, feeds)[0]) > 30
+
+
+EXPERT_RULES = """description = "Weights of experts"
+[scheme.block]
+dtype = "{dtype}"
+zero = "{zero}"
+per = "block"
+block_size = 16
+family = "onnx-fused"
+args = {{ form = "packed" }}
+[[rule]]
+name = "expert"
+producer = {{ kind = "parameter" }}
+consumer = {{ kind = "moe", input = "weight" }}
+quantize = "block"
+"""
+
+HAS_FAST_EXPERTS = supports_fused_form(
+    FusedForm(op_type="QMoE", bits=4, args=FamilyArguments(form="packed", accuracy_level=0))
+)
+
+
+@pytest.mark.skipif(onnxruntime.__version__ < "1.24", reason="this release has no MoE for CPUs")
+@pytest.mark.parametrize(("dtype", "zero"), [("uint4", "asymmetric"), ("int4", "symmetric")])
+@pytest.mark.parametrize("attributes", ["normalize_routing_weights = 1", "normalize_routing_weights = 0"])
+@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+def test_experts(tmp_path: Path, dtype: str, zero: str, attributes: str, activation: str) -> None:
+    """Experts are packed where the kernel weights them as the float op does, and computes them fast; else folded."""
+    rng = np.random.default_rng(0)
+    width = 64 if activation == "swiglu" else 32
+    weights = {"w": rng.standard_normal((4, width, 48)), "v": rng.standard_normal((4, 48, 32))}
+    weights = {name: value.astype(np.float32) for name, value in weights.items()}
+    fusion = ", swiglu_fusion = 1" if activation == "swiglu" else ""
+    attributes = f'k = 2, activation_type = "{activation}", {attributes}{fusion}'
+    body = f"y = com.microsoft.MoE<{attributes}>(x, p, w, , v)"
+    onnx.save(parse(body, "float[n, 48] x, float[n, 4] p", "float[n, 48] y", weights), tmp_path / "float.onnx")
+    (tmp_path / "r.toml").write_text(EXPERT_RULES.format(dtype=dtype, zero=zero))
+    result = gq.insert(tmp_path / "float.onnx", rules=tmp_path / "r.toml")
+    message = onnx_format.emit(result.model)
+    is_packed = HAS_FAST_EXPERTS and "normalize_routing_weights = 1" in attributes
+    assert op_counts(message)["QMoE" if is_packed else "MoE"] == 1
+    assert op_counts(message)["DequantizeLinear"] == (0 if is_packed else 2)
+    written = gq.load(result.save(tmp_path / "packed.onnx", force=True))
+    assert onnx_format.emit(written).SerializeToString() == message.SerializeToString()
+    stripped = onnx_format.emit(gq.strip(written).model)
+    assert op_counts(stripped)["MoE"] == 1
+    feeds = {name: rng.standard_normal((5, size)).astype(np.float32) for name, size in (("x", 48), ("p", 4))}
+    (actual,), (reference,) = run(message, feeds), run(stripped, feeds)
+    np.testing.assert_allclose(actual, reference, rtol=1e-4, atol=1e-3)
+    assert sqnr(run(onnx.load(tmp_path / "float.onnx"), feeds)[0], actual) > 15
