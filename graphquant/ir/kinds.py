@@ -59,6 +59,7 @@ KINDS = {
     "global_avg_pool": "mean over all positions",
     "batchnorm": "batch normalization",
     "layernorm": "layer normalization",
+    "rmsnorm": "division by the root of the mean square",
     "instancenorm": "instance normalization",
     "groupnorm": "group normalization",
     "lrn": "local response normalization",
@@ -88,10 +89,12 @@ KINDS = {
     "where": "picks from two tensors by a condition",
     "arg_max": "index of the largest value",
     "top_k": "the k largest values",
+    "attention": "mean of values, weighted by the softmax of queries times keys, as one op",
     "einsum": "sum of products in Einstein notation",
     "lstm": "long short-term memory, as one op",
     "gru": "gated recurrent unit, as one op",
     "rnn": "simple recurrent network, as one op",
+    "moe": "mixture of experts, of which a router chooses some for each row",
     "if": "runs one of two graphs",
     "loop": "runs a graph a number of times",
     "scan": "runs a graph over the slices of its inputs",
@@ -144,7 +147,12 @@ WEIGHTED_KINDS = MATRIX_PRODUCT_KINDS | CONVOLUTION_KINDS | {"conv_transpose"}
 
 FUSED_PREFIX = "fused_"  # before the kind of the product that an op computes in addition to other things
 
-MAC_KINDS = WEIGHTED_KINDS | {kind for kind in KINDS if kind.startswith(FUSED_PREFIX)} | RECURRENT_KINDS | {"einsum"}
+MAC_KINDS = (
+    WEIGHTED_KINDS
+    | {kind for kind in KINDS if kind.startswith(FUSED_PREFIX)}
+    | RECURRENT_KINDS
+    | {"einsum", "attention"}
+)
 """Kinds whose multiply-adds are counted. The multiplications of all other kinds are negligible."""
 
 DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {
@@ -170,8 +178,9 @@ ROLES = {
     "input": "the data that the op computes on",
     "weight": "the weight of a convolution or matrix product",
     "bias": "the bias that the op adds",
+    "routing": "the scores by which experts are chosen",
     "recurrent_weight": "the weight by which a recurrent op multiplies its state",
-    "state": "the initial state of a recurrent op",
+    "state": "the initial state of a recurrent op, or the past keys and values of attention",
     "slope": "the slope of prelu below 0",
     "mean": "mean of a normalization",
     "variance": "variance of a normalization",

@@ -22,8 +22,10 @@ def count_macs(model: Model, sizes: Mapping[TensorRef, int] | None = None) -> di
     `sizes` are the measured numbers of elements of the tensors that `unsized_tensors` lists.
     """
     parameters, macs = Parameters(model), {}
-    for graph, op, elements in _driving_elements(model, sizes or {}):
-        macs_per_element = _macs_per_element(graph, op, parameters)
+    for graph, op in _counted_ops(model):
+        tensor = _driving_tensor(graph, op)
+        elements = None if tensor is None else _elements(graph, tensor, sizes or {})
+        macs_per_element = _macs_per_element(graph, op, parameters, sizes or {})
         if elements is not None and macs_per_element is not None:
             macs[graph.name, op.name] = round(elements * macs_per_element)
     return macs
@@ -31,31 +33,35 @@ def count_macs(model: Model, sizes: Mapping[TensorRef, int] | None = None) -> di
 
 def unsized_tensors(model: Model) -> list[TensorRef]:
     """Return the tensors that `count_macs` needs and whose number of elements is known only when the model runs."""
-    tensors = (_driving_tensor(graph, op) for graph, op, elements in _driving_elements(model, {}) if elements is None)
-    return [tensor for tensor in dict.fromkeys(tensors) if tensor is not None]
+    parameters, unsized = Parameters(model), dict[TensorRef, None]()
+    for graph, op in _counted_ops(model):
+        tensors = [_driving_tensor(graph, op)]
+        if _macs_per_element(graph, op, parameters, {}) is None:
+            tensors += [tensor for tensor, _ in _summed_axes(graph, op)]
+        unsized |= {tensor: None for tensor in tensors if tensor is not None and _elements(graph, tensor, {}) is None}
+    return list(unsized)
 
 
-def _driving_elements(model: Model, sizes: Mapping[TensorRef, int]) -> Iterator[tuple[Graph, Op, int | None]]:
-    """Yield the counted ops that the outputs need with the elements of their driving tensor for one sample.
-
-    A first axis of unknown size is taken to count samples.
-    """
+def _counted_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
+    """Yield the ops of `MAC_KINDS` that the outputs need, fused ones with the kind of their product."""
     needed_ops = model.needed_ops()
-    for graph, counted_op in model.reachable_ops():
-        if counted_op.kind in MAC_KINDS and counted_op.name in needed_ops.get(graph.name, ()):
-            op = replace(counted_op, kind=counted_op.kind.removeprefix(FUSED_PREFIX))
-            tensor = _driving_tensor(graph, op)
-            known = None if tensor is None else graph.output(tensor).elements_per_sample
-            yield graph, op, known if tensor is None else sizes.get(tensor, known)
+    for graph, op in model.reachable_ops():
+        if op.kind in MAC_KINDS and op.name in needed_ops.get(graph.name, ()):
+            yield graph, replace(op, kind=op.kind.removeprefix(FUSED_PREFIX))
+
+
+def _elements(graph: Graph, tensor: TensorRef, sizes: Mapping[TensorRef, int]) -> int | None:
+    """Return the elements of a tensor for one sample; a first axis of unknown size is taken to count samples."""
+    return sizes.get(tensor, graph.output(tensor).elements_per_sample)
 
 
 def _driving_tensor(graph: Graph, op: Op) -> TensorRef | None:
     """Return the tensor whose elements each cost the same number of multiply-adds.
 
-    That is the output of convolutions and products. A transposed convolution or a recurrent op uses each element of its
-    input equally often.
+    That is the output of convolutions, products and attention. A transposed convolution or a recurrent op uses each
+    element of its input equally often.
     """
-    if op.kind in CONVOLUTION_KINDS | MATRIX_PRODUCT_KINDS | {"einsum"}:
+    if op.kind in CONVOLUTION_KINDS | MATRIX_PRODUCT_KINDS | {"einsum", "attention"}:
         return TensorRef(graph.name, op.name)
     return _operand_with_role(graph, op, "input")
 
@@ -64,7 +70,7 @@ def _operand_with_role(graph: Graph, op: Op, role: str) -> TensorRef | None:
     return next((tensor for slot, tensor in enumerate(graph.slots(op.name)) if op.role(slot) == role), None)
 
 
-def _macs_per_element(graph: Graph, op: Op, parameters: Parameters) -> float | None:
+def _macs_per_element(graph: Graph, op: Op, parameters: Parameters, sizes: Mapping[TensorRef, int]) -> float | None:
     """Return the multiply-adds of `op` for each element of its driving tensor."""
 
     def weight_shape(role: str) -> tuple[int, ...] | None:
@@ -73,9 +79,9 @@ def _macs_per_element(graph: Graph, op: Op, parameters: Parameters) -> float | N
 
     weight = weight_shape("weight")
     if op.kind in MATRIX_PRODUCT_KINDS:
-        return _inner_size(graph, op, weight)
-    if op.kind == "einsum":
-        return _contracted_size(graph, op)
+        return _inner_size(graph, op, weight) or _summed_length(graph, op, sizes)
+    if op.kind in {"einsum", "attention"}:
+        return _contracted_size(graph, op) if op.kind == "einsum" else _attention_macs(graph, op, weight, sizes)
     if weight is None or not prod(weight):
         return None
     if op.kind in CONVOLUTION_KINDS:
@@ -120,3 +126,68 @@ def _inner_size(graph: Graph, op: Op, weight: tuple[int, ...] | None) -> float |
         transposed = any(op.numeric_attr(name, 0) for name in ("transB", "transpose_b", "adj_y"))
         size = right[-1 if transposed or len(right) == 1 else -2]
     return size
+
+
+def _summed_axes(graph: Graph, op: Op) -> Iterator[tuple[TensorRef, int]]:
+    """Yield tensors with the axis, counted from the end, whose length is the number of products that are summed.
+
+    For attention, that is the number of keys: all positions of the present state, or those of the keys of this run.
+    """
+    if op.kind in MATRIX_PRODUCT_KINDS:
+        flags = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
+        for role, names, plain_axis in zip(("input", "weight"), flags, (-1, -2), strict=True):
+            tensor = _operand_with_role(graph, op, role)
+            if tensor is not None:
+                yield tensor, -3 - plain_axis if any(op.numeric_attr(name, 0) for name in names) else plain_axis
+        return
+    if op.kind != "attention":
+        return
+    if len(op.outputs) > 1 and op.outputs[1].shape:  # present keys, or keys and values: (..., positions, size)
+        yield TensorRef(graph.name, op.name, 1), -2
+        return
+    inputs = [tensor for slot, tensor in enumerate(graph.slots(op.name)) if op.role(slot) == "input"]
+    source = next((tensor for tensor in reversed(inputs[:2]) if tensor is not None), None)  # keys, or packed queries
+    rank = 0 if source is None else len(graph.output(source).shape or ())
+    if source is not None and rank in _POSITION_AXES:
+        yield source, _POSITION_AXES[rank]
+
+
+_POSITION_AXES = {3: -2, 4: -2, 5: -4}
+"""Axis of the positions in queries and keys by their rank: (batch, positions, width), (batch, heads, positions, size),
+or packed as (batch, positions, heads, 2 or 3, size)."""
+
+
+def _summed_length(graph: Graph, op: Op, sizes: Mapping[TensorRef, int]) -> float | None:
+    """Return the length of the axes of `_summed_axes`, from the shape or a measured size; None if neither is known."""
+    for tensor, axis in _summed_axes(graph, op):
+        shape = graph.output(tensor).shape or ()
+        if len(shape) < -axis:
+            continue
+        if (length := shape[axis]) is not None:
+            return length
+        # The only other unknown axis is that of the samples, of which a run has one.
+        others = [size for index, size in enumerate(shape) if index != len(shape) + axis]
+        if tensor in sizes and others.count(None) <= 1 and 0 not in others:
+            return sizes[tensor] / prod(size or 1 for size in others)
+    return None
+
+
+def _attention_macs(
+    graph: Graph, op: Op, weight: tuple[int, ...] | None, sizes: Mapping[TensorRef, int]
+) -> float | None:
+    """Return the multiply-adds of an attention op for each element of its output.
+
+    The output has heads x queries x value size elements. The scores, queries times keys, take heads x queries x keys x
+    key size multiply-adds, and the mean of the values heads x queries x keys x value size. Masked scores count, because
+    kernels compute them as well. An op that projects its input itself also multiplies by its weight.
+    """
+    widths = op.attrs.get("qkv_hidden_sizes")
+    if not isinstance(widths, list | tuple) or len(widths) != 3:  # noqa: PLR2004  # queries, keys and values
+        inputs = [tensor for slot, tensor in enumerate(graph.slots(op.name)) if op.role(slot) == "input"]
+        shapes = [None if tensor is None else graph.output(tensor).shape for tensor in inputs]
+        widths = [shape[-1] if shape else None for shape in shapes] if len(shapes) == 3 else []  # noqa: PLR2004
+    ratio = widths[1] / widths[2] if len(widths) > 1 and widths[1] and widths[2] else 1
+    width, keys = (op.outputs[0].shape or (None,))[-1], _summed_length(graph, op, sizes)
+    if keys is None or (weight is not None and not width):
+        return None
+    return keys * (1 + ratio) + (prod(weight) / width if weight is not None and width else 0)

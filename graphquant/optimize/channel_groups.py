@@ -50,7 +50,7 @@ HOMOGENEOUS_KINDS: Final = frozenset(
 )
 """Kinds that are positively homogeneous in each channel, if they keep the axes."""
 
-NORM_KINDS: Final = frozenset({"batchnorm", "layernorm", "instancenorm"})
+NORM_KINDS: Final = frozenset({"batchnorm", "layernorm", "rmsnorm", "instancenorm"})
 """Kinds that end with a scale and an offset per channel."""
 
 

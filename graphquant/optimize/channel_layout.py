@@ -65,7 +65,7 @@ def find_weight_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[
 
 def normalization_layout(op: Op, rank: int | None) -> ChannelLayout | None:
     """Channel layout of an op with one value per channel for a tensor of `rank` axes; None if unknown."""
-    if op.kind == "layernorm":
+    if op.kind in {"layernorm", "rmsnorm"}:
         return ChannelLayout(-1) if op.numeric_attr("axis", -1) in {-1, (rank or 0) - 1} else None
     default_format = "NCHW" if op.type.endswith("Normalization") else "NHWC"
     if not op.text_attr("data_format", default_format).startswith("NC"):

@@ -30,7 +30,7 @@ MAX_SIGNAL_RANK = 3  # inputs with more axes are images, whose levels lie close 
 MAX_EPSILON = 0.01  # largest magnitude of a constant that a normalization adds against a division by zero
 MIN_LIMIT = 1e30  # magnitude above which a constant stands for infinity
 
-NORMALIZATION_KINDS = frozenset({"layernorm", "instancenorm", "groupnorm"})
+NORMALIZATION_KINDS = frozenset({"layernorm", "rmsnorm", "instancenorm", "groupnorm"})
 SOURCE_TYPES = frozenset({"IRFFT", "IRFFT2D", "IRFFT3D", "IFFT", "IFFT2D", "IFFT3D", "Log1p"})
 """Types of ops whose results are signals, like those of `log`: a logarithm of values that lie decades apart may be
 normalized as well, by its mean or by its smallest and largest value."""

@@ -33,14 +33,14 @@ PASSING_KINDS = RESHAPING_KINDS | {"identity"}
 """Kinds that may stand between a weighted op and the addition of its bias."""
 
 NORMALIZING_KINDS = frozenset(
-    {"sub", "div", "mul", "add", "layernorm", "instancenorm", "groupnorm", "lrn", "log", "sqrt"}
+    {"sub", "div", "mul", "add", "layernorm", "rmsnorm", "instancenorm", "groupnorm", "lrn", "log", "sqrt"}
 )
 """Kinds that change the scale of an input."""
 
 MIN_MEANS = 4  # number of channels whose means do not all have the opposite sign by chance
 MIN_MEAN_DISTANCE = 0.2  # distance of means, in standard deviations, that a few samples do not cause by chance
 
-UNSCALING_KINDS = frozenset({"div", "layernorm", "instancenorm", "groupnorm", "lrn"})
+UNSCALING_KINDS = frozenset({"div", "layernorm", "rmsnorm", "instancenorm", "groupnorm", "lrn"})
 """Kinds that may divide values by their own size, so that no later layer shows the scale of an input."""
 
 

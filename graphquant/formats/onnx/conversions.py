@@ -25,7 +25,13 @@ from graphquant.formats.onnx.file_writer import external_tensors
 from graphquant.formats.onnx.index import retain_entries
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import OnnxRunner
-from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS, NODE_MARK, infer_types, nested_graphs
+from graphquant.formats.onnx.shape_inference import (
+    HIDDEN_DOMAIN,
+    INFERENCE_ERRORS,
+    NODE_MARK,
+    infer_types,
+    nested_graphs,
+)
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, type_and_shape
 from graphquant.ir import TensorRef
 
@@ -70,6 +76,7 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     light.ir_version = max(light.ir_version, FREE_INITIALIZERS_IR_VERSION)
     if any(True for _ in external_tensors(light)):
         raise fail("external data inside its functions, or of one name in two bodies, is not converted")
+    _hide_runtime_ops(light)
     try:
         converted = _convert(light, opset)
     except CONVERTER_ERRORS as error:
@@ -83,6 +90,7 @@ def upgrade_opset(model: Model, opset: int) -> Model:
         checker.check_model(converted)
     except CONVERTER_ERRORS as error:
         raise fail(f"the result is not valid: {first_line(error)}") from error
+    _reveal_runtime_ops(converted)
     try:
         _restore_weights(source, converted, hoisted)
     except KeyError as error:
@@ -116,6 +124,27 @@ def _convert(message: Any, opset: int) -> Any:
         if not getattr(converted, field):
             getattr(converted, field).extend(getattr(message, field))
     return converted
+
+
+def _hide_runtime_ops(message: Any) -> None:
+    """Move ops of the default domain that only ONNX Runtime knows to a domain that onnx ignores.
+
+    Those are SimplifiedLayerNormalization, and LayerNormalization before opset 17.
+    """
+    opset = max((entry.version for entry in message.opset_import if entry.domain in DEFAULT_DOMAINS), default=1)
+    nodes = [node for graph in nested_graphs(message.graph) for node in graph.node if node.domain in DEFAULT_DOMAINS]
+    hidden = {node.op_type for node in nodes if not defs.has(node.op_type, opset, "")}
+    for node in nodes:
+        node.domain = HIDDEN_DOMAIN if node.op_type in hidden else node.domain
+    if hidden:
+        message.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
+
+
+def _reveal_runtime_ops(message: Any) -> None:
+    """Undo `_hide_runtime_ops`."""
+    for node in (node for graph in nested_graphs(message.graph) for node in graph.node):
+        node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
+    retain_entries(message.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
 
 
 def _raise_function_opset(function: Any, opset: int) -> str:

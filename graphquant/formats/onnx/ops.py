@@ -43,6 +43,8 @@ DEFAULT_DOMAIN_OPS: dict[str, OpInfo] = {
     **{f"Reduce{name.title()}": OpInfo(f"reduce_{name}", ("input", "axis")) for name in _REDUCTIONS},
     **{kind.upper(): OpInfo(kind, _RECURRENT_ROLES, 1) for kind in ("lstm", "gru", "rnn")},
     **{f"{name}Normalization": OpInfo(f"{name.lower()}norm", _NORM_ROLES) for name in ("Layer", "Instance", "Group")},
+    **dict.fromkeys(("RMSNormalization", "SimplifiedLayerNormalization"), OpInfo("rmsnorm", _NORM_ROLES[:2])),
+    "Attention": OpInfo("attention", (*["input"] * 3, "other", "state", "state", "other")),
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), OpInfo("gather", ("input", "indices"))),
     "Conv": OpInfo("conv", _WEIGHTED_ROLES, 0),
     "ConvTranspose": OpInfo("conv_transpose", _WEIGHTED_ROLES, 1),
@@ -84,7 +86,15 @@ INTEGER_OPS = (
 FUSED_OPS = {"com.microsoft": ("FusedConv", "FusedMatMul", "FusedGemm"), "com.microsoft.nchwc": ("Conv",)}
 """Ops by domain whose type without "Fused" is that of the product in them."""
 
-MICROSOFT_DOMAIN_OPS = {name: DEFAULT_DOMAIN_OPS[name] for name in ("QuantizeLinear", "DequantizeLinear")}
+MICROSOFT_DOMAIN_OPS = {
+    **{name: DEFAULT_DOMAIN_OPS[name] for name in ("QuantizeLinear", "DequantizeLinear")},
+    "SkipLayerNormalization": OpInfo("layernorm", ("input", *_NORM_ROLES, "bias")),
+    "SkipSimplifiedLayerNormalization": OpInfo("rmsnorm", ("input", *_NORM_ROLES[:2], "bias")),
+    "GroupQueryAttention": OpInfo("attention", (*["input"] * 3, "state", "state", "other")),
+    "MultiHeadAttention": OpInfo("attention", (*["input"] * 3, "bias", "other", "other", "state", "state", "other")),
+    "Attention": OpInfo("attention", ("input", "weight", "bias", "other", "state", "other"), 1),
+    "MoE": OpInfo("moe", ("input", "routing", *("weight", "bias") * 3), 1),
+}
 
 
 def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OpInfo:

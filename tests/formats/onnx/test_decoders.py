@@ -1,0 +1,96 @@
+"""Decoders in standard ops and as ONNX Runtime GenAI writes them: multiply-adds, opset upgrades and coverage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from support.decoders import Decoder, build_decoder, feeds, state_names
+from support.onnx_models import run_onnx
+from support.shared_models import SHARED_MODELS, needs_shared_models
+
+import graphquant as gq
+from graphquant.formats import format_module
+from graphquant.formats.onnx.conversions import upgrade_opset
+from graphquant.ir import count_macs, unsized_tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HAS_OPSET_23 = tuple(map(int, onnxruntime.__version__.split(".")[:2])) > (1, 22)
+FORMS = ["standard", *(["opset23"] if HAS_OPSET_23 else []), "genai"]
+PAST_LENGTH, LENGTH = 4, 12
+
+
+def decoder_feeds(decoder: Decoder, samples: int) -> dict[str, np.ndarray]:
+    """Return seeded ids, with past states of 4 positions if the decoder has them."""
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, decoder.vocabulary, (samples, LENGTH))
+    shape = (samples, decoder.key_heads, PAST_LENGTH, decoder.head_size)
+    past = [rng.normal(0, 1, shape).astype(np.float32) for _ in state_names(decoder, "")] if decoder.past else None
+    return feeds(decoder, ids, past)
+
+
+def save_decoder(decoder: Decoder, folder: Path) -> Path:
+    """Write the model of a decoder."""
+    onnx.save(build_decoder(decoder), folder / "decoder.onnx")
+    return folder / "decoder.onnx"
+
+
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_is_counted(form: str, architecture: str, past: bool, tmp_path: Path) -> None:
+    """Each form of attention has the multiply-adds of the scores and of the mean of the values, of all positions."""
+    decoder = Decoder(architecture=architecture, ops=form, past=past)
+    model = gq.load(save_decoder(decoder, tmp_path))
+    tensors = unsized_tensors(model)
+    sizes = format_module("onnx").create_runner(model).element_counts(tensors, decoder_feeds(decoder, 1))
+    keys = LENGTH + PAST_LENGTH * past
+    attention = 2 * LENGTH * keys * decoder.hidden
+    width, inner, kv_width = decoder.hidden, decoder.inner, decoder.key_heads * decoder.head_size
+    layer = 2 * width * width + 2 * width * kv_width + (3 if architecture == "llama" else 2) * width * inner
+    expected = decoder.layers * (LENGTH * layer + attention) + LENGTH * width * decoder.vocabulary
+    assert sum(count_macs(model, sizes).values()) == expected
+
+
+@needs_shared_models
+def test_attention_with_its_own_weight() -> None:
+    """An Attention of com.microsoft also multiplies its input by the weight of queries, keys and values."""
+    model = gq.load(SHARED_MODELS / "odd" / "tiny_gpt2_past.onnx")
+    inputs = dict.fromkeys(("input_ids", "position_ids"), np.ones((1, 6), np.int32))
+    inputs["attention_mask"] = np.ones((1, 8), np.int32)
+    inputs |= {f"past_{layer}": np.zeros((2, 1, 4, 2, 8), np.float32) for layer in range(5)}
+    sizes = format_module("onnx").create_runner(model).element_counts(unsized_tensors(model), inputs)
+    assert count_macs(model, sizes)["", "GptAttention_0"] == 6 * 32 * 3 * 32 + 2 * 6 * 8 * 32
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_upgrade_with_ops_that_only_onnxruntime_knows(architecture: str, tmp_path: Path) -> None:
+    """An opset upgrade keeps SimplifiedLayerNormalization, which the default domain of onnx does not have."""
+    decoder = Decoder(architecture=architecture)
+    model = gq.load(save_decoder(decoder, tmp_path))
+    upgraded = upgrade_opset(model, 21)
+    kinds = {op.kind for op in upgraded.main.ops()}
+    assert upgraded.opset == 21
+    assert ("rmsnorm" if architecture == "llama" else "layernorm") in kinds
+    gq.save(upgraded, tmp_path / "upgraded.onnx")
+    inputs = decoder_feeds(decoder, 1)
+    for before, after in zip(
+        run_onnx(tmp_path / "decoder.onnx", inputs), run_onnx(tmp_path / "upgraded.onnx", inputs), strict=True
+    ):
+        np.testing.assert_allclose(before, after, atol=1e-5)
+
+
+def test_coverage_of_the_default_rules(tmp_path: Path) -> None:
+    """At least 95% of the multiply-adds have integer inputs, and the attention ops have the reason why they do not."""
+    decoder = Decoder(hidden=128, vocabulary=512)
+    result = gq.insert(save_decoder(decoder, tmp_path), data=decoder_feeds(decoder, 48))
+    assert result.validation is not None
+    assert result.validation.quantized_share is not None
+    assert result.validation.quantized_share >= 0.95
+    attention = {use.op for skip in result.plan.skips if skip.rule == "attention" for use in skip.uses}
+    assert attention == {f"/model/layers.{layer}/attn/GroupQueryAttention" for layer in range(decoder.layers)}
