@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,14 @@ from graphquant.calibration import is_batch_independent, measure_footprint
 from graphquant.calibration.holdout import open_labelled_data
 from graphquant.calibration.metric import load_metric
 from graphquant.errors import UsageError
+from graphquant.ir import Model
 from graphquant.quantize import Plan, read_plan
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import CompareOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
-    from graphquant.calibration.data import Dataset
+    from graphquant.calibration.data import Dataset, MemoryData
     from graphquant.formats import Runner
-    from graphquant.ir import Model
     from graphquant.optimize import Sensitivity
 
 
@@ -60,27 +61,28 @@ def compare(
         DataError: The data cannot be read, or does not fit the models.
         MissingDependencyError: A framework is not installed.
         ModelError: A model cannot be read or run.
-        UsageError: The inputs or outputs differ, a model is a TFLite model, or an option is invalid.
+        UsageError: The inputs or outputs differ, quantized tensors of a TFLite file are requested, or an option is
+            invalid.
     """
     from graphquant.calibration.data import as_data_spec, open_data
     from graphquant.calibration.data.check import check_samples
 
     settings = resolve_options(CompareOptions, options, values)
     data = as_data_spec(data)
-    float_ir, quantized_ir = (load_source(operand, settings, data) for operand in (model, quantized_model))
-    for model_ir in (float_ir, quantized_ir):
-        if not model_ir.traits.rewritable:
-            raise UsageError(
-                f"{model_ir.path} is a TFLite model, which cannot be run. Compare the models from which it was"
-                " converted."
-            )
-    sites = match_sites(float_ir, quantized_ir) if settings.sites else None
-    float_runner = formats.format_module(float_ir.format).create_runner(float_ir)
+    float_ir, quantized_ir = (load_compared(operand, settings, data) for operand in (model, quantized_model))
+    has_tflite_file = not (float_ir.traits.rewritable and quantized_ir.traits.rewritable)
+    if has_tflite_file and settings.sensitivity:
+        raise UsageError(
+            "The sensitivity is that of quantized tensors, but TFLite's interpreter returns only the outputs. Compare"
+            " the models from which the file was converted."
+        )
+    sites = match_sites(float_ir, quantized_ir) if settings.sites and not has_tflite_file else None
+    float_runner = _create_runner(float_ir, settings)
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
-    findings = check_samples(batches, float_ir)
+    findings = check_samples(batches, float_ir) if float_ir.traits.rewritable else ()
     metric = load_metric(settings.metric)
     batches, labels = open_labelled_data(batches, data, float_runner.inputs, settings.samples, metric)
-    quantized_runner = formats.format_module(quantized_ir.format).create_runner(quantized_ir)
+    quantized_runner = _create_runner(quantized_ir, settings, float_runner.outputs)
     sensitivity = None
     if sites is not None and settings.sensitivity:
         sensitivity = _measure_sensitivity(quantized_ir, sites, float_runner, quantized_runner, batches, progress)
@@ -96,6 +98,26 @@ def compare(
     )
     comparison = replace(comparison, data_findings=findings)
     return comparison if sensitivity is None else with_sensitivity(comparison, sensitivity.sqnr)
+
+
+def load_compared(model: Model | str | Path, settings: CompareOptions, data: str | MemoryData | None = None) -> Model:
+    """Load a model to compare. The signatures of a TFLite file are chosen when it runs.
+
+    Raises:
+        ModelError: The model cannot be read.
+        UsageError: The model has no such signature or tags, or the data is for other signatures.
+    """
+    is_tflite = model.format == "tflite" if isinstance(model, Model) else Path(str(model)).suffix == ".tflite"
+    return as_model(model) if is_tflite else load_source(model, settings, data)
+
+
+def _create_runner(model: Model, settings: CompareOptions, other_outputs: Sequence[str] = ()) -> Runner:
+    """Return the runner of a model, which may be a TFLite file."""
+    if model.format != "tflite":
+        return formats.format_module(model.format).create_runner(model)
+    from graphquant.formats.tensorflow.tflite_converter import TFLiteRunner
+
+    return TFLiteRunner(model, settings.signature, other_outputs)
 
 
 def _measure_sensitivity(

@@ -73,7 +73,8 @@ def compare_command(
     both models side by side, with the errors as a heat map. Exit code 1 if a bound is missed.
     """
     from graphquant import api
-    from graphquant.api.models import as_model, check_output
+    from graphquant.api.compare import load_compared
+    from graphquant.api.models import check_output
     from graphquant.visualize.compare_report import comparison_view
 
     settings = collect_options(CompareOptions, values, outputs=_parse_matches(pairs))
@@ -84,10 +85,12 @@ def compare_command(
         raise UsageError("--max-metric-drop is a bound on the metric. Add --metric MODULE:FUNCTION.")
     if html is not None and not settings.sites:
         raise UsageError("--html shows the errors of quantized tensors. Remove --outputs-only.")
-    models = (
-        as_model(float_path, settings),
-        as_model(quantized_path, settings),
-    )
+    models = load_compared(float_path, settings), load_compared(quantized_path, settings)
+    if html is not None and not all(model.traits.rewritable for model in models):
+        raise UsageError(
+            "--html shows the errors of quantized tensors, but TFLite's interpreter returns only the outputs. Remove"
+            " --html, or compare the models from which the file was converted."
+        )
     for path in (float_path, quantized_path):
         for output_path in filter(None, (output, html)):
             check_output(output_path, path, force=force)

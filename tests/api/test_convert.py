@@ -394,6 +394,43 @@ def test_signature_and_io_type_are_kept(
     assert np.mean(matches) > 0.9
 
 
+@pytest.mark.parametrize("io", [None, "float32", "uint8"])
+def test_file_is_compared_with_its_model(
+    cli: Callable[..., Any], samples: Path, tmp_path: Path, io: str | None
+) -> None:
+    """`compare` runs a TFLite file in the interpreter: its error is that of the outputs, in their real units."""
+    source, evaluation = samples / "digits_cnn_saved_model", str(samples / "digits_cnn_eval.npz")
+    options = [] if io is None else ["--io", io]
+    output_path = tmp_path / "x.tflite"
+    cli("insert", source, "--data", samples / "digits_cnn_calib.npz", "-o", output_path, *options)
+    comparison = gq.compare(source, output_path, evaluation, samples=40)
+    images = np.load(evaluation)["image"][:40]
+    expected = float_answers(gq.load(source), images)
+    (output,) = comparison.outputs
+    assert (output.name, output.quantized_name) == ("probabilities", "probabilities")
+    if io != "uint8":  # the reference quantizes inputs to int8
+        answers = tflite_outputs(pytest.importorskip("tensorflow").lite.Interpreter(str(output_path)), images)
+        assert output.sqnr == pytest.approx(sqnr_db(expected, answers), abs=0.01)
+        assert output.agreement == np.mean(answers.argmax(-1) == expected.argmax(-1))
+    assert output.sqnr is not None
+    assert output.sqnr > 25
+    assert output.accuracy is not None
+    assert gq.compare(output_path, output_path, evaluation, samples=5).outputs[0].equal
+    for option in ("--sensitivity", "--html=x.html"):
+        assert "TFLite" in cli("compare", source, output_path, "--data", evaluation, option, code=2).stderr
+    assert "'nix'" in cli("compare", source, output_path, "--data", evaluation, "--signature", "nix", code=2).stderr
+
+
+def test_file_without_signatures_is_compared(shared: Path) -> None:
+    """Inputs and outputs of a file without signatures are matched in order, and int8 ones are real numbers."""
+    folder = shared / "kws"
+    files = folder / "kws_float.tflite", folder / "kws_int8.tflite"
+    comparison = gq.compare(*files, str(folder / "eval.npz"), samples=50)
+    lite, images = pytest.importorskip("tensorflow").lite, np.load(folder / "eval.npz")["input_1"][:50]
+    answers = [tflite_outputs(lite.Interpreter(str(file)), images) for file in files]
+    assert comparison.outputs[0].sqnr == pytest.approx(sqnr_db(*answers), abs=0.01)
+
+
 @pytest.mark.parametrize(("rules", "io"), [("tflite", "int16"), ("tflite16", "int8"), ("tflite16", "uint8")])
 def test_io_of_another_width_is_refused(
     cli: Callable[..., Any], samples: Path, tmp_path: Path, rules: str, io: str

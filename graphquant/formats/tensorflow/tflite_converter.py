@@ -1,4 +1,4 @@
-"""Convert a frozen model to TFLite with TensorFlow, and read the scales of the runtime.
+"""Convert a frozen model to TFLite with TensorFlow, run TFLite files, and read the scales of the runtime.
 
 The FakeQuants hold every range, so no representative dataset is needed.
 https://www.tensorflow.org/api_docs/python/tf/lite/TFLiteConverter
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from graphquant.errors import ModelError, UsageError
+from graphquant.errors import ModelError, UnobservableTensorError, UsageError, did_you_mean
+from graphquant.formats import Feeds, InputSpec
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import unique_node_name
@@ -29,7 +30,7 @@ from graphquant.formats.tensorflow.session import (
 from graphquant.formats.tensorflow.tflite_16x8 import quantize_16x8
 from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
 from graphquant.ir import BOUNDED_KINDS, FLOAT_TYPES, RESHAPING_KINDS, Model, Parameters, TensorRef, Use
-from graphquant.numerics import QParams, dequantize, quantize
+from graphquant.numerics import IntType, QParams, dequantize, qparams_from_scale, quantize
 from graphquant.qdq import read_qparams
 
 if TYPE_CHECKING:
@@ -382,15 +383,153 @@ def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
     )
 
 
+class TFLiteRunner:
+    """Runs a TFLite file in TensorFlow's interpreter, with floats in place of integers that have a scale.
+
+    Inputs and outputs have the keys of the file's signatures, or its tensors' names if there are none.
+    """
+
+    def __init__(self, model: Model, signatures: Sequence[str] = (), other_outputs: Sequence[str] = ()) -> None:
+        """Create the interpreter of a model, and run these of its signatures, by default all.
+
+        Of signatures after the first, only outputs that `other_outputs` has as "SIGNATURE/KEY" are returned.
+
+        Raises:
+            MissingDependencyError: tensorflow is not installed.
+            ModelError: The interpreter refuses the file.
+            UsageError: The file has no such signature.
+        """
+        self.model = model
+        self._tensorflow = import_tensorflow()
+        self.start_sequence()
+        known = sorted(self._interpreter.get_signature_list(), key=lambda name: name != "serving_default")
+        if unknown := [name for name in signatures if name not in known]:
+            hint = did_you_mean(unknown[0], known)
+            raise UsageError(
+                f"{model.path} has no signature {unknown[0]!r}. It has {', '.join(known) or 'none'}.{hint}"
+            )
+        first, *others = signatures or known or ("",)
+        self._inputs: dict[str, dict[str, Any]] = {}
+        self._outputs: dict[str, dict[str, str]] = {}
+        for signature in (first, *others):
+            inputs, outputs = self._details(signature)
+            names = {key: key if signature == first else f"{signature}/{key}" for key in outputs}
+            names = {key: name for key, name in names.items() if signature == first or name in other_outputs}
+            if names:
+                self._inputs[signature], self._outputs[signature] = inputs, names
+        shared = {key: detail for inputs in reversed(self._inputs.values()) for key, detail in inputs.items()}
+        self.inputs: Sequence[InputSpec] = [_interpreter_input(key, detail) for key, detail in shared.items()]
+        self.outputs: Sequence[str] = [name for names in self._outputs.values() for name in names.values()]
+        self.output_tensors: Mapping[str, TensorRef] = {}  # the interpreter overwrites tensors during a run
+
+    def _details(self, signature: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the interpreter's report of the inputs and outputs of a signature by key, or of the main graph."""
+        if signature:
+            runner = self._interpreter.get_signature_runner(signature)
+            return runner.get_input_details(), runner.get_output_details()
+        details = self._interpreter.get_input_details(), self._interpreter.get_output_details()
+        inputs, outputs = ({tensor["name"]: tensor for tensor in tensors} for tensors in details)
+        return inputs, outputs
+
+    def start_sequence(self) -> bool:
+        """Let the next run start with the initial state. Return True if the file has variables."""
+        with silence_stderr(), self._translate_errors():
+            self._interpreter = self._tensorflow.lite.Interpreter(model_content=bytes(self.model.source))
+            self._interpreter.allocate_tensors()  # reports its delegates on stderr
+        return not self.model.op_kinds().isdisjoint({"variable", "read_variable", "stateful"})
+
+    def run(self, feeds: Feeds) -> dict[str, Array]:
+        """Return the outputs by name. A model with state continues from the previous call."""
+        results: dict[str, Array] = {}
+        with self._translate_errors():
+            for signature, names in self._outputs.items():
+                details = self._inputs[signature]
+                inputs = {key: _to_integers(feeds[key], detail) for key, detail in details.items()}
+                outputs, output_details = self._invoke(signature, inputs)
+                results |= {name: _to_floats(outputs[key], output_details[key]) for key, name in names.items()}
+        return results
+
+    def _invoke(self, signature: str, inputs: Mapping[str, Array]) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
+        """Run a signature, or the main graph, on inputs of any size; return its outputs and the report of them."""
+        if signature:
+            outputs = self._interpreter.get_signature_runner(signature)(**inputs)
+            return outputs, self._details(signature)[1]
+        for key, value in inputs.items():
+            self._interpreter.resize_tensor_input(self._inputs[""][key]["index"], value.shape)
+        self._interpreter.allocate_tensors()
+        for key, value in inputs.items():
+            self._interpreter.set_tensor(self._inputs[""][key]["index"], value)
+        self._interpreter.invoke()
+        details = self._details("")[1]
+        return {key: self._interpreter.get_tensor(detail["index"]) for key, detail in details.items()}, details
+
+    def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, Array]]:
+        """Yield the outputs of each feed. A model with state starts with the initial one."""
+        self.start_sequence()
+        return map(self.run, feeds)
+
+    def free_large_session(self, *, observing: bool = False) -> None:
+        """Do nothing: all runs share one interpreter."""
+
+    @staticmethod
+    def unobservable(tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
+        """Return a reason for each of `tensors`: none can be observed."""
+        return dict.fromkeys(tensors, "TFLite's interpreter overwrites it during a run")
+
+    def element_counts(self, tensors: Sequence[TensorRef], _feed: Feeds) -> dict[TensorRef, int]:
+        """Raise an UnobservableTensorError: no tensor can be observed."""
+        raise UnobservableTensorError(f"{self.model.path}: TFLite's interpreter overwrites {tensors[0]} during a run.")
+
+    def observe(self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], **_options: Any) -> Any:
+        """Raise an UnobservableTensorError: no tensor can be observed."""
+        self.element_counts(tensors, next(iter(feeds)))
+
+    def _translate_errors(self) -> contextlib.AbstractContextManager[None]:
+        return _translate_runtime_errors(
+            f"TFLite's interpreter cannot run {self.model.path}",
+            "Check the shapes of the data, and that the file has no custom ops",
+        )
+
+
+def _interpreter_input(key: str, detail: Mapping[str, Any]) -> InputSpec:
+    """Return an input by the interpreter's report of it; integers with a scale are fed as floats."""
+    is_scaled = detail["quantization_parameters"]["scales"].size
+    name = np.dtype(detail["dtype"]).name
+    shape = tuple(None if size < 0 else int(size) for size in detail["shape_signature"])
+    aliases = (key.removesuffix(":0"),) if key.endswith(":0") else ()
+    return InputSpec(name=key, dtype="float32" if is_scaled else name, shape=shape, aliases=aliases)
+
+
+def _stored_params(detail: Mapping[str, Any]) -> QParams | None:
+    """Return the scale, zero point and type of the interpreter's report of a tensor, None if it has no scale."""
+    stored = detail["quantization_parameters"]
+    if not stored["scales"].size:
+        return None
+    dtype = IntType.parse(np.dtype(detail["dtype"]).name)
+    return qparams_from_scale(stored["scales"].reshape(()), stored["zero_points"].reshape(()), dtype)
+
+
+def _to_integers(values: Array, detail: Mapping[str, Any]) -> Array:
+    """Quantize values with the scale of an input; integers stay as they are."""
+    params = _stored_params(detail) if values.dtype.kind == "f" else None
+    return values if params is None else quantize(values, params).astype(detail["dtype"])
+
+
+def _to_floats(values: Array, detail: Mapping[str, Any]) -> Array:
+    """Dequantize an output that has a scale."""
+    params = _stored_params(detail)
+    return values if params is None else dequantize(values, params)
+
+
 @contextlib.contextmanager
-def _translate_runtime_errors() -> Iterator[None]:
+def _translate_runtime_errors(
+    problem: str = "TFLite's runtime refuses the converted model",
+    advice: str = "Exclude that op with --exclude, or export the model without it",
+) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"TFLite's runtime refuses the converted model: {first_error_line(str(error))}. Exclude that op with"
-            " --exclude, or export the model without it."
-        ) from error
+        raise ModelError(f"{problem}: {first_error_line(str(error))}. {advice}.") from error
 
 
 def _input_is_quantized(model: Model, input_name: str) -> bool:
