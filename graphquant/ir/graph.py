@@ -157,12 +157,13 @@ class Graph:
         self, op: Op, inputs: Sequence[TensorRef | None] = (), *, control_sources: Iterable[str] = ()
     ) -> TensorRef:
         """Add `op` reading `inputs`, with control edges from the ops `control_sources`. Returns its first output."""
-        if op.name in self.nx:
+        if op.name in self._nodes:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         self.nx.add_node(op.name, op=replace(op, anchor=self.anchor) if self.anchor else op, slots=[])
         self.reserved_names.add(op.name)
-        self.reserved_names.update(output.name for output in op.outputs if output.name)
-        self.connect_inputs(op.name, inputs, control_sources=control_sources)
+        self.reserved_names.update([output.name for output in op.outputs if output.name])
+        if inputs or control_sources:
+            self.connect_inputs(op.name, inputs, control_sources=control_sources)
         return TensorRef(self.name, op.name, 0)
 
     def connect_inputs(
@@ -176,7 +177,7 @@ class Graph:
                 slots[slot] = tensor
                 self._add_data_edge(Use(self.name, name, slot), tensor)
         for source in control_sources:
-            if source not in self.nx:
+            if source not in self._nodes:
                 raise InternalError(f"Op {name!r} must run after {source!r}, which does not exist in {self.name!r}.")
             self._add_edge(source, name, CONTROL_EDGE, {})
 
@@ -302,7 +303,7 @@ class Graph:
     def _checked_edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
         """Return `edge_key` of an edge between existing ops."""
         source_graph, target, key = self.edge_key(use, tensor)
-        if use.slot < 0 or tensor.op not in source_graph or target not in source_graph:
+        if use.slot < 0 or tensor.op not in source_graph._nodes or target not in source_graph._nodes:  # noqa: SLF001
             raise InternalError(f"{use} reads {tensor}, but the tensor or its reader does not exist.")
         return source_graph, target, key
 

@@ -13,7 +13,6 @@ The ops themselves are in tests/reference, which checks this module against Tens
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,19 +113,20 @@ def range_for_fake_quant(params: QParams) -> Range:
     narrow = params.narrow and params.type.signed
     zero_point = params.zero_point.astype(np.float64)
     target_scale = params.scale.astype(np.float64)
-    candidate_ends = [_adjacent_floats(((end - zero_point) * target_scale).astype(np.float32)) for end in (qmin, qmax)]
-    candidates = list(itertools.product(*candidate_ends))
-    nudged = [nudge_range(*candidate, num_bits=params.type.bits, narrow_range=narrow) for candidate in candidates]
-    scales = np.stack([candidate.scale for candidate in nudged]).astype(np.float64)
-    zero_point_moved = np.stack([candidate.zero_point != zero_point - qmin + narrow for candidate in nudged])
-    best = np.argmin(np.where(zero_point_moved, np.inf, np.abs(scales - target_scale)), axis=0)
-    return Range(*(np.choose(best, ends) for ends in zip(*candidates, strict=True)))
+    lows, highs = (_adjacent_floats(((end - zero_point) * target_scale).astype(np.float32)) for end in (qmin, qmax))
+    # One call of the kernel's arithmetic for all pairs of ends, as most ranges are single numbers.
+    lows, highs = np.repeat(lows, len(highs), axis=0), np.concatenate([highs] * len(lows))
+    nudged = nudge_range(lows, highs, num_bits=params.type.bits, narrow_range=narrow)
+    zero_point_moved = nudged.zero_point != zero_point - qmin + narrow
+    distances = np.where(zero_point_moved, np.inf, np.abs(nudged.scale.astype(np.float64) - target_scale))
+    best = np.argmin(distances, axis=0)
+    return Range(np.choose(best, lows), np.choose(best, highs))
 
 
-def _adjacent_floats(end: Array) -> list[Array]:
-    """Return `end` and the float32 below and above it. 0.0 has no neighbors here, so that it stays 0.0."""
-    neighbors = (np.nextafter(end, np.float32(direction * np.inf)) for direction in (-1, 1))
-    return [end, *(np.where(end == 0, end, neighbor) for neighbor in neighbors)]
+def _adjacent_floats(end: Array) -> Array:
+    """Return `end` and the float32 below and above it, stacked. 0.0 has no neighbors here, so that it stays 0.0."""
+    directions = np.float32([0, -np.inf, np.inf]).reshape(3, *[1] * np.ndim(end))
+    return np.where((directions == 0) | (end == 0), end, np.nextafter(end, directions))
 
 
 def check_kernel_bits(num_bits: int, *, signed: bool) -> None:
@@ -182,13 +182,14 @@ def range_for_quantize_and_dequantize(params: QParams) -> Range:
     qmin, qmax = params.type.limits(narrow=params.narrow)
     target_scale = params.scale.astype(np.float64)
     low, high = (qmin * target_scale).astype(np.float32), (qmax * target_scale).astype(np.float32)
-    candidate_highs = [high, np.nextafter(high, np.float32(np.inf))]
+    candidates = [high, np.nextafter(high, np.float32(np.inf))]
     end = high
     for _ in range(3):  # three values below `high`, where the lower end decides the scale
         end = np.nextafter(end, np.float32(0))
-        candidate_highs.insert(-1, end)
-    candidates = [(-end if qmin == -qmax else low, end) for end in candidate_highs]
+        candidates.insert(-1, end)
+    highs = np.stack(candidates)
+    lows = -highs if qmin == -qmax else np.broadcast_to(low, highs.shape)
     bits, signed = params.type.bits, params.type.signed
-    scales = [scale_range(*pair, num_bits=bits, signed=signed, narrow=params.narrow) for pair in candidates]
-    best = np.argmin(np.abs(np.stack(scales).astype(np.float64) - target_scale), axis=0)
-    return Range(*(np.choose(best, ends) for ends in zip(*candidates, strict=True)))
+    scales = scale_range(lows, highs, num_bits=bits, signed=signed, narrow=params.narrow)
+    best = np.argmin(np.abs(scales.astype(np.float64) - target_scale), axis=0)
+    return Range(np.choose(best, lows), np.choose(best, highs))

@@ -14,6 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,10 +143,12 @@ def _submessages(field: Any, value: Any) -> Sequence[tuple[FieldPath, Any]]:
     return [([index], submessage) for index, submessage in enumerate(value)] if _is_list_field(field) else [([], value)]
 
 
+@cache
 def _is_list_field(field: Any) -> bool:
     return bool(field.is_repeated) if hasattr(field, "is_repeated") else field.label == FieldDescriptor.LABEL_REPEATED
 
 
+@cache
 def _is_map_field(field: Any) -> bool:
     return bool(field.message_type is not None and field.message_type.GetOptions().map_entry)
 

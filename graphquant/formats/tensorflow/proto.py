@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from operator import itemgetter
 from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -230,8 +231,11 @@ def all_nodes(graph_def: Any) -> Iterator[Any]:
 
 def split_inputs(node: Any) -> tuple[list[str], list[str]]:
     """Return the data inputs of a NodeDef and its control inputs, which start with "^"."""
-    data = [text for text in node.input if not text.startswith("^")]
-    return data, [text for text in node.input if text.startswith("^")]
+    data: list[str] = []
+    controls: list[str] = []
+    for text in node.input:
+        (controls if text.startswith("^") else data).append(text)
+    return data, controls
 
 
 def input_node(input_name: str) -> str:
@@ -248,8 +252,11 @@ def replace_nodes(field: Any, nodes: Iterable[Any]) -> None:
 
 def function_attrs(node: Any) -> Iterator[tuple[str, Any]]:
     """Yield a node's references to functions (NameAttrList) by attribute, in alphabetical order."""
-    for key in sorted(node.attr):
-        value = node.attr[key]
+    functions = []
+    for key, value in node.attr.items():
         kind = value.WhichOneof("value")
-        for function in (value.func,) if kind == "func" else value.list.func if kind == "list" else ():
-            yield key, function
+        if kind == "func":
+            functions.append((key, value.func))
+        elif kind == "list":
+            functions += [(key, function) for function in value.list.func]
+    yield from sorted(functions, key=itemgetter(0))
