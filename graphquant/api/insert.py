@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphquant import formats
 from graphquant.analysis.compare import with_sensitivity
@@ -73,6 +73,14 @@ from graphquant.quantize import (
     transfer_ranges,
 )
 from graphquant.quantize.integer_io import set_pixel_ranges, with_integer_io
+from graphquant.quantize.kv_cache import (
+    ATTENTION,
+    AttentionCache,
+    StateLimits,
+    cache_limits,
+    find_caches,
+    with_int8_cache,
+)
 from graphquant.rules import NEGATION
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import NO_TARGET, InsertOptions, resolve_options, takes_options
@@ -124,8 +132,13 @@ def insert(
     plan, transfer = _apply_ranges(source, prepared, plan, settings)
     plan, pictures = _apply_pixel_ranges(prepared, plan, settings, open_samples)
     data = _split_data(prepared, plan, objective, settings, open_samples)
-    if data.lacks_samples:
-        raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
+    _require_samples(source, plan, data, transfer)
+    with_integer_types = partial(
+        _with_integer_types,
+        settings=settings,
+        pictures=pictures,
+        caches=_observe_caches(source, prepared, data, settings),
+    )
     check = data.start_check(source) if plan.sites else None
     state = run_precalibration_algorithms(prepared, plan, data.calibration, has_stats=data.stats is not None)
     start = search_clock(settings.search_time)()
@@ -150,14 +163,14 @@ def insert(
     if repair is not None and repair.steps:
         base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
         trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
-    result = _with_integer_io(make_result(source, state, built, trace, stats), settings, pictures)
+    result = with_integer_types(make_result(source, state, built, trace, stats))
     # Scaled channels would differ from those of the source.
     like_source = None if state.rescaled_tensors else state.model
     validation = _validate(result, data, settings, objective.bounds, progress, like_source)
     # The plans of a repair would take many times as long as the rest for so many quantized tensors.
     is_repairable = validation is not None and has_few_sites(len(result.inserted)) and context.allows(objective)
     if validation is not None and is_repairable and context.misses_target(built, validation):
-        result = _with_integer_io(context.repair(workspace, built, validation), settings, pictures)
+        result = with_integer_types(context.repair(workspace, built, validation))
         validation = _validate(result, data, settings, objective.bounds, progress)
     stats_path = Path(settings.stats) if result.stats and isinstance(settings.stats, str | Path) else None
     result = replace(
@@ -168,12 +181,18 @@ def insert(
         validation=validation,
         strict=settings.strict,
     )
-    if not (result.inserted or settings.allow_empty or result.already_quantized):
+    if not (result.is_changed or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))
     _release_float_runners()
     result = _judge_execution(result)  # uses the sessions of the validation
     formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
     return _measure_time(result, prepared, data)
+
+
+def _require_samples(source: Model, plan: Plan, data: CalibrationData, transfer: RangeTransfer | None) -> None:
+    """Raise NeedsDataError if the plan needs ranges and there is neither data nor statistics."""
+    if data.lacks_samples:
+        raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
 
 
 def _release_float_runners() -> None:
@@ -194,6 +213,49 @@ def _with_integer_io(result: Result, settings: InsertOptions, pictures: frozense
             " such as generic or qnn, or use --io float32."
         )
     return replace(result, model=changed, io=tensors)
+
+
+def _find_int8_caches(prepared: Model) -> list[AttentionCache]:
+    """Return the caches of the model; raise FindingsError if none of them can be int8, or nothing would run it."""
+    caches = find_caches(prepared) if prepared.format == "onnx" else []
+    if all(cache.reason for cache in caches):
+        listed = "; ".join(f"{cache.op}: {cache.reason}" for cache in caches)
+        raise FindingsError(
+            f"No {ATTENTION} has past states that can be int8: {listed or 'the model has no such op with past states'}."
+            " Nothing was written. Export the decoder in the form of ONNX Runtime GenAI, or remove --kv-cache."
+        )
+    from graphquant.formats.onnx import has_int8_cache
+
+    if not has_int8_cache():
+        raise FindingsError(
+            "The installed ONNX Runtime does not run caches of int8 on the CPU, and releases from 1.28 on do. Nothing"
+            " was written. Update onnxruntime, or remove --kv-cache."
+        )
+    return caches
+
+
+def _observe_caches(
+    source: Model, prepared: Model, data: CalibrationData, settings: InsertOptions
+) -> dict[str, StateLimits]:
+    """Return the limits of the states on the calibration samples; none unless the options request int8 caches."""
+    if settings.kv_cache is None or data.calibration is None:
+        return {}
+    feeds = data.calibration.feeds_between(0, data.calibration.count)
+    return cache_limits(_find_int8_caches(prepared), formats.shared_runner(source, "source").run_each(feeds))
+
+
+def _with_integer_types(
+    result: Result, *, settings: InsertOptions, pictures: frozenset[str], caches: dict[str, StateLimits]
+) -> Result:
+    """Return the result with the integer inputs, outputs and caches that the options request."""
+    result = _with_integer_io(result, settings, pictures)
+    if not caches:
+        return result
+    per: Literal["tensor", "channel"] = "tensor" if settings.kv_cache == "int8-per-tensor" else "channel"
+    changed, tensors = with_int8_cache(result.model, caches, per)
+    if not result.inserted:
+        changed = replace(changed, original_model=result.source)
+    return replace(result, model=changed, io=(*result.io, *tensors))
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:
@@ -230,6 +292,8 @@ def _check_options(settings: InsertOptions) -> Objective:
             "A size budget cannot be combined with optimizing latency: a small model may be slow, and float ops are"
             " often the fastest. Use one of them."
         )
+    if settings.kv_cache is not None and settings.data is None:
+        raise UsageError("The scales of the cache come from the states of samples. Pass data, or remove kv_cache.")
     return Objective(
         minimize=settings.optimize,
         bounds=Bounds(
@@ -298,7 +362,7 @@ def _split_data(
         open_samples=open_samples,
         validates=settings.validate,
         stats=None if settings.stats is None else resolve_stats(settings.stats),
-        needs_ranges=bool(sites_needing_data(plan)),
+        needs_ranges=bool(sites_needing_data(plan)) or settings.kv_cache is not None,
         runs_algorithms=bool(plan.algorithms and plan.sites),
         has_bounds=bool(objective.bounds),
         has_search=objective.uses_search_set,
@@ -397,7 +461,7 @@ def _validate(
     prepared: Model | None = None,
 ) -> Validation | None:
     """Measure the errors of a result on the hold-out; None without data."""
-    if not result.inserted or data.validation_set is None:
+    if not result.is_changed or data.validation_set is None:
         return None
     target = None if settings.min_sqnr == NO_TARGET else DEFAULT_MIN_SQNR
     validation = validate_model(
@@ -427,7 +491,7 @@ def _with_fold_outputs(validation: Validation, by_folds: Validation) -> Validati
 def _judge_execution(result: Result) -> Result:
     """Return the result with the execution of each op in ONNX Runtime. Reject a model that its runtime rejects."""
     unjudged_reason, verdicts = "", result.verdicts
-    if result.inserted:
+    if result.is_changed:
         unjudged_reason = check_runtime_accepts(
             result.source, result.model, result.validation, other_backend=not result.plan.for_onnxruntime
         )

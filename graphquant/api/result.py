@@ -112,9 +112,14 @@ class Result(HtmlRepresentation):
         return activation_sqnr(pairs, self.stats.sketches if self.stats is not None else {}, limit)
 
     @property
+    def is_changed(self) -> bool:
+        """True if any tensor was quantized, also only the cache of a decoder."""
+        return bool(self.inserted) or any(tensor.cache for tensor in self.io)
+
+    @property
     def already_quantized(self) -> bool:
         """True if the model was quantized before, and stays unchanged."""
-        return not (self.inserted or self.source.op_kinds().isdisjoint(QUANTIZATION_KINDS | {"integer"}))
+        return not (self.is_changed or self.source.op_kinds().isdisjoint(QUANTIZATION_KINDS | {"integer"}))
 
     @property
     def quantized_share(self) -> float | None:

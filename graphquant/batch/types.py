@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from graphquant.errors import UsageError
 from graphquant.ir import qualified_op_name
-from graphquant.utils.option_types import InputOutputType, RangeSource  # noqa: TC001  # pydantic evaluates them
+from graphquant.utils.option_types import CacheType, InputOutputType, RangeSource  # noqa: TC001  # pydantic evaluates them
 
 REPORT_SCHEMA_VERSION = 2  # schema version of reports
 MAX_REPORT_BYTES = 1 << 30  # maximum size of a report file
@@ -100,6 +100,7 @@ class Entry(_Record):
     metric: str | None = None
     size_budget: str | None = None
     io: InputOutputType | None = None
+    kv_cache: CacheType | None = None
     allow_links: bool = False
     signature: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
@@ -237,6 +238,7 @@ class BatchReport(_Record):
     started: float = 0.0  # start time in seconds since 1970
     seconds: float = 0.0  # duration
     changes: tuple[OutcomeChange, ...] = ()  # changes since an earlier report, if one was given
+    warnings: tuple[str, ...] = ()  # entries of the manifest that got no model
 
     @property
     def passed(self) -> bool:

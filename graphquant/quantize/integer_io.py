@@ -8,7 +8,7 @@ pair replaces the normalization.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -63,6 +63,8 @@ class BoundaryTensor:
     constants: tuple[str, ...] = ()  # the initializers with the scale and zero point of the op that reads or writes it
     reason: str = ""  # reason why it stays float, or ""
     normalization: str = ""  # "folded" or the reason why it is kept, for an input that takes pixel values
+    # Scales of a key or value cache, whose constant has them, or "" if it is none; `scale` is the largest one.
+    cache: Literal["", "tensor", "channel"] = ""
 
     def __str__(self) -> str:
         params = f"because {self.reason}" if self.reason else f"scale {self.scale:.9g}, zero point {self.zero_point}"
@@ -71,8 +73,30 @@ class BoundaryTensor:
 
     @property
     def params(self) -> QParams:
-        """Scale, zero point and type."""
+        """Scale, zero point and type; of a cache with scales for its channels, the largest scale."""
         return qparams_from_scale(np.array(self.scale), np.array(self.zero_point), IntType.parse(self.dtype))
+
+    def params_in(self, model: Model) -> QParams:
+        """Return scale, zero point and type; those of the channels of a cache are for its merged heads."""
+        name = self.constants[0] if self.cache == "channel" and self.constants else ""
+        read_scale = model.main.op(name).read_value if name in model.main else None
+        if read_scale is None:
+            return self.params
+        scales = read_scale()
+        return qparams_from_scale(scales, np.zeros(scales.shape, np.int32), IntType.parse(self.dtype), axis=2)
+
+
+def convert_boundary(convert: Callable[[Array, QParams], Array], values: Array, params: QParams) -> Array:
+    """Return the quantized or dequantized values of an input or output, as `convert` does it.
+
+    If there are scales of channels, the values are a cache (batch, heads, positions, size).
+    """
+    if params.axis is None:
+        return convert(values, params)
+    by_position = values.transpose(0, 2, 1, 3)
+    batch, positions, heads, size = by_position.shape
+    converted = convert(by_position.reshape(batch, positions, heads * size), params)
+    return np.ascontiguousarray(converted.reshape(by_position.shape).transpose(0, 2, 1, 3))
 
 
 def integer_tensors(provenance: Mapping[str, str]) -> tuple[BoundaryTensor, ...]:
@@ -131,8 +155,10 @@ def with_float_io(model: Model, provenance: Mapping[str, str]) -> Model:
     An input stays an integer if its normalization was folded, because the model does not have these ops any more.
     """
     changed = model.copy()
-    graph, outputs = changed.main, {_value_name(model.main.op(name)): name for name in model.main.outputs}
+    graph, outputs = changed.main, {output_name(model.main.op(name)): name for name in model.main.outputs}
     for tensor in integer_tensors(provenance):
+        if tensor.cache:
+            continue  # see `restore_float_cache`
         if tensor.role == "input" and tensor.name in graph and tensor.normalization != "folded":
             layout_ops = _trace_input(changed, Parameters(changed), tensor.name, "dequantize").layout_ops
             _set_dtype(graph, [tensor.name, *layout_ops], "float32")
@@ -222,7 +248,7 @@ def _convert_input(
 def _convert_output(model: Model, parameters: Parameters, name: str, dtype: IntegerType) -> BoundaryTensor:
     """Change the type of an output if that is possible."""
     graph = model.main
-    tensor = BoundaryTensor(name=_value_name(graph.op(name)), role="output", dtype=dtype)
+    tensor = BoundaryTensor(name=output_name(graph.op(name)), role="output", dtype=dtype)
     uses = _output_path(graph, name)
     floats = graph.source_of(uses[-1])
     is_pair = floats is not None and not floats.graph and graph.op(floats.op).kind == "dequantize"
@@ -273,7 +299,8 @@ def _output_path(graph: Graph, name: str) -> list[Use]:
     return uses
 
 
-def _value_name(output: Op) -> str:
+def output_name(output: Op) -> str:
+    """Return the value name of an output of a graph."""
     return str(getattr(output.source, "name", output.source))
 
 

@@ -15,7 +15,8 @@ from graphquant.ir.op_matching import is_inserted
 from graphquant.numerics import Array, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op
-from graphquant.quantize.integer_io import with_float_io
+from graphquant.quantize.integer_io import integer_tensors, with_float_io
+from graphquant.quantize.kv_cache import restore_float_cache
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.prepare import PREPARATION_STEPS
 
@@ -47,6 +48,7 @@ class _QuantizationRemover:
     def __init__(self, model: Model, provenance: Mapping[str, str]) -> None:
         self._model = model
         self._changed = with_float_io(model, provenance)
+        restore_float_cache(self._changed, integer_tensors(provenance))
         self._parameters = Parameters(model)
         self._floats: dict[tuple[str, str, bytes], tuple[TensorRef, QParams]] = {}
         self._remaining: dict[TensorRef, str] = {}

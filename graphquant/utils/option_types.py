@@ -107,6 +107,7 @@ Cost = Literal["macs", "size", "latency"]
 RangeSource = Literal["observed", "given", "dynamic", "learned"]
 Runtime = Literal["tflite"]
 InputOutputType = Literal["int8", "uint8", "int16", "float32"]
+CacheType = Literal["int8", "int8-per-tensor"]
 # A spec, its path or data in memory, which only the code that opens data can check.
 DataSpec = Annotated[Any, WithJsonSchema({"type": "string"})]
 # A path, or the object that its file contains.

@@ -21,6 +21,7 @@ from graphquant.utils.argument_types import is_accepted, parameter_types
 if TYPE_CHECKING:
     from graphquant.utils.option_types import (
         Bytes,
+        CacheType,
         Cost,
         Count,
         DataSpec,
@@ -260,6 +261,13 @@ class InsertOptions(PlanOptions):
         " of the plan's activations in TFLite if all of them have a range.",
         metavar="TYPE",
         choices=("int8", "uint8", "int16", "float32"),
+    )
+    kv_cache: CacheType | None = option(
+        None,
+        "Type of the past keys and values of GroupQueryAttention in an ONNX model, with a scale for each channel or"
+        " tensor. Needs data. Default: as the model has them.",
+        metavar="TYPE",
+        choices=("int8", "int8-per-tensor"),
     )
     runtime: Runtime | None = option(
         None, '"tflite" to minimize the latency of a TFLite file. Default: the runtime of the format.', python_only=True

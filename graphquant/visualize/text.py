@@ -100,7 +100,10 @@ def result_view(result: Result, output: Path | None, *, tables: bool = True) -> 
     if result.already_quantized:
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
-    sections += [plain_line(str(tensor)) for tensor in result.io]
+    sections += [plain_line(str(tensor)) for tensor in result.io if not tensor.cache]
+    if caches := [tensor for tensor in result.io if tensor.cache]:
+        count, per = len(caches), caches[0].cache
+        sections.append(plain_line(f"cache: {count} past and present states are int8, with a scale for each {per}"))
     sections += _unused_rules_lines(result.plan, shipped=False)
     sections += _plan_warnings(result.plan) + repair_view(result.search, result.validation)
     sections += search_view(result.search)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.fused_ops import supports_fused_form
     from graphquant.formats.onnx.index import input_specs, read_metadata
     from graphquant.formats.onnx.reader import from_onnx, load, restore_original
-    from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product
+    from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product, has_int8_cache
     from graphquant.formats.onnx.session import (
         OptimizedModel,
         SessionError,
@@ -36,7 +36,7 @@ _MODULES = {
     "fused_ops": ("supports_fused_form",),
     "index": ("input_specs", "read_metadata"),
     "reader": ("from_onnx", "load", "restore_original"),
-    "runtime": ("PRODUCT_TYPES", "find_wrong_product"),
+    "runtime": ("PRODUCT_TYPES", "find_wrong_product", "has_int8_cache"),
     "session": (
         *("OptimizedModel", "SessionError", "create_runner", "optimize_model", "prepare_timed_run", "profile_ops"),
         "require_loadable",

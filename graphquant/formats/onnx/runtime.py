@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.parser import parse_model
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
@@ -102,6 +102,42 @@ def infer_output_types(message: Any) -> dict[str, TypeAndShape]:
             sizes = tuple(size if isinstance(size, int) else None for size in output.shape)
             types[output.name] = DTYPE_NAMES[code], sizes or None  # an unknown rank is reported as no axes, too
     return types
+
+
+@cache
+def has_int8_cache() -> bool:
+    """Return True if onnxruntime runs GroupQueryAttention with int8 past states on the CPU.
+
+    Older releases accept the model, and fail when it runs. Release 1.28 is the first one with such a kernel.
+    """
+    heads = {"num_heads": 1, "kv_num_heads": 1, "k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
+    names = ["x", "x", "x", "past", "past", "last", "total", *[""] * 5, "scale", "scale"]
+    node = helper.make_node(
+        "GroupQueryAttention", names, ["y", "k", "v"], domain="com.microsoft", kv_cache_bit_width=8, **heads
+    )
+    feeds: dict[str, Any] = {
+        "x": np.ones((1, 1, 8), np.float32),
+        "past": np.ones((1, 1, 1, 8), np.int8),
+        "last": np.ones((1, 1), np.int32),
+        "total": np.array(2, np.int32),
+        "scale": np.ones(1, np.float32),
+    }
+    infos = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+        for name, value in feeds.items()
+    ]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.INT8, None) for name in ("k", "v")]
+    outputs.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, None))
+    versions = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "probe", infos, outputs)
+    model = helper.make_model(graph, opset_imports=versions, ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = FATAL_LOG_LEVEL
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return bool(session.run(["k"], feeds)[0].dtype == np.int8)
+    except RUNTIME_ERRORS:
+        return False
 
 
 @cache

@@ -45,7 +45,7 @@ from graphquant.formats.onnx.split_session import (
 from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
 from graphquant.numerics import QParams, dequantize, quantize
-from graphquant.quantize.integer_io import integer_tensors
+from graphquant.quantize.integer_io import convert_boundary, integer_tensors
 
 ObservedValues = dict[TensorRef, list["Array"]]
 OpKey = tuple[str, str]
@@ -74,13 +74,13 @@ _EXTERNAL_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 def _integer_params(model: Model) -> dict[str, QParams]:
     """Return the scales of the integer inputs and outputs that stand for floats, by name."""
-    return {tensor.name: tensor.params for tensor in integer_tensors(provenance_of(model))}
+    return {tensor.name: tensor.params_in(model) for tensor in integer_tensors(provenance_of(model))}
 
 
 def _quantize_feed(feed: Feeds, integers: Mapping[str, QParams]) -> Feeds:
     """Return a feed with quantized values for integer inputs that get floats."""
     quantized = {
-        name: quantize(feed[name], params).astype(params.type.name)
+        name: convert_boundary(quantize, feed[name], params).astype(params.type.name)
         for name, params in integers.items()
         if name in feed and np.asarray(feed[name]).dtype.kind == "f"
     }
@@ -153,7 +153,7 @@ class OnnxRunner:
             for values in results:
                 outputs = dict(zip(self.outputs, values, strict=True))
                 yield outputs | {
-                    name: dequantize(outputs[name], params)
+                    name: convert_boundary(dequantize, outputs[name], params)
                     for name, params in self._integers.items()
                     if name in outputs
                 }
