@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -65,7 +65,11 @@ _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
 def load_entries(
-    patterns: Sequence[str] = (), overrides: Mapping[str, Any] | None = None, *, allow_code: bool = False
+    patterns: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    allow_code: bool = False,
+    on_warning: Callable[[str], object] = str,
 ) -> list[Entry]:
     """Load the entries of a batch, in the order of the manifest; those of a glob sorted by path.
 
@@ -74,6 +78,7 @@ def load_entries(
         overrides: Settings of the command line, by key of `EntrySettings`; they override the manifest.
         allow_code: True if the data of the manifest may be Python code, which is executed. A manifest cannot allow it
             itself, because it may come from a stranger.
+        on_warning: Receives a message for each entry of the manifest that gets no model.
 
     Raises:
         ManifestError: The manifest has mistakes; the message lists all of them.
@@ -92,10 +97,10 @@ def load_entries(
             raise UsageError("\n".join(sentence for _, sentence in mistakes))
         tables = {index: ModelTable(path=(name,)) for index, name in enumerate(table.path)}
         request = BatchRequest(tables=tables, overrides=overridden)
-    return _request_entries(request, allow_code=allow_code)
+    return _request_entries(request, allow_code=allow_code, on_warning=on_warning)
 
 
-def _request_entries(request: BatchRequest, *, allow_code: bool) -> list[Entry]:
+def _request_entries(request: BatchRequest, *, allow_code: bool, on_warning: Callable[[str], object]) -> list[Entry]:
     mistakes = list(request.mistakes)
     selected = [model for model in _select_models(request, mistakes) if model.index not in request.ambiguous]
     # Code on the command line is requested by the user.
@@ -108,7 +113,25 @@ def _request_entries(request: BatchRequest, *, allow_code: bool) -> list[Entry]:
     mistakes = [mistake for mistake in [*mistakes, *_output_clashes(request, entries)] if mistake[1]]
     if mistakes or checks.failures:
         raise request.manifest_error(mistakes, checks.failures)
+    for message in _unused_entries(request, selected) if request.path is not None else ():
+        on_warning(str(request.manifest_error([message], ())))
     return [entry for _, entry in entries]
+
+
+def _unused_entries(request: BatchRequest, selected: Sequence[_SelectedModel]) -> Iterator[Mistake]:
+    """Yield the entries that match models and get none of them, because other entries have priority."""
+    used = {model.index for model in selected}
+    for index, table in request.tables.items():
+        if index not in used and isinstance(table, ModelTable):
+            taken = {
+                name for pattern in table.path for name in _matching_models(request, index, "path", pattern, [])[0]
+            }
+            owners = sorted({model.index + 1 for model in selected if model.name in taken})
+            reason = f"[[model]] {', '.join(map(str, owners))} has" if owners else "'exclude_models' names"
+            message = (
+                f"this entry gets no model, because {reason} all that it matches. Narrow that, or remove the entry."
+            )
+            yield ("model", index, "path"), message
 
 
 def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_SelectedModel]:

@@ -242,7 +242,8 @@ def batch_command(
         for key, value in settings.items()
         if value is not None and value != ()
     }
-    all_entries = load_entries(names, given_settings, allow_code=allow_code)
+    warnings: list[str] = []
+    all_entries = load_entries(names, given_settings, allow_code=allow_code, on_warning=warnings.append)
     shard_entries = select_shard(all_entries, shard_position)
     reporting.check_entries(shard_entries)
     options = BatchOptions(folder=folder, cache=not no_cache, resume=resume, force=force, shard=shard_position)
@@ -260,7 +261,7 @@ def batch_command(
         if reporting.verify
         else run(shard_entries, options)
     )
-    report = reporting.publish(report, earlier_report, shard_entries)
+    report = reporting.publish(replace(report, warnings=tuple(warnings)), earlier_report, shard_entries)
     if prune_cache is not None:
         _prune_cache(OutcomeCache(folder), prune_cache, reporting)
     _exit_with_report(report)

@@ -197,6 +197,25 @@ def test_full_manifest(empty_models, folder):
     assert [(entry.method, entry.float_weights) for entry in entries] == [(None, False)] * 3 + [("mse", True)]
 
 
+def test_entries_without_models_are_reported(empty_models):
+    """An entry whose models all belong to others, or are excluded, is a warning with its line; a path may take them."""
+    text = '[[model]]\npath = "models/**/*.onnx"\n[[model]]\npath = ["models/a*", "models/*/c.onnx"]\n'
+    text += '[[model]]\npath = "models/*.pb"\nexclude_models = "models/b*"\n'
+    Path(MANIFEST_NAME).write_text(text, "utf-8")
+    warnings = []
+    entries = load_entries(on_warning=warnings.append)
+    assert [entry.model for entry in entries] == ["models/a.onnx", "models/deep/c.onnx"]
+    assert_mistakes(warnings, [(f"{MANIFEST_NAME}:4", "[[model]] 1"), (f"{MANIFEST_NAME}:6", "'exclude_models'")])
+    text = '[[model]]\npath = "models/b*"\n[[model]]\npath = "models/b.pb"\n'
+    Path(MANIFEST_NAME).write_text(text, "utf-8")
+    warnings.clear()
+    load_entries(on_warning=warnings.append)
+    assert_mistakes(warnings, [(f"{MANIFEST_NAME}:2", "[[model]] 2")])
+    warnings.clear()
+    load_entries(["models/a.onnx", "models/*.onnx"], on_warning=warnings.append)
+    assert not warnings
+
+
 def test_data_overrides_statistics(empty_models):
     """An entry's data replaces default statistics. An entry's statistics are combined with default data."""
     Path("s.gqs").touch()

@@ -195,6 +195,7 @@ def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
         started=min(report.started for report in ordered),
         seconds=max(report.seconds for report in ordered),
         changes=(),
+        warnings=tuple(dict.fromkeys(warning for report in ordered for warning in report.warnings)),
     )
 
 

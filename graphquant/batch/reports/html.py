@@ -61,6 +61,7 @@ def _report_lines(report: BatchReport, graphs: Mapping[str, str]) -> Iterator[st
 def _page_header(report: BatchReport) -> Iterator[str]:
     started = datetime.fromtimestamp(report.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
     yield f"<header><h1>graphquant batch</h1><p>{html_text(report_summary(report))}</p>"
+    yield from (f'<p class="bad">{html_text(warning)}</p>' for warning in report.warnings)
     yield f'<p class="soft">graphquant {html_text(report.version)}, {started}</p>'
     yield '<form id="controls">'
     yield '<input id="query" type="search" placeholder="filter by name" aria-label="filter by name">'

@@ -179,6 +179,7 @@ def batch_report_view(report: BatchReport) -> RenderableType:
             if line
         ]
     styles = {"error": "bold red", "warning": "yellow", "note": "dim"}
+    sections += [plain_line(f"warning: {warning}", style=styles["warning"]) for warning in report.warnings]
     sections += [
         plain_line(f"{change.name}: {change.message}", style=styles[change.level]) for change in report.changes
     ]
@@ -197,6 +198,7 @@ BATCH_CODES = {
     "GQ209": LintCode("warning", "an output cannot be compared with its float model"),
     "GQ210": LintCode("error", "no tensor of a model would be quantized, so nothing was written"),
     "GQ211": LintCode("warning", "calibration data is probably wrong"),
+    "GQ212": LintCode("warning", "an entry of the manifest gets no model"),
 }
 """Codes of a batch, in addition to those of `check`."""
 
@@ -214,7 +216,7 @@ _CODE_BY_STATUS = {
 
 
 def report_notices(report: BatchReport) -> Iterator[Notice]:
-    """Yield all problems by model, then the changes."""
+    """Yield all problems by model, then the changes, then unused entries of the manifest."""
     for outcome in report.outcomes:
         if outcome.status != "skipped" or report.shard[1] == 1:  # models of other shards are skipped by design
             yield from _outcome_notices(outcome)
@@ -224,6 +226,8 @@ def report_notices(report: BatchReport) -> Iterator[Notice]:
             path = paths.get(change.name, change.name)
             code = "GQ208" if change.kind == "digest" else "GQ207"
             yield Notice(code, change.level, path, "", "", f"{change.name}: {change.message}.")
+    for warning in report.warnings:
+        yield Notice("GQ212", "warning", warning.partition(":")[0], "", "", warning)
 
 
 def _outcome_notices(outcome: Outcome) -> Iterator[Notice]:
@@ -260,6 +264,7 @@ def _problem_items(report: BatchReport) -> Iterator[str]:
         if change.level != "note":
             word = "differs" if change.kind == "digest" else "regressed"
             yield f"- **{escape_markdown(change.name)}** {word}: {escape_markdown(change.message)}"
+    yield from (f"- {escape_markdown(warning)}" for warning in report.warnings)
     for change in report.changes:
         if change.level == "note":
             yield f"- {escape_markdown(change.name)}: {escape_markdown(change.message)}"
@@ -318,7 +323,7 @@ def junit_xml(report: BatchReport) -> str:
         if outcome.passed
         for reason in failure_reasons(outcome)
     ]
-    errors += [f"{change.name}: {change.message}" for change in report.changes]
+    errors += [*(f"{change.name}: {change.message}" for change in report.changes), *report.warnings]
     ET.SubElement(suite, "system-err").text = _xml_text(errors)
     ET.indent(suites)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(suites, encoding="unicode")}\n'

@@ -62,6 +62,16 @@ def test_json_without_times(report_of_each_status):
     assert batch_report_json(report_of_each_status) != batch_report_json(later_report)
 
 
+def test_warnings_are_in_each_form(report_of_each_status, tmp_path):
+    """Each form but CSV, which has a row for each model, has the warning about an entry without models."""
+    warning = "graphquant.toml:4: this entry gets no model"
+    report = replace(report_of_each_status, warnings=(warning,))
+    for suffix, write in REPORTS.items():
+        assert ("this entry gets no model" in write(report)) == (suffix != ".csv"), suffix
+    assert warning in render_text(batch_report_view(report))
+    assert f"file=graphquant.toml,title=GQ212::{warning}" in as_annotations(report)
+
+
 def test_random_data_is_named(report_of_each_status):
     """Text, Markdown and HTML say which figures come from random data, and have no such column otherwise."""
     outcome = report_of_each_status.outcomes[0]
@@ -323,7 +333,7 @@ def test_statuses_have_labels_and_codes(report_of_each_status):
     lost = replace(report_of_each_status, outcomes=(done, empty, doubtful), changes=())
     codes = {
         result["ruleId"]
-        for variant in (report_of_each_status, unlike, lost)
+        for variant in (replace(report_of_each_status, warnings=("graphquant.toml:1: unused",)), unlike, lost)
         for result in json.loads(REPORTS[".sarif"](variant))["runs"][0]["results"]
     }
     assert set(BATCH_CODES) <= codes
