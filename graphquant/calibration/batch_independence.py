@@ -89,7 +89,8 @@ def is_batch_independent(
             return all(
                 outputs.keys() == values.keys()
                 and all(
-                    (rows := _paired_rows(outputs[name], value, batch_size, first, len(samples))) is not None
+                    (rows := _paired_rows(outputs[name][None], value[None], batch_size, first, len(samples)))
+                    is not None
                     and equal_within_rounding(*rows, batched=True)
                     for name, value in values.items()
                 )
@@ -133,31 +134,32 @@ def _observed_tensors_agree(
     with closing(runner.observe(group, feeds, other_tensors=sorted(others))) as observations:
         batch = next(observations)
         for first, values in enumerate(observations):
-            # Small tensors of one shape are compared at once, because numpy's overhead dominates them.
+            # Small tensors of equal shapes are compared at once, because numpy's overhead dominates them.
             pairs: dict[tuple[Any, ...], list[tuple[Array, Array]]] = {}
             for position, tensor in enumerate(group):
                 if len(batch[tensor]) != 1 or len(values[tensor]) != 1:
                     return False
                 (joined,), (value,) = batch[tensor], values[tensor]
-                rows = _paired_rows(joined, value, batch_size, first, len(feeds) - 1)
-                if rows is None and not equal_within_rounding(value, joined):
-                    return False
-                if rows is not None:
-                    chunk = position // max(MAX_JOINED_VALUES // max(rows[1].size, 1), 1)
-                    pairs.setdefault((value.shape, value.dtype, chunk), []).append(rows)
+                chunk = position // max(MAX_JOINED_VALUES // max(joined.size, 1), 1)
+                pairs.setdefault((joined.shape, value.shape, value.dtype, chunk), []).append((joined, value))
             for same_shape in pairs.values():
-                expected, actual = map(np.concatenate, zip(*same_shape, strict=True))
-                if not equal_within_rounding(expected, actual, batched=True):
+                joined, value = map(np.stack, zip(*same_shape, strict=True))
+                rows = _paired_rows(joined, value, batch_size, first, len(feeds) - 1)
+                if not equal_within_rounding(*((value, joined) if rows is None else rows), batched=True):
                     return False
     return True
 
 
 def _paired_rows(joined: Array, value: Array, count: int, first: int, step: int) -> tuple[Array, Array] | None:
-    """Return `value` for each of the samples `first`, `first` + `step` ... of a batch of `count`, and their values."""
-    if not value.ndim or not value.size or joined.shape != (count * len(value), *value.shape[1:]):
+    """Return `value` for each of the samples `first`, `first` + `step` ... of a batch of `count`, and their values.
+
+    Both arguments are stacks of values of several tensors, and so are both results.
+    """
+    rows = value.shape[1:]
+    if not rows or not value.size or joined.shape[1:] != (count * rows[0], *rows[1:]):
         return None
-    parts = joined.reshape(count, *value.shape)[first::step]
-    return np.broadcast_to(value, parts.shape), parts
+    parts = joined.reshape(len(value), count, *rows)[:, first::step]
+    return np.broadcast_to(value[:, None], parts.shape).reshape(-1, *rows), parts.reshape(-1, *rows)
 
 
 def equal_within_rounding(expected: Array, actual: Array, *, batched: bool = False) -> bool:

@@ -70,7 +70,8 @@ class Graph:
         self.anchor = ""  # recorded as `Op.anchor` of ops that are added; "" records nothing
         # Names that new ops must not get. Graphs whose values share one name space share the set.
         self.reserved_names: set[str] = set() if reserved_names is None else reserved_names
-        self._single_edges: dict[tuple[int, int], dict[int, dict[str, int]]] = {}  # edges of pairs by slot and port
+        # The edges of pairs of ops with only one, by slot and port.
+        self._single_edges: dict[tuple[Any, int | None], dict[Any, dict[str, int]]] = {}
 
     @property
     def is_function(self) -> bool:
@@ -159,7 +160,9 @@ class Graph:
         """Add `op` reading `inputs`, with control edges from the ops `control_sources`. Returns its first output."""
         if op.name in self._nodes:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
-        self.nx.add_node(op.name, op=replace(op, anchor=self.anchor) if self.anchor else op, slots=[])
+        if self.anchor and op.anchor != self.anchor:
+            op = replace(op, anchor=self.anchor)
+        self.nx.add_node(op.name, op=op, slots=[])
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])
         if inputs or control_sources:
@@ -179,7 +182,7 @@ class Graph:
         for source in control_sources:
             if source not in self._nodes:
                 raise InternalError(f"Op {name!r} must run after {source!r}, which does not exist in {self.name!r}.")
-            self._add_edge(source, name, CONTROL_EDGE, {})
+            self._add_edge(source, name, CONTROL_EDGE)
 
     def set_source(self, use: Use, tensor: TensorRef | None) -> None:
         """Set the source of `use` to `tensor`, or empty the slot if it is None."""
@@ -272,14 +275,17 @@ class Graph:
 
     def _add_data_edge(self, use: Use, tensor: TensorRef) -> None:
         source_graph, target, key = self._checked_edge_key(use, tensor)
-        source_graph._add_edge(tensor.op, target, key, {"port": tensor.port})  # noqa: SLF001
+        source_graph._add_edge(tensor.op, target, key, tensor.port)  # noqa: SLF001
 
-    def _add_edge(self, source: str, target: str, key: Any, data: dict[str, int]) -> None:
+    def _add_edge(self, source: str, target: str, key: Any, port: int | None = None) -> None:
         """Add an edge. A dictionary of edges never changes, so that equal ones are one object, also in copies."""
-        edges = {**self._successors[source].get(target, {}), key: data}
-        if len(edges) == 1 and isinstance(key, int):
-            edges = self._single_edges.setdefault((key, data["port"]), edges)
-        self._successors[source][target] = self._predecessors[target][source] = edges
+        targets = self._successors[source]
+        edges = None if target in targets else self._single_edges.get((key, port))
+        if edges is None:
+            edges = {**targets.get(target, {}), key: {} if port is None else {"port": port}}
+            if len(edges) == 1 and isinstance(key, int):
+                self._single_edges[key, port] = edges
+        targets[target] = self._predecessors[target][source] = edges
 
     def _remove_data_edge(self, use: Use, tensor: TensorRef) -> None:
         graph, target, key = self.edge_key(use, tensor)
