@@ -29,12 +29,11 @@ from graphquant.ir import (
     TensorRef,
     Use,
 )
+from graphquant.rules.rule import SHIPPED_COSTS
 
 if TYPE_CHECKING:
     from graphquant.formats import InputSpec
 
-SHIPPED_TABLE = "onnxruntime"
-"""Name of the shipped table in the key `costs` of a rule file."""
 
 Work = Mapping[str, float]
 """Amounts of work by their names in a table."""
@@ -73,7 +72,7 @@ def read_cost_table(name: str) -> CostTable:
 
     Raises a UsageError if the file cannot be read, or is no table.
     """
-    path = Path(__file__).with_name("onnxruntime_costs.toml") if name == SHIPPED_TABLE else Path(name)
+    path = Path(__file__).with_name("onnxruntime_costs.toml") if name == SHIPPED_COSTS else Path(name)
     try:
         return TypeAdapter(CostTable).validate_python(tomllib.loads(path.read_text("utf-8")))
     except OSError as error:

@@ -316,9 +316,13 @@ def rules_show_command(name: str) -> None:
 @click.argument("files", nargs=-1, required=True, type=NameType(RULE_NAMES, files=True), metavar="NAME|FILE...")
 def rules_check_command(files: tuple[str, ...]) -> None:
     """Check rule files and list each mistake as file:line."""
+    from graphquant.backends.onnxruntime_costs import read_cost_table
     from graphquant.rules import load_ruleset
 
-    count = len(load_ruleset(list(files)).rules)
+    ruleset = load_ruleset(list(files))
+    count = len(ruleset.rules)
+    if ruleset.costs:
+        read_cost_table(ruleset.costs)  # raises an error about a file that is none
     click.echo(f"{', '.join(files)}: no mistakes in {count} rule{'' if count == 1 else 's'}.")
 
 

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from graphquant.errors import RuleError, UsageError, did_you_mean
 from graphquant.rules.json_schema import RULE_FILE_KIND
 from graphquant.rules.pattern_syntax import ANY_OP, parse_pattern
-from graphquant.rules.rule import NEGATION, BoundRule, Pattern, PatternLibrary, RuleFile, RuleSet
+from graphquant.rules.rule import NEGATION, NO_COSTS, BoundRule, Pattern, PatternLibrary, RuleFile, RuleSet
 from graphquant.rules.toml_document import (
     MAX_VALUE_LENGTH,
     Mistake,
@@ -264,6 +264,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             rules.append(BoundRule(rule, label, find_line, schemes.get(rule.quantize), file.pattern))
     if failures:
         raise RuleError("\n".join(failures))
+    costs = "" if costs == NO_COSTS else costs
     digest.update(_costs_digest(costs))
     return RuleSet(
         files=tuple(names),

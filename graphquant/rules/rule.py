@@ -25,6 +25,9 @@ CONSUMER_CONDITIONS = (
 )
 """Conditions of a selector that apply only to consumers."""
 
+NO_COSTS = "none"  # value of `costs` with which the rules alone decide
+SHIPPED_COSTS = "onnxruntime"  # name of the shipped cost table
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
 class Selector:
@@ -260,7 +263,8 @@ class RuleFile:
             of the same name there.
         use: Names of shipped pattern libraries ("transformers", "detection") whose patterns the rules may name.
         costs: Table of kernel costs by which ops stay float where int8 does not pay: "onnxruntime" for the shipped one,
-            or a TOML file, relative to the rule file. Without one, the rules alone decide.
+            or a TOML file, relative to the rule file. With "none" the rules alone decide, also those of later files and
+            of `extends`; without this key, these may name a table.
         scheme: Schemes by name.
         pattern: Patterns by name.
         rule: The rules, in order.
@@ -276,6 +280,13 @@ class RuleFile:
     scheme: dict[str, Scheme] = Field(default_factory=dict)
     pattern: dict[str, Pattern] = Field(default_factory=dict)
     rule: list[Rule] = Field(default_factory=list)
+
+    @field_validator("costs")
+    @classmethod
+    def _check_costs(cls, value: str) -> str:
+        if value and not value.endswith(".toml"):
+            check_known_words("cost table", [value], (NO_COSTS, SHIPPED_COSTS))
+        return value
 
     @field_validator("prepare", "algorithms")
     @classmethod
@@ -313,5 +324,5 @@ class RuleSet:
     digest: str  # hex SHA-256 over the files' contents
     prepare: tuple[str, ...]  # steps to run before matching, each once; the first file that names a step decides
     algorithms: tuple[str, ...] = ()  # optimization algorithms to run, likewise
-    costs: str = ""  # table of kernel costs, by name or path, or "" for none; the first file that names one decides
+    costs: str = ""  # table of kernel costs, by name or path, or "" for none; the first file with the key decides
     rules: tuple[BoundRule, ...]

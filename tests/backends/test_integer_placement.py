@@ -19,7 +19,7 @@ from graphquant.backends.integer_placement import (
     place_by_cost,
 )
 from graphquant.backends.onnxruntime_costs import CostTable, write_cost_table
-from graphquant.errors import UsageError
+from graphquant.errors import RuleError, UsageError
 from graphquant.quantize import SkipCode
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.options import InsertOptions, PlanOptions
@@ -108,6 +108,20 @@ def test_close_to_rules(tmp_path):
     placed = place_by_cost(prepared, plan, cost_table(0.0, conv_dense=1.5, conv_pointwise=1.1))
     assert placed.sites == plan.sites
     assert "1.23" in placed.warnings[0]
+
+
+def test_twice_the_time(tmp_path):
+    """An op that takes twice as long in int8 stays int8 if the model is much faster than float all the same."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    assert place_by_cost(prepared, plan, cost_table(0.0, conv_dense=2.0, conv_pointwise=0.05)) is plan
+
+
+def test_least_slow(tmp_path):
+    """If float is the fastest, the fastest of the placements is used: ops that are much slower in int8 become float."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    placed = place_by_cost(prepared, plan, cost_table(0.0, conv_dense=2.0, conv_pointwise=1.1))
+    assert quantized_weights(placed) == {"v", "u"}
+    assert "1.07" in placed.warnings[0]
 
 
 def test_region_without_weights(tmp_path):
@@ -256,3 +270,29 @@ def test_rules_with_costs(tmp_path):
     (tmp_path / "costs.toml").unlink()
     with pytest.raises(UsageError):
         prepare_and_plan(source, PlanOptions(rules=rules))
+
+
+def test_rules_without_costs(cli, tmp_path):
+    """With `costs = "none"` the rules alone decide, also in later files and with `extends`; the value is checked."""
+    source, _, _ = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    kept = {"v", "w", "u"}
+    write_cost_table(cost_table(20.0, conv_dense=4.0, conv_pointwise=0.2), tmp_path / "costs.toml")
+    text = (
+        shipped_rule_files()["onnxruntime"].read_text("utf-8").replace('costs = "onnxruntime"', 'costs = "costs.toml"')
+    )
+    (tmp_path / "dear.toml").write_text(text, "utf-8")
+    (tmp_path / "mine.toml").write_text('costs = "none"\n', "utf-8")
+    (tmp_path / "silent.toml").write_text('description = "no costs"\n', "utf-8")
+    mine, silent, dear = (str(tmp_path / f"{name}.toml") for name in ("mine", "silent", "dear"))
+    assert quantized_weights(prepare_and_plan(source, PlanOptions(rules=(dear,)))[1]) < kept
+    assert quantized_weights(prepare_and_plan(source, PlanOptions(rules=(silent, dear)))[1]) < kept
+    assert quantized_weights(prepare_and_plan(source, PlanOptions(rules=(mine, dear)))[1]) == kept
+    (tmp_path / "mine.toml").write_text('costs = "none"\nextends = "onnxruntime"\n', "utf-8")
+    assert load_ruleset([mine]).costs == ""
+    (tmp_path / "mine.toml").write_text('extends = "onnxruntime"\n', "utf-8")
+    assert load_ruleset([mine]).costs == "onnxruntime"
+    (tmp_path / "mine.toml").write_text('description = "x"\ncosts = "onnxruntim"\n', "utf-8")
+    with pytest.raises(RuleError, match=r"mine\.toml:2: .*'onnxruntime'"):
+        load_ruleset([mine])
+    (tmp_path / "mine.toml").write_text('costs = "nowhere.toml"\n', "utf-8")
+    assert "nowhere.toml" in cli("rules", "check", mine, code=2).stderr

@@ -5,7 +5,6 @@ import pytest
 from support.onnx_models import load_onnx
 
 from graphquant.backends.onnxruntime_costs import (
-    SHIPPED_TABLE,
     CostTable,
     KernelWork,
     assume_input_shapes,
@@ -16,6 +15,7 @@ from graphquant.backends.onnxruntime_costs import (
 from graphquant.errors import UsageError
 from graphquant.formats import InputSpec
 from graphquant.ir import Parameters
+from graphquant.rules.rule import SHIPPED_COSTS
 
 
 def work_of(folder, text, op_type, **constants) -> KernelWork | None:
@@ -180,7 +180,7 @@ def test_table(tmp_path):
 
 def test_shipped_table():
     """The shipped table has float and int8 costs of all kernels of convolutions and products, none negative."""
-    table = read_cost_table(SHIPPED_TABLE)
+    table = read_cost_table(SHIPPED_COSTS)
     kernels = ("conv.dense", "conv.pointwise", "conv.first", "conv.depthwise", "conv.grouped", "conv.dense.line")
     assert all(table.knows(kernel) for kernel in (*kernels, "product", "product.row", "product.activations"))
     assert all(cost > 0 for costs in table.costs.values() for cost in costs.values())
