@@ -43,10 +43,10 @@ from graphquant.quantize import Plan, Site, Skip, SkipCode
 if TYPE_CHECKING:
     from graphquant.backends.findings import Verdict
 
-INT8_FACTORS = (0.6, 0.8, 1.0)
+INT8_FACTORS = (0.4, 0.6, 1.0)
 """Factors of the estimated int8 times of weighted ops, in the order in which they are tried.
 
-Int8 saves energy and memory as well, and other processors differ. With 0.6, an op stays int8 up to 1.67 times its float
+Int8 saves energy and memory as well, and other processors differ. With 0.4, an op stays int8 up to 2.5 times its float
 time. Decision 0074 has the results with other factors.
 """
 
@@ -553,8 +553,7 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
         return replace(placed if placed.sites else plan, warnings=warnings)
     fast_enough = (outcome for limit in TIME_RATIOS for outcome in outcomes if outcome[0] <= limit)
     fastest = min(outcomes, key=lambda outcome: outcome[0])
-    # If float is the fastest, the plan stays close to the rules. The others would be slower, with little in int8.
-    ratio, int8_groups = next(fast_enough, fastest if fastest[0] <= 1 else outcomes[0])
+    ratio, int8_groups = next(fast_enough, fastest)  # the fastest may be slower than float
     if ratio > 1:
         plan = replace(plan, warnings=(*plan.warnings, f"the model is estimated to take {ratio:.2f} of float's time"))
     search.set_int8(int8_groups)
