@@ -125,7 +125,7 @@ def range_for_fake_quant(params: QParams) -> Range:
 
 def _adjacent_floats(end: Array) -> Array:
     """Return `end` and the float32 below and above it, stacked. 0.0 has no neighbors here, so that it stays 0.0."""
-    directions = np.float32([0, -np.inf, np.inf]).reshape(3, *[1] * np.ndim(end))
+    directions = np.array([0, -np.inf, np.inf], np.float32).reshape(3, *[1] * end.ndim)
     return np.where((directions == 0) | (end == 0), end, np.nextafter(end, directions))
 
 
