@@ -232,8 +232,8 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
     return lines
 
 
-def search_view(search: SearchTrace | None) -> list[RenderableType]:
-    """Render the result of the search for a plan: latency, size, and bounds."""
+def search_view(search: SearchTrace | None, validation: Validation | None = None) -> list[RenderableType]:
+    """Render the result of the search for a plan: latency, size, and bounds, for which the validation decides."""
     if search is None or (search.repair is not None and not search.repair.requested):
         return []
     lines = _latency_lines(search) if search.runtime else []
@@ -252,12 +252,12 @@ def search_view(search: SearchTrace | None) -> list[RenderableType]:
             lines.append(plain_line(f"  error estimated from the bit width only: {tensors}", "yellow"))
     if not search.plans:
         return lines
-    caveats = _caveat_lines(search)
+    bounds = _bound_lines(search, validation)
     if not has_validated_changes:
-        return [*lines, plain_line("Searched: this plan meets the bounds on the search samples."), *caveats]
+        return [*lines, *bounds]
     message = f"Searched {pluralize(search.plans, 'plan')}, {search.runs_per_site:.1f} runs for each site"
     message += f", float ops with {percent(search.cost)} of the cost{choices}"
-    lines += [plain_line(f"{message}."), *caveats]
+    lines += [plain_line(f"{message}."), *bounds]
     if search.interrupted:
         lines.append(plain_line("The search was interrupted; this is its best plan.", "yellow"))
     elif search.stop_reason is not None:
@@ -299,13 +299,22 @@ def _sqnr_text(sqnr: float) -> str:
     return f"{sqnr:.1f} dB" if math.isfinite(sqnr) else "no SQNR"
 
 
-def _caveat_lines(search: SearchTrace) -> list[RenderableType]:
-    """Render the reasons why bounds are met as measured, but not proven."""
-    validation = search.search_validation
+def _bound_lines(search: SearchTrace, validation: Validation | None) -> list[RenderableType]:
+    """Render whether the plan meets the bounds, on which samples, and the reasons why they are not proven."""
+    searched = search.search_validation
     lines: list[RenderableType] = []
-    if search.status == "met-not-proven" and validation is not None and validation.comparison is not None:
-        count = pluralize(validation.comparison.samples, "sample")
-        lines.append(plain_line(f"The bounds are met on {count} of the search, not proven.", "yellow"))
+    if search.status not in {None, "missed"} and searched is not None and searched.comparison is not None:
+        message = f"The bounds are met on the {pluralize(searched.comparison.samples, 'sample')} of the search"
+        figures = ", ".join(f"{label} {value}" for label, value in comparison_figures(searched.comparison))
+        message += f" ({figures})" if figures else ""
+        style = "yellow" if search.caveats else ""
+        if validation is not None and validation.comparison is not None and validation.bounds and validation.failures:
+            held_out = pluralize(validation.comparison.samples, "sample")
+            message += f", but missed on the {held_out} of the validation, which decides: exit code 1"
+            style = "bold red"
+        else:
+            message += ", not proven" if search.caveats else ""
+        lines.append(plain_line(f"{message}.", style))
     return [*lines, *(plain_line(f"inconclusive: {caveat}", "yellow") for caveat in search.caveats)]
 
 

@@ -106,7 +106,7 @@ def result_view(result: Result, output: Path | None, *, tables: bool = True) -> 
         sections.append(plain_line(f"cache: {count} past and present states are int8, with a scale for each {per}"))
     sections += _unused_rules_lines(result.plan, shipped=False)
     sections += _plan_warnings(result.plan) + repair_view(result.search, result.validation)
-    sections += search_view(result.search)
+    sections += search_view(result.search, result.validation)
     if result.inserted:
         runtime_lines = _runtime_lines(result)
         sections += [*validation_view(result.validation), *runtime_lines[: None if tables else 1]]

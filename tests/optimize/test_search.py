@@ -12,7 +12,7 @@ import pytest
 from support.shared_models import SHARED_MODELS
 
 import graphquant as gq
-from graphquant.analysis.validation import FoldValidator
+from graphquant.analysis.validation import Bounds, FoldValidator
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
@@ -232,6 +232,21 @@ def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[...
         for name in ("plain.onnx", "out.onnx")
     )
     assert after > before + 2
+
+
+def test_bound_that_the_validation_misses_is_one_sentence(samples: Path) -> None:
+    """The line about the bounds has the figures of the search, and tells that the validation decides if it misses."""
+    result = gq.insert(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz"), min_sqnr=30)
+    assert result.search is not None
+    assert result.validation is not None
+    missed = replace(result.validation, bounds=Bounds(min_sqnr=200.0))
+    lines = [
+        [str(line) for line in search_view(result.search, validation) if "bounds are met" in str(line)]
+        for validation in (result.validation, missed)
+    ]
+    assert [len(found) for found in lines] == [1, 1]
+    assert " dB" in lines[0][0]
+    assert ["missed" in found[0] and "exit code 1" in found[0] for found in lines] == [False, True]
 
 
 def test_what_meets_its_bound_is_left_as_it_is(samples: Path) -> None:
