@@ -21,7 +21,7 @@ from graphquant.calibration import (
     plan_targets,
 )
 from graphquant.calibration.data import Dataset, as_data_spec
-from graphquant.calibration.holdout import open_model_data
+from graphquant.calibration.holdout import complete_model_data, open_model_data
 from graphquant.errors import DataError, UsageError
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import CalibrateOptions, PlanOptions, checks_types, resolve_options, takes_options
@@ -76,7 +76,7 @@ def calibrate(
     else:
         targets = plan_targets(source, prepared, resolved_plan, full_histograms=settings.full)
     if not isinstance(data, Dataset):
-        data = open_model_data(prepared, spec, settings.samples)
+        data = open_model_data(prepared, complete_model_data(source, spec), settings.samples)
     findings = check_samples(data, source)
     run = CalibrationRun(
         model_digest=source.digest,

@@ -22,7 +22,7 @@ from graphquant.analysis.compare import ComparisonSamples, match_inputs, with_se
 from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
-from graphquant.calibration.holdout import open_labelled_data
+from graphquant.calibration.holdout import complete_model_data, open_labelled_data
 from graphquant.calibration.metric import load_metric
 from graphquant.errors import UsageError
 from graphquant.ir import Model
@@ -78,6 +78,7 @@ def compare(
         )
     sites = match_sites(float_ir, quantized_ir) if settings.sites and not has_tflite_file else None
     float_runner = _create_runner(float_ir, settings)
+    data = complete_model_data(float_ir, data) if float_ir.traits.rewritable else data
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
     findings = check_samples(batches, float_ir) if float_ir.traits.rewritable else ()
     metric = load_metric(settings.metric)

@@ -39,7 +39,12 @@ from graphquant.calibration import (
     sites_needing_data,
 )
 from graphquant.calibration.data import as_data_spec, parse_data_sources
-from graphquant.calibration.holdout import CalibrationData, open_model_data, open_required_labels
+from graphquant.calibration.holdout import (
+    CalibrationData,
+    complete_model_data,
+    open_model_data,
+    open_required_labels,
+)
 from graphquant.calibration.memory import return_freed_memory
 from graphquant.calibration.metric import load_metric
 from graphquant.errors import DataError, EmptyResultError, FindingsError, ModelError, NeedsDataError, UsageError
@@ -122,10 +127,10 @@ def insert(
         UsageError: An option is invalid, a pattern matches nothing, or the size budget cannot be met.
     """
     settings = resolve_options(InsertOptions, options, values)
-    if settings.data is not None:
-        settings = replace(settings, data=as_data_spec(settings.data))
+    settings = replace(settings, data=None if settings.data is None else as_data_spec(settings.data))
     objective = _check_options(settings)
     source = load_source(model, settings, settings.data)
+    settings = replace(settings, data=complete_model_data(source, settings.data))
     open_samples = cache(partial(open_model_data, source, settings.data or ""))
     sample_shapes = partial(_first_sample_shapes, open_samples, settings)
     prepared, plan = prepare_and_plan(source, settings, settings.plan, sample_shapes=sample_shapes)

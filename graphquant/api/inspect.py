@@ -139,6 +139,7 @@ def check_data(model: Model | str | Path, data: Any, *, samples: int | None = No
     """
     from graphquant.calibration.data import as_data_spec, open_data, split_by_signature
     from graphquant.calibration.data.check import check_dataset
+    from graphquant.calibration.holdout import complete_model_data
 
     spec = as_data_spec(data)
     source = select_signatures(as_model(model), tuple(split_by_signature(spec)), separate_inputs=True)
@@ -147,6 +148,7 @@ def check_data(model: Model | str | Path, data: Any, *, samples: int | None = No
             f"{source.path} is a TFLite model, which cannot be run. Pass the model from which it was converted."
         )
     inputs = formats.format_module(source.format).input_specs(source)
+    spec = complete_model_data(source, spec)
     return check_dataset(open_data(spec, inputs, samples=samples, require_finite=False), inputs, source)
 
 

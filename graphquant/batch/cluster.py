@@ -162,11 +162,10 @@ def _write_shard_stats(
     entry: Entry, *, shard: tuple[int, int], max_memory: int | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Write the statistics of a shard of the samples to the entry's output."""
-    from graphquant import api, formats
+    from graphquant import api
     from graphquant.api.models import load_source
     from graphquant.calibration import with_observer
-    from graphquant.calibration.data import open_data
-    from graphquant.calibration.holdout import split_holdout
+    from graphquant.calibration.holdout import complete_model_data, open_model_data, split_holdout
     from graphquant.utils.options import CalibrateOptions
 
     data = entry.data or ""
@@ -181,12 +180,7 @@ def _write_shard_stats(
             family=entry.family,
             range_source=entry.range_source,
         )
-        batches = open_data(
-            data,
-            formats.format_module(model.format).input_specs(model),
-            samples=entry.samples,
-            check_in_background=True,
-        )
+        batches = open_model_data(model, complete_model_data(model, data), entry.samples)
         # `insert` holds out the remaining samples, so the shards must not use them either.
         calibration_batches, _ = split_holdout(data, entry.samples, batches)
         stats = api.calibrate(

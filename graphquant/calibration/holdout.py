@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from graphquant import formats
 from graphquant.errors import DataError
@@ -91,7 +91,7 @@ def open_labelled_data(
 
 
 def _class_labels(name: str) -> InputSpec:
-    """Return the class indices of samples as an input."""
+    """Return the class indices of samples, or of the rows of each sample, as an input."""
     return InputSpec(name=name, dtype="int64", shape=(None,))
 
 
@@ -122,7 +122,7 @@ def open_required_labels(
     try:
         return open_data(data, input_specs, samples=samples, require_finite=False), name
     except DataError as error:
-        raise DataError(f"{error} Labels are integers: the class index of each sample.") from error
+        raise DataError(f"{error} Labels are integers: the class index of each sample, or of each token.") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,3 +280,15 @@ def open_model_data(model: Model, spec: str | MemoryData, samples: int | None) -
 
     inputs = formats.format_module(model.format).input_specs(model)
     return open_data(spec, inputs, samples=samples, check_in_background=True)
+
+
+DataT = TypeVar("DataT", "str | MemoryData", "str | MemoryData | None")
+
+
+def complete_model_data(model: Model, spec: DataT) -> DataT:
+    """Return data for all inputs of a model, if it is a decoder and `spec` has token ids without past states."""
+    if spec is None:
+        return spec
+    from graphquant.calibration.data.decoder import complete_decoder_data
+
+    return complete_decoder_data(model, spec)

@@ -14,6 +14,7 @@ from graphquant.ir.weight_layout import output_channels
 
 if TYPE_CHECKING:
     from graphquant.ir.graph import Graph, Model
+    from graphquant.ir.types import Shape
 
 
 def count_macs(model: Model, sizes: Mapping[TensorRef, int] | None = None) -> dict[OpKey, int]:
@@ -52,7 +53,8 @@ def _counted_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
 
 def _elements(graph: Graph, tensor: TensorRef, sizes: Mapping[TensorRef, int]) -> int | None:
     """Return the elements of a tensor for one sample; a first axis of unknown size is taken to count samples."""
-    return sizes.get(tensor, graph.output(tensor).elements_per_sample)
+    known: int | None = graph.output(tensor).elements_per_sample
+    return sizes.get(tensor, known)
 
 
 def _driving_tensor(graph: Graph, op: Op) -> TensorRef | None:
@@ -160,7 +162,7 @@ or packed as (batch, positions, heads, 2 or 3, size)."""
 def _summed_length(graph: Graph, op: Op, sizes: Mapping[TensorRef, int]) -> float | None:
     """Return the length of the axes of `_summed_axes`, from the shape or a measured size; None if neither is known."""
     for tensor, axis in _summed_axes(graph, op):
-        shape = graph.output(tensor).shape or ()
+        shape: Shape = graph.output(tensor).shape or ()
         if len(shape) < -axis:
             continue
         if (length := shape[axis]) is not None:

@@ -26,6 +26,7 @@ from graphquant.calibration.data.dataset import PIXEL_KEYS, DataRequest, Dataset
 from graphquant.calibration.data.files import MAX_FEED_BYTES, DataFile, wrap_read_errors
 from graphquant.calibration.data.fit import (
     ArrayFit,
+    MissingArrayError,
     check_dtype_range,
     common_sample_count,
     dtype_kind,
@@ -145,7 +146,7 @@ def _read_file_arrays(
     with wrap_read_errors(file, "Save it again with numpy.save or numpy.savez."), ExitStack() as stack:
         if file.name.lower().endswith(".npy"):
             if len(request.inputs) != 1:
-                raise DataError(
+                raise MissingArrayError(
                     f"{file.name} contains one array, but the model takes {', '.join(map(repr, request.input_names))}."
                     " Save arrays under these names with numpy.savez."
                 )

@@ -136,6 +136,7 @@ class _InputStats:
     nan: int = 0
     inf: int = 0
     integral: bool = True
+    consecutive: bool | None = None  # true if integers count their positions; None without several positions
     feeds: int = 0
     blank_feeds: int = 0
     digests: set[bytes] = field(default_factory=set)
@@ -180,6 +181,9 @@ class _InputStats:
             self.finite_count += numbers.size
             self.integral = self.integral and bool((numbers == np.rint(numbers)).all())
             self.blank_feeds += numbers.size > 1 and bool((numbers == numbers[0]).all())
+            if values.dtype.kind in "iu" and values.ndim and values.shape[-1] > 1:
+                is_consecutive = bool((np.diff(values.astype(np.int64)) == 1).all())
+                self.consecutive = self.consecutive is not False and is_consecutive
 
     @property
     def negated_pixels(self) -> bool:
@@ -390,7 +394,8 @@ def _find_mistakes(
             **_stacked_findings(model_input, stats, dataset),
             **_index_findings(stats, use),
         }
-        is_content = dtype_kind(numpy_dtype(model_input.dtype)) == "float" or (use.table_rows or 0) >= MIN_TABLE_ROWS
+        selects_rows = (use.table_rows or 0) >= MIN_TABLE_ROWS and not stats.consecutive
+        is_content = dtype_kind(numpy_dtype(model_input.dtype)) == "float" or selects_rows
         for kind, message in input_findings.items():
             # Masks, positions and lengths may be the same in all samples.
             if is_content or not varying or kind not in {"constant", "same-samples", "similar-samples", "blank"}:

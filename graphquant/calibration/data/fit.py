@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+
+class MissingArrayError(DataError):
+    """The data has no array for an input."""
+
+
 STRING_DTYPES = frozenset({"string", "str", "object"})
 
 
@@ -98,7 +103,7 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
                 else "Use the name of its input as the key of each array."
             )
             available_text = ", ".join(map(repr, available_keys)) or "no arrays"
-            raise DataError(
+            raise MissingArrayError(
                 f"{label} has no array {requested_key!r} for input {model_input.name!r}. It contains {available_text}."
                 if requested_key
                 else f"{label} has no array for input {model_input.name!r}. It contains {available_text}; the model"

@@ -27,6 +27,7 @@ from graphquant.calibration.data.dataset import DataRequest, Dataset, Feed
 from graphquant.calibration.data.files import MAX_FEED_BYTES
 from graphquant.calibration.data.fit import (
     ArrayFit,
+    MissingArrayError,
     check_feed_values,
     common_sample_count,
     dtype_kind,
@@ -180,7 +181,7 @@ def _item_arrays(label: str, item: Any, names: list[str]) -> dict[str, Array]:
     if not isinstance(item, tuple | list):
         item = (item,)
     if len(item) < len(names):
-        raise DataError(
+        raise MissingArrayError(
             f"{label} has {len(item)} arrays, but the model takes {', '.join(map(repr, names))}."
             " Return a dict of input names and arrays, or a tuple in this order."
         )

@@ -141,6 +141,8 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
                 if shape and axis == 0 and shape[0] is not None:
                     result.table_rows = min(shape[0], result.table_rows or shape[0])
                 continue
+            if op.kind == "shape":
+                continue  # the length of the input, such as positions that depend on it
             if op.kind == "batchnorm" or op.kind in WEIGHTED_KINDS | RECURRENT_KINDS:
                 result.rescaled |= op.kind == "batchnorm" and is_first
                 if role == "input" and result.layer is None:

@@ -1,0 +1,148 @@
+"""Inputs of a decoder from token ids alone: masks, positions, and the past states that the model itself computes.
+
+Each sequence of ids gives one sample with its first tokens and empty past states, and then samples of one token, each
+with the present states of the sample before. Their `labels` are the next tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant import formats
+from graphquant.calibration.data.dataset import Dataset, Feed, MemoryData, open_data, split_by_signature
+from graphquant.calibration.data.fit import MissingArrayError, numpy_dtype
+from graphquant.calibration.data.model_inputs import find_input_uses
+from graphquant.errors import DataError
+from graphquant.ir import find_states
+from graphquant.utils.text import format_shape
+
+if TYPE_CHECKING:
+    from graphquant.formats import InputSpec
+    from graphquant.ir import Model
+    from graphquant.numerics import Array
+
+STEPS = 4  # number of samples of one token after the first tokens of each sequence
+MIN_TOKENS = STEPS + 2  # one token at least comes first, and the last one is only a label
+LABELS = "labels"
+
+
+class _GeneratedData(MemoryData):
+    """Samples of a decoder, named by the data spec of their ids."""
+
+    def __init__(self, spec: str | MemoryData, samples: Iterator[Feed]) -> None:
+        super().__init__(samples)
+        self._spec = spec
+
+    def __str__(self) -> str:
+        return str(self._spec)
+
+
+def complete_decoder_data(model: Model, spec: str | MemoryData) -> str | MemoryData:
+    """Return data for all inputs of a decoder if `spec` has token ids and lacks past states; else `spec`.
+
+    Raises a DataError if an input is neither in the data nor a mask, positions or a past state.
+    """
+    states = {} if split_by_signature(spec) else find_states(model)
+    if not states:
+        return spec
+    inputs = formats.format_module(model.format).input_specs(model)
+    missing = _missing_array(spec, inputs)
+    uses = find_input_uses(model, inputs) if missing is not None else {}
+    tables = (entry for entry in inputs if entry.name in uses and uses[entry.name].table_rows)
+    ids = next((entry for entry in tables if _generated_values(entry, 0, 1) is None), None)
+    if missing is None or ids is None or _missing_array(spec, [ids]) is not None:
+        return spec  # complete, or opened later with an error
+    others = [entry for entry in inputs if entry.name not in states and entry is not ids]
+    unknown = next((entry for entry in others if _generated_values(entry, 0, 1) is None), None)
+    if unknown is not None:
+        raise DataError(
+            f"{missing} Past states, masks and positions follow from {ids.name!r}, but {unknown.name!r} is none of"
+            " them. Provide all inputs."
+        )
+    masks = [entry for entry in others if "mask" in entry.name.lower() and _missing_array(spec, [ids, entry]) is None]
+    names = {tensor: name for name, tensor in formats.create_runner(model).output_tensors.items()}
+    presents = {name: names[tensor] for name, tensor in states.items()}
+    generator = _SampleGenerator(model, inputs, ids, [mask.name for mask in masks], presents)
+    return _GeneratedData(spec, generator.samples(open_data(spec, [ids, *masks], require_finite=False)))
+
+
+def _missing_array(spec: str | MemoryData, inputs: Sequence[InputSpec]) -> MissingArrayError | None:
+    """Return the error that data has no array for one of the inputs, or None."""
+    try:
+        open_data(spec, inputs, samples=1, require_finite=False)
+    except MissingArrayError as error:
+        return error
+    return None
+
+
+class _SampleGenerator:
+    """Runs a decoder on sequences of ids."""
+
+    def __init__(
+        self, model: Model, inputs: Sequence[InputSpec], ids: InputSpec, masks: list[str], presents: Mapping[str, str]
+    ) -> None:
+        self._runner = formats.create_runner(model)
+        self._inputs, self._ids, self._masks = inputs, ids, masks
+        self._presents = presents  # name of the output that has the next value, by the name of each state
+
+    def samples(self, sequences: Dataset) -> Iterator[Feed]:
+        """Yield the samples of all sequences, with their labels."""
+        for index, feed in enumerate(sequences):
+            tokens = np.asarray(feed[self._ids.name])
+            for mask in self._masks:  # padding is no text
+                tokens = tokens[:, (feed[mask].reshape(-1, tokens.shape[1]) != 0).all(0)]
+            if tokens.ndim != 2 or tokens.shape[1] < MIN_TOKENS:  # noqa: PLR2004  # batch and tokens
+                raise DataError(
+                    f"Sequence {index} of {self._ids.name!r} is {format_shape(tokens.shape)}, and at least {MIN_TOKENS}"
+                    " tokens are needed to compute past states. Provide longer sequences."
+                )
+            yield from self._samples_of_sequence(tokens)
+
+    def _samples_of_sequence(self, tokens: Array) -> Iterator[Feed]:
+        batch, count = len(tokens), tokens.shape[1] - 1
+        # A decoder for one token at a time also reads its first tokens one by one.
+        first = 1 if self._ids.shape is not None and self._ids.shape[1:] == (1,) else count - STEPS
+        states = {entry.name: _empty_state(entry, batch) for entry in self._inputs if entry.name in self._presents}
+        for start, stop in [(0, first), *((position, position + 1) for position in range(first, count))]:
+            feed = {self._ids.name: tokens[:, start:stop], **states}
+            for entry in self._inputs:
+                values = _generated_values(entry, start, stop - start) if entry.name not in feed else None
+                if values is not None:
+                    feed[entry.name] = np.repeat(values, batch, axis=0)
+            yield {**feed, LABELS: tokens[:, start + 1 : stop + 1].astype(np.int64)}
+            if stop < count:
+                outputs = self._runner.run(feed)
+                states = {name: outputs[present] for name, present in self._presents.items()}
+
+
+def _empty_state(state: InputSpec, batch: int) -> Array:
+    """Return a past state without positions: its first axis of unknown size counts sequences, its last one positions.
+
+    Raises a DataError if it has no axis of unknown size for positions.
+    """
+    shape = state.shape or ()
+    unknown = [axis for axis, size in enumerate(shape) if size is None]
+    if not unknown:
+        raise DataError(
+            f"The past state {state.name!r} is {format_shape(shape)} without an axis that grows, so that it cannot be"
+            " empty before the first token. Provide it in the data."
+        )
+    sizes = [batch if size is None else size for size in shape]
+    sizes[unknown[-1]] = 0
+    return np.zeros(sizes, numpy_dtype(state.dtype))
+
+
+def _generated_values(model_input: InputSpec, past: int, count: int) -> Array | None:
+    """Return the values of an input for `count` tokens after `past` others, which its name tells.
+
+    None for another name. The models of all exporters have these names, on which their users rely.
+    """
+    name, dtype = model_input.name.lower(), numpy_dtype(model_input.dtype)
+    if "mask" in name:
+        return np.ones((1, past + count), dtype)
+    if "position" in name:
+        return np.arange(past, past + count, dtype=dtype)[None]
+    return np.zeros((1, count), dtype) if "token_type" in name else None

@@ -1,0 +1,129 @@
+"""Data of decoders that is made from token ids by running the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+from support.decoders import Decoder, build_decoder, feeds, state_names
+from support.onnx_models import onnx_model, run_onnx
+
+import graphquant as gq
+from graphquant.calibration.data import MemoryData, open_data
+from graphquant.calibration.data.decoder import MIN_TOKENS, STEPS, complete_decoder_data
+from graphquant.calibration.holdout import open_optional_labels
+from graphquant.errors import DataError
+from graphquant.formats import format_module
+from graphquant.ir import find_states
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = 9
+IDS = np.random.default_rng(2).integers(0, 256, (8, TOKENS))
+
+
+def load_decoder(folder: Path, **fields: Any) -> tuple[Decoder, gq.Model]:
+    """Write and load a decoder."""
+    decoder = Decoder(**fields)
+    onnx.save(build_decoder(decoder), folder / "decoder.onnx")
+    return decoder, gq.load(folder / "decoder.onnx")
+
+
+def open_ids(model: gq.Model, data: Any, **options: Any) -> Any:
+    """Open data that was completed for a model, and return it with the labels."""
+    inputs = format_module("onnx").input_specs(model)
+    spec = complete_decoder_data(model, data if isinstance(data, str) else MemoryData(data))
+    dataset = open_data(spec, inputs, **options)
+    return open_optional_labels(dataset, spec, inputs, options.get("samples"))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("form", ["standard", "genai"])
+def test_states_are_found(form: str, architecture: str, tmp_path: Path) -> None:
+    """Each past state leads to the present state of the same layer, also behind attention ops."""
+    decoder, model = load_decoder(tmp_path, ops=form, architecture=architecture)
+    outputs = format_module("onnx").create_runner(model).output_tensors
+    names = zip(*(state_names(decoder, prefix) for prefix in ("past_key_values", "present")), strict=True)
+    assert find_states(model) == {past: outputs[present] for past, present in names}
+    assert find_states(load_decoder(tmp_path, past=False)[1]) == {}
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_samples_are_a_prompt_and_its_steps(architecture: str, tmp_path: Path) -> None:
+    """The first tokens have empty past states, and each later one the present states of the sample before."""
+    decoder, model = load_decoder(tmp_path, architecture=architecture)
+    dataset, labels = open_ids(model, {"input_ids": IDS})
+    samples = list(dataset)
+    first = TOKENS - 1 - STEPS
+    assert (len(samples), labels) == (len(IDS) * (1 + STEPS), "labels")
+    past: list[np.ndarray] = []
+    for index, sample in enumerate(samples[: 1 + STEPS]):
+        start, stop = (0, first) if index == 0 else (first + index - 1, first + index)
+        expected = feeds(decoder, IDS[:1, start:stop], past or None)
+        assert sample.keys() == {*expected, "labels"}
+        for name, value in expected.items():
+            np.testing.assert_array_equal(sample[name], value, err_msg=name)
+            assert sample[name].dtype == value.dtype
+        np.testing.assert_array_equal(sample["labels"], IDS[0, start + 1 : stop + 1])
+        past = run_onnx(tmp_path / "decoder.onnx", expected)[1:]
+
+
+@pytest.mark.parametrize("form", ["file", "array", "list"])
+def test_forms_of_ids(form: str, tmp_path: Path) -> None:
+    """An npz or npy file, an array, and a list of arrays of different lengths are sequences of ids."""
+    _, model = load_decoder(tmp_path)
+    np.save(tmp_path / "ids.npy", IDS)
+    data = {"file": str(tmp_path / "ids.npy"), "array": IDS, "list": [IDS[:1], {"input_ids": IDS[1:2, :7]}]}[form]
+    dataset, _ = open_ids(model, data)
+    assert dataset.count == (2 if form == "list" else len(IDS)) * (1 + STEPS)
+
+
+def test_padding_is_no_text(tmp_path: Path) -> None:
+    """Tokens where a given mask is 0 are left out."""
+    _, model = load_decoder(tmp_path)
+    mask = np.ones_like(IDS)
+    mask[:, :2] = 0
+    padded, _ = open_ids(model, {"input_ids": IDS, "attention_mask": mask})
+    plain, _ = open_ids(model, {"input_ids": IDS[:, 2:]})
+    assert padded.final_digest() == plain.final_digest()
+
+
+def test_complete_data_is_not_changed(tmp_path: Path) -> None:
+    """Data with past states, and data of a model without past states, stay as they are."""
+    decoder, model = load_decoder(tmp_path)
+    complete = MemoryData(feeds(decoder, IDS[:1]))
+    assert complete_decoder_data(model, complete) is complete
+    _, stateless = load_decoder(tmp_path, past=False)
+    ids = MemoryData({"input_ids": IDS})
+    assert complete_decoder_data(stateless, ids) is ids
+
+
+def test_short_sequences(tmp_path: Path) -> None:
+    """A sequence without a token for each step is an error with its index and shape."""
+    _, model = load_decoder(tmp_path)
+    with pytest.raises(DataError, match=rf"Sequence 0 of 'input_ids' is \[1, 4\].*{MIN_TOKENS} tokens"):
+        open_ids(model, {"input_ids": IDS[:, :4]})
+
+
+def test_unknown_inputs(tmp_path: Path) -> None:
+    """An input that is neither in the data nor follows from the ids is named."""
+    text = """
+    net (int64[N, S] ids, float[N, 2] style, float[N, P, 4] past) => (float[N, T, 4] present)
+    { x = Gather(table, ids) present = Concat<axis = 1>(past, x) }
+    """
+    onnx.save(onnx_model(text, {"table": np.ones((64, 4), np.float32)}), tmp_path / "m.onnx")
+    with pytest.raises(DataError, match="'style' is none of them"):
+        complete_decoder_data(gq.load(tmp_path / "m.onnx"), MemoryData({"ids": IDS}))
+
+
+def test_positions_are_no_content(tmp_path: Path) -> None:
+    """Positions that are the same in all samples, and the lengths of inputs, cause no warning about the data."""
+    decoder, _ = load_decoder(tmp_path, architecture="gpt2", past=False)
+    ids = np.random.default_rng(1).integers(0, 256, (40, 12))
+    kinds = {finding.kind for finding in gq.check_data(tmp_path / "decoder.onnx", feeds(decoder, ids)).findings}
+    assert kinds == {"stacked"}
+    load_decoder(tmp_path, ops="standard", positions=64)
+    assert gq.check_data(tmp_path / "decoder.onnx", {"input_ids": ids}).findings == ()
