@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 # Inputs and outputs of the two models are matched by name, then by order.
 
 CLASS_SCORE_AXES = 2  # number of axes of class scores: samples and classes, or classes alone without a batch axis
+MAX_MEAN_LOSS = 700.0  # above this, the perplexity is no finite number
+TOKEN_SCORE_AXES = 3  # number of axes of scores of the next token: samples, tokens and the vocabulary
 
 
 class OutputTally:
@@ -58,6 +60,7 @@ class OutputTally:
         self._labelled: int | None = None
         self._correct = [0, 0]
         self._changed_correct = [0, 0]
+        self._token_losses: list[float] | None = None  # sums over all labels, of both models
 
     def add(
         self, expected: Array | None, actual: Array | None, labels: Array | None, observed: Array | None = None
@@ -84,17 +87,28 @@ class OutputTally:
             if observed is not None:
                 self._fused_errors.add(expected, actual)
                 self._observed_errors.add(expected, observed)
-        if expected.ndim not in self._axes or expected.shape[-1] <= 1:
+        # Three axes have another meaning in other models, so labels have to tell that they are scores of tokens.
+        is_tokens = (
+            expected.ndim == TOKEN_SCORE_AXES
+            and labels is not None
+            and labels.size * expected.shape[-1] == expected.size
+        )
+        if not (is_tokens or expected.ndim in self._axes) or expected.shape[-1] <= 1:
             return
         top_classes = [np.asarray(values.argmax(-1)).reshape(-1) for values in (expected, actual)]
         self._rows += top_classes[0].size
         self._agreements += int((top_classes[0] == top_classes[1]).sum())
         if labels is not None and labels.size == top_classes[0].size:
-            self._add_labels(labels, top_classes, expected.shape[-1])
+            self._add_labels(labels, top_classes, (expected, actual))
 
-    def _add_labels(self, labels: Array, top_classes: list[Array], class_count: int) -> None:
-        if not labels.size or (labels.min() >= 0 and labels.max() < class_count):  # they are class indices
+    def _add_labels(self, labels: Array, top_classes: list[Array], scores: tuple[Array, Array]) -> None:
+        if not labels.size or (labels.min() >= 0 and labels.max() < scores[0].shape[-1]):  # they are class indices
             self._labelled = (self._labelled or 0) + labels.size
+            if scores[0].ndim == TOKEN_SCORE_AXES:
+                totals = self._token_losses or [0.0, 0.0]
+                self._token_losses = [
+                    total + _token_loss(side, labels) for total, side in zip(totals, scores, strict=True)
+                ]
             correct = [top == labels.reshape(-1) for top in top_classes]
             for side, opposite in ((0, 1), (1, 0)):
                 self._correct[side] += int(correct[side].sum())
@@ -121,6 +135,7 @@ class OutputTally:
             rows=rows,
             values=errors.count,
             accuracy=(self._correct[0] / labelled, self._correct[1] / labelled) if labelled else None,
+            perplexity=_perplexities(self._token_losses, labelled) if labelled and finite else None,
             problem=errors.problem or ("" if finite else f"{errors.nonfinite} values are NaN or infinite"),
             sqnr_lower_bound=self._confidence.lower_bound if has_sqnr and finite else None,
             sqnr_standard_error=self._confidence.standard_error if has_sqnr and finite else 0.0,
@@ -130,6 +145,26 @@ class OutputTally:
             broken=errors.broken,
             fusion_loss=max(0.0, self._observed_errors.sqnr - self._fused_errors.sqnr),
         )
+
+
+def _token_loss(scores: Array, labels: Array) -> float:
+    """Return the sum of the negative logarithms of the probabilities of `labels`.
+
+    `scores` (samples, tokens, vocabulary) are logits, or probabilities of sum 1.
+    """
+    rows = scores.reshape(-1, scores.shape[-1]).astype(np.float64)
+    if rows.size and rows.min() >= 0 and np.allclose(rows.sum(-1), 1, atol=1e-3):
+        rows = np.log(np.maximum(rows, np.finfo(np.float64).tiny))
+    peaks = rows.max(-1, initial=-np.inf)
+    totals = peaks + np.log(np.exp(rows - peaks[:, None]).sum(-1))
+    return float((totals - rows[np.arange(len(rows)), labels.reshape(-1)]).sum())
+
+
+def _perplexities(losses: Sequence[float] | None, count: int) -> tuple[float, float] | None:
+    """Return exp(mean loss) of both models: as many equally likely tokens would be as hard to predict."""
+    if losses is None or max(losses) / count > MAX_MEAN_LOSS:
+        return None
+    return math.exp(losses[0] / count), math.exp(losses[1] / count)
 
 
 class MetricTally:

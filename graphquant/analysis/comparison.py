@@ -41,6 +41,8 @@ class OutputFigures:
     agreement_lower_bound: float | None = None  # lower bound of `agreement`, likewise
     # Upper bound of the share of correct rows that quantization loses; None without labels.
     lost_share_upper_bound: float | None = None
+    # exp(mean loss) of the next tokens, for the float and the quantized model; None without labels of tokens.
+    perplexity: tuple[float, float] | None = None
     broken: int = 0  # number of values that are NaN or infinite in the quantized model only
     # Loss of SQNR in dB, on the samples on which tensors are observed, where ops may be fused because none is.
     fusion_loss: float = 0.0

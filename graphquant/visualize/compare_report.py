@@ -86,6 +86,11 @@ def _accuracy_text(accuracy: tuple[float, float]) -> str:
     return " -> ".join(map(_percent_text, accuracy))
 
 
+def _perplexity_text(perplexity: tuple[float, float]) -> str:
+    """Return the perplexity of the float and of the quantized model."""
+    return " -> ".join(f"{value:.4g}" for value in perplexity)
+
+
 OUTPUT_COLUMNS: tuple[Column[OutputFigures], ...] = (
     Column("output", lambda output: " = ".join(dict.fromkeys((output.name, output.quantized_name)))),
     Column("SQNR", lambda output: output.sqnr, _decibel_text, unit="dB", number=True),
@@ -93,6 +98,7 @@ OUTPUT_COLUMNS: tuple[Column[OutputFigures], ...] = (
     Column("max diff", lambda output: None if output.empty else output.max_error, "{:.4g}".format, number=True),
     Column("agree", lambda output: output.agreement, _percent_text, number=True),
     Column("accuracy", lambda output: output.accuracy, _accuracy_text, number=True, optional=True),
+    Column("perplexity", lambda output: output.perplexity, _perplexity_text, number=True, optional=True),
 )
 SITE_COLUMNS: tuple[Column[SiteFigures], ...] = (
     Column("quantized tensor", lambda site: site.tensor),
@@ -371,4 +377,6 @@ def _output_metrics_text(output: OutputFigures, score_sqnr: float | None) -> str
         figures.append(f"{percent(output.agreement)} agree")
     if output.accuracy is not None:
         figures.append(f"accuracy {percent(output.accuracy[0], 2)} -> {percent(output.accuracy[1], 2)}")
+    if output.perplexity is not None:
+        figures.append(f"perplexity {_perplexity_text(output.perplexity)}")
     return " ".join([output.name, " and ".join(figures)]) if figures else output.name

@@ -27,6 +27,7 @@ class OutputErrors(JsonObject):
     rows: int
     values: int
     accuracy: Accuracy
+    perplexity: Accuracy
     problem: OptionalText
 
 

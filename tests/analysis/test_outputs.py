@@ -24,6 +24,30 @@ def test_class_scores() -> None:
     assert (figures.agreement, figures.rows, figures.accuracy) == (0.5, 4, (0.75, 0.75))
 
 
+def test_token_scores() -> None:
+    """Labels of each token make scores of three axes rows, with a perplexity; probabilities equal their logits."""
+    logits = np.log(np.array([[[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]]], np.float32))
+    labels = np.array([[0, 1]])
+    for scores in (logits, np.exp(logits), logits + 3):
+        tally = OutputTally("y", "y", batched=False)
+        tally.add(scores, np.flip(scores, -1), labels)
+        tally.add(scores[:, :1], scores[:, :1], labels[:, :1])
+        figures = tally.figures()
+        assert (figures.agreement, figures.rows, figures.accuracy) == (1 / 3, 3, (2 / 3, 1 / 3))
+        expected = [(0.5 * 0.2 * 0.5) ** (-1 / 3), (0.25 * 0.2 * 0.5) ** (-1 / 3)]
+        assert figures.perplexity == pytest.approx(expected, rel=1e-6)
+
+
+def test_three_axes_without_token_labels() -> None:
+    """Without labels of each row, or with other integers, an output of three axes has no perplexity."""
+    values = np.ones((1, 2, 3), np.float32)
+    for labels, rows in ((None, 0), (np.array([1]), 0), (np.array([1, 5]), 2)):
+        tally = OutputTally("y", "y", batched=True)
+        tally.add(values, values, labels)
+        figures = tally.figures()
+        assert (figures.rows, figures.perplexity) == (rows, None)
+
+
 def test_vectors() -> None:
     """A vector is a row of scores, unless its axis counts samples."""
     for batched, rows in ((False, 1), (True, 0)):
